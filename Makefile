@@ -1,0 +1,33 @@
+# Every verb works alone on a fresh clone: it makes .venv first, once.
+.PHONY: demo test test-full check docs fix
+PYTHON_BIN := .venv/bin/python
+
+demo: ## train on real text on all local devices, and end in a report
+	@tools/setup.sh
+	@.venv/bin/allranks train
+
+test: ## the tests that a change must pass
+	@tools/setup.sh dev
+	@$(PYTHON_BIN) -m pytest
+
+test-full: ## the long tests too; PART=i/n runs one of n parts; what passed on this very tree is not run again
+	@tools/setup.sh dev
+	@$(PYTHON_BIN) -m pytest --full $(if $(PART),--part $(PART))
+
+check: ## style, types, and a docs build in which a warning is an error
+	@tools/setup.sh dev,docs
+	@$(PYTHON_BIN) -m ruff check .
+	@$(PYTHON_BIN) -m ruff format --check .
+	@$(PYTHON_BIN) -m mypy
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON_BIN) -m mkdocs build --strict --quiet --site-dir .cache/site-check
+
+docs: ## the documentation, at site/index.html
+	@tools/setup.sh dev,docs
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON_BIN) -m mkdocs build --strict --quiet --site-dir site
+	@echo "open site/index.html"
+
+fix: ## what a machine can put right: format, imports, generated pages
+	@tools/setup.sh dev,docs
+	@$(PYTHON_BIN) -m ruff check --fix --quiet .
+	@$(PYTHON_BIN) -m ruff format .
+	@$(PYTHON_BIN) -m tools.generate

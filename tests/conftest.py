@@ -1,0 +1,111 @@
+"""Stricter than production: a test that leaks its environment, a process or a file fails."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from tests.distributed.pool import Pools
+from tests.full_record import FullRecord, parse_part
+from tests.leaks import (
+    adopt_orphans,
+    environment_changes,
+    leftover_children,
+    leftover_files,
+    list_tree,
+    living_children,
+)
+
+ROOT = Path(__file__).parents[1]
+
+# The same examples every time, nothing written into the tree, and no time limit: machines differ.
+hypothesis.settings.register_profile("allranks", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("allranks")
+
+FULL = pytest.StashKey[FullRecord]()
+TREE = pytest.StashKey[set[str]]()
+LEFT = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of `make test-full`."""
+    parser.addoption(
+        "--full", action="store_true", help="run the tests marked full too, and record the results in .full/"
+    )
+    parser.addoption("--part", default="1/1", help="with --full: run part i of n, as i/n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """See orphans as children, and keep a record under --full."""
+    adopt_orphans()
+    if config.getoption("--full"):
+        config.stash[FULL] = FullRecord(config.rootpath, *parse_part(config.getoption("--part")))
+        config.pluginmanager.register(config.stash[FULL])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the long tests, or under --full those of other parts and those that have passed."""
+    if FULL in config.stash:
+        run, rest = config.stash[FULL].select(items)
+    else:
+        run = [item for item in items if item.get_closest_marker("full") is None]
+        rest = [item for item in items if item.get_closest_marker("full") is not None]
+    items[:] = run
+    config.hook.pytest_deselected(items=rest)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test marked gpu skips itself where there is none."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Note what is in the tree."""
+    session.config.stash[TREE] = list_tree(session.config.rootpath)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a session that left something in the tree."""
+    left = leftover_files(session.config.stash[TREE], list_tree(session.config.rootpath))
+    session.config.stash[LEFT] = left
+    if left and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name what was left in the tree."""
+    for path in config.stash.get(LEFT, []):
+        terminalreporter.line(f"LEFT IN THE TREE: {path} (tests write under tmp_path only)", red=True)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pools]:
+    """`pool(world_size).run(function, *args)`: see tests/distributed/pool.py."""
+    with Pools() as pools:
+        yield pools
+
+
+@pytest.fixture(autouse=True)
+def no_environment_leak() -> Iterator[None]:
+    """A test that changes os.environ without putting it back fails (use monkeypatch)."""
+    before = dict(os.environ)
+    yield
+    if changes := environment_changes(before, os.environ):
+        os.environ.clear()
+        os.environ.update(before)
+        pytest.fail("left in the environment: " + "; ".join(changes))
+
+
+@pytest.fixture(autouse=True)
+def no_leftover_process(pool: Pools) -> Iterator[None]:
+    """A test that leaves a child process, or an orphan of one, fails."""
+    before = living_children()
+    yield
+    if left := leftover_children(before, lambda: pool.pids):
+        pytest.fail("left running (killed now): " + "; ".join(left))

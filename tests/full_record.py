@@ -1,0 +1,126 @@
+"""`pytest --full --part i/n`: the long tests too, split over n runs, with a record in `.full/` to resume from.
+
+A test is in part crc32(node id) % n + 1, whatever other tests there are. The record names the commit and a digest of
+the tree; a test that passed on this very tree, in whichever part, is not run again.
+"""
+
+import hashlib
+import json
+import subprocess
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """`2/4` -> (2, 4). Raises pytest.UsageError for anything that is no part of a whole."""
+    part, _, count = text.partition("/")
+    if not (part.isdecimal() and count.isdecimal() and 1 <= int(part) <= int(count)):
+        raise pytest.UsageError(f"--part {text}: give i/n with 1 <= i <= n, e.g. --part 2/4")
+    return int(part), int(count)
+
+
+def part_of(node_id: str, count: int) -> int:
+    """Which of `count` parts (from 1) a test belongs to."""
+    return zlib.crc32(node_id.encode()) % count + 1
+
+
+def git(root: Path, *arguments: str) -> str | None:
+    """What git answers, or None where it cannot."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def tree_digest(root: Path) -> str | None:
+    """A digest of every file that git tracks or would track; None outside a git work tree."""
+    listed = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if listed is None:
+        return None
+    digest = hashlib.sha256()
+    for name in sorted(filter(None, listed.split("\0"))):
+        path = root / name
+        if path.is_file():
+            digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
+    return digest.hexdigest()
+
+
+def passed_on(tree: str | None, records: Iterable[Path]) -> set[str]:
+    """The node ids that passed on this very tree, in any of the records."""
+    passed: set[str] = set()
+    for path in records:
+        record = json.loads(path.read_text())
+        if tree is not None and record["tree"] == tree:
+            passed |= {name for name, result in record["results"].items() if result["outcome"] == "passed"}
+    return passed
+
+
+class FullRecord:
+    """The plugin behind --full: selects, records after every test, and says at the end what was done."""
+
+    def __init__(self, root: Path, part: int, count: int) -> None:
+        self._path = root / ".full" / f"part-{part}-of-{count}.json"
+        self._part, self._count = part, count
+        self._tree = tree_digest(root)
+        self._earlier = passed_on(self._tree, sorted(self._path.parent.glob("part-*.json")))
+        self._skipped = 0
+        self.record: dict[str, Any] = {
+            "commit": (git(root, "rev-parse", "HEAD") or "unknown").strip(),
+            "dirty": git(root, "status", "--porcelain") != "",
+            "tree": self._tree,
+            "part": f"{part}/{count}",
+            "started": time.time(),
+            "ended": None,
+            "results": self._own_earlier(),
+        }
+
+    def _own_earlier(self) -> dict[str, Any]:
+        if not self._path.exists():
+            return {}
+        results: dict[str, Any] = json.loads(self._path.read_text())["results"]
+        return {name: result for name, result in results.items() if name in self._earlier}
+
+    def select(self, items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+        """(to run, not to run): this part, without what passed earlier."""
+        mine = [item for item in items if part_of(item.nodeid, self._count) == self._part]
+        run = [item for item in mine if item.nodeid not in self._earlier]
+        self._skipped = len(mine) - len(run)
+        chosen = set(run)
+        return run, [item for item in items if item not in chosen]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Record each test as it ends; one that fails in set-up or tear-down has failed."""
+        previous = self.record["results"].get(report.nodeid, {"outcome": "passed", "seconds": 0.0})
+        outcome = previous["outcome"] if report.passed else report.outcome
+        self.record["results"][report.nodeid] = {"outcome": outcome, "seconds": previous["seconds"] + report.duration}
+        if report.when == "teardown":
+            self.write()
+
+    def write(self) -> None:
+        """Write the record whole or not at all."""
+        self._path.parent.mkdir(exist_ok=True)
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.record, indent=1))
+        temporary.replace(self._path)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """A run with nothing left to do is a success."""
+        self.record["ended"] = time.time()
+        self.write()
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self._skipped:
+            session.exitstatus = pytest.ExitCode.OK
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """One line a figure, above pytest's closing line."""
+        outcomes = [result["outcome"] for result in self.record["results"].values()]
+        counts = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("passed", "failed", "skipped"))
+        tree = "dirty tree" if self.record["dirty"] else "clean tree"
+        terminalreporter.section(f"part {self.record['part']} of the full run")
+        terminalreporter.line(f"commit {self.record['commit'][:12]} ({tree}); {counts}; {self._skipped} not run again")
+        terminalreporter.line(f"record: {self._path}")

@@ -1,0 +1,103 @@
+"""`make test-full`: split, recorded, resumed."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.full_record import FullRecord, parse_part, part_of, passed_on, tree_digest
+from tests.test_leaks import run_pytest
+
+SAMPLE = """
+import pytest
+from pathlib import Path
+
+@pytest.mark.full
+def test_long(): pass
+
+@pytest.mark.parametrize("n", range(9))
+def test_short(n): pass
+
+def test_broken(): assert (Path(__file__).parents[1] / "repaired").exists()
+"""
+
+
+def make_repository(folder: Path) -> None:
+    """An empty git work tree that ignores what the runs leave."""
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    (folder / ".gitignore").write_text(".full/\n__pycache__/\nrepaired\n")
+
+
+def test_part_i_of_n() -> None:
+    assert parse_part("2/4") == (2, 4)
+    for wrong in ("0/4", "5/4", "2", "a/b", "-1/2", "1/0"):
+        with pytest.raises(pytest.UsageError, match="give i/n"):
+            parse_part(wrong)
+
+
+def test_every_test_is_in_exactly_one_part_and_stays_there() -> None:
+    names = [f"tests/test_x.py::test_{n}" for n in range(200)]
+    parts = [part_of(name, 4) for name in names]
+    assert set(parts) == {1, 2, 3, 4}
+    assert part_of("tests/test_x.py::test_0", 4) == parts[0]
+
+
+def test_the_digest_sees_every_file_that_counts(tmp_path: Path) -> None:
+    assert tree_digest(tmp_path) is None
+    make_repository(tmp_path)
+    empty = tree_digest(tmp_path)
+    (tmp_path / "repaired").touch()
+    assert tree_digest(tmp_path) == empty
+    (tmp_path / "new.py").write_text("x = 1\n")
+    changed = tree_digest(tmp_path)
+    assert changed != empty
+    (tmp_path / "new.py").write_text("x = 2\n")
+    assert tree_digest(tmp_path) not in (empty, changed)
+
+
+def test_only_what_passed_on_this_very_tree_counts(tmp_path: Path) -> None:
+    path = tmp_path / "part-1-of-1.json"
+    results = {"a": {"outcome": "passed"}, "b": {"outcome": "failed"}, "c": {"outcome": "skipped"}}
+    path.write_text(json.dumps({"tree": "t", "results": results}))
+    assert passed_on("t", [path]) == {"a"}
+    assert passed_on("other", [path]) == set()
+    assert passed_on(None, [path]) == set()
+
+
+def test_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_repository(tmp_path)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--full")
+    first = run_pytest(tmp_path, SAMPLE)
+    assert "1 failed, 10 passed" in first.stdout, first.stdout + first.stderr
+    assert "10 passed, 1 failed, 0 skipped; 0 not run again" in first.stdout
+    (tmp_path / "repaired").touch()
+    second = subprocess.run(first.args, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "1 passed, 10 deselected" in second.stdout
+    assert "11 passed, 0 failed, 0 skipped; 10 not run again" in second.stdout
+    third = subprocess.run(first.args, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (third.returncode, "11 not run again" in third.stdout) == (0, True)
+    record = json.loads((tmp_path / ".full" / "part-1-of-1.json").read_text())
+    assert (record["commit"], record["dirty"], len(record["results"])) == ("unknown", True, 11)
+
+
+def test_parts_make_the_whole_and_long_tests_need_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_repository(tmp_path)
+    short = run_pytest(tmp_path, SAMPLE)
+    assert "1 failed, 9 passed, 1 deselected" in short.stdout
+    assert not (tmp_path / ".full").exists()
+    for part in ("1/2", "2/2"):
+        monkeypatch.setenv("PYTEST_ADDOPTS", f"--full --part {part}")
+        subprocess.run(short.args, cwd=tmp_path, capture_output=True, check=False)
+    records = [json.loads(path.read_text())["results"] for path in sorted((tmp_path / ".full").glob("*.json"))]
+    assert [bool(record) for record in records] == [True, True]
+    assert len(records[0]) + len(records[1]) == len(records[0] | records[1]) == 11
+
+
+def test_a_record_names_the_commit(tmp_path: Path) -> None:
+    make_repository(tmp_path)
+    author = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    subprocess.run(["git", *author, "commit", "-qm", "first"], cwd=tmp_path, check=True)
+    record = FullRecord(tmp_path, 1, 1).record
+    assert (len(record["commit"]), record["dirty"]) == (40, False)

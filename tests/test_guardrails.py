@@ -1,0 +1,203 @@
+"""What keeps the tree readable: floors, sizes, names, no torch behind the command line. A changed number is reviewed.
+
+Every check is also shown a sample that is bad in each of its ways: a check that cannot fail is a defect.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import allranks
+from tests import guardrails
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "allranks"
+
+# Modules without a test file of their own, and why.
+WITHOUT_MIRROR: dict[str, str] = {}
+
+# Bytes that a process gets from its own parent or child through a pipe; never from a disk or a store.
+MAY_UNPICKLE = {
+    "surviving/launch.py: cloudpickle.loads": "function and results travel through pipes between parent and child",
+}
+
+
+def test_floors() -> None:
+    assert guardrails.check_floors(SOURCE) == []
+
+
+def test_no_import_circles() -> None:
+    assert guardrails.check_circles(SOURCE) == []
+
+
+def test_sizes() -> None:
+    assert guardrails.check_sizes(SOURCE) == []
+
+
+@pytest.mark.parametrize("folder", ["src", "tests", "tools", "bench", "examples"])
+def test_names(folder: str) -> None:
+    assert guardrails.check_names(ROOT / folder) == []
+
+
+def test_every_module_has_a_mirror() -> None:
+    assert guardrails.check_mirror(SOURCE, ROOT / "tests", WITHOUT_MIRROR) == []
+
+
+def test_nobody_peels_wrappers_twice() -> None:
+    assert guardrails.check_walkers(SOURCE) == []
+
+
+def test_nothing_is_unpickled() -> None:
+    assert guardrails.check_unpickling(SOURCE, MAY_UNPICKLE) == []
+
+
+def test_public_docstrings() -> None:
+    assert guardrails.check_docstrings(SOURCE) == []
+
+
+def torch_free_modules(root: Path) -> list[str]:
+    """The dotted names of the modules that must not import torch or numpy, as far as they are there."""
+    free = [guardrails.PACKAGE]
+    for module in guardrails.modules(root):
+        below = module.name.removeprefix(guardrails.PACKAGE + ".")
+        if any(below == name or below.startswith(name + ".") for name in guardrails.TORCH_FREE):
+            free.append(module.name)
+    return free
+
+
+def heavy_imports(names: list[str], folder: Path) -> list[str]:
+    """One process imports all of them in turn: which brought torch or numpy first, and which failed."""
+    code = """if True:
+        import importlib, json, sys
+        complaints, seen = [], set()
+        for name in json.loads(sys.argv[1]):
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                complaints.append(f"{name}: {type(error).__name__}: {error}")
+            new = {"torch", "numpy"} & sys.modules.keys() - seen
+            seen |= new
+            complaints += [f"{name} imports {heavy}" for heavy in sorted(new)]
+        print(json.dumps(complaints))
+    """
+    command = [sys.executable, "-c", code, json.dumps(names)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    complaints: list[str] = json.loads(done.stdout)
+    return complaints
+
+
+def test_thinking_needs_no_torch() -> None:
+    names = torch_free_modules(SOURCE)
+    assert {"allranks", "allranks.config", "allranks.checkpointing.checkpoint", "allranks.cli.main"} <= set(names)
+    assert heavy_imports(names, ROOT) == []
+
+
+def test_the_front_door_is_what_can_be_reached() -> None:
+    reached = {name: getattr(allranks, name) for name in allranks.__all__}
+    assert sorted(allranks.__all__) == dir(allranks)
+    rooms = {module.name.split(".")[1] for module in guardrails.modules(SOURCE) if "." in module.name}
+    public = {name for name in vars(allranks) if not name.startswith("_")} - rooms - {"TYPE_CHECKING"}
+    assert public | {"__version__"} == set(reached)
+    with pytest.raises(AttributeError, match="no attribute 'train'"):
+        allranks.train  # noqa: B018
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    """A package that breaks every rule, laid out from one text file."""
+    root = tmp_path / "src" / "allranks"
+    text = (ROOT / "tests" / "golden" / "bad_tree.txt").read_text()
+    for block in text.split("=== ")[1:]:
+        name, content = block.split("\n", 1)
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    with (root / "training" / "loop.py").open("a") as file:
+        file.write('def long():\n    """Long."""\n' + "    x = 1\n" * 59 + "\n" * 240)
+    return root
+
+
+def test_floors_can_fail(bad: Path) -> None:
+    assert guardrails.check_floors(bad) == [
+        "attic.py: room 'attic' has no floor; add it to FLOORS in tests/guardrails.py",
+        "data/stream.py:2: data imports allranks.parallel.mesh: packages of floor 2 do not know each other",
+        "data/utils.py:2: imports allranks.Task through the front door: import the module that holds the name",
+        "errors.py:2: errors (floor 0) imports allranks.layout (floor 1): imports point down",
+        "parallel/mesh.py:6: parallel (floor 2) imports allranks.training.loop (floor 4): imports point down",
+        "training/loop.py:3: imports allranks itself: import the module that holds the name, or "
+        "`from allranks import __version__`",
+    ]
+
+
+def test_circles_can_fail(bad: Path) -> None:
+    assert guardrails.check_circles(bad) == [
+        "data/cut.py: in an import circle with allranks.data.stream",
+        "data/stream.py: in an import circle with allranks.data.cut",
+        "errors.py: in an import circle with allranks.layout",
+        "layout.py: in an import circle with allranks.errors",
+    ]
+
+
+def test_sizes_can_fail(bad: Path) -> None:
+    assert guardrails.check_sizes(bad) == [
+        "training/loop.py: 305 lines, more than 300",
+        "training/loop.py:5: long has 61 lines, more than 60",
+    ]
+
+
+def test_names_can_fail(bad: Path) -> None:
+    (bad / "data" / "helpers").mkdir()
+    assert guardrails.check_names(bad) == ["data/helpers: a drawer, not a noun", "data/utils.py: a drawer, not a noun"]
+
+
+def test_the_mirror_can_fail(bad: Path, tmp_path: Path) -> None:
+    tests = tmp_path / "tests"
+    for path in bad.rglob("*.py"):
+        mirror = tests / path.relative_to(bad).parent / f"test_{path.name}"
+        mirror.parent.mkdir(parents=True, exist_ok=True)
+        mirror.touch()
+    (tests / "data" / "test_cut.py").unlink()
+    (tests / "test_attic.py").unlink()
+    exceptions = {"attic.py": "told elsewhere", "layout.py": "not needed", "gone.py": "gone"}
+    assert guardrails.check_mirror(bad, tests, exceptions) == [
+        "data/cut.py: no tests/data/test_cut.py",
+        "layout.py: has a test file and needs no exception",
+        "gone.py: an exception for a file that is not there",
+    ]
+
+
+def test_walkers_can_fail(bad: Path) -> None:
+    assert guardrails.check_walkers(bad) == ["training/walk.py:5: named_parameters: take a ParameterMap as an argument"]
+
+
+def test_unpickling_can_fail(bad: Path) -> None:
+    allowed = {"training/read.py: pickle.loads": "its own parent's pipe", "training/walk.py: pickle.loads": "not there"}
+    assert sorted(guardrails.check_unpickling(bad, allowed)) == [
+        "training/read.py:6: torch.load unpickles",
+        "training/read.py:8: all_gather_object unpickles",
+        "training/read.py:9: allow_pickle unpickles",
+        "training/walk.py: pickle.loads: allowed, and not there",
+    ]
+    assert "training/read.py:4: pickle.loads unpickles" in guardrails.check_unpickling(bad, {})
+
+
+def test_docstrings_can_fail(bad: Path) -> None:
+    assert guardrails.check_docstrings(bad) == [
+        "parallel/__init__.py: no docstring",
+        "parallel/mesh.py:3: g has no docstring",
+        "training/bare.py: no docstring",
+        "training/bare.py:1: Bare has no docstring",
+        "training/bare.py:2: Bare.method has no docstring",
+        "verifying/heir.py:14: Heir.untold has no docstring",
+    ]
+
+
+def test_thinking_without_torch_can_fail(tmp_path: Path) -> None:
+    for name, content in {"light.py": "", "heavy.py": "import numpy\n", "broken.py": "import nowhere\n"}.items():
+        (tmp_path / name).write_text(content)
+    assert heavy_imports(["light", "heavy", "broken"], tmp_path) == [
+        "heavy imports numpy",
+        "broken: ModuleNotFoundError: No module named 'nowhere'",
+    ]

@@ -1,0 +1,1 @@
+"""What developers run: set-up, and the pages that are generated from the code."""
