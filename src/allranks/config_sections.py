@@ -1,0 +1,192 @@
+"""The sections of a Config: every key a user may type, with its default, unit, range and meaning.
+
+Each class is frozen and strict: an unknown key, `"4"` for a number or `1e3` for a whole number is refused. The
+reference of all keys is generated from these fields.
+"""
+
+from typing import Annotated, Any, Literal, final
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LARGEST = 2**63 - 1
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+CountOrZero = Annotated[int, Field(ge=0, le=LARGEST)]
+Degree = Count | Literal["*"]
+
+AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
+PROCESS_AXES = AXES[:-1]
+"""The axes whose product is the number of processes: ep re-cuts the data-parallel ranks."""
+
+
+def key(
+    default: object,
+    description: str,
+    *,
+    unit: str = "",
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> Any:
+    """One config key: its default, its meaning, its unit ("" where it has none) and its bounds, as pydantic.Field."""
+    return Field(default, description=description, json_schema_extra={"unit": unit}, ge=ge, gt=gt, le=le, lt=lt)
+
+
+class Section(BaseModel):
+    """Abstract: one frozen table of keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@final
+class TrainConfig(Section):
+    """What one optimizer step is, and how many there are."""
+
+    steps: Count | None = key(None, "optimizer steps of the whole run", unit="steps")
+    epochs: Count | None = key(
+        None, "passes over the training data; 1 where train.steps is not given either", unit="epochs"
+    )
+    global_batch: Count = key(32, "samples per optimizer step, over all processes", unit="samples")
+    micro_batch: Count | None = key(
+        None, "samples per forward on one data-parallel rank; not given: its whole share at once", unit="samples"
+    )
+    micro_steps: Count | None = key(
+        None, "forwards per optimizer step, for tasks with batch statistics or a coupled loss", unit="forwards"
+    )
+    seed: CountOrZero = key(0, "decides initial values, order of the data and random numbers")
+    precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
+        "float32", "the type of the heavy operations; parameters stay float32 (float64 under float64)"
+    )
+    max_norm: float | None = key(None, "gradients are scaled down to this norm; not given: no clipping", gt=0)
+    deterministic: bool = key(False, "use deterministic kernels only (slower on CUDA)")
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = key("auto", "the library that carries messages between processes")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_length(cls, values: object) -> object:
+        if isinstance(values, dict) and values.get("steps") is None and values.get("epochs") is None:
+            return {**values, "epochs": 1}
+        return values
+
+
+@final
+class OptimizerConfig(Section):
+    """The optimizer of a Task that does not make its own."""
+
+    name: Literal["adamw", "adam", "sgd"] = key("adamw", "the update rule")
+    lr: float = key(1e-3, "the learning rate at the top of the schedule", gt=0)
+    weight_decay: float = key(0.01, "decay of the weights (decoupled under adamw)", ge=0)
+    momentum: float = key(0.0, "momentum of sgd", ge=0, lt=1)
+    beta1: float = key(0.9, "decay of Adam's mean of gradients", ge=0, lt=1)
+    beta2: float = key(0.999, "decay of Adam's mean of squared gradients", ge=0, lt=1)
+    eps: float = key(1e-8, "added to Adam's denominator", gt=0)
+
+
+@final
+class ScheduleConfig(Section):
+    """How the learning rate moves. Given in steps of the first start, kept and evaluated in samples."""
+
+    name: Literal["constant", "linear", "cosine"] = key("constant", "the shape after the warmup")
+    warmup: CountOrZero = key(0, "steps from zero up to optimizer.lr", unit="steps")
+    steps: Count | None = key(
+        None, "where the schedule ends; not given: the first train.steps, also after a resume", unit="steps"
+    )
+    floor: float = key(0.0, "the learning rate at the end, as a fraction of optimizer.lr", ge=0, le=1)
+
+
+@final
+class LayoutConfig(Section):
+    """How the work is spread. Either no degree is given (the program chooses) or all are: those not named become 1."""
+
+    kind: Literal["mesh", "data_parallel", "placement"] = key(
+        "mesh", "mesh: processes along axes; data_parallel and placement: one process, several devices"
+    )
+    dp_replicate: Count | Literal["*", "nodes"] | None = key(
+        None, "copies of the model; '*': what is left, 'nodes': one a node", unit="processes"
+    )
+    dp_shard: Degree | None = key(None, "processes that share one copy's parameters", unit="processes")
+    tp: Degree | None = key(None, "processes that share each layer (tensor parallel)", unit="processes")
+    cp: Degree | None = key(None, "processes that share each sequence (context parallel)", unit="processes")
+    pp: Degree | None = key(None, "stages of the pipeline", unit="processes")
+    ep: Count | None = key(
+        None, "processes that share the experts; divides dp_replicate * dp_shard, takes no '*'", unit="processes"
+    )
+    sharding: Literal["full", "grad_op", "none", "optimizer"] | None = key(
+        None, "what dp_shard shares: everything, gradients and optimizer, nothing, the optimizer; not given: full"
+    )
+    schedule: Literal["1f1b", "gpipe", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"] = key(
+        "1f1b", "the order of a pipeline's forwards and backwards"
+    )
+    recompute: Literal["none", "selective", "full", "budget"] = key(
+        "none", "which activations are computed again instead of kept"
+    )
+    offload: Literal["none", "parameters", "activations", "all"] = key("none", "what waits in the host's memory")
+    batchnorm: Literal["sync", "local", "broadcast"] = key("sync", "whose samples a batch statistic sees")
+    compile: Literal["none", "block"] = key("none", "whether each block goes through torch.compile")
+    static_graph: bool = key(False, "promise DDP that every step uses the same parameters")
+    gather: Literal["float32", "bfloat16"] | None = key(
+        None, "the type in which sharded parameters travel; not given: bfloat16 on CUDA under bfloat16, else float32"
+    )
+    ddp_bucket_mb: float | None = key(
+        None, "the size of one gradient message of DDP; not given: torch's", unit="MiB", gt=0
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_degrees(cls, values: object) -> object:
+        if isinstance(values, dict) and any(values.get(axis) is not None for axis in AXES):
+            return {**values, **{axis: 1 for axis in AXES if values.get(axis) is None}}
+        return values
+
+    @model_validator(mode="after")
+    def _take_what_is_left_once(self) -> "LayoutConfig":
+        takers = [axis for axis in AXES if getattr(self, axis) == "*"]
+        if len(takers) > 1:
+            raise ValueError(f"{' and '.join(takers)} both take what is left (*): only one axis can")
+        return self
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the user named a layout; if not, the program chooses."""
+        return self.kind != "mesh" or self.dp_replicate is not None
+
+
+@final
+class DataConfig(Section):
+    """How samples reach the loop."""
+
+    workers: CountOrZero = key(
+        0, "processes that load data, for each training process; 0: the loop's own thread", unit="processes"
+    )
+    text: str | None = key(
+        None, "files (a glob) that the built-in text task reads; not given: the Python standard library"
+    )
+
+
+@final
+class EvaluateConfig(Section):
+    """When the validation split is measured."""
+
+    every: CountOrZero | None = key(
+        None, "steps between evaluations; not given: once at the end; 0: never", unit="steps"
+    )
+
+
+@final
+class CheckpointConfig(Section):
+    """When the state is saved, and how long it is kept."""
+
+    every: Count | None = key(None, "steps between checkpoints; not given: one at the end", unit="steps")
+    keep: Count = key(2, "newest checkpoints that are kept", unit="checkpoints")
+
+
+@final
+class TrackConfig(Section):
+    """Where numbers go besides the journal."""
+
+    tensorboard: bool = key(True, "write TensorBoard event files")
+
+
+@final
+class GuardConfig(Section):
+    """What watches the numbers (no keys yet)."""

@@ -1,0 +1,227 @@
+"""Why a worker ended: one record a worker writes and its agent reads, and how the first among several is found.
+
+    exit code  0 done
+               1 the user's code raised
+              75 stopped from outside and saved
+              76 transient: a peer, a port or the store was lost
+              78 refused by a worker (a wrong key, task, layout, directory)
+             130 Ctrl-C
+
+When one worker fails, the others fail as a consequence ("Connection closed by peer"), often earlier by the clock than
+the cause is seen. So a record says whether it looks like a consequence, and the first failure is the earliest that does
+not.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+from allranks.errors import AllranksError, worker_exit_code
+
+DONE, RAISED, PREEMPTED, TRANSIENT, INTERRUPTED = 0, 1, 75, 76, 130
+STOPS = (PREEMPTED, INTERRUPTED)
+KNOWN_CODES = (DONE, RAISED, PREEMPTED, TRANSIENT, 78, 93, INTERRUPTED)
+
+# What gloo, NCCL and the store say in a process whose peer has gone. Only errors of torch's own are looked at.
+PEER_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Application timeout caused pair closure",
+    "Timed out waiting",
+    "NCCL communicator was aborted",
+    "remote process exited",
+    "ncclRemoteError",
+    "wait timeout after",
+    "got 0 bytes",
+    "Software caused connection abort",
+)
+TORCH_ERRORS = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+
+# Signals that a program brings on itself; the others come from outside: the kernel for want of memory, a scheduler.
+CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One worker's end.
+
+    Attributes:
+        rank, host, pid: which process it was.
+        time: when, in Unix seconds.
+        exit_code: what it ends with, by the table above.
+        message: one line (an error of allranks: all its lines).
+        traceback: the worker's own, or "" where the message says all.
+        signal: the name of the signal that killed it, or "".
+        consequence: whether it looks like the loss of a peer rather than a cause.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    time: float
+    exit_code: int
+    message: str
+    traceback: str = ""
+    signal: str = ""
+    consequence: bool = False
+
+    def render(self) -> str:
+        """What a person reads, the error itself last."""
+        where = f"rank {self.rank} on {self.host}"
+        if self.signal:
+            return f"{where} {self.message}"
+        if not self.traceback:
+            return f"{where}: {self.message}"
+        return f"{where} failed:\n{self.traceback}".rstrip()
+
+    def write(self, folder: Path) -> Path:
+        """Record it in `folder`, whole or not at all."""
+        path = folder / f"failure-{self.rank:05d}.json"
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        temporary.replace(path)
+        return path
+
+
+def describe_error(error: BaseException, rank: int) -> Failure:
+    """The Failure of an exception that ended a worker."""
+    message = "".join(traceback.format_exception_only(error)).strip()
+    failure = Failure(rank, socket.gethostname(), os.getpid(), time.time(), RAISED, message.splitlines()[-1])
+    if isinstance(error, AllranksError):
+        return replace(failure, exit_code=worker_exit_code(error), message=str(error), consequence=_lost_a_peer(error))
+    if isinstance(error, KeyboardInterrupt):
+        return replace(failure, exit_code=INTERRUPTED, message="stopped by Ctrl-C")
+    if isinstance(error, SystemExit):
+        code = error.code if error.code in KNOWN_CODES else RAISED
+        assert isinstance(code, int)
+        return replace(failure, exit_code=code, message=f"the user's code ended the process: sys.exit({error.code!r})")
+    lost = _lost_a_peer(error)
+    text = "".join(traceback.format_exception(_without_our_frames(error)))
+    return replace(failure, exit_code=TRANSIENT if lost else RAISED, traceback=text, consequence=lost)
+
+
+def describe_signal(number: int, *, rank: int, pid: int, when: float) -> Failure:
+    """The Failure of a worker of this host that a signal killed."""
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    crashed = name in CRASHES
+    message = f"was killed by {name}"
+    if name == "SIGKILL":
+        message += ": by somebody's kill -9, or by the kernel for want of memory (`dmesg` tells)"
+    elif crashed:
+        message += ": a crash in compiled code; its log has the stack of each thread"
+    return Failure(
+        rank, socket.gethostname(), pid, when, RAISED if crashed else TRANSIENT, message, signal=name.split()[-1]
+    )
+
+
+def describe_exit(code: int, *, rank: int, pid: int, when: float) -> Failure:
+    """The Failure of a worker of this host that ended with a code and left no record."""
+    exit_code = code if code in KNOWN_CODES else RAISED
+    return Failure(rank, socket.gethostname(), pid, when, exit_code, f"ended with exit code {code} and no word why")
+
+
+def run_recorded(entry: Callable[..., int | None], args: Sequence[Any], *, rank: int, folder: Path | None) -> int:
+    """Call `entry(*args)` as the whole of a worker; its exit code, or the code of the error that it raised.
+
+    An error is recorded in `folder` (None: only shown), in the rank's log there, and for torchrun where it asks.
+    """
+    try:
+        return entry(*args) or DONE
+    except SystemExit as error:
+        if error.code in (None, 0):
+            return DONE
+        return record_failure(error, rank=rank, folder=folder)
+    except BaseException as error:
+        return record_failure(error, rank=rank, folder=folder)
+
+
+def record_failure(error: BaseException, *, rank: int, folder: Path | None) -> int:
+    """Write down the error that ends this worker; the exit code to end with."""
+    failure = describe_error(error, rank)
+    if folder is None:
+        print(failure.render(), file=sys.stderr, flush=True)
+    else:
+        failure.write(folder)
+        with (folder / f"rank-{rank:05d}.log").open("a", encoding="utf-8") as log:
+            log.write(failure.render() + "\n")
+    _tell_torchrun(failure)
+    return failure.exit_code
+
+
+def end_process(code: int) -> NoReturn:
+    """End this worker with its exit code; after a failure without waiting for collectives, threads or destructors.
+
+    An ordinary exit destroys the process groups, which waits for what their peers have not joined.
+    """
+    if code == DONE:
+        sys.exit(code)
+    atexit._run_exitfuncs()  # the user's may close files
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """The records in `folder`, by rank; one that cannot be read is left out."""
+    found = []
+    for path in sorted(folder.glob("failure-*.json")):
+        try:
+            found.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError):
+            continue
+    return found
+
+
+def clear_failures(folder: Path) -> None:
+    """Remove the records of an earlier attempt."""
+    for path in folder.glob("failure-*.json"):
+        path.unlink(missing_ok=True)
+
+
+def first_failure(failures: Iterable[Failure]) -> Failure | None:
+    """The earliest that is no consequence; where all are, the earliest; None of none. Agreed stops come last."""
+    return min(failures, key=lambda one: (one.exit_code in STOPS, one.consequence, one.time), default=None)
+
+
+def _lost_a_peer(error: BaseException | None) -> bool:
+    while error is not None:
+        kinds = {kind.__name__ for kind in type(error).__mro__[:2]}
+        if kinds & set(TORCH_ERRORS) and any(text in str(error) for text in PEER_LOST):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _without_our_frames(error: BaseException) -> BaseException:
+    """Drop the frames above the worker's entry: they are the same for every error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and _starts_workers(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return error.with_traceback(trace)
+
+
+def _starts_workers(filename: str) -> bool:
+    return filename == __file__ or Path(filename).parent == Path(__file__).parent / "surviving"
+
+
+def _tell_torchrun(failure: Failure) -> None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": failure.traceback or failure.message, "timestamp": str(int(failure.time))}
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": failure.message, "extraInfo": extra}}, file)

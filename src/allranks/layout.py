@@ -1,0 +1,213 @@
+"""Layout: how a step is spread over the processes, every degree a number.
+
+A LayoutConfig is what the user wrote (it may say "what is left"); a Layout is what that means in a known world.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, final
+
+from allranks.config_sections import AXES, PROCESS_AXES, LayoutConfig
+from allranks.errors import LayoutError
+from allranks.layout_string import MODES, parse_layout, render_layout
+
+__all__ = ["AXES", "PROCESS_AXES", "Layout", "num_processes", "parse_layout", "render_layout"]
+
+Sharding = Literal["full", "grad_op", "none", "optimizer"]
+Kind = Literal["single", "mesh", "data_parallel", "placement"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The degrees and modes of one run.
+
+    Attributes:
+        dp_replicate: copies of the model.
+        dp_shard: processes that share one copy's parameters.
+        tp, cp, pp: processes that share each layer, each sequence; stages of the pipeline.
+        ep: processes that share the experts; no factor of the world, it divides dp.
+        sharding: what dp_shard shares. "none": `fully_shard` with dp_shard 1, all ranks in dp_replicate. Says nothing
+            where there is nothing to share (see `fully_sharded`).
+        schedule, recompute, offload, batchnorm, compile, static_graph, gather, ddp_bucket_mb: as in the config.
+        kind: "single" is one process on one device; "data_parallel" and "placement" are one process on several.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    sharding: Sharding = "full"
+    schedule: str = "1f1b"
+    recompute: str = "none"
+    offload: str = "none"
+    batchnorm: str = "sync"
+    compile: str = "none"
+    static_graph: bool = False
+    gather: Literal["float32", "bfloat16"] | None = None
+    ddp_bucket_mb: float | None = None
+    kind: Kind = "mesh"
+
+    @staticmethod
+    def resolve(config: LayoutConfig, world_size: int, num_nodes: int = 1) -> "Layout":
+        """The Layout that `config` means in a world of `world_size` processes on `num_nodes` nodes.
+
+        A config that names no layout is `ddp`. Raises LayoutError with the equation and a layout that fits.
+        """
+        modes: dict[str, Any] = {name: getattr(config, name) for name in _KEPT_AS_GIVEN}
+        if config.kind != "mesh":
+            if world_size != 1:
+                raise LayoutError(
+                    f"{config.kind} is one process on several devices, but the world has {world_size} processes"
+                )
+            return Layout(**modes, kind=config.kind)
+        degrees = _fill(_written(config, num_nodes), world_size)
+        dp = degrees["dp_replicate"] * degrees["dp_shard"]
+        if dp % degrees["ep"]:
+            fits = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
+            left = f"dp_replicate({degrees['dp_replicate']}) * dp_shard({degrees['dp_shard']}) = {dp}"
+            raise LayoutError(f"ep({degrees['ep']}) does not divide {left}; ep can be {fits}")
+        _check_sharding(config, degrees, world_size)
+        if config.sharding == "none":
+            degrees |= {"dp_replicate": dp, "dp_shard": 1}
+        kind: Kind = "single" if world_size == 1 else "mesh"
+        return replace(Layout(**modes, kind=kind, sharding=config.sharding or "full"), **degrees)
+
+    @property
+    def world_size(self) -> int:
+        """Processes in the world."""
+        return math.prod(getattr(self, axis) for axis in PROCESS_AXES)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: the D of the laws, over which a step's samples are cut."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether parameters go through `fully_shard`: dp_shard above 1, or sharding "none" in a world above 1."""
+        return self.dp_shard > 1 or (self.sharding == "none" and self.dp > 1)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether copies of the model are kept equal by DDP."""
+        return self.dp > 1 and not self.fully_sharded
+
+    def supported_here(self) -> None:
+        """Refuse what this version does not make yet. Raises LayoutError."""
+        later = [f"{axis}={getattr(self, axis)}" for axis in ("tp", "cp", "pp", "ep") if getattr(self, axis) > 1]
+        later += [self.kind] if self.kind in ("data_parallel", "placement") else []
+        later += ["sharding=optimizer"] if self.sharding == "optimizer" else []
+        later += [
+            f"{mode}={getattr(self, mode)}"
+            for mode in ("recompute", "offload", "compile")
+            if getattr(self, mode) != "none"
+        ]
+        if later:
+            raise LayoutError(f"{' and '.join(later)} {'comes' if len(later) == 1 else 'come'} with a later version")
+
+    def __str__(self) -> str:
+        """The canonical layout string, which `parse_layout` reads back."""
+        if self.kind in ("data_parallel", "placement"):
+            return self.kind
+        degrees = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        modes = [f"{name}={value}" for name, value in self._differing() if name in MODES]
+        return ",".join((degrees or ["single"]) + modes)
+
+    def __repr__(self) -> str:
+        return f"Layout({', '.join(f'{name}={value!r}' for name, value in self._differing())})"
+
+    def _differing(self) -> Iterator[tuple[str, object]]:
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if value != part.default and value != "single":
+                yield part.name, value
+
+
+_KEPT_AS_GIVEN = ("schedule", "recompute", "offload", "batchnorm", "compile", "static_graph", "gather", "ddp_bucket_mb")
+
+
+def num_processes(config: LayoutConfig, available: int, num_nodes: int = 1) -> int:
+    """Processes that `config` starts where `available` can run: the product, or with a `*` its largest multiple.
+
+    Raises LayoutError where the degrees beside the `*` need more than there are.
+    """
+    if config.kind != "mesh":
+        return 1
+    written = _written(config, num_nodes)
+    fixed = _product_of_numbers(written)
+    if "*" not in written.values():
+        return fixed
+    if fixed > available:
+        raise LayoutError(f"{_equation(written)} = {fixed} * n, but only {_count(available, 'process')} can run here")
+    return available // fixed * fixed
+
+
+def _written(config: LayoutConfig, num_nodes: int) -> dict[str, int | str]:
+    """Axis -> degree or "*"; a config that names none is ddp."""
+    if not config.chosen:
+        return {axis: "*" if axis == "dp_replicate" else 1 for axis in AXES}
+    degrees = {axis: getattr(config, axis) for axis in AXES}
+    return {axis: num_nodes if degree == "nodes" else degree for axis, degree in degrees.items()}
+
+
+def _fill(written: Mapping[str, int | str], world_size: int) -> dict[str, Any]:
+    """Put what is left in place of the `*`, or raise the equation."""
+    fixed = _product_of_numbers(written)
+    starred = "*" in written.values()
+    fits = world_size % fixed == 0 if starred else world_size == fixed
+    if not fits:
+        right = f"{fixed} * n" if starred else str(fixed)
+        proposal = f"{_propose(written, world_size)} fits"
+        raise LayoutError(
+            f"{_equation(written)} = {right}, but the world has {_count(world_size, 'process')}; {proposal}"
+        )
+    return {axis: world_size // fixed if degree == "*" else int(degree) for axis, degree in written.items()}
+
+
+def _propose(written: Mapping[str, int | str], world_size: int) -> str:
+    """The nearest layout that fits: one degree changed where that is enough, else each cut to what divides the rest."""
+    degrees = {axis: 1 if degree == "*" else int(degree) for axis, degree in written.items()}
+    free = next((axis for axis in PROCESS_AXES if written[axis] == "*"), None)
+    order = ["dp_shard", "dp_replicate"] if degrees["dp_shard"] > 1 else ["dp_replicate", "dp_shard"]
+    for axis in [*order, "pp", "cp", "tp"] if free is None else []:
+        others = math.prod(degrees[other] for other in PROCESS_AXES if other != axis)
+        if world_size % others == 0:
+            return _render({**degrees, axis: world_size // others})
+    left, last = world_size, free or order[0]
+    for axis in ("tp", "cp", "pp", "dp_shard", "dp_replicate"):
+        if axis != last:
+            degrees[axis] = max(n for n in range(1, degrees[axis] + 1) if left % n == 0)
+            left //= degrees[axis]
+    return _render({**degrees, last: left})
+
+
+def _render(degrees: Mapping[str, int]) -> str:
+    """A layout string in which ep divides the data-parallel ranks."""
+    ep = math.gcd(degrees["ep"], degrees["dp_replicate"] * degrees["dp_shard"])
+    return render_layout(LayoutConfig.model_validate({**degrees, "ep": ep}))
+
+
+def _check_sharding(config: LayoutConfig, degrees: Mapping[str, int], world_size: int) -> None:
+    """A sharding that the user named needs ranks that share; `dp_shard=*` in a world of one is no mistake."""
+    if config.sharding in (None, "none") or degrees["dp_shard"] > 1 or config.dp_shard == "*" or world_size == 1:
+        return
+    written = f"sharding={config.sharding}"
+    fits = render_layout(config.model_copy(update={"dp_replicate": 1, "dp_shard": degrees["dp_replicate"]}))
+    advice = fits if degrees["dp_replicate"] > 1 else "a dp_shard above 1"
+    raise LayoutError(f"{written} shares over dp_shard, but dp_shard(1): there is nobody to share with; {advice} fits")
+
+
+def _product_of_numbers(written: Mapping[str, int | str]) -> int:
+    return math.prod(int(written[axis]) for axis in PROCESS_AXES if written[axis] != "*")
+
+
+def _equation(written: Mapping[str, int | str]) -> str:
+    return " * ".join(f"{axis}({written[axis]})" for axis in PROCESS_AXES)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 'es'}"

@@ -1,0 +1,123 @@
+"""The lease of a Run directory: at most one process trains there.
+
+It is an exclusive flock on RUN/lease, whose content says who holds it. The system drops the lock with its holder, so a
+process that was killed never leaves a stale lease behind, and nobody has to guess from a pid whether it still lives.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import final
+
+from allranks.errors import RunError
+
+PATIENCE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that holds a Run's lease; `since` in Unix seconds."""
+
+    host: str
+    pid: int
+    since: float
+
+
+@final
+class Lease:
+    """An exclusive lock on one file, held by at most one process of all hosts that share the file system."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Take it, until `release` or the end of this process.
+
+        Raises:
+            RunError: somebody else holds it; said within 2 s, with host, pid and since when.
+            OSError: the file cannot be written, or its file system knows no locks.
+        """
+        if self._descriptor is not None:
+            return
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._lock(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        holder = Holder(socket.gethostname(), os.getpid(), round(time.time(), 3))
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
+        self._descriptor = descriptor
+        _HELD.add(self)
+
+    def _lock(self, descriptor: int) -> None:
+        # A little patience: a killed holder's children may need a moment to die, and `holder()` locks for an instant.
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise RunError(_in_use(self._path.parent, self._read())) from None
+                time.sleep(0.02)
+
+    def release(self) -> None:
+        """Give it back; nothing happens where it is not held."""
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            self.forget()
+
+    def forget(self) -> None:
+        """Close this process's descriptor only: the lock stays with whoever shares it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def holder(self) -> Holder | None:
+        """Who holds it now, or None."""
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return self._read() or Holder("an unknown host", 0, 0.0)
+        finally:
+            os.close(descriptor)
+        return None
+
+    def _read(self) -> Holder | None:
+        try:
+            return Holder(**json.loads(self._path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def _in_use(path: Path, holder: Holder | None) -> str:
+    if holder is None:
+        return f"{path} is in use by another process; wait for it to end, or start another run"
+    since = datetime.fromtimestamp(holder.since).strftime("%Y-%m-%d %H:%M:%S")
+    owner = f"pid {holder.pid} on {holder.host} since {since}"
+    return f"{path} is in use by {owner}; wait for it to end, stop it, or start another run"
+
+
+_HELD: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+def _forget_leases() -> None:
+    # A forked child shares the lock: were its copy left open, a killed parent's lease would live as long as the child.
+    for lease in list(_HELD):
+        lease.forget()
+
+
+os.register_at_fork(after_in_child=_forget_leases)

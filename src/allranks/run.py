@@ -1,0 +1,283 @@
+"""A Run: one training, in progress or over, as a directory that a crash leaves readable.
+
+    RUN/run.json              who it is: id, task, name, created, versions, argv, attempts, config_digest
+    RUN/config.toml           the resolved config
+    RUN/lease                 locked while a process trains here
+    RUN/journal/rank-00000.jsonl ...    what happened, one JSON object a line (observing/journal.py says which)
+    RUN/logs/ RUN/checkpoints/ RUN/tensorboard/ RUN/traces/
+
+Run is the only noun with state: it holds the lease and counts the attempts. Everything else is read from the disk when
+asked.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, final
+
+from allranks.config import Config, read_config, write_config
+from allranks.durable import preflight_writable, refusing, replacing, sync, write_json
+from allranks.errors import AllranksError, RunError
+from allranks.lease import Holder, Lease
+
+__all__ = ["Holder", "Run", "latest_steps", "preflight_writable", "safe_name"]
+
+ROOMS = ("journal", "logs", "checkpoints", "tensorboard", "traces")
+IDENTITY_KEYS = ("id", "task", "name", "created", "attempts")
+TAIL_BYTES = 1 << 16
+
+
+@final
+class Run:
+    """One training: a directory, an append-only journal for each rank, and a lease that keeps a second writer out.
+
+    Made by `Run.create` or `Run.open`, never directly.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        self.path = path
+        self._identity = dict(identity)
+        self._lease = Lease(path / "lease")
+
+    def __repr__(self) -> str:
+        total = None
+        with contextlib.suppress(AllranksError):
+            total = self.config().train.steps
+        return f"<Run {self.id[:4]} step {self.last_step}/{total or '?'}>"
+
+    @classmethod
+    def create(
+        cls, root: Path, task_name: str, config: Config, run_json: Mapping[str, Any], *, directory: Path | None = None
+    ) -> "Run":
+        """Write a new Run below `root`, whole or not at all, and return it.
+
+        Args:
+            root: the directory of runs; made if absent.
+            task_name: what to call it; only letters, digits, `_` and `-` of it reach the directory's name.
+            config: the resolved config, written as config.toml.
+            run_json: what else run.json records: task (the spec, absolute), allranks, torch, argv, config_digest.
+            directory: exactly this path instead of a new name below `root`; it must be absent or empty.
+
+        Raises:
+            RunError: the directory cannot be written, or `directory` is not empty.
+        """
+        identifier = secrets.token_hex(8)
+        now = datetime.now().astimezone()
+        identity = {
+            "id": identifier,
+            "task": task_name,
+            "name": task_name,
+            "created": now.isoformat(timespec="seconds"),
+            "attempts": 0,
+        } | dict(run_json)
+        path = directory or root / f"{now:%Y%m%d-%H%M%S}-{safe_name(task_name)}-{identifier[:4]}"
+        preflight_writable(path.parent)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunError(f"{path} is not empty, so no new run can start there; name another directory with --run DIR")
+        _create_directory(path, identity, config)
+        return cls(path, identity)
+
+    @classmethod
+    def open(cls, path: Path) -> "Run":
+        """The Run that stands at `path`.
+
+        Raises:
+            RunError: nothing is there, it is no Run, or its run.json cannot be read; one line each.
+        """
+        if not path.exists():
+            raise RunError(f"{path}: no such directory; start a run with `allranks train`, or look in {path.parent}")
+        record = path / "run.json"
+        if not record.is_file():
+            raise RunError(f"{path} is not a run: it has no run.json; a run is a directory that `allranks train` made")
+        try:
+            identity = json.loads(record.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunError(f"{record} cannot be read: {error}; restore it or start a new run") from error
+        missing = [key for key in IDENTITY_KEYS if not isinstance(identity, dict) or key not in identity]
+        if missing:
+            raise RunError(f"{record} is not a run's: it lacks {', '.join(missing)}; restore it or start a new run")
+        return cls(path, identity)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All of run.json, as it was when this Run was opened or last counted an attempt."""
+        return dict(self._identity)
+
+    @property
+    def id(self) -> str:
+        """16 hex digits; the directory's name carries the first four."""
+        return str(self._identity["id"])
+
+    @property
+    def name(self) -> str:
+        """The task's name, as the user wrote it."""
+        return str(self._identity["name"])
+
+    @property
+    def task(self) -> str:
+        """The task's spec, with an absolute path where it is a file."""
+        return str(self._identity["task"])
+
+    @property
+    def attempts(self) -> int:
+        """How many times training has started here."""
+        return int(self._identity["attempts"])
+
+    @property
+    def config_path(self) -> Path:
+        """RUN/config.toml."""
+        return self.path / "config.toml"
+
+    @property
+    def checkpoints(self) -> Path:
+        """RUN/checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """RUN/tensorboard: what `tensorboard --logdir` takes."""
+        return self.path / "tensorboard"
+
+    @property
+    def traces(self) -> Path:
+        """RUN/traces."""
+        return self.path / "traces"
+
+    def journal(self, rank: int = 0) -> Path:
+        """The journal of one rank."""
+        return self.path / "journal" / f"rank-{rank:05d}.jsonl"
+
+    def log(self, rank: int = 0) -> Path:
+        """What one rank printed."""
+        return self.path / "logs" / f"rank-{rank:05d}.log"
+
+    def config(self) -> Config:
+        """The config that stands in the directory.
+
+        Raises:
+            ConfigError: config.toml is missing or altered.
+        """
+        return read_config(self.config_path)
+
+    def write_config(self, config: Config) -> None:
+        """Replace config.toml, whole or not at all: a resume may change what does not change meaning."""
+        with refusing(self.config_path), replacing(self.config_path) as temporary:
+            write_config(config, temporary)
+
+    def begin_attempt(self) -> int:
+        """Count one more start of training, on disk, and return its number (from 1). For the holder of the lease."""
+        self._identity = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        self._identity["attempts"] = self.attempts + 1
+        with refusing(self.path), replacing(self.path / "run.json") as temporary:
+            write_json(temporary, self._identity)
+        return self.attempts
+
+    def acquire(self) -> None:
+        """Take the lease, so that nobody else trains here; it ends with this process, however that dies.
+
+        Raises:
+            RunError: another process holds it (said within 2 s, with host, pid and since when), or the directory is
+                read-only.
+        """
+        with refusing(self.path):
+            self._lease.acquire()
+
+    def release(self) -> None:
+        """Give the lease back; nothing happens where it is not held."""
+        self._lease.release()
+
+    def holder(self) -> Holder | None:
+        """Who trains here now, or None."""
+        return self._lease.holder()
+
+    def ranks(self) -> list[int]:
+        """The ranks that have a journal, ascending."""
+        names = (re.fullmatch(r"rank-(\d+)\.jsonl", path.name) for path in (self.path / "journal").glob("*.jsonl"))
+        return sorted(int(name[1]) for name in names if name is not None)
+
+    def events(self, rank: int = 0) -> list[dict[str, Any]]:
+        """What one rank's journal says, in order; lines that a crash tore are left out."""
+        try:
+            content = self.journal(rank).read_bytes()
+        except FileNotFoundError:
+            return []
+        return list(_parse_lines(content))
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The step events of rank 0, ascending; of a step that was redone after a resume only the last."""
+        return latest_steps(self.events())
+
+    @property
+    def last_step(self) -> int:
+        """The number of the step recorded last, 0 before the first; reads only the journal's tail."""
+        try:
+            with self.journal().open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+                tail = file.read()
+        except FileNotFoundError:
+            return 0
+        return next((event["step"] for event in reversed(list(_parse_lines(tail))) if _is_step(event)), 0)
+
+
+def latest_steps(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The step events of one journal, ascending; what a resume went back behind is left out, also if never redone."""
+    steps: list[dict[str, Any]] = []
+    for event in events:
+        resumed = event["event"] == "resume" and isinstance(event.get("step"), int)
+        if not resumed and not _is_step(event):
+            continue
+        while steps and steps[-1]["step"] > event["step"] - (not resumed):
+            steps.pop()
+        if not resumed:
+            steps.append(event)
+    return steps
+
+
+def safe_name(text: str) -> str:
+    """`text` as part of a directory's name: letters, digits, `_` and `-` only, at most 40 of them, never empty."""
+    return re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-")[:40] or "task"
+
+
+def _create_directory(path: Path, identity: Mapping[str, Any], config: Config) -> None:
+    with refusing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+        try:
+            for room in ROOMS:
+                (temporary / room).mkdir(parents=True)
+            write_json(temporary / "run.json", identity)
+            write_config(config, temporary / "config.toml")
+            sync(temporary / "config.toml")
+            sync(temporary)
+            temporary.rename(path)
+            sync(path.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def _is_step(event: Mapping[str, Any]) -> bool:
+    return event["event"] == "step" and isinstance(event.get("step"), int)
+
+
+def _refuse_constant(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_STRICT = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def _parse_lines(content: bytes) -> Iterator[dict[str, Any]]:
+    for line in content.split(b"\n"):
+        try:
+            event = _STRICT.decode(line.decode())
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "event" in event:
+            yield event

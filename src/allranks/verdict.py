@@ -1,0 +1,35 @@
+"""An answer in words: what, the evidence, the next move; and a decision with its because."""
+
+from dataclasses import asdict, dataclass
+from typing import final
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Something the program chose by itself; printed once."""
+
+    what: str
+    because: str
+
+    def __str__(self) -> str:
+        return f"{self.what}, because {self.because}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is the matter (`kind` for programs, `what` for people), how that is known, and what to do next."""
+
+    kind: str
+    what: str
+    evidence: tuple[str, ...]
+    next: str
+
+    def to_json(self) -> dict[str, object]:
+        """The same answer as one JSON object."""
+        return {**asdict(self), "evidence": list(self.evidence)}
+
+    def __str__(self) -> str:
+        """Verdict first, evidence second, next move third; one line each."""
+        return "\n".join([self.what, *(f"  {line}" for line in self.evidence), f"  next: {self.next}"])

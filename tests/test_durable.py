@@ -1,0 +1,85 @@
+"""Files whole or absent, and refusals of one line, on file systems that really refuse."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from allranks.durable import preflight_writable, refusing, replacing, write_json
+from allranks.errors import RunError
+
+
+def test_replacing_shows_the_old_file_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with replacing(path) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_replacing_leaves_the_old_file_and_nothing_else_after_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise ZeroDivisionError
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_write_json_never_overwrites(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"a": 1})
+    with pytest.raises(FileExistsError):
+        write_json(tmp_path / "a.json", {"a": 2})
+
+
+def test_refusing_makes_one_line_of_what_the_system_says(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"^\S+/runs cannot be written: Not a directory; choose another place"):
+        (tmp_path / "file").touch()
+        with refusing(tmp_path / "runs"):
+            (tmp_path / "file" / "x").mkdir()
+
+
+def test_preflight_leaves_nothing_behind_and_makes_no_directory(tmp_path: Path) -> None:
+    preflight_writable(tmp_path / "not" / "there" / "yet")
+    preflight_writable(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_preflight_refuses_where_a_file_stands(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="cannot be written"):
+        preflight_writable(tmp_path / "file" / "runs")
+
+
+def test_preflight_refuses_what_reads_back_differently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "something else")
+    with pytest.raises(RunError, match="reads back differently"):
+        preflight_writable(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/proc/1").exists(), reason="no /proc here")
+def test_preflight_refuses_a_directory_that_the_kernel_keeps() -> None:
+    with pytest.raises(RunError, match=r"^/proc/1/runs cannot be written: "):
+        preflight_writable(Path("/proc/1/runs"))
+
+
+def test_preflight_refuses_a_read_only_file_system(tmp_path: Path) -> None:
+    """Really mounted read-only, in a namespace of its own, because root may write whatever the mode bits say."""
+    probe = "import sys, pathlib; from allranks.durable import preflight_writable as p; p(pathlib.Path(sys.argv[1]))"
+    script = 'mount -t tmpfs -o ro none "$1" || exit 77; exec "$2" -c "$3" "$1"'
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare is not installed")
+    command = ["unshare", "-rm", "sh", "-c", script, "sh", str(tmp_path), sys.executable, probe]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("this machine allows no mounts")
+    assert done.stderr.rstrip().endswith(
+        f"RunError: {tmp_path} cannot be written: Read-only file system; choose another place with --run DIR"
+    )

@@ -1,0 +1,164 @@
+"""How an error becomes a record, an exit code, and the first of several."""
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import CheckpointError, ProcessError, TaskError
+from allranks.failure import (
+    Failure,
+    clear_failures,
+    describe_error,
+    describe_exit,
+    describe_signal,
+    first_failure,
+    read_failures,
+    run_recorded,
+)
+
+ROOT_CAUSE = Failure(0, "host", 10, 5.0, 1, "ValueError: no", traceback="Traceback\nValueError: no\n")
+
+
+class DistNetworkError(RuntimeError):
+    """Named as torch's, which this test does not import."""
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message", "has_traceback", "consequence"),
+    [
+        (ValueError("wrong\nin two lines"), 1, "in two lines", True, False),
+        (TaskError("no Task"), 78, "no Task", False, False),
+        (CheckpointError("torn"), 78, "torn", False, False),
+        (ProcessError("port 1 is taken"), 76, "port 1 is taken", False, False),
+        (KeyboardInterrupt(), 130, "stopped by Ctrl-C", False, False),
+        (SystemExit(3), 1, "sys.exit(3)", False, False),
+        (SystemExit("bye"), 1, "sys.exit('bye')", False, False),
+        (SystemExit(75), 75, "sys.exit(75)", False, False),
+        (RuntimeError("[gloo] Connection closed by peer [::1]:7"), 76, "closed by peer", True, True),
+        (DistNetworkError("failed to recv, got 0 bytes"), 76, "got 0 bytes", True, True),
+        (ConnectionResetError("Connection reset by peer"), 1, "reset by peer", True, False),  # of the user's download
+        (RuntimeError("shapes differ"), 1, "shapes differ", True, False),
+    ],
+)
+def test_every_error_has_its_code(
+    error: BaseException, code: int, message: str, has_traceback: bool, consequence: bool
+) -> None:
+    failure = describe_error(raised(error), 3)
+    assert (failure.rank, failure.exit_code, failure.consequence) == (3, code, consequence)
+    assert message in failure.message
+    assert bool(failure.traceback) == has_traceback
+
+
+def test_an_error_caused_by_a_lost_peer_is_a_consequence() -> None:
+    cause = raised(RuntimeError("Connection closed by peer"))
+    assert describe_error(_chained(ProcessError("lost a peer"), cause), 0).consequence
+    assert not describe_error(_chained(ProcessError("lost a peer"), ValueError("x")), 0).consequence
+
+
+def _chained(error: BaseException, cause: BaseException) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+def test_the_traceback_starts_in_the_users_code(tmp_path: Path) -> None:
+    def entry() -> None:
+        raise ValueError("mine")
+
+    assert run_recorded(entry, (), rank=1, folder=tmp_path) == 1
+    (failure,) = read_failures(tmp_path)
+    lines = failure.traceback.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert "test_failure.py" in lines[1]
+    assert lines[-1] == "ValueError: mine"
+
+
+@pytest.mark.parametrize(("number", "code", "word"), [(signal.SIGKILL, 76, "memory"), (signal.SIGSEGV, 1, "compiled")])
+def test_signals_have_names(number: int, code: int, word: str) -> None:
+    failure = describe_signal(number, rank=1, pid=5, when=2.0)
+    assert failure.signal == signal.Signals(number).name
+    assert failure.exit_code == code
+    assert word in failure.render()
+    assert failure.signal in failure.render()
+
+
+def test_an_exit_without_a_record() -> None:
+    assert describe_exit(255, rank=0, pid=1, when=0.0).exit_code == 1
+    assert describe_exit(78, rank=0, pid=1, when=0.0).exit_code == 78
+
+
+def test_the_first_failure_is_the_earliest_cause() -> None:
+    consequence = replace(ROOT_CAUSE, rank=1, time=1.0, consequence=True)
+    later = replace(ROOT_CAUSE, rank=2, time=9.0)
+    stopped = replace(ROOT_CAUSE, rank=3, time=0.5, exit_code=130)
+    assert first_failure([stopped, consequence, later, ROOT_CAUSE]) == ROOT_CAUSE
+    assert first_failure([stopped, consequence]) == consequence
+    assert first_failure([stopped]) == stopped
+    assert first_failure([]) is None
+
+
+def test_run_recorded_gives_the_code_and_leaves_a_record(tmp_path: Path) -> None:
+    assert run_recorded(lambda: None, (), rank=0, folder=tmp_path) == 0
+    assert run_recorded(lambda code: code, (130,), rank=0, folder=tmp_path) == 130
+    assert run_recorded(_exit, (0,), rank=0, folder=tmp_path) == 0
+    assert read_failures(tmp_path) == []
+    assert run_recorded(_exit, (4,), rank=2, folder=tmp_path) == 1
+    (failure,) = read_failures(tmp_path)
+    assert failure.rank == 2
+    assert failure.render() in (tmp_path / "rank-00002.log").read_text()
+    clear_failures(tmp_path)
+    assert read_failures(tmp_path) == []
+
+
+def _exit(code: int) -> None:
+    raise SystemExit(code)
+
+
+def test_a_record_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    ROOT_CAUSE.write(tmp_path)
+    (tmp_path / "failure-00007.json").write_text('{"rank": 7')
+    (tmp_path / "failure-00008.json").write_text('{"rank": 8, "unknown": 1}')
+    assert read_failures(tmp_path) == [ROOT_CAUSE]
+
+
+def test_torchrun_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def entry() -> None:
+        raise ValueError("mine")
+
+    assert run_recorded(entry, (), rank=0, folder=None) == 1
+    told = json.loads((tmp_path / "error.json").read_text())
+    assert told["message"]["message"] == "ValueError: mine"
+    assert "in entry" in told["message"]["extraInfo"]["py_callstack"]
+    assert int(told["message"]["extraInfo"]["timestamp"]) > 1e9
+    assert capsys.readouterr().err.rstrip().endswith("ValueError: mine")
+
+
+@pytest.mark.parametrize(("code", "said"), [(0, ["thread", "exit function", "gone"]), (76, ["exit function"])])
+def test_only_a_failed_process_ends_without_waiting(code: int, said: list[str]) -> None:
+    program = f"""
+import atexit, threading, time
+from allranks.failure import end_process
+class Slow:
+    def __del__(self): print("gone")
+slow = Slow()
+atexit.register(print, "exit function")
+threading.Thread(target=lambda: (time.sleep(0.5), print("thread"))).start()
+end_process({code})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.splitlines()) == (code, said)

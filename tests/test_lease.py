@@ -1,0 +1,118 @@
+"""One holder at most, between real processes, however the holder dies."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import RunError
+from allranks.lease import Lease
+
+HOLD = """
+import os, sys, pathlib, time
+from allranks.lease import Lease
+lease = Lease(pathlib.Path(sys.argv[1]))
+lease.acquire()
+child = os.fork() if sys.argv[2] == "fork" else None
+if child == 0:
+    sys.stdout.close()
+    time.sleep(30)
+print(child or 0, flush=True)
+time.sleep(30)
+"""
+
+
+@contextmanager
+def holding(path: Path, mode: str = "alone") -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Another process that holds the lease, and the pid of its forked child (0: none)."""
+    command = [sys.executable, "-c", HOLD, str(path), mode]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            yield process, child
+        finally:
+            process.kill()
+            if child:
+                os.kill(child, signal.SIGKILL)
+
+
+def test_a_second_process_is_refused_with_host_pid_and_since_when(tmp_path: Path) -> None:
+    with holding(tmp_path / "lease") as (process, _):
+        start = time.monotonic()
+        with pytest.raises(RunError) as caught:
+            Lease(tmp_path / "lease").acquire()
+        assert time.monotonic() - start < 2
+        year = time.strftime("%Y-%m-%d")
+        assert f"{tmp_path} is in use by pid {process.pid} on {socket.gethostname()} since {year}" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_holder_that_was_killed_holds_nothing(tmp_path: Path) -> None:
+    with holding(tmp_path / "lease") as (process, _):
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        lease = Lease(tmp_path / "lease")
+        assert lease.holder() is None
+        lease.acquire()
+        lease.release()
+
+
+def test_a_forked_child_does_not_keep_the_lease_of_its_killed_parent(tmp_path: Path) -> None:
+    with holding(tmp_path / "lease", "fork") as (process, child):
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        os.kill(child, 0)
+        Lease(tmp_path / "lease").acquire()
+
+
+def test_a_fork_takes_nothing_from_the_parent(tmp_path: Path) -> None:
+    lease = Lease(tmp_path / "lease")
+    lease.acquire()
+    child = os.fork()
+    if child == 0:
+        lease.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    holder = Lease(tmp_path / "lease").holder()
+    assert holder is not None
+    assert holder.pid == os.getpid()
+    lease.release()
+
+
+def test_release_lets_the_next_one_in_and_may_be_called_twice(tmp_path: Path) -> None:
+    first, second = Lease(tmp_path / "lease"), Lease(tmp_path / "lease")
+    first.acquire()
+    first.acquire()
+    with pytest.raises(RunError, match=f"pid {os.getpid()} "):
+        second.acquire()
+    first.release()
+    first.release()
+    second.acquire()
+    assert first.holder() is not None
+    second.release()
+    assert first.holder() is None
+
+
+def test_holder_of_a_lease_that_nobody_ever_took_makes_no_file(tmp_path: Path) -> None:
+    assert Lease(tmp_path / "lease").holder() is None
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_refusal_without_knowing_the_holder(tmp_path: Path) -> None:
+    lease = Lease(tmp_path / "lease")
+    lease.acquire()
+    (tmp_path / "lease").write_text("no JSON")
+    with pytest.raises(RunError, match="in use by another process"):
+        Lease(tmp_path / "lease").acquire()
+    unknown = Lease(tmp_path / "lease").holder()
+    assert unknown is not None
+    assert unknown.pid == 0
+    lease.release()
