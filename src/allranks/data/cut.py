@@ -1,0 +1,86 @@
+"""How a step is cut (law 2): first into consecutive micro-steps, then each micro-step over the data ranks."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from allranks.errors import ConfigError, LayoutError
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The cut of every step of a run: a pure function of sizes.
+
+    Attributes:
+        global_batch: samples per optimizer step over the whole world.
+        num_ranks: D = dp_replicate * dp_shard.
+        micro_batch: samples per forward per dp rank; None: the whole share at once.
+        micro_steps: M where it is fixed (batch statistics, coupled losses); it then never depends on num_ranks or
+            micro_batch.
+    """
+
+    global_batch: int
+    num_ranks: int = 1
+    micro_batch: int | None = None
+    micro_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be cut: LayoutError for fewer samples than ranks, ConfigError for the rest."""
+        for name, value in (
+            ("global_batch", self.global_batch),
+            ("micro_batch", self.micro_batch),
+            ("micro_steps", self.micro_steps),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"train.{name}={value}, but it has to be at least 1")
+        assert self.num_ranks >= 1
+        if self.global_batch < self.num_ranks:
+            raise LayoutError(
+                f"train.global_batch({self.global_batch}) < dp_replicate * dp_shard({self.num_ranks}): "
+                f"{self.num_ranks - self.global_batch} ranks would never see a sample; "
+                f"set train.global_batch={self.num_ranks} or more, or use {self.global_batch} processes"
+            )
+        if self.micro_steps is not None and self.micro_steps > self.global_batch:
+            raise ConfigError(
+                f"train.micro_steps({self.micro_steps}) > train.global_batch({self.global_batch}): "
+                f"a micro-step would have no sample; set train.micro_steps={self.global_batch} or less"
+            )
+
+    def num_micro_steps(self, size: int | None = None) -> int:
+        """M of a step of `size` samples (None: a full one). A short last step has no more micro-steps than samples."""
+        size = self.global_batch if size is None else size
+        if self.micro_steps is not None:
+            return min(self.micro_steps, size)
+        if self.micro_batch is None:
+            return 1
+        return -(-size // (self.num_ranks * self.micro_batch))
+
+    def spans(self, size: int, dp_rank: int) -> list[Span]:
+        """This rank's part of each of the M micro-steps of a step of `size` samples: (offset in the step, length).
+
+        Length 0 is a filler, and its offset that of its micro-step's first sample. The parts of the ranks follow one
+        another in rank order; in one micro-step they differ by at most one sample, and so do the ranks' shares of the
+        whole step.
+        """
+        assert 1 <= size <= self.global_batch and 0 <= dp_rank < self.num_ranks
+        return list(_spans(size, self.num_micro_steps(size), self.num_ranks, dp_rank))
+
+
+@lru_cache(maxsize=64)
+def _spans(size: int, num_micro_steps: int, num_ranks: int, dp_rank: int) -> tuple[Span, ...]:
+    spans: list[Span] = []
+    offset = dealt = 0
+    base, larger = divmod(size, num_micro_steps)
+    for micro_step in range(num_micro_steps):
+        length = base + (micro_step < larger)
+        whole, extras = divmod(length, num_ranks)
+        # The samples left over are dealt in turn, beginning where the last micro-step stopped: else the first ranks
+        # would get every one of them, and the last ranks of a small batch none at all.
+        first, past = dealt % num_ranks, dealt % num_ranks + extras
+        mine = whole + ((dp_rank - first) % num_ranks < extras)
+        extras_before = max(0, min(dp_rank, past) - first) + max(0, min(dp_rank, past - num_ranks))
+        spans.append((offset + whole * dp_rank + extras_before, mine) if mine else (offset, 0))
+        offset += length
+        dealt += extras
+    return tuple(spans)

@@ -1,0 +1,110 @@
+"""What runs in a worker process that loads data, and what its death means to the loop."""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from allranks.data.random_keys import item_key, seed_all
+from allranks.errors import ProcessError
+
+_DEATH = re.compile(r"DataLoader worker \(pid")
+_WATCH_SECONDS = 0.5
+
+Collate = Callable[[list[Any]], Any]
+Request = tuple[int, list[int]]
+
+
+class ItemFetcher:
+    """Loads and collates the items of one micro-step: in a worker process, or in the loop's own thread.
+
+    A request is (global position of the first item, dataset indices of it and those that follow). With `draw_seed` the
+    generators are seeded before each item, which therefore is asked for alone; without it a dataset's own
+    `__getitems__` gets them all.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate, draw_seed: int | None, num_samples: int) -> None:
+        self.dataset, self.collate, self.draw_seed, self.num_samples = dataset, collate, draw_seed, num_samples
+        self._items_at_once = getattr(dataset, "__getitems__", None) if draw_seed is None else None
+
+    def __getitem__(self, request: Request) -> Any:
+        """The collated batch. An error of the user's code passes through, with a note on sample and position."""
+        first, indices = request
+        items: list[Any] = []
+        try:
+            if self.draw_seed is not None:
+                for position, index in enumerate(indices, first):
+                    seed_all(item_key(self.draw_seed, position // self.num_samples, position))
+                    items.append(self.dataset[index])
+            elif self._items_at_once is not None:
+                items = self._items_at_once(indices)
+            else:
+                items.extend(map(self.dataset.__getitem__, indices))
+        except Exception as error:
+            error.add_note(f"allranks: while loading {self._which(first, indices, len(items))}")
+            raise
+        return collate_noted(self.collate, items, first)
+
+    def _which(self, first: int, indices: list[int], place: int) -> str:
+        name = type(self.dataset).__name__
+        if self._items_at_once is not None and len(indices) > 1:
+            return f"one of the samples {_few(indices)} (positions {first} to {first + len(indices) - 1}) of {name}"
+        return f"sample {indices[place]} (position {first + place}) of {name}"
+
+
+def collate_noted(collate: Collate, items: list[Any], first: int) -> Any:
+    """`collate(items)`; its errors carry the positions that it was given."""
+    try:
+        return collate(items)
+    except Exception as error:
+        error.add_note(
+            f"allranks: while collating {len(items)} samples (positions {first} to {first + len(items) - 1})"
+        )
+        raise
+
+
+def _few(indices: list[int]) -> str:
+    return ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+
+
+def guard(parent: int, _worker: int) -> None:
+    """Makes a worker process live exactly as long as its parent needs it (torch calls this first in each).
+
+    Ctrl-C and a SIGTERM sent to the whole process group are the loop's to answer: it finishes its step and saves, for
+    which it needs its workers. So a worker ends by SIGTERM only if its parent sent it; and half a second after its
+    parent is gone.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Not on macOS: there a worker dies of any SIGTERM.
+    who = getattr(signal, "sigtimedwait", None)
+    if who is not None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_watch, args=(parent, who), name="allranks-data-guard", daemon=True).start()
+
+
+def _watch(parent: int, wait: Callable[[set[int], float], Any] | None) -> None:
+    while os.getppid() == parent:
+        if wait is None:
+            time.sleep(_WATCH_SECONDS)
+            continue
+        received = wait({signal.SIGTERM}, _WATCH_SECONDS)
+        if received is not None and received.si_pid == parent:
+            break
+    os._exit(0)
+
+
+def worker_death(error: BaseException) -> ProcessError | None:
+    """The one line for a data worker process that died, or None if `error` is something else.
+
+    torch raises it from a signal handler too, so it can surface anywhere in the loop's own thread, not only in the
+    loader.
+    """
+    if not isinstance(error, RuntimeError) or _DEATH.match(str(error)) is None:
+        return None
+    return ProcessError(
+        f"a process that loads data died ({str(error).splitlines()[0]}): if the machine ran out of memory, lower "
+        "data.workers; data.workers=0 loads in the training process itself and shows the cause"
+    )

@@ -1,0 +1,104 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from allranks.data.cut import Cut, Span
+from allranks.errors import ConfigError, LayoutError
+
+
+@st.composite
+def cuts(draw: st.DrawFn, fixed: bool | None = None) -> tuple[Cut, int]:
+    """A cut and the size of a step, full or short."""
+    num_ranks = draw(st.integers(1, 9))
+    global_batch = draw(st.integers(num_ranks, 120))
+    micro_batch = draw(st.none() | st.integers(1, 40))
+    fixed = draw(st.booleans()) if fixed is None else fixed
+    micro_steps = draw(st.integers(1, global_batch)) if fixed else None
+    size = draw(st.just(global_batch) | st.integers(1, global_batch))
+    return Cut(global_batch, num_ranks, micro_batch, micro_steps), size
+
+
+def by_micro_step(cut: Cut, size: int) -> list[list[Span]]:
+    """For each micro-step the ranks' spans, in rank order."""
+    return [list(spans) for spans in zip(*(cut.spans(size, rank) for rank in range(cut.num_ranks)), strict=True)]
+
+
+@given(cuts())
+def test_every_sample_once_micro_steps_first_then_ranks(case: tuple[Cut, int]) -> None:
+    cut, size = case
+    covered = [
+        offset + place for spans in by_micro_step(cut, size) for offset, length in spans for place in range(length)
+    ]
+    assert covered == list(range(size))
+
+
+@given(cuts())
+def test_sizes_are_near_equal(case: tuple[Cut, int]) -> None:
+    cut, size = case
+    micro_steps = by_micro_step(cut, size)
+    whole = [sum(length for _, length in spans) for spans in micro_steps]
+    assert max(whole) - min(whole) <= 1
+    for spans in micro_steps:
+        lengths = [length for _, length in spans]
+        assert max(lengths) - min(lengths) <= 1
+    shares = [sum(length for _, length in cut.spans(size, rank)) for rank in range(cut.num_ranks)]
+    assert max(shares) - min(shares) <= 1
+
+
+@given(cuts())
+def test_every_rank_runs_every_micro_step_and_a_filler_stands_at_its_start(case: tuple[Cut, int]) -> None:
+    cut, size = case
+    begin = 0
+    micro_steps = by_micro_step(cut, size)
+    assert len(micro_steps) == cut.num_micro_steps(size)
+    for spans in micro_steps:
+        assert all(offset == begin for offset, length in spans if length == 0)
+        begin += sum(length for _, length in spans)
+
+
+@given(cuts(fixed=False))
+def test_micro_steps_follow_the_formula_and_no_forward_is_too_large(case: tuple[Cut, int]) -> None:
+    cut, size = case
+    per_forward = cut.micro_batch or cut.global_batch
+    assert cut.num_micro_steps(size) == (1 if cut.micro_batch is None else -(-size // (cut.num_ranks * per_forward)))
+    assert all(length <= per_forward for rank in range(cut.num_ranks) for _, length in cut.spans(size, rank))
+
+
+@given(cuts(fixed=True), st.integers(1, 9))
+def test_given_micro_steps_never_depend_on_the_ranks(case: tuple[Cut, int], other: int) -> None:
+    cut, size = case
+    assert cut.num_micro_steps(size) == min(cut.micro_steps or 0, size)
+    if other <= cut.global_batch:
+        spread = Cut(cut.global_batch, other, cut.micro_batch, cut.micro_steps)
+        borders = [spans[0][0] for spans in by_micro_step(spread, size)]
+        assert borders == [spans[0][0] for spans in by_micro_step(cut, size)]
+
+
+def test_what_the_sample_numbers_are() -> None:
+    cut = Cut(global_batch=11, num_ranks=4, micro_batch=2)
+    assert [cut.spans(11, rank) for rank in range(4)] == [
+        [(0, 2), (6, 1)],
+        [(2, 2), (7, 1)],
+        [(4, 1), (8, 2)],
+        [(5, 1), (10, 1)],
+    ]
+    assert [cut.spans(2, rank) for rank in range(4)] == [[(0, 1)], [(1, 1)], [(0, 0)], [(0, 0)]]
+
+
+def test_fewer_samples_than_ranks_are_refused_with_the_numbers() -> None:
+    with pytest.raises(
+        LayoutError, match=r"train.global_batch\(3\) < dp_replicate \* dp_shard\(4\).*train.global_batch=4"
+    ):
+        Cut(global_batch=3, num_ranks=4)
+    Cut(global_batch=4, num_ranks=4)
+
+
+def test_more_micro_steps_than_samples_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"train.micro_steps\(9\) > train.global_batch\(8\)"):
+        Cut(global_batch=8, micro_steps=9)
+
+
+@pytest.mark.parametrize("key", ["global_batch", "micro_batch", "micro_steps"])
+def test_nothing_is_below_one(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"train.{key}=0"):
+        Cut(**{"global_batch": 4, key: 0})

@@ -1,0 +1,163 @@
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.utils.data
+
+from allranks.data.cut import Cut
+from allranks.data.loader import Loader
+from allranks.data.stream import DataStream
+from allranks.data.worker_process import ItemFetcher, collate_noted, worker_death
+
+
+class Rows(torch.utils.data.Dataset[int]):
+    """i -> 10 * i, one at a time or several at once; it notes how it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        self.asked.append(index)
+        if index == 13:
+            raise KeyError("no such row")
+        return 10 * index
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        self.asked.append(list(indices))
+        if 13 in indices:
+            raise KeyError("no such row")
+        return [10 * index for index in indices]
+
+
+def test_several_at_once_where_nothing_is_drawn() -> None:
+    rows = Rows()
+    assert ItemFetcher(rows, sum, None, 20)[4, [3, 1, 2]] == 60
+    assert rows.asked == [[3, 1, 2]]
+
+
+def test_one_at_a_time_where_items_draw() -> None:
+    rows = Rows()
+    assert ItemFetcher(rows, sum, 0, 20)[4, [3, 1, 2]] == 60
+    assert rows.asked == [3, 1, 2]
+
+
+def test_an_items_numbers_depend_on_seed_epoch_and_position_alone() -> None:
+    class Drawing(Rows):
+        def __getitem__(self, index: int) -> float:  # type: ignore[override]
+            return float(torch.rand(()))
+
+    fetcher = ItemFetcher(Drawing(), list, 0, 20)
+    together = fetcher[4, [3, 1, 2]]
+    assert together == [*fetcher[4, [3]], *fetcher[5, [1, 2]]]
+    assert len({*together, *fetcher[24, [3]], *ItemFetcher(Drawing(), list, 1, 20)[4, [3]]}) == 5
+
+
+@pytest.mark.parametrize(
+    ("draw_seed", "note"),
+    [
+        (0, "allranks: while loading sample 13 (position 5) of Rows"),
+        (None, "allranks: while loading one of the samples 3, 13, 2 (positions 4 to 6) of Rows"),
+    ],
+)
+def test_an_error_says_which_sample(draw_seed: int | None, note: str) -> None:
+    with pytest.raises(KeyError, match="no such row") as caught:
+        ItemFetcher(Rows(), sum, draw_seed, 20)[4, [3, 13, 2]]
+    assert caught.value.__notes__ == [note]
+
+
+def test_an_error_in_collate_says_where() -> None:
+    with pytest.raises(TypeError) as caught:
+        collate_noted(sum, ["a", "b"], 7)
+    assert caught.value.__notes__ == ["allranks: while collating 2 samples (positions 7 to 8)"]
+
+
+def test_a_death_is_told_from_other_errors() -> None:
+    death = worker_death(RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. "))
+    assert "DataLoader worker (pid 12) is killed" in str(death) and "lower data.workers" in str(death)
+    assert worker_death(RuntimeError("DataLoader worker (pid(s) 1, 2) exited unexpectedly")) is not None
+    assert worker_death(RuntimeError("Caught RuntimeError in DataLoader worker process 0.")) is None
+    assert worker_death(ValueError("DataLoader worker (pid 12)")) is None
+
+
+@pytest.fixture
+def foreground() -> Iterator[None]:
+    """Ctrl-C as it is in a terminal: what runs in the background of a shell ignores it, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("foreground")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_to_the_process_group_leave_the_workers_to_the_loop(number: signal.Signals) -> None:
+    """Ctrl-C and a scheduler's SIGTERM reach every process, and the loop still has a step to finish and to save."""
+    with Loader(DataStream(list(range(60)), cut=Cut(4), epochs=1), workers=1) as loader:
+        next(loader)
+        (worker,) = multiprocessing.active_children()
+        assert worker.pid is not None
+        # Sent by another process: the parent's own SIGTERM is what ends a worker.
+        subprocess.run(["sh", "-c", f"kill -{int(number)} {worker.pid}"], check=True)
+        assert len(list(loader)) == 14
+
+
+def test_the_parents_own_sigterm_ends_a_worker() -> None:
+    loader = Loader(DataStream(list(range(60)), cut=Cut(4), epochs=1), workers=1)
+    next(loader)
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(30)
+    assert worker.exitcode == 0
+    loader.close()
+
+
+ORPHANS = """
+import multiprocessing, time
+from allranks.data.cut import Cut
+from allranks.data.loader import Loader
+from allranks.data.stream import DataStream
+
+class Slow(list):
+    def __getitem__(self, index):
+        if index > 3:
+            time.sleep(1000)
+        return index
+
+loader = Loader(DataStream(Slow(range(100)), cut=Cut(2), epochs=1, shuffle=False), workers=2)
+next(loader)
+print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+time.sleep(1000)
+"""
+
+
+def test_workers_die_with_their_parent_even_in_the_middle_of_an_item(tmp_path: Path) -> None:
+    script = tmp_path / "orphans.py"
+    script.write_text(ORPHANS)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(workers) == 2
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + 60
+        while any(alive(worker) for worker in workers) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = [worker for worker in workers if alive(worker)]
+        for worker in left:
+            worker.kill()
+        assert not left
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether it runs; an orphan that nobody has reaped yet does not."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
