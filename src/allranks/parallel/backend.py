@@ -1,0 +1,169 @@
+"""Device, backend and interface of a process: chosen with because, and started in the order that is safe."""
+
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from allranks.errors import ConfigError, ProcessError
+from allranks.parallel.interface import choose_interface
+from allranks.parallel.store import open_store
+from allranks.process_environment import ProcessEnvironment
+from allranks.verdict import Decision
+
+Requested = Literal["auto", "cpu", "cuda"]
+Backend = Literal["auto", "nccl", "gloo", "mpi"]
+
+CONNECT_SECONDS = 60.0
+SAME_DEVICES = ("allranks", "torchrun")  # launchers that give all processes of a host the same environment
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+_set_by_us: list[str] = []
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """What a process computes on, and how it speaks to the others.
+
+    Attributes:
+        device: "cpu", or this process's GPU with its number.
+        backend: "gloo", "nccl" or "mpi"; unused in a world of one process.
+        interface: the network interface of gloo and NCCL; None: their own choice.
+        decisions: one for each of the above, for the banner.
+    """
+
+    device: torch.device
+    backend: str
+    interface: str | None
+    decisions: tuple[Decision, ...]
+
+
+def choose_device(environment: ProcessEnvironment, requested: str, backend: str) -> DeviceChoice:
+    """The DeviceChoice of this process; every rank of a host decides alike. Initialises no device.
+
+    Args:
+        requested: "auto", "cpu" or "cuda".
+        backend: "auto", "nccl", "gloo" or "mpi".
+
+    Raises:
+        ConfigError: what is asked for is not there, or NCCL would have to serve two processes on one GPU.
+    """
+    num_gpus = torch.cuda.device_count()
+    device, device_decision = _choose_device(environment, requested, num_gpus)
+    shared = device.type == "cuda" and not environment.own_device and environment.local_world_size > num_gpus
+    name, backend_decision = _choose_backend(environment, backend, device, num_gpus if shared else None)
+    if environment.world_size == 1:
+        return DeviceChoice(device, name, None, (device_decision,))
+    interface, interface_decision = choose_interface(environment)
+    return DeviceChoice(device, name, interface, (device_decision, backend_decision, interface_decision))
+
+
+def _choose_device(environment: ProcessEnvironment, requested: str, num_gpus: int) -> tuple[torch.device, Decision]:
+    if requested == "cpu":
+        return torch.device("cpu"), Decision("device cpu", "it was asked for")
+    if num_gpus == 0:
+        why = "torch sees no CUDA device" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
+        if requested == "cuda":
+            raise ConfigError(f"--device cuda, but {why}; take --device cpu, or see what nvidia-smi says")
+        return torch.device("cpu"), Decision("device cpu", why)
+    if environment.own_device and num_gpus == 1:
+        return torch.device("cuda", 0), Decision("device cuda:0", "the launcher gave each process a GPU of its own")
+    index = environment.local_rank % num_gpus
+    because = f"local rank {environment.local_rank} of {environment.local_world_size}, and torch sees {num_gpus} GPUs"
+    return torch.device("cuda", index), Decision(f"device cuda:{index}", because)
+
+
+def _choose_backend(
+    environment: ProcessEnvironment, asked: str, device: torch.device, shared_gpus: int | None
+) -> tuple[str, Decision]:
+    """The backend; `shared_gpus` is how many GPUs the host's processes have to share, or None where they need not."""
+    crowd = f"{environment.local_world_size} processes of this host share {shared_gpus} GPUs"
+    if asked == "mpi" and not dist.is_mpi_available():
+        raise ConfigError(f"train.backend=mpi, but torch {torch.__version__} is built without MPI; take gloo")
+    if asked == "nccl" and device.type == "cpu":
+        raise ConfigError("train.backend=nccl, but the device is cpu and NCCL serves GPUs only; take gloo")
+    if asked == "nccl" and not dist.is_nccl_available():
+        raise ConfigError(f"train.backend=nccl, but torch {torch.__version__} is built without NCCL; take gloo")
+    if asked == "nccl" and shared_gpus is not None and environment.launcher in SAME_DEVICES:
+        raise ConfigError(f"train.backend=nccl, but {crowd} and NCCL takes one process a GPU; take gloo or fewer")
+    if asked != "auto":
+        return asked, Decision(f"backend {asked}", "train.backend says so")
+    if device.type == "cpu":
+        return "gloo", Decision("backend gloo", "the device is cpu")
+    if shared_gpus is not None:
+        advice = "" if environment.launcher in SAME_DEVICES else " (where each has its own, say train.backend=nccl)"
+        return "gloo", Decision("backend gloo", f"{crowd} and NCCL takes one process a GPU{advice}")
+    if not dist.is_nccl_available():
+        return "gloo", Decision("backend gloo", "this torch is built without NCCL")
+    return "nccl", Decision("backend nccl", "each process has a GPU of its own")
+
+
+def start(
+    environment: ProcessEnvironment,
+    choice: DeviceChoice,
+    timeout_seconds: float,
+    connect_seconds: float = CONNECT_SECONDS,
+) -> None:
+    """Take the device, then start the backend; collective. A world of one process takes its device only.
+
+    Args:
+        timeout_seconds: after which a collective that a peer does not join fails (gloo's own default is 30 minutes).
+        connect_seconds: how long to wait for rank 0's store.
+
+    Raises:
+        ProcessError: the port is in use, or a peer cannot be reached; names host and port.
+    """
+    _take_device(choice.device)
+    if environment.world_size == 1:
+        return
+    if choice.interface is not None:
+        _set_default("GLOO_SOCKET_IFNAME", choice.interface)
+        _set_default("NCCL_SOCKET_IFNAME", choice.interface)
+    timeout = timedelta(seconds=timeout_seconds)
+    if choice.backend == "mpi":
+        dist.init_process_group("mpi", timeout=timeout)  # MPI itself knows ranks and addresses
+        return
+    connect_seconds = min(connect_seconds, timeout_seconds)
+    store = open_store(environment, connect_seconds=connect_seconds, timeout_seconds=timeout_seconds)
+    name = "cuda:nccl,cpu:gloo" if choice.backend == "nccl" else choice.backend
+    try:
+        dist.init_process_group(
+            name, store=store, rank=environment.rank, world_size=environment.world_size, timeout=timeout
+        )
+    except (dist.DistError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        where = f"{environment.master_addr}:{environment.master_port}"
+        advice = f"the interface is {choice.interface or 'of its own choice'} (GLOO_SOCKET_IFNAME sets another)"
+        raise ProcessError(
+            f"rank {environment.rank} found the store at {where}, but {name} did not start: {reason}; {advice}"
+        ) from error
+
+
+def stop() -> None:
+    """End the backend of this process, after the last collective; nothing where none was started.
+
+    While an error is on its way (in a `finally`) the process groups are left to the end of the process: with a
+    collective under way, destroying them waits for peers that may never come.
+    """
+    if dist.is_initialized() and sys.exception() is None:
+        dist.destroy_process_group()
+    while _set_by_us:
+        os.environ.pop(_set_by_us.pop(), None)
+
+
+def _take_device(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    torch.cuda.set_device(device)
+
+
+def _set_default(name: str, value: str) -> None:
+    if name not in os.environ:
+        os.environ[name] = value
+        _set_by_us.append(name)

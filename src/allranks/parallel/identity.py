@@ -1,0 +1,118 @@
+"""Who each tensor is: the ParameterMap of the spread modules. Nobody else peels wrappers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from allranks.parallel.blocks import Unit
+from allranks.parallel.mesh import Mesh
+from allranks.parameter_map import Box, Entry
+
+
+@final
+class LiveTensors(Mapping[str, torch.Tensor]):
+    """Logical name -> the tensor as it is now.
+
+    A parameter is what the optimizer updates: under FSDP the sharded one, also while its module holds the gathered
+    one. A buffer is looked up in its module each time, because a forward may put a new tensor in its place.
+
+    Args:
+        parameters: by logical name.
+        buffers: by logical name the module that owns it, and its name there.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, tuple[nn.Module, str]]) -> None:
+        self._parameters = dict(parameters)
+        self._buffers = dict(buffers)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._parameters:
+            return self._parameters[name]
+        owner, leaf = self._buffers[name]
+        buffer = owner._buffers[leaf]
+        assert buffer is not None, f"the forward took buffer {name} away"
+        return buffer
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._parameters
+        yield from self._buffers
+
+    def __len__(self) -> int:
+        return len(self._parameters) + len(self._buffers)
+
+
+def identify(
+    modules: Mapping[str, nn.Module], units: Mapping[str, Sequence[Unit]], mesh: Mesh
+) -> tuple[dict[str, Entry], LiveTensors]:
+    """Logical name -> Entry, and logical name -> tensor, of modules that are sharded but not yet wrapped.
+
+    Args:
+        modules: by name; a name other than "" becomes a prefix.
+        units: the units of each module.
+    """
+    entries: dict[str, Entry] = {}
+    parameters: dict[str, torch.Tensor] = {}
+    buffers: dict[str, tuple[nn.Module, str]] = {}
+    first_name: dict[int, str] = {}
+    for which, module in modules.items():
+        prefix = f"{which}." if which else ""
+        for name, tensor, owner in _named_tensors(module):
+            logical, leaf = prefix + name, name.rpartition(".")[2]
+            alias_of = first_name.setdefault(id(tensor), logical)
+            if isinstance(tensor, nn.Parameter):
+                parameters[logical] = tensor
+            else:
+                buffers[logical] = (owner, leaf)
+            box, holders, placements = _place_of(tensor, mesh)
+            entries[logical] = Entry(
+                name=logical,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                box=box,
+                holders=holders,
+                kind="parameter" if isinstance(tensor, nn.Parameter) else "buffer",
+                placements=placements,
+                alias_of=None if alias_of == logical else alias_of,
+                trainable=tensor.requires_grad,
+                unit=_unit_of(name, units.get(which, ())),
+                persistent=leaf not in owner._non_persistent_buffers_set,
+            )
+    return entries, LiveTensors(parameters, buffers)
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, nn.Module]]:
+    """(name, tensor, the module that owns it), all parameters before all buffers."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        yield name, tensor, module.get_submodule(name.rpartition(".")[0])
+
+
+def _place_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Box, tuple[int, ...], dict[str, str]]:
+    if not isinstance(tensor, DTensor):
+        return Box.whole(tuple(tensor.shape)), tuple(range(mesh.layout.world_size)), {}
+    device_mesh, placements = tensor.device_mesh, tensor.placements
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, device_mesh, placements)
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None and device_mesh.mesh_dim_names is not None
+    # Ranks that differ from this one only along replicated axes hold the same box.
+    index = tuple(coordinate[dim] if placement.is_shard() else slice(None) for dim, placement in enumerate(placements))
+    holders = tuple(sorted(int(rank) for rank in device_mesh.mesh[index].flatten()))
+    described = {
+        axis: _describe(placement) for axis, placement in zip(device_mesh.mesh_dim_names, placements, strict=True)
+    }
+    return Box(tuple(offset), tuple(shape)), holders, described
+
+
+def _describe(placement: Placement) -> str:
+    return f"shard({placement.dim})" if isinstance(placement, Shard) else "replicate"
+
+
+def _unit_of(name: str, units: Sequence[Unit]) -> str:
+    for unit in units:
+        if any(name.startswith(member + ".") for member in unit):
+            return "+".join(unit)
+    return ""

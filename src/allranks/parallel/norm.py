@@ -1,0 +1,88 @@
+"""The global gradient norm, and clipping by it, over any mixture of placements.
+
+A replicated or tied parameter counts once; a sharded one contributes its parts from every rank of the axes that shard
+it. Sums of squares are kept in float32 at least. torch's own `clip_grad_norm_` refuses mixed lists of DTensors and
+tensors.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+EPSILON = 1e-6  # in the denominator, as torch.nn.utils.clip_grad_norm_ has it
+
+Placing = tuple[DeviceMesh, tuple[Placement, ...]] | None
+
+
+def clip_gradients(
+    parameters: Sequence[torch.Tensor], max_norm: float | None, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply every gradient by `scale` * min(1, max_norm / norm), in one pass; collective, no host sync on CUDA.
+
+    Args:
+        parameters: tensors whose `.grad` is set (others are passed over), each once.
+        max_norm: the largest norm that stays, or None for no clipping.
+        scale: a positive 0-dim tensor, or None for 1.
+
+    Returns:
+        The norm of the scaled gradients before clipping, a 0-dim tensor, equal on every rank.
+    """
+    groups = _group_by_placing(parameters)
+    norm = _total_norm(groups)
+    if scale is not None:
+        norm = norm * scale
+    factor = _factor(norm, max_norm, scale)
+    if factor is not None:
+        for gradients in groups.values():
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    return norm
+
+
+def _factor(norm: torch.Tensor, max_norm: float | None, scale: torch.Tensor | None) -> torch.Tensor | None:
+    if max_norm is None:
+        return scale
+    clip = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
+    if scale is not None:
+        return clip * scale
+    # On the CPU the value is at hand: a pass over all gradients that would multiply by one is saved.
+    return None if norm.device.type == "cpu" and clip.item() == 1.0 else clip
+
+
+def _group_by_placing(parameters: Sequence[torch.Tensor]) -> dict[Placing, list[torch.Tensor]]:
+    groups: dict[Placing, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor):
+            groups.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient._local_tensor)
+        else:
+            groups.setdefault(None, []).append(gradient)
+    return groups
+
+
+def _total_norm(groups: dict[Placing, list[torch.Tensor]]) -> torch.Tensor:
+    squares = [_sum_over_shards(_local_norm(gradients).square(), placing) for placing, gradients in groups.items()]
+    if not squares:
+        return torch.zeros(())
+    return torch.stack(squares).sum().sqrt()
+
+
+def _local_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    wide = gradients[0].dtype if gradients[0].dtype is torch.float64 else torch.float32
+    norms = list(torch._foreach_norm(gradients, 2.0, dtype=wide))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def _sum_over_shards(square: torch.Tensor, placing: Placing) -> torch.Tensor:
+    if placing is None:
+        return square
+    mesh, placements = placing
+    for dim, placement in enumerate(placements):
+        if placement.is_shard():
+            dist.all_reduce(square, group=mesh.get_group(dim))
+    return square

@@ -1,0 +1,40 @@
+"""The dp_replicate axis alone: DistributedDataParallel."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from allranks.parallel.mesh import Mesh
+
+# torch 2.13 renames the switch that broadcasts rank 0's buffers before each forward.
+_RENAMED = "forward_sync_buffers"
+_FORWARD_SYNC = _RENAMED if _RENAMED in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
+
+
+def replicate(module: nn.Module, mesh: Mesh, device: torch.device, *, find_unused: bool = False) -> nn.Module:
+    """`module` under DDP on `mesh`; its values are already equal on every rank.
+
+    Gradients become the mean over the ranks. Buffers are left alone: which of them may differ is the business of
+    `stateful`. A module without trainable parameters stays as it is.
+
+    Args:
+        find_unused: look in every backward for parameters that get no gradient. Without it the first such parameter
+            holds up the bucket it lies in, and DDP raises in the step after.
+    """
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    # A cap of None is torch's own: 25 MB, but 1 MB for the first bucket, so that reducing begins early.
+    options: dict[str, Any] = {_FORWARD_SYNC: False, "bucket_cap_mb": mesh.layout.ddp_bucket_mb}
+    return DistributedDataParallel(
+        module,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        process_group=mesh.group("dp_replicate"),
+        init_sync=False,
+        find_unused_parameters=find_unused,
+        gradient_as_bucket_view=True,
+        static_graph=mesh.layout.static_graph,
+        **options,
+    )

@@ -1,0 +1,42 @@
+"""The dp_shard axis: FSDP2 (`torch.distributed.fsdp.fully_shard`) unit by unit."""
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from allranks.parallel.blocks import Unit
+from allranks.parallel.initial import Placer
+from allranks.parallel.mesh import Mesh
+
+
+def shard(module: nn.Module, units: Sequence[Unit], mesh: Mesh, policy: MixedPrecisionPolicy, placer: Placer) -> None:
+    """Shard `module` in place over `mesh`, each unit placed and filled just before it is cut; collective.
+
+    Args:
+        units: tuples of module names that are gathered together; what is in none is the root's.
+        policy: in which type a unit is gathered.
+        placer: gives each unit its values; after the cut only this rank's part stays.
+
+    Parameters without dims cannot be cut: they stay whole on every rank, and `reduce_scalars` reduces their gradients.
+    Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+    assert mesh.device_mesh is not None
+    device_mesh = mesh.device_mesh if mesh.layout.dp_replicate > 1 else mesh.device_mesh["dp_shard"]
+    # None is torch's own choice for full sharding: every unit but the root, whose parameters the backward needs first.
+    reshard = None if mesh.layout.sharding == "full" else False
+    parts = [[module.get_submodule(name) for name in names] for names in units]
+    for part in (*parts, [module]):
+        for member in part:
+            placer.place(member)
+        scalars = {p for member in part for p in member.parameters() if p.dim() == 0}
+        target = part if len(part) > 1 else part[0]
+        fully_shard(target, mesh=device_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
+        placer.forget_cut()
+
+
+def reshard_all(module: nn.Module) -> None:
+    """Drop gathered parameters: after a forward without backward the root's (under grad_op all) are still whole."""
+    for member in module.modules():
+        if isinstance(member, FSDPModule):
+            member.reshard()

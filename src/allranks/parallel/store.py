@@ -1,0 +1,108 @@
+"""The store through which the processes of a world find each other: opened with a clear word when that fails.
+
+torch's own client waits for ever before a program that takes its connection and says nothing, and prints C++ stacks
+while it retries; here it starts only when somebody listens, and has a limit.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from allranks.errors import ProcessError
+from allranks.process_environment import ProcessEnvironment
+
+RETRY_SECONDS = 0.1
+FREE_PORT = "choose another with MASTER_PORT (torchrun: --master-port), or stop the program that uses it"
+
+
+def open_store(environment: ProcessEnvironment, *, connect_seconds: float, timeout_seconds: float) -> Store:
+    """The world's store; rank 0 serves it unless the launcher does. `timeout_seconds` is how long its reads wait.
+
+    Raises:
+        ProcessError: the port is in use, or nobody answers there within `connect_seconds`.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    if environment.rank == 0 and not environment.agent_store:
+        store: Store = _serve(environment, timeout)
+    else:
+        deadline = time.monotonic() + connect_seconds
+        _wait_for_listener(environment, deadline)
+        store = _connect(environment, timeout, deadline)
+    if environment.num_nodes == 1:
+        # A restarted worker must not read the addresses that a dead one left in the agent's store.
+        store = PrefixStore(f"attempt-{environment.restart_count}", store)
+    return store
+
+
+def _serve(environment: ProcessEnvironment, timeout: timedelta) -> TCPStore:
+    host, port = environment.master_addr, environment.master_port
+    bound_to = host if environment.num_nodes == 1 else ""  # strangers need not reach a world of one host
+    try:
+        listener = listen(bound_to, port)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ProcessError(f"rank 0 cannot listen on {host}:{port}: {reason}; {FREE_PORT}") from error
+    return serve(listener, host, timeout)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket at an address of this host ("": all of them); port 0: a free one. Raises OSError."""
+    family = socket.AF_INET if not host else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def serve(listener: socket.socket, host: str, timeout: timedelta) -> TCPStore:
+    """A store server on a listening socket, which it takes over."""
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.fileno()
+    )
+    listener.detach()
+    return store
+
+
+def _wait_for_listener(environment: ProcessEnvironment, deadline: float) -> None:
+    host, port = environment.master_addr, environment.master_port
+    began = time.monotonic()
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())):
+                return
+        except OSError as error:
+            waited = time.monotonic() - began
+            if time.monotonic() + RETRY_SECONDS >= deadline:
+                reason = error.strerror or str(error)
+                raise ProcessError(
+                    f"rank {environment.rank} cannot reach the store at {host}:{port} ({waited:.0f} s): {reason};"
+                    " see whether rank 0 runs, and whether MASTER_ADDR and MASTER_PORT are right"
+                ) from error
+        time.sleep(RETRY_SECONDS)
+
+
+def _connect(environment: ProcessEnvironment, timeout: timedelta, deadline: float) -> TCPStore:
+    host, port = environment.master_addr, environment.master_port
+    opened: list[TCPStore] = []
+
+    def connect() -> None:
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            opened.append(TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False))
+
+    thread = threading.Thread(target=connect, name="allranks-store", daemon=True)
+    thread.start()
+    thread.join(max(1.0, deadline - time.monotonic()))
+    if not opened:
+        raise ProcessError(f"what listens on {host}:{port} is not rank 0's store; {FREE_PORT}")
+    return opened[0]

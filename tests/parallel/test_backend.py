@@ -1,0 +1,209 @@
+"""Device, backend and interface: what is chosen with because, what is refused, and that it starts."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from allranks.errors import ConfigError, ProcessError
+from allranks.parallel import backend
+from allranks.parallel.backend import choose_device, start, stop
+from allranks.process_environment import ALONE, ProcessEnvironment
+from allranks.surviving import forkserver
+from allranks.surviving.forkserver import StartMethod
+from allranks.surviving.launch import launch
+from allranks.verdict import Decision
+from tests.parallel.test_store import free_port
+
+FOUR = ProcessEnvironment("torchrun", 3, 3, 4, 4, master_addr="127.0.0.1", master_port=29500)
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, gpus: int, *, nccl: bool = True) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environment", "requested", "asked", "device", "name", "because"),
+    [
+        (0, FOUR, "auto", "auto", "cpu", "gloo", "the device is cpu"),
+        (8, FOUR, "cpu", "auto", "cpu", "gloo", "the device is cpu"),
+        (8, FOUR, "auto", "auto", "cuda:3", "nccl", "each process has a GPU of its own"),
+        (4, FOUR, "cuda", "gloo", "cuda:3", "gloo", "train.backend says so"),
+        (4, FOUR, "cuda", "nccl", "cuda:3", "nccl", "train.backend says so"),
+        (2, FOUR, "auto", "auto", "cuda:1", "gloo", "4 processes of this host share 2 GPUs"),
+        (1, FOUR, "auto", "auto", "cuda:0", "gloo", "4 processes of this host share 1 GPUs"),
+        (1, replace(FOUR, launcher="slurm", own_device=True), "auto", "auto", "cuda:0", "nccl", "a GPU of its own"),
+        (1, replace(FOUR, launcher="openmpi"), "auto", "auto", "cuda:0", "gloo", "say train.backend=nccl"),
+        (1, replace(FOUR, launcher="openmpi"), "auto", "nccl", "cuda:0", "nccl", "train.backend says so"),
+        (4, replace(FOUR, world_size=8, rank=7, num_nodes=2, node_rank=1), "auto", "auto", "cuda:3", "nccl", "own"),
+    ],
+)
+def test_the_choice(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    environment: ProcessEnvironment,
+    requested: str,
+    asked: str,
+    device: str,
+    name: str,
+    because: str,
+) -> None:
+    machine(monkeypatch, gpus)
+    choice = choose_device(environment, requested, asked)
+    assert (choice.device, choice.backend) == (torch.device(device), name)
+    said = [str(decision) for decision in choice.decisions]
+    assert [line.split()[0] for line in said] == ["device", "backend", "interface"]
+    assert because in said[1]
+    assert (choice.interface or "") in said[2]
+
+
+def test_without_nccl_gpus_speak_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, 4, nccl=False)
+    choice = choose_device(FOUR, "auto", "auto")
+    assert choice.backend == "gloo"
+    assert "built without NCCL" in str(choice.decisions[1])
+
+
+def test_one_process_needs_no_backend() -> None:
+    choice = choose_device(ALONE, "cpu", "auto")
+    assert [decision.what for decision in choice.decisions] == ["device cpu"]
+    start(ALONE, choice, timeout_seconds=10)
+    assert not dist.is_initialized()
+    stop()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "environment", "requested", "asked", "said"),
+    [
+        (0, True, FOUR, "cuda", "auto", "--device cpu"),
+        (0, True, FOUR, "auto", "nccl", "NCCL serves GPUs only"),
+        (4, False, FOUR, "auto", "nccl", "built without NCCL"),
+        (4, True, FOUR, "auto", "mpi", "built without MPI"),
+        (2, True, FOUR, "auto", "nccl", "4 processes of this host share 2 GPUs and NCCL takes one process a GPU"),
+        (2, True, replace(FOUR, launcher="allranks"), "auto", "nccl", "share 2 GPUs"),
+    ],
+)
+def test_refusals(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    nccl: bool,
+    environment: ProcessEnvironment,
+    requested: str,
+    asked: str,
+    said: str,
+) -> None:
+    machine(monkeypatch, gpus, nccl=nccl)
+    with pytest.raises(ConfigError, match=said) as caught:
+        choose_device(environment, requested, asked)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_device_comes_before_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+    machine(monkeypatch, 4)
+    monkeypatch.setattr(torch.cuda, "set_device", order.append)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", order.append)
+    monkeypatch.setattr(backend, "open_store", lambda *_, **__: HashStore())
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **options: order.append((name, options["timeout"])))
+    for name in backend.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    start(FOUR, choose_device(FOUR, "auto", "auto"), timeout_seconds=77)
+    assert order[:2] == ["expandable_segments:True", torch.device("cuda:3")]
+    assert [(name, timeout.total_seconds()) for name, timeout in order[2:]] == [("cuda:nccl,cpu:gloo", 77)]
+    assert os.environ["NCCL_SOCKET_IFNAME"] == os.environ["GLOO_SOCKET_IFNAME"]
+    stop()
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    order.clear()
+    start(ALONE, choose_device(ALONE, "auto", "auto"), timeout_seconds=77)
+    assert order == [torch.device("cuda:0")]
+
+
+@pytest.mark.distributed
+def test_processes_start_with_our_timeout_and_interface() -> None:
+    def work() -> Any:
+        import torch
+        import torch.distributed as dist
+
+        from allranks.launching.environment import read_environment
+        from allranks.parallel.backend import choose_device, start, stop
+
+        environment = read_environment(os.environ)
+        choice = choose_device(environment, "cpu", "auto")
+        start(environment, choice, timeout_seconds=17)
+        value = torch.ones(1) * environment.rank
+        dist.all_reduce(value)
+        assert dist.group.WORLD is not None
+        timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        found = value.item(), timeout, os.environ["GLOO_SOCKET_IFNAME"] == choice.interface
+        stop()
+        return (*found, dist.is_initialized(), "GLOO_SOCKET_IFNAME" in os.environ)
+
+    assert launch(work, nproc=3) == [(3.0, 17.0, True, False, False)] * 3
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_failing_rank_does_not_wait_for_its_collectives(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def work() -> None:
+        import torch
+        import torch.distributed as dist
+
+        from allranks.launching.environment import read_environment
+        from allranks.parallel.backend import choose_device, start, stop
+
+        environment = read_environment(os.environ)
+        start(environment, choose_device(environment, "cpu", "auto"), timeout_seconds=600)
+        group = dist.new_group()
+        dist.barrier()
+        try:
+            if environment.rank == 0:
+                pending = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+                raise ValueError(f"{pending} never comes to an end")
+            __import__("time").sleep(600)
+        finally:
+            stop()
+
+    if method == "spawn":
+        because = StartMethod("spawn", Decision("workers are spawned", "the test says so"))
+        monkeypatch.setattr(forkserver, "choose_start_method", lambda **_: because)
+    with pytest.raises(ValueError, match="never comes to an end"):
+        launch(work, nproc=2)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_never_comes_is_an_error_of_ours() -> None:
+    port = free_port()
+
+    def work() -> str:
+        from allranks.errors import ProcessError
+        from allranks.launching.environment import ProcessEnvironment
+        from allranks.parallel.backend import choose_device, start
+
+        rank = int(os.environ["RANK"])
+        of_three = ProcessEnvironment("environment", rank, rank, 3, 3, master_addr="127.0.0.1", master_port=port)
+        try:
+            start(of_three, choose_device(of_three, "cpu", "auto"), timeout_seconds=3)
+        except ProcessError as error:
+            return str(error)
+        return ""
+
+    for said in launch(work, nproc=2):
+        assert f"127.0.0.1:{port}, but gloo did not start" in said
+        assert "\n" not in said
+
+
+def test_a_taken_port_is_said_by_start() -> None:
+    from allranks.parallel.store import listen
+
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        environment = replace(FOUR, rank=0, local_rank=0, launcher="environment", master_port=port)
+        with pytest.raises(ProcessError, match=f"127.0.0.1:{port}"):
+            start(environment, choose_device(environment, "cpu", "auto"), timeout_seconds=5)
+    stop()

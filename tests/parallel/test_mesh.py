@@ -1,0 +1,43 @@
+"""Where a rank stands in a layout."""
+
+import pytest
+import torch.distributed as dist
+
+from allranks.errors import LayoutError
+from allranks.layout import Layout
+from allranks.parallel.mesh import Mesh, build_mesh
+from tests.distributed.pool import Pools
+
+
+def test_one_process_needs_no_mesh() -> None:
+    mesh = build_mesh(Layout(kind="single"), "cpu")
+    assert (mesh.rank, mesh.dp, mesh.dp_rank, mesh.device_mesh) == (0, 1, 0, None)
+    with pytest.raises(LayoutError, match=r"no axis 'dp_shard' in layout single: its axes are none \(one process\)"):
+        mesh.group("dp_shard")
+
+
+def look() -> tuple[int, int, int, list[int], list[int]]:
+    mesh: Mesh = build_mesh(Layout(dp_replicate=2, dp_shard=2), "cpu")
+    copies, shards = (dist.get_process_group_ranks(mesh.group(axis)) for axis in ("dp_replicate", "dp_shard"))
+    return mesh.rank, mesh.dp, mesh.dp_rank, copies, shards
+
+
+def refuse() -> None:
+    build_mesh(Layout(dp_replicate=2), "cpu").group("tp")
+
+
+@pytest.mark.distributed
+def test_ranks_of_one_copy_are_neighbours(pool: Pools) -> None:
+    """Shards of one copy talk most: they lie on one host."""
+    assert pool(4).run(look) == [
+        (0, 4, 0, [0, 2], [0, 1]),
+        (1, 4, 1, [1, 3], [0, 1]),
+        (2, 4, 2, [0, 2], [2, 3]),
+        (3, 4, 3, [1, 3], [2, 3]),
+    ]
+
+
+@pytest.mark.distributed
+def test_an_axis_that_is_not_there_is_named(pool: Pools) -> None:
+    with pytest.raises(LayoutError, match="no axis 'tp' in layout dp_replicate=2: its axes are dp_replicate, dp_shard"):
+        pool(2).run(refuse)

@@ -1,0 +1,75 @@
+"""What a precision means: parameters, what autocast lowers, what is gathered."""
+
+import pytest
+import torch
+from torch import nn
+
+from allranks.errors import ConfigError
+from allranks.parallel.precision import choose_precision
+
+
+@pytest.mark.parametrize(
+    ("name", "gather", "device", "parameters", "compute", "gathered"),
+    [
+        ("float32", None, "cpu", torch.float32, None, torch.float32),
+        ("float32", None, "cuda", torch.float32, None, torch.float32),
+        ("float64", None, "cuda", torch.float64, None, torch.float64),
+        ("float64", "float32", "cpu", torch.float64, None, torch.float64),
+        ("bfloat16", None, "cpu", torch.float32, torch.bfloat16, torch.float32),
+        ("bfloat16", None, "cuda", torch.float32, torch.bfloat16, torch.bfloat16),
+        ("bfloat16", "float32", "cuda", torch.float32, torch.bfloat16, torch.float32),
+        ("bfloat16", "bfloat16", "cpu", torch.float32, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_the_table(
+    name: str,
+    gather: str | None,
+    device: str,
+    parameters: torch.dtype,
+    compute: torch.dtype | None,
+    gathered: torch.dtype,
+) -> None:
+    found = choose_precision(name, gather, device)
+    assert (found.name, found.parameters, found.compute, found.gather) == (name, parameters, compute, gathered)
+    policy = found.fsdp_policy()
+    rounds = gathered is not parameters
+    assert (policy.param_dtype, policy.reduce_dtype) == ((gathered, parameters) if rounds else (None, None))
+    # FSDP would round floating inputs too, and what the user's loss is given.
+    assert not policy.cast_forward_inputs
+    assert policy.output_dtype is None
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigError, match="float16 needs a gradient scaler"):
+        choose_precision("float16", None, "cuda")
+    with pytest.raises(ConfigError, match=r"layout\.gather=bfloat16 with train\.precision=float32"):
+        choose_precision("float32", "bfloat16", "cuda")
+
+
+def test_inputs_follow_float64_only() -> None:
+    batch = {"x": torch.ones(2), "pair": (torch.ones(2, dtype=torch.int64), torch.ones(1, dtype=torch.float16)), "n": 3}
+    wide = choose_precision("float64", None, "cpu").cast_inputs(batch)
+    assert isinstance(wide, dict)
+    assert wide["x"].dtype is wide["pair"][1].dtype is torch.float64
+    assert (wide["pair"][0].dtype, wide["n"]) == (torch.int64, 3)
+    assert choose_precision("bfloat16", None, "cpu").cast_inputs(batch) is batch
+
+
+def test_outputs_are_float32_before_the_loss() -> None:
+    precision = choose_precision("bfloat16", None, "cpu")
+    linear, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with precision.autocast("cpu"):
+        low = linear(x)
+    assert low.dtype is torch.bfloat16
+    output = precision.cast_output({"logits": low, "classes": low.argmax(-1), "exact": low.double()})
+    assert isinstance(output, dict)
+    assert [part.dtype for part in output.values()] == [torch.float32, torch.int64, torch.float64]
+    assert torch.equal(output["logits"], low.float())
+
+
+def test_without_a_lower_type_nothing_is_touched() -> None:
+    precision = choose_precision("float32", None, "cpu")
+    with precision.autocast("cpu"):
+        assert nn.Linear(3, 2)(torch.randn(4, 3)).dtype is torch.float32
+    half = torch.ones(2, dtype=torch.bfloat16)
+    assert precision.cast_output(half) is half

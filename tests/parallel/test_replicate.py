@@ -1,0 +1,88 @@
+"""DDP: what is wrapped, in which buckets, and what a parameter without gradient does to the others."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from allranks.layout import Layout
+from allranks.parallel.mesh import build_mesh
+from allranks.parallel.replicate import replicate
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import config_of, parts_of, session_of, step_through, together
+from tests.distributed.tasks import MODELS, Tiny
+
+pytestmark = pytest.mark.distributed
+CPU = torch.device("cpu")
+
+
+def wrap(bucket_megabytes: float | None) -> Any:
+    layout = Layout(dp_replicate=2, ddp_bucket_mb=bucket_megabytes)
+    mesh = build_mesh(layout, "cpu")
+    frozen = MODELS["mlp"]().requires_grad_(False)
+    assert replicate(frozen, mesh, CPU) is frozen
+    wrapped = replicate(MODELS["counted"](), mesh, CPU)
+    assert isinstance(wrapped, DistributedDataParallel)
+    # A broadcast of buffers before each forward would undo what rank-local buffers are for, and costs a collective.
+    assert not wrapped._check_sync_bufs_pre_fwd()
+    return wrapped.bucket_bytes_cap, wrapped.bucket_bytes_cap_default, wrapped.find_unused_parameters
+
+
+def test_what_is_wrapped_and_how(pool: Pools) -> None:
+    assert pool(2).run(wrap, None)[0] == (25 * 2**20, True, False)
+    assert pool(2).run(wrap, 0.5)[0] == (2**19, False, False)
+
+
+class Partial(nn.Module):
+    """One layer is never used, and one only in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(5, 3)
+        self.extra = nn.Linear(5, 3)
+        self.never = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x) + (self.extra(x) if self.training else 0.0)
+
+
+class PartialTask(Tiny):
+    def model(self) -> nn.Module:
+        return Partial()
+
+
+def run_partial(layout: str, *overrides: str) -> tuple[Any, list[str]]:
+    config = config_of(layout, *overrides, "optimizer.weight_decay=0.5", "train.micro_steps=2", steps=4)
+    session = session_of(PartialTask(), config)
+    list(step_through(session, 4))
+    return parts_of(session), [str(decision) for decision in session.decisions]
+
+
+def test_a_parameter_without_gradient_holds_up_no_other(pool: Pools) -> None:
+    """Plain DDP steps once with gradients that were never reduced, and raises in the second step."""
+    alone = together([pool(1).run(run_partial, "single")[0][0]])
+    searched = "every backward is searched for parameters without gradient, because never.weight and 1 more got none"
+    for case in (("ddp",), ("ddp", "layout.static_graph=true"), ("fsdp",)):
+        ranks = pool(2).run(run_partial, *case)
+        found = together([parts for parts, _ in ranks])
+        assert found.keys() == alone.keys()
+        for name, value in alone.items():
+            assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-15), f"{case}: {name}"
+        # A static graph finds them by itself, and FSDP reduces what there is.
+        assert any(said.startswith(searched) for said in ranks[0][1]) == (case == ("ddp",))
+
+
+def rewrap() -> bool:
+    session = session_of(Tiny(), config_of("ddp"))
+    before = weakref.ref(session.spread.modules[""])
+    session.spread.expect_unused()
+    after = session.spread.modules[""]
+    assert isinstance(after, DistributedDataParallel)
+    return before() is None and after.find_unused_parameters
+
+
+def test_the_old_wrapper_and_its_hooks_are_gone(pool: Pools) -> None:
+    assert pool(2).run(rewrap) == [True, True]

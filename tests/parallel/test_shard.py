@@ -1,0 +1,96 @@
+"""FSDP2 unit by unit: what is cut, what is gathered when, and what stays."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from allranks.layout import Layout
+from allranks.parallel.initial import Placer, Source
+from allranks.parallel.mesh import build_mesh
+from allranks.parallel.precision import choose_precision
+from allranks.parallel.shard import reshard_all, shard
+from tests.distributed.pool import Pools
+from tests.distributed.tasks import MODELS
+
+pytestmark = pytest.mark.distributed
+
+UNITS = [("blocks.0", "blocks.2"), ("blocks.1",)]
+
+
+def spread(kind: str, layout: Layout, placer: Placer | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    module = MODELS[kind]()
+    policy = choose_precision("float32", None, "cpu").fsdp_policy()
+    shard(module, UNITS, build_mesh(layout, "cpu"), policy, placer or Placer(torch.device("cpu"), Source()))
+    return module
+
+
+def whole(module: nn.Module) -> list[str]:
+    """Names of parameters that are on this rank as a whole."""
+    return [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+
+
+def look(kind: str, layout: Layout) -> Any:
+    module = spread(kind, layout)
+    at_rest = whole(module)
+    module(torch.ones(2, 5)).sum()
+    forwarded = whole(module)
+    reshard_all(module)
+    resharded = whole(module)
+    module(torch.ones(2, 5)).sum().backward()
+    return at_rest, forwarded, resharded, whole(module)
+
+
+def test_scalars_stay_whole_and_all_else_is_cut(pool: Pools) -> None:
+    scalars = ["blocks.0.gain", "blocks.1.gain"]  # the third block shares the first's
+    for at_rest, _, resharded, trained in pool(2).run(look, "scalars", Layout(dp_shard=2)):
+        assert at_rest == resharded == trained == scalars
+
+
+def test_what_is_left_gathered_depends_on_the_sharding(pool: Pools) -> None:
+    """After a forward without backward the root is whole, and under grad_op everything; then reshard_all cuts it."""
+    names = [name for name, _ in MODELS["sharing"]().named_parameters()]
+    for layout, left in (
+        (Layout(dp_shard=2), [name for name in names if not name.startswith("blocks")]),
+        (Layout(dp_shard=2, sharding="grad_op"), names),
+        (Layout(dp_replicate=2, sharding="none"), names),
+    ):
+        for at_rest, forwarded, resharded, trained in pool(2).run(look, "sharing", layout):
+            assert (at_rest, forwarded, resharded, trained) == ([], left, [], [])
+
+
+def count_units() -> dict[str, int]:
+    module = spread("sharing", Layout(dp_shard=2))
+    return dict(Counter(type(member).__name__ for member in module.modules() if "FSDP" in type(member).__name__))
+
+
+def test_every_unit_and_the_root_is_wrapped(pool: Pools) -> None:
+    assert pool(2).run(count_units)[0] == {"FSDPBlock": 3, "FSDPStack": 1}
+
+
+def measure_held() -> list[int]:
+    """Whole parameters still held by the placer while each unit is placed."""
+    held: list[int] = []
+    placer = Placer(torch.device("cpu"), Source(dist.group.WORLD, 0, dist.get_rank() == 0))
+    place = placer.place
+
+    def counting(module: nn.Module) -> None:
+        held.append(sum(pair[1].dim() > 0 for pair in placer._placed.values()))
+        place(module)
+
+    placer.place = counting  # type: ignore[method-assign]
+    spread("scalars", Layout(dp_shard=2), placer)
+    return held
+
+
+def test_cut_units_are_not_kept_whole(pool: Pools) -> None:
+    """Two members of the first unit, then the second unit, then the root: whole parameters of the same unit only."""
+    first, second, third, root = pool(2).run(measure_held)[1]
+    assert first == 0
+    assert second > 0
+    assert (third, root) == (0, 0)

@@ -1,0 +1,102 @@
+"""The store opens, or says in one line why not."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from allranks.errors import ProcessError
+from allranks.parallel.store import listen, open_store
+from allranks.process_environment import ProcessEnvironment
+
+FIRST = ProcessEnvironment("environment", 0, 0, 2, 2, master_addr="127.0.0.1")
+SECOND = replace(FIRST, rank=1, local_rank=1)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port on which a program listens that is no store, and says nothing."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def free_port() -> int:
+    with listen("127.0.0.1", 0) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def refusal(environment: ProcessEnvironment, connect_seconds: float = 0.5) -> str:
+    with pytest.raises(ProcessError) as caught:
+        open_store(environment, connect_seconds=connect_seconds, timeout_seconds=10)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 76
+    return str(caught.value)
+
+
+def test_rank_0_serves_and_the_others_connect() -> None:
+    port = free_port()
+    found: list[bytes] = []
+
+    def second() -> None:
+        store = open_store(replace(SECOND, master_port=port), connect_seconds=20, timeout_seconds=20)
+        found.append(store.get("key"))
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    time.sleep(0.3)  # the second waits for the first
+    store = open_store(replace(FIRST, master_port=port), connect_seconds=20, timeout_seconds=20)
+    store.set("key", "value")
+    thread.join()
+    assert found == [b"value"]
+
+
+def test_a_restarted_rank_does_not_read_what_the_last_attempt_wrote() -> None:
+    port = free_port()
+    old = open_store(replace(FIRST, master_port=port), connect_seconds=20, timeout_seconds=20)
+    old.set("address of rank 1", "old")
+    agents = replace(SECOND, master_port=port, agent_store=True)
+    assert open_store(agents, connect_seconds=20, timeout_seconds=20).check(["address of rank 1"])
+    again = replace(agents, restart_count=1)
+    assert not open_store(again, connect_seconds=20, timeout_seconds=20).check(["address of rank 1"])
+
+
+def test_a_port_in_use_is_named_with_the_next_move(taken: int) -> None:
+    said = refusal(replace(FIRST, master_port=taken))
+    assert f"127.0.0.1:{taken}" in said
+    assert "in use" in said
+    assert "MASTER_PORT" in said
+
+
+def test_nobody_there() -> None:
+    said = refusal(replace(SECOND, master_port=free_port()))
+    assert "refused" in said
+    assert "rank 1 cannot reach the store at 127.0.0.1:" in said
+    assert "MASTER_ADDR" in said
+
+
+def test_no_such_host() -> None:
+    assert "no-such-host.invalid:1" in refusal(replace(SECOND, master_addr="no-such-host.invalid", master_port=1))
+
+
+def test_somebody_else_there(taken: int) -> None:
+    assert f"what listens on 127.0.0.1:{taken} is not rank 0's store" in refusal(replace(SECOND, master_port=taken))
+
+
+@pytest.mark.parametrize(("num_nodes", "address"), [(1, "127.0.0.1"), (2, "0.0.0.0")])
+def test_a_world_of_one_host_listens_there_only(num_nodes: int, address: str) -> None:
+    environment = replace(FIRST, num_nodes=num_nodes, master_port=free_port())
+    store = open_store(environment, connect_seconds=20, timeout_seconds=20)
+    listening = {
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections()
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == environment.master_port
+    }
+    assert listening == {address}
+    assert store.num_keys() >= 0
