@@ -1,0 +1,128 @@
+"""Do the tensors in memory, or those in the files, have the digests that the manifest says?
+
+Files' SHA-256 proves that nothing changed on the disk; a tensor's digest proves that cutting, writing, reading and
+cutting again lost and mixed nothing, because it is computed from the boxes where they lie and is the same for every
+Layout.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.commit import explain
+from allranks.checkpointing.exchange import broadcast_bytes, gather_bytes
+from allranks.checkpointing.index import read_index
+from allranks.checkpointing.parts import Parts, stored_parts, tensor_digest
+from allranks.checkpointing.restore import fill
+from allranks.checkpointing.tensor_file import Part
+from allranks.digest import digest_hex
+from allranks.errors import CheckpointError
+
+_NAMED = 10
+_BATCH_BYTES = 1 << 28  # of a file in memory at once
+
+
+def check_digests(
+    checkpoint: Checkpoint, parts: Parts, group: dist.ProcessGroup | None, device: torch.device | None = None
+) -> None:
+    """Compare what all ranks hold now with the checkpoint: after a reshard, and once after the first save. A collective
+    call.
+
+    Args:
+        checkpoint: the one that was restored or saved.
+        parts: this rank's local part of every tensor it holds; each box counts once, on its writer.
+        group: of the ranks that together hold everything; None: this process alone, which is rank 0.
+        device: where the group's backend wants its tensors; the CPU by default.
+
+    Raises:
+        CheckpointError: on every rank, naming the tensors that differ.
+        ProcessError: a peer was lost.
+    """
+    rank = 0 if group is None else dist.get_rank()
+    _compare(
+        checkpoint,
+        lambda: _sums((e.name, tensor_digest(t, e.box.offset)) for e, t in stored_parts(parts) if e.writer == rank),
+        group,
+        device,
+    )
+
+
+def check_files(
+    checkpoint: Checkpoint, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> None:
+    """Read every file once, its chunks checked, and compare the digests of the tensors in them with the manifest.
+
+    The files are divided among the group's ranks; without one, this process reads all. Raises as `check_digests`.
+    """
+    rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    mine = set(list(checkpoint.manifest.files)[rank::world_size])
+    _compare(checkpoint, lambda: _sums(_stored_digests(checkpoint, mine)), group, device)
+
+
+def _stored_digests(checkpoint: Checkpoint, files: set[str]) -> Iterator[tuple[str, int]]:
+    index = read_index(checkpoint.path, checkpoint.manifest)
+    for batch in _batches(part for parts in index.values() for part in parts if part.file in files):
+        tensors = [torch.empty(part.box.shape, dtype=getattr(torch, part.dtype)) for part in batch]
+        fill(checkpoint, ((part, part.box, tensor) for part, tensor in zip(batch, tensors, strict=True)))
+        for part, tensor in zip(batch, tensors, strict=True):
+            yield part.name, tensor_digest(tensor, part.box.offset)
+
+
+def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Neighbours in one file, a quarter of a GB together (or one larger part), so that few chunks are read twice."""
+    batch: list[Part] = []
+    for part in sorted(parts, key=lambda part: (part.file, part.start)):
+        if batch and (batch[0].file != part.file or part.start + part.num_bytes - batch[0].start > _BATCH_BYTES):
+            yield batch
+            batch = []
+        batch.append(part)
+    if batch:
+        yield batch
+
+
+def _sums(digests: Iterable[tuple[str, int]]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for name, digest in digests:
+        sums[name] = sums.get(name, 0) + digest
+    return sums
+
+
+def _compare(
+    checkpoint: Checkpoint,
+    compute: Callable[[], Mapping[str, int]],
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
+) -> None:
+    """Add every rank's sums on the first rank, compare, and let all ranks know; what fails on one rank fails on all."""
+    device = device or torch.device("cpu")
+    try:
+        report = {"error": "", "sums": compute()}
+    except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
+        report = {"error": explain(error, checkpoint.path), "sums": {}}
+    reports = [json.loads(data) for data in gather_bytes(json.dumps(report).encode(), group, device)]
+    verdict = broadcast_bytes(_verdict(checkpoint, reports).encode(), group, device).decode()
+    if verdict:
+        raise CheckpointError(verdict)
+
+
+def _verdict(checkpoint: Checkpoint, reports: list[dict[str, Mapping[str, int]]]) -> str:
+    """What is wrong in a line; empty where nothing is."""
+    for report in reports:
+        if report["error"]:
+            return str(report["error"])
+    totals = _sums(item for report in reports for item in report["sums"].items())
+    tensors = checkpoint.manifest.tensors
+    wrong = [
+        name
+        for name, record in tensors.items()
+        if digest_hex(totals.get(name, 0), record.dtype, record.shape) != record.digest
+    ]
+    wrong += totals.keys() - tensors.keys()
+    if not wrong:
+        return ""
+    more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+    named = ", ".join(map(repr, wrong[:_NAMED]))
+    return f"{checkpoint.path}: {len(wrong)} tensors differ from their digests: {named}{more}"

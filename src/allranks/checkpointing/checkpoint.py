@@ -1,0 +1,250 @@
+"""A checkpoint's directory: which are there, which is good, which may go. No torch.
+
+    checkpoints/step-00000200/               committed: it is whole, and stays
+        manifest.json  rank-00000.safetensors ...  COMMITTED
+    checkpoints/step-00000300.tmp-<token>/   being written, or left by a writer that died
+    checkpoints/.trash-step-00000100-<id>/   being deleted
+
+COMMITTED holds the SHA-256 of manifest.json, which holds the SHA-256 of everything else; the directory gets its name by
+one rename after all of it is on the disk. So what has the name is whole, unless the disk or somebody has changed it
+since, and that shows.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from allranks.checkpointing.index import read_index
+from allranks.checkpointing.manifest import MANIFEST_BYTES_CAP, Manifest, parse_manifest, sha256_hex
+from allranks.checkpointing.tensor_file import OpenFile, open_regular
+from allranks.durable import sync
+from allranks.errors import CheckpointError
+
+__all__ = ["Checkpoint", "Header", "Manifest", "Skipped", "list_checkpoints", "newest_good", "prune", "verify_files"]
+
+MANIFEST_FILE: Final = "manifest.json"
+COMMITTED_FILE: Final = "COMMITTED"
+_COMMITTED_BYTES_CAP = 4096
+_STEP = re.compile(r"step-(\d{8,18})")
+_TEMPORARY = re.compile(r"step-\d{8,18}\.tmp-(\w+)")
+_TRASH = ".trash-"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a checkpoint says of its run; `generation` counts its attempts, `step` and `samples` what is done."""
+
+    run: str
+    generation: int
+    layout: str
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint whose manifest has been read and checked; its files are checked as they are read."""
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, path: Path | str, run_id: str | None = None) -> "Checkpoint":
+        """Read the manifest, and see that every file is there with its length.
+
+        Raises:
+            CheckpointError: no checkpoint, never committed, torn, of another schema, or of another run than `run_id`,
+                in one line.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{path} is no checkpoint: no such directory; `allranks checkpoint list` names those of a run"
+            )
+        committed = _read_small(path / COMMITTED_FILE, _COMMITTED_BYTES_CAP)
+        if committed is None:
+            raise CheckpointError(
+                f"{path} is no checkpoint: it has no {COMMITTED_FILE} file, so it was never finished; use an older one"
+            )
+        data = _read_small(path / MANIFEST_FILE, MANIFEST_BYTES_CAP)
+        if data is None:
+            raise CheckpointError(f"{path / MANIFEST_FILE} is missing; the checkpoint is damaged")
+        if committed != seal(data):
+            raise CheckpointError(
+                f"{path / MANIFEST_FILE} is not the one that was committed; the checkpoint is damaged"
+            )
+        manifest = parse_manifest(data, str(path / MANIFEST_FILE))
+        if run_id is not None and manifest.run != run_id:
+            raise CheckpointError(
+                f"{path} belongs to run {manifest.run!r:.80}, not to {run_id!r}; resume that run, or start a new one"
+            )
+        checkpoint = cls(path, manifest)
+        check_sizes(checkpoint)
+        return checkpoint
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when it was taken."""
+        return self.manifest.step
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors' files."""
+        return sum(record.bytes for record in self.manifest.files.values())
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint step {self.step} {str(self.path)!r}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A directory that looks like a checkpoint and is no good one, and why."""
+
+    path: Path
+    reason: str
+
+
+def seal(manifest: bytes) -> bytes:
+    """What the file COMMITTED holds beside that manifest."""
+    return (sha256_hex(manifest) + "\n").encode()
+
+
+def step_name(step: int) -> str:
+    """The name of the directory of optimizer step `step`."""
+    return f"step-{step:08d}"
+
+
+def list_checkpoints(directory: Path | str) -> list[Path]:
+    """The committed checkpoints' directories, newest (highest step) first; not opened. A missing directory has none."""
+    found = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            match = _STEP.fullmatch(entry.name)
+            if (
+                match
+                and entry.is_dir(follow_symlinks=False)
+                and os.path.lexists(os.path.join(entry.path, COMMITTED_FILE))
+            ):
+                found.append((int(match[1]), Path(entry.path)))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def check_sizes(checkpoint: Checkpoint) -> None:
+    """See that every file is there, an ordinary one, with its length; reads no data.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    for name, record in checkpoint.manifest.files.items():
+        OpenFile(checkpoint.path, name, record).close()
+
+
+def verify_files(checkpoint: Checkpoint, num_threads: int = 2) -> None:
+    """Read every byte of every file, compare it with its SHA-256, and see that the boxes make up every tensor.
+
+    Raises:
+        CheckpointError: the first damage found: which file, which bytes.
+    """
+    read_index(checkpoint.path, checkpoint.manifest)
+    for name, record in checkpoint.manifest.files.items():
+        with closing(OpenFile(checkpoint.path, name, record)) as file:
+            deque(file.chunks(num_threads=num_threads), maxlen=0)
+
+
+def newest_good(
+    directory: Path | str, run_id: str | None = None, check: Callable[[Checkpoint], None] = verify_files
+) -> tuple[Checkpoint | None, list[Skipped]]:
+    """The newest checkpoint that opens and passes `check`, and the newer ones that do not, newest first.
+
+    `check` reads every byte by default. `check_sizes` is enough before a `restore`, which checks what it reads. The
+    caller says loudly that something was skipped. None: there is no good one.
+    """
+    skipped = []
+    for path in list_checkpoints(directory):
+        try:
+            checkpoint = Checkpoint.open(path, run_id)
+            check(checkpoint)
+        except CheckpointError as error:
+            skipped.append(Skipped(path, str(error)))
+        else:
+            return checkpoint, skipped
+    return None, skipped
+
+
+def prune(
+    directory: Path | str, keep: int, *, token: str | None = None, check: Callable[[Checkpoint], None] = verify_files
+) -> list[Path]:
+    """Delete what is older than the `keep` newest good checkpoints, and what dead writers left; return what went.
+
+    A checkpoint goes only while `keep` newer ones have passed `check` in this call, so a damaged one never takes the
+    place of a good one; damaged ones are deleted once they are older than those. Call it from one process, with the
+    run's lease held.
+
+    Args:
+        directory: of the run's checkpoints.
+        keep: at least 1.
+        token: of a save that may be under way now; its temporary directory stays.
+        check: raises CheckpointError for a checkpoint that does not count.
+    """
+    directory = Path(directory)
+    if keep < 1:
+        raise ValueError(f"keep={keep}: at least one checkpoint stays")
+    good, old = 0, []
+    candidates = list_checkpoints(directory)
+    for path in candidates if len(candidates) > keep else ():
+        if good == keep:
+            old.append(path)
+            continue
+        with contextlib.suppress(CheckpointError):
+            check(Checkpoint.open(path))
+            good += 1
+    for path in old:
+        discard(path)
+    return old + _collect_leftovers(directory, token)
+
+
+def discard(path: Path) -> None:
+    """Delete a checkpoint so that no crash leaves half of one under its name: rename first, then delete.
+
+    Raises:
+        CheckpointError: it cannot be renamed or deleted.
+    """
+    trash = path.with_name(f"{_TRASH}{path.name}-{secrets.token_hex(4)}")
+    try:
+        path.rename(trash)
+        sync(path.parent)
+        shutil.rmtree(trash)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be deleted: {error.strerror or error}") from error
+
+
+def _collect_leftovers(directory: Path, token: str | None) -> list[Path]:
+    gone = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        match = _TEMPORARY.fullmatch(path.name)
+        if path.name.startswith(_TRASH) or (match and match[1] != token):
+            shutil.rmtree(path, ignore_errors=True)
+            gone.append(path)
+    return gone
+
+
+def _read_small(path: Path, cap: int) -> bytes | None:
+    """The bytes of an ordinary file of at most `cap`, None where there is none."""
+    if not os.path.lexists(path):
+        return None
+    descriptor, size = open_regular(path)
+    with os.fdopen(descriptor, "rb") as file:
+        if size > cap:
+            raise CheckpointError(f"{path} has {size} bytes, at most {cap} are read; the checkpoint is damaged")
+        try:
+            return file.read(size)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None

@@ -1,0 +1,169 @@
+"""The commit: from what every rank has written to one directory under its final name. No torch.
+
+Order is everything here: nothing gets a name before what it names is on the disk.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks.checkpointing.checkpoint import COMMITTED_FILE, MANIFEST_FILE, Checkpoint, Header, discard, seal
+from allranks.checkpointing.index import check_cover
+from allranks.checkpointing.manifest import FileRecord, Manifest, TensorRecord, render_manifest
+from allranks.digest import digest_hex
+from allranks.durable import sync, write_synced
+from allranks.errors import CheckpointError
+from allranks.parameter_map import Box
+from allranks.units import format_bytes
+
+_RENAME_EXCHANGE, _AT_FDCWD = 2, -100  # of renameat2(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank has written, or the error that kept it from it."""
+
+    rank: int
+    error: str = ""
+    files: Mapping[str, Any] = field(default_factory=dict)  # name -> a FileRecord's members
+    tensors: Sequence[tuple[str, str, Sequence[int], Sequence[int], Sequence[int], int]] = ()
+    # of each that it wrote: name, dtype, whole shape, the box's offset and shape, its share of the digest
+    held: Sequence[tuple[str, str, Sequence[int]]] = ()  # of the first rank: all it holds, whoever writes it
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+def check_target(target: Path, header: Header) -> None:
+    """See that what already has the checkpoint's name, if anything does, may be replaced.
+
+    Raises:
+        CheckpointError: it is no directory, another run's, or from a later attempt of this run: this process is the
+            stale one.
+    """
+    if not os.path.lexists(target):
+        return
+    if target.is_symlink() or not target.is_dir():
+        raise CheckpointError(f"{target} is there and is no directory; move it away")
+    try:
+        manifest = Checkpoint.open(target).manifest
+    except CheckpointError:
+        return  # a damaged one may go
+    if manifest.run != header.run:
+        raise CheckpointError(
+            f"{target} belongs to run {manifest.run!r:.80}, this is {header.run!r}; give this run its own directory"
+        )
+    if manifest.generation > header.generation:
+        raise CheckpointError(
+            f"{target} is from attempt {manifest.generation} of this run, this is attempt {header.generation}: "
+            "a later one has taken over, and this one stops"
+        )
+
+
+def commit(
+    temporary: Path, target: Path, header: Header, shares: Sequence[Share], state: Mapping[str, Any], torch_version: str
+) -> Manifest:
+    """Make `temporary`, to which every rank has written its share, the checkpoint `target`.
+
+    Raises:
+        CheckpointError: a rank has failed, the shares make up no whole, or the file system refuses.
+    """
+    errors = [share.error for share in shares if share.error]
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise CheckpointError(errors[0] + more)
+    manifest = _merge(header, shares, state, torch_version, str(target))
+    try:
+        _check_visible(temporary, manifest)
+        text = render_manifest(manifest)
+        write_synced(temporary / MANIFEST_FILE, text)
+        write_synced(temporary / COMMITTED_FILE, seal(text.encode()).decode())
+        sync(temporary)
+        replaced = _publish(temporary, target)
+        sync(target.parent)
+        sync(target.parent.parent)
+    except OSError as error:
+        raise CheckpointError(f"rank {shares[0].rank}: {explain(error, temporary)}") from error
+    if replaced is not None:
+        with contextlib.suppress(CheckpointError):  # the new one is safe; retention collects what could not be deleted
+            discard(replaced)
+    return manifest
+
+
+def explain(error: Exception, path: Path, num_bytes: int = 0) -> str:
+    """An error in a line: path and the system's words, and for a full disk what is needed and what is free."""
+    if not isinstance(error, OSError):
+        return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    text = f"{error.filename or path}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        disk = os.statvfs(next(place for place in (path, *path.parents) if place.exists()))
+        text += f" (this rank needs {format_bytes(num_bytes)}, {format_bytes(disk.f_bavail * disk.f_frsize)} are free)"
+    return text
+
+
+def _merge(
+    header: Header, shares: Sequence[Share], state: Mapping[str, Any], torch_version: str, where: str
+) -> Manifest:
+    """The manifest of what all ranks wrote; their boxes must make up every tensor."""
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    sums: dict[str, int] = {}
+    boxes: dict[str, list[Box]] = {}
+    for share in shares:
+        for name, dtype, shape, offset, extent, digest in share.tensors:
+            kind = (dtype, tuple(shape))
+            if kinds.setdefault(name, kind) != kind:
+                raise CheckpointError(f"rank {share.rank}: {name!r} is {kind} here and {kinds[name]} on another rank")
+            sums[name] = sums.get(name, 0) + digest
+            boxes.setdefault(name, []).append(Box(tuple(offset), tuple(extent)))
+    for name, dtype, shape in shares[0].held:
+        kinds.setdefault(name, (dtype, tuple(shape)))
+    for name, (_, shape) in kinds.items():
+        check_cover(name, shape, boxes.get(name, []), where)
+    return Manifest(
+        **asdict(header),
+        torch=torch_version,
+        files={name: FileRecord(**record) for share in shares for name, record in share.files.items()},
+        tensors={
+            name: TensorRecord(dtype=dtype, shape=shape, digest=digest_hex(sums.get(name, 0), dtype, shape))
+            for name, (dtype, shape) in kinds.items()
+        },
+        aliases={alias: name for share in shares for alias, name in share.aliases.items()},
+        state=dict(state),
+    )
+
+
+def _check_visible(temporary: Path, manifest: Manifest) -> None:
+    for name, record in manifest.files.items():
+        path = temporary / name
+        if not path.is_file() or path.stat().st_size != record.bytes:
+            raise CheckpointError(
+                f"{path}: written by its rank, not to be seen here; checkpoints need a directory that all hosts share"
+            )
+
+
+def _publish(temporary: Path, target: Path) -> Path | None:
+    """Give `temporary` the name `target`; where that was taken, return where the old one now is."""
+    if not os.path.lexists(target):
+        os.rename(temporary, target)
+        return None
+    if _exchange(temporary, target):
+        return temporary
+    # No file system call swaps them here: for a moment neither has the name, but both are whole.
+    aside = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    os.rename(target, aside)
+    os.rename(temporary, target)
+    return aside
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names at once; False where system or file system cannot."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    failed: int = call(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+    return failed == 0

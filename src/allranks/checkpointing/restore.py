@@ -1,0 +1,179 @@
+"""Loading a checkpoint into tensors cut in any way: box by box, each chunk read, hashed and copied once.
+
+A process reads the headers of all files, and of the data only the chunks in which its own boxes lie. A part that lands
+whole in contiguous host memory is copied straight there; any other goes through a buffer of its own size.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.index import read_index
+from allranks.checkpointing.parts import Parts, stored_parts
+from allranks.checkpointing.tensor_file import DTYPES, OpenFile, Part
+from allranks.errors import CheckpointError
+from allranks.parameter_map import Box, Entry
+
+Job = tuple[Part, Box, torch.Tensor]  # a part, and a local tensor with the box at which it lies
+
+_NAMED = 10  # differences in one message
+
+
+def restore(
+    checkpoint: Checkpoint,
+    parts: Parts,
+    names: Collection[str] | None = None,
+    num_threads: int = 2,
+) -> None:
+    """Fill this rank's tensors in place from the checkpoint, whatever Layout wrote it.
+
+    Aliases and entries that are not persistent are passed over: a checkpoint holds neither.
+
+    Args:
+        checkpoint: an open one.
+        parts: this rank's local part of every tensor it holds.
+        names: all the tensors the program has, where this rank holds only some of them; otherwise those of `parts`.
+        num_threads: that read and hash ahead.
+
+    Raises:
+        CheckpointError: a tensor is missing, left over, or of another shape or dtype (nothing was copied then), or a
+            file is damaged (some tensors were filled, and the program must not go on with them).
+    """
+    stored = stored_parts(parts)
+    _check_match(checkpoint, [entry for entry, _ in stored], names)
+    index = read_index(checkpoint.path, checkpoint.manifest)
+    fill(checkpoint, ((part, e.box, tensor) for e, tensor in stored for part in index[e.name]), num_threads)
+
+
+def read_whole(
+    checkpoint: Checkpoint, prefix: str = "model.", names: Collection[str] | None = None, num_threads: int = 2
+) -> dict[str, torch.Tensor]:
+    """Whole tensors on the host, for one process: those under `prefix`, by their names without it. Tied ones are one.
+
+    Args:
+        checkpoint: an open one.
+        prefix: "" takes everything.
+        names: only these, as in the checkpoint, with prefix.
+        num_threads: that read and hash ahead.
+
+    Raises:
+        CheckpointError: one of `names` is not there, or a file is damaged.
+    """
+    manifest = checkpoint.manifest
+    owners = {name: name for name in manifest.tensors} | manifest.aliases
+    if names is not None and not set(names) <= owners.keys():
+        unknown = [repr(name) for name in sorted(set(names) - owners.keys())]
+        raise CheckpointError(f"{checkpoint.path} has no {_listed(unknown)}")
+    wanted = [name for name in owners if name.startswith(prefix) and (names is None or name in names)]
+    index = read_index(checkpoint.path, manifest)  # first: it sees that the bytes for every shape are really there
+    whole = {}
+    for name in dict.fromkeys(owners[name] for name in wanted):
+        record = manifest.tensors[name]
+        whole[name] = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+    jobs = ((part, Box.whole(part.shape), tensor) for name, tensor in whole.items() for part in index[name])
+    fill(checkpoint, jobs, num_threads)
+    return {name.removeprefix(prefix): whole[owners[name]] for name in wanted}
+
+
+class _Piece:
+    """What a part of the checkpoint and a local tensor have in common: a run of the file's bytes, and where they go."""
+
+    def __init__(self, part: Part, common: Box, box: Box, tensor: torch.Tensor) -> None:
+        item_bytes = DTYPES[part.dtype][1]
+        self._strides = _row_major(part.box.shape)
+        corner = (a - b for a, b in zip(common.offset, part.box.offset, strict=True))
+        low = sum(at * stride for at, stride in zip(corner, self._strides, strict=True))
+        num_elements = 1 + sum(
+            (extent - 1) * stride for extent, stride in zip(common.shape, self._strides, strict=True)
+        )
+        self.start = part.start + low * item_bytes
+        self.stop = self.start + num_elements * item_bytes
+        place = (slice(a - b, a - b + n) for a, b, n in zip(common.offset, box.offset, common.shape, strict=True))
+        self._target = tensor.detach()[tuple(place)]
+        self._straight = num_elements == common.num_elements and self._target.is_cpu and self._target.is_contiguous()
+        self._buffer: torch.Tensor | None = None
+
+    def receive(self, offset: int, data: memoryview) -> None:
+        """Take what belongs here of the file's bytes at `offset`, and let them go on when they are the last."""
+        if self._buffer is None:
+            run = self._target.reshape(-1).view(torch.uint8) if self._straight else None
+            self._buffer = torch.empty(self.stop - self.start, dtype=torch.uint8) if run is None else run
+        first, last = max(self.start, offset), min(self.stop, offset + len(data))
+        buffer: Any = self._buffer.numpy()
+        memoryview(buffer)[first - self.start : last - self.start] = data[first - offset : last - offset]
+        if last == self.stop:
+            if not self._straight:
+                run = self._buffer.view(self._target.dtype)
+                self._target.copy_(run.as_strided(self._target.shape, self._strides))
+            self._buffer = None
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor."""
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+def fill(checkpoint: Checkpoint, jobs: Iterable[Job], num_threads: int = 2) -> None:
+    """Copy from each part what its tensor, which lies at that box, has in common with it; check nothing but the bytes.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    by_file: dict[str, list[_Piece]] = {}
+    for part, box, tensor in jobs:
+        common = part.box.intersect(box)
+        if common is not None:
+            by_file.setdefault(part.file, []).append(_Piece(part, common, box, tensor))
+    for name, pieces in by_file.items():
+        with closing(OpenFile(checkpoint.path, name, checkpoint.manifest.files[name])) as file:
+            _fill_from(file, sorted(pieces, key=lambda piece: piece.start), num_threads)
+
+
+def _fill_from(file: OpenFile, pieces: Sequence[_Piece], num_threads: int) -> None:
+    """Hand each chunk, once, to all pieces that need some of it."""
+    waiting, under_way = deque(pieces), list[_Piece]()
+    for offset, data in file.chunks(file.covering([(piece.start, piece.stop) for piece in pieces]), num_threads):
+        while waiting and waiting[0].start < offset + len(data):
+            under_way.append(waiting.popleft())
+        for piece in under_way:
+            piece.receive(offset, data)
+        under_way = [piece for piece in under_way if piece.stop > offset + len(data)]
+
+
+def _check_match(checkpoint: Checkpoint, entries: Sequence[Entry], names: Collection[str] | None) -> None:
+    manifest = checkpoint.manifest
+    wanted = {entry.name for entry in entries} | set(names or ())
+    problems = [
+        f"{name!r} is not in the checkpoint" + _tied(manifest.aliases.get(name))
+        for name in sorted(wanted - manifest.tensors.keys())
+    ]
+    problems += [f"{name!r} is only in the checkpoint" for name in sorted(manifest.tensors.keys() - wanted)]
+    for entry in entries:
+        record = manifest.tensors.get(entry.name)
+        if record is not None and (record.shape, record.dtype) != (tuple(entry.shape), entry.dtype):
+            theirs, ours = (
+                f"{dtype}{list(shape)}" for dtype, shape in ((record.dtype, record.shape), (entry.dtype, entry.shape))
+            )
+            problems.append(f"{entry.name!r} is {theirs} in the checkpoint and {ours} here")
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit: {_listed(problems, '; ')}. Use the model and settings it was saved with"
+        )
+
+
+def _tied(name: str | None) -> str:
+    return f" (there it is tied to {name!r})" if name else ""
+
+
+def _listed(items: Sequence[str], separator: str = ", ") -> str:
+    more = [f"and {len(items) - _NAMED} more"] if len(items) > _NAMED else []
+    return separator.join([*items[:_NAMED], *more])

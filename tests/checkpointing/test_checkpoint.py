@@ -1,0 +1,259 @@
+"""A checkpoint's directory: what opens, what is listed, what is newest and good, what may go."""
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from allranks.checkpointing import checkpoint as checkpoint_module
+from allranks.checkpointing.checkpoint import (
+    Checkpoint,
+    Skipped,
+    check_sizes,
+    list_checkpoints,
+    newest_good,
+    prune,
+    seal,
+    verify_files,
+)
+from allranks.errors import CheckpointError
+from tests.checkpointing.worlds import flip, save_alone
+
+DATA = "rank-00000.safetensors"
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def reseal(path: Path) -> None:
+    """Commit the manifest as it is now, as somebody would who means harm."""
+    (path / "COMMITTED").write_bytes(seal((path / "manifest.json").read_bytes()))
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    text = (path / "manifest.json").read_text()
+    assert old in text
+    (path / "manifest.json").write_text(text.replace(old, new))
+    reseal(path)
+
+
+def _no_file(path: Path) -> None:
+    (path / DATA).unlink()
+
+
+def _link(path: Path) -> None:
+    (path / DATA).rename(path / "other")
+    (path / DATA).symlink_to(path / "other")
+
+
+def _linked_manifest(path: Path) -> None:
+    (path / "manifest.json").rename(path / "other")
+    (path / "manifest.json").symlink_to(path / "other")
+
+
+def _torn_and_sealed(path: Path) -> None:
+    os.truncate(path / "manifest.json", 300)
+    reseal(path)
+
+
+def _pipe(path: Path) -> None:
+    (path / "COMMITTED").unlink()
+    os.mkfifo(path / "COMMITTED")
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "never committed": (lambda p: (p / "COMMITTED").unlink(), "has no COMMITTED file, so it was never finished"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+    "torn manifest": (lambda p: os.truncate(p / "manifest.json", 300), "is not the one that was committed"),
+    "torn and sealed": (_torn_and_sealed, "the checkpoint is damaged"),
+    "empty seal": (lambda p: (p / "COMMITTED").write_text(""), "is not the one that was committed"),
+    "long seal": (lambda p: (p / "COMMITTED").write_text("x" * 5000), "has 5000 bytes, at most 4096"),
+    "schema 2": (
+        lambda p: rewrite(p, '"schema": 1', '"schema": 2'),
+        "schema 2, this version of allranks reads schema 1",
+    ),
+    "traversal": (lambda p: rewrite(p, f'"{DATA}"', '"../x.safetensors"'), "should match pattern"),
+    "absolute": (lambda p: rewrite(p, f'"{DATA}"', '"/etc/x.safetensors"'), "should match pattern"),
+    "huge file": (lambda p: rewrite(p, '"bytes": ', '"bytes": 9'), "the chunks end at byte"),
+    "no file": (_no_file, f"{DATA}: No such file or directory"),
+    "short file": (lambda p: os.truncate(p / DATA, 100), f"{DATA}: 100 bytes, the manifest says"),
+    "linked file": (_link, f"{DATA}: a symbolic link"),
+    "linked manifest": (_linked_manifest, "manifest.json: a symbolic link"),
+    "seal is a pipe": (_pipe, "COMMITTED: no ordinary file"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_what_is_no_whole_checkpoint_is_refused_in_one_line(tmp_path: Path, how: str) -> None:
+    path = save_alone(tmp_path).path
+    Checkpoint.open(path)
+    break_it, message = BROKEN[how]
+    break_it(path)
+    with pytest.raises(CheckpointError, match=re.escape(message)) as caught:
+        Checkpoint.open(path)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value) and caught.value.exit_code == 78
+
+
+def test_another_runs_and_no_directory_are_refused(tmp_path: Path) -> None:
+    path = save_alone(tmp_path).path
+    assert Checkpoint.open(str(path), run_id="run-a").step == 200
+    with pytest.raises(CheckpointError, match="belongs to run 'run-a', not to 'run-b'"):
+        Checkpoint.open(path, run_id="run-b")
+    with pytest.raises(CheckpointError, match="is no checkpoint: no such directory"):
+        Checkpoint.open(tmp_path / "step-00000300")
+
+
+def test_a_manifest_larger_than_the_cap_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_alone(tmp_path).path
+    monkeypatch.setattr(checkpoint_module, "MANIFEST_BYTES_CAP", 100)
+    with pytest.raises(CheckpointError, match="at most 100 are read"):
+        Checkpoint.open(path)
+
+
+def test_two_hundred_flipped_bits_and_truncations_are_found_by_verify(tmp_path: Path) -> None:
+    path = save_alone(tmp_path).path
+    draw = random.Random(0)
+    for place in range(200):
+        victim = path / draw.choice([DATA, "manifest.json", "COMMITTED"])
+        content = victim.read_bytes()
+        if place % 4 == 0:
+            victim.write_bytes(content[: draw.randrange(len(content))])
+        else:
+            flip(victim, draw.randrange(len(content) * 8))
+        with pytest.raises(CheckpointError):
+            verify_files(Checkpoint.open(path))
+        victim.write_bytes(content)
+    verify_files(Checkpoint.open(path))
+
+
+def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
+    first, second = save_alone(tmp_path, 100), save_alone(tmp_path, 200, state={"other": 1})
+    (first.path / DATA).write_bytes((second.path / DATA).read_bytes())
+    verify_files(Checkpoint.open(first.path))  # the same tensors: the same bytes
+    (first.path / "manifest.json").write_bytes((second.path / "manifest.json").read_bytes())
+    with pytest.raises(CheckpointError, match="is not the one that was committed"):
+        Checkpoint.open(first.path)
+
+
+def test_committed_ones_are_listed_newest_first(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path / "nowhere") == []
+    for step in (100, 1_000_000_000, 20):
+        save_alone(tmp_path, step)
+    for name in ("step-00000300", "step-00000400.tmp-x", ".trash-step-00000500-x", "step-6", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000400.tmp-x" / "COMMITTED").write_text("x")
+    (tmp_path / "step-00000700").symlink_to(tmp_path / "step-00000100")
+    (tmp_path / "step-00000800").write_text("x")
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-1000000000", "step-00000100", "step-00000020"]
+
+
+def test_the_newest_good_one_is_found_and_the_others_are_accounted_for(tmp_path: Path) -> None:
+    assert newest_good(tmp_path) == (None, [])
+    for step in (100, 200, 300, 400):
+        save_alone(tmp_path, step)
+    flip(tmp_path / "step-00000400" / DATA, 8 * 1200)
+    (tmp_path / "step-00000300" / "manifest.json").unlink()
+    good, skipped = newest_good(tmp_path, "run-a")
+    assert good == Checkpoint.open(tmp_path / "step-00000200")
+    assert [skip.path.name for skip in skipped] == ["step-00000400", "step-00000300"]
+    assert "have SHA-256" in skipped[0].reason and isinstance(skipped[1], Skipped)
+    quick, skipped = newest_good(tmp_path, "run-a", check=check_sizes)
+    assert quick is not None and quick.step == 400 and not skipped
+    none, skipped = newest_good(tmp_path, "run-b")
+    assert none is None and len(skipped) == 4
+
+
+def test_the_newest_good_ones_stay(tmp_path: Path) -> None:
+    for step in range(100, 700, 100):
+        save_alone(tmp_path, step)
+    flip(tmp_path / "step-00000500" / DATA, 8 * 1200)
+    gone = prune(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000400", "step-00000500", "step-00000600"]  # 500 is damaged: 400 stays for it
+    assert sorted(path.name for path in gone) == ["step-00000100", "step-00000200", "step-00000300"]
+    save_alone(tmp_path, 700)
+    prune(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000600", "step-00000700"]
+    prune(tmp_path, 1)
+    assert names(tmp_path) == ["step-00000700"]
+    assert prune(tmp_path, 1) == prune(tmp_path / "nowhere", 1) == []
+    with pytest.raises(ValueError, match="keep=0"):
+        prune(tmp_path, 0)
+
+
+def test_the_last_good_one_never_goes(tmp_path: Path) -> None:
+    for step in (100, 200, 300, 400):
+        save_alone(tmp_path, step)
+    for step in (200, 300, 400):
+        flip(tmp_path / f"step-{step:08d}" / DATA, 8 * 1200)
+    assert prune(tmp_path, 1) == []
+    assert len(names(tmp_path)) == 4
+    for path in list_checkpoints(tmp_path):
+        (path / "COMMITTED").write_text("torn")
+    assert prune(tmp_path, 1) == [] and len(names(tmp_path)) == 4
+
+
+def test_a_cheaper_check_may_decide_what_counts(tmp_path: Path) -> None:
+    for step in (100, 200):
+        save_alone(tmp_path, step)
+    flip(tmp_path / "step-00000200" / DATA, 8 * 1200)
+    prune(tmp_path, 1, check=check_sizes)
+    assert names(tmp_path) == ["step-00000200"]
+
+
+def test_what_dead_writers_left_is_collected_and_a_living_ones_stays(tmp_path: Path) -> None:
+    save_alone(tmp_path, 100)
+    for name in ("step-00000200.tmp-dead", "step-00000200.tmp-alive", ".trash-step-00000050-ab12", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    gone = prune(tmp_path, 2, token="alive")
+    assert sorted(path.name for path in gone) == [".trash-step-00000050-ab12", "step-00000200.tmp-dead"]
+    assert names(tmp_path) == ["notes", "step-00000100", "step-00000200.tmp-alive"]
+
+
+def test_a_deletion_that_is_interrupted_leaves_no_half_under_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (100, 200):
+        save_alone(tmp_path, step)
+
+    def die(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            prune(tmp_path, 1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000200"]
+    assert any(name.startswith(".trash-step-00000100-") for name in names(tmp_path))
+    prune(tmp_path, 1)
+    assert names(tmp_path) == ["step-00000200"]
+
+
+def test_what_cannot_be_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (100, 200):
+        save_alone(tmp_path, step)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(CheckpointError, match="step-00000100 cannot be deleted: Permission denied"):
+        prune(tmp_path, 1)
+
+
+def test_the_module_imports_neither_torch_nor_numpy() -> None:
+    code = "import sys, allranks.checkpointing.checkpoint; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_checkpoint_shows_its_step_and_place(tmp_path: Path) -> None:
+    checkpoint = save_alone(tmp_path)
+    assert repr(checkpoint) == f"<Checkpoint step 200 '{tmp_path / 'step-00000200'}'>"
+    assert checkpoint.num_bytes == (checkpoint.path / DATA).stat().st_size
