@@ -1,0 +1,102 @@
+"""The journal: what one rank did, append-only, one JSON object a line, readable while it grows and after any crash.
+
+Every line begins with `t` (Unix seconds) and `event`; `samples` counts from the start of the run, over the whole world.
+
+    start       rank, local_rank, world_size, pid, host, device, layout, attempt, total_steps     first of each worker
+    step        step, samples, loss, lr, grad_norm, ledger, seconds, then the Task's metrics; memory_bytes now and then
+    evaluation  step, samples, metrics {name: value}, seconds
+    checkpoint  step, samples, path, seconds
+    resume      step, samples, path                    the checkpoint's; the steps after it are done again
+    decision    what, because
+    verdict     kind, what, evidence, next
+    end         reason (done, stopped, failed), seconds {cause: seconds}, memory_bytes, error
+
+A number that is not finite stands as null beside `<name>_text`: "nan", "inf" or "-inf", so that every strict reader of
+JSON can read the line.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import final
+
+from allranks.errors import RunError
+
+_encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
+
+
+@final
+class Journal:
+    """Appends one rank's events to `path`. Any thread may write: a line is one system call on an append-only file."""
+
+    def __init__(self, path: Path, rank: int = 0) -> None:
+        """Open `path`, made if absent, and begin a fresh line if a crash tore the last one.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        self.path = path
+        self.rank = rank
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._descriptor).st_size
+            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                os.write(self._descriptor, b"\n")
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def write(self, event: str, *, t: float | None = None, **fields: object) -> None:
+        """Append one line; `t` is now unless given.
+
+        Args:
+            event: one of the events in the module's docstring.
+            t: Unix seconds at which it happened.
+            fields: JSON values.
+
+        Raises:
+            RunError: the file system refuses (full, read-only).
+        """
+        line = {"t": time.time() if t is None else t, "event": event, **fields}
+        try:
+            text = _encode(line)
+        except ValueError:
+            text = _encode(_finite(line))
+        content = text.encode() + b"\n"
+        try:
+            written = os.write(self._descriptor, content)
+            while written < len(content):
+                content = content[written:]
+                written = os.write(self._descriptor, content)
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def close(self) -> None:
+        """Close the file; closing twice is allowed."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _refusal(self, error: OSError) -> RunError:
+        reason = error.strerror or str(error)
+        return RunError(
+            f"rank {self.rank}: {self.path} cannot be written: {reason}; make room there and resume the run"
+        )
+
+
+def _finite(fields: Mapping[str, object]) -> dict[str, object]:
+    plain: dict[str, object] = {}
+    for name, value in fields.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            plain[name] = None
+            plain[f"{name}_text"] = str(float(value))
+        elif isinstance(value, Mapping):
+            plain[name] = _finite(value)
+        elif isinstance(value, list | tuple):
+            plain[name] = [str(x) if isinstance(x, float) and not math.isfinite(x) else x for x in value]
+        else:
+            plain[name] = value
+    return plain

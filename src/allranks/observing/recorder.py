@@ -1,0 +1,229 @@
+"""Rank 0's pen: the loop hands a step over and goes on; a thread writes it down when its reduction is there.
+
+The thread looks every 40 ms instead of being woken: waking it costs the loop more than all the writing, and on small
+steps several are then written in one go. A line stands in the journal at most 0.1 s after its reduction.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, final
+
+from allranks.observing.journal import Journal
+
+if TYPE_CHECKING:
+    from allranks.observing.tensorboard import ScalarWriter
+
+LOOK_SECONDS = 0.04
+SLOW_SECONDS = 1.0
+"""How often TensorBoard's file is flushed and the memory looked at."""
+
+STEP_VALUES = frozenset(("loss", "grad_norm", "ledger"))
+NOT_PLOTTED = frozenset(("step", "samples", "seconds", "tokens", "ledger"))
+
+Value = float | str | None
+
+
+class StepRecord(NamedTuple):
+    """One optimizer step, as the loop knows it when it goes on.
+
+    Attributes:
+        step: its number, from 1.
+        samples: samples consumed since the start of the run, this step's included, over the whole world.
+        size: samples of this step over the whole world.
+        lr: the learning rate it used.
+        seconds: how long it took.
+        ready: blocks until the reduced values are there and gives them: loss, grad_norm, ledger (16 hex digits), the
+            Task's metrics by name, and tokens where the batch has tokens. Called once, on another thread.
+    """
+
+    step: int
+    samples: int
+    size: int
+    lr: float
+    seconds: float
+    ready: Callable[[], Mapping[str, Value]]
+
+
+class _Event(NamedTuple):
+    event: str
+    fields: Mapping[str, object]
+
+
+@final
+class Recorder:
+    """Writes steps and events, in the order in which they are handed over, to the journal and for TensorBoard.
+
+    An error of the writing (a full disk, a reduction that failed) is raised by the next call of any method.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        tensorboard: Path | None = None,
+        purge_from: int | None = None,
+        memory: Callable[[], int] | None = None,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            journal: rank 0's; stays open after `close`.
+            tensorboard: RUN/tensorboard, or None to write nothing there.
+            purge_from: the first step to come, where an earlier attempt may have recorded it too.
+            memory: gives the peak memory in bytes; asked about once a second.
+        """
+        self._journal = journal
+        self._board = _Board(tensorboard, purge_from) if tensorboard else None
+        self._memory = memory
+        self._next_memory = 0.0
+        self._pending: deque[tuple[float, StepRecord | _Event]] = deque()
+        self._error: BaseException | None = None
+        self._writing = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="allranks-recorder", daemon=True)
+        self._thread.start()
+
+    def record(self, record: StepRecord) -> None:
+        """Hand over one step; returns at once."""
+        if self._error is not None:
+            raise self._error
+        self._pending.append((time.time(), record))
+
+    def write(self, event: str, **fields: object) -> None:
+        """Hand over any other event, such as "evaluation" (whose `metrics` also go to TensorBoard)."""
+        if self._error is not None:
+            raise self._error
+        self._pending.append((time.time(), _Event(event, fields)))
+
+    def flush(self) -> None:
+        """Wait until all that was handed over stands in the journal and in TensorBoard's file."""
+        self._drain()
+        if self._board is not None and self._error is None:
+            with self._writing:
+                self._board.flush()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Flush, stop the thread and close TensorBoard's file; closing twice is allowed."""
+        self._closing.set()
+        self._thread.join()
+        try:
+            self.flush()
+        finally:
+            if self._board is not None:
+                self._board.close()
+                self._board = None
+
+    def _run(self) -> None:
+        while self._error is None and not self._closing.wait(LOOK_SECONDS):
+            self._drain()
+
+    def _drain(self) -> None:
+        with self._writing:
+            try:
+                while self._pending and self._error is None:
+                    at, record = self._pending.popleft()
+                    if isinstance(record, StepRecord):
+                        self._write_step(at, record)
+                    else:
+                        self._write_event(at, record)
+                if self._board is not None:
+                    self._board.write_down()
+            except BaseException as error:  # the loop must hear of whatever happened here, so nothing is let through
+                self._error = error
+
+    def _write_step(self, at: float, record: StepRecord) -> None:
+        values = record.ready()
+        fields: dict[str, Value] = {
+            "step": record.step,
+            "samples": record.samples,
+            "loss": values.get("loss"),
+            "lr": record.lr,
+            "grad_norm": values.get("grad_norm"),
+            "ledger": values.get("ledger"),
+            "seconds": round(record.seconds, 6),
+            **{name: value for name, value in values.items() if name not in STEP_VALUES},
+        }
+        if self._memory is not None and at >= self._next_memory:
+            fields["memory_bytes"] = self._memory()
+            self._next_memory = at + SLOW_SECONDS
+        self._journal.write("step", t=at, **fields)
+        if self._board is not None:
+            self._board.add(record.step, at, _step_points(record, fields))
+
+    def _write_event(self, at: float, record: _Event) -> None:
+        self._journal.write(record.event, t=at, **record.fields)
+        metrics, step = record.fields.get("metrics"), record.fields.get("step")
+        if self._board is not None and isinstance(metrics, Mapping) and isinstance(step, int):
+            self._board.add(step, at, {f"validation/{name}": value for name, value in metrics.items()})
+
+
+@final
+class _Board:
+    """TensorBoard's side. Importing its library takes 0.1 s, so that is done beside the first steps."""
+
+    def __init__(self, directory: Path, purge_from: int | None) -> None:
+        self._points: list[tuple[int, float, dict[str, float]]] = []
+        self._writer: ScalarWriter | None = None
+        self._error: BaseException | None = None
+        self._opening = threading.Thread(target=self._open, args=(directory, purge_from), daemon=True)
+        self._next_write = 0.0
+
+    def add(self, step: int, at: float, points: dict[str, float]) -> None:
+        """Keep the points of one step until `write_down`."""
+        self._points.append((step, at, points))
+
+    def write_down(self) -> None:
+        """Write what was added, once the library is there."""
+        if self._error is not None:
+            raise self._error
+        if self._writer is None:
+            if self._points and self._opening.ident is None:
+                self._opening.start()
+            return
+        now = time.monotonic()
+        if now < self._next_write:
+            return
+        self._next_write = now + SLOW_SECONDS
+        for step, at, points in self._points:
+            self._writer.write(step, at, points)
+        self._points.clear()
+        self._writer.flush()
+
+    def flush(self) -> None:
+        """Wait for the library, if there is anything to write, and bring everything to the file."""
+        if self._opening.ident is not None:
+            self._opening.join()
+        self._next_write = 0.0
+        self.write_down()
+
+    def close(self) -> None:
+        """Close the file, if one was opened."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self, directory: Path, purge_from: int | None) -> None:
+        try:
+            from allranks.observing.tensorboard import ScalarWriter
+
+            self._writer = ScalarWriter(directory, purge_from=purge_from)
+        except BaseException as error:  # raised by the next write_down, on the thread that asks
+            self._error = error
+
+
+def _step_points(record: StepRecord, fields: Mapping[str, Value]) -> dict[str, float]:
+    points = {
+        f"train/{name}": value
+        for name, value in fields.items()
+        if name not in NOT_PLOTTED and isinstance(value, float | int)
+    }
+    if record.seconds > 0:
+        points["train/samples_per_second"] = record.size / record.seconds
+        tokens = fields.get("tokens")
+        if isinstance(tokens, float | int):
+            points["train/tokens_per_second"] = tokens / record.seconds
+    return points

@@ -1,0 +1,134 @@
+"""Every line of a journal is strict JSON, whole and in order, whatever was written and whatever tore it."""
+
+import json
+import math
+import os
+import threading
+from pathlib import Path
+from typing import Any, Never
+
+import pytest
+
+from allranks.errors import RunError
+from allranks.observing.journal import Journal
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines, by a reader that knows no NaN."""
+
+    def refuse(constant: str) -> Never:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_a_line_begins_with_time_and_event(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal" / "rank-00000.jsonl")
+    journal.write("step", step=1, samples=32, loss=2.5, ledger="00ff")
+    journal.write("end", t=12.5, reason="done")
+    journal.close()
+    journal.close()
+    first, second = read(journal.path)
+    assert list(first) == ["t", "event", "step", "samples", "loss", "ledger"]
+    assert isinstance(first["t"], float)
+    assert first["t"] > 1.7e9
+    assert second == {"t": 12.5, "event": "end", "reason": "done"}
+
+
+def test_numbers_keep_every_bit(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.jsonl")
+    values = [0.1 + 0.2, 1e-308, math.pi, 2**63]
+    for value in values:
+        journal.write("step", loss=value)
+    assert [line["loss"] for line in read(journal.path)] == values
+    journal.close()
+
+
+def test_what_is_not_finite_is_spelled_beside_null(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.jsonl")
+    journal.write("step", loss=math.nan, grad_norm=math.inf, lr=0.1)
+    journal.write("evaluation", metrics={"a": -math.inf, "b": 1.0}, curve=[1.0, math.nan])
+    journal.close()
+    step, evaluation = read(journal.path)
+    assert list(step.items())[2:] == [
+        *(("loss", None), ("loss_text", "nan"), ("grad_norm", None), ("grad_norm_text", "inf"), ("lr", 0.1))
+    ]
+    assert evaluation["metrics"] == {"a": None, "a_text": "-inf", "b": 1.0}
+    assert evaluation["curve"] == [1.0, "nan"]
+
+
+def test_a_torn_line_stays_alone(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    path.write_text('{"t": 1.0, "event": "start"}\n{"t": 2.0, "ev')
+    journal = Journal(path)
+    journal.write("resume", step=3)
+    journal.close()
+    lines = path.read_text().splitlines()
+    assert lines[1] == '{"t": 2.0, "ev'
+    assert json.loads(lines[2])["step"] == 3
+    again = Journal(path)
+    again.close()
+    assert path.read_text().splitlines() == lines
+
+
+def test_each_line_is_one_write_on_an_append_only_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    write = os.write
+
+    def count(descriptor: int, content: bytes) -> int:
+        written.append(content)
+        return write(descriptor, content)
+
+    journal, other = Journal(tmp_path / "j.jsonl"), Journal(tmp_path / "j.jsonl")
+    monkeypatch.setattr(os, "write", count)
+    journal.write("a", text="long " * 4000)
+    other.write("b")
+    journal.write("c")
+    assert [content.count(b"\n") for content in written] == [1, 1, 1]
+    assert [line["event"] for line in read(journal.path)] == ["a", "b", "c"]
+    journal.close()
+    other.close()
+
+
+def test_a_short_write_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    journal = Journal(tmp_path / "j.jsonl")
+    monkeypatch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:7]))
+    journal.write("step", step=1)
+    journal.close()
+    assert read(journal.path)[0]["step"] == 1
+
+
+def test_threads_never_mix_their_lines(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.jsonl")
+
+    def write(number: int) -> None:
+        for _ in range(200):
+            journal.write("step", step=number, pad="x" * 200)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    journal.close()
+    assert len(read(journal.path)) == 800
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "j.jsonl", rank=3)
+
+    def refuse(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", refuse)
+    with pytest.raises(RunError, match=r"^rank 3: .*j\.jsonl cannot be written: No space left on device; "):
+        journal.write("step")
+    monkeypatch.undo()
+    journal.close()
+
+
+def test_a_place_that_refuses_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="cannot be written"):
+        Journal(tmp_path / "file" / "j.jsonl")

@@ -1,0 +1,49 @@
+"""The peak is this process's own, in bytes, and it sees what was needed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from allranks.observing.memory import peak_memory_bytes, peak_rss_bytes
+
+
+def test_the_peak_stays_after_the_memory_is_given_back() -> None:
+    before = peak_rss_bytes()
+    block = b"x" * (before + 50_000_000)
+    del block
+    after = peak_memory_bytes(torch.device("cpu"))
+    assert before + 50_000_000 < after < 4 * before + 200_000_000
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
+def test_a_small_program_does_not_report_its_parent_s_peak() -> None:
+    program = "import importlib.util as u, sys; s = u.spec_from_file_location('m', sys.argv[1])\n"
+    program += "sys.modules['torch'] = type(sys)('torch'); sys.modules['torch'].device = object\n"
+    program += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.peak_rss_bytes())"
+    source = sys.modules[peak_rss_bytes.__module__].__file__
+    assert source is not None
+    peak = subprocess.run([sys.executable, "-c", program, source], capture_output=True, text=True, check=True)
+    assert 1_000_000 < int(peak.stdout) < 60_000_000 < peak_rss_bytes()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
+def test_where_there_is_no_proc_the_system_s_count_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = peak_rss_bytes()
+
+    def refuse(*_: object, **__: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert 0.5 * peak < peak_rss_bytes() < 2 * peak
+
+
+@pytest.mark.gpu
+def test_on_cuda_it_is_what_torch_allocated() -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.reset_peak_memory_stats(device)
+    block = torch.empty(10_000_000, device=device, dtype=torch.uint8)
+    assert 10_000_000 <= peak_memory_bytes(device) < 200_000_000
+    del block
