@@ -1,0 +1,177 @@
+"""A decoder-only transformer over tokens or bytes: the reference model of the demo, the benchmarks and the tests.
+
+Pre-norm blocks (RMSNorm), rotary positions, causal scaled-dot-product attention, a SwiGLU feed-forward; standard names
+and nothing that needs allranks, so that it stands for any module that a user brings.
+
+Sources: "Attention Is All You Need" (arXiv 1706.03762); RMSNorm (arXiv 1910.07467); rotary embedding (arXiv
+2104.09864); SwiGLU (arXiv 2002.05202); initial values scaled by depth as in GPT-2.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+ROTARY_BASE = 10_000.0
+INIT_STD = 0.02  # GPT-2's
+
+
+def rotary_angles(seq: int, head_dim: int, base: float = ROTARY_BASE) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cosines and sines of every position and pair of channels, each [seq, head_dim // 2], in float32."""
+    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.outer(torch.arange(seq, dtype=torch.float64), frequencies)
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn the channel pairs (i, i + head_dim/2) of `value` [..., seq, head_dim] by their positions' angles."""
+    first, second = value.chunk(2, dim=-1)
+    cos, sin = cos.to(value.dtype), sin.to(value.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions: [batch, seq, hidden] -> the same."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, hidden: int, num_heads: int, max_seq: int) -> None:
+        super().__init__()
+        if hidden % (2 * num_heads):
+            raise ValueError(f"hidden({hidden}) must be a multiple of 2 * num_heads({num_heads}): rotary turns pairs")
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        cos, sin = rotary_angles(max_seq, hidden // num_heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Attend from every position to itself and those before it."""
+        batch, seq, hidden = value.shape
+        query, key, content = (
+            part.view(batch, seq, self.num_heads, -1).transpose(1, 2) for part in self.qkv(value).chunk(3, dim=-1)
+        )
+        cos, sin = self.cos[:seq], self.sin[:seq]
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        mixed = functional.scaled_dot_product_attention(query, key, content, is_causal=True)
+        attended: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
+        return attended
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden, 2 * ffn, bias=False)
+        self.down = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] -> the same."""
+        gate, up = self.gate_up(value).chunk(2, dim=-1)
+        mixed: torch.Tensor = self.down(functional.silu(gate) * up)
+        return mixed
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind a norm and around a residual."""
+
+    def __init__(self, hidden: int, num_heads: int, ffn: int, max_seq: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(hidden)
+        self.attention = Attention(hidden, num_heads, max_seq)
+        self.feed_forward_norm = nn.RMSNorm(hidden)
+        self.feed_forward = FeedForward(hidden, ffn)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, hidden] -> the same."""
+        value = value + self.attention(self.attention_norm(value))
+        mixed: torch.Tensor = value + self.feed_forward(self.feed_forward_norm(value))
+        return mixed
+
+
+class Transformer(nn.Module):
+    """Tokens [batch, seq] (integers below `vocab_size`, seq at most `max_seq`) -> logits [batch, seq, vocab_size].
+
+    Args:
+        vocab_size: number of tokens; 256 for bytes.
+        num_layers: number of blocks.
+        hidden: width of the residual stream, a multiple of 2 * num_heads.
+        num_heads: attention heads of a block.
+        ffn: width of the feed-forward; by default 8/3 of hidden, rounded up to a multiple of 16.
+        max_seq: the longest sequence.
+        tied: whether the output layer is the embedding's own matrix.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        num_layers: int,
+        hidden: int,
+        num_heads: int,
+        ffn: int | None = None,
+        max_seq: int = 1024,
+        tied: bool = True,
+    ) -> None:
+        super().__init__()
+        self.max_seq = max_seq
+        width = ffn if ffn is not None else -(-8 * hidden // 48) * 16
+        self.embedding = nn.Embedding(vocab_size, hidden)
+        self.layers = nn.ModuleList(Block(hidden, num_heads, width, max_seq) for _ in range(num_layers))
+        self.norm = nn.RMSNorm(hidden)
+        self.output = nn.Linear(hidden, vocab_size, bias=False)
+        self._set_initial_values(num_layers)
+        if tied:
+            self.output.weight = self.embedding.weight
+
+    def _set_initial_values(self, num_layers: int) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                nn.init.ones_(parameter)  # norms
+                continue
+            # every block adds two terms to the residual stream: its variance shall not grow with depth
+            ends_residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+            nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * num_layers) if ends_residual else INIT_STD)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of the token that follows each position."""
+        if tokens.shape[-1] > self.max_seq:
+            raise ValueError(f"a sequence of {tokens.shape[-1]} tokens, but max_seq is {self.max_seq}")
+        value = self.embedding(tokens)
+        for layer in self.layers:
+            value = layer(value)
+        logits: torch.Tensor = self.output(self.norm(value))
+        return logits
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: torch.Tensor,
+    num_tokens: int,
+    *,
+    max_seq: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Continue `prompt` [seq] by `num_tokens` sampled tokens: [seq + num_tokens].
+
+    Each token sees at most the `max_seq` before it. `temperature` 0 takes the likeliest; `generator` (on the
+    model's device) makes the draw repeatable. The model's training mode is restored.
+    """
+    training = model.training
+    model.eval()
+    tokens = prompt
+    for _ in range(num_tokens):
+        logits: Any = model(tokens[None, -max_seq:])[0, -1].float()
+        if temperature == 0:
+            following = logits.argmax(keepdim=True)
+        else:
+            following = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        tokens = torch.cat((tokens, following))
+    model.train(training)
+    return tokens

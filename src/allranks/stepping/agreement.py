@@ -1,0 +1,107 @@
+"""No rank decides alone (law 11): everything that a step must agree on, in one small vector and one reduction.
+
+The vector of step n carries the number of targets of step n+1, which the loader has counted one step ahead. It is
+reduced asynchronously on a process group of its own; the training loop reads it at the start of the next step, and the
+journal when it is there.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+LEDGER_DIGITS = 4
+DIGIT_BITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """What one rank brings to the agreement on a step.
+
+    Attributes:
+        loss: its sum of losses, float64, 0-dim, on the device.
+        next_targets: its targets in the coming step.
+        next_samples: its samples in the coming step (0 everywhere ends an epoch of self-sharding data).
+        interrupt: whether it was asked to stop by Ctrl-C.
+        terminate: whether it was asked to stop by the system.
+        ledger: its 64-bit sum of hash(position, sample).
+    """
+
+    loss: torch.Tensor
+    next_targets: int
+    next_samples: int
+    interrupt: bool
+    terminate: bool
+    ledger: int
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """The world's sums, on the host."""
+
+    loss: float
+    next_targets: int
+    next_samples: int
+    interrupt: bool
+    terminate: bool
+    ledger: int
+
+
+class Pending:
+    """An agreement on its way."""
+
+    def __init__(self, vector: torch.Tensor, work: dist.Work | None) -> None:
+        self._vector = vector
+        self._work = work
+        self._agreed: Agreed | None = None
+
+    @property
+    def next_targets(self) -> torch.Tensor:
+        """The coming step's targets over the world, a 0-dim float64 tensor on the device; waits on the stream only."""
+        if self._work is not None:
+            self._work.wait()
+        return self._vector[1]
+
+    def read(self) -> Agreed:
+        """The agreement on the host: the one declared synchronisation of a step (law 13)."""
+        if self._agreed is None:
+            if self._work is not None:
+                self._work.wait()
+            self._agreed = _decode(self._vector.tolist())
+        return self._agreed
+
+
+class Agreement:
+    """Makes the reductions of a run.
+
+    Args:
+        group: a process group of its own, over the world; None for one process.
+        device: where the vector is reduced (that of the group's backend).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+
+    def start(self, ballot: Ballot) -> Pending:
+        """Begin to agree; collective."""
+        vector = torch.tensor(_encode(ballot), dtype=torch.float64, device=self._device)
+        vector[0] = ballot.loss
+        work = None
+        if self._group is not None:
+            work = dist.all_reduce(vector, group=self._group, async_op=True)
+        return Pending(vector, work)
+
+
+def _encode(ballot: Ballot) -> list[float]:
+    # A sum of 64-bit words does not fit a float64; four 16-bit digits do, over up to 2**37 ranks.
+    mask = (1 << DIGIT_BITS) - 1
+    digits = [float((ballot.ledger >> (DIGIT_BITS * place)) & mask) for place in range(LEDGER_DIGITS)]
+    flags = [float(ballot.interrupt), float(ballot.terminate)]
+    return [0.0, float(ballot.next_targets), float(ballot.next_samples), *flags, *digits]
+
+
+def _decode(values: list[float]) -> Agreed:
+    loss, targets, samples, interrupt, terminate, *digits = values
+    ledger = sum(int(digit) << (DIGIT_BITS * place) for place, digit in enumerate(digits)) % (1 << 64)
+    return Agreed(loss, int(targets), int(samples), interrupt > 0, terminate > 0, ledger)

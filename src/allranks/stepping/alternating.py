@@ -1,0 +1,120 @@
+"""Passes of a Task with its own `step`: a generator that yields (name, loss sum, targets), for GANs and the like.
+
+With M micro-steps M generators advance in turn. After each yield the backward runs; when the M-th has yielded a name,
+the gradients of the parameters of that optimizer are reduced, the caller updates them, and what the backward left on
+other parameters is dropped.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from allranks.data.micro_step import MicroStep, StepBatch
+from allranks.data.random_keys import mix, seed_all
+from allranks.errors import TaskError
+from allranks.stepping.optimizer import Optimizers
+from allranks.stepping.passes import Forward, Passes, Scale, StepSums, buffers_kept, ledger_of
+
+Yielded = tuple[str, torch.Tensor, int]
+
+
+class AlternatingPasses(Passes):
+    """Rounds of forward, yield, backward over the micro-steps, until the generators end.
+
+    The modules must not be wrapped in DDP, which would wait for parameters that a loss does not touch: whole gradients
+    are reduced here, by name. FSDP reduces what it has cut in the backward.
+
+    Args:
+        optimizers: names that may be yielded, and the parameters of each.
+        group: the data-parallel ranks, over which targets and whole gradients are summed; None for one rank. It takes
+            tensors on the host too.
+    """
+
+    def __init__(self, forward: Forward, optimizers: Optimizers, group: dist.ProcessGroup | None) -> None:
+        self._forward = forward
+        self._spread = forward.spread
+        self._optimizers = optimizers
+        self._group = group
+
+    def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
+        modules = self._spread.modules
+        models = modules.get("", modules)
+        generators = [iter(self._forward.task.step(models, self._forward.place(m.batch))) for m in batch.micro_steps]
+        for turn in count():
+            yielded = self._turn(generators, batch.micro_steps, turn)
+            if yielded is None:
+                return
+            which, loss, targets = yielded
+            everyones = self._reduce(which, targets)
+            # What was called and not differentiated is still gathered, and the update would leave it behind.
+            self._spread.reshard()
+            yield StepSums(which, loss, everyones, ledger_of(batch) if turn == 0 else 0)
+            self._drop_gradients()
+
+    def _turn(
+        self, generators: Sequence[Iterator[Yielded]], micro_steps: Sequence[MicroStep], turn: int
+    ) -> tuple[str, torch.Tensor, int] | None:
+        names: set[str | None] = set()
+        total, targets = torch.zeros((), dtype=torch.float64, device=self._spread.device), 0
+        last = len(micro_steps) - 1
+        for index, (generator, micro_step) in enumerate(zip(generators, micro_steps, strict=True)):
+            self._spread.synchronise(index == last)
+            yielded = self._advance(generator, micro_step, turn)
+            names.add(None if yielded is None else yielded[0])
+            if yielded is not None:
+                _, loss, num_targets = yielded
+                (loss * float(micro_step.weight)).backward()
+                total += loss.detach().double() * micro_step.weight
+                targets += num_targets * micro_step.weight
+        if names == {None}:
+            return None
+        name = next(iter(names))
+        if len(names) > 1 or name is None:
+            found = ", ".join(sorted("nothing more" if name is None else repr(name) for name in names))
+            raise TaskError(f"step(): in turn {turn + 1} the micro-steps yielded {found}: all must yield one name")
+        return name, total, targets
+
+    def _advance(self, generator: Iterator[Yielded], micro_step: MicroStep, turn: int) -> Yielded | None:
+        seed_all(mix(micro_step.random_key, turn))
+        with buffers_kept(self._spread, unless=micro_step.weight > 0), self._forward.autocast():
+            yielded: object = next(generator, None)
+        if yielded is None:
+            return None
+        if not isinstance(yielded, tuple) or len(yielded) != 3 or not isinstance(yielded[1], torch.Tensor):
+            raise TaskError(f"step() yielded {type(yielded).__name__}: yield (name, loss_sum, targets)")
+        which, loss, targets = yielded
+        if which not in self._optimizers.by_name:
+            known = ", ".join(map(repr, self._optimizers.by_name))
+            raise TaskError(f"step() yielded the name {which!r}; the optimizers are {known}")
+        return which, loss, int(targets)
+
+    def _reduce(self, which: str, targets: int) -> torch.Tensor:
+        """The world's targets, after the mean over the ranks of every whole gradient of `which`; collective.
+
+        Who has a gradient at all is agreed on the host, beside the targets: the device waits for nothing.
+        """
+        whole = [p for p in self._optimizers.parameters(which) if not isinstance(p, DTensor)]
+        counts = torch.tensor([targets, *(p.grad is not None for p in whole)], dtype=torch.float64)
+        if self._group is not None:
+            dist.all_reduce(counts, group=self._group)
+            used = [p for p, ranks in zip(whole, counts[1:].tolist(), strict=True) if ranks]
+            self._average([torch.zeros_like(p) if p.grad is None else p.grad for p in used], used)
+        return counts[0].to(self._spread.device)
+
+    def _average(self, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        """In one reduction a dtype, into `.grad`."""
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            some = [(g, p) for g, p in zip(gradients, parameters, strict=True) if g.dtype is dtype]
+            flat = torch.cat([gradient.reshape(-1) for gradient, _ in some])
+            dist.all_reduce(flat, group=self._group)
+            flat /= self._spread.divisor
+            parts = flat.split([gradient.numel() for gradient, _ in some])
+            for (gradient, parameter), part in zip(some, parts, strict=True):
+                parameter.grad = gradient.copy_(part.view(gradient.shape))
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._spread.trainable().values():
+            parameter.grad = None

@@ -1,0 +1,175 @@
+"""Is the Task's loss a sum over its targets? Asked once, at the start, of a few samples: whole and as two parts.
+
+Dividing once by the global number of targets (law 3) is right for a sum and wrong for a mean, and nothing later would
+show the difference: the run would merely learn badly. So a mean is refused here, with its numbers, and a loss that
+couples the samples of a batch is reported, because such a batch cannot be cut freely.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from allranks.errors import TaskError
+from allranks.task import Task, describe
+from allranks.task_loading import user_line
+
+NUM_SAMPLES = 5  # cut into 2 and 3: unequal, and no part of one sample, which some models cannot take
+
+SUM_ADVICE = "return the SUM over targets, e.g. reduction='sum' (allranks divides once, by the global number)"
+
+
+@dataclass(frozen=True, slots=True)
+class LossNature:
+    """What the loss of a Task was found to be: "sum" (a batch may be cut anywhere) or "coupled" (it may not)."""
+
+    kind: Literal["sum", "coupled"]
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The loss of some samples, and the sizes by which a mean may have been weighted."""
+
+    loss: float
+    sizes: dict[str, float]
+
+
+def examine_loss(
+    task: Task,
+    module: nn.Module,
+    samples: Sequence[Any],
+    *,
+    inputs: Callable[[Any], Any],
+    targets: Callable[[Any], int],
+    place: Callable[[Any], Any] = lambda batch: batch,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    compute: torch.dtype | None = None,
+) -> LossNature:
+    """Find out what `task.loss` is, leaving module, gradients, buffers and generators as they were.
+
+    The module runs in evaluation mode, so that neither dropout nor batch statistics blur the answer.
+
+    Args:
+        task: with `loss` (a Task with a `step` of its own has nothing to examine).
+        module: called as it is, before any wrapper.
+        samples: `NUM_SAMPLES` of the dataset, not collated; fewer than three are repeated.
+        inputs: the arguments of forward in a batch (`resolve_inputs`).
+        targets: the number of targets in a batch (`resolve_targets`).
+        place: brings a batch to the module's device.
+        autocast: the context of the forward.
+        compute: the lower type of that context, or None; the output reaches the loss in float32.
+
+    Raises:
+        TaskError: the loss is a mean, not a scalar tensor, not finite or without gradient; or a smaller batch fails.
+    """
+    assert samples, "an empty dataset is refused before its loss is asked for"
+    samples = [samples[index % len(samples)] for index in range(max(3, len(samples)))]
+    cut = (len(samples) - 1) // 2
+
+    def run(some: Sequence[Any]) -> _Part:
+        batch = place(task.collate(list(some)))
+        arguments = inputs(batch)
+        with autocast():
+            output = module(**arguments) if isinstance(arguments, dict) else module(*arguments)
+        output = pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype is compute else t, output)
+        sizes = {"targets": float(targets(batch)), "samples": float(len(some))}
+        if isinstance(output, torch.Tensor):
+            sizes["elements of the output"] = float(output.numel())
+        return _Part(_checked(task, module, task.loss(output, batch), sizes), sizes)
+
+    with _undisturbed(module):
+        whole, again = run(samples), run(samples)
+        if task.coupled:
+            return LossNature("coupled", f"{type(task).__name__} says so (coupled = True)")
+        parts = [_run_part(task, run, part, len(samples)) for part in (samples[:cut], samples[cut:])]
+        noise = abs(whole.loss - again.loss)
+        return _judge(task, whole, parts, noise, _relative_tolerance(module, compute))
+
+
+def _judge(task: Task, whole: _Part, parts: list[_Part], noise: float, relative: float) -> LossNature:
+    first, second = parts
+    numbers = ", ".join(f"{part.loss:.6g} for {part.sizes['samples']:.0f} samples" for part in (whole, first, second))
+    tolerance = relative * (abs(whole.loss) + abs(first.loss) + abs(second.loss)) + 8 * noise
+    is_sum = abs(whole.loss - (first.loss + second.loss)) <= tolerance
+    mean_over = [size for size in whole.sizes if abs(whole.loss - _mean(parts, size)) <= tolerance]
+    if is_sum and mean_over:
+        why = "the model draws random numbers in evaluation mode" if noise else "some of these samples add nothing"
+        return LossNature("sum", f"it could not be told from a mean, as {why} ({numbers})")
+    if is_sum:
+        return LossNature("sum", f"the parts of a batch add up to the whole ({numbers})")
+    if mean_over:
+        raise TaskError(f"{type(task).__name__}.loss returns a mean over {mean_over[0]} ({numbers}): {SUM_ADVICE}")
+    found = f"the parts of a batch do not add up to the whole ({numbers})"
+    cause = "its samples are coupled, or something is added to every batch, such as a penalty on the weights"
+    return LossNature("coupled", f"{found}: {cause}")
+
+
+def _mean(parts: list[_Part], size: str) -> float:
+    total = sum(part.sizes.get(size, 0.0) for part in parts)
+    # a part without targets has no mean (0/0), and no say in the mean of the whole
+    return sum(part.loss * part.sizes[size] for part in parts if part.sizes.get(size)) / total if total else math.inf
+
+
+def _run_part(task: Task, run: Callable[[Sequence[Any]], _Part], part: Sequence[Any], num_whole: int) -> _Part:
+    try:
+        return run(part)
+    except TaskError:
+        raise
+    except Exception as error:
+        what = f"{type(task).__name__} fails on a batch of {len(part)} samples, though {num_whole} work"
+        raise TaskError(f"{what}; ranks may hold one sample more or less:\n{user_line(error)}") from error
+
+
+def _checked(task: Task, module: nn.Module, loss: object, sizes: dict[str, float]) -> float:
+    returned = f"{type(task).__name__}.loss returned {describe(loss)}"
+    if not isinstance(loss, torch.Tensor):
+        raise TaskError(f"{returned}: return a tensor (no .item(), no float())")
+    if loss.ndim or not loss.dtype.is_floating_point:
+        raise TaskError(f"{returned}: return one floating-point number, a tensor without dims, e.g. with .sum()")
+    if not loss.requires_grad:
+        frozen = not any(parameter.requires_grad for parameter in module.parameters())
+        why = "no parameter of the model requires one" if frozen else "is something detached, or under no_grad?"
+        raise TaskError(f"{returned} without a gradient: {why}")
+    value = float(loss.detach())
+    if math.isfinite(value):
+        return value
+    found = f"{type(task).__name__}.loss of {sizes['samples']:.0f} samples is {value}"
+    if sizes["targets"] == 0:
+        raise TaskError(f"{found} as they hold no target: a mean over nothing; {SUM_ADVICE}")
+    raise TaskError(f"{found} before the first step")
+
+
+def _relative_tolerance(module: nn.Module, compute: torch.dtype | None) -> float:
+    kinds = {parameter.dtype for parameter in module.parameters() if parameter.dtype.is_floating_point}
+    kinds |= {compute} if compute is not None else set()
+    return math.sqrt(max(torch.finfo(kind).eps for kind in kinds or {torch.float32}))
+
+
+@contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; modes, buffers and the global generators as before afterwards."""
+    import numpy
+
+    modes = [(part, part.training) for part in module.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    devices = {parameter.device for parameter in module.parameters() if parameter.is_cuda}
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    module.eval()
+    try:
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)

@@ -1,0 +1,176 @@
+"""The optimizers of a run: built over a Spread, moved by a Schedule, and seen as logical tensors by checkpoints."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from allranks.config import OptimizerConfig
+from allranks.errors import TaskError
+from allranks.parallel.parallelize import Spread
+from allranks.parameter_map import Box, Entry
+
+Parameters = Sequence[torch.Tensor] | Mapping[str, Sequence[torch.Tensor]]
+MakeOptimizer = Callable[[Parameters], Optimizer | Mapping[str, Optimizer] | None]
+Parts = list[tuple[Entry, torch.Tensor]]
+
+
+class Optimizers:
+    """The optimizers of a run, by name ("" for a single one; where none is called so, "" means all of them)."""
+
+    def __init__(self, spread: Spread, optimizers: Mapping[str, Optimizer]) -> None:
+        self.by_name = dict(optimizers)
+        self._peaks = {
+            name: [float(group["lr"]) for group in optimizer.param_groups] for name, optimizer in optimizers.items()
+        }
+        names = {id(tensor): name for name, tensor in spread.trainable().items()}
+        self._entries = {id(tensor): spread.map[names[id(tensor)]] for tensor in spread.trainable().values()}
+        self._parameters = {name: _parameters_of(optimizer) for name, optimizer in optimizers.items()}
+        self._everyone = tuple(range(spread.mesh.layout.world_size))
+        self._check_linkage(spread)
+
+    def parameters(self, which: str) -> list[torch.Tensor]:
+        """The parameters that the optimizer `which` updates, each once."""
+        found = [parameter for name in self._named(which) for parameter in self._parameters[name]]
+        return list({id(parameter): parameter for parameter in found}.values())
+
+    def step(self, which: str, factor: float) -> float:
+        """One update at `factor` of the peak learning rate, then no gradients; returns the first group's rate."""
+        optimizers = [(self.by_name[name], self._peaks[name]) for name in self._named(which)]
+        for optimizer, peaks in optimizers:
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+            optimizer.step()
+        for optimizer, _ in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return float(optimizers[0][0].param_groups[0]["lr"])
+
+    def materialise(self) -> None:
+        """Make every optimizer's state exist without moving a parameter, so that a checkpoint can be read into it.
+
+        One step with zero gradients, learning rate and weight decay: torch fills the state lazily.
+        """
+        for which, optimizer in self.by_name.items():
+            groups = optimizer.param_groups
+            kept: list[dict[str, Any]] = [{key: g[key] for key in ("lr", "weight_decay") if key in g} for g in groups]
+            for group, values in zip(groups, kept, strict=True):
+                group.update(dict.fromkeys(values, 0.0))
+            for parameter in self._parameters[which]:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            for group, values in zip(groups, kept, strict=True):
+                group.update(values)
+
+    def parts(self) -> Parts:
+        """Every state tensor as this rank holds it, by its logical name `optimizer[.<which>].<state>.<parameter>`."""
+        return [
+            (self._state_entry(self._entries[id(parameter)], f"{prefix}.{key}", value), _local(value))
+            for prefix, optimizer in self._prefixed()
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+        ]
+
+    def numbers(self) -> dict[str, object]:
+        """What a checkpoint keeps besides tensors: state values that are plain numbers, by the same names."""
+        return {
+            f"{prefix}.{key}.{self._entries[id(parameter)].name}": value
+            for prefix, optimizer in self._prefixed()
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, int | float)
+        }
+
+    def load_numbers(self, numbers: Mapping[str, object]) -> None:
+        """The inverse of `numbers`."""
+        for prefix, optimizer in self._prefixed():
+            for parameter, state in optimizer.state.items():
+                for key in state:
+                    name = f"{prefix}.{key}.{self._entries[id(parameter)].name}"
+                    if name in numbers:
+                        state[key] = numbers[name]
+
+    def forget_unless(self, known: Callable[[str], bool]) -> None:
+        """Drop the state of parameters that never had any: no name of their state is `known` to the checkpoint."""
+        for prefix, optimizer in self._prefixed():
+            for parameter in list(optimizer.state):
+                entry = self._entries[id(parameter)]
+                if not any(known(f"{prefix}.{key}.{entry.name}") for key in optimizer.state[parameter]):
+                    del optimizer.state[parameter]
+
+    def _named(self, which: str) -> list[str]:
+        return [which] if which or which in self.by_name else list(self.by_name)
+
+    def _state_entry(self, entry: Entry, prefix: str, value: torch.Tensor) -> Entry:
+        name = f"{prefix}.{entry.name}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.shape == torch.Size(entry.shape):
+            return replace(entry, name=name, dtype=dtype)
+        # A counter or another whole tensor beside a sharded parameter: every rank has all of it.
+        shape = tuple(value.shape)
+        whole = Box.whole(shape)
+        return replace(entry, name=name, dtype=dtype, shape=shape, box=whole, holders=self._everyone, placements={})
+
+    def _prefixed(self) -> list[tuple[str, Optimizer]]:
+        return [(f"optimizer.{which}" if which else "optimizer", it) for which, it in self.by_name.items()]
+
+    def _check_linkage(self, spread: Spread) -> None:
+        strangers = [p for group in self._parameters.values() for p in group if id(p) not in self._entries]
+        if strangers:
+            raise TaskError(
+                f"optimizer() holds {len(strangers)} tensor(s) that are not the model's parameters (first: shape "
+                f"{tuple(strangers[0].shape)}): build it from the `parameters` it is given"
+            )
+        held = {id(p) for group in self._parameters.values() for p in group}
+        left = [name for name, tensor in spread.trainable().items() if id(tensor) not in held]
+        if left:
+            raise TaskError(
+                f"optimizer() leaves out {len(left)} trainable parameter(s), first {left[0]!r}: pass them too, or set "
+                "requires_grad=False"
+            )
+
+
+def build_optimizers(spread: Spread, config: OptimizerConfig, make: MakeOptimizer) -> Optimizers:
+    """The optimizers that the Task's own `optimizer` makes, or where it makes none those of `config`, one a module.
+
+    A module without trainable parameters needs none. TaskError where no module has any, or where the Task's optimizers
+    do not hold exactly the trainable parameters.
+    """
+    by_module = {which: list(spread.trainable(which).values()) for which in spread.modules}
+    by_module = {which: parameters for which, parameters in by_module.items() if parameters}
+    if not by_module:
+        raise TaskError("the model has no trainable parameter: nothing to optimise")
+    made: object = make(by_module.get("", by_module))
+    if made is None:
+        return Optimizers(spread, {which: make_optimizer(group, config) for which, group in by_module.items()})
+    if isinstance(made, Optimizer):
+        return Optimizers(spread, {"": made})
+    if not isinstance(made, Mapping) or not made or not all(isinstance(it, Optimizer) for it in made.values()):
+        raise TaskError(f"optimizer() returned {type(made).__name__}: return a torch optimizer, or a dict of them")
+    return Optimizers(spread, made)
+
+
+def make_optimizer(parameters: Sequence[torch.Tensor], config: OptimizerConfig) -> Optimizer:
+    """The torch optimizer of `config`; sharded and whole parameters are groups apart: a fused kernel takes one kind."""
+    sharded = [p for p in parameters if isinstance(p, DTensor)]
+    whole = [p for p in parameters if not isinstance(p, DTensor)]
+    # torch 2.13 has no fused SGD for DTensors ("aten._fused_sgd_ does not have a sharding strategy"); for Adam it has.
+    groups = [{"params": whole, "fused": True}, {"params": sharded, "fused": config.name != "sgd"}]
+    groups = [group for group in groups if group["params"]]
+    if config.name == "sgd":
+        return SGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+    kind = AdamW if config.name == "adamw" else Adam
+    betas = (config.beta1, config.beta2)
+    return kind(groups, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value._local_tensor if isinstance(value, DTensor) else value

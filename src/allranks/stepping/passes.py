@@ -1,0 +1,151 @@
+"""Forward and backward of one optimizer step, micro-step by micro-step.
+
+`Passes.run` yields once for every optimizer that is due: gradients are then summed over the micro-steps and the
+data-parallel ranks, and what follows (agree, clip, update) does not know how they were made.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from allranks.data.micro_step import MicroStep, StepBatch
+from allranks.data.random_keys import seed_all
+from allranks.digest import ledger_sum
+from allranks.parallel.parallelize import Spread
+from allranks.task import Task
+
+Scale = float | torch.Tensor
+Arguments = tuple[object, ...] | Mapping[str, object]
+
+# Up to two ranks a sum has one order; from three on it depends on DDP's buckets.
+RANKS_WITH_ONE_ORDER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """What one round of passes leaves behind, besides gradients.
+
+    Attributes:
+        which: the optimizer that is due ("" for a single one).
+        loss: this rank's sum of losses over real samples, float64, 0-dim, on the device.
+        targets: the world's targets where they were counted in the step itself (the gradients are then not yet
+            divided), else None.
+        ledger: this rank's 64-bit sum of hash(position, sample) over what it fed; 0 in all rounds but the first.
+    """
+
+    which: str
+    loss: torch.Tensor
+    targets: torch.Tensor | None
+    ledger: int
+
+
+class Passes(ABC):
+    """The abstract pass over a step."""
+
+    @abstractmethod
+    def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
+        """Run every micro-step of `batch`; `scale` multiplies each loss before its backward (law 3)."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The user's forward and loss under the run's precision, on the run's device.
+
+    Attributes:
+        inputs: batch -> forward's arguments, as `resolve_inputs` found them.
+    """
+
+    task: Task
+    spread: Spread
+    inputs: Callable[[object], Arguments]
+
+    def place(self, batch: object) -> object:
+        """The batch's tensors on the device (float64 where that is the precision)."""
+        device = self.spread.device
+        if device.type != "cpu":
+            batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), batch)
+        return self.spread.precision.cast_inputs(batch)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of the user's forward."""
+        return self.spread.precision.autocast(self.spread.device.type)
+
+    def __call__(self, batch: object) -> object:
+        """The single module's output for a placed batch, in at least float32."""
+        arguments = self.inputs(batch)
+        module = self.spread.modules[""]
+        with self.autocast():
+            output = module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
+        return self.spread.precision.cast_output(output)
+
+
+class PlainPasses(Passes):
+    """One forward and one loss a micro-step."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._spread = forward.spread
+        self._settled = not _must_settle(forward.spread)
+
+    def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
+        if not self._settled:
+            self._settle(batch.micro_steps[0])
+        total: torch.Tensor | None = None
+        last = len(batch.micro_steps) - 1
+        for index, micro_step in enumerate(batch.micro_steps):
+            self._spread.synchronise(index == last)
+            loss = self._backward(micro_step, scale)
+            total = loss if total is None else total + loss
+        self._spread.reduce_scalars()
+        assert total is not None
+        yield StepSums("", total, None, ledger_of(batch))
+
+    def _backward(self, micro_step: MicroStep, scale: Scale) -> torch.Tensor:
+        seed_all(micro_step.random_key)
+        with buffers_kept(self._spread, unless=micro_step.weight > 0):
+            batch = self._forward.place(micro_step.batch)
+            loss = self._forward.task.loss(self._forward(batch), batch)
+        # A filler's loss counts nothing, but its backward runs: every rank takes part in every collective.
+        (loss * (scale * micro_step.weight)).backward()
+        return loss.detach().double() * micro_step.weight
+
+    def _settle(self, micro_step: MicroStep) -> None:
+        """Two discarded passes, after which DDP's buckets have their final order (law 8); a static graph needs both."""
+        with buffers_kept(self._spread, unless=False):
+            for _ in range(2):
+                self._spread.synchronise(last=True)
+                self._backward(micro_step, 0.0)
+                for parameter in self._spread.trainable().values():
+                    parameter.grad = None
+        self._settled = True
+
+
+def ledger_of(batch: StepBatch) -> int:
+    """This rank's 64-bit sum of hash(position, sample) over what `batch` feeds (law 12); fillers have no positions."""
+    # ledger_sum takes arrays too, and says so in words only.
+    pairs = [(cast("Sequence[int]", m.positions), cast("Sequence[int]", m.samples)) for m in batch.micro_steps]
+    return sum(ledger_sum(positions, samples) for positions, samples in pairs) % (1 << 64)
+
+
+@contextmanager
+def buffers_kept(spread: Spread, *, unless: bool) -> Iterator[None]:
+    """Put every buffer back to its value afterwards, `unless` told otherwise: for passes that do not count."""
+    names = [] if unless else [name for name, entry in spread.map.items() if entry.kind == "buffer"]
+    kept = {name: spread.tensors[name].clone() for name in names}
+    yield
+    for name, value in kept.items():
+        # Through .data: the backward that still comes may have saved the buffer, and must not find it changed.
+        spread.tensors[name].data.copy_(value)
+
+
+def _must_settle(spread: Spread) -> bool:
+    # DDP rebuilds its buckets after its first backward. A static graph cannot begin with a pass that does not reduce.
+    layout = spread.mesh.layout
+    replicated = any(isinstance(module, DistributedDataParallel) for module in spread.modules.values())
+    return replicated and (layout.dp > RANKS_WITH_ONE_ORDER or layout.static_graph)

@@ -1,0 +1,182 @@
+"""Everything that one training needs, assembled from values: Task, config and processes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from allranks.config import Config
+from allranks.data.cut import Cut
+from allranks.data.loader import Loader
+from allranks.data.random_keys import mix, seed_all
+from allranks.data.stream import DataStream, declared_order
+from allranks.errors import ConfigError
+from allranks.observing.counters import Stopwatch
+from allranks.parallel.parallelize import Spread, has_batch_statistics, parallelize
+from allranks.parallel.precision import choose_precision
+from allranks.stepping.agreement import Agreement
+from allranks.stepping.alternating import AlternatingPasses
+from allranks.stepping.optimizer import Optimizers, build_optimizers
+from allranks.stepping.passes import Forward, Passes, PlainPasses
+from allranks.stepping.schedule import Schedule
+from allranks.stepping.start_check import check_at_start
+from allranks.stepping.step import Step
+from allranks.stepping.world import Processes
+from allranks.task import Task, has_step
+from allranks.verdict import Decision
+
+_MODEL_TAG = 0x4D4F
+
+
+@dataclass(frozen=True)
+class Session:
+    """One training, ready to start.
+
+    Attributes:
+        stream: the order of samples and the position in it.
+        loader: this rank's batches.
+        step: one optimizer step.
+        validation: the validation split, or None.
+        decisions: what was chosen, with because.
+    """
+
+    task: Task
+    config: Config
+    processes: Processes
+    spread: Spread
+    forward: Forward
+    optimizers: Optimizers
+    schedule: Schedule
+    stream: DataStream
+    count_targets: Callable[[Any], int] | None
+    step: Step
+    validation: Any
+    decisions: tuple[Decision, ...]
+
+    def loader(self) -> Loader:
+        """This rank's batches from the stream's position on."""
+        return Loader(
+            self.stream,
+            collate=self.task.collate,
+            workers=self.config.data.workers,
+            count_targets=self.count_targets,
+            draws=draws(self.stream.dataset),
+            pin=self.processes.device.type == "cuda",
+        )
+
+
+def assemble(
+    task: Task,
+    config: Config,
+    processes: Processes,
+    stopwatch: Stopwatch,
+    stop_requested: Callable[[], tuple[bool, bool]],
+    *,
+    kept_schedule: Schedule | None = None,
+    observe: Callable[[Passes], Passes] = lambda passes: passes,
+) -> Session:
+    """Build the model, the data and the step; collective. Raises the errors of bad input that only a worker can see.
+
+    Args:
+        stop_requested: (Ctrl-C, terminate) as this rank has seen them so far.
+        kept_schedule: that of the first start, where this is a resume.
+        observe: wraps the passes, to look at gradients as they are made.
+    """
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    dataset = task.dataset("train")
+    declared_order(dataset)
+    spread = _spread(task, config, processes)
+    optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
+    meeting = check_at_start(task, spread, dataset, config.train.seed)
+    stream = DataStream(
+        dataset,
+        cut=make_cut(config, processes, fixed=meeting.coupled or has_batch_statistics(spread.modules)),
+        dp_rank=processes.mesh.dp_rank,
+        seed=config.train.seed,
+        epochs=config.train.epochs,
+        steps=config.train.steps,
+    )
+    schedule = kept_schedule or make_schedule(config, stream)
+    step = Step(
+        spread,
+        observe(_passes(task, meeting.forward, optimizers, processes)),
+        optimizers,
+        schedule,
+        Agreement(processes.agreement, processes.device),
+        max_norm=config.train.max_norm,
+        stop_requested=stop_requested,
+        stopwatch=stopwatch,
+    )
+    return Session(
+        task=task,
+        config=config,
+        processes=processes,
+        spread=spread,
+        forward=meeting.forward,
+        optimizers=optimizers,
+        schedule=schedule,
+        stream=stream,
+        count_targets=meeting.count_targets,
+        step=step,
+        validation=None if has_step(task) else task.dataset("validation"),
+        decisions=(*processes.choice.decisions, *spread.decisions, *meeting.decisions),
+    )
+
+
+def _spread(task: Task, config: Config, processes: Processes) -> Spread:
+    layout, hints = processes.mesh.layout, task.hints()
+    return parallelize(
+        task.model,
+        processes.mesh,
+        choose_precision(config.train.precision, layout.gather, processes.device.type),
+        processes.device,
+        source=processes.host_source(),
+        seed=partial(seed_all, model_key(config.train.seed)),
+        blocks=hints.blocks,
+        # A step of its own may leave out whole models in a backward; its passes reduce what a loss has touched.
+        ddp=not has_step(task),
+        find_unused=bool(hints.optional),
+    )
+
+
+def _passes(task: Task, forward: Forward, optimizers: Optimizers, processes: Processes) -> Passes:
+    if has_step(task):
+        return AlternatingPasses(forward, optimizers, processes.data_group)
+    return PlainPasses(forward)
+
+
+def model_key(seed: int) -> int:
+    """The key of the generators while `model()` runs."""
+    return mix(_MODEL_TAG, seed)
+
+
+def draws(dataset: object) -> bool:
+    """Whether loading an item may draw random numbers; built-in sources declare that they do not."""
+    return bool(getattr(dataset, "draws", True))
+
+
+def make_cut(config: Config, processes: Processes, *, fixed: bool) -> Cut:
+    """How a step is cut; with batch statistics or a coupled loss M is fixed, whatever the number of ranks (law 2)."""
+    train = config.train
+    if fixed and train.micro_batch is not None:
+        raise ConfigError(
+            f"train.micro_batch={train.micro_batch}: this task's result depends on which samples share a forward, so "
+            "the number of forwards has to be fixed: set train.micro_steps instead"
+        )
+    micro_steps = (train.micro_steps or 1) if fixed else train.micro_steps
+    return Cut(train.global_batch, processes.mesh.dp, train.micro_batch, micro_steps)
+
+
+def make_schedule(config: Config, stream: DataStream) -> Schedule:
+    """The schedule in samples; one that falls needs to know where it ends."""
+    batch = config.train.global_batch
+    steps = config.schedule.steps or config.train.steps or stream.steps_total
+    if steps is None and config.schedule.name != "constant":
+        raise ConfigError(
+            f"schedule.name={config.schedule.name}: the dataset does not say how many samples it has, so the end is "
+            "unknown: set train.steps or schedule.steps"
+        )
+    return Schedule(config.schedule.name, config.schedule.warmup * batch, (steps or 0) * batch, config.schedule.floor)

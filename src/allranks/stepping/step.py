@@ -1,0 +1,125 @@
+"""One optimizer step, whoever asks for it: run, agree, clip, update."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from allranks.data.micro_step import StepBatch
+from allranks.errors import TaskError
+from allranks.observing.counters import Stopwatch
+from allranks.parallel.norm import clip_gradients
+from allranks.parallel.parallelize import Spread
+from allranks.stepping.agreement import Agreement, Ballot, Pending
+from allranks.stepping.optimizer import Optimizers
+from allranks.stepping.passes import Passes, Scale
+from allranks.stepping.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished step: what was agreed (perhaps still on its way), and what rank 0 tells about it.
+
+    Attributes:
+        pending: the agreement.
+        grad_norm: before clipping, of the last optimizer that was due; 0-dim, on the device.
+        lr: of the last optimizer that was due.
+        upcoming: the coming step's batch, None at the end.
+        targets: the world's targets of the first loss, where they were counted in the step itself; else None.
+    """
+
+    pending: Pending
+    grad_norm: torch.Tensor
+    lr: float
+    upcoming: StepBatch | None
+    targets: torch.Tensor | None = None
+
+    def values(self, before: Pending, samples: int) -> dict[str, float | str]:
+        """Loss per target, gradient norm and ledger (16 hex digits) of this step; waits for its reduction.
+
+        Where its `samples` samples have more than one target each, as text has, they are told as tokens.
+
+        Args:
+            before: the agreement of the step before, which carries this one's targets.
+        """
+        agreed = self.pending.read()
+        targets = before.read().next_targets if self.targets is None else float(self.targets)
+        tokens: dict[str, float | str] = {"tokens": targets} if targets > samples else {}
+        return tokens | {
+            "loss": agreed.loss / max(1.0, targets),
+            "grad_norm": float(self.grad_norm),
+            "ledger": f"{agreed.ledger:016x}",
+        }
+
+
+class Step:
+    """The step of a run, made once and called for every batch.
+
+    Args:
+        stop_requested: (Ctrl-C, terminate) as this rank has seen them so far.
+        stopwatch: told what each part of the step was.
+    """
+
+    def __init__(
+        self,
+        spread: Spread,
+        passes: Passes,
+        optimizers: Optimizers,
+        schedule: Schedule,
+        agreement: Agreement,
+        *,
+        max_norm: float | None,
+        stop_requested: Callable[[], tuple[bool, bool]],
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._spread = spread
+        self._passes = passes
+        self._optimizers = optimizers
+        self._schedule = schedule
+        self._agreement = agreement
+        self._max_norm = max_norm
+        self._stop_requested = stop_requested
+        self._stopwatch = stopwatch
+
+    def agree_first(self, batch: StepBatch) -> Pending:
+        """The agreement that goes before the first step: it carries that step's targets; collective."""
+        return self._agree(torch.zeros((), dtype=torch.float64), 0, batch)
+
+    def run(self, batch: StepBatch, before: Pending, upcoming: Callable[[], StepBatch | None]) -> Outcome:
+        """One step: run, agree, clip, update; collective.
+
+        Args:
+            batch: this rank's micro-steps.
+            before: the agreement of the step before, which carries this one's targets.
+            upcoming: loads the coming step's batch (None at the end), called once the backward is on its way.
+        """
+        mark = self._stopwatch.mark
+        factor = self._schedule.factor(batch.position, batch.size)
+        pending: Pending | None = None
+        scale = self._scale(before)
+        mark("agreement")
+        for sums in self._passes.run(batch, scale):
+            mark("forward_backward")
+            if pending is None:
+                coming = upcoming()
+                mark("input")
+                pending, targets = self._agree(sums.loss, sums.ledger, coming), sums.targets
+            divide = None if sums.targets is None else self._spread.divisor / sums.targets.clamp(min=1.0)
+            norm = clip_gradients(self._optimizers.parameters(sums.which), self._max_norm, divide)
+            lr = self._optimizers.step(sums.which, factor)
+            mark("optimizer")
+        if pending is None:
+            raise TaskError("step() ended without yielding: yield (name, loss_sum, targets) at least once")
+        return Outcome(pending, norm, lr, coming, targets)
+
+    def _scale(self, before: Pending) -> Scale:
+        """What makes DDP's and FSDP2's mean over ranks the sum over targets, divided once by their number (law 3)."""
+        if self._spread.device.type == "cpu":
+            return self._spread.divisor / max(1, before.read().next_targets)
+        return self._spread.divisor / before.next_targets.clamp(min=1.0)
+
+    def _agree(self, loss: torch.Tensor, ledger: int, upcoming: StepBatch | None) -> Pending:
+        interrupt, terminate = self._stop_requested()
+        targets = 0 if upcoming is None else upcoming.targets or 0
+        samples = 0 if upcoming is None else sum(len(m.positions) for m in upcoming.micro_steps)
+        return self._agreement.start(Ballot(loss, targets, samples, interrupt, terminate, ledger))

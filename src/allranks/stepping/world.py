@@ -1,0 +1,105 @@
+"""The processes of a run as one value: where this one stands, on which device, and how it speaks to the others."""
+
+import json
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allranks.launching.environment import ProcessEnvironment
+from allranks.layout import Layout
+from allranks.parallel.backend import DeviceChoice
+from allranks.parallel.initial import Source
+from allranks.parallel.mesh import Mesh, build_mesh
+
+AGREEMENT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among the others.
+
+    Attributes:
+        environment: as the launcher told it.
+        choice: device, backend and interface, with because.
+        mesh: the layout over the ranks.
+        agreement: a process group of its own for the per-step vector; None for one process.
+        host: the ranks of this host, among which initial values are streamed; None for one process.
+    """
+
+    environment: ProcessEnvironment
+    choice: DeviceChoice
+    mesh: Mesh
+    agreement: dist.ProcessGroup | None
+    host: dist.ProcessGroup | None
+
+    @property
+    def rank(self) -> int:
+        """The global rank."""
+        return self.environment.rank
+
+    @property
+    def size(self) -> int:
+        """Processes in the world."""
+        return self.environment.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.choice.device
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that see different samples: in this version all of them."""
+        return None if self.size == 1 else dist.group.WORLD
+
+    def host_source(self) -> Source:
+        """Initial values come from the first process of this host (law 5)."""
+        leader = self.rank - self.environment.local_rank
+        return Source(self.host, leader, self.environment.local_rank == 0)
+
+    def first_source(self) -> Source:
+        """Initial values come from rank 0 of the world (an own loop builds its model on every rank)."""
+        return Source(self.data_group, 0, self.rank == 0)
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's JSON value, on every rank; collective."""
+        if self.size == 1:
+            return value
+        text = json.dumps(value).encode() if self.rank == 0 else b""
+        length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
+        dist.broadcast(length, 0)
+        data = torch.zeros(int(length.item()), dtype=torch.uint8, device=self.device)
+        if self.rank == 0:
+            data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        dist.broadcast(data, 0)
+        return json.loads(bytes(data.cpu().tolist()))
+
+    def barrier(self) -> None:
+        """Wait for every process."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def gather_processes(environment: ProcessEnvironment, choice: DeviceChoice, layout: Layout) -> Processes:
+    """The Processes of a world whose backend runs; collective."""
+    mesh = build_mesh(layout, choice.device.type)
+    if environment.world_size == 1:
+        return Processes(environment, choice, mesh, None, None)
+    agreement = dist.new_group(timeout=AGREEMENT_TIMEOUT)
+    return Processes(environment, choice, mesh, agreement, _host_group(environment))
+
+
+def _host_group(environment: ProcessEnvironment) -> dist.ProcessGroup | None:
+    if environment.local_world_size == environment.world_size:
+        return dist.group.WORLD
+    groups = range(0, environment.world_size, environment.local_world_size)
+    mine: dist.ProcessGroup | None = None
+    for first in groups:
+        ranks = list(range(first, min(first + environment.local_world_size, environment.world_size)))
+        group = dist.new_group(ranks)
+        if environment.rank in ranks:
+            mine = group
+    return mine

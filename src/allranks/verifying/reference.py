@@ -1,0 +1,62 @@
+"""What one device computes: a plain torch loop that knows nothing of parallel/, training/ or data/.
+
+One forward and one backward over the whole global batch, the loss divided once by its number of targets, torch's own
+clipping and optimizer. Everything distributed is compared with this.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """One step of the plain loop.
+
+    Attributes:
+        loss: per target.
+        norm: before clipping.
+        gradients: before clipping, of every parameter that got one.
+        parameters: after the update, frozen ones too.
+    """
+
+    loss: float
+    norm: float
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+
+def plain_loop(
+    model: nn.Module,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    batches: Iterable[tuple[Any, int]],
+    forward: Callable[[nn.Module, Any], torch.Tensor],
+    max_norm: float | None = None,
+    factors: Callable[[int], float] = lambda step: 1.0,
+) -> list[ReferenceStep]:
+    """Train `model` in place on whole global batches.
+
+    Args:
+        batches: (batch, number of targets) of every step.
+        forward: (model, batch) -> the SUM of the loss over the batch's targets.
+        max_norm: clip to this norm, or None.
+        factors: step -> factor on the optimizer's learning rate.
+    """
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    steps = []
+    for index, (batch, targets) in enumerate(batches):
+        optimizer.zero_grad()
+        loss = forward(model, batch) / max(1, targets)
+        loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if max_norm is None else max_norm)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * factors(index)
+        optimizer.step()
+        parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+        steps.append(ReferenceStep(float(loss.detach()), float(norm), gradients, parameters))
+    return steps

@@ -1,0 +1,171 @@
+"""Tiny tasks, one for each thing that spreading may break; sizes are odd, so that nothing divides."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from allranks.task import Task
+
+IGNORED = -100
+NUM_SAMPLES = 61
+WIDTH, CLASSES = 7, 3
+
+
+class Points(torch.utils.data.Dataset[Any]):
+    """x: 5 floats, y: a class; some samples have no target, so that ranks hold unevenly many."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(5, generator=generator)
+        return {"x": x, "y": IGNORED if index % 5 == 0 else index % CLASSES}
+
+
+class Words(torch.utils.data.Dataset[Any]):
+    """x: 6 words of 11, y: the words to be found, 2 to 6 of them."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        x, y = torch.randint(0, 11, (2, 6), generator=generator)
+        y[: index % 5] = IGNORED
+        return {"x": x, "y": y}
+
+
+class Block(nn.Module):
+    """A residual block with a norm, a bias and a gain; `linear` may be shared with another block."""
+
+    def __init__(self, gain: nn.Parameter, linear: nn.Linear | None = None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH) if linear is None else linear
+        self.gain = gain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * torch.tanh(self.linear(self.norm(x)))
+
+
+class Stack(nn.Module):
+    """Points through blocks."""
+
+    def __init__(self, blocks: list[Block]) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        found: torch.Tensor = self.last(hidden)
+        return found
+
+
+class Counted(nn.Module):
+    """An MLP with buffers that training forwards change: one in place, one by putting a new tensor in its place."""
+
+    calls: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+            self.seen = self.seen + len(x)
+        found: torch.Tensor = self.inner(x)
+        return found
+
+
+class Tied(nn.Module):
+    """Words through two blocks, the embedding tied to the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.blocks = nn.Sequential(*(Block(vector_gain()) for _ in range(2)))
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.blocks(self.embedding(x)))
+        return found
+
+
+def vector_gain() -> nn.Parameter:
+    """A gain for each channel."""
+    return nn.Parameter(torch.rand(WIDTH))
+
+
+def scalar_gain() -> nn.Parameter:
+    """A gain without dims, which FSDP2 cannot cut."""
+    return nn.Parameter(torch.rand(()))
+
+
+def mlp() -> nn.Module:
+    """A plain stack, whose equal layers are units."""
+    layers = [nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+
+
+def with_scalars() -> nn.Module:
+    """Blocks with parameters without dims; the first and the last share one."""
+    gains = [scalar_gain(), scalar_gain()]
+    return Stack([Block(gains[0]), Block(gains[1]), Block(gains[0])])
+
+
+def frozen() -> nn.Module:
+    """Frozen layers, a frozen scalar, and a parameter of integers."""
+    module = Stack([Block(scalar_gain()) for _ in range(3)])
+    module.first.requires_grad_(False)
+    blocks = list(module.blocks)
+    blocks[1].requires_grad_(False)
+    module.register_parameter("steps", nn.Parameter(torch.arange(5), requires_grad=False))
+    return module
+
+
+def sharing() -> nn.Module:
+    """Blocks 0 and 2 share their linear layer, so that they can only be cut together."""
+    shared = nn.Linear(WIDTH, WIDTH)
+    return Stack([Block(vector_gain(), shared), Block(vector_gain()), Block(vector_gain(), shared)])
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp,
+    "tied": Tied,
+    "scalars": with_scalars,
+    "frozen": frozen,
+    "sharing": sharing,
+    "counted": Counted,
+}
+
+
+class Tiny(Task):
+    """Cross-entropy of one of MODELS, on Words for "tied" and on Points for the others."""
+
+    kind: str = "mlp"
+
+    def model(self) -> nn.Module:
+        return MODELS[self.kind]()
+
+    def dataset(self, split: str) -> Any:
+        return Words() if self.kind == "tied" else Points()
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(output.flatten(0, -2), batch["y"].flatten(), reduction="sum")
+
+    def metrics(self, output: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
+        counted = batch["y"] != IGNORED
+        return {"accuracy": ((output.argmax(-1) == batch["y"])[counted].sum(), counted.sum())}

@@ -1,0 +1,133 @@
+"""Law 4: whatever the layout, the run computes what one device computes."""
+
+import importlib
+from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from allranks.stepping.loss_check import NUM_SAMPLES
+from allranks.verifying.parity import RecordedStep, compare, fed, record_run
+from allranks.verifying.reference import ReferenceStep, plain_loop
+from tests.distributed.covering import covering_sample
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import config_of, initial_model, processes_of
+from tests.distributed.tasks import IGNORED, MODELS, Tiny
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+LAYOUTS = {
+    "single": ("single", (1,)),
+    "ddp": ("ddp", (2, 3, 4)),
+    "fsdp": ("fsdp", (2, 3, 4)),
+    "grad_op": ("fsdp,sharding=grad_op", (2, 3, 4)),
+    "none": ("fsdp,sharding=none", (2, 3, 4)),
+    "hsdp": ("dp_replicate=2,dp_shard=2", (4,)),
+}
+MICRO_STEPS = (1, 3)
+# 12 divides by every world size, 13 by none; of 5 samples in 3 micro-steps some rank has none (a filler).
+GLOBAL_BATCHES = (12, 13, 5)
+CLIPPED = 0.05  # below every norm that these models have
+MAX_NORMS = (None, CLIPPED)
+OPTIMIZERS = {
+    "sgd": ("optimizer.name=sgd", "optimizer.lr=0.1", "optimizer.momentum=0.9", "optimizer.weight_decay=0.01"),
+    "adamw": ("optimizer.name=adamw", "optimizer.lr=0.001", "optimizer.weight_decay=0.01"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dynamo() -> None:
+    """The first optimizer step imports this, which sets an environment variable: before any test looks."""
+    importlib.import_module("torch._dynamo")
+
+
+class Case(NamedTuple):
+    """One line of the table."""
+
+    layout: str
+    world_size: int
+    model: str
+    micro_steps: int
+    global_batch: int
+    max_norm: float | None
+    optimizer: str
+
+    def __str__(self) -> str:
+        clip = "unclipped" if self.max_norm is None else "clipped"
+        cut = f"{self.global_batch}in{self.micro_steps}"
+        return f"{self.layout}x{self.world_size}-{self.model}-{cut}-{clip}-{self.optimizer}"
+
+
+TABLE = [
+    Case(layout, world_size, *rest)
+    for layout, (_, world_sizes) in LAYOUTS.items()
+    for world_size in world_sizes
+    for rest in product(MODELS, MICRO_STEPS, GLOBAL_BATCHES, MAX_NORMS, OPTIMIZERS)
+]
+SAMPLE = covering_sample(TABLE)
+REST = sorted({case[:3] for case in TABLE})
+
+
+def record(cases: Sequence[Case]) -> list[list[RecordedStep]]:
+    """In a worker: the steps of each case, all of one layout and world size."""
+    found = []
+    processes = None
+    for case in cases:
+        layout, _ = LAYOUTS[case.layout]
+        cut = f"train.micro_steps={case.micro_steps}", f"train.global_batch={case.global_batch}"
+        clip = () if case.max_norm is None else (f"train.max_norm={case.max_norm}",)
+        config = config_of(layout, *cut, *clip, *OPTIMIZERS[case.optimizer], steps=STEPS)
+        processes = processes or processes_of(config)
+        found.append(record_run(Tiny(kind=case.model), config, processes, STEPS))
+    return found
+
+
+def reference(case: Case, ranks: Sequence[Sequence[RecordedStep]]) -> list[ReferenceStep]:
+    """What one device computes from the very samples that the ranks fed."""
+    task = Tiny(kind=case.model)
+    dataset, model = task.dataset("train"), initial_model(task).double()
+    batches = []
+    for step in range(STEPS):
+        positions = fed(ranks, step, range(case.world_size))
+        assert list(positions) == list(range(step * case.global_batch, (step + 1) * case.global_batch))
+        batch = default_collate([dataset[sample] for sample in positions.values()])
+        batch["x"] = batch["x"].double() if batch["x"].is_floating_point() else batch["x"]
+        batches.append((batch, int((batch["y"] != IGNORED).sum())))
+    makers = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.001, weight_decay=0.01),
+    }
+    return plain_loop(
+        model, makers[case.optimizer], batches, lambda m, batch: task.loss(m(batch["x"]), batch), case.max_norm
+    )
+
+
+def check(pool: Pools, cases: Sequence[Case]) -> None:
+    recorded = pool(cases[0].world_size).run(record, cases, timeout=240)
+    for index, case in enumerate(cases):
+        ranks = [rank[index] for rank in recorded]
+        differences = compare(ranks, reference(case, ranks), adaptive=case.optimizer == "adamw")
+        assert not differences, f"{case}: {'; '.join(map(str, differences[:5]))}"
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_equal_to_one_device(pool: Pools, case: Case) -> None:
+    check(pool, [case])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("same", REST, ids=lambda same: f"{same[0]}x{same[1]}-{same[2]}")
+def test_equal_to_one_device_in_every_case(pool: Pools, same: tuple[str, int, str]) -> None:
+    check(pool, [case for case in TABLE if case[:3] == same and case not in SAMPLE])
+
+
+def test_the_table_holds_what_it_should() -> None:
+    """Some rank has no sample in a micro-step, unevenly many targets, and clipping that clips."""
+    assert min(GLOBAL_BATCHES) // max(MICRO_STEPS) < max(max(sizes) for _, sizes in LAYOUTS.values())
+    assert any(case.global_batch % case.world_size for case in SAMPLE)
+    assert {case.world_size for case in SAMPLE} == {1, 2, 3, 4}
+    assert NUM_SAMPLES > 1

@@ -1,0 +1,74 @@
+"""No rank decides alone: one small vector, and everybody reads the same."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from allranks.stepping.agreement import Agreed, Agreement, Ballot
+from tests.distributed.pool import Pools
+
+CPU = torch.device("cpu")
+LARGEST = (1 << 64) - 1
+
+
+def ballot(loss: float = 0.0, **fields: Any) -> Ballot:
+    """A ballot of nothing but `fields`."""
+    empty = {"next_targets": 0, "next_samples": 0, "interrupt": False, "terminate": False, "ledger": 0}
+    return Ballot(torch.tensor(loss, dtype=torch.float64), **(empty | fields))
+
+
+def test_one_process_agrees_with_itself() -> None:
+    pending = Agreement(None, CPU).start(
+        ballot(1.25, next_targets=7, next_samples=3, terminate=True, ledger=0x0123456789ABCDEF)
+    )
+    assert pending.next_targets.item() == 7.0
+    assert pending.read() == Agreed(1.25, 7, 3, False, True, 0x0123456789ABCDEF)
+    assert pending.read() is pending.read()
+
+
+def test_every_bit_of_the_ledger_travels() -> None:
+    agreement = Agreement(None, CPU)
+    for ledger in (0, 1, LARGEST, 1 << 63, 0xFFFF0000FFFF0000):
+        assert agreement.start(ballot(ledger=ledger)).read().ledger == ledger
+
+
+def vote(world_ledger: int) -> Any:
+    """Rank r brings r + 0.5, r targets, 2r samples; rank 1 is interrupted, the last rank terminated."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    agreement = Agreement(dist.new_group(), CPU)
+    pending = agreement.start(
+        ballot(
+            rank + 0.5,
+            next_targets=rank,
+            next_samples=2 * rank,
+            interrupt=rank == 1,
+            terminate=rank == last,
+            ledger=world_ledger,
+        )
+    )
+    quiet = agreement.start(ballot(math.nan if rank == 1 else 1.0))
+    return pending.next_targets.item(), pending.read(), quiet.read()
+
+
+@pytest.mark.distributed
+def test_every_rank_reads_the_same_sums(pool: Pools) -> None:
+    for targets, agreed, quiet in pool(3).run(vote, LARGEST):
+        assert targets == 3.0
+        assert agreed == Agreed(4.5, 3, 6, True, True, 3 * LARGEST % (1 << 64))
+        assert math.isnan(quiet.loss)
+        assert (quiet.interrupt, quiet.terminate, quiet.ledger) == (False, False, 0)
+
+
+def overtake() -> list[float]:
+    """Two agreements on their way at once are read in the other order."""
+    agreement = Agreement(dist.new_group(), CPU)
+    first, second = agreement.start(ballot(1.0)), agreement.start(ballot(10.0))
+    return [second.read().loss, first.read().loss]
+
+
+@pytest.mark.distributed
+def test_agreements_do_not_mix(pool: Pools) -> None:
+    assert pool(2).run(overtake) == [[20.0, 2.0]] * 2

@@ -1,0 +1,252 @@
+"""A step of the Task's own: a GAN computes what a plain loop computes, whatever the layout."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import default_collate
+
+from allranks.errors import TaskError
+from allranks.stepping.session import Session
+from allranks.verifying.parity import RecordedStep, compare, fed, record_run
+from allranks.verifying.reference import ReferenceStep
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import (
+    config_of,
+    initial_model,
+    parts_of,
+    processes_of,
+    session_of,
+    step_through,
+    together,
+)
+from tests.distributed.tasks import Block, Counted, Points, Tiny, mlp, scalar_gain, vector_gain
+
+STEPS, LR, DECAY = 3, 0.1, 0.01
+OPTIMIZER = ("optimizer.name=sgd", f"optimizer.lr={LR}", "optimizer.momentum=0.9", f"optimizer.weight_decay={DECAY}")
+Yields = Iterator[tuple[str, torch.Tensor, int]]
+
+
+class Critic(nn.Module):
+    """Points to a score; one layer is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList(Block(gain) for gain in (vector_gain(), scalar_gain()))
+        self.last, self.never = nn.Linear(7, 1), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        score: torch.Tensor = self.last(hidden)
+        return score
+
+
+class Gan(Tiny):
+    """Two models in turn; `fake` is made before the critic's update and used again after it."""
+
+    def model(self) -> Any:
+        maker = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 5))
+        frozen = nn.Linear(5, 5).requires_grad_(False)
+        return {"maker": maker, "critic": Critic(), "frozen": frozen}
+
+    def step(self, models: Any, batch: Any) -> Yields:
+        maker, critic = models["maker"], models["critic"]
+        x, size = models["frozen"](batch["x"]), len(batch["x"])
+        fake = maker(batch["x"][:, :3])
+        yield "critic", (functional.softplus(-critic(x)) + functional.softplus(critic(fake.detach()))).sum(), size
+        with torch.no_grad():
+            critic(x)  # called and not differentiated: what it gathers must not outlive the update
+        # This one's backward leaves gradients on the critic, too, which no update may see.
+        yield "maker", functional.softplus(-critic(fake)).sum(), size
+
+
+def plain_gan(ranks: Sequence[Sequence[RecordedStep]], max_norm: float) -> list[ReferenceStep]:
+    """The loop that everybody writes, on one device, over the samples that the ranks fed."""
+    models = {which: module.double() for which, module in initial_model(Gan()).items()}
+    trained = {which: models[which] for which in ("critic", "maker")}
+    optimizers = {
+        which: torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9, weight_decay=DECAY)
+        for which, module in trained.items()
+    }
+    steps = []
+    for step in range(STEPS):
+        samples = fed(ranks, step, range(len(ranks))).values()
+        batch = default_collate([Points()[sample] for sample in samples])
+        batch["x"] = batch["x"].double()
+        losses, gradients, norm = [], {}, torch.zeros(())
+        for which, loss, targets in Gan().step(models, batch):
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+            (loss / targets).backward()
+            losses.append(float(loss.detach()) / targets)
+            named = trained[which].named_parameters()
+            gradients |= {f"{which}.{name}": p.grad.clone() for name, p in named if p.grad is not None}
+            norm = nn.utils.clip_grad_norm_(trained[which].parameters(), max_norm)
+            optimizers[which].step()
+        parameters = {
+            f"{which}.{name}": p.detach().clone() for which, m in models.items() for name, p in m.named_parameters()
+        }
+        steps.append(ReferenceStep(losses[0], float(norm), gradients, parameters))
+    return steps
+
+
+def record(layout: str, global_batch: int, micro_steps: int, max_norm: float) -> list[RecordedStep]:
+    cut = f"train.global_batch={global_batch}", f"train.micro_steps={micro_steps}", f"train.max_norm={max_norm}"
+    config = config_of(layout, *cut, *OPTIMIZER, steps=STEPS)
+    return record_run(Gan(), config, processes_of(config), STEPS)
+
+
+CASES = [
+    ("single", 1, 12, 1),
+    ("single", 1, 7, 3),
+    ("ddp", 2, 7, 1),
+    ("ddp", 3, 5, 3),  # some rank has no sample in a micro-step
+    ("fsdp", 2, 7, 1),
+    ("fsdp", 3, 5, 3),
+    ("fsdp,sharding=grad_op", 2, 7, 3),
+    ("fsdp,sharding=none", 2, 7, 3),
+    ("dp_replicate=2,dp_shard=2", 4, 13, 3),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("layout", "world_size", "global_batch", "micro_steps"), CASES)
+def test_a_gan_is_the_plain_loop(
+    pool: Pools, layout: str, world_size: int, global_batch: int, micro_steps: int
+) -> None:
+    max_norm = 0.1
+    ranks = pool(world_size).run(record, layout, global_batch, micro_steps, max_norm)
+    reference = plain_gan(ranks, max_norm)
+    assert min(step.norm for step in reference) > max_norm, "nothing is clipped"
+    differences = compare(ranks, reference)
+    assert not differences, "; ".join(map(str, differences[:5]))
+
+
+class Pairs(Tiny):
+    """Two forwards of one model and a loss that couples the samples: the single optimizer's name is ""."""
+
+    coupled: ClassVar[bool] = True
+
+    def step(self, models: Any, batch: Any) -> Yields:
+        first, second = models(batch["x"]), models(batch["x"] + 0.1)
+        yield "", functional.cross_entropy(first @ second.T, torch.arange(len(first)), reduction="sum"), len(first)
+
+
+def test_one_model_with_two_forwards() -> None:
+    session = session_of(Pairs(), config_of("single", *OPTIMIZER))
+    before = session.spread.local("0.weight").clone()
+    (stepped,) = step_through(session, 1)
+    assert stepped.outcome.targets is not None and stepped.outcome.targets.item() == stepped.batch.size
+    assert not torch.equal(before, session.spread.local("0.weight"))
+
+
+class Given(Tiny):
+    """A step given by the test."""
+
+    _step: Callable[[Any, Any], Any]
+
+    def model(self) -> Any:
+        return {"a": mlp(), "b": mlp()}
+
+    def step(self, models: Any, batch: Any) -> Any:
+        return self._step(models, batch)
+
+
+def given(step: Callable[[Any, Any], Any], *overrides: str) -> Session:
+    task = Given.__new__(Given)
+    task._step, task.kind = step, "mlp"
+    return session_of(task, config_of("single", "train.global_batch=6", *overrides))
+
+
+def loss_of(module: nn.Module, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(module(batch["x"]), batch["y"], reduction="sum")
+
+
+def by_size(models: Any, batch: Any) -> Yields:
+    yield ("a" if len(batch["x"]) > 1 else "b"), loss_of(models["a"], batch), 1
+
+
+def some_stop(models: Any, batch: Any) -> Yields:
+    if len(batch["x"]) > 1:
+        yield "a", loss_of(models["a"], batch), 1
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda models, batch: iter([3]), r"step\(\) yielded int: yield \(name, loss_sum, targets\)"),
+        (lambda models, batch: iter([("a", 3.0, 1)]), r"step\(\) yielded tuple: yield \(name, loss_sum, targets\)"),
+        (
+            lambda models, batch: iter([("c", loss_of(models["a"], batch), 1)]),
+            r"step\(\) yielded the name 'c'; the optimizers are 'a', 'b'",
+        ),
+        (by_size, r"step\(\): in turn 1 the micro-steps yielded 'a', 'b': all must yield one name"),
+        (some_stop, r"step\(\): in turn 1 the micro-steps yielded 'a', nothing more: all must yield one name"),
+        (lambda models, batch: iter([]), r"step\(\) ended without yielding"),
+    ],
+)
+def test_a_step_that_breaks_the_contract_is_refused(step: Callable[[Any, Any], Any], message: str) -> None:
+    session = given(step, "train.micro_steps=4")  # of 2, 2, 1 and 1 samples
+    with pytest.raises(TaskError, match=message):
+        list(step_through(session, 1))
+
+
+def test_each_turn_of_a_micro_step_draws_its_own_numbers_and_the_same_again() -> None:
+    drawn: list[float] = []
+
+    def step(models: Any, batch: Any) -> Yields:
+        for which in ("a", "b", "a"):
+            drawn.append(float(torch.rand(())))
+            yield which, loss_of(models[which], batch), 1
+
+    for _ in range(2):
+        list(step_through(given(step, "train.micro_steps=2"), 2))
+    assert len(set(drawn)) == len(drawn) / 2 == 12
+    assert drawn[:12] == drawn[12:]
+
+
+class CountedGan(Tiny):
+    """Only its buffers are looked at."""
+
+    def model(self) -> Any:
+        return {"a": Counted(), "b": Counted()}
+
+    def step(self, models: Any, batch: Any) -> Yields:
+        yield "a", loss_of(models["a"], batch), 1
+        yield "b", loss_of(models["b"], batch), 1
+
+
+def count_calls() -> tuple[int, int, int]:
+    session = session_of(CountedGan(), config_of("ddp", "train.global_batch=5", "train.micro_steps=3"))
+    real = sum(m.weight for stepped in step_through(session, 2) for m in stepped.batch.micro_steps)
+    return real, int(session.spread.local("a.calls")), int(session.spread.local("b.calls"))
+
+
+@pytest.mark.distributed
+def test_fillers_do_not_touch_buffers(pool: Pools) -> None:
+    ranks = pool(3).run(count_calls)
+    assert all(real == a == b for real, a, b in ranks)
+    assert sum(real for real, _, _ in ranks) == 10 < 2 * 3 * 3
+
+
+def unused_layers(layout: str) -> Any:
+    config = config_of(layout, *OPTIMIZER, "train.global_batch=7")
+    session = session_of(Gan(), config)
+    list(step_through(session, 2))
+    return parts_of(session)
+
+
+@pytest.mark.distributed
+def test_what_gets_no_gradient_is_left_alone(pool: Pools) -> None:
+    """Weight decay moves what has a gradient of zeros; under every layout as on one device it does not move."""
+    initial = initial_model(Gan())["critic"].never.weight.detach().double()
+    for layout in ("ddp", "fsdp"):
+        found = together(pool(2).run(unused_layers, layout))
+        assert torch.equal(found["critic.never.weight"], initial)
+        assert "optimizer.critic.momentum_buffer.critic.never.weight" not in found

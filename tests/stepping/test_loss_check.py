@@ -1,0 +1,254 @@
+"""examine_loss: sums pass, means are refused, coupled losses are reported, and nothing is disturbed."""
+
+import random
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from allranks.errors import TaskError
+from allranks.stepping.loss_check import NUM_SAMPLES, LossNature, examine_loss
+from allranks.task import Task, resolve_inputs, resolve_targets
+
+Loss = Callable[[Any, Any], Any]
+
+
+class Given(Task):
+    """A Task whose loss is given by the test."""
+
+    given: ClassVar[Loss]
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 4)
+
+    def dataset(self, split: str) -> Any:
+        return samples(NUM_SAMPLES)
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        found: torch.Tensor = type(self).given(output, batch)
+        return found
+
+
+def samples(num: int, dtype: torch.dtype = torch.float32) -> list[Any]:
+    generator = torch.Generator().manual_seed(3)
+    labels = [0, 1, 2, -100, 3, 1, 0, 2]
+    return [(torch.randn(3, generator=generator).to(dtype), labels[index]) for index in range(num)]
+
+
+def examine(loss: Loss, module: nn.Module | None = None, num: int = NUM_SAMPLES, coupled: bool = False) -> LossNature:
+    torch.manual_seed(0)
+    made = module or nn.Linear(3, 4)
+    Given.given, Given.coupled = staticmethod(loss), coupled
+    task = Given()
+    some = samples(num, next(made.parameters()).dtype)
+    batch = task.collate(some)
+    inputs, targets = resolve_inputs(task, made, batch), resolve_targets(task, batch)
+    return examine_loss(task, made, some, inputs=inputs.call, targets=targets.call)
+
+
+def sum_loss(output: Any, batch: Any) -> Any:
+    return functional.cross_entropy(output, batch[1], reduction="sum")
+
+
+def info_nce(output: Any, batch: Any) -> Any:
+    return functional.cross_entropy(output @ output.T, torch.arange(len(output)), reduction="sum")
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_sum_is_a_sum(num: int, dtype: torch.dtype) -> None:
+    nature = examine(sum_loss, nn.Linear(3, 4).to(dtype), num)
+    assert nature.kind == "sum"
+    assert "add up to the whole" in nature.because
+    assert f"for {max(3, num)} samples" in nature.because
+
+
+@pytest.mark.parametrize("num", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("loss", "over"),
+    [
+        (lambda output, batch: functional.cross_entropy(output, batch[1]), "targets"),
+        (lambda output, batch: sum_loss(output, batch) / len(output), "samples|targets"),
+        (lambda output, batch: output.square().mean(), "samples|targets"),
+    ],
+)
+def test_a_mean_is_refused_with_its_numbers(loss: Loss, over: str, num: int, dtype: torch.dtype) -> None:
+    with pytest.raises(TaskError, match=rf"loss returns a mean over ({over}) \(.* for .* samples.*reduction='sum'"):
+        examine(loss, nn.Linear(3, 4).to(dtype), num)
+
+
+def test_a_mean_over_no_target_is_told_as_one() -> None:
+    def loss(output: Any, batch: Any) -> Any:
+        return functional.cross_entropy(output, torch.full_like(batch[1], -100))
+
+    with pytest.raises(TaskError, match="is nan before the first step"):
+        examine(loss)
+    only_last = [
+        (torch.ones(3), -100),
+        (torch.ones(3), -100),
+        (torch.ones(3), 1),
+        (torch.ones(3), 2),
+        (torch.ones(3), 3),
+    ]
+    Given.given, Given.coupled = staticmethod(lambda output, batch: functional.cross_entropy(output, batch[1])), False
+    task = Given()
+    resolved = resolve_targets(task, task.collate(only_last))
+    with pytest.raises(TaskError, match="of 2 samples is nan as they hold no target: a mean over nothing"):
+        examine_loss(task, nn.Linear(3, 4), only_last, inputs=lambda batch: (batch[0],), targets=resolved.call)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        info_nce,
+        lambda output, batch: sum_loss(output, batch) + 10.0 * output.detach().abs().max() * output.sum().sigmoid(),
+        lambda output, batch: sum_loss(output, batch) + 1.0,
+    ],
+)
+def test_a_coupled_loss_is_reported(loss: Loss) -> None:
+    nature = examine(loss)
+    assert nature.kind == "coupled"
+    assert "do not add up" in nature.because
+
+
+def test_a_declared_coupling_is_taken_at_its_word() -> None:
+    assert examine(info_nce, coupled=True).because == "Given says so (coupled = True)"
+    with pytest.raises(TaskError, match="without dims"):
+        examine(lambda output, batch: output, coupled=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda output, batch: output.sum().item(), r"Given.loss returned -?\d.*: return a tensor \(no .item"),
+        (lambda output, batch: {"loss": output.sum()}, r"returned \{loss: a float32 tensor \[\]\}: return a tensor"),
+        (lambda output, batch: output.sum(-1), r"returned a float32 tensor \[5\]: return one floating-point number"),
+        (lambda output, batch: output.sum()[None], r"returned a float32 tensor \[1\]"),
+        (lambda output, batch: (output > 0).sum(), r"returned a int64 tensor \[\]: return one floating-point"),
+        (lambda output, batch: output.detach().sum(), "without a gradient: is something detached"),
+        (lambda output, batch: output.sum() * float("inf"), "of 5 samples is -?(inf|nan) before the first step"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss: Loss, says: str) -> None:
+    with pytest.raises(TaskError, match=says):
+        examine(loss)
+
+
+class Rounding(nn.Linear):
+    """Its results depend a little on the size of the batch, as those of kernels in a low precision may."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return super().forward(value) * (1.01 if len(value) == NUM_SAMPLES else 1.0)
+
+
+def test_a_lower_precision_widens_the_tolerance_and_the_loss_sees_float32() -> None:
+    seen = set()
+
+    def loss(output: Any, batch: Any) -> Any:
+        seen.add(output.dtype)
+        return output.square().sum()
+
+    Given.given, Given.coupled = staticmethod(loss), False
+    module = Rounding(3, 4)
+
+    def kind(**lower: Any) -> str:
+        some = samples(NUM_SAMPLES)
+        count = resolve_targets(Given(), Given().collate(some)).call
+        found: str = examine_loss(Given(), module, some, inputs=lambda batch: (batch[0],), targets=count, **lower).kind
+        return found
+
+    assert kind() == "coupled"
+    assert kind(autocast=lambda: torch.autocast("cpu", torch.bfloat16), compute=torch.bfloat16) == "sum"
+    assert seen == {torch.float32}
+
+
+def test_a_frozen_model_is_told() -> None:
+    with pytest.raises(TaskError, match="no parameter of the model requires one"):
+        examine(sum_loss, nn.Linear(3, 4).requires_grad_(False))
+
+
+def test_a_zero_loss_is_undecided_and_says_so() -> None:
+    nature = examine(lambda output, batch: (output * 0).sum())
+    assert nature.kind == "sum"
+    assert "could not be told from a mean, as some of these samples add nothing" in nature.because
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in evaluation mode too."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.scale = scale
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.linear(value) + self.scale * torch.randn(1)
+        return output
+
+
+def test_noise_in_evaluation_mode_makes_a_sum_no_coupling() -> None:
+    def summed(output: Any, batch: Any) -> Any:
+        return output.square().sum() + 5.0 * len(output)
+
+    assert examine(summed, Noisy(0.1)).kind == "sum"
+    assert "draws random numbers in evaluation mode" in examine(summed, Noisy(9.0)).because
+
+
+def test_a_model_that_cannot_take_the_parts_is_told() -> None:
+    class Fixed(nn.Linear):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return super().forward(value.view(5, 3))
+
+    with pytest.raises(TaskError, match=r"(?s)fails on a batch of 2 samples, though 5 work.*value\.view\(5, 3\)"):
+        examine(sum_loss, Fixed(3, 4))
+
+
+class Counting(nn.Module):
+    """Dropout, batch statistics, a buffer that every forward changes, and all three generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.part[1].eval()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("calls").add_(1)
+        random.random()
+        numpy.random.rand()
+        torch.rand(1)
+        output: torch.Tensor = self.part(value)
+        return output
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_disturbed(fails: bool) -> None:
+    module = Counting()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    modes = [part.training for part in module.modules()]
+
+    def draw() -> tuple[Any, ...]:
+        return random.random(), float(numpy.random.rand()), float(torch.rand(1))
+
+    def loss(output: Any, batch: Any) -> Any:
+        return output.mean() if fails else sum_loss(output, batch)
+
+    states = random.getstate(), numpy.random.get_state()
+    torch.manual_seed(0)
+    expected = draw()
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    if fails:
+        with pytest.raises(TaskError, match="mean"):
+            examine(loss, module)
+    else:
+        assert examine(loss, module).kind == "sum"
+    assert draw() == expected
+    assert [part.training for part in module.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
