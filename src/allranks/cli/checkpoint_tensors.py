@@ -1,0 +1,46 @@
+"""What of `allranks checkpoint` needs torch: the digest of every tensor, and a model as one file."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from allranks.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from allranks.checkpointing.checkpoint import Checkpoint
+
+
+def check_everything(checkpoint: "Checkpoint") -> None:
+    """Read every byte, compare the digests of files, then of tensors. Raises CheckpointError for the first damage."""
+    from allranks.checkpointing.checking import check_files
+    from allranks.checkpointing.checkpoint import verify_files
+
+    verify_files(checkpoint)
+    check_files(checkpoint)
+
+
+def export_model(checkpoint: "Checkpoint", out: Path) -> list[str]:
+    """Write the model's tensors to one safetensors file, whole or not at all; returns their names.
+
+    A tied tensor is written under each of its names, so that `load_state_dict` takes the file as it is.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or holds no model.
+        ConfigError: the file cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    from allranks.checkpointing.restore import read_whole
+    from allranks.durable import replacing
+
+    tensors = read_whole(checkpoint)
+    if not tensors:
+        raise CheckpointError(f"{checkpoint.path} holds no tensor of a model: there is nothing to export")
+    aliases = {alias.removeprefix("model.") for alias in checkpoint.manifest.aliases}
+    apart = {name: tensor.clone() if name in aliases else tensor for name, tensor in tensors.items()}
+    try:
+        with replacing(out) as temporary:
+            save_file(apart, temporary, metadata={"format": "pt"})
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ConfigError(f"'{out}' cannot be written: {error}; name another file") from None
+    return list(apart)

@@ -1,0 +1,68 @@
+"""The command line: which commands there are, and how an error becomes one line and an exit code.
+
+Importing this module imports neither torch nor numpy; a command imports what it calls when it runs.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from allranks import __version__
+from allranks.cli import checkpoint, new, report, train
+from allranks.cli.output import print_error
+from allranks.errors import AllranksError, ConfigError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="allranks",
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+app.command("train")(train.train)
+app.command("new")(new.new)
+app.command("report")(report.report)
+app.add_typer(checkpoint.app, name="checkpoint", help="List, show, verify and export checkpoints.")
+
+
+@app.callback()
+def start(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    """Train any PyTorch model on many processes, and know what they compute."""
+    if version:
+        typer.echo(f"allranks {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; an AllranksError is one line on standard error and its class's code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(args=words, prog_name="allranks", standalone_mode=False)
+    except AllranksError as error:
+        return print_error(error, json="--json" in words)
+    except typer.TyperException as error:
+        return print_error(_as_config_error(error, words), json="--json" in words)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    return int(code or 0)
+
+
+def _as_config_error(error: typer.TyperException, words: Sequence[str]) -> ConfigError:
+    """What typer found wrong, in our form: starts small, ends with the next move."""
+    message = error.format_message().replace("Value error, ", "").strip()
+    if message.startswith("No such command") and re.search(r"\.py(:\w+)?$|\.toml$|=", words[0]):
+        return ConfigError(f"no such command '{words[0]}'; did you mean 'allranks train {' '.join(words)}'?")
+    if message.startswith("No such command") and "Did you mean" not in message:
+        message += " `allranks --help` lists the commands."
+    return ConfigError(message[:1].lower() + message[1:])

@@ -1,0 +1,237 @@
+"""Torchelastic's agent inside the command: it starts the workers of this host, waits, and says how it ended.
+
+Torchelastic brings rendezvous, ranks and restarts (SimpleElasticAgent); the processes are ours, because its own reads
+pickles from a shared folder, restarts the clock of a dying worker at 30 s, and knows no agreed stop.
+Importing this module imports torch: start the fork server first.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from allranks.failure import DONE, RAISED, STOPS, TRANSIENT, clear_failures, read_failures
+from allranks.surviving.child import Entry, WorkerStart
+from allranks.surviving.forkserver import StartMethod, choose_start_method
+from allranks.surviving.interrupts import Interrupts
+from allranks.surviving.outcome import Ended, Outcome, conclude
+from allranks.surviving.rendezvous import LocalRendezvous
+from allranks.surviving.workers import LocalWorkers
+
+ROLE = "allranks"
+WAIT_SECONDS = 0.25  # how late a deadline is noticed; a worker's end is noticed at once
+BETWEEN_WAITS_SECONDS = 0.001  # torchelastic insists on sleeping between two looks
+LINGER_SECONDS = 2.0  # after a failure: time for the others to record theirs
+STOP_GRACE_SECONDS = 60.0  # after a request to stop: time to finish the step and save
+RESTARTABLE = (RAISED, TRANSIENT)
+
+
+def run_workers(
+    entry: Entry,
+    args: tuple[Any, ...] = (),
+    *,
+    nproc: int,
+    run_id: str,
+    log_dir: Path,
+    max_restarts: int = 0,
+    start_method: StartMethod | None = None,
+    environ: Mapping[str, str] | None = None,
+    replies: bool = False,
+    stop_grace_seconds: float = STOP_GRACE_SECONDS,
+    stop_notice: str = "",
+) -> Outcome:
+    """Run `entry(*args)` in `nproc` processes of this host, each with the environment of torchrun, to the last exit.
+
+    Ctrl-C and SIGTERM are passed on once, for an agreed stop; the second one, or the end of the grace, kills.
+
+    Args:
+        entry: a function, or its name as "package.module:function"; it returns an exit code (None: 0).
+        run_id: names the run in the workers' environment.
+        log_dir: an existing folder for the failure records of this run; those of earlier attempts are removed.
+        max_restarts: how often all workers are started again after a failure.
+        start_method: as `choose_start_method` gives it, which is called where this is None.
+        environ: further variables of the workers.
+        replies: give each worker a pipe as the entry's last argument; what it sends is in the Outcome.
+        stop_notice: what to tell the user, on standard error, when the first request to stop has been passed on.
+    """
+    agent = LocalAgent(
+        entry,
+        args,
+        spec=_spec(nproc, run_id, max_restarts),
+        log_dir=log_dir,
+        method=start_method or choose_start_method(),
+        environ=dict(environ or {}),
+        replies=replies,
+        stop_grace_seconds=stop_grace_seconds,
+        stop_notice=stop_notice,
+    )
+    with agent.interrupts:
+        agent.run(ROLE)
+    return agent.outcome()
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _spec(nproc: int, run_id: str, max_restarts: int) -> WorkerSpec:
+    return WorkerSpec(
+        role=ROLE,
+        local_world_size=nproc,
+        rdzv_handler=LocalRendezvous(run_id),
+        entrypoint="allranks",  # a name for torchelastic's events; LocalAgent knows what to start
+        max_restarts=max_restarts,
+        monitor_interval=BETWEEN_WAITS_SECONDS,
+    )
+
+
+@final
+class LocalAgent(SimpleElasticAgent):
+    """The agent of one host. The four methods that torchelastic leaves abstract are its processes."""
+
+    def __init__(
+        self,
+        entry: Entry,
+        args: tuple[Any, ...],
+        *,
+        spec: WorkerSpec,
+        log_dir: Path,
+        method: StartMethod,
+        environ: dict[str, str],
+        replies: bool,
+        stop_grace_seconds: float,
+        stop_notice: str,
+    ) -> None:
+        super().__init__(spec)
+        self.interrupts = Interrupts(self._pass_on)
+        self._entry = entry
+        self._args = args
+        self._log_dir = log_dir
+        self._method = method
+        self._environ = environ
+        self._replies = replies
+        self._stop_grace_seconds = stop_grace_seconds
+        self._stop_notice = stop_notice
+        self._workers: LocalWorkers | None = None
+        self._kill_at: float | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        clear_failures(self._log_dir)
+        self._kill_at = None
+        starts = [self._start_of(worker, worker_group) for worker in worker_group.workers]
+        self._workers = LocalWorkers(self._method.name, starts, replies=self._replies)
+        if self.interrupts.first is not None:
+            self._pass_on()
+        return dict(self._workers.pids)
+
+    def _start_of(self, worker: Worker, group: WorkerGroup) -> WorkerStart:
+        local_world_size = group.spec.local_world_size
+        environ = {
+            "RANK": worker.global_rank,
+            "LOCAL_RANK": worker.local_rank,
+            "GROUP_RANK": group.group_rank,
+            "WORLD_SIZE": worker.world_size,
+            "LOCAL_WORLD_SIZE": local_world_size,
+            "GROUP_WORLD_SIZE": group.group_world_size,
+            "MASTER_ADDR": group.master_addr,
+            "MASTER_PORT": group.master_port,
+            "TORCHELASTIC_RESTART_COUNT": group.spec.max_restarts - self._remaining_restarts,
+            "TORCHELASTIC_MAX_RESTARTS": group.spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": group.spec.rdzv_handler.use_agent_store,
+            "ALLRANKS_AGENT": os.getpid(),
+        }
+        asked = os.environ.get("OMP_NUM_THREADS", "")
+        return WorkerStart(
+            rank=worker.global_rank,
+            agent_pid=os.getpid(),
+            environ=os.environ | {name: str(value) for name, value in environ.items()} | self._environ,
+            folder=Path.cwd(),
+            log_dir=self._log_dir.absolute(),
+            num_threads=int(asked) if asked.isdecimal() else max(1, num_cores() // local_world_size),
+            entry=self._entry,
+            args=self._args,
+        )
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        workers = self._existing_workers()
+        ended_before = len(workers.exits)
+        workers.wait(WAIT_SECONDS)
+        if len(workers.exits) > ended_before:
+            self._set_deadline(workers)
+        if self.interrupts.first is not None and self._stop_notice:
+            print(self._stop_notice, file=sys.stderr, flush=True)
+            self._stop_notice = ""
+        if self.interrupts.urgent or (self._kill_at is not None and time.monotonic() >= self._kill_at):
+            workers.kill()
+        if workers.alive:
+            return RunResult(WorkerState.HEALTHY)
+        codes = {worker.global_rank: workers.exits[worker.local_rank].code for worker in worker_group.workers}
+        if not any(codes.values()):
+            return RunResult(WorkerState.SUCCEEDED, return_values=codes)
+        if self.interrupts.first is not None or self.outcome().exit_code not in RESTARTABLE:
+            self._remaining_restarts = 0
+        failures = {
+            worker.global_rank: ProcessFailure(worker.local_rank, worker.id, codes[worker.global_rank], error_file="")
+            for worker in worker_group.workers
+            if codes[worker.global_rank]
+        }
+        return RunResult(WorkerState.FAILED, failures=failures)
+
+    def _set_deadline(self, workers: LocalWorkers) -> None:
+        """The first that stops gives the others time to save; the first that fails, time to say why they fail."""
+        codes = {one.code for one in workers.exits.values()} - {DONE}
+        if codes - set(STOPS):
+            self._hasten(LINGER_SECONDS)
+        elif codes:
+            self._hasten(self._stop_grace_seconds)
+
+    def _hasten(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
+
+    def _pass_on(self) -> None:
+        """A request to stop came, perhaps in the middle of anything: only signals and deadlines here."""
+        if self._workers is None or self.interrupts.first is None:
+            return
+        if self.interrupts.urgent:
+            self._workers.signal(signal.SIGKILL)
+        else:
+            self._workers.signal(self.interrupts.first)
+            self._hasten(self._stop_grace_seconds)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._existing_workers().kill()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if self._workers is not None:
+            self._workers.kill()
+
+    def _existing_workers(self) -> LocalWorkers:
+        assert self._workers is not None, "torchelastic starts workers before it looks at them"
+        return self._workers
+
+    def outcome(self) -> Outcome:
+        """How the workers of the last attempt ended."""
+        workers = self._existing_workers()
+        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        ended = [
+            Ended(ranks[place], workers.pids[place], one.code, one.when, place in workers.killed)
+            for place, one in workers.exits.items()
+        ]
+        replies = {ranks[place]: reply for place, reply in workers.replies.items()}
+        return conclude(ended, read_failures(self._log_dir), self.interrupts.first, replies)

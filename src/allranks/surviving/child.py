@@ -1,0 +1,72 @@
+"""A worker process from its first line to its last: parent's death, environment, threads, the entry, the exit code."""
+
+import atexit
+import faulthandler
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, final
+
+from allranks.failure import DONE, end_process, run_recorded
+from allranks.lifeline import die_with_parent
+from allranks.surviving import preload
+
+Entry = str | Callable[..., int | None]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """What a worker is told; pickled by the agent into the worker's own pipe.
+
+    Attributes:
+        rank: its global rank.
+        agent_pid: the process that runs the agent.
+        environ: its environment, all of it: a fork server may have been started under another.
+        folder: the agent's working directory.
+        log_dir: where it records its failure.
+        num_threads: threads for computing.
+        entry: the function to run, or its name as "package.module:function", which spares the agent the import.
+        args: the entry's arguments.
+    """
+
+    rank: int
+    agent_pid: int
+    environ: Mapping[str, str]
+    folder: Path
+    log_dir: Path
+    num_threads: int
+    entry: Entry
+    args: tuple[Any, ...]
+
+
+def run_worker(start: WorkerStart, reply: Connection | None) -> None:
+    """Be one worker: call the entry (with `reply` as its last argument, if there is one) and exit with its code."""
+    forked = preload.REPORT is not None
+    die_with_parent(preload.REPORT.pid if preload.REPORT is not None else start.agent_pid)
+    os.environ.clear()
+    os.environ.update(start.environ)
+    os.environ["OMP_NUM_THREADS"] = str(start.num_threads)  # read by whatever is imported from here on
+    os.chdir(start.folder)
+    faulthandler.enable()
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(start.num_threads)
+    args = start.args if reply is None else (*start.args, reply)
+    code = run_recorded(_call, (start.entry, args), rank=start.rank, folder=start.log_dir)
+    if forked and code == DONE:
+        atexit._run_exitfuncs()  # a process of a fork server ends without them; the user's may close files
+    end_process(code)
+
+
+def _call(entry: Entry, args: tuple[Any, ...]) -> int | None:
+    if isinstance(entry, str):
+        module, _, name = entry.partition(":")
+        entry = getattr(importlib.import_module(module), name)
+    assert callable(entry)
+    return entry(*args)

@@ -1,0 +1,126 @@
+"""The fork server: one process that has imported everything, from which workers start in milliseconds.
+
+Start it first: it imports while the command parses, checks and imports on the other core. It ends by itself when the
+command ends, and when its last worker has. It is used only if it is sound (preload.py); else workers are spawned, each
+a fresh interpreter, and a Decision says because.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver, get_context, set_forkserver_preload
+from types import ModuleType
+from typing import Literal, final
+
+from allranks.surviving import preload
+from allranks.verdict import Decision
+
+# What `import torch` leaves for later and a first step of DDP or FSDP2 with AdamW needs; measured by bench/start.py.
+ALWAYS = ("torch", "torch.distributed.fsdp", "torch._dynamo", "torch.profiler", "allranks.surviving.child")
+# The server computes nothing, and a pool of OpenMP threads would not survive a fork. NVML counts GPUs without CUDA.
+SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# Variables that libraries read when they are imported; a worker forked later cannot change what they said.
+READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "CUDA_", "NVIDIA_", "TORCH", "PYTORCH", "PYTHON", "LD_")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StartMethod:
+    """How workers are started, and why so."""
+
+    name: Literal["forkserver", "spawn"]
+    decision: Decision
+
+
+@final
+class _Server:
+    """The one fork server that multiprocessing keeps: what it was asked to import, under which variables."""
+
+    serves: tuple[str, dict[str, str]] | None = None
+
+
+_server = _Server()
+
+
+def start(task: str | None = None, modules: Sequence[str] = ()) -> None:
+    """Start the fork server and return at once; does nothing where one runs for the same imports and variables.
+
+    Args:
+        task: a task as on the command line (`file.py:Name`); its module is imported last.
+        modules: dotted names of what else every worker needs, the module of its entry above all.
+    """
+    if sys.platform != "linux":
+        return  # fork is not safe beside the system libraries that torch uses on macOS
+    wanted = json.dumps({"modules": [*ALWAYS, *modules], "task": task, "sys_path": sys.path, "parent": os.getpid()})
+    variables = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)}
+    if _server.serves == (wanted, variables):
+        return
+    if _server.serves is not None:
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # what it has imported is not what is wanted now
+    _server.serves = (wanted, variables)
+    set_forkserver_preload([preload.__name__])
+    with _environment({**SERVER_ENVIRONMENT, preload.VARIABLE: wanted}):
+        forkserver.ensure_running()
+
+
+def choose_start_method(task: str | None = None, modules: Sequence[str] = ()) -> StartMethod:
+    """Wait until the fork server (started now, if it was not) has imported, and see whether it can be used."""
+    start(task, modules)
+    if sys.platform != "linux":
+        return StartMethod("spawn", Decision("workers are spawned", f"forking torch is not safe on {sys.platform}"))
+    report = _ask()
+    hindrance = report if isinstance(report, str) else report.hindrance()
+    if isinstance(report, str) or hindrance is not None:
+        return StartMethod("spawn", Decision("workers are spawned", str(hindrance)))
+    because = f"it imported everything in {report.seconds:.1f} s, has one thread and has not touched CUDA"
+    return StartMethod("forkserver", Decision("workers start from a fork server", because))
+
+
+def _ask() -> preload.Report | str:
+    """The server's report, through a process forked from it; or why there is none."""
+    context = get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    try:
+        process = context.Process(target=preload.send_report, args=(sender,), daemon=True)
+        with main_hidden():
+            process.start()
+        sender.close()
+        fields = json.loads(receiver.recv_bytes())
+        process.join()
+    except (EOFError, OSError):
+        return "the fork server ended while it imported"
+    finally:
+        receiver.close()
+        sender.close()
+    return "this program runs a fork server of its own" if fields is None else preload.Report(**fields)
+
+
+@contextlib.contextmanager
+def main_hidden() -> Iterator[None]:
+    """Start processes without running the program's main file again in each.
+
+    So a script needs no `if __name__ == "__main__":`, and a notebook no file; the command's imports are not repeated.
+    """
+    real = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = real
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    kept = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

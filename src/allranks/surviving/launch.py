@@ -1,0 +1,122 @@
+"""`allranks.launch`: run a function in several processes, from a script or a notebook, and get what they return."""
+
+import contextlib
+import os
+import signal
+import tempfile
+import uuid
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from allranks.errors import AllranksError, ConfigError, ProcessError
+from allranks.failure import INTERRUPTED, Failure
+from allranks.launching.environment import read_environment
+from allranks.layout import Layout, num_processes, parse_layout
+
+VALUE, ERROR = b"V", b"E"
+MODULES = ("allranks.surviving.launch", "allranks.parallel.backend")  # what every process imports anyway
+
+
+def launch(function: Callable[..., Any], *args: Any, nproc: int | None = None, layout: str | None = None) -> list[Any]:
+    """Call `function(*args)` in `nproc` processes of this machine; what each returned, by rank.
+
+    Inside, `allranks.join()` finds the other processes. The function may be a closure or defined in a notebook, and the
+    calling script needs no `if __name__ == "__main__":`.
+
+    Args:
+        nproc: by default as many as the layout needs, or one a GPU, or two where there is none (on one core: one).
+        layout: the layout that `join()` takes inside, where it is given none.
+
+    Raises:
+        ConfigError, LayoutError: before anything starts.
+        ProcessError: a process was lost: killed, or ended without a word.
+        KeyboardInterrupt: stopped by Ctrl-C.
+        Exception: the first failing rank's own, with its traceback there as the cause.
+    """
+    environment = read_environment(os.environ)
+    if environment.world_size > 1:
+        raise ConfigError(
+            f"launch() starts processes itself, but this one is already rank {environment.rank} of"
+            f" {environment.world_size} ({environment.launcher}); call the function directly"
+        )
+    from allranks.surviving import forkserver
+
+    forkserver.start(modules=MODULES)  # it imports torch while this process does
+    from allranks.surviving.agent import run_workers
+
+    nproc = _choose_nproc(nproc, layout)
+    start_method = forkserver.choose_start_method(modules=MODULES)
+    with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
+        outcome = run_workers(
+            "allranks.surviving.launch:answer",
+            (cloudpickle.dumps((function, args)),),
+            nproc=nproc,
+            run_id=f"launch-{uuid.uuid4().hex[:8]}",
+            log_dir=Path(folder),
+            start_method=start_method,
+            environ={} if layout is None else {"ALLRANKS_LAYOUT": layout},
+            replies=True,
+        )
+    if outcome.exit_code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if outcome.first_failure is not None:
+        _raise(outcome.first_failure, outcome.replies.get(outcome.first_failure.rank, b""))
+    if outcome.exit_code:
+        raise ProcessError(f"the processes were stopped from outside (exit code {outcome.exit_code})")
+    return [cloudpickle.loads(outcome.replies[rank][1:]) for rank in range(nproc)]
+
+
+def answer(payload: bytes, reply: Connection) -> int:
+    """Run in each process: call the function, and send what it returns or raises."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the user's function may be interrupted anywhere
+    try:
+        function, args = cloudpickle.loads(payload)
+        reply.send_bytes(VALUE + cloudpickle.dumps(function(*args)))
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # an exception that cannot be pickled: its record tells
+            reply.send_bytes(ERROR + cloudpickle.dumps(error))
+        raise
+    return 0
+
+
+def _choose_nproc(nproc: int | None, layout: str | None) -> int:
+    import torch
+
+    from allranks.surviving.agent import num_cores
+
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"nproc={nproc}: expected at least 1 process")
+    available = nproc or torch.cuda.device_count() or min(2, num_cores())
+    if layout is None:
+        return available
+    config = parse_layout(layout)
+    chosen = nproc or num_processes(config, available)
+    Layout.resolve(config, chosen)  # raises here, once, rather than in every process
+    return chosen
+
+
+def _raise(failure: Failure, reply: bytes) -> None:
+    """Raise the exception that the rank raised, or what says how the rank ended."""
+    sent = None
+    with contextlib.suppress(Exception):  # classes of the other process may not be found in this one
+        sent = cloudpickle.loads(reply[1:]) if reply[:1] == ERROR else None
+    if isinstance(sent, AllranksError):
+        raise sent  # its message says all
+    if not failure.traceback:
+        raise ProcessError(failure.render())
+    raise (sent if isinstance(sent, Exception) else RuntimeError(failure.message)) from RemoteTraceback(failure)
+
+
+class RemoteTraceback(Exception):
+    """The cause of an exception that `launch` raises: where it was raised, in the other process."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+    def __str__(self) -> str:
+        return f"\nrank {self.failure.rank} on {self.failure.host}:\n{self.failure.traceback}"

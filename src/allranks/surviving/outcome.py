@@ -1,0 +1,82 @@
+"""From how each worker ended to how the run ended: a pure function."""
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from allranks.failure import (
+    DONE,
+    INTERRUPTED,
+    STOPS,
+    TRANSIENT,
+    Failure,
+    describe_exit,
+    describe_signal,
+    first_failure,
+)
+
+UNKNOWN_CODE = 255  # multiprocessing's, where the fork server that knows the code is gone
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One worker's end: its exit code (negative: the signal that killed it), when (Unix seconds), by our own kill."""
+
+    rank: int
+    pid: int
+    code: int
+    when: float
+    killed: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How all workers ended.
+
+    Attributes:
+        exit_code: the run's, by design.md section 6: the first failing rank's, or that of the agreed stop.
+        first_failure: the failure that came first and is no consequence of another; None where none failed.
+        replies: global rank -> what the worker sent.
+    """
+
+    exit_code: int
+    first_failure: Failure | None = None
+    replies: Mapping[int, bytes] = field(default_factory=dict)
+
+
+def conclude(
+    ended: Sequence[Ended], records: Sequence[Failure], stop: signal.Signals | None, replies: Mapping[int, bytes]
+) -> Outcome:
+    """The Outcome of these ends.
+
+    Args:
+        records: what the workers wrote down about their failures.
+        stop: the request to stop that was passed on to them, if there was one.
+    """
+    by_process = {(record.rank, record.pid): record for record in records}
+    failures = [by_process.get((one.rank, one.pid)) or _unrecorded(one, stop) for one in ended]
+    failure = first_failure(one for one in failures if one is not None)
+    if failure is not None and not (stop is not None and failure.consequence):
+        return Outcome(failure.exit_code, failure, replies)
+    agreed = [one.code for one in sorted(ended, key=lambda one: one.when) if one.code in STOPS]
+    if agreed:
+        return Outcome(agreed[0], None, replies)
+    if stop is not None and any(one.code for one in ended):  # it ended without having saved
+        return Outcome(INTERRUPTED if stop == signal.SIGINT else TRANSIENT, None, replies)
+    return Outcome(DONE, None, replies)
+
+
+def _unrecorded(one: Ended, stop: signal.Signals | None) -> Failure | None:
+    """What the exit of a worker without a record tells; None where it did as it was told."""
+    told = one.killed and one.code == -signal.SIGKILL
+    obeyed = stop is not None and one.code == -stop  # it died of the request, before it could handle it
+    if told or obeyed or one.code in (DONE, *STOPS):
+        return None
+    if one.code < 0:
+        return describe_signal(-one.code, rank=one.rank, pid=one.pid, when=one.when)
+    if one.code == UNKNOWN_CODE:  # the end of the server is sent to its workers as a kill
+        return describe_signal(signal.SIGKILL, rank=one.rank, pid=one.pid, when=one.when)
+    return describe_exit(one.code, rank=one.rank, pid=one.pid, when=one.when)

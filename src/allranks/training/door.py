@@ -1,0 +1,62 @@
+"""The second door: `allranks.join`, for people who keep their own loop. The same laws, one call each."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from allranks.data.random_keys import seed_all
+from allranks.errors import ConfigError
+from allranks.stepping.session import model_key
+from allranks.training.own_ground import prepare_ground
+from allranks.training.own_world import JOINED, World
+
+__all__ = ["World", "join"]
+
+
+def join(
+    layout: str | None = None,
+    *,
+    seed: int = 0,
+    precision: str = "float32",
+    device: str = "auto",
+    backend: str = "auto",
+    run: str | os.PathLike[str] | None = None,
+    keep: int = 2,
+    change: Sequence[str] = (),
+) -> "World":
+    """Join the processes of this launch (torchrun, srun, mpirun, `allranks.launch`), or be one alone; collective.
+
+    What it returns is a context manager. Where the script has started torch.distributed itself, that process group is
+    used, and left as it is.
+
+    Args:
+        layout: the layout string; None: what `allranks.launch` was given, else ddp over all processes.
+        seed: of the generators from here on, so of a model that is built next, and of the data's order.
+        precision: "float32" or "float64"; for bfloat16 run your forward under `torch.autocast`.
+        device: "auto", "cpu" or "cuda".
+        backend: "auto", "nccl", "gloo" or "mpi".
+        run: a Run directory: a new one starts there, one that is there is continued by `world.resume`. None: a new one
+            below `runs/`, as soon as there is something to write.
+        keep: newest checkpoints that are kept.
+        change: config keys that may differ from the run's first start, such as "train.global_batch".
+
+    Raises:
+        ConfigError, LayoutError: an argument is wrong, or this process has joined already.
+        ProcessError: the other processes cannot be reached.
+    """
+    if JOINED:
+        raise ConfigError(f"join() in a process that is {JOINED[0]} already: leave that world's `with` first")
+    ground = prepare_ground(
+        layout,
+        seed=seed,
+        precision=precision,
+        device=device,
+        backend=backend,
+        keep=keep,
+        directory=None if run is None else Path(run),
+        change=change,
+    )
+    world = World(ground)
+    JOINED.append(world)
+    seed_all(model_key(seed))
+    return world

@@ -1,0 +1,87 @@
+"""The trained model back on one device."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.restore import read_whole
+from allranks.config import Config
+from allranks.errors import CheckpointError, ConfigError, TaskError
+from allranks.run import Run
+from allranks.task import Task, load_task
+from allranks.task_loading import setting_types
+from allranks.training.newest import newest_of_run
+
+PREFIX = "model."
+
+
+def load(path: str | Path, task: Task | str | None = None) -> nn.Module | dict[str, nn.Module]:
+    """The model that a run trained, on the CPU, in evaluation mode; several by name where the Task has several.
+
+    Warns where a newer checkpoint of the run is damaged and an older one is taken.
+
+    Args:
+        path: a Run directory (its newest good checkpoint), or one `step-*` directory.
+        task: the Task, or its spec, which in a Run gets the run's settings. A Run names its own; a bare checkpoint
+            names no code, so there it is required.
+
+    Raises:
+        RunError, CheckpointError: there is no run, or no whole checkpoint.
+        TaskError: `task` is missing, cannot be loaded, or makes another model than the checkpoint holds.
+    """
+    path = Path(path)
+    if (path / "run.json").is_file():
+        run = Run.open(path)
+        checkpoint, skipped = newest_of_run(run.checkpoints, run.id)
+        if checkpoint is None:
+            raise CheckpointError(f"{run.checkpoints} holds no checkpoint yet: nothing to load")
+        for reason in skipped:
+            warnings.warn(f"{checkpoint.path.name} is loaded, not the newest: {reason}", stacklevel=2)
+        return read_model(checkpoint, task if isinstance(task, Task) else make_task(task or run.task, run.config()))
+    checkpoint = Checkpoint.open(path)
+    if task is None:
+        raise TaskError(f"{path} is a checkpoint, which names no code: say load(path, task='file.py:Name')")
+    return read_model(checkpoint, load_task(task) if isinstance(task, str) else task)
+
+
+def read_model(checkpoint: Checkpoint, task: Task) -> nn.Module | dict[str, nn.Module]:
+    """The Task's model with the values of `checkpoint`."""
+    built = task.model()
+    modules = {"": built} if isinstance(built, nn.Module) else dict(built)
+    for which, module in modules.items():
+        _load_strictly(module, read_whole(checkpoint, f"{PREFIX}{which}." if which else PREFIX), checkpoint)
+        module.eval()
+    return built if isinstance(built, nn.Module) else modules
+
+
+def make_task(spec: str | None, config: Config) -> Task:
+    """The Task of `spec` with the settings of `config`; `data.text` goes to a Task that has a setting `text`."""
+    settings = dict(config.task)
+    if config.data.text is not None:
+        settings["text"] = config.data.text
+    task_class = type(load_task(spec, config.task))
+    if "text" in settings and "text" not in setting_types(task_class, Task):
+        raise ConfigError(f"data.text is set, but {task_class.__name__} has no setting `text: str | None` to take it")
+    return load_task(spec, settings)
+
+
+def task_of_run(run: Run) -> Task:
+    """The Task that `run` trains, with its settings."""
+    return make_task(run.task, run.config())
+
+
+def _load_strictly(module: nn.Module, values: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> None:
+    # As training cast them; `module.to(dtype)` would also make complex buffers real.
+    if any(value.dtype is torch.float64 for value in values.values()):
+        module.double()
+    else:
+        module.float()
+    try:
+        module.load_state_dict(dict(values), strict=True)
+    except RuntimeError as error:
+        first = " ".join(str(error).split())[:400]
+        raise TaskError(f"{checkpoint.path.name} holds another model than model() makes: {first}") from error

@@ -1,0 +1,112 @@
+"""One log per rank: rank 0 keeps the terminal and copies what Python prints there, the others write to theirs alone."""
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO, final
+
+STYLING = re.compile(r"\x1b\[[0-9;]*m|\x1b\]8;[^\x1b\x07]*(?:\x1b\\|\x07)")  # colours and links
+MOVING = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhl]")  # what a progress line is redrawn with
+
+
+@contextlib.contextmanager
+def log_of_rank(path: Path, *, rank: int) -> Iterator[None]:
+    """Send what this process prints to `path`, which is appended to; on leaving, everything is as before.
+
+    Rank 0: Python's stdout and stderr go to both, without colours, and without the redrawing of a progress line. Other
+    ranks: file descriptors 1 and 2 go to the log, so that compiled code and child processes write there as well.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        with _copied(descriptor) if rank == 0 else _redirected(descriptor):
+            yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _redirected(descriptor: int) -> Iterator[None]:
+    _flush()
+    kept = {target: os.dup(target) for target in (1, 2)}
+    try:
+        for target in kept:
+            os.dup2(descriptor, target)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True)  # a killed worker leaves its last line
+        yield
+    finally:
+        _flush()
+        for target, copy in kept.items():
+            os.dup2(copy, target)
+            os.close(copy)
+
+
+@contextlib.contextmanager
+def _copied(descriptor: int) -> Iterator[None]:
+    stdout, stderr = sys.stdout, sys.stderr
+    try:
+        with (
+            contextlib.redirect_stdout(CopyingStream(stdout, descriptor)),
+            contextlib.redirect_stderr(CopyingStream(stderr, descriptor)),
+        ):
+            yield
+    finally:
+        _flush()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError):
+            stream.flush()
+
+
+@final
+class CopyingStream(io.TextIOBase):
+    """A text stream that is another one for whoever writes to it, and that copies complete lines to a file."""
+
+    def __init__(self, stream: TextIO, descriptor: int) -> None:
+        self._stream = stream
+        self._descriptor = descriptor
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        """Write to the stream; a line goes to the log when it is complete."""
+        written = self._stream.write(text)
+        if MOVING.search(text):
+            return written
+        *lines, self._rest = (self._rest + STYLING.sub("", text)).split("\n")
+        if lines:
+            kept = "".join(line.rpartition("\r")[2] + "\n" for line in lines)
+            os.write(self._descriptor, kept.encode("utf-8", "backslashreplace"))
+        return written
+
+    def flush(self) -> None:
+        """Flush the stream; the log needs none."""
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """The stream's file descriptor."""
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The stream's encoding."""
+        return self._stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        """What the stream does with what it cannot encode."""
+        return self._stream.errors

@@ -1,0 +1,99 @@
+"""Exact evaluation in an own loop: every sample once, whatever the number of ranks."""
+
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allranks.data.evaluation import evaluation_batches
+from allranks.data.micro_step import MicroStep
+from allranks.data.random_keys import seed_all
+from allranks.errors import TaskError
+from allranks.stepping.session import draws
+from allranks.training.own_ground import Ground
+from allranks.training.own_step import OwnStep
+
+Measure = Callable[[Any], Mapping[str, tuple[Any, Any]]]
+
+
+def evaluate_own(ground: Ground, step: OwnStep, dataset: Any, measure: Measure, **loading: Any) -> dict[str, float]:
+    """`measure` over all of `dataset`, in evaluation mode; `loading` goes to `evaluation_batches`; collective.
+
+    Raises:
+        TaskError: `measure` gives anything but {name: (sum, count)}. DataError, LayoutError: the dataset or the batch.
+    """
+    mesh = ground.processes.mesh
+    ground.stopwatch.mark("other")
+    batches = evaluation_batches(
+        dataset,
+        num_ranks=mesh.dp,
+        dp_rank=mesh.dp_rank,
+        seed=ground.config.train.seed,
+        draws=draws(dataset),
+        **loading,
+    )
+
+    def place_and_measure(micro_step: MicroStep) -> object:
+        step.weight = micro_step.weight  # for gather
+        return measure(ground.place(micro_step.batch))
+
+    before = step.weight
+    try:
+        with ground.models.evaluating():
+            found = measure_all(batches, place_and_measure, ground.device, ground.processes.data_group)
+    finally:
+        step.weight = before
+    ground.stopwatch.mark("evaluation")
+    return found
+
+
+@torch.no_grad()
+def measure_all(
+    batches: Iterable[MicroStep],
+    measure: Callable[[MicroStep], object],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> dict[str, float]:
+    """The world's sums of what `measure` gives, each divided by the world's count, in float64; collective.
+
+    Args:
+        batches: this rank's share; each rank has equally many, some of them fillers of weight 0, which count nothing.
+        measure: {name: (sum, count)} of a micro-step, the same names on every rank.
+        device: where the group's backend wants its tensors.
+        group: the ranks that share the dataset; None for one.
+
+    Raises:
+        TaskError: `measure` gives anything else.
+    """
+    sums: dict[str, list[float]] = {}
+    for micro_step in batches:
+        seed_all(micro_step.random_key)
+        for name, (total, count) in _checked(measure(micro_step)).items():
+            held = sums.setdefault(name, [0.0, 0.0])
+            if micro_step.weight:  # a filler adds nothing, not even 0 * nan
+                held[0] += total
+                held[1] += count
+    names = sorted(sums)
+    table = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device)
+    if group is not None:
+        dist.all_reduce(table, group=group)
+    rows = zip(names, table.tolist(), strict=True)
+    return {name: total / count if count else float("nan") for name, (total, count) in rows}
+
+
+def _checked(found: object) -> dict[str, tuple[float, float]]:
+    if not isinstance(found, Mapping):
+        raise TaskError(f"world.evaluate: measure returned a {type(found).__name__}: return {{name: (sum, count)}}")
+    return {str(name): _pair(name, value) for name, value in found.items()}
+
+
+def _pair(name: object, value: object) -> tuple[float, float]:
+    if isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value)):
+        return float(value[0]), float(value[1])
+    raise TaskError(f"world.evaluate: measure has {value!r:.60} for {name}: return {{name: (sum, count)}}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)

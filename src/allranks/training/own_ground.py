@@ -1,0 +1,120 @@
+"""What a world stands on: its processes, its configuration, and what its calls share."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from allranks.config import Config, resolve_config
+from allranks.errors import ConfigError
+from allranks.launching.environment import ProcessEnvironment, read_environment
+from allranks.layout import Layout
+from allranks.observing.counters import Stopwatch
+from allranks.parallel.backend import DeviceChoice, choose_device, start, stop
+from allranks.parallel.precision import Precision, choose_precision
+from allranks.run import Run
+from allranks.stepping.world import Processes, gather_processes
+from allranks.training.own_models import OwnModels
+from allranks.training.own_run import open_own_run
+from allranks.verdict import Decision
+
+BACKEND_TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What the calls of a world share.
+
+    Attributes:
+        open_run: the Run of a configuration, on every rank; collective.
+        owns_group: whether leaving the world ends the process group.
+        decisions: what was decided so far.
+    """
+
+    processes: Processes
+    config: Config
+    precision: Precision
+    open_run: Callable[[Config], Run]
+    owns_group: bool
+    decisions: list[Decision]
+    models: OwnModels = field(default_factory=OwnModels)
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.processes.device
+
+    def place(self, batch: Any) -> Any:
+        """The batch's tensors on the device, floating ones in float64 where that is the precision."""
+        if self.device.type != "cpu":
+            batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
+        return self.precision.cast_inputs(batch)
+
+    def leave(self, *, failed: bool) -> bool:
+        """End the process group, if it is this world's to end; whether the process may join again."""
+        if self.owns_group and failed and self.processes.size > 1:
+            return False  # ending it would wait for peers that may never come
+        if self.owns_group:
+            stop()
+        return True
+
+
+def prepare_ground(
+    layout: str | None,
+    *,
+    seed: int,
+    precision: str,
+    device: str,
+    backend: str,
+    keep: int,
+    directory: Path | None,
+    change: Sequence[str],
+) -> Ground:
+    """Check the arguments of `join`, take the device and start the backend; collective. Raises as `join` says."""
+    environment = read_environment(os.environ)
+    config = _resolve(layout or environment.layout, seed=seed, precision=precision, backend=backend, keep=keep)
+    degrees = Layout.resolve(config.layout, environment.world_size, environment.num_nodes)
+    degrees.supported_here()
+    choice = choose_device(environment, device, config.train.backend)
+    owns_group = _start(environment, choice)
+    processes = gather_processes(environment, choice, degrees)
+    return Ground(
+        processes=processes,
+        config=config,
+        precision=choose_precision(config.train.precision, None, choice.device.type),
+        open_run=partial(open_own_run, processes, directory=directory, change=tuple(change)),
+        owns_group=owns_group,
+        decisions=list(choice.decisions),
+    )
+
+
+def _resolve(layout: str | None, **train: object) -> Config:
+    if train["precision"] not in ("float32", "float64"):
+        raise ConfigError(
+            f"join(precision={train['precision']!r}): float32 or float64; for bfloat16 run your forward under "
+            "torch.autocast, the parameters stay float32"
+        )
+    keep = train.pop("keep")
+    overrides = [f"train.{key}={value}" for key, value in train.items()] + [f"checkpoint.keep={keep}"]
+    return resolve_config(task_defaults={}, toml=None, overrides=overrides, layout=layout)
+
+
+def _start(environment: ProcessEnvironment, choice: DeviceChoice) -> bool:
+    """Start the backend, unless the script has; whether it was started here."""
+    if not (dist.is_available() and dist.is_initialized()):
+        start(environment, choice, timeout_seconds=BACKEND_TIMEOUT_SECONDS)
+        return True
+    there = (dist.get_rank(), dist.get_world_size())
+    if there != (environment.rank, environment.world_size):
+        raise ConfigError(
+            f"join(): torch.distributed runs here as rank {there[0]} of {there[1]}, but the environment "
+            f"({environment.launcher}) says rank {environment.rank} of {environment.world_size}"
+        )
+    return False

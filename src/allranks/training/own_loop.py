@@ -1,0 +1,269 @@
+"""The loop of a world: what happens around the user's own lines, from the stream's position to its end."""
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from allranks.data.loader import Loader
+from allranks.data.stream import DataStream
+from allranks.errors import ConfigError, TaskError
+from allranks.failure import INTERRUPTED, PREEMPTED
+from allranks.observing.recorder import StepRecord, Value
+from allranks.reporting.banner import StepShape, render_banner
+from allranks.training.own_ground import Ground
+from allranks.training.own_run import Logbook
+from allranks.training.own_step import FinishedStep, OwnStep
+from allranks.training.snapshot import Contents, Saver, find_checkpoint
+
+# What the journal's line of a step has anyway.
+WRITTEN = frozenset(
+    ("t", "event", "step", "samples", "loss", "lr", "grad_norm", "ledger", "seconds", "tokens", "memory_bytes")
+)
+
+
+@final
+class OwnLoop:
+    """The one loop of a world.
+
+    Attributes:
+        order: the order of samples, and the position in it.
+        done: optimizer steps finished since the first start of the run.
+        exit_code: what the process ends with, where a stop was agreed; else 0.
+    """
+
+    def __init__(self, ground: Ground, step: OwnStep, order: DataStream, make_loader: Callable[[], Loader]) -> None:
+        self.order = order
+        self.done = 0
+        self.exit_code = 0
+        self._ground = ground
+        self._step = step
+        self._make_loader = make_loader
+        self._logbook: Logbook | None = None
+        self._saver: Saver | None = None
+        self._every: int | None = None
+        self._active: Generator[Any, None, None] | None = None
+        self._ended = False
+        self._inside = False
+        self._finished: FinishedStep | None = None
+        self._told = True
+        self._logged: dict[str, float | torch.Tensor] = {}
+        # On CUDA the host runs ahead of the device, and reads an agreement one step later. The end of data that shards
+        # itself has to be known at once, and is agreed like a stop.
+        self._sharded = order.order == "sharded"
+        self._lag = 1 if ground.device.type == "cuda" and not self._sharded else 0
+
+    @property
+    def logbook(self) -> Logbook | None:
+        """The open Run's, or None."""
+        return self._logbook
+
+    def open(self) -> Logbook:
+        """The Run directory, opened where it is not yet; collective."""
+        if self._logbook is None:
+            self._logbook = Logbook(
+                self._ground.open_run(self._ground.config), self._ground.processes, self.order.steps_total
+            )
+            self._introduce(self._logbook)
+        return self._logbook
+
+    def resume(self, contents: Contents) -> int:
+        """Name what is kept, and take the newest good checkpoint's; the step at which it stands, or 0; collective.
+
+        Raises:
+            TaskError: it is too late, or was done. CheckpointError: another model, or nothing whole.
+        """
+        if self._saver is not None or self.done or self._active is not None:
+            raise TaskError("world.resume() belongs before the loop, once")
+        logbook, processes = self.open(), self._ground.processes
+        run = logbook.run
+        found, skipped = find_checkpoint(run.checkpoints, run.id, processes)
+        for reason in skipped:
+            logbook.say(f"warning: passed over a newer checkpoint: {reason}")
+        saver = Saver(contents, processes, self._ground.config.checkpoint, run.checkpoints, run.id, run.attempts)
+        if found is not None:
+            contents.load(found)
+            self.done = saver.saved_step = found.step
+            samples = found.manifest.samples
+            logbook.write("resume", step=self.done, samples=samples, path=found.path.name)
+            logbook.say(f"resumed at step {self.done:,}, sample {samples:,}, from {found.path.name}")
+        self._saver = saver
+        return self.done
+
+    def batches(self) -> Generator[Any, None, None]:
+        """Micro-batches from the stream's position on; an iteration that was left before is over. Raises TaskError."""
+        if self._active is not None:
+            self._active.close()
+        if self._ended and not self.exit_code:
+            length = f"steps={self.order.steps_limit}" if self.order.epochs is None else f"epochs={self.order.epochs}"
+            raise TaskError(f"the stream has ended ({length}): give world.stream more, instead of a loop around it")
+        self._active = self._iterate()
+        return self._active
+
+    def finished(self, step: FinishedStep) -> None:
+        """A step is over."""
+        assert step.samples - step.size == self.order.position, "a step of another position than the stream's"
+        self.order.position = step.samples
+        self.done, self._finished, self._told = step.number, step, False
+
+    def save(self, every: int) -> Path | None:
+        """Write a checkpoint of every `every`-th step, now or at the end of this step; its path where it was now."""
+        if self._saver is None:
+            raise TaskError("world.save() before world.resume(model, optimizer, stream): that names what is kept")
+        if every < 1:
+            raise ConfigError(f"world.save(every={every}): expected at least 1 step")
+        self._every = every
+        return self._save() if self._step.between_steps and self._is_due() else None
+
+    def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
+        """Rank 0's numbers, with the line of this step; outside of the loop as an evaluation. Raises TaskError."""
+        kept = {name: _number(name, value) for name, value in values.items() if name not in WRITTEN}
+        if not self._inside:
+            self.evaluated({name: float(value) for name, value in kept.items()}, 0.0)
+        elif kept:
+            self._logged |= kept
+            self._told = False  # where a save has told the step already: its line is written again, with these
+
+    def evaluated(self, metrics: Mapping[str, float], seconds: float) -> None:
+        """Record an evaluation of the model as it stands."""
+        if self._logbook is not None and metrics:
+            self._tell()
+            samples, rounded = self.order.position, round(seconds, 6)
+            self._logbook.write("evaluation", step=self.done, samples=samples, metrics=dict(metrics), seconds=rounded)
+
+    def say(self, line: str) -> None:
+        """Rank 0: one line on standard error, and in the log."""
+        if self._logbook is not None:
+            self._logbook.say(line)
+
+    def finish(self) -> None:
+        """The end: what is not yet written or saved is; collective."""
+        if self._active is not None:
+            self._active.close()
+        self._save_rest()
+
+    def close(self, error: BaseException | None) -> None:
+        """Close the Run, after an error too."""
+        if self._active is not None:
+            self._active.close()
+        if self._logbook is not None:
+            reason = "failed" if error is not None else "stopped" if self.exit_code else "done"
+            self._logbook.close(reason, error, self._ground.stopwatch.totals())
+
+    def _iterate(self) -> Generator[Any, None, None]:
+        if self.exit_code:
+            return  # the stop was agreed in an iteration before
+        step, mark = self._step, self._ground.stopwatch.mark
+        self.open().begin(self.done)
+        mark("other")
+        try:
+            with self._make_loader() as loader:
+                started, batch = time.perf_counter(), next(loader, None)
+                while batch is not None:
+                    coming = next(loader, None) if self._sharded else None
+                    more = 1 if not self._sharded else 0 if coming is None else coming.local_size
+                    step.begin(batch, more, started)
+                    self._inside = True
+                    for index in range(len(batch.micro_steps)):
+                        yield self._ground.place(step.give(index).batch)
+                        step.take_back()
+                    self._end_step()
+                    if self._is_over(self._lag):
+                        break
+                    started, batch = time.perf_counter(), coming if self._sharded else next(loader, None)
+        finally:
+            self._leave()
+        self._is_over(0)
+        self._ended = True
+        step.abandon()
+        self._save_rest()
+
+    def _end_step(self) -> None:
+        self._tell()
+        self._finished, self._logged = None, {}
+        if self._every is not None and self._is_due():
+            self._save()
+
+    def _leave(self) -> None:
+        """The loop is left, at its end or by a break: nothing collective here."""
+        self._tell()
+        self._finished, self._logged, self._inside = None, {}, False
+
+    def _is_over(self, lag: int) -> bool:
+        agreed = self._step.agreed(lag)
+        if agreed is None:
+            return False
+        if agreed.interrupt or agreed.terminate:
+            self.exit_code = INTERRUPTED if agreed.interrupt else PREEMPTED
+        return self.exit_code != 0 or agreed.next_samples == 0
+
+    def _is_due(self) -> bool:
+        assert self._saver is not None and self._every is not None
+        return self.done > 0 and self.done % self._every == 0 and self._saver.saved_step != self.done
+
+    def _save_rest(self) -> None:
+        if self._saver is not None and self.done > 0 and self._saver.saved_step != self.done:
+            self._save()
+
+    def _save(self) -> Path:
+        assert self._saver is not None
+        logbook, mark = self.open(), self._ground.stopwatch.mark
+        mark("other")
+        started = time.perf_counter()
+        self._tell()
+        logbook.flush()  # what a resume will not do again has to stand in the journal
+        path = self._saver.save(self.done)
+        mark("checkpoint")
+        seconds = round(time.perf_counter() - started, 6)
+        logbook.write("checkpoint", step=self.done, samples=self.order.position, path=path.name, seconds=seconds)
+        return path
+
+    def _tell(self) -> None:
+        finished, logged = self._finished, dict(self._logged)
+        if finished is None or self._told or self._logbook is None:
+            return
+        self._told = True
+
+        def ready() -> Mapping[str, Value]:
+            # On the recorder's thread: the loop waits for nothing here.
+            return finished.values() | {name: float(value) for name, value in logged.items()}
+
+        self._logbook.record(
+            StepRecord(finished.number, finished.samples, finished.size, finished.lr, finished.seconds, ready)
+        )
+
+    def _introduce(self, logbook: Logbook) -> None:
+        if self._ground.processes.rank != 0:
+            return
+        for decision in self._ground.decisions:
+            logbook.write("decision", what=decision.what, because=decision.because)
+        size = self._ground.processes.size
+        for line in render_banner(self._ground.decisions, _shape(self.order, 1), _shape(self.order, size)):
+            logbook.say(line)
+        logbook.say(f"The run lies in {logbook.run.path}")
+
+
+def _shape(order: DataStream, num_ranks: int) -> StepShape:
+    cut = replace(order.cut, num_ranks=num_ranks)
+    whole, rest = divmod(cut.global_batch, num_ranks)
+    return StepShape(
+        num_processes=num_ranks,
+        global_batch=cut.global_batch,
+        steps_per_epoch=None if order.steps_per_epoch is None else ceil(order.steps_per_epoch),
+        total_steps=order.steps_total,
+        schedule="as the loop sets it",
+        device_batch=(whole, whole + (rest > 0)),
+        micro_steps=cut.num_micro_steps(),
+    )
+
+
+def _number(name: str, value: object) -> float | torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().clone()  # read later, on another thread
+    if isinstance(value, int | float):
+        return float(value)
+    raise TaskError(f"world.log({name}=...): expected a number, not a {type(value).__name__}")

@@ -1,0 +1,113 @@
+"""The modules of a world: the one that is trained, and frozen ones beside it."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from allranks.errors import TaskError
+from allranks.parallel.parallelize import Spread
+
+
+@final
+class OwnModels:
+    """What `world.parallelize` has spread so far."""
+
+    def __init__(self) -> None:
+        self._trained: Spread | None = None
+        self._frozen: list[Spread] = []
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._was_called = False
+
+    def check_new(self, module: nn.Module) -> None:
+        """Refuse a module that is no bare, new one, or a second one to train. Raises TaskError."""
+        name = type(module).__name__
+        if not isinstance(module, nn.Module):
+            raise TaskError(f"world.parallelize({name}): expected an nn.Module")
+        if any(member in self._known for member in module.modules()):
+            raise TaskError(
+                f"world.parallelize({name}): it, or a part of it, is spread already: call it once, on the whole model"
+            )
+        if any(isinstance(member, DistributedDataParallel | FSDPModule) for member in module.modules()):
+            raise TaskError(f"world.parallelize({name}): DDP or FSDP is around it already: pass the bare module")
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise TaskError(f"world.parallelize({name}): it has parameters on the meta device, without values")
+        if self._trained is not None and any(parameter.requires_grad for parameter in module.parameters()):
+            raise TaskError(
+                f"world.parallelize({name}): this world trains {type(self._trained.bare()).__name__} already: put both "
+                "into one nn.Module, or freeze this one first; several optimizers in turn need a Task with a `step`"
+            )
+
+    def add(self, spread: Spread) -> nn.Module:
+        """Keep a spread module; returns what is to be called."""
+        called = spread.modules[""]
+        self._known.update(called.modules())
+        if not spread.trainable():
+            self._frozen.append(spread)
+            return called
+        self._trained = spread
+        if isinstance(called, DistributedDataParallel):
+            called.register_forward_pre_hook(self._note_call)
+        return called
+
+    @property
+    def trained(self) -> Spread:
+        """The one that is trained. Raises TaskError where there is none yet."""
+        if self._trained is None:
+            raise TaskError("no model to train: call world.parallelize(model) before the loop")
+        return self._trained
+
+    def of(self, model: nn.Module) -> Spread:
+        """The trained Spread, which `model` has to be. Raises TaskError for any other."""
+        if self._trained is None or self._trained.modules[""] is not model:
+            raise TaskError(
+                f"{type(model).__name__} is not the model of this world: pass what world.parallelize(model) returned"
+            )
+        return self._trained
+
+    def all(self) -> tuple[Spread, ...]:
+        """Every Spread."""
+        return (*(() if self._trained is None else (self._trained,)), *self._frozen)
+
+    def forget_calls(self) -> None:
+        """From here on `check_called` wants a new forward."""
+        self._was_called = False
+
+    def check_called(self) -> None:
+        """Refuse a loss that was computed past DDP: nobody would reduce its gradients. Raises TaskError."""
+        if isinstance(self.trained.modules[""], DistributedDataParallel) and not self._was_called:
+            raise TaskError(
+                "this loss was computed without calling the model that world.parallelize returned, so its gradients "
+                "would stay on this rank: use `model = world.parallelize(model)`"
+            )
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Every module in evaluation mode inside; afterwards each part in its own, and nothing left gathered."""
+        modes = [
+            (part, part.training)
+            for spread in self.all()
+            for module in spread.modules.values()
+            for part in module.modules()
+        ]
+        for part, _ in modes:
+            part.training = False
+        try:
+            yield
+        finally:
+            for part, training in modes:
+                part.training = training
+            self.reshard()
+
+    def reshard(self) -> None:
+        """Drop what forwards without a backward left gathered: the next ones must see the updated parameters."""
+        for spread in self.all():
+            if spread.mesh.layout.fully_sharded:
+                spread.reshard()
+
+    def _note_call(self, *_: Any) -> None:
+        self._was_called = True

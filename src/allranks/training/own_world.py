@@ -1,0 +1,300 @@
+"""What `allranks.join` returns: this process among the others, and the calls of a loop of one's own."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from allranks.errors import ConfigError, TaskError
+from allranks.parallel.parallelize import parallelize
+from allranks.stepping.agreement import Agreement
+from allranks.stepping.optimizer import Optimizers
+from allranks.training.gather import gather_rows
+from allranks.training.own_evaluate import Measure, evaluate_own
+from allranks.training.own_forward import call_model, count_targets
+from allranks.training.own_ground import Ground
+from allranks.training.own_loop import OwnLoop
+from allranks.training.own_optimizer import make_own_optimizer
+from allranks.training.own_state import OwnState
+from allranks.training.own_step import OwnStep
+from allranks.training.own_stream import Stream, make_loop
+from allranks.training.snapshot import Contents, Stateful
+from allranks.training.stop import StopRequests
+from allranks.training.team import Team, make_team
+
+JOINED: list["World"] = []  # at most one: a process is in one world at a time
+
+
+@final
+class World:
+    """This process among the others, and what an own loop asks of them. Made by `join`; leaving its `with` ends it.
+
+    A call that is "collective" has to be made by all processes, in the same order.
+
+    Attributes:
+        rank, local_rank, size: this process's number in the world and on its host; the number of processes.
+        device: where this process computes.
+    """
+
+    def __init__(self, ground: Ground) -> None:
+        processes = ground.processes
+        self.rank, self.local_rank, self.size = processes.rank, processes.environment.local_rank, processes.size
+        self.device = ground.device
+        self._ground = ground
+        self._stops = StopRequests.install(alone=processes.environment.launcher == "none")
+        agreement = Agreement(processes.agreement, self.device)
+        self._step = OwnStep(ground.models, agreement, self.device, self._stops.seen, ground.stopwatch)
+        self._optimizers: dict[int, Optimizers] = {}
+        self._loop: OwnLoop | None = None
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def __repr__(self) -> str:
+        return f"<World rank {self.rank} of {self.size} on {self.device}, layout {self._ground.processes.mesh.layout}>"
+
+    @property
+    def weight(self) -> int:
+        """1, or 0 while the batch that is out only fills this rank's place: for your own sums over samples."""
+        return self._step.weight
+
+    @property
+    def directory(self) -> Path | None:
+        """The Run directory, once there is one: from `resume` or the first batch on."""
+        logbook = None if self._loop is None else self._loop.logbook
+        return None if logbook is None else logbook.run.path
+
+    def parallelize(self, module: nn.Module, *, blocks: Sequence[str] = (), find_unused: bool = False) -> nn.Module:
+        """Spread `module` by the layout, and return what to call; rank 0's values, streamed to all; collective.
+
+        One module with trainable parameters, and any number of frozen ones. A sharded layout works in place; under ddp
+        what is returned is DistributedDataParallel, with the module as its `.module`.
+
+        Args:
+            blocks: names of repeated blocks (globs), where they are not found by structure.
+            find_unused: whether a backward may leave trainable parameters without a gradient.
+
+        Raises:
+            TaskError: it is spread already, is a second one to train, or is not the same on every rank.
+            LayoutError: it cannot be spread in this way.
+        """
+        ground = self._ground
+        ground.models.check_new(module)
+        spread = parallelize(
+            lambda: module,
+            ground.processes.mesh,
+            ground.precision,
+            self.device,
+            source=ground.processes.first_source(),
+            seed=lambda: None,
+            blocks=blocks,
+            find_unused=find_unused,
+        )
+        ground.decisions.extend(spread.decisions)
+        return ground.models.add(spread)
+
+    def optimizer(self, model: nn.Module, kind: Callable[..., Optimizer], **settings: Any) -> Optimizer:
+        """`kind(parameters, **settings)` over the model's trainable parameters, as they are spread; fused if possible.
+
+        Raises:
+            TaskError: not this world's model, or not an optimizer of exactly these parameters.
+        """
+        made = make_own_optimizer(self._ground.models.of(model), kind, settings)
+        self._optimizers[id(made.by_name[""])] = made
+        return made.by_name[""]
+
+    def stream(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        micro_batch: int | None = None,
+        micro_steps: int | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        seed: int | None = None,
+        shuffle: bool = True,
+        workers: int = 0,
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ) -> Stream:
+        """This rank's micro-batches, on its device, in the order of law 2.
+
+        Args:
+            dataset: map-style, or iterable with a declared `order`.
+            global_batch: samples per optimizer step over the whole world.
+            micro_batch: samples per forward; None: this rank's whole share at once.
+            micro_steps: forwards per step instead, for batch statistics or a loss that couples samples.
+            epochs, steps: the end, counted from the first start of the run; neither: one epoch.
+            seed: of order and randomness; None: join's.
+            workers: processes that load.
+
+        Raises:
+            TaskError: there is a stream already. DataError, LayoutError, ConfigError: the dataset or the numbers.
+        """
+        if self._loop is not None:
+            raise TaskError("world.stream() was called already: a world has one (world.evaluate takes a dataset)")
+        cut = {"global_batch": global_batch, "micro_batch": micro_batch, "micro_steps": micro_steps}
+        numbers = cut | {"epochs": epochs, "steps": steps, "seed": seed}
+        ground, step = self._ground, self._step
+        self._loop = make_loop(ground, step, dataset, numbers, collate=collate, shuffle=shuffle, workers=workers)
+        return Stream(self._loop)
+
+    def resume(self, model: nn.Module, optimizer: Optimizer, stream: Stream, **others: Stateful) -> int:
+        """Name what is kept, and take it from the run's newest good checkpoint, if there is one; collective.
+
+        From here on a checkpoint is written by `save`, at the end of the stream, and where a stop was agreed.
+
+        Args:
+            others: objects with `state_dict` and `load_state_dict` of JSON values, such as `scheduler=scheduler`.
+
+        Returns:
+            The step at which it stands; 0 for a new run.
+
+        Raises:
+            TaskError: one of the three is not this world's, or it is too late. CheckpointError: it does not fit.
+            RunError: the Run directory refuses.
+        """
+        loop = self._need_loop("world.resume()")
+        spread, optimizers = self._ground.models.of(model), self._own(optimizer)
+        if not isinstance(stream, Stream) or not stream.belongs_to(loop):  # type: ignore[redundant-expr]
+            raise TaskError("world.resume(): pass the stream that world.stream(...) returned")
+        state = OwnState(spread, optimizers.by_name[""], others, loop.say)
+        return loop.resume(Contents(spread, optimizers, loop.order, extra={}, task=state))
+
+    def backward(self, loss: torch.Tensor, targets: int) -> None:
+        """Accumulate the gradients of `loss`, a SUM over `targets` targets; the step's last batch reduces; collective.
+
+        Raises:
+            TaskError: no batch is out, or it had its backward; the loss is not one number with a gradient.
+        """
+        self._step.backward(loss, targets)
+
+    def step(self, optimizer: Optimizer, max_norm: float | None = None) -> bool:
+        """On the step's last batch: agree the count of targets, divide once, clip, update; whether it did; collective.
+
+        Raises:
+            TaskError: the optimizer is not this world's, or this batch had no backward.
+        """
+        loop = self._need_loop("world.step()")
+        if max_norm is not None and not max_norm > 0:
+            raise ConfigError(f"world.step(max_norm={max_norm}): expected a norm above 0, or None for no clipping")
+        finished = self._step.step(self._own(optimizer), max_norm)
+        if finished is not None:
+            loop.finished(finished)
+        return finished is not None
+
+    def save(self, every: int = 1) -> Path | None:
+        """Write a checkpoint after every `every`-th step; its path where that was now; collective.
+
+        Raises:
+            TaskError: `resume` has not named what is kept. CheckpointError: it cannot be written.
+        """
+        return self._need_loop("world.save()").save(every)
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Rank 0's numbers, into this step's line of the journal and TensorBoard; what stands there anyway is left out.
+
+        The loss does (the world's, per target), and the learning rate and gradient norm. After the loop, the numbers
+        are recorded as an evaluation.
+        """
+        self._need_loop("world.log()").log(values)
+
+    def run(self, batch: Any, loss: Callable[[Any, Any], torch.Tensor], *, targets: int | None = None) -> torch.Tensor:
+        """Forward, `loss(output, batch)` (a SUM over targets) and backward in one call; the loss; collective.
+
+        Forward's arguments and the number of targets are found as for a Task.
+        """
+        value = loss(call_model(self._ground.models.trained, batch), batch)
+        self.backward(value, count_targets(batch) if targets is None else targets)
+        return value.detach()
+
+    def evaluate(
+        self,
+        dataset: Any,
+        measure: Measure,
+        *,
+        batch: int,
+        micro_batch: int | None = None,
+        workers: int = 0,
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ) -> dict[str, float]:
+        """Every sample of `dataset` once, none twice, the model in evaluation mode; recorded; collective.
+
+        Args:
+            measure: batch -> {name: (sum, count)}, the same names on every rank; called without gradients.
+            batch: samples at a time over the whole world; `micro_batch` in a forward.
+
+        Returns:
+            {name: the world's sum / the world's count}.
+        """
+        started = time.perf_counter()
+        loading = {"batch_size": batch, "micro_batch": micro_batch, "workers": workers, "collate": collate}
+        found = evaluate_own(self._ground, self._step, dataset, measure, **loading)
+        if self._loop is not None:
+            self._loop.evaluated(found, time.perf_counter() - started)
+        return found
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows (dim 0) of all data-parallel ranks, in rank order, with gradients; collective, its backward too.
+
+        Each rank may bring another number of rows; one whose batch only fills its place brings none.
+        """
+        return gather_rows(rows if self.weight else rows[:0], self._ground.processes.data_group)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of this rank along an axis of the layout. LayoutError where the layout has no such axis."""
+        return self._ground.processes.mesh.group(axis)
+
+    def team(self, ranks: Sequence[int]) -> Team:
+        """A group of ranks; called by all ranks, members or not, in the same order; collective. LayoutError if not."""
+        return make_team(ranks, self._ground.processes)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the world, as the end of its `with` does; collective where there was no `error`.
+
+        Raises:
+            SystemExit: 130 or 75, where a stop was agreed (Ctrl-C, SIGTERM).
+        """
+        if self not in JOINED:
+            return
+        try:
+            if self._loop is not None and error is None:
+                self._loop.finish()
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            try:
+                if self._loop is not None:
+                    self._loop.close(error)
+            finally:
+                self._stops.restore()
+                if self._ground.leave(failed=error is not None):
+                    JOINED.remove(self)
+        if error is None and self._loop is not None and self._loop.exit_code:
+            raise SystemExit(self._loop.exit_code)
+
+    def _need_loop(self, call: str) -> OwnLoop:
+        if self._loop is None:
+            raise TaskError(f"{call} before world.stream(...): it belongs into the loop over a stream")
+        return self._loop
+
+    def _own(self, optimizer: Optimizer) -> Optimizers:
+        if id(optimizer) not in self._optimizers:
+            raise TaskError(
+                f"{type(optimizer).__name__} is not an optimizer of this world: make it by world.optimizer(model, "
+                f"{type(optimizer).__name__}, ...)"
+            )
+        return self._optimizers[id(optimizer)]

@@ -1,0 +1,189 @@
+"""From what was asked to what will run: config, Task and Run directory, checked before anything starts."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from allranks import __version__
+from allranks.config import Config, check_resumable, override_config, read_task_spec, resolve_config
+from allranks.data.cut import Cut
+from allranks.errors import ConfigError, RunError
+from allranks.layout import Layout, num_processes, render_layout
+from allranks.request import TrainRequest
+from allranks.run import Run
+from allranks.task import Task, TaskSpec, load_task
+from allranks.training.load import make_task
+from allranks.verdict import Decision
+
+RUNS = Path("runs")
+DEMO_NAME = "demo"
+CPU_PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a request means.
+
+    Attributes:
+        config: resolved.
+        spec: where the Task is, absolute; None for the built-in demo.
+        task: the Task with its settings.
+        kept: the Run that is continued, or None for a new one.
+    """
+
+    config: Config
+    spec: str | None
+    task: Task
+    kept: Run | None
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        return DEMO_NAME if self.spec is None else type(self.task).__name__.lower()
+
+
+def prepare(request: TrainRequest) -> Prepared:
+    """Resolve a request. Raises the errors of bad input that can be seen before a worker starts."""
+    if request.run is not None and request.resume is not None:
+        both = "--run and --resume both name a directory"
+        raise ConfigError(f"{both}: --run starts or continues, --resume only continues")
+    if request.resume is not None:
+        return _prepare_resume(request, Run.open(request.resume))
+    spec = _spec(request)
+    defaults = type(load_task(spec, _settings(request))).defaults
+    kept = _existing(request.run)
+    old = None if kept is None else kept.config()
+    config = resolve_config(
+        task_defaults=defaults, toml=request.toml, overrides=request.overrides, layout=request.layout, kept=old
+    )
+    if kept is not None and old is not None:
+        _check_same_task(kept, spec)
+        check_resumable(old, config, request.change)
+    return Prepared(config, spec, make_task(spec, config), kept)
+
+
+def choose_processes(prepared: Prepared, request: TrainRequest, nodes: int = 1) -> tuple[int, Decision]:
+    """How many processes this machine starts, with because."""
+    if request.nproc is not None:
+        return request.nproc, Decision(_count(request.nproc), "--nproc says so")
+    config = prepared.config
+    gpus = torch.cuda.device_count() if request.device != "cpu" else 0
+    before = 0 if prepared.kept is None else last_world_size(prepared.kept)
+    if before and (not gpus or before <= gpus):
+        available, because = before, "that is how many it had before"
+    elif gpus:
+        available, because = gpus, f"this machine has {gpus} GPU(s)"
+    else:
+        available, because = CPU_PROCESSES, "there is no GPU, and two processes show what more would do"
+    chosen = num_processes(config.layout, available, nodes)
+    if chosen != available:
+        because = f"the layout {render_layout(config.layout)} asks for it"
+    elif not config.layout.chosen and chosen > config.train.global_batch:
+        chosen, because = config.train.global_batch, f"train.global_batch={chosen} gives no more than that a sample"
+    return chosen, Decision(_count(chosen), because)
+
+
+def last_world_size(run: Run) -> int:
+    """The processes of the run's last attempt, or 0 where it had none."""
+    starts = [event for event in run.events(0) if event["event"] == "start"]
+    return int(starts[-1]["world_size"]) if starts else 0
+
+
+def resolve_layout(config: Config, world_size: int, nodes: int = 1) -> Layout:
+    """The Layout of a world, refused where its degrees do not fit, or leave a rank without a sample."""
+    layout = Layout.resolve(config.layout, world_size, nodes)
+    layout.supported_here()
+    Cut(config.train.global_batch, layout.dp, config.train.micro_batch, config.train.micro_steps)
+    return layout
+
+
+def show_cut(config: Config, layout: Layout) -> dict[str, object]:
+    """How a full step is cut: samples over micro-steps and data-parallel ranks."""
+    train = config.train
+    cut = Cut(train.global_batch, layout.dp, train.micro_batch, train.micro_steps)
+    shares = [sum(length for _, length in cut.spans(train.global_batch, rank)) for rank in range(layout.dp)]
+    return {
+        "global batch": f"{train.global_batch} samples",
+        "data-parallel ranks": layout.dp,
+        "micro-steps": cut.num_micro_steps(),
+        "samples per rank": shares if len(shares) <= 8 else f"{min(shares)} to {max(shares)}",
+    }
+
+
+def open_run(prepared: Prepared, request: TrainRequest) -> Run:
+    """The Run directory, new or continued, leased to this process, with the resolved config in it."""
+    if prepared.kept is not None:
+        prepared.kept.acquire()
+        prepared.kept.write_config(prepared.config)
+        return prepared.kept
+    facts: dict[str, Any] = {
+        "task": prepared.spec or "allranks.training.demo:Text",
+        "allranks": __version__,
+        "torch": torch.__version__,
+        "argv": sys.argv,
+        "config_digest": config_digest(prepared.config),
+    }
+    run = Run.create(RUNS, prepared.name, prepared.config, facts, directory=request.run)
+    run.acquire()
+    return run
+
+
+def config_digest(config: Config) -> str:
+    """A short name of a config's content."""
+    text = json.dumps(config.flat(), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _prepare_resume(request: TrainRequest, kept: Run) -> Prepared:
+    if request.toml is not None:
+        raise ConfigError(f"--resume takes the config of {kept.path}; give single keys instead of {request.toml}")
+    if request.task_spec is not None:
+        _check_same_task(kept, _absolute(request.task_spec, Path.cwd()))
+    old = kept.config()
+    config = override_config(old, request.overrides, request.layout)
+    check_resumable(old, config, request.change)
+    return Prepared(config, kept.task, make_task(kept.task, config), kept)
+
+
+def _existing(path: Path | None) -> Run | None:
+    if path is None or not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return None
+    return Run.open(path)
+
+
+def _spec(request: TrainRequest) -> str | None:
+    if request.task_spec is not None:
+        return _absolute(request.task_spec, Path.cwd())
+    named = read_task_spec(request.toml) if request.toml is not None else None
+    return None if named is None else _absolute(named, Path.cwd())
+
+
+def _absolute(spec: str, folder: Path) -> str:
+    return str(TaskSpec.parse(spec, folder))
+
+
+def _settings(request: TrainRequest) -> dict[str, object]:
+    """Settings given so far, enough to make the Task and read its defaults."""
+    config = resolve_config(task_defaults={}, toml=request.toml, overrides=request.overrides, layout=request.layout)
+    return dict(config.task)
+
+
+def _check_same_task(kept: Run, spec: str | None) -> None:
+    asked = spec or "allranks.training.demo:Text"
+    if asked.partition(":")[0] != kept.task.partition(":")[0] or _differ(asked, kept.task):
+        raise RunError(f"{kept.path} is a run of {kept.task}, not of {asked}: name another directory, or that task")
+
+
+def _differ(asked: str, kept: str) -> bool:
+    names: Sequence[str] = (asked.partition(":")[2], kept.partition(":")[2])
+    return all(names) and names[0] != names[1]
+
+
+def _count(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"

@@ -1,0 +1,148 @@
+"""The training loop, and what happens at its boundaries."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, final
+
+from allranks.data.micro_step import StepBatch
+from allranks.observing.counters import Stopwatch
+from allranks.observing.progress import ProgressLine
+from allranks.observing.recorder import Recorder, StepRecord, Value
+from allranks.stepping.agreement import Agreed, Pending
+from allranks.stepping.session import Session
+from allranks.stepping.step import Outcome
+from allranks.training.snapshot import Saver
+from allranks.training.validate import validate
+
+Reason = Literal["done", "interrupted", "terminated"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a training ended.
+
+    Attributes:
+        reason: done, or stopped at a step boundary on request, after saving.
+        step: optimizer steps done since the first start.
+        validation: the last evaluation, by metric; empty where there was none.
+    """
+
+    reason: Reason
+    step: int
+    validation: Mapping[str, float]
+
+
+@final
+class Trainer:
+    """One training from the stream's position to its end.
+
+    Args:
+        saver: writes checkpoints; collective.
+        recorder: rank 0's pen; None elsewhere.
+        progress: rank 0's line; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        saver: Saver,
+        stopwatch: Stopwatch,
+        recorder: Recorder | None,
+        progress: ProgressLine | None,
+    ) -> None:
+        self._session = session
+        self._saver = saver
+        self._stopwatch = stopwatch
+        self._recorder = recorder
+        self._progress = progress
+        self._validation: dict[str, float] = {}
+        self._evaluated_at = -1
+        # On CUDA the host runs ahead of the device and reads an agreement a step later; on the CPU it is there already.
+        self._lag = 1 if session.processes.device.type == "cuda" else 0
+
+    def train(self) -> Ending:
+        """Step until the data or the steps end, or a stop is agreed; evaluate and save at the end; collective."""
+        session = self._session
+        self._stopwatch.mark("other")
+        with session.loader() as loader:
+            batch = next(loader, None)
+            before = session.step.agree_first(batch) if batch is not None else None
+            older = before
+            done = session.stream.position
+            self._stopwatch.mark("input")
+            while batch is not None and before is not None and older is not None:
+                agreed = (older if self._lag else before).read()
+                reason = self._stop(agreed, batch)
+                if reason is not None:
+                    return self._end(reason, batch.step)
+                started = time.perf_counter()
+                outcome = session.step.run(batch, before, lambda: next(loader, None))
+                session.stream.take(batch)
+                self._record(batch, before, outcome, started)
+                done = batch.step + 1
+                self._boundary(done)
+                older, before, batch = before, outcome.pending, outcome.upcoming
+        return self._end("done", done)
+
+    def _stop(self, agreed: Agreed, batch: StepBatch) -> Reason | None:
+        if agreed.interrupt:
+            return "interrupted"
+        if agreed.terminate:
+            return "terminated"
+        # Data that shards itself has ended when no rank has a sample left.
+        return "done" if batch.exhausted and agreed.next_samples == 0 else None
+
+    def _boundary(self, step: int) -> None:
+        evaluate_every = self._session.config.evaluate.every
+        if evaluate_every and step % evaluate_every == 0:
+            self._evaluate(step)
+        if self._saver.due(step):
+            self._save(step)
+
+    def _end(self, reason: Reason, step: int) -> Ending:
+        if reason == "done" and self._session.config.evaluate.every != 0 and self._evaluated_at != step:
+            self._evaluate(step)
+        if self._saver.saved_step != step:
+            self._save(step)
+        if self._progress is not None:
+            self._progress.close()
+        return Ending(reason, step, self._validation)
+
+    def _evaluate(self, step: int) -> None:
+        started = time.perf_counter()
+        found = validate(self._session)
+        self._stopwatch.mark("evaluation")
+        if not found:
+            return
+        self._validation, self._evaluated_at = found, step
+        if self._recorder is not None:
+            seconds = round(time.perf_counter() - started, 6)
+            samples = self._session.stream.position
+            self._recorder.write("evaluation", step=step, samples=samples, metrics=found, seconds=seconds)
+
+    def _save(self, step: int) -> None:
+        started = time.perf_counter()
+        if self._recorder is not None:
+            self._recorder.flush()
+        path = self._saver.save(step)
+        self._stopwatch.mark("checkpoint")
+        if self._recorder is not None:
+            seconds = round(time.perf_counter() - started, 6)
+            samples = self._session.stream.position
+            self._recorder.write("checkpoint", step=step, samples=samples, path=path.name, seconds=seconds)
+
+    def _record(self, batch: StepBatch, before: Pending, outcome: Outcome, started: float) -> None:
+        if self._recorder is None:
+            return
+        seconds = time.perf_counter() - started
+        step, samples = batch.step + 1, batch.position + batch.size
+
+        def ready() -> Mapping[str, Value]:
+            # On the recorder's thread: the loop waits for nothing here.
+            values = outcome.values(before, batch.size)
+            if self._progress is not None:
+                self._progress.update(step, float(values["loss"]), batch.size / seconds)
+            return values
+
+        self._recorder.record(StepRecord(step, samples, batch.size, outcome.lr, seconds, ready))

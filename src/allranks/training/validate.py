@@ -1,0 +1,25 @@
+"""The validation split, measured exactly."""
+
+from allranks.data.evaluation import evaluation_batches
+from allranks.stepping.evaluate import evaluate
+from allranks.stepping.session import Session, draws
+
+
+def validate(session: Session) -> dict[str, float]:
+    """Mean loss per target and the Task's metrics over the validation split; {} where there is none; collective."""
+    if session.validation is None:
+        return {}
+    cut = session.stream.cut
+    batches = evaluation_batches(
+        session.validation,
+        batch_size=cut.global_batch,
+        num_ranks=cut.num_ranks,
+        micro_batch=cut.micro_batch,
+        dp_rank=session.stream.dp_rank,
+        seed=session.config.train.seed,
+        collate=session.task.collate,
+        workers=session.config.data.workers,
+        count_targets=session.count_targets,
+        draws=draws(session.validation),
+    )
+    return evaluate(session.forward, batches, session.processes.data_group)

@@ -1,0 +1,199 @@
+"""The process that trains: one per rank, started by the command's agent, by torchrun, srun or mpirun."""
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.errors import RunError
+from allranks.launching.environment import read_environment
+from allranks.observing.counters import Stopwatch
+from allranks.observing.journal import Journal
+from allranks.observing.memory import peak_memory_bytes
+from allranks.observing.progress import ProgressLine
+from allranks.observing.recorder import Recorder
+from allranks.parallel.backend import choose_device, start, stop
+from allranks.request import TrainRequest
+from allranks.run import Run
+from allranks.stepping.schedule import Schedule
+from allranks.stepping.session import Session, assemble
+from allranks.stepping.world import Processes, gather_processes
+from allranks.training.load import task_of_run
+from allranks.training.logs import log_of_rank
+from allranks.training.prepare import Prepared, open_run, prepare, resolve_layout
+from allranks.training.screen import Screen
+from allranks.training.snapshot import Contents, Saver, find_checkpoint
+from allranks.training.stop import StopRequests
+from allranks.training.trainer import Ending, Trainer
+from allranks.verdict import Decision
+
+BACKEND_TIMEOUT_SECONDS = 600.0
+EXIT_CODES = {"done": 0, "interrupted": 130, "terminated": 75}
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a worker is told.
+
+    Attributes:
+        request: what was asked.
+        run: the Run directory that the command has made and leased; None where an outside launcher started the ranks.
+        decisions: what the command chose, for the banner.
+    """
+
+    request: TrainRequest
+    run: Path | None = None
+    decisions: tuple[Decision, ...] = ()
+
+
+def work(assignment: Assignment) -> int:
+    """Train as one rank of the world that the environment describes; returns the exit code of design.md section 6."""
+    stops = StopRequests.install()
+    environment = read_environment(os.environ)
+    prepared = _prepared(assignment)
+    layout = resolve_layout(prepared.config, environment.world_size, environment.num_nodes)
+    choice = choose_device(environment, assignment.request.device, prepared.config.train.backend)
+    start(environment, choice, timeout_seconds=BACKEND_TIMEOUT_SECONDS)
+    try:
+        processes = gather_processes(environment, choice, layout)
+        run = _join_run(assignment, prepared, processes)
+        with log_of_rank(run.log(processes.rank), rank=processes.rank):
+            return _Training(assignment, prepared, processes, run, stops).go()
+    finally:
+        stop()
+
+
+class _Training:
+    """One rank's way through a run: assemble, resume, train, close."""
+
+    def __init__(
+        self, assignment: Assignment, prepared: Prepared, processes: Processes, run: Run, stops: StopRequests
+    ) -> None:
+        self._assignment = assignment
+        self._prepared = prepared
+        self._processes = processes
+        self._run = run
+        self._stops = stops
+        self._stopwatch = Stopwatch()
+        self._first = processes.rank == 0
+        self._journal = Journal(run.journal(processes.rank), processes.rank)
+        self._screen = Screen(json=assignment.request.json) if self._first else None
+
+    def go(self) -> int:
+        """Train to the end; the exit code."""
+        self._tell_start()
+        try:
+            checkpoint, skipped = find_checkpoint(self._run.checkpoints, self._run.id, self._processes)
+            session = assemble(
+                self._prepared.task,
+                self._prepared.config,
+                self._processes,
+                self._stopwatch,
+                self._stops.seen,
+                kept_schedule=None if checkpoint is None else Schedule(**checkpoint.manifest.state["schedule"]),
+            )
+            contents = Contents(
+                session.spread,
+                session.optimizers,
+                session.stream,
+                extra={"schedule": session.schedule.state_dict()},
+                task=session.task,
+            )
+            resumed_step = self._resume(contents, checkpoint, skipped)
+            ending = self._loop(session, contents, resumed_step)
+        except BaseException as error:
+            self._tell_end("failed", error)
+            raise
+        self._tell_end("done" if ending.reason == "done" else "stopped", None)
+        if self._screen is not None:
+            self._screen.close_run(self._run, self._prepared.task, ending)
+        return EXIT_CODES[ending.reason]
+
+    def _loop(self, session: Session, contents: Contents, resumed_step: int) -> Ending:
+        config, run = self._prepared.config, self._run
+        saver = Saver(contents, self._processes, config.checkpoint, run.checkpoints, run.id, run.attempts)
+        saver.saved_step = resumed_step if resumed_step > 0 else -1
+        recorder = progress = None
+        if self._screen is not None:
+            decisions = (*self._assignment.decisions, *session.decisions)
+            for decision in decisions:
+                self._journal.write("decision", what=decision.what, because=decision.because)
+            self._screen.open_run(run, session, decisions)
+            progress = ProgressLine(session.stream.steps_total, first_step=resumed_step, console=self._screen.console)
+            recorder = Recorder(
+                self._journal,
+                tensorboard=run.tensorboard if config.track.tensorboard else None,
+                purge_from=resumed_step + 1 if run.attempts > 1 else None,
+                memory=lambda: peak_memory_bytes(self._processes.device),
+            )
+        try:
+            return Trainer(session, saver, self._stopwatch, recorder, progress).train()
+        finally:
+            if progress is not None:
+                progress.close()
+            if recorder is not None:
+                recorder.close()
+
+    def _resume(self, contents: Contents, checkpoint: Checkpoint | None, skipped: list[str]) -> int:
+        """Take the checkpoint's state, if there is one; the step at which it stands, or 0."""
+        if self._screen is not None:
+            for reason in skipped:
+                self._screen.warn(f"passed over a newer checkpoint: {reason}")
+        if checkpoint is None:
+            return 0
+        contents.load(checkpoint)
+        manifest = checkpoint.manifest
+        if self._screen is not None:
+            self._journal.write("resume", step=manifest.step, samples=manifest.samples, path=checkpoint.path.name)
+            self._screen.say(
+                f"resumed at step {manifest.step:,}, sample {manifest.samples:,}, from {checkpoint.path.name}"
+            )
+        return manifest.step
+
+    def _tell_start(self) -> None:
+        environment, processes = self._processes.environment, self._processes
+        self._journal.write(
+            "start",
+            rank=processes.rank,
+            local_rank=environment.local_rank,
+            world_size=processes.size,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            device=str(processes.device),
+            layout=str(processes.mesh.layout),
+            attempt=self._run.attempts,
+        )
+
+    def _tell_end(self, reason: str, error: BaseException | None) -> None:
+        seconds = self._stopwatch.totals()
+        memory = peak_memory_bytes(self._processes.device)
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        self._journal.write("end", reason=reason, seconds=seconds, memory_bytes=memory, error=text)
+
+
+def _prepared(assignment: Assignment) -> Prepared:
+    if assignment.run is None:
+        return prepare(assignment.request)
+    run = Run.open(assignment.run)
+    return Prepared(run.config(), run.task, task_of_run(run), run)
+
+
+def _join_run(assignment: Assignment, prepared: Prepared, processes: Processes) -> Run:
+    """The Run on every rank. Where no command made it, rank 0 does, and holds its lease; collective then."""
+    if assignment.run is not None:
+        assert prepared.kept is not None
+        return prepared.kept
+    found: dict[str, str] = {}
+    run: Run | None = None
+    if processes.rank == 0:
+        try:
+            run = open_run(prepared, assignment.request)
+            run.begin_attempt()
+            found = {"path": str(run.path.resolve())}
+        except RunError as error:
+            found = {"error": str(error)}
+    found = processes.share(found)
+    if "error" in found:
+        raise RunError(found["error"])
+    return run if run is not None else Run.open(Path(found["path"]))

@@ -1,0 +1,77 @@
+"""A model as one file that any program reads; and damage that only tensor digests see."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from allranks.checkpointing.checkpoint import Checkpoint, seal, verify_files
+from allranks.checkpointing.manifest import render_manifest
+from allranks.cli.checkpoint_tensors import check_everything, export_model
+from allranks.errors import CheckpointError, ConfigError
+from allranks.parameter_map import Box, Entry
+from tests.checkpointing.worlds import Pairs, save_alone
+
+
+class Tied(nn.Module):
+    """Two layers that share a weight, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 4)
+        self.head = nn.Linear(4, 3)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+
+
+def entry(name: str, tensor: torch.Tensor) -> Entry:
+    shape = tuple(tensor.shape)
+    return Entry(name, shape, str(tensor.dtype).removeprefix("torch."), Box.whole(shape), (0,))
+
+
+def save_model(directory: Path, model: nn.Module) -> Checkpoint:
+    state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    pairs: Pairs = [(entry(f"model.{name}", value), value) for name, value in state.items()]
+    pairs.append((entry("optimizer.exp_avg.scale", torch.ones(())), torch.ones(())))
+    return save_alone(directory, pairs=pairs)
+
+
+def test_the_exported_file_loads_into_the_model(tmp_path: Path) -> None:
+    model = Tied()
+    names = export_model(save_model(tmp_path, model), tmp_path / "out.safetensors")
+    assert sorted(names) == ["embedding.weight", "head.bias", "head.weight", "scale"]
+    fresh = Tied()
+    fresh.load_state_dict(load_file(tmp_path / "out.safetensors"), strict=True)
+    assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_a_checkpoint_without_a_model_is_refused(tmp_path: Path) -> None:
+    value = torch.ones(2)
+    checkpoint = save_alone(tmp_path, pairs=[(entry("optimizer.x", value), value)], aliases={})
+    with pytest.raises(CheckpointError, match="holds no tensor of a model"):
+        export_model(checkpoint, tmp_path / "out.safetensors")
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    checkpoint = save_model(tmp_path / "checkpoints", Tied())
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        export_model(checkpoint, tmp_path / "file" / "out.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "file"]
+
+
+def test_a_tensor_digest_that_differs_is_seen_although_every_file_is_good(tmp_path: Path) -> None:
+    checkpoint = save_model(tmp_path, Tied())
+    check_everything(checkpoint)
+    record = checkpoint.manifest.tensors["model.scale"]
+    other = record.model_copy(update={"digest": "0" * 16})
+    tensors = {**checkpoint.manifest.tensors, "model.scale": other}
+    text = render_manifest(checkpoint.manifest.model_copy(update={"tensors": tensors}))
+    (checkpoint.path / "manifest.json").write_text(text)
+    (checkpoint.path / "COMMITTED").write_bytes(seal(text.encode()))
+    altered = Checkpoint.open(checkpoint.path)
+    verify_files(altered)
+    with pytest.raises(CheckpointError, match=r"model\.scale"):
+        check_everything(altered)

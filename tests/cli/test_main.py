@@ -1,0 +1,111 @@
+"""How the program answers as a whole: help, version, usage errors, exit codes; and what it never imports."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import allranks
+from allranks.cli import main as program
+from allranks.cli.main import main
+from allranks.errors import CheckpointError
+
+HEAVY = ("torch", "numpy", "pydantic", "rich", "tensorboard")
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["checkpoint", "verify", "--help"], ["--version"]])
+def test_help_and_version_import_nothing_heavy(words: list[str]) -> None:
+    code = f"""if True:
+        import sys
+        from allranks.cli.main import main
+        assert main({words!r}) == 0
+        print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # typer itself takes pydantic to convert values.
+    assert done.stderr in ("[]\n", "['pydantic']\n")
+    assert done.stdout
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_help_names_every_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()] == [
+        "train",
+        "new",
+        "report",
+        "checkpoint",
+    ]
+
+
+def test_a_group_without_a_command_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint"]) == 0
+    assert "verify  Read every byte" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"allranks {allranks.__version__}\n"
+
+
+USAGE = [
+    (["trian"], "no such command 'trian'. Did you mean 'train'?"),
+    (["qqqq"], "no such command 'qqqq'. `allranks --help` lists the commands."),
+    (["checkpoint", "verfy"], "no such command 'verfy'. Did you mean 'verify'?"),
+    (["mine.py", "train.steps=3"], "no such command 'mine.py'; did you mean 'allranks train mine.py train.steps=3'?"),
+    (["train", "--layuot", "ddp"], "no such option: --layuot (Possible options: --layout)"),
+    (["train", "--nproc", "0"], "invalid value for '--nproc': Input should be greater than or equal to 1"),
+    (["train", "--nproc"], "option '--nproc' requires an argument."),
+    (["train", "--device", "tpu"], "invalid value for '--device': 'tpu' is not one of 'auto', 'cpu', 'cuda'."),
+    (["report"], "missing argument 'RUN'."),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), USAGE, ids=[" ".join(words) for words, _ in USAGE])
+def test_a_usage_error_is_one_line_and_exit_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr() == ("", f"allranks: error: {message}\n")
+
+
+def test_a_usage_error_with_json_is_a_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--json", "--layuot"]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["error"] == "no such option: --layuot (Possible options: --layout)"
+    assert len(err.splitlines()) == 1
+
+
+def test_an_error_of_ours_becomes_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raise_error(**_: object) -> int:
+        raise CheckpointError("step-3 is torn; the one before is whole")
+
+    monkeypatch.setattr(program, "app", raise_error)
+    assert main(["train"]) == 78
+    assert capsys.readouterr().err == "allranks: error: step-3 is torn; the one before is whole\n"
+
+
+def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(**_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "app", interrupt)
+    assert main(["train"]) == 130
+
+
+def test_what_is_nobodys_fault_but_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(program, "app", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["train"])

@@ -1,0 +1,31 @@
+"""Errors as one line and one document; tables that nothing is cut from."""
+
+import json
+
+import pytest
+
+from allranks.cli.output import print_error, print_json, print_table
+from allranks.errors import RunError
+
+
+def test_an_error_is_one_line_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_error(RunError("runs/x is no run"), json=False) == 78
+    assert capsys.readouterr() == ("", "allranks: error: runs/x is no run\n")
+
+
+def test_with_json_an_error_is_also_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(RunError("runs/x is no run"), json=True)
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"error": "runs/x is no run", "kind": "RunError", "exit_code": 78}
+    assert err == "allranks: error: runs/x is no run\n"
+
+
+def test_json_is_strict() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        print_json({"loss": float("nan")})
+
+
+def test_a_table_lines_up_and_cuts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("name", "n"), [("a" * 300, "1"), ("b", "")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["name" + " " * 298 + "n", "a" * 300 + "  1", "b"]

@@ -1,0 +1,210 @@
+"""`allranks train`: whole runs in real processes, with real signals."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from allranks.cli.main import main
+from allranks.run import Run
+from allranks.surviving import forkserver
+from tests.commands import (
+    POINTS,
+    alive,
+    allranks,
+    environment,
+    running,
+    steps,
+    tensor_digests,
+    wait_for,
+    worker_pids,
+)
+from tests.free_port import free_port
+
+QUICK = ("train.steps=20", "train.global_batch=10", "optimizer.lr=0.05", "schedule.name=cosine", "schedule.warmup=3")
+
+
+def test_a_run_from_start_to_report(tmp_path: Path) -> None:
+    ran = allranks("train", POINTS, *QUICK, "--run", "run", "--json", folder=tmp_path)
+    document = json.loads(ran.stdout)
+    assert document["reason"] == "done" and document["step"] == 20
+    assert 0 < document["validation"]["accuracy"] <= 1
+    assert "What 2 processes change" in ran.stderr and "because" in ran.stderr
+
+    run = Run.open(tmp_path / "run")
+    start, *_ = run.events()
+    assert start["event"] == "start" and start["world_size"] == 2 and run.ranks() == [0, 1]
+    assert list(steps(run.path)) == list(range(1, 21))
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000020"]
+    assert run.config().train.steps == 20
+    assert run.log(1).is_file() and "resumed" not in run.log(0).read_text()
+
+    report = json.loads(allranks("report", "run", "--json", folder=tmp_path).stdout)
+    assert report["state"] == "done" and report["step"] == 20
+    checkpoints = json.loads(allranks("checkpoint", "verify", "run", "--json", folder=tmp_path).stdout)
+    assert checkpoints
+
+
+def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    allranks("train", POINTS, *QUICK, "checkpoint.every=8", "--run", "run", folder=tmp_path)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000020")
+    allranks("train", "--resume", "run", folder=tmp_path)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert {"train/loss", "train/lr", "train/grad_norm", "train/samples_per_second"} <= set(tags)
+    assert {"validation/accuracy", "validation/loss"} <= set(tags)
+    assert [point.step for point in events.Scalars("train/loss")] == list(range(1, 21))
+
+
+@pytest.mark.parametrize(
+    ("nproc", "layout", "more"),
+    [
+        (2, "ddp", ()),
+        (4, "ddp", ("layout.static_graph=true",)),
+        pytest.param(4, "ddp", (), marks=pytest.mark.full),
+        pytest.param(2, "fsdp", (), marks=pytest.mark.full),
+        pytest.param(4, "dp_replicate=2,dp_shard=2", (), marks=pytest.mark.full),
+    ],
+)
+def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(
+    tmp_path: Path, nproc: int, layout: str, more: tuple[str, ...]
+) -> None:
+    settings = (*QUICK, *more, "checkpoint.every=4", "checkpoint.keep=9", "--layout", layout, "--nproc", str(nproc))
+    allranks("train", POINTS, *settings, "--run", "whole", folder=tmp_path)
+    killed = tmp_path / "killed"
+    with running("train", POINTS, *settings, "task.pause=0.1", "--run", "killed", folder=tmp_path) as command:
+        wait_for(lambda: max(steps(killed), default=0) >= 10, "step 10")
+        command.send_signal(signal.SIGKILL)
+        wait_for(lambda: not any(map(alive, worker_pids(killed))), "the end of the workers", seconds=2.0)
+    done = max(steps(killed))
+    assert done < 20
+    allranks("train", "--resume", "killed", "task.pause=0", "--change", "task.pause", folder=tmp_path)
+
+    assert tensor_digests(killed, 20) == tensor_digests(tmp_path / "whole", 20)
+    ours, theirs = steps(killed), steps(tmp_path / "whole")
+    for name in ("loss", "grad_norm", "ledger", "lr", "samples"):
+        assert {step: event[name] for step, event in ours.items()} == {
+            step: event[name] for step, event in theirs.items()
+        }
+
+
+def test_resumed_at_other_sizes_and_layouts_sees_the_same_samples(tmp_path: Path) -> None:
+    exact = (
+        "train.precision=float64",
+        "train.global_batch=11",
+        "task.width=5",
+        "optimizer.name=sgd",
+        "optimizer.lr=0.1",
+    )
+    settings = (*exact, "checkpoint.keep=9", "schedule.steps=16")
+    no_dropout = str(Path(POINTS).with_name("plain_points.py"))
+    allranks("train", no_dropout, *settings, "train.steps=16", "--nproc", "1", "--run", "one", folder=tmp_path)
+    moved = ("--run", "moved")
+    allranks("train", no_dropout, *settings, "train.steps=4", "--nproc", "2", *moved, folder=tmp_path)
+    for total, nproc, layout in ((8, "3", "ddp"), (12, "1", "single"), (16, "2", "fsdp")):
+        more = ("--nproc", nproc, "--layout", layout)
+        allranks("train", "--resume", "moved", f"train.steps={total}", *more, folder=tmp_path)
+    expected, found = steps(tmp_path / "one"), steps(tmp_path / "moved")
+    assert {step: event["ledger"] for step, event in found.items()} == {
+        step: event["ledger"] for step, event in expected.items()
+    }
+    for step, event in expected.items():
+        assert found[step]["loss"] == pytest.approx(event["loss"], rel=1e-10, abs=0)
+
+
+def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = ("train.steps=1000", "train.global_batch=10", "task.pause=0.05", "--run", "run")
+    with running("train", POINTS, *settings, folder=tmp_path) as command:
+        wait_for(lambda: max(steps(run), default=0) >= 3, "step 3")
+        command.send_signal(signal.SIGINT)
+        output, _ = command.communicate(timeout=60)
+        assert command.returncode == 130, output
+        assert not any(map(alive, worker_pids(run)))
+    last = max(steps(run))
+    assert (run / "checkpoints" / f"step-{last:08d}" / "COMMITTED").is_file()
+    assert json.loads(allranks("report", "run", "--json", folder=tmp_path).stdout)["state"] == "stopped"
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with running("train", POINTS, "train.steps=1000", "task.pause=0.05", "--run", "run", folder=tmp_path):
+        wait_for(lambda: steps(run), "the first step")
+        refused = allranks("train", "--resume", "run", folder=tmp_path, check=78)
+    assert "pid" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_the_first_failing_rank_is_shown_once_and_last(tmp_path: Path) -> None:
+    settings = ("train.steps=50", "task.pause=0.01", "task.boom_rank=1", "--run", "run")
+    ran = allranks("train", POINTS, *settings, folder=tmp_path, check=None)
+    assert ran.returncode in (1, 78)
+    assert ran.stderr.count("the user's own mistake") == 1
+    assert "the user's own mistake" in ran.stderr.strip().splitlines()[-1]
+
+
+def test_torchrun_with_two_agents_on_one_machine(tmp_path: Path) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    arguments = ("train", POINTS, *QUICK, "--run-dir", "run")
+    launch = ("--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=t")
+    command = [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "allranks", *arguments]
+    agents = [
+        subprocess.Popen(
+            command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for _ in range(2)
+    ]
+    try:
+        outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    run = Run.open(tmp_path / "run")
+    assert run.ranks() == [0, 1, 2, 3] and list(steps(run.path)) == list(range(1, 21))
+
+
+def test_show_starts_nothing(tmp_path: Path) -> None:
+    shown = json.loads(allranks("train", POINTS, *QUICK, "--show", "--json", folder=tmp_path).stdout)
+    assert shown["config"]["train.steps"] == 20 and shown["cut"]["samples per rank"] == [5, 5]
+    assert any("processes" in decision["what"] for decision in shown["decisions"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(forkserver, "start", lambda *_, **__: None)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("no_server")
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("nofile.py",), 2, ("nofile.py", "allranks new")),
+        ((POINTS, "train.global_batch=1", "--nproc", "2"), 2, ("global_batch(1)", "2")),
+        ((POINTS, "--layout", "dp_shard=3", "--nproc", "2"), 2, ("dp_shard(3)", "= 3", "2 processes", "dp_shard=2")),
+        ((POINTS, "--layout", "tp=2", "--nproc", "2"), 2, ("tp=2",)),
+        ((POINTS, "train.stepz=3"), 2, ("train.stepz", "train.steps")),
+        ((POINTS, "train.steps=many"), 2, ("train.steps", "many")),
+        ((POINTS, "task.widht=3"), 2, ("widht", "width")),
+        ((POINTS, "data.text=*.txt"), 2, ("data.text", "text")),
+        (("--resume", "nowhere"), 78, ("nowhere",)),
+        (("--resume", "."), 78, ("run.json",)),
+    ],
+)
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, words: tuple[str, ...]
+) -> None:
+    before = sorted(Path().rglob("*"))
+    assert main(["train", *arguments]) == code
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1
+    assert all(word in error for word in words), error
+    assert sorted(Path().rglob("*")) == before

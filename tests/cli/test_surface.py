@@ -1,0 +1,40 @@
+"""The commands and flags that users and their scripts type are frozen here (the config keys: test_config_keys.py)."""
+
+from collections.abc import Iterator
+
+import typer.main
+from typer.core import TyperGroup
+
+from allranks.cli.main import app
+
+SURFACE = {
+    "allranks": "--help --version",
+    "allranks train": "ARGUMENTS... --change --device --help --json --layout --nproc --resume --run --show",
+    "allranks new": "PATH --help --json",
+    "allranks report": "RUN --help --json",
+    "allranks checkpoint": "--help",
+    "allranks checkpoint list": "DIRECTORY --help --json",
+    "allranks checkpoint show": "DIRECTORY --help --json",
+    "allranks checkpoint verify": "DIRECTORY --help --json",
+    "allranks checkpoint export": "DIRECTORY OUT --help --json",
+}
+
+
+def surface() -> Iterator[tuple[str, str]]:
+    todo = [typer.main.get_command(app).make_context("allranks", [], resilient_parsing=True)]
+    while todo:
+        context = todo.pop(0)
+        words = []
+        for parameter in context.command.get_params(context):
+            many = "..." if parameter.nargs == -1 else ""
+            name = str(parameter.name).upper() + many
+            words += [name] if parameter.param_type_name == "argument" else [o for o in parameter.opts if o[:2] == "--"]
+        yield context.command_path.split(" {")[0], " ".join(sorted(words, key=lambda word: (word[0] == "-", word)))
+        if isinstance(context.command, TyperGroup):
+            children = context.command.commands.items()
+            todo += [child.make_context(name, [], parent=context, resilient_parsing=True) for name, child in children]
+
+
+def test_commands_and_flags_are_frozen() -> None:
+    """Add to them; do not rename (design.md, section 6)."""
+    assert dict(surface()) == SURFACE

@@ -1,0 +1,96 @@
+"""The real command in real processes, as tests start it and look at what it leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from allranks.run import Run
+
+PROGRAMS = Path(__file__).parent / "programs"
+POINTS = str(PROGRAMS / "points.py")
+LIMIT_SECONDS = 300.0  # a machine under load is slow; a hang is endless
+
+
+def environment() -> dict[str, str]:
+    """A user's environment, without what a test machine may have set."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("GLOO_", "OMP_", "RANK", "WORLD"))
+    }
+    return kept | {"PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def allranks(*arguments: str, folder: Path, check: int | None = 0) -> subprocess.CompletedProcess[str]:
+    """`python -m allranks ARGUMENTS` in `folder`, to its end; the exit code has to be `check` (None: any)."""
+    command = [sys.executable, "-m", "allranks", *arguments]
+    ran = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+    )
+    assert check is None or ran.returncode == check, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+    return ran
+
+
+@contextmanager
+def running(*arguments: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """The same command, running in a process group of its own; killed with all its workers on leaving."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "allranks", *arguments],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.communicate()
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = LIMIT_SECONDS) -> Any:
+    """The first true value of `condition`; an AssertionError naming `what` when it stays away."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"{what} did not happen within {seconds:.0f} s")
+
+
+def steps(directory: Path) -> dict[int, dict[str, Any]]:
+    """Step number -> its newest journal line; {} before the run has one."""
+    if not (directory / "run.json").is_file():
+        return {}
+    return {event["step"]: event for event in Run.open(directory).steps()}
+
+
+def worker_pids(directory: Path) -> list[int]:
+    """The processes that said `start` in the journals of a run."""
+    run = Run.open(directory)
+    return [event["pid"] for rank in run.ranks() for event in run.events(rank) if event["event"] == "start"]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def tensor_digests(directory: Path, step: int) -> dict[str, str]:
+    """Name -> digest of every tensor in a checkpoint."""
+    manifest = json.loads((directory / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
+    return {name: record["digest"] for name, record in manifest["tensors"].items()}

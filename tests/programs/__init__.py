@@ -1,0 +1,1 @@
+"""Programs that tests run as a user would: Task files and scripts."""

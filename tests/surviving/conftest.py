@@ -1,0 +1,25 @@
+"""A fork server that imports little, so that a test costs a tenth of a second."""
+
+from collections.abc import Iterator
+from multiprocessing import forkserver as standard
+
+import pytest
+
+from allranks.surviving import forkserver
+
+LITTLE = ("allranks.surviving.child", "tests.surviving.entries")
+
+
+@pytest.fixture
+def small_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fork servers of this test import neither torch nor anything large, and end with it."""
+    stop_server()
+    monkeypatch.setattr(forkserver, "ALWAYS", LITTLE)
+    yield
+    stop_server()
+
+
+def stop_server() -> None:
+    """End the fork server of this process, if there is one."""
+    standard._forkserver._stop()  # type: ignore[attr-defined]
+    forkserver._server.serves = None

@@ -1,0 +1,110 @@
+"""What the workers of these tests do; named "tests.surviving.entries:NAME", so that the agent imports none of it."""
+
+import os
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from allranks.errors import TaskError
+from allranks.training.stop import StopRequests
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def done() -> None:
+    """End well."""
+
+
+def code(number: int, rank: int) -> int:
+    """One rank returns a code, the others 0."""
+    return number if _rank() == rank else 0
+
+
+def tell_environment(folder: str) -> None:
+    """Write down what a worker finds."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "EXTRA")
+    lines = [f"{name}={os.environ.get(name, '')}" for name in names] + [f"cwd={Path.cwd()}", f"argv={len(sys.argv)}"]
+    lines.append(f"held={signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])}")
+    Path(folder, str(_rank())).write_text("\n".join(lines))
+
+
+def fail_in_turn(first: int, how: str) -> None:
+    """Rank `first` fails; the others then say what torch says when a peer has gone."""
+    if _rank() == first:
+        if how == "raise":
+            deep_in_user_code()
+        if how == "refuse":
+            raise TaskError("no Task file: there is no digits.py here")
+        os.kill(os.getpid(), getattr(signal, how))
+    time.sleep(0.3)
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5000")
+
+
+def deep_in_user_code() -> None:
+    """Raise."""
+    raise ValueError("the user's own mistake")
+
+
+def lose_peer_first() -> None:
+    """Rank 1 sees the loss of its peer before rank 0 has said why it fails."""
+    if _rank() == 1:
+        raise RuntimeError("Connection closed by peer")
+    time.sleep(0.5)
+    raise ValueError("the cause, later by the clock")
+
+
+def hang_beside_failure() -> None:
+    """Rank 0 fails, rank 1 would never end."""
+    if _rank() == 0:
+        raise ValueError("rank 0 fails")
+    time.sleep(600)
+
+
+def train(folder: str, seconds_to_save: float) -> int:
+    """Like a worker that trains: stops at a step boundary, saves, and ends with the code of the request."""
+    stops = StopRequests.install()
+    Path(folder, f"started-{_rank()}").write_text(str(os.getpid()))
+    while stops.requested() is None:
+        time.sleep(0.02)
+    time.sleep(seconds_to_save * _rank())
+    Path(folder, f"saved-{_rank()}").touch()
+    return 130 if stops.requested() == "SIGINT" else 75
+
+
+def never_mind(folder: str) -> None:
+    """Train on whatever is asked."""
+    StopRequests.install()
+    Path(folder, f"started-{_rank()}").write_text(str(os.getpid()))
+    while True:
+        time.sleep(0.05)
+
+
+def restart(folder: str) -> None:
+    """Fail on rank 1 until the third attempt."""
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    Path(folder, f"{attempt}-{_rank()}").write_text(os.environ["MASTER_PORT"])
+    if attempt != "2" and _rank() == 1:
+        raise ValueError(f"attempt {attempt}")
+
+
+def meet(folder: str) -> None:
+    """Use the agent's store: every rank adds, and waits for all."""
+    from allranks.launching.environment import read_environment
+    from allranks.parallel.store import open_store
+
+    environment = read_environment(os.environ)
+    store = open_store(environment, connect_seconds=20, timeout_seconds=20)
+    store.add("present", 1)
+    while store.add("present", 0) < environment.world_size:
+        time.sleep(0.01)
+    Path(folder, f"met-{environment.rank}").touch()
+
+
+def reply(size: int, pipe: Connection) -> int:
+    """Send the rank, many times, and end with it as the code."""
+    pipe.send_bytes(str(_rank()).encode() * size)
+    return _rank()

@@ -1,0 +1,87 @@
+"""The fork server is used where it is sound, and replaced where what it knows is old."""
+
+import os
+import sys
+from multiprocessing import forkserver as standard
+from pathlib import Path
+
+import pytest
+
+from allranks.surviving import forkserver
+from tests.processes import is_gone, wait_until
+
+pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform != "linux", reason="fork servers are Linux's")]
+
+
+def pid() -> int:
+    found: int = standard._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return found
+
+
+def test_a_sound_server_is_used_and_kept(small_server: None) -> None:
+    before = dict(os.environ)
+    forkserver.start()
+    first = pid()
+    assert dict(os.environ) == before
+    method = forkserver.choose_start_method()
+    assert method.name == "forkserver"
+    assert "one thread" in str(method.decision)
+    assert forkserver.choose_start_method().name == "forkserver"
+    assert pid() == first
+
+
+def test_what_is_read_at_import_needs_another_server(small_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    forkserver.start()
+    first = pid()
+    monkeypatch.setenv("ALLRANKS_TEST", "1")
+    forkserver.start()
+    assert pid() == first
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    forkserver.start()
+    second = pid()
+    assert first != second
+    assert is_gone(first)
+    forkserver.start(modules=["colorsys"])
+    assert pid() != second
+
+
+@pytest.mark.parametrize(
+    ("source", "because"),
+    [
+        ("def broken(:\n", "the preload failed: task.py does not parse"),
+        ("raise ValueError('mine')\n", "the preload failed: task.py cannot be imported"),
+        ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n", "2 threads"),
+        ("import os\nos._exit(3)\n", "the fork server ended while it imported"),
+    ],
+)
+def test_workers_are_spawned_where_the_users_file_hinders(
+    small_server: None, tmp_path: Path, source: str, because: str
+) -> None:
+    (tmp_path / "task.py").write_text(source)
+    method = forkserver.choose_start_method(task=str(tmp_path / "task.py"))
+    assert method.name == "spawn"
+    assert because in method.decision.because
+
+
+def test_somebody_elses_server_is_not_used(small_server: None) -> None:
+    standard.ensure_running()  # with other preloads, and without our environment
+    stranger = pid()
+    method = forkserver.choose_start_method()
+    assert (method.name, method.decision.because) == ("spawn", "this program runs a fork server of its own")
+    assert pid() == stranger
+
+
+def test_elsewhere_than_on_linux_workers_are_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    method = forkserver.choose_start_method()
+    assert method.name == "spawn"
+    assert "darwin" in method.decision.because
+
+
+def test_the_server_ends_when_nobody_needs_it(small_server: None) -> None:
+    forkserver.choose_start_method()
+    server = pid()
+    os.close(standard._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # as when this process ends
+    standard._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
+    wait_until(lambda: is_gone(server), 10.0)
+    os.waitpid(server, 0)

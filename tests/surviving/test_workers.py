@@ -1,0 +1,92 @@
+"""The worker processes of this host, seen from the agent."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.surviving.child import WorkerStart
+from allranks.surviving.forkserver import start
+from allranks.surviving.workers import LocalWorkers
+from tests.processes import is_gone, wait_until
+
+pytestmark = pytest.mark.distributed
+
+
+def starts(folder: Path, entry: str, *args: Any, nproc: int = 2) -> list[WorkerStart]:
+    return [
+        WorkerStart(
+            rank=rank,
+            agent_pid=os.getpid(),
+            environ=os.environ | {"RANK": str(rank)},
+            folder=folder,
+            log_dir=folder,
+            num_threads=1,
+            entry=f"tests.surviving.entries:{entry}",
+            args=args,
+        )
+        for rank in range(nproc)
+    ]
+
+
+def wait_for_all(workers: LocalWorkers) -> None:
+    deadline = time.monotonic() + 60
+    while workers.alive:
+        assert time.monotonic() < deadline
+        workers.wait(1.0)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_exits_and_replies(small_server: None, tmp_path: Path, method: str) -> None:
+    if method == "forkserver" and sys.platform != "linux":
+        pytest.skip("fork servers are Linux's")
+    start()
+    before = time.time()
+    workers = LocalWorkers(method, starts(tmp_path, "reply", 5), replies=True)
+    assert sorted(workers.pids) == [0, 1]
+    wait_for_all(workers)
+    assert workers.replies == {0: b"0" * 5, 1: b"1" * 5}
+    assert {place: one.code for place, one in workers.exits.items()} == {0: 0, 1: 1}
+    assert all(before < one.when < time.time() for one in workers.exits.values())
+    assert workers.killed == set()
+
+
+def test_a_reply_larger_than_a_pipe(small_server: None, tmp_path: Path) -> None:
+    workers = LocalWorkers("spawn", starts(tmp_path, "reply", 3_000_000), replies=True)
+    wait_for_all(workers)
+    assert [len(reply) for reply in workers.replies.values()] == [3_000_000, 3_000_000]
+
+
+def test_signals_and_kill(small_server: None, tmp_path: Path) -> None:
+    workers = LocalWorkers("spawn", starts(tmp_path, "train", str(tmp_path), 0.0), replies=False)
+    wait_until(lambda: len(list(tmp_path.glob("started-*"))) == 2)
+    os.kill(workers.pids[0], signal.SIGKILL)
+    workers.wait(60)
+    assert workers.alive == [1]
+    assert workers.exits[0].code == -signal.SIGKILL
+    workers.signal(signal.SIGINT)
+    workers.wait(60)
+    assert workers.exits[1].code == 130
+    assert workers.killed == set()
+    workers.kill()  # of none
+
+
+def test_kill_ends_all_at_once(small_server: None, tmp_path: Path) -> None:
+    workers = LocalWorkers("spawn", starts(tmp_path, "never_mind", str(tmp_path)), replies=False)
+    wait_until(lambda: len(list(tmp_path.glob("started-*"))) == 2)
+    workers.kill()
+    assert workers.alive == []
+    assert workers.killed == {0, 1}
+    assert all(is_gone(pid) for pid in workers.pids.values())
+
+
+def test_where_one_cannot_start_none_stays(small_server: None, tmp_path: Path) -> None:
+    good, bad = starts(tmp_path, "never_mind", str(tmp_path))
+    object.__setattr__(bad, "args", (lambda: None,))  # cannot be pickled
+    with pytest.raises(Exception, match="pickle"):
+        LocalWorkers("spawn", [good, bad], replies=False)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

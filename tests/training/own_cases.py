@@ -1,0 +1,138 @@
+"""A small loop of one's own, as the tests of the second door run it: in the pool, alone, or as a script."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, default_collate
+
+import allranks
+from allranks.data.cut import Cut
+from allranks.data.stream import DataStream
+from allranks.run import Run
+from allranks.training.door import World
+from allranks.verifying.parity import Parts, RecordedStep
+from allranks.verifying.reference import ReferenceStep, plain_loop
+
+NUM_SAMPLES = 37
+LABELS = 4
+
+
+class Samples(Dataset[dict[str, torch.Tensor]]):
+    """Four labels a sample, of which a different number counts; every sample is another one."""
+
+    def __init__(self, size: int = NUM_SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(11)
+        self.x = torch.randn(size, 6, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(0, 5, (size, LABELS), generator=generator)
+        self.y[torch.rand(size, LABELS, generator=generator) < 0.4] = -100
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.x[index], "y": self.y[index], "index": torch.tensor(index)}
+
+
+class Block(nn.Module):
+    """Repeated, so that sharded layouts find units."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.linear, self.drop = nn.LayerNorm(width), nn.Linear(width, width), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        update: torch.Tensor = self.drop(torch.tanh(self.linear(self.norm(x))))
+        return x + update
+
+
+class Net(nn.Module):
+    """Blocks, tied weights and a parameter without dims."""
+
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, width)
+        self.blocks = nn.Sequential(*(Block(width, dropout) for _ in range(3)))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.heads = nn.ModuleList(nn.Linear(width, 5) for _ in range(LABELS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.blocks(self.first(x)) * self.scale
+        return torch.stack([head(hidden) for head in self.heads], dim=1)
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The sum over the labels that count."""
+    return nn.functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), reduction="sum")
+
+
+def count(batch: dict[str, torch.Tensor]) -> int:
+    """The labels that count."""
+    return int((batch["y"] != -100).sum())
+
+
+def sgd(parameters: list[Any]) -> torch.optim.Optimizer:
+    """With momentum, so that state matters."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def built(seed: int, **settings: Any) -> Net:
+    """The same values wherever it runs."""
+    torch.manual_seed(seed)
+    return Net(**settings)
+
+
+def own_loop(
+    folder: str, layout: str, *, max_norm: float | None = None, precision: str = "float64", **cutting: Any
+) -> list[RecordedStep]:
+    """The listing of design.md on one rank, and what it held after every step. Ranks build different models."""
+    steps: list[RecordedStep] = []
+    with allranks.join(layout=layout, precision=precision, run=folder) as world:
+        model = world.parallelize(built(7 if world.rank == 0 else 100 + world.rank))
+        gradients: Parts = {}
+        optimizer = world.optimizer(model, sgd)
+        optimizer.register_step_pre_hook(lambda *_: gradients.update(parts(world, gradient=True)))
+        stream = world.stream(Samples(), seed=3, **cutting)
+        for batch in stream:
+            loss = loss_of(model, batch)
+            world.backward(loss, targets=count(batch))
+            if world.step(optimizer, max_norm=max_norm):
+                steps.append(RecordedStep(0.0, 0.0, "", dict(gradients), parts(world), [], []))
+            world.log(loss=loss)
+    return [with_journal(step, line) for step, line in zip(steps, Run.open(Path(folder)).steps(), strict=True)]
+
+
+def with_journal(step: RecordedStep, line: dict[str, Any]) -> RecordedStep:
+    """The step with the numbers that the journal tells of it."""
+    return RecordedStep(line["loss"], line["grad_norm"], line["ledger"], step.gradients, step.parameters, [], [])
+
+
+def parts(world: World, *, gradient: bool = False) -> Parts:
+    """This rank's part of every trainable parameter, or of its gradient."""
+    spread = world._ground.models.trained
+    found: Parts = {}
+    for name, parameter in spread.trainable().items():
+        tensor = parameter.grad if gradient else parameter
+        assert tensor is not None
+        local = getattr(tensor, "_local_tensor", tensor).detach()
+        found[name] = (spread.map[name].box, local.clone())
+    return found
+
+
+def batches(**cutting: Any) -> tuple[list[dict[str, torch.Tensor]], list[tuple[list[int], list[int]]]]:
+    """The whole global batches of one process, and (positions, samples) of each."""
+    epochs = cutting.get("epochs", 1 if cutting.get("steps") is None else None)
+    cut = Cut(cutting["global_batch"], 1)
+    order = DataStream(Samples(), cut=cut, seed=3, epochs=epochs, steps=cutting.get("steps"))
+    plans = [(list(plan.positions), list(plan.samples)) for step in order.steps() for plan in step.micro_plans]
+    dataset = Samples()
+    return [default_collate([dataset[int(i)] for i in samples]) for _, samples in plans], plans
+
+
+def plain(max_norm: float | None = None, **cutting: Any) -> list[ReferenceStep]:
+    """The plain loop over them."""
+    whole, _ = batches(**cutting)
+    make: Callable[..., torch.optim.Optimizer] = sgd
+    return plain_loop(built(7).double(), make, [(batch, count(batch)) for batch in whole], loss_of, max_norm)

@@ -1,0 +1,77 @@
+"""Requests to stop: noted at once, never interrupting, and the second ends a process that is alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+from allranks.training.stop import StopRequests
+
+ALONE = """
+import os, signal, time
+from allranks.training.stop import StopRequests
+stops = StopRequests.install(alone={alone})
+signals = [signal.{first}, signal.{second}]
+for number in signals:
+    os.kill(os.getpid(), number)
+    print(stops.requested(), stops.seen(), flush=True)
+"""
+
+
+def test_a_signal_is_noted_and_interrupts_nothing() -> None:
+    with StopRequests.install() as stops:
+        assert stops.requested() is None
+        assert stops.seen() == (False, False)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stops.seen() == (False, True)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # from the terminal and from the agent
+        assert stops.seen() == (True, True)
+        assert stops.requested() == "SIGTERM"
+
+
+def test_the_old_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with StopRequests.install():
+        assert signal.getsignal(signal.SIGINT) != before[0]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_request_held_back_until_then_is_seen() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        with StopRequests.install() as stops:
+            assert stops.seen() == (True, False)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+def test_outside_the_main_thread_nothing_is_installed() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    found: list[object] = []
+
+    def install() -> None:
+        with StopRequests.install() as stops:
+            found.append((stops.requested(), signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=install)
+    thread.start()
+    thread.join()
+    assert found == [(None, before)]
+
+
+def run(alone: bool, first: str, second: str) -> tuple[int, list[str]]:
+    code = ALONE.format(alone=alone, first=first, second=second)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout.split("\n")
+
+
+def test_alone_the_second_request_means_now() -> None:
+    assert run(True, "SIGINT", "SIGINT") == (130, ["SIGINT (True, False)", ""])
+    assert run(True, "SIGTERM", "SIGTERM") == (76, ["SIGTERM (False, True)", ""])
+
+
+def test_with_an_agent_the_second_request_changes_nothing() -> None:
+    assert run(False, "SIGINT", "SIGINT") == (0, ["SIGINT (True, False)", "SIGINT (True, False)", ""])
