@@ -57,14 +57,13 @@ def command(folder: str, nproc: int, method: str) -> int:
     from allranks.surviving import forkserver
     from allranks.surviving.forkserver import StartMethod
 
-    modules = ["start"]  # this file, as a worker's entry
     if method == "agent":
-        forkserver.start(modules=modules)
+        forkserver.start(modules=["start"])  # this file, as a worker's entry
     from allranks.surviving.agent import run_workers
     from allranks.verdict import Decision
 
     spawned = StartMethod("spawn", Decision("workers are spawned", "this measures it"))
-    chosen = forkserver.choose_start_method(modules=modules) if method == "agent" else spawned
+    chosen = forkserver.choose_start_method() if method == "agent" else spawned
     if chosen.name != {"agent": "forkserver", "spawned": "spawn"}[method]:
         print(chosen.decision, file=sys.stderr)
     outcome = run_workers(

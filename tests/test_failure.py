@@ -148,6 +148,16 @@ def test_torchrun_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err.rstrip().endswith("ValueError: mine")
 
 
+def test_a_consequence_is_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def entry() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    assert run_recorded(entry, (), rank=4, folder=None) == 76
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rank 4 on ")
+    assert line.endswith(": RuntimeError: Connection closed by peer")
+
+
 @pytest.mark.parametrize(("code", "said"), [(0, ["thread", "exit function", "gone"]), (76, ["exit function"])])
 def test_only_a_failed_process_ends_without_waiting(code: int, said: list[str]) -> None:
     program = f"""

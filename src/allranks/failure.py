@@ -152,7 +152,8 @@ def record_failure(error: BaseException, *, rank: int, folder: Path | None) -> i
     """Write down the error that ends this worker; the exit code to end with."""
     failure = describe_error(error, rank)
     if folder is None:
-        print(failure.render(), file=sys.stderr, flush=True)
+        shown = replace(failure, traceback="") if failure.consequence else failure  # the cause is told elsewhere
+        print(shown.render(), file=sys.stderr, flush=True)
     else:
         failure.write(folder)
         with (folder / f"rank-{rank:05d}.log").open("a", encoding="utf-8") as log:

@@ -236,7 +236,7 @@ def test_a_shard_says_that_it_is_exhausted(workers: int) -> None:
 def test_decisions_are_said_with_because() -> None:
     def because(dataset: Any, workers: int) -> tuple[int, str]:
         loader = Loader(DataStream(dataset, cut=Cut(4)), workers=workers)
-        return loader.workers, loader.because
+        return loader.workers, "; ".join(map(str, loader.decisions))
 
     assert because(list(range(9)), 3) == (3, "")
     workers, reason = because(Numbers(9, "global"), 3)

@@ -99,7 +99,7 @@ def parts_of(session: Session) -> Parts:
 
 
 def together(ranks: Sequence[Parts]) -> dict[str, torch.Tensor]:
-    """Whole tensors from the parts of all ranks; AssertionError where two ranks disagree, or where a part is missing."""
+    """Whole tensors from the parts of all ranks; AssertionError where two ranks disagree, or a part is missing."""
     found: dict[str, torch.Tensor] = {}
     for name, (shape, _, first) in ranks[0].items():
         whole, filled = torch.zeros(shape, dtype=first.dtype), torch.zeros(shape, dtype=torch.bool)

@@ -3,18 +3,27 @@
 import importlib
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import default_collate
 
-from allranks.stepping.loss_check import NUM_SAMPLES
+from allranks.task import Hints
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import ReferenceStep, plain_loop
 from tests.distributed.covering import covering_sample
 from tests.distributed.pool import Pools
-from tests.distributed.sessions import config_of, initial_model, processes_of
+from tests.distributed.sessions import (
+    config_of,
+    initial_model,
+    parts_of,
+    processes_of,
+    session_of,
+    step_through,
+    together,
+)
 from tests.distributed.tasks import IGNORED, MODELS, Tiny
 
 pytestmark = pytest.mark.distributed
@@ -125,9 +134,57 @@ def test_equal_to_one_device_in_every_case(pool: Pools, same: tuple[str, int, st
     check(pool, [case for case in TABLE if case[:3] == same and case not in SAMPLE])
 
 
+class Turns(nn.Module):
+    """Its blocks take turns: a unit of one micro-step has no part in the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.ends = nn.ModuleDict({"a": nn.Linear(5, 3), "b": nn.Linear(5, 3, bias=False)})
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        turn = self.calls % 2
+        found: torch.Tensor = self.ends["ab"[turn]](self.blocks[turn](x))
+        return found
+
+
+class TurnsTask(Tiny):
+    def model(self) -> nn.Module:
+        return Turns()
+
+    def hints(self) -> Hints:
+        return Hints(optional=("blocks.*", "ends.*"))
+
+
+def take_turns(layout: str) -> Any:
+    config = config_of(layout, "train.global_batch=13", "train.micro_steps=3", *OPTIMIZERS["sgd"])
+    session = session_of(TurnsTask(), config)
+    model = session.spread.bare()
+    assert isinstance(model, Turns)
+    model.calls = 0
+    list(step_through(session, STEPS))
+    return parts_of(session)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [("ddp", 2), ("fsdp", 2), ("fsdp,sharding=none", 2), ("dp_replicate=2,dp_shard=2", 4)],
+)
+def test_units_that_the_last_micro_step_does_not_reach_keep_their_gradients(
+    pool: Pools, layout: str, world_size: int
+) -> None:
+    """FSDP2 under HSDP would lose them, and DDP raise."""
+    alone = together(pool(1).run(take_turns, "single"))
+    found = together(pool(world_size).run(take_turns, layout))
+    assert found.keys() == alone.keys()
+    for name, value in alone.items():
+        assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-15), name
+
+
 def test_the_table_holds_what_it_should() -> None:
     """Some rank has no sample in a micro-step, unevenly many targets, and clipping that clips."""
     assert min(GLOBAL_BATCHES) // max(MICRO_STEPS) < max(max(sizes) for _, sizes in LAYOUTS.values())
     assert any(case.global_batch % case.world_size for case in SAMPLE)
     assert {case.world_size for case in SAMPLE} == {1, 2, 3, 4}
-    assert NUM_SAMPLES > 1

@@ -131,7 +131,7 @@ def test_masks_differ_by_rank_and_step_and_are_the_same_again(pool: Pools) -> No
 
 # law 7
 
-# Measured: 2**-9 of a tensor's largest gradient, and 2**-11 of the loss. Matrix products round each rank's share of a
+# Measured: 0.005 of a tensor's largest gradient, 1e-7 of the loss. Matrix products round each rank's share of a
 # batch by itself, and where the batch is one they round its sum.
 BFLOAT16_GRADIENT, BFLOAT16_LOSS = 2**-7, 2**-9
 
@@ -191,7 +191,6 @@ def test_bfloat16_means_autocast_in_every_layout(pool: Pools) -> None:
         loss, found, samples = bfloat16_step(pool, layout)
         expected_loss, expected = autocast_loop(samples, torch.float32)
         assert loss == pytest.approx(expected_loss, rel=BFLOAT16_LOSS)
-        print("MEASURED",layout,error(found, expected), abs(loss/expected_loss-1))
         assert error(found, expected) < BFLOAT16_GRADIENT
         # Sums of two ranks have one order: the layouts agree to the bit, because all of them reduce in float32.
         assert any(not torch.equal(g, g.bfloat16().float()) for g in found.values()), "reduced in bfloat16"
@@ -205,7 +204,6 @@ def test_a_gather_in_bfloat16_rounds_what_autocast_keeps(pool: Pools) -> None:
     kept, _ = autocast_loop(samples, torch.float32)
     assert abs(kept - rounded) > 0.01
     assert loss == pytest.approx(rounded, rel=BFLOAT16_LOSS)
-    print("MEASURED",error(found, expected), loss/rounded-1)
     assert error(found, expected) < BFLOAT16_GRADIENT
 
 

@@ -62,13 +62,17 @@ def without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
             ProcessEnvironment("allranks", 5, 1, 8, 4, **NODE, restart_count=3, layout="fsdp"),
         ),
         (SRUN | TORCHRUN, ProcessEnvironment("torchrun", 5, 1, 8, 4, **NODE, restart_count=3, agent_store=True)),
-        (PLAIN, ProcessEnvironment("environment", 1, 1, 2, 2, master_addr="head", master_port=4321)),
+        (PLAIN, ProcessEnvironment("environment", 1, 0, 2, 1, **NODE)),  # Kubeflow: one process a pod
+        (
+            PLAIN | {"MASTER_ADDR": "localhost"},
+            ProcessEnvironment("environment", 1, 1, 2, 2, master_addr="localhost", master_port=4321),
+        ),
         (
             PLAIN | {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
             ProcessEnvironment("environment", 7, 3, 8, 4, **NODE),
         ),
         ({"RANK": "0", "WORLD_SIZE": "1"}, ProcessEnvironment("environment", 0, 0, 1, 1)),
-        (SRUN | PLAIN, ProcessEnvironment("environment", 1, 1, 2, 2, master_addr="head", master_port=4321)),
+        (SRUN | PLAIN, ProcessEnvironment("environment", 1, 0, 2, 1, **NODE)),
         (
             SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "4321"},
             ProcessEnvironment("slurm", 6, 2, 7, 3, **NODE),
@@ -85,7 +89,7 @@ def without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
         (MPIEXEC | {"MASTER_PORT": "4321"}, ProcessEnvironment("pmi", 3, 1, 4, 2, **NODE)),
         (
             PLAIN | {"GLOO_SOCKET_IFNAME": "eth7"},
-            ProcessEnvironment("environment", 1, 1, 2, 2, master_addr="head", master_port=4321, interface="eth7"),
+            ProcessEnvironment("environment", 1, 0, 2, 1, **NODE, interface="eth7"),
         ),
     ],
 )
@@ -125,7 +129,8 @@ def test_slurms_tasks_per_node(nodeid: str, local: int) -> None:
         (PLAIN | {"RANK": "one"}, "RANK='one' is not a number"),
         (PLAIN | {"RANK": "-1"}, "RANK='-1' is not a number"),
         (PLAIN | {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0"),
-        (PLAIN | {"LOCAL_RANK": "2"}, "local rank is 2"),
+        (PLAIN | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "local rank is 2"),
+        (PLAIN | {"LOCAL_RANK": "1"}, "LOCAL_RANK are set, but LOCAL_WORLD_SIZE is not set"),
         (PLAIN | {"LOCAL_WORLD_SIZE": "3"}, "local world size is 3"),
         (PLAIN | {"MASTER_PORT": "70000"}, "master port is 70000"),
         ({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"}, "but LOCAL_RANK is not set"),

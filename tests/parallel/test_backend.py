@@ -13,7 +13,6 @@ from allranks.errors import ConfigError, ProcessError
 from allranks.parallel import backend
 from allranks.parallel.backend import choose_device, start, stop
 from allranks.process_environment import ALONE, ProcessEnvironment
-from allranks.surviving import forkserver
 from allranks.surviving.forkserver import StartMethod
 from allranks.surviving.launch import launch
 from allranks.verdict import Decision
@@ -171,7 +170,7 @@ def test_a_failing_rank_does_not_wait_for_its_collectives(monkeypatch: pytest.Mo
 
     if method == "spawn":
         because = StartMethod("spawn", Decision("workers are spawned", "the test says so"))
-        monkeypatch.setattr(forkserver, "choose_start_method", lambda **_: because)
+        monkeypatch.setattr("allranks.surviving.agent.choose_start_method", lambda: because)
     with pytest.raises(ValueError, match="never comes to an end"):
         launch(work, nproc=2)
 

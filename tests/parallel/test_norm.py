@@ -118,6 +118,7 @@ def test_parts_count_once_wherever_they_lie(pool: Pools, world_size: int, max_no
     for norm, found in pool(world_size).run(clip_spread, max_norm):
         assert norm == pytest.approx(expected, rel=1e-14)
         for part, parameter in zip(found, alone, strict=True):
+            assert parameter.grad is not None
             assert torch.allclose(part, parameter.grad, rtol=1e-13)
 
 

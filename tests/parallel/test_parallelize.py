@@ -1,7 +1,6 @@
 """The one code path that applies a layout."""
 
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +22,10 @@ from tests.distributed.tasks import MODELS
 SINGLE = Layout(kind="single")
 
 
+def seed() -> None:
+    torch.manual_seed(0)
+
+
 def spread(build: Any, layout: Layout = SINGLE, precision: str = "float32", **options: Any) -> Spread:
     """`build` under `layout`, in this process or in a worker."""
     mesh = build_mesh(layout, "cpu")
@@ -33,7 +36,7 @@ def spread(build: Any, layout: Layout = SINGLE, precision: str = "float32", **op
         choose_precision(precision, None, "cpu"),
         torch.device("cpu"),
         source=Source(group, 0, mesh.rank == 0),
-        seed=partial(torch.manual_seed, 0),
+        seed=seed,
         **options,
     )
 
@@ -70,7 +73,7 @@ def test_trainable_of_one_of_several() -> None:
 def test_local_shares_the_memory() -> None:
     found = spread(lambda: nn.Linear(2, 2))
     found.local("weight").fill_(7.0)
-    assert found.modules[""].weight.eq(7.0).all()  # type: ignore[operator,union-attr]
+    assert found.modules[""].weight.eq(7.0).all()  # type: ignore[operator]
     assert not found.local("weight").requires_grad
 
 
@@ -150,17 +153,19 @@ def shared_between_two() -> dict[str, nn.Module]:
 @pytest.mark.distributed
 def test_what_cannot_be_spread_is_refused_on_every_rank(pool: Pools) -> None:
     refused = pool(2).run(refusal, batch_norm, Layout(dp_replicate=2))
-    assert refused == [
-        "LayoutError: 1 (BatchNorm, 2 in all) sees only its own rank's samples over 2 data-parallel ranks: synchronised "
-        "statistics come with a later version; use --layout single, or GroupNorm"
-    ] * 2
+    expected = (
+        "LayoutError: 1 (BatchNorm, 2 in all) sees only its own rank's samples over 2 data-parallel ranks: "
+        "synchronised statistics come with a later version; use --layout single, or GroupNorm"
+    )
+    assert refused == [expected] * 2
     assert pool(2).run(refusal, lambda: batch_norm().eval(), Layout(dp_shard=2)) == ["", ""]
     assert pool(2).run(refusal, shared_between_two, Layout(dp_replicate=2)) == ["", ""]
     refused = pool(2).run(refusal, shared_between_two, Layout(dp_shard=2))
-    assert refused == [
-        "LayoutError: second.bias is shared with model 'first', and layout dp_shard=2 cuts each model by itself: use "
-        "--layout ddp or single"
-    ] * 2
+    expected = (
+        "LayoutError: second.bias is shared with model 'first', and layout dp_shard=2 cuts each model by itself: "
+        "use --layout ddp or single"
+    )
+    assert refused == [expected] * 2
 
 
 def look(kind: str, layout: Layout, options: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 from allranks.errors import TaskError
+from allranks.parallel.parallelize import Spread
 from allranks.stepping.session import Session
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import ReferenceStep
@@ -61,7 +62,7 @@ class Gan(Tiny):
         fake = maker(batch["x"][:, :3])
         yield "critic", (functional.softplus(-critic(x)) + functional.softplus(critic(fake.detach()))).sum(), size
         with torch.no_grad():
-            critic(x)  # called and not differentiated: what it gathers must not outlive the update
+            critic(x)  # called and not differentiated: what it gathers must not outlive the next update
         # This one's backward leaves gradients on the critic, too, which no update may see.
         yield "maker", functional.softplus(-critic(fake)).sum(), size
 
@@ -79,7 +80,9 @@ def plain_gan(ranks: Sequence[Sequence[RecordedStep]], max_norm: float) -> list[
         samples = fed(ranks, step, range(len(ranks))).values()
         batch = default_collate([Points()[sample] for sample in samples])
         batch["x"] = batch["x"].double()
-        losses, gradients, norm = [], {}, torch.zeros(())
+        losses: list[float] = []
+        gradients: dict[str, torch.Tensor] = {}
+        norm = torch.zeros(())
         for which, loss, targets in Gan().step(models, batch):
             for optimizer in optimizers.values():
                 optimizer.zero_grad()
@@ -209,6 +212,19 @@ def test_each_turn_of_a_micro_step_draws_its_own_numbers_and_the_same_again() ->
         list(step_through(given(step, "train.micro_steps=2"), 2))
     assert len(set(drawn)) == len(drawn) / 2 == 12
     assert drawn[:12] == drawn[12:]
+
+
+def test_the_last_micro_step_of_each_turn_is_the_one_that_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(models: Any, batch: Any) -> Yields:
+        for which in ("a", "b"):
+            yield which, loss_of(models[which], batch), 1
+
+    session = given(step, "train.micro_steps=3")
+    flags: list[bool] = []
+    monkeypatch.setattr(Spread, "synchronise", lambda self, last: flags.append(last))
+    list(step_through(session, 1))
+    # The third round finds that the generators have ended.
+    assert flags == [False, False, True] * 3
 
 
 class CountedGan(Tiny):

@@ -166,7 +166,9 @@ def nan_in_fillers() -> dict[str, float]:
     made = MODELS["mlp"]()
     session = session_of(given(made), config_of("ddp"))
     micro_steps = list(
-        evaluation_batches(session.task.dataset("validation"), batch_size=60, num_ranks=2, dp_rank=session.stream.dp_rank)
+        evaluation_batches(
+            session.task.dataset("validation"), batch_size=60, num_ranks=2, dp_rank=session.stream.dp_rank
+        )
     )
     weights = iter([micro_step.weight for micro_step in micro_steps])
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.digest import sample_hash
+from allranks.parallel.parallelize import Spread
 from allranks.stepping.passes import PlainPasses, buffers_kept, ledger_of
 from allranks.stepping.session import Session
 from tests.distributed.sessions import config_of, session_of
@@ -67,6 +68,14 @@ def test_micro_steps_add_up_to_one_pass_over_all() -> None:
     assert sums.loss.item() == pytest.approx(loss, rel=1e-14)
     for gradient, other in zip(ours, expected, strict=True):
         assert torch.allclose(gradient, 0.5 * other, rtol=1e-12, atol=1e-15)
+
+
+def test_the_last_micro_step_is_the_one_that_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, task = session(mlp()), given(mlp())
+    flags: list[bool] = []
+    monkeypatch.setattr(Spread, "synchronise", lambda self, last: flags.append(last))
+    run(found, batch_of(*(micro_step_of(task, [sample]) for sample in (1, 2, 3))))
+    assert flags == [False, False, True]
 
 
 def test_the_scale_may_wait_on_the_device() -> None:

@@ -22,4 +22,4 @@ def small_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def stop_server() -> None:
     """End the fork server of this process, if there is one."""
     standard._forkserver._stop()  # type: ignore[attr-defined]
-    forkserver._server.serves = None
+    forkserver._server.has = None

@@ -1,6 +1,7 @@
 """The fork server is used where it is sound, and replaced where what it knows is old."""
 
 import os
+import signal
 import sys
 from multiprocessing import forkserver as standard
 from pathlib import Path
@@ -30,6 +31,15 @@ def test_a_sound_server_is_used_and_kept(small_server: None) -> None:
     assert pid() == first
 
 
+def test_a_killed_server_is_started_again(small_server: None) -> None:
+    forkserver.choose_start_method()
+    first = pid()
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: is_gone(first))
+    assert forkserver.choose_start_method().name == "forkserver"
+    assert pid() != first
+
+
 def test_what_is_read_at_import_needs_another_server(small_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
     forkserver.start()
     first = pid()
@@ -42,7 +52,11 @@ def test_what_is_read_at_import_needs_another_server(small_server: None, monkeyp
     assert first != second
     assert is_gone(first)
     forkserver.start(modules=["colorsys"])
-    assert pid() != second
+    third = pid()
+    assert third != second
+    monkeypatch.setattr(sys, "path", [*sys.path, "/nowhere"])  # workers are told the present one
+    assert forkserver.choose_start_method().name == "forkserver"
+    assert pid() == third
 
 
 @pytest.mark.parametrize(
@@ -58,7 +72,8 @@ def test_workers_are_spawned_where_the_users_file_hinders(
     small_server: None, tmp_path: Path, source: str, because: str
 ) -> None:
     (tmp_path / "task.py").write_text(source)
-    method = forkserver.choose_start_method(task=str(tmp_path / "task.py"))
+    forkserver.start(task=str(tmp_path / "task.py"))
+    method = forkserver.choose_start_method()
     assert method.name == "spawn"
     assert because in method.decision.because
 

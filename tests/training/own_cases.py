@@ -1,6 +1,7 @@
 """A small loop of one's own, as the tests of the second door run it: in the pool, alone, or as a script."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,16 @@ def own_loop(
             if world.step(optimizer, max_norm=max_norm):
                 steps.append(RecordedStep(0.0, 0.0, "", dict(gradients), parts(world), [], []))
             world.log(loss=loss)
-    return [with_journal(step, line) for step, line in zip(steps, Run.open(Path(folder)).steps(), strict=True)]
+    return steps
 
 
-def with_journal(step: RecordedStep, line: dict[str, Any]) -> RecordedStep:
-    """The step with the numbers that the journal tells of it."""
-    return RecordedStep(line["loss"], line["grad_norm"], line["ledger"], step.gradients, step.parameters, [], [])
+def with_journal(steps: list[RecordedStep], folder: Path) -> list[RecordedStep]:
+    """The steps with the numbers that the journal tells of them."""
+    lines = Run.open(folder).steps()
+    return [
+        replace(step, loss=line["loss"], norm=line["grad_norm"], ledger=line["ledger"])
+        for step, line in zip(steps, lines, strict=True)
+    ]
 
 
 def parts(world: World, *, gradient: bool = False) -> Parts:
@@ -136,3 +141,53 @@ def plain(max_norm: float | None = None, **cutting: Any) -> list[ReferenceStep]:
     whole, _ = batches(**cutting)
     make: Callable[..., torch.optim.Optimizer] = sgd
     return plain_loop(built(7).double(), make, [(batch, count(batch)) for batch in whole], loss_of, max_norm)
+
+
+class Crash(Exception):
+    """What ends a loop in the middle."""
+
+
+def resumable(
+    folder: str, layout: str, *, crash_after: int | None = None, width: int = 8, steps: int = 7, **cutting: Any
+) -> dict[str, torch.Tensor]:
+    """A loop with everything that has to be kept: dropout, AdamW, a scheduler; this rank's tensors at its end."""
+    with allranks.join(layout=layout, run=folder) as world:
+        model = world.parallelize(built(7, width=width, dropout=0.25).float())
+        optimizer = world.optimizer(model, torch.optim.AdamW, lr=0.01)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], gamma=0.5)
+        stream = world.stream(Samples(), steps=steps, **cutting)
+        world.resume(model, optimizer, stream, scheduler=scheduler)
+        for batch in stream:
+            world.backward(loss_of(model, {**batch, "x": batch["x"].float()}), targets=count(batch))
+            if world.step(optimizer, max_norm=1.0):
+                scheduler.step()
+            world.save(every=2)
+            if stream.step == crash_after:
+                raise Crash
+        return everything(world)
+
+
+def everything(world: World) -> dict[str, torch.Tensor]:
+    """Parameters and optimizer state, as this rank holds them."""
+    spread = world._ground.models.trained
+    found = {name: spread.local(name).clone() for name in spread.map.stored}
+    (optimizers,) = world._optimizers.values()
+    return found | {entry.name: tensor.clone() for entry, tensor in optimizers.parts()}
+
+
+def crashing(folder: str, layout: str, crash_after: int, **settings: Any) -> bool:
+    """The same, up to its crash."""
+    try:
+        resumable(folder, layout, crash_after=crash_after, **settings)
+    except Crash:
+        return True
+    return False
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The class and message of the error that `call` raises."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"

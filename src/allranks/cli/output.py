@@ -1,8 +1,10 @@
 """What every command prints in the same way: an error, and one JSON document."""
 
+import contextlib
 import json as json_format
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from allranks.errors import AllranksError
 
@@ -10,6 +12,24 @@ from allranks.errors import AllranksError
 def print_json(document: object) -> None:
     """One JSON document on standard output: strict JSON, so that every reader understands it."""
     print(json_format.dumps(document, indent=2, allow_nan=False))
+
+
+@contextlib.contextmanager
+def stdout_kept_free(wanted: bool) -> Iterator[None]:
+    """Inside, what this process and those that it starts print goes to standard error: a document will stand alone."""
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

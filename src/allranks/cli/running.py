@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from allranks.cli.output import print_json
+from allranks.cli.output import print_json, stdout_kept_free
 from allranks.config import read_task_spec
 from allranks.launching.environment import read_environment
 from allranks.request import TrainRequest
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 DEMO = "allranks.training.demo:Text"
 WORKER = "allranks.training.worker"
+REASONS = {0: "done", 130: "interrupted", 75: "terminated"}
+
+Document = dict[str, Any]
 
 
 def train(request: TrainRequest) -> int:
@@ -27,8 +30,16 @@ def train(request: TrainRequest) -> int:
     Raises:
         AllranksError: what was asked cannot be done; nothing was started.
     """
-    if read_environment(os.environ).launcher != "none":
-        return _train_as_worker(request)
+    outside = read_environment(os.environ).launcher != "none"
+    with stdout_kept_free(request.json):
+        code, document = _train_as_worker(request) if outside else _train_here(request)
+    if request.json and document is not None:
+        print_json(document)
+    return code
+
+
+def _train_here(request: TrainRequest) -> tuple[int, Document | None]:
+    """The exit code, and what `--json` prints."""
     if not request.show:
         # It imports torch on another core while this process does the same for itself.
         forkserver.start(_named_task(request), modules=(WORKER,))
@@ -42,7 +53,7 @@ def train(request: TrainRequest) -> int:
     )
     decisions = (decision, chosen)
     if request.show:
-        return _show(request, prepared, num_processes, decisions)
+        return 0, _show(request, prepared, num_processes, decisions)
     return _run(request, prepared, num_processes, decisions)
 
 
@@ -53,24 +64,28 @@ def _named_task(request: TrainRequest) -> str:
     return named or DEMO
 
 
-def _train_as_worker(request: TrainRequest) -> int:
+def _train_as_worker(request: TrainRequest) -> tuple[int, Document | None]:
     from allranks.failure import run_recorded
     from allranks.lifeline import die_with_parent
     from allranks.training.worker import Assignment, work
 
     die_with_parent(os.getppid())
     rank = read_environment(os.environ).rank
-    return run_recorded(work, (Assignment(request),), rank=rank, folder=None)
+    runs: list[Path] = []
+    code = run_recorded(work, (Assignment(request, announce=runs.append),), rank=rank, folder=None)
+    return code, _document(runs[0], code) if rank == 0 and runs else None
 
 
-def _run(request: TrainRequest, prepared: "Prepared", num_processes: int, decisions: Sequence[Decision]) -> int:
+def _run(
+    request: TrainRequest, prepared: "Prepared", num_processes: int, decisions: Sequence[Decision]
+) -> tuple[int, Document]:
     from allranks.surviving.agent import run_workers
     from allranks.training.prepare import open_run
     from allranks.training.worker import Assignment
 
     run = open_run(prepared, request)
     run.begin_attempt()
-    method = forkserver.choose_start_method(_named_task(request), modules=(WORKER,))
+    method = forkserver.choose_start_method()
     assignment = Assignment(request, run.path.resolve(), (*decisions, method.decision))
     outcome = run_workers(
         f"{WORKER}:work",
@@ -83,12 +98,29 @@ def _run(request: TrainRequest, prepared: "Prepared", num_processes: int, decisi
     run.release()
     if outcome.first_failure is not None:
         Console(stderr=True, highlight=False, soft_wrap=True).print(outcome.first_failure.render(), markup=False)
-    if request.json and outcome.exit_code not in (0, 75, 130):
-        print_json({"run": str(run.path), "exit_code": outcome.exit_code, "error": _one_line(outcome.first_failure)})
-    return outcome.exit_code
+    failure = outcome.first_failure
+    return outcome.exit_code, _document(run.path, outcome.exit_code, None if failure is None else failure.message)
 
 
-def _show(request: TrainRequest, prepared: "Prepared", num_processes: int, decisions: Sequence[Decision]) -> int:
+def _document(path: Path, exit_code: int, error: str | None = None) -> Document:
+    """How a run ended, from its directory alone."""
+    from allranks.reporting.report import report
+    from allranks.run import Run
+
+    found = report(Run.open(path)).to_json()
+    return {
+        "run": str(path.resolve()),
+        "exit_code": exit_code,
+        "reason": REASONS.get(exit_code, "failed"),
+        "step": found["step"],
+        "validation": found["validation"],
+        "error": error or found["error"],
+    }
+
+
+def _show(
+    request: TrainRequest, prepared: "Prepared", num_processes: int, decisions: Sequence[Decision]
+) -> Document | None:
     """Config, batch cut and decisions, and nothing started."""
     from allranks.training.prepare import resolve_layout, show_cut
 
@@ -96,8 +128,7 @@ def _show(request: TrainRequest, prepared: "Prepared", num_processes: int, decis
     cut = show_cut(prepared.config, resolve_layout(prepared.config, num_processes))
     if request.json:
         facts = [{"what": decision.what, "because": decision.because} for decision in decisions]
-        print_json({"task": prepared.spec or DEMO, "config": _plain(config), "cut": cut, "decisions": facts})
-        return 0
+        return {"task": prepared.spec or DEMO, "config": _plain(config), "cut": cut, "decisions": facts}
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"task {prepared.spec or DEMO}", markup=False)
     for name, value in config.items():
@@ -108,12 +139,8 @@ def _show(request: TrainRequest, prepared: "Prepared", num_processes: int, decis
         console.print(f"  {name}: {value}", markup=False)
     for decision in decisions:
         console.print(f"- {decision}", markup=False)
-    return 0
+    return None
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
-
-
-def _one_line(failure: Any) -> str | None:
-    return None if failure is None else str(failure.message)

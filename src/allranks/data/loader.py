@@ -17,6 +17,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from allranks.data.micro_step import MicroPlan, MicroStep, StepBatch, StepPlan
 from allranks.data.stream import DataStream
 from allranks.data.worker_process import Collate, ItemFetcher, Request, collate_noted, guard, worker_death
+from allranks.verdict import Decision
 
 CountTargets = Callable[[Any], int]
 
@@ -55,7 +56,7 @@ class Loader:
     ) -> None:
         self.stream, self.collate, self.count_targets, self.draws = stream, collate, count_targets, draws
         self.workers = workers if stream.order == "map" else min(workers, 1)
-        self.because = _because(stream, workers)
+        self.decisions = _decisions(stream, workers)
         self._pin = pin and torch.cuda.is_available()
         self._steps: Iterator[StepBatch] | None = None
         self._processes: Any = None
@@ -176,16 +177,16 @@ class _StepReader(torch.utils.data.IterableDataset[tuple[StepPlan, list[Any]]]):
             )
 
 
-def _because(stream: DataStream, workers: int) -> str:
-    """What the loader decided, for the banner; "" where there was nothing to decide."""
-    notes = []
+def _decisions(stream: DataStream, workers: int) -> tuple[Decision, ...]:
+    """What was decided, for the banner."""
+    found = []
     if stream.order != "map" and workers > 1:
-        notes.append(
-            f"1 process loads instead of data.workers({workers}), because each would read all of an iterable dataset"
-        )
+        what = f"1 process loads instead of data.workers({workers})"
+        found.append(Decision(what, "each would read all of an iterable dataset"))
     if stream.order == "sharded":
-        notes.append('every sample is covered, but in no fixed order, because the dataset declares order="sharded"')
-    return "; ".join(notes)
+        what = "every sample is covered, but in no fixed order"
+        found.append(Decision(what, 'the dataset declares order="sharded"'))
+    return tuple(found)
 
 
 def _unchanged(batch: Any) -> Any:

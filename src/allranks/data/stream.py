@@ -62,6 +62,7 @@ class DataStream:
         self.dataset, self.cut, self.dp_rank, self.seed = dataset, cut, dp_rank, seed
         self.epochs, self.steps_limit, self.shuffle = epochs, steps, shuffle
         self.position = 0
+        self._steps_before = 0  # see continue_at
         self.num_samples: int | None = None
         # The length of a dataset that shards itself could be its part's or the whole's: nobody knows.
         if self.order != "sharded" and callable(getattr(dataset, "__len__", None)):
@@ -72,6 +73,15 @@ class DataStream:
 
     def __repr__(self) -> str:
         return f"<DataStream {self.order} at {self.position}, rank {self.dp_rank} of {self.cut.num_ranks}>"
+
+    @property
+    def step(self) -> int:
+        """Steps done since the beginning of the run."""
+        return self._steps_before + self._num_steps(self.position)
+
+    def continue_at(self, step: int) -> None:
+        """Count on from `step` steps done, which `position` alone does not tell where a resume changed global_batch."""
+        self._steps_before = step - self._num_steps(self.position)
 
     @property
     def samples_total(self) -> int | None:
@@ -90,8 +100,7 @@ class DataStream:
         """Steps of the whole run, those already done included; None where that is unknown or without end."""
         if self.samples_total is None:
             return self.steps_limit
-        left = self._num_steps(max(0, self.samples_total - self.position))
-        total = self._num_steps(self.position) + left
+        total = self.step + self._num_steps(max(0, self.samples_total - self.position))
         return total if self.steps_limit is None else min(total, self.steps_limit)
 
     def take(self, step: StepPlan | StepBatch) -> None:
@@ -132,7 +141,7 @@ class DataStream:
     def steps(self) -> Iterator[StepPlan]:
         """This rank's plans from `position` on (map-style only); runs ahead without moving `position`."""
         total, limit = self.samples_total, self.steps_limit
-        position, step = self.position, self._num_steps(self.position)
+        position, step = self.position, self.step
         full = self.cut.global_batch
         while (total is None or position < total) and (limit is None or step < limit):
             size = full if total is None else min(full, total - position)
@@ -152,7 +161,7 @@ class DataStream:
         """
         assert self.order != "map"
         source = Pass(self.dataset, self.epochs, self.seed if draws else None, self.num_samples)
-        share, step = Share(self.cut, self.dp_rank, self.seed), self._num_steps(self.position)
+        share, step = Share(self.cut, self.dp_rank, self.seed), self.step
         reader = read_global if self.order == "global" else read_sharded
         left = None if self.steps_limit is None else max(0, self.steps_limit - step)
         return islice(reader(source, share, self.position, step), left)

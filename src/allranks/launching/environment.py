@@ -3,7 +3,7 @@
     launcher      recognised by                              rank, local rank
     allranks      ALLRANKS_AGENT (our own agent)             RANK, LOCAL_RANK
     torchrun      TORCHELASTIC_RUN_ID                        RANK, LOCAL_RANK
-    environment   RANK and WORLD_SIZE, set by hand           RANK, LOCAL_RANK (else RANK modulo LOCAL_WORLD_SIZE)
+    environment   RANK and WORLD_SIZE, set by hand           RANK, LOCAL_RANK (both LOCAL_ variables or neither)
     slurm         SLURM_STEP_ID with SLURM_STEP_NUM_TASKS>1  SLURM_PROCID, SLURM_LOCALID
     openmpi       OMPI_COMM_WORLD_SIZE>1                     OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK
     pmi           PMI_SIZE>1 (MPICH, Intel MPI)              PMI_RANK, MPI_LOCALRANKID
@@ -71,11 +71,9 @@ def _read_elastic(environ: Mapping[str, str]) -> ProcessEnvironment:
 def _read_plain(environ: Mapping[str, str]) -> ProcessEnvironment:
     rank = _need(environ, "RANK", "WORLD_SIZE is set")
     world_size = _need(environ, "WORLD_SIZE", "RANK is set")
-    alone = world_size == 1
-    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size)
-    if local_world_size < 1:
-        raise ConfigError(f"LOCAL_WORLD_SIZE={local_world_size} is not a number of processes; it is at least 1")
     because = "RANK and WORLD_SIZE are set"
+    address = "" if world_size == 1 else _need_text(environ, "MASTER_ADDR", because)
+    local_world_size = _plain_local_world_size(environ, world_size, address)
     return ProcessEnvironment(
         "environment",
         rank=rank,
@@ -84,9 +82,19 @@ def _read_plain(environ: Mapping[str, str]) -> ProcessEnvironment:
         local_world_size=local_world_size,
         node_rank=_number(environ, "GROUP_RANK", rank // local_world_size),
         num_nodes=_number(environ, "GROUP_WORLD_SIZE", -(-world_size // local_world_size)),
-        master_addr="" if alone else _need_text(environ, "MASTER_ADDR", because),
-        master_port=0 if alone else _need(environ, "MASTER_PORT", because),
+        master_addr=address,
+        master_port=0 if world_size == 1 else _need(environ, "MASTER_PORT", because),
     )
+
+
+def _plain_local_world_size(environ: Mapping[str, str], world_size: int, address: str) -> int:
+    """Where nobody says it: all processes where rank 0 is at a loopback address, else one a host (Kubeflow's pods)."""
+    if "LOCAL_WORLD_SIZE" in environ or "LOCAL_RANK" in environ:
+        found = _need(environ, "LOCAL_WORLD_SIZE", "RANK and LOCAL_RANK are set")
+        if found < 1:
+            raise ConfigError(f"LOCAL_WORLD_SIZE={found} is not a number of processes; it is at least 1")
+        return found
+    return world_size if address in ("", "localhost", "::1") or address.startswith("127.") else 1
 
 
 def _read_slurm(environ: Mapping[str, str]) -> ProcessEnvironment:

@@ -3,6 +3,7 @@
 Every line begins with `t` (Unix seconds) and `event`; `samples` counts from the start of the run, over the whole world.
 
     start       rank, local_rank, world_size, pid, host, device, layout, attempt, total_steps     first of each worker
+    plan        total_steps                            where only the data tells it; null where nobody knows
     step        step, samples, loss, lr, grad_norm, ledger, seconds, then the Task's metrics; memory_bytes now and then
     evaluation  step, samples, metrics {name: value}, seconds
     checkpoint  step, samples, path, seconds

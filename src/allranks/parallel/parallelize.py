@@ -37,6 +37,7 @@ class Spread:
         map: who each parameter and buffer is.
         tensors: logical name -> the live parameter or buffer; a sharded one is a DTensor.
         decisions: what was chosen, with because.
+        find_unused: whether a backward may leave parameters without gradient that others of the same step reach.
     """
 
     modules: dict[str, nn.Module]
@@ -46,6 +47,7 @@ class Spread:
     map: ParameterMap
     tensors: Mapping[str, torch.Tensor]
     decisions: tuple[Decision, ...] = ()
+    find_unused: bool = False
     _scalars: tuple[torch.Tensor, ...] = field(default=())
 
     @property
@@ -71,7 +73,9 @@ class Spread:
         """Say whether the coming forward and backward is the last before an update, whose gradients are reduced.
 
         What keeps its gradients sharded (full, grad_op) reduces over dp_shard each time all the same: holding whole
-        gradients between micro-steps would undo the sharding.
+        gradients between micro-steps would undo the sharding. FSDP2 sums what waits for dp_replicate unit by unit, and
+        loses it where the last backward reaches other parameters of the unit than the ones before: under `find_unused`
+        all is reduced each time.
         """
         sharded = self.mesh.layout.dp_shard > 1
         for module in self.modules.values():
@@ -79,7 +83,7 @@ class Spread:
                 module.require_backward_grad_sync = last
             elif isinstance(module, FSDPModule):
                 module.set_requires_gradient_sync(last or sharded)
-                module.set_requires_all_reduce(last)
+                module.set_requires_all_reduce(last or self.find_unused)
                 module.set_is_last_backward(last)
 
     def reduce_scalars(self) -> None:
@@ -132,7 +136,7 @@ def parallelize(
         seed: seeds the generators, called before `build` (law 5).
         blocks: `hints().blocks`.
         ddp: whether the backward reduces the gradients of replicated modules; False where the caller does.
-        find_unused: whether a backward may leave parameters of replicated modules without gradient.
+        find_unused: whether a backward may leave parameters without gradient (`hints().optional`).
 
     Raises:
         LayoutError: the modules cannot be spread in this way.
@@ -154,7 +158,9 @@ def parallelize(
     if mesh.layout.replicated and ddp:
         modules = {which: replicate(m, mesh, device, find_unused=find_unused) for which, m in modules.items()}
     scalars = _find_scalars(tensors) if mesh.layout.fully_sharded else ()
-    return Spread(modules, mesh, precision, device, ParameterMap(entries), tensors, tuple(decisions), scalars)
+    return Spread(
+        modules, mesh, precision, device, ParameterMap(entries), tensors, tuple(decisions), find_unused, scalars
+    )
 
 
 def has_batch_statistics(modules: Mapping[str, nn.Module]) -> bool:

@@ -181,9 +181,11 @@ def _last_error(run: Run, journals: Mapping[int, Events]) -> str | None:
 
 
 def _total_steps(run: Run, events: Events) -> int | None:
-    known = next((whole(event, "total_steps") for event in reversed(events) if event["event"] == "start"), 0)
+    known = [
+        total for event in events if event["event"] in ("start", "plan") and (total := whole(event, "total_steps"))
+    ]
     if known:
-        return known
+        return known[-1]
     try:
         return run.config().train.steps
     except (AllranksError, OSError):

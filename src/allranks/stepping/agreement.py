@@ -85,7 +85,10 @@ class Agreement:
 
     def start(self, ballot: Ballot) -> Pending:
         """Begin to agree; collective."""
-        vector = torch.tensor(_encode(ballot), dtype=torch.float64, device=self._device)
+        vector = torch.tensor(_encode(ballot), dtype=torch.float64)
+        if self._device.type == "cuda":
+            # Made on the device, or copied from ordinary memory, it would make the host wait for the whole stream.
+            vector = vector.pin_memory().to(self._device, non_blocking=True)
         vector[0] = ballot.loss
         work = None
         if self._group is not None:

@@ -49,8 +49,6 @@ class AlternatingPasses(Passes):
                 return
             which, loss, targets = yielded
             everyones = self._reduce(which, targets)
-            # What was called and not differentiated is still gathered, and the update would leave it behind.
-            self._spread.reshard()
             yield StepSums(which, loss, everyones, ledger_of(batch) if turn == 0 else 0)
             self._drop_gradients()
 
@@ -102,7 +100,7 @@ class AlternatingPasses(Passes):
             dist.all_reduce(counts, group=self._group)
             used = [p for p, ranks in zip(whole, counts[1:].tolist(), strict=True) if ranks]
             self._average([torch.zeros_like(p) if p.grad is None else p.grad for p in used], used)
-        return counts[0].to(self._spread.device)
+        return torch.full((), float(counts[0]), dtype=torch.float64, device=self._spread.device)
 
     def _average(self, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
         """In one reduction a dtype, into `.grad`."""

@@ -11,12 +11,14 @@ from allranks.data.micro_step import MicroStep
 from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
 from allranks.parallel.parallelize import Spread
-from allranks.stepping.passes import Forward
+from allranks.stepping.passes import Forward, buffers_kept
 
 
 @torch.no_grad()
 def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.ProcessGroup | None) -> dict[str, float]:
     """The mean loss per target and every metric of the Task over the whole split; collective.
+
+    Nothing of the model changes, not even a buffer that counts its forwards.
 
     Args:
         batches: this rank's share; each rank has equally many, some of them fillers of weight 0, which count nothing.
@@ -30,7 +32,7 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
     """
     spread = forward.spread
     sums: dict[str, list[float]] = {}
-    with _evaluation_mode(spread):
+    with _evaluation_mode(spread), buffers_kept(spread, unless=False):
         for micro_step in batches:
             seed_all(micro_step.random_key)
             batch = forward.place(micro_step.batch)

@@ -90,7 +90,7 @@ def assemble(
     declared_order(dataset)
     spread = _spread(task, config, processes)
     optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
-    meeting = check_at_start(task, spread, dataset, config.train.seed)
+    meeting = check_at_start(task, spread, dataset, config.train.seed, draws=draws(dataset), group=processes.data_group)
     stream = DataStream(
         dataset,
         cut=make_cut(config, processes, fixed=meeting.coupled or has_batch_statistics(spread.modules)),
@@ -122,7 +122,12 @@ def assemble(
         count_targets=meeting.count_targets,
         step=step,
         validation=None if has_step(task) else task.dataset("validation"),
-        decisions=(*processes.choice.decisions, *spread.decisions, *meeting.decisions),
+        decisions=(
+            *processes.choice.decisions,
+            *spread.decisions,
+            *meeting.decisions,
+            *Loader(stream, workers=config.data.workers).decisions,
+        ),
     )
 
 

@@ -4,19 +4,25 @@ What forward gets, how targets are counted, what the loss is, and whether it lea
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from time import perf_counter
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from allranks.data.random_keys import item_key, seed_all
 from allranks.data.stream import declared_order
-from allranks.errors import AllranksError, TaskError
+from allranks.errors import AllranksError, DataError, TaskError
 from allranks.parallel.parallelize import Spread
 from allranks.stepping.loss_check import NUM_SAMPLES, examine_loss
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
 from allranks.task_loading import user_line
 from allranks.verdict import Decision
+
+CHEAP_SECONDS = 0.3e-3
 
 
 @dataclass(frozen=True)
@@ -35,11 +41,18 @@ class Meeting:
     decisions: tuple[Decision, ...]
 
 
-def check_at_start(task: Task, spread: Spread, dataset: Any, seed: int) -> Meeting:
-    """Find out, on the first samples of the dataset; collective under a sharded layout.
+def check_at_start(
+    task: Task, spread: Spread, dataset: Any, seed: int, *, draws: bool, group: dist.ProcessGroup | None
+) -> Meeting:
+    """Find out, on the first samples of the dataset; collective.
+
+    Args:
+        draws: whether loading an item may draw random numbers.
+        group: the data-parallel ranks; None for one.
 
     Raises:
         TaskError: the Task breaks its contract on them; the user's own line is shown.
+        DataError: there are none.
     """
     if has_step(task):
         return Meeting(task.coupled, Forward(task, spread, lambda batch: (batch,)), None, ())
@@ -48,15 +61,20 @@ def check_at_start(task: Task, spread: Spread, dataset: Any, seed: int) -> Meeti
         what = f"model() returned several modules ({names})"
         raise TaskError(f"{what}: {type(task).__name__} needs a step(models, batch)")
     try:
-        return _meet(task, spread, first_samples(dataset, seed))
+        samples, seconds = first_samples(dataset, seed)
+        meeting = _meet(task, spread, samples, group if declared_order(dataset) == "sharded" else None)
     except AllranksError:
         raise
     except Exception as error:
         failed = f"{type(task).__name__} fails on the first samples of its dataset"
         raise TaskError(f"{failed}:\n{user_line(error)}") from error
+    if not draws or seconds >= CHEAP_SECONDS:
+        return meeting
+    return replace(meeting, decisions=(*meeting.decisions, _describe_seeding(dataset)))
 
 
-def _meet(task: Task, spread: Spread, samples: list[Any]) -> Meeting:
+def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGroup | None) -> Meeting:
+    """`group`: of ranks that see other samples each, and could decide otherwise; None where all see the same."""
     batch, module = task.collate(list(samples)), spread.bare()
     inputs, targets = resolve_inputs(task, module, batch), resolve_targets(task, batch)
     forward = Forward(task, spread, inputs.call)
@@ -72,22 +90,47 @@ def _meet(task: Task, spread: Spread, samples: list[Any]) -> Meeting:
     )
     # A forward whose backward never came leaves gathered parameters behind.
     spread.reshard()
-    coupled = nature.kind == "coupled"
+    coupled = _on_any_rank(nature.kind == "coupled", spread, group)
+    alike = coupled == (nature.kind == "coupled")
     decisions = (
-        Decision(f"forward gets {inputs.because}", "a Task may override inputs()"),
-        Decision(f"targets are {targets.because}", "a Task may override targets()"),
-        Decision("the loss couples samples" if coupled else "the loss is a sum", nature.because),
+        _describe(task, "inputs", "forward gets", inputs.because),
+        _describe(task, "targets", "targets are", targets.because),
+        Decision(
+            "the loss couples samples" if coupled else "the loss is a sum",
+            nature.because if alike else "it does so on another process, which sees other samples",
+        ),
     )
-    return Meeting(coupled, forward, targets.call, decisions + _meet_unused(forward, batch))
+    return Meeting(coupled, forward, targets.call, decisions + _meet_unused(forward, batch, group))
 
 
-def _meet_unused(forward: Forward, batch: Any) -> tuple[Decision, ...]:
+def _describe(task: Task, method: str, verb: str, because: str) -> Decision:
+    if getattr(type(task), method) is not getattr(Task, method):
+        return Decision(f"{verb} what {method}() returns", because)
+    return Decision(f"{verb} {because}", f"{type(task).__name__} has no {method}() of its own")
+
+
+def _describe_seeding(dataset: Any) -> Decision:
+    name = type(dataset).__name__
+    because = f"samples of {name} may draw random numbers; where they draw none, `draws = False` on it spares that"
+    return Decision("three generators are seeded before each sample, which takes about 12 us", because)
+
+
+def _on_any_rank(flag: bool, spread: Spread, group: dist.ProcessGroup | None) -> bool:
+    """Whether it holds on one rank at least; collective."""
+    if group is None:
+        return flag
+    found = torch.tensor(float(flag), device=spread.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return bool(found.item())
+
+
+def _meet_unused(forward: Forward, batch: Any, group: dist.ProcessGroup | None) -> tuple[Decision, ...]:
     """Have DDP look for parameters without gradient, where the loss leaves some: else they would hold up the others.
 
-    Every rank takes the same samples, so all decide alike. FSDP minds none, and a static graph finds them by itself.
+    FSDP minds none, and a static graph finds them by itself.
     """
     spread = forward.spread
-    if not spread.mesh.layout.replicated or spread.mesh.layout.static_graph:
+    if not spread.mesh.layout.replicated or spread.mesh.layout.static_graph or spread.find_unused:
         return ()
     spread.synchronise(last=False)
     with buffers_kept(spread, unless=False):
@@ -97,21 +140,28 @@ def _meet_unused(forward: Forward, batch: Any) -> tuple[Decision, ...]:
     unused = [name for name, parameter in spread.trainable().items() if parameter.grad is None]
     for parameter in spread.trainable().values():
         parameter.grad = None
-    if not unused:
+    if not _on_any_rank(bool(unused), spread, group):
         return ()
     spread.expect_unused()
     others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-    because = f"{unused[0]}{others} got none on the first samples"
+    because = f"{unused[0] if unused else 'a parameter of another process'}{others} got none on the first samples"
     return (Decision("every backward is searched for parameters without gradient", because),)
 
 
-def first_samples(dataset: Any, seed: int) -> list[Any]:
-    """The dataset's first few samples, each loaded under its own key as in training; an iterable is begun anew."""
-    if declared_order(dataset) != "map":
-        seed_all(item_key(seed, 0, 0))
-        return list(islice(iter(dataset), NUM_SAMPLES))
-    samples = []
-    for index in range(min(NUM_SAMPLES, len(dataset))):
+def first_samples(dataset: Any, seed: int) -> tuple[list[Any], float]:
+    """The dataset's first few samples, each loaded under its own key as in training, and the seconds of the fastest.
+
+    An iterable is begun anew. DataError where there is no sample.
+    """
+    seed_all(item_key(seed, 0, 0))
+    found = iter(dataset) if declared_order(dataset) != "map" else map(dataset.__getitem__, range(len(dataset)))
+    samples: list[Any] = []
+    seconds: list[float] = []
+    for index in range(NUM_SAMPLES):
         seed_all(item_key(seed, 0, index))
-        samples.append(dataset[index])
-    return samples
+        started = perf_counter()
+        samples += islice(found, 1)
+        seconds += [perf_counter() - started] * (len(samples) > len(seconds))
+    if not samples:
+        raise DataError(f"{type(dataset).__name__} is empty: there is no sample to train on")
+    return samples, min(seconds)

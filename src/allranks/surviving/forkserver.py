@@ -36,10 +36,20 @@ class StartMethod:
 
 
 @final
-class _Server:
-    """The one fork server that multiprocessing keeps: what it was asked to import, under which variables."""
+@dataclass(frozen=True, slots=True)
+class _Preload:
+    """What a server has imported, and the variables under which it did."""
 
-    serves: tuple[str, dict[str, str]] | None = None
+    task: str | None
+    modules: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...]
+
+
+@final
+class _Server:
+    """The one fork server that multiprocessing keeps."""
+
+    has: _Preload | None = None
 
 
 _server = _Server()
@@ -54,21 +64,23 @@ def start(task: str | None = None, modules: Sequence[str] = ()) -> None:
     """
     if sys.platform != "linux":
         return  # fork is not safe beside the system libraries that torch uses on macOS
-    wanted = json.dumps({"modules": [*ALWAYS, *modules], "task": task, "sys_path": sys.path, "parent": os.getpid()})
-    variables = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)}
-    if _server.serves == (wanted, variables):
-        return
-    if _server.serves is not None:
+    variables = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)))
+    wanted = _Preload(task, tuple(modules), variables)
+    if _server.has not in (None, wanted):
         forkserver._forkserver._stop()  # type: ignore[attr-defined]  # what it has imported is not what is wanted now
-    _server.serves = (wanted, variables)
+    _server.has = wanted
     set_forkserver_preload([preload.__name__])
-    with _environment({**SERVER_ENVIRONMENT, preload.VARIABLE: wanted}):
-        forkserver.ensure_running()
+    told = {"modules": [*ALWAYS, *modules], "task": task, "sys_path": sys.path, "parent": os.getpid()}
+    with _environment({**SERVER_ENVIRONMENT, preload.VARIABLE: json.dumps(told)}):
+        forkserver.ensure_running()  # nothing where it runs; again where somebody has killed it
 
 
-def choose_start_method(task: str | None = None, modules: Sequence[str] = ()) -> StartMethod:
-    """Wait until the fork server (started now, if it was not) has imported, and see whether it can be used."""
-    start(task, modules)
+def choose_start_method() -> StartMethod:
+    """Wait until the fork server has imported what the last `start` asked for, and see whether it can be used.
+
+    Starts one where none runs, and another where variables that are read at import have changed since.
+    """
+    start() if _server.has is None else start(_server.has.task, _server.has.modules)
     if sys.platform != "linux":
         return StartMethod("spawn", Decision("workers are spawned", f"forking torch is not safe on {sys.platform}"))
     report = _ask()

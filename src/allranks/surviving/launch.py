@@ -49,7 +49,6 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | None = None, l
     from allranks.surviving.agent import run_workers
 
     nproc = _choose_nproc(nproc, layout)
-    start_method = forkserver.choose_start_method(modules=MODULES)
     with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
         outcome = run_workers(
             "allranks.surviving.launch:answer",
@@ -57,7 +56,6 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | None = None, l
             nproc=nproc,
             run_id=f"launch-{uuid.uuid4().hex[:8]}",
             log_dir=Path(folder),
-            start_method=start_method,
             environ={} if layout is None else {"ALLRANKS_LAYOUT": layout},
             replies=True,
         )

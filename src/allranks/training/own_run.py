@@ -20,7 +20,6 @@ from allranks.run import Run
 from allranks.stepping.world import Processes
 from allranks.training.logs import log_of_rank
 from allranks.training.prepare import RUNS, config_digest
-from allranks.verdict import Decision
 
 OWN_LOOP = "(own loop)"  # ends the `task` of run.json: no spec, so that nobody imports the script to find a Task in it
 
@@ -73,9 +72,8 @@ def _take(config: Config, directory: Path | None, change: Sequence[str]) -> Run:
 
 
 def _check_same(run: Run, script: Path | None, config: Config, change: Sequence[str]) -> None:
-    path, _, kind = run.task.rpartition(" ")
     mine = "" if script is None else script.name
-    if kind != OWN_LOOP or Path(path).name != mine:
+    if not run.task.endswith(OWN_LOOP) or Path(run.task.removesuffix(OWN_LOOP).strip()).name != mine:
         raise RunError(f"{run.path} is a run of {run.task}, not of {mine or 'this program'}: name another directory")
     differing = {
         name: pair
@@ -104,22 +102,13 @@ class Logbook:
         self.run = run
         self._processes = processes
         self._recorder: Recorder | None = None
-        self._stack = ExitStack()
-        self._stack.enter_context(log_of_rank(run.log(processes.rank), rank=processes.rank))
-        self._journal = Journal(run.journal(processes.rank), processes.rank)
-        self._stack.callback(self._journal.close)
-        self._journal.write(
-            "start",
-            rank=processes.rank,
-            local_rank=processes.environment.local_rank,
-            world_size=processes.size,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            device=str(processes.device),
-            layout=str(processes.mesh.layout),
-            attempt=run.attempts,
-            total_steps=total_steps,
-        )
+        with ExitStack() as stack:
+            stack.callback(run.release)
+            stack.enter_context(log_of_rank(run.log(processes.rank), rank=processes.rank))
+            self._journal = Journal(run.journal(processes.rank), processes.rank)
+            stack.callback(self._journal.close)
+            self._tell_start(total_steps)
+            self._stack = stack.pop_all()
 
     def begin(self, step: int) -> None:
         """Steps come from here on, after `step` of earlier attempts."""
@@ -148,10 +137,6 @@ class Logbook:
         if self._recorder is not None:
             self._recorder.flush()
 
-    def decide(self, decision: Decision) -> None:
-        """Rank 0: keep and show a decision, with its because."""
-        self.write("decision", what=decision.what, because=decision.because)
-
     def say(self, line: str) -> None:
         """Rank 0: one line on standard error."""
         if self._processes.rank == 0:
@@ -167,4 +152,18 @@ class Logbook:
                 text = None if error is None else f"{type(error).__name__}: {error}"
                 memory = peak_memory_bytes(self._processes.device)
                 self._journal.write("end", reason=reason, seconds=seconds, memory_bytes=memory, error=text)
-                self.run.release()
+
+    def _tell_start(self, total_steps: int | None) -> None:
+        processes, run = self._processes, self.run
+        self._journal.write(
+            "start",
+            rank=processes.rank,
+            local_rank=processes.environment.local_rank,
+            world_size=processes.size,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            device=str(processes.device),
+            layout=str(processes.mesh.layout),
+            attempt=run.attempts,
+            total_steps=total_steps,
+        )

@@ -1,7 +1,7 @@
 """What an own loop's checkpoint holds besides tensors: optimizer settings, and the user's own objects with a state."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from torch.optim import Optimizer
 
@@ -9,9 +9,18 @@ from allranks.checkpointing.manifest import encode_state
 from allranks.errors import CheckpointError, TaskError
 from allranks.parallel.parallelize import Spread
 from allranks.training.own_optimizer import group_settings, restore_group_settings
-from allranks.training.snapshot import Stateful
 
 PAIRS = "__pairs__"  # stands for a dict whose keys are no strings, as MultiStepLR keeps its milestones
+
+
+class Kept(Protocol):
+    """What `world.resume` takes by name: torch's schedulers are such, and anything else with these two."""
+
+    def state_dict(self) -> Any:
+        """JSON values to remember; tuples come back as lists."""
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """The inverse."""
 
 
 @final
@@ -24,7 +33,7 @@ class OwnState:
     """
 
     def __init__(
-        self, spread: Spread, optimizer: Optimizer, others: Mapping[str, Stateful], say: Callable[[str], None]
+        self, spread: Spread, optimizer: Optimizer, others: Mapping[str, Kept], say: Callable[[str], None]
     ) -> None:
         self._spread = spread
         self._optimizer = optimizer

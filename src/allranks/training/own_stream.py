@@ -92,5 +92,6 @@ def make_loop(
         pin = ground.device.type == "cuda"
         return Loader(order, collate=collate, workers=workers, draws=draws(dataset), pin=pin)
 
+    ground.decisions.extend(make_loader().decisions)
     config = ground.config.model_copy(update={"train": train, "data": data})
     return OwnLoop(replace(ground, config=config), step, order, make_loader)

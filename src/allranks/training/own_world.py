@@ -22,10 +22,10 @@ from allranks.training.own_forward import call_model, count_targets
 from allranks.training.own_ground import Ground
 from allranks.training.own_loop import OwnLoop
 from allranks.training.own_optimizer import make_own_optimizer
-from allranks.training.own_state import OwnState
+from allranks.training.own_state import Kept, OwnState
 from allranks.training.own_step import OwnStep
 from allranks.training.own_stream import Stream, make_loop
-from allranks.training.snapshot import Contents, Stateful
+from allranks.training.snapshot import Contents
 from allranks.training.stop import StopRequests
 from allranks.training.team import Team, make_team
 
@@ -151,7 +151,7 @@ class World:
         self._loop = make_loop(ground, step, dataset, numbers, collate=collate, shuffle=shuffle, workers=workers)
         return Stream(self._loop)
 
-    def resume(self, model: nn.Module, optimizer: Optimizer, stream: Stream, **others: Stateful) -> int:
+    def resume(self, model: nn.Module, optimizer: Optimizer, stream: Stream, **others: Kept) -> int:
         """Name what is kept, and take it from the run's newest good checkpoint, if there is one; collective.
 
         From here on a checkpoint is written by `save`, at the end of the stream, and where a stop was agreed.

@@ -1,5 +1,6 @@
 """From what was asked to what will run: config, Task and Run directory, checked before anything starts."""
 
+import glob
 import hashlib
 import json
 import sys
@@ -59,8 +60,10 @@ def prepare(request: TrainRequest) -> Prepared:
     defaults = type(load_task(spec, _settings(request))).defaults
     kept = _existing(request.run)
     old = None if kept is None else kept.config()
-    config = resolve_config(
-        task_defaults=defaults, toml=request.toml, overrides=request.overrides, layout=request.layout, kept=old
+    config = _anchor_text(
+        resolve_config(
+            task_defaults=defaults, toml=request.toml, overrides=request.overrides, layout=request.layout, kept=old
+        )
     )
     if kept is not None and old is not None:
         _check_same_task(kept, spec)
@@ -85,7 +88,8 @@ def choose_processes(prepared: Prepared, request: TrainRequest, nodes: int = 1) 
     if chosen != available:
         because = f"the layout {render_layout(config.layout)} asks for it"
     elif not config.layout.chosen and chosen > config.train.global_batch:
-        chosen, because = config.train.global_batch, f"train.global_batch={chosen} gives no more than that a sample"
+        chosen = config.train.global_batch
+        because = f"train.global_batch={chosen} gives no more than that a sample"
     return chosen, Decision(_count(chosen), because)
 
 
@@ -146,9 +150,18 @@ def _prepare_resume(request: TrainRequest, kept: Run) -> Prepared:
     if request.task_spec is not None:
         _check_same_task(kept, _absolute(request.task_spec, Path.cwd()))
     old = kept.config()
-    config = override_config(old, request.overrides, request.layout)
+    config = _anchor_text(override_config(old, request.overrides, request.layout))
     check_resumable(old, config, request.change)
     return Prepared(config, kept.task, make_task(kept.task, config), kept)
+
+
+def _anchor_text(config: Config) -> Config:
+    """`data.text` seen from here, so that a resume from another folder reads the same files."""
+    text = config.data.text
+    if text is None:
+        return config
+    seen = str(Path(glob.escape(str(Path.cwd()))) / Path(text).expanduser())
+    return config.model_copy(update={"data": config.data.model_copy(update={"text": seen})})
 
 
 def _existing(path: Path | None) -> Run | None:

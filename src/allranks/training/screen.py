@@ -1,7 +1,5 @@
 """What rank 0 shows: a banner at the start, lines on the way, and the closing of a run."""
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
@@ -25,11 +23,10 @@ class Screen:
     """The terminal of a run.
 
     Args:
-        json: whether standard output is kept for the one JSON document at the end.
+        json: whether standard output is kept for the one JSON document that the command prints at the end.
     """
 
     def __init__(self, *, json: bool) -> None:
-        self._json = json
         self.console = Console(stderr=json, highlight=False, soft_wrap=True)
 
     def say(self, line: str) -> None:
@@ -52,15 +49,6 @@ class Screen:
         if ending.reason == "done":
             self._summarise(run, task)
         self.say(render_text(report(run)))
-        if self._json:
-            document = {
-                "run": str(run.path),
-                "reason": ending.reason,
-                "step": ending.step,
-                "validation": dict(ending.validation),
-            }
-            sys.stdout.write(json.dumps(document) + "\n")
-            sys.stdout.flush()
 
     def _summarise(self, run: Run, task: Task) -> None:
         if type(task).summary is Task.summary:

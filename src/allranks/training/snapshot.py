@@ -6,18 +6,21 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 import torch
+import torch.distributed as dist
 
-from allranks.checkpointing.checking import check_digests
-from allranks.checkpointing.checkpoint import Checkpoint, Header, newest_good, prune
+from allranks.checkpointing.checking import check_digests, check_files
+from allranks.checkpointing.checkpoint import Checkpoint, Header, prune
 from allranks.checkpointing.restore import restore
 from allranks.checkpointing.save import save
-from allranks.config import CheckpointConfig
+from allranks.config import CheckpointConfig, ScheduleConfig
 from allranks.data.stream import DataStream
 from allranks.errors import CheckpointError
 from allranks.parallel.parallelize import Spread
 from allranks.parameter_map import Entry
 from allranks.stepping.optimizer import Optimizers
+from allranks.stepping.schedule import Schedule
 from allranks.stepping.world import Processes
+from allranks.training.newest import newest_of_run
 
 Parts = list[tuple[Entry, torch.Tensor]]
 
@@ -69,7 +72,9 @@ class Contents:
         }
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Read everything back into place, under any layout; each rank reads its own part.
+        """Read everything back into place, under any layout; each rank reads its own part; collective.
+
+        Tensors that were cut otherwise before are compared with their digests (law 9).
 
         Raises:
             CheckpointError: a tensor is missing, extra, reshaped or altered.
@@ -77,12 +82,30 @@ class Contents:
         self.optimizers.materialise()
         tensors = checkpoint.manifest.tensors
         self.optimizers.forget_unless(lambda name: name in tensors)
-        restore(checkpoint, self.parts())
+        parts = self.parts()
+        restore(checkpoint, parts)
+        layout = self.spread.mesh.layout
+        if checkpoint.manifest.layout != str(layout):
+            group = None if layout.world_size == 1 else dist.group.WORLD
+            check_digests(checkpoint, parts, group, self.spread.device)
         state = checkpoint.manifest.state
         self.optimizers.load_numbers(state["optimizer"])
         self.stream.load_state_dict(state["stream"])
+        self.stream.continue_at(checkpoint.step)
         if self.task is not None:
             self.task.load_state_dict(state["task"])
+
+
+def schedule_state(schedule: Schedule, config: ScheduleConfig) -> dict[str, Any]:
+    """What a checkpoint keeps of a schedule: its samples, and what was asked for."""
+    return {"schedule": schedule.state_dict(), "schedule_config": config.model_dump()}
+
+
+def kept_schedule(checkpoint: Checkpoint | None, config: ScheduleConfig) -> Schedule | None:
+    """The schedule of the first start; None where there was none, or where another one is asked for (`--change`)."""
+    state = {} if checkpoint is None else checkpoint.manifest.state
+    same = state.get("schedule_config") == config.model_dump()
+    return Schedule(**state["schedule"]) if same else None
 
 
 @final
@@ -141,7 +164,7 @@ class Saver:
             device=processes.device,
         )
         if not self._proven:
-            check_digests(checkpoint, parts, processes.data_group, processes.device)
+            check_files(checkpoint, processes.data_group, processes.device)
             self._proven = True
         if processes.rank == 0:
             prune(self._directory, self._config.keep)
@@ -150,20 +173,21 @@ class Saver:
 
 
 def find_checkpoint(directory: Path, run: str, processes: Processes) -> tuple[Checkpoint | None, list[str]]:
-    """The newest good checkpoint of a run, the same on every rank, and why newer ones were passed over; collective."""
+    """The newest good checkpoint of a run, the same on every rank, and why newer ones were passed over; collective.
+
+    Raises:
+        CheckpointError: on every rank: there are checkpoints, and all of them are damaged.
+    """
     found: dict[str, Any] = {}
     if processes.rank == 0:
         try:
-            checkpoint, skipped = newest_good(directory, run)
-            found = {
-                "path": None if checkpoint is None else str(checkpoint.path),
-                "skipped": [s.reason for s in skipped],
-            }
+            checkpoint, skipped = newest_of_run(directory, run)
+            found = {"name": None if checkpoint is None else checkpoint.path.name, "skipped": skipped}
         except CheckpointError as error:
             found = {"error": str(error)}
     found = processes.share(found)
     if "error" in found:
         raise CheckpointError(found["error"])
-    if found["path"] is None:
+    if found["name"] is None:
         return None, found["skipped"]
-    return Checkpoint.open(Path(found["path"]), run_id=run), found["skipped"]
+    return Checkpoint.open(directory / found["name"], run_id=run), found["skipped"]

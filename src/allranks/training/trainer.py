@@ -62,18 +62,17 @@ class Trainer:
         self._lag = 1 if session.processes.device.type == "cuda" else 0
 
     def train(self) -> Ending:
-        """Step until the data or the steps end, or a stop is agreed; evaluate and save at the end; collective."""
+        """Step until the data or the steps end, or a stop is agreed; save and evaluate at the end; collective."""
         session = self._session
         self._stopwatch.mark("other")
         with session.loader() as loader:
             batch = next(loader, None)
             before = session.step.agree_first(batch) if batch is not None else None
             older = before
-            done = session.stream.position
+            done = session.stream.step
             self._stopwatch.mark("input")
             while batch is not None and before is not None and older is not None:
-                agreed = (older if self._lag else before).read()
-                reason = self._stop(agreed, batch)
+                reason = self._stop((older if self._lag else before).read(), before, batch)
                 if reason is not None:
                     return self._end(reason, batch.step)
                 started = time.perf_counter()
@@ -85,26 +84,28 @@ class Trainer:
                 older, before, batch = before, outcome.pending, outcome.upcoming
         return self._end("done", done)
 
-    def _stop(self, agreed: Agreed, batch: StepBatch) -> Reason | None:
+    def _stop(self, agreed: Agreed, before: Pending, batch: StepBatch) -> Reason | None:
         if agreed.interrupt:
             return "interrupted"
         if agreed.terminate:
             return "terminated"
-        # Data that shards itself has ended when no rank has a sample left.
-        return "done" if batch.exhausted and agreed.next_samples == 0 else None
+        # Data that shards itself has ended when no rank has a sample left: read at once, not a step later, because a
+        # step of nobody's samples would still move the parameters.
+        return "done" if batch.exhausted and before.read().next_samples == 0 else None
 
     def _boundary(self, step: int) -> None:
+        # Saved first: metrics that fail lose no step.
+        if self._saver.due(step):
+            self._save(step)
         evaluate_every = self._session.config.evaluate.every
         if evaluate_every and step % evaluate_every == 0:
             self._evaluate(step)
-        if self._saver.due(step):
-            self._save(step)
 
     def _end(self, reason: Reason, step: int) -> Ending:
-        if reason == "done" and self._session.config.evaluate.every != 0 and self._evaluated_at != step:
-            self._evaluate(step)
         if self._saver.saved_step != step:
             self._save(step)
+        if reason == "done" and self._session.config.evaluate.every != 0 and self._evaluated_at != step:
+            self._evaluate(step)
         if self._progress is not None:
             self._progress.close()
         return Ending(reason, step, self._validation)

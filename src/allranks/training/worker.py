@@ -2,11 +2,12 @@
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from allranks.checkpointing.checkpoint import Checkpoint
-from allranks.errors import RunError
+from allranks.errors import AllranksError, RunError
 from allranks.launching.environment import read_environment
 from allranks.observing.counters import Stopwatch
 from allranks.observing.journal import Journal
@@ -16,14 +17,13 @@ from allranks.observing.recorder import Recorder
 from allranks.parallel.backend import choose_device, start, stop
 from allranks.request import TrainRequest
 from allranks.run import Run
-from allranks.stepping.schedule import Schedule
 from allranks.stepping.session import Session, assemble
 from allranks.stepping.world import Processes, gather_processes
 from allranks.training.load import task_of_run
 from allranks.training.logs import log_of_rank
 from allranks.training.prepare import Prepared, open_run, prepare, resolve_layout
 from allranks.training.screen import Screen
-from allranks.training.snapshot import Contents, Saver, find_checkpoint
+from allranks.training.snapshot import Contents, Saver, find_checkpoint, kept_schedule, schedule_state
 from allranks.training.stop import StopRequests
 from allranks.training.trainer import Ending, Trainer
 from allranks.verdict import Decision
@@ -40,11 +40,13 @@ class Assignment:
         request: what was asked.
         run: the Run directory that the command has made and leased; None where an outside launcher started the ranks.
         decisions: what the command chose, for the banner.
+        announce: told where the Run is, once it is there.
     """
 
     request: TrainRequest
     run: Path | None = None
     decisions: tuple[Decision, ...] = ()
+    announce: Callable[[Path], None] | None = None
 
 
 def work(assignment: Assignment) -> int:
@@ -58,6 +60,8 @@ def work(assignment: Assignment) -> int:
     try:
         processes = gather_processes(environment, choice, layout)
         run = _join_run(assignment, prepared, processes)
+        if assignment.announce is not None:
+            assignment.announce(run.path)
         with log_of_rank(run.log(processes.rank), rank=processes.rank):
             return _Training(assignment, prepared, processes, run, stops).go()
     finally:
@@ -82,22 +86,32 @@ class _Training:
 
     def go(self) -> int:
         """Train to the end; the exit code."""
+        try:
+            ending = self._train()
+        finally:
+            self._journal.close()
+        if self._screen is not None:
+            self._screen.close_run(self._run, self._prepared.task, ending)
+        return EXIT_CODES[ending.reason]
+
+    def _train(self) -> Ending:
+        config = self._prepared.config
         self._tell_start()
         try:
             checkpoint, skipped = find_checkpoint(self._run.checkpoints, self._run.id, self._processes)
             session = assemble(
                 self._prepared.task,
-                self._prepared.config,
+                config,
                 self._processes,
                 self._stopwatch,
                 self._stops.seen,
-                kept_schedule=None if checkpoint is None else Schedule(**checkpoint.manifest.state["schedule"]),
+                kept_schedule=kept_schedule(checkpoint, config.schedule),
             )
             contents = Contents(
                 session.spread,
                 session.optimizers,
                 session.stream,
-                extra={"schedule": session.schedule.state_dict()},
+                extra=schedule_state(session.schedule, config.schedule),
                 task=session.task,
             )
             resumed_step = self._resume(contents, checkpoint, skipped)
@@ -106,9 +120,7 @@ class _Training:
             self._tell_end("failed", error)
             raise
         self._tell_end("done" if ending.reason == "done" else "stopped", None)
-        if self._screen is not None:
-            self._screen.close_run(self._run, self._prepared.task, ending)
-        return EXIT_CODES[ending.reason]
+        return ending
 
     def _loop(self, session: Session, contents: Contents, resumed_step: int) -> Ending:
         config, run = self._prepared.config, self._run
@@ -119,6 +131,8 @@ class _Training:
             decisions = (*self._assignment.decisions, *session.decisions)
             for decision in decisions:
                 self._journal.write("decision", what=decision.what, because=decision.because)
+            if config.train.steps is None:
+                self._journal.write("plan", total_steps=session.stream.steps_total)
             self._screen.open_run(run, session, decisions)
             progress = ProgressLine(session.stream.steps_total, first_step=resumed_step, console=self._screen.console)
             recorder = Recorder(
@@ -141,6 +155,8 @@ class _Training:
             for reason in skipped:
                 self._screen.warn(f"passed over a newer checkpoint: {reason}")
         if checkpoint is None:
+            if self._screen is not None and self._run.attempts > 1:
+                self._screen.warn("there is no checkpoint yet: the run starts from the beginning")
             return 0
         contents.load(checkpoint)
         manifest = checkpoint.manifest
@@ -163,6 +179,7 @@ class _Training:
             device=str(processes.device),
             layout=str(processes.mesh.layout),
             attempt=self._run.attempts,
+            total_steps=self._prepared.config.train.steps,
         )
 
     def _tell_end(self, reason: str, error: BaseException | None) -> None:
@@ -191,7 +208,7 @@ def _join_run(assignment: Assignment, prepared: Prepared, processes: Processes) 
             run = open_run(prepared, assignment.request)
             run.begin_attempt()
             found = {"path": str(run.path.resolve())}
-        except RunError as error:
+        except AllranksError as error:
             found = {"error": str(error)}
     found = processes.share(found)
     if "error" in found:

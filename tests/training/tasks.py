@@ -1,0 +1,213 @@
+"""Small Tasks, one for each thing that a training has to bear; named as "tests.training.tasks:Name"."""
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from allranks.task import Task
+
+WIDTH = 6
+
+
+def points(num_points: int, seed: int) -> TensorDataset:
+    """Points in the plane, and on which side of a curve each lies."""
+    x = torch.randn(num_points, 2, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, (x[:, 1] > torch.sin(2 * x[:, 0])).long())
+
+
+class Curve(Task):
+    """Which side of a curve a point lies on, with dropout, so that randomness shows.
+
+    After `signal_after` losses in training mode the process sends itself `signal_name`, as a user or a scheduler would.
+    """
+
+    num_points: int = 47
+    width: int = WIDTH
+    signal_after: int = -1
+    signal_name: str = "SIGINT"
+    boom: str = ""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**settings)
+        self._losses = 0
+
+    def dataset(self, split: str) -> Any:
+        return points(self.num_points if split == "train" else 13, seed=len(split))
+
+    def model(self) -> Any:
+        return nn.Sequential(nn.Linear(2, self.width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(self.width, 2))
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        if output.requires_grad:
+            self._losses += 1
+            if self._losses == self.signal_after:
+                os.kill(os.getpid(), signal.Signals[self.signal_name])
+        return nn.functional.cross_entropy(output, batch[1], reduction="sum")
+
+    def metrics(self, output: Any, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+        if self.boom == "metrics":
+            raise ValueError("the user's own mistake in metrics")
+        return {"accuracy": ((output.argmax(1) == batch[1]).sum(), len(batch[1]))}
+
+
+class Remembering(Curve):
+    """Counts its training losses, and remembers the count in the checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self._losses, "loaded": getattr(self, "loaded", None)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loaded = state["losses"]
+
+
+class OwnOptimizer(Curve):
+    """Makes its optimizer itself: two groups, one with momentum."""
+
+    def optimizer(self, parameters: Any) -> Any:
+        first, *rest = parameters
+        groups = [{"params": [first], "momentum": 0.9}, {"params": rest, "lr": 0.02}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
+class Normed(Curve):
+    """With batch statistics, and a buffer that counts every forward, in evaluation mode too."""
+
+    def model(self) -> Any:
+        return nn.Sequential(nn.Linear(2, self.width), nn.BatchNorm1d(self.width), Counting(), nn.Linear(self.width, 2))
+
+
+class Counting(nn.Module):
+    """Counts its forwards."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+class Tied(Curve):
+    """Two layers share a weight, and a rotation is a complex buffer that no checkpoint holds."""
+
+    def model(self) -> Any:
+        return TiedModel(self.width)
+
+
+class TiedModel(nn.Module):
+    """Two layers that share a weight."""
+
+    rotation: torch.Tensor
+    kept_rotation: torch.Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, width)
+        self.middle = nn.Linear(width, width)
+        self.again = nn.Linear(width, width, bias=False)
+        self.again.weight = self.middle.weight
+        self.last = nn.Linear(width, 2)
+        angles = torch.polar(torch.ones(width // 2), torch.arange(width // 2).float())
+        self.register_buffer("rotation", angles, persistent=False)
+        self.register_buffer("kept_rotation", angles.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.again(torch.tanh(self.middle(self.first(x)))))
+        pairs = torch.view_as_complex(hidden.float().unflatten(-1, (-1, 2)).contiguous())
+        turned = torch.view_as_real(pairs * self.rotation * self.kept_rotation).flatten(-2).to(hidden.dtype)
+        found: torch.Tensor = self.last(turned)
+        return found
+
+
+class Gan(Task):
+    """Two models that take turns, with an optimizer each; the critic sees fewer targets than the maker."""
+
+    def dataset(self, split: str) -> Any:
+        return points(23, seed=5)
+
+    def model(self) -> Any:
+        return {"maker": nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.Linear(4, 2)), "critic": nn.Linear(2, 1)}
+
+    def optimizer(self, parameters: Any) -> Any:
+        return {
+            "maker": torch.optim.AdamW(parameters["maker"], lr=0.01),
+            "critic": torch.optim.SGD(parameters["critic"], lr=0.05, momentum=0.9),
+        }
+
+    def step(self, models: Any, batch: Any) -> Iterator[tuple[str, torch.Tensor, int]]:
+        real = batch[0]
+        fake = models["maker"](torch.randn(len(real), 3, dtype=real.dtype))
+        scores = models["critic"](torch.cat([real, fake.detach()]))
+        wanted = torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)]).to(scores.dtype)
+        loss = nn.functional.binary_cross_entropy_with_logits(scores, wanted, reduction="sum")
+        yield "critic", loss, 2 * len(real)
+        yield "maker", nn.functional.softplus(-models["critic"](fake)).sum(), len(real)
+
+
+class Counted(IterableDataset[Any]):
+    """The first `count` points, one after another; sharded: every `world`-th, beginning at `first`."""
+
+    def __init__(self, order: str, count: int, first: int = 0, world: int = 1) -> None:
+        self.order, self.count, self.first, self.world = order, count, first, world
+
+    def __iter__(self) -> Iterator[Any]:
+        source = points(self.count, seed=3)
+        return (source[index] for index in range(self.first, self.count, self.world))
+
+
+class Streamed(Curve):
+    """Reads what can only be iterated over; where it is sharded, a rank's part is as long as its number is high."""
+
+    order: Literal["global", "sharded"] = "global"
+    defaults: ClassVar[Mapping[str, object]] = {"train.epochs": 1}
+
+    def dataset(self, split: str) -> Any:
+        if split != "train":
+            return None
+        if self.order == "global":
+            return Counted("global", self.num_points)
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        return Counted("sharded", self.num_points - 19 * (world - 1 - rank), rank, world)
+
+
+class WithText(Curve):
+    """Has a setting for `data.text`."""
+
+    text: str | None = None
+
+
+class Broken(Curve):
+    """Wrong in the way that `wrong` names."""
+
+    wrong: str = ""
+
+    def dataset(self, split: str) -> Any:
+        sizes = {"empty": 0, "small": 3}
+        if self.wrong == "empty iterable":
+            return Counted("global", 0)
+        if self.wrong == "undeclared":
+            return Counted("some", 9)
+        if self.wrong == "nothing":
+            return None
+        return points(sizes.get(self.wrong, self.num_points), seed=1)
+
+    def loss(self, output: Any, batch: Any) -> Any:
+        loss = super().loss(output, batch)
+        if self.wrong == "raises":
+            raise ZeroDivisionError("the user's own mistake")
+        wrongs = {
+            "mean": loss / len(batch[1]),
+            "vector": loss.expand(3),
+            "detached": loss.detach(),
+            "number": loss.item(),
+            "nan": loss * float("nan"),
+        }
+        return wrongs.get(self.wrong, loss)

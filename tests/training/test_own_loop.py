@@ -1,0 +1,260 @@
+"""What happens around the user's own lines: boundaries, ends, stops, checkpoints and what is told of them."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import allranks
+from allranks.checkpointing.checkpoint import list_checkpoints
+from allranks.errors import TaskError
+from allranks.run import Run
+from tests.distributed.pool import Pools
+from tests.training.own_cases import Net, Samples, count, loss_of, refusal, sgd
+
+
+def prepared(world: Any, resume: bool = True, **cutting: Any) -> tuple[nn.Module, Any, Any]:
+    """Model, optimizer and stream."""
+    torch.manual_seed(1)
+    model = world.parallelize(Net())
+    optimizer = world.optimizer(model, sgd)
+    stream = world.stream(Samples(), **{"global_batch": 10} | cutting)
+    if resume:
+        world.resume(model, optimizer, stream)
+    return model, optimizer, stream
+
+
+def train_on(world: Any, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    world.backward(loss_of(model, batch), targets=count(batch))
+    world.step(optimizer)
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in list_checkpoints(folder / "checkpoints"))
+
+
+def last_event(folder: Path) -> dict[str, Any]:
+    return Run.open(folder).events()[-1]
+
+
+def test_a_loop_that_is_left_goes_on_with_the_next_step(pool: Pools, tmp_path: Path) -> None:
+    def case(folder: str, leave: bool) -> None:
+        with allranks.join(precision="float64", run=folder) as world:
+            model, optimizer, stream = prepared(world, micro_batch=2, epochs=2)
+            while stream.step < 8:
+                for index, batch in enumerate(stream):
+                    train_on(world, model, optimizer, batch)
+                    if leave and index == 3:  # after one whole step of three, in the middle of the second
+                        break
+
+    losses = []
+    for leave in (False, True):
+        pool(2).run(case, str(tmp_path / str(leave)), leave)
+        run = Run.open(tmp_path / str(leave))
+        losses.append([(step["step"], step["samples"], step["loss"], step["ledger"]) for step in run.steps()])
+    assert losses[0] == losses[1]
+    assert [step for step, *_ in losses[0]] == list(range(1, 9))
+    assert saved(tmp_path / "True") == [8]
+
+
+def test_one_stream_has_one_end(pool: Pools, tmp_path: Path) -> None:
+    def case() -> list[str]:
+        with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+            model, optimizer, stream = prepared(world)
+            for batch in stream:
+                train_on(world, model, optimizer, batch)
+            return [
+                repr(stream),
+                refusal(lambda: iter(stream)),
+                refusal(lambda: world.stream(Samples(), global_batch=10)),
+                refusal(lambda: world.resume(model, optimizer, stream)),
+            ]
+
+    assert pool(1).run(case) == [
+        [
+            "<Stream at step 4 of 4, sample 37>",
+            "TaskError: the stream has ended (epochs=1): give world.stream more, instead of a loop around it",
+            "TaskError: world.stream() was called already: a world has one (world.evaluate takes a dataset)",
+            "TaskError: world.resume() belongs before the loop, once",
+        ]
+    ]
+    assert saved(tmp_path / "run") == [4]
+
+
+def test_a_finished_run_is_not_done_again(pool: Pools, tmp_path: Path) -> None:
+    def case() -> tuple[int, int]:
+        with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+            model, optimizer, stream = prepared(world)
+            before = stream.step
+            for batch in stream:
+                train_on(world, model, optimizer, batch)
+            return before, stream.step
+
+    assert [pool(1).run(case)[0] for _ in range(2)] == [(0, 4), (4, 4)]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_stop_that_one_rank_hears_ends_all_after_the_same_step(
+    pool: Pools, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    def case() -> tuple[int, list[int], int]:
+        handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        seen = []
+        try:
+            with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+                model, optimizer, stream = prepared(world, epochs=3)
+                for _ in range(3):  # a loop around it ends as well
+                    for batch in stream:
+                        seen.append(stream.step)
+                        if world.rank == 1 and stream.step == 2:
+                            os.kill(os.getpid(), number)
+                        train_on(world, model, optimizer, batch)
+                reached = stream.step
+        except SystemExit as end:
+            assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+            return reached, seen, int(str(end.code))
+        return stream.step, seen, 0
+
+    assert pool(2).run(case) == [(3, [0, 1, 2], code)] * 2
+    assert saved(tmp_path / "run") == [3]
+    assert last_event(tmp_path / "run")["reason"] == "stopped"
+
+
+def test_an_error_saves_nothing_and_is_told(pool: Pools, tmp_path: Path) -> None:
+    def case() -> str:
+        def loop() -> None:
+            with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+                model, optimizer, stream = prepared(world)
+                for batch in stream:
+                    train_on(world, model, optimizer, batch)
+                    if stream.step == 2:
+                        raise ValueError("the user's")
+
+        return refusal(loop)
+
+    assert pool(1).run(case) == ["ValueError: the user's"]
+    assert saved(tmp_path / "run") == []
+    assert (last_event(tmp_path / "run")["reason"], last_event(tmp_path / "run")["error"]) == (
+        "failed",
+        "ValueError: the user's",
+    )
+    assert [step["step"] for step in Run.open(tmp_path / "run").steps()] == [1, 2]
+    assert Run.open(tmp_path / "run").holder() is None
+
+
+def test_what_is_saved_and_when(pool: Pools, tmp_path: Path) -> None:
+    def case(folder: str, first: bool) -> list[str | None]:
+        with allranks.join(precision="float64", run=folder, keep=9) as world:
+            model, optimizer, stream = prepared(world, micro_batch=2, steps=7)
+            found = []
+            for batch in stream:
+                if first:  # before this step is over: it is kept when it is
+                    found.append(world.save(every=3))
+                train_on(world, model, optimizer, batch)
+                if not first:
+                    found.append(world.save(every=3))
+            return [None if path is None else path.name for path in found]
+
+    (late,) = pool(1).run(case, str(tmp_path / "late"), False)
+    assert [name for name in late if name] == ["step-00000003", "step-00000006"]
+    assert [at for at, name in enumerate(late) if name] == [14, 29]  # on the last micro-batch of five
+    (early,) = pool(1).run(case, str(tmp_path / "early"), True)
+    assert [name for name in early if name] == []
+    assert saved(tmp_path / "late") == saved(tmp_path / "early") == [3, 6, 7]
+    assert [e["step"] for e in Run.open(tmp_path / "late").events() if e["event"] == "checkpoint"] == [3, 6, 7]
+
+
+def test_what_was_told_at_a_save_survives_a_crash_right_after_it(pool: Pools, tmp_path: Path) -> None:
+    def case() -> list[dict[str, Any]]:
+        with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+            model, optimizer, stream = prepared(world)
+            for batch in stream:
+                train_on(world, model, optimizer, batch)
+                if world.save(every=2) is not None:
+                    return Run.open(tmp_path / "run").steps()
+        return []
+
+    assert [step["step"] for step in pool(1).run(case)[0]] == [1, 2]
+
+
+def test_numbers_of_the_users_stand_in_the_line_of_their_step(pool: Pools, tmp_path: Path) -> None:
+    def case() -> str:
+        with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+            model, optimizer, stream = prepared(world, micro_batch=5)
+            for batch in stream:
+                train_on(world, model, optimizer, batch)
+                world.save(every=2)
+                world.log(loss=1e9, step=77, half=torch.tensor(stream.step / 2), rank=world.rank)
+            world.log(accuracy=0.5)
+            return refusal(lambda: world.log(name="text"))  # type: ignore[arg-type]
+
+    assert pool(2).run(case)[0] == "TaskError: world.log(name=...): expected a number, not a str"
+    run = Run.open(tmp_path / "run")
+    assert [(step["step"], step["half"], step["rank"]) for step in run.steps()] == [
+        (1, 0.5, 0),
+        (2, 1.0, 0),
+        (3, 1.5, 0),
+        (4, 2.0, 0),
+    ]
+    assert all(step["loss"] < 100 for step in run.steps())
+    (evaluation,) = [event for event in run.events() if event["event"] == "evaluation"]
+    assert (evaluation["step"], evaluation["samples"], evaluation["metrics"]) == (4, 37, {"accuracy": 0.5})
+
+
+def test_the_journal_tells_what_a_task_s_does(pool: Pools, tmp_path: Path) -> None:
+    def case() -> None:
+        with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+            model, optimizer, stream = prepared(world, resume=False)
+            for batch in stream:
+                train_on(world, model, optimizer, batch)
+
+    pool(2).run(case)
+    run = Run.open(tmp_path / "run")
+    starts = [run.events(rank)[0] for rank in (0, 1)]
+    assert [(start["event"], start["rank"], start["layout"], start["total_steps"]) for start in starts] == [
+        ("start", 0, "dp_replicate=2", 4),
+        ("start", 1, "dp_replicate=2", 4),
+    ]
+    assert set(run.steps()[1]) >= {"t", "step", "samples", "loss", "lr", "grad_norm", "ledger", "seconds"}
+    assert run.steps()[1]["tokens"] > 10  # a sample has up to four targets
+    assert [e["what"] for e in run.events() if e["event"] == "decision"][:2] == ["device cpu", "backend gloo"]
+    assert run.events(1)[-1]["event"] == run.events()[-1]["event"] == "end"
+    assert run.steps()[0]["loss"] > 0 and list(run.tensorboard.glob("events.out.tfevents.*"))
+    assert saved(tmp_path / "run") == []  # nobody has said what to keep
+    assert (run.log(0).exists(), run.log(1).exists()) == (True, True)
+
+
+def test_data_that_shards_itself_ends_on_all_ranks_together(pool: Pools, tmp_path: Path) -> None:
+    class Shard(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+        order = "sharded"
+
+        def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+            import torch.distributed as dist
+
+            samples = Samples()
+            return (samples[index] for index in range(4 + 6 * dist.get_rank()))
+
+    def case() -> tuple[int, int]:
+        real = 0
+        with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+            model = world.parallelize(Net())
+            optimizer = world.optimizer(model, sgd)
+            stream = world.stream(Shard(), global_batch=4)
+            for batch in stream:
+                real += world.weight * len(batch["index"])
+                train_on(world, model, optimizer, batch)
+            return stream.step, real
+
+    assert pool(2).run(case) == [(5, 4), (5, 10)]
+
+
+def test_resume_comes_before_the_loop_and_with_what_is_this_world_s() -> None:
+    with allranks.join(precision="float64") as world:
+        world.parallelize(Net())
+        with pytest.raises(TaskError, match=r"world.resume\(\) before world.stream"):
+            world.resume(nn.Linear(1, 1), None, None)  # type: ignore[arg-type]

@@ -1,0 +1,199 @@
+"""One step of an own loop: what the user's calls have to be, and what is found out about them."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import allranks
+from allranks.data.random_keys import random_key, seed_all
+from allranks.run import Run
+from tests.distributed.pool import Pools
+from tests.training.own_cases import Net, Samples, count, loss_of, refusal, sgd
+
+
+def one_loop(folder: str, layout: str, lines: Callable[..., object], **cutting: Any) -> str:
+    """A loop whose body is `lines(world, model, optimizer, batch)`; what it was refused with."""
+
+    def loop() -> None:
+        with allranks.join(layout=layout, precision="float64", run=folder) as world:
+            model = world.parallelize(Net())
+            optimizer = world.optimizer(model, sgd)
+            for batch in world.stream(Samples(), **{"global_batch": 10, "micro_batch": 2} | cutting):
+                lines(world, model, optimizer, batch)
+
+    return refusal(loop)
+
+
+def good(world: Any, model: nn.Module, optimizer: Any, batch: Any) -> bool:
+    world.backward(loss_of(model, batch), targets=count(batch))
+    return bool(world.step(optimizer))
+
+
+BAD: dict[str, tuple[Callable[..., object], str]] = {
+    "no backward": (
+        lambda world, model, optimizer, batch: None,
+        "world.backward(loss, targets=) of this one never came",
+    ),
+    "no step": (
+        lambda world, model, optimizer, batch: world.backward(loss_of(model, batch), targets=count(batch)),
+        "world.step(optimizer) of the last one never came",
+    ),
+    "step first": (lambda world, model, optimizer, batch: world.step(optimizer), "came before world.backward"),
+    "two backwards": (
+        lambda world, model, optimizer, batch: [world.backward(loss_of(model, batch), targets=1) for _ in range(2)],
+        "twice for one batch: add the losses",
+    ),
+    "two steps": (
+        lambda world, model, optimizer, batch: [good(world, model, optimizer, batch), world.step(optimizer)],
+        "world.step() was called twice in a step",
+    ),
+    "no number": (
+        lambda world, model, optimizer, batch: world.backward(model(batch["x"]), targets=1),
+        "world.backward(shape [2, 4, 5]): the loss has to be one number, the SUM",
+    ),
+    "a float": (lambda world, model, optimizer, batch: world.backward(0.5, targets=1), "world.backward(float)"),
+    "no gradient": (
+        lambda world, model, optimizer, batch: world.backward(loss_of(model, batch).detach(), targets=1),
+        "the loss has no gradient",
+    ),
+    "targets": (
+        lambda world, model, optimizer, batch: world.backward(loss_of(model, batch), targets=-1),
+        "world.backward(targets=-1): the number of targets",
+    ),
+    "half a target": (
+        lambda world, model, optimizer, batch: world.backward(loss_of(model, batch), targets=1.5),
+        "world.backward(targets=1.5)",
+    ),
+    "a stranger": (
+        lambda world, model, optimizer, batch: [
+            world.backward(loss_of(model, batch), targets=1),
+            world.step(sgd(list(model.parameters()))),
+        ],
+        "SGD is not an optimizer of this world: make it by world.optimizer(model, SGD, ...)",
+    ),
+    "no norm": (
+        lambda world, model, optimizer, batch: world.step(optimizer, max_norm=0.0),
+        "world.step(max_norm=0.0): expected a norm above 0",
+    ),
+    "zero_grad": (
+        lambda world, model, optimizer, batch: [optimizer.zero_grad(), good(world, model, optimizer, batch)],
+        "leave out optimizer.zero_grad(), world.step does it",
+    ),
+    "no resume": (
+        lambda world, model, optimizer, batch: world.save(every=2),
+        "TaskError: world.save() before world.resume(model, optimizer, stream)",
+    ),
+}
+
+
+def test_every_wrong_line_is_refused_in_words(pool: Pools, tmp_path: Path) -> None:
+    def case() -> dict[str, str]:
+        return {
+            name: one_loop(str(tmp_path / name.replace(" ", "-")), "single", lines) for name, (lines, _) in BAD.items()
+        }
+
+    (found,) = pool(1).run(case, timeout=240)
+    for name, (_, text) in BAD.items():
+        assert text in found[name], name
+        assert "\n" not in found[name]
+
+
+def test_a_call_outside_of_the_loop(pool: Pools) -> None:
+    def case() -> list[str]:
+        with allranks.join(precision="float64") as world:
+            model = world.parallelize(Net())
+            optimizer = world.optimizer(model, sgd)
+            loss = loss_of(
+                model, {"x": torch.zeros(1, 6, dtype=torch.float64), "y": torch.zeros(1, 4, dtype=torch.long)}
+            )
+            before = [refusal(lambda: world.step(optimizer)), refusal(world.save), refusal(lambda: world.log(a=1))]
+            stream = world.stream(Samples(), global_batch=10)
+            after = [refusal(lambda: world.backward(loss, targets=4)), refusal(lambda: world.step(optimizer))]
+            return [*before, *after, refusal(lambda: world.resume(model, sgd(list(model.parameters())), stream))]
+
+    (found,) = pool(1).run(case)
+    assert found == [
+        "TaskError: world.step() before world.stream(...): it belongs into the loop over a stream",
+        "TaskError: world.save() before world.stream(...): it belongs into the loop over a stream",
+        "TaskError: world.log() before world.stream(...): it belongs into the loop over a stream",
+        "TaskError: world.backward() outside of the loop: it belongs to a batch of `for batch in world.stream(...)`",
+        "TaskError: world.step() outside of the loop: it belongs to a batch of `for batch in world.stream(...)`",
+        "TaskError: SGD is not an optimizer of this world: make it by world.optimizer(model, SGD, ...)",
+    ]
+
+
+def test_generators_are_seeded_by_where_the_batch_stands(pool: Pools, tmp_path: Path) -> None:
+    def case() -> list[float]:
+        drawn: list[float] = []
+
+        def lines(world: Any, model: nn.Module, optimizer: Any, batch: Any) -> None:
+            drawn.append(float(torch.rand(())))
+            torch.rand(len(drawn))  # what the user's code draws moves nothing that comes later
+            good(world, model, optimizer, batch)
+
+        assert one_loop(str(tmp_path / "run"), "ddp", lines, seed=5, steps=2).startswith("nothing")
+        return drawn
+
+    def expected(rank: int) -> Iterator[float]:
+        for step in range(2):
+            for micro_step in range(3):
+                seed_all(random_key(5, step, micro_step, rank))
+                yield float(torch.rand(()))
+
+    assert pool(2).run(case) == [list(expected(0)), list(expected(1))]
+
+
+def test_a_filler_counts_nothing(pool: Pools, tmp_path: Path) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 1)
+            self.forwards: torch.Tensor
+            self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.forwards += 1
+            output: torch.Tensor = self.linear(x)
+            return output
+
+    def case() -> tuple[list[int], list[int], int]:
+        with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+            model = world.parallelize(Counting())
+            optimizer = world.optimizer(model, sgd)
+            weights, rows = [], []
+            for batch in world.stream(Samples(), global_batch=4, micro_batch=1, steps=2):
+                weights.append(world.weight)
+                everyone = world.gather(batch["x"])
+                rows.append(len(everyone))
+                world.backward(model(batch["x"]).sum(), targets=1)
+                world.step(optimizer)
+            return weights, rows, int(model.get_buffer("module.forwards"))
+
+    found = pool(3).run(case)
+    # 4 samples in 2 micro-steps of 2, over 3 ranks: each micro-step leaves one rank without.
+    assert [sum(weights[at] for weights, _, _ in found) for at in range(4)] == [2] * 4
+    assert all(rows == [2] * 4 for _, rows, _ in found)
+    assert [forwards for _, _, forwards in found] == [sum(weights) for weights, _, _ in found]
+    assert sum(forwards for _, _, forwards in found) == 8
+
+
+def test_a_forward_of_the_users_between_backward_and_step_leaves_nothing_stale(pool: Pools, tmp_path: Path) -> None:
+    def case(folder: str, look: bool) -> None:
+        def lines(world: Any, model: nn.Module, optimizer: Any, batch: Any) -> None:
+            world.backward(loss_of(model, batch), targets=count(batch))
+            if look:
+                with torch.no_grad():
+                    model(batch["x"])
+            world.step(optimizer)
+
+        torch.manual_seed(1)
+        assert one_loop(folder, "dp_shard=2", lines).startswith("nothing")
+
+    losses = []
+    for look in (False, True):
+        pool(2).run(case, str(tmp_path / str(look)), look)
+        losses.append([line["loss"] for line in Run.open(tmp_path / str(look)).steps()])
+    assert losses[0] == losses[1]

@@ -1,0 +1,252 @@
+"""From a request to what will run: nothing is started here, and whatever can be refused is refused here."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allranks.errors import AllranksError, ConfigError, LayoutError, RunError
+from allranks.observing.journal import Journal
+from allranks.request import TrainRequest
+from allranks.run import Run
+from allranks.training.prepare import (
+    choose_processes,
+    last_world_size,
+    open_run,
+    prepare,
+    resolve_layout,
+    show_cut,
+)
+from tests.training.runs import TASKS
+
+CURVE = f"{TASKS}:Curve"
+FIRST = TrainRequest(task_spec=CURVE, overrides=("train.steps=9", "train.global_batch=10"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that was started and ended."""
+    opened = open_run(prepare(replace(FIRST, run=tmp_path / "run")), replace(FIRST, run=tmp_path / "run"))
+    opened.release()
+    return tmp_path / "run"
+
+
+def test_the_first_start(tmp_path: Path) -> None:
+    request = replace(FIRST, run=tmp_path / "run")
+    prepared = prepare(request)
+    assert (prepared.spec, prepared.kept, prepared.name) == (CURVE, None, "curve")
+    assert not (tmp_path / "run").exists()
+    opened = open_run(prepared, request)
+    assert opened.task == CURVE and opened.holder() is not None
+    assert opened.config() == prepared.config and opened.config().schedule.steps == 9
+    assert {"allranks", "torch", "argv", "config_digest"} <= json.loads((opened.path / "run.json").read_text()).keys()
+    opened.release()
+
+
+def test_no_task_is_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    request = TrainRequest()
+    prepared = prepare(request)
+    opened = open_run(prepared, request)
+    opened.release()
+    assert (prepared.name, prepared.spec, opened.task) == ("demo", None, "allranks.training.demo:Text")
+    assert opened.path.parent.resolve() == tmp_path / "runs"
+    assert prepare(TrainRequest(resume=opened.path)).config == prepared.config
+    assert prepare(TrainRequest(run=opened.path)).kept is not None
+
+
+def test_a_file_is_named_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from tests.training.tasks import Curve\nclass Mine(Curve):\n    defaults = {'train.steps': 3}\n"
+    )
+    (tmp_path / "run.toml").write_text('[optimizer]\nlr = 0.5\n[task]\nspec = "mine.py:Mine"\nwidth = 9\n')
+    monkeypatch.chdir(tmp_path)
+    from_command = prepare(TrainRequest(task_spec="mine.py"))
+    assert from_command.spec == str(tmp_path / "mine.py") and from_command.config.train.steps == 3
+    monkeypatch.chdir("/")
+    from_toml = prepare(TrainRequest(toml=tmp_path / "run.toml", overrides=("train.steps=5",)))
+    assert from_toml.spec == f"{tmp_path / 'mine.py'}:Mine"
+    assert (from_toml.config.optimizer.lr, from_toml.config.train.steps) == (0.5, 5)
+    assert from_toml.task.settings["width"] == 9
+
+
+@pytest.mark.parametrize(
+    ("change", "allowed"),
+    [
+        ({"overrides": ("train.steps=12",)}, True),
+        ({"overrides": ("train.epochs=2",)}, True),
+        ({"layout": "fsdp"}, True),
+        ({"overrides": ("checkpoint.every=2", "checkpoint.keep=1", "evaluate.every=5", "data.workers=1")}, True),
+        ({"overrides": ("track.tensorboard=false",)}, True),
+        ({"overrides": ("optimizer.lr=1", "train.global_batch=5", "task.width=3")}, False),
+        ({"overrides": ("schedule.steps=12",)}, False),
+        ({"overrides": ("train.seed=1",)}, False),
+    ],
+)
+def test_what_a_resume_may_change(run: Path, change: dict[str, Any], allowed: bool) -> None:
+    named = [text.partition("=")[0] for text in change.get("overrides", ())]
+    request = replace(TrainRequest(resume=run), **change)
+    before = Run.open(run).config()
+    if not allowed:
+        with pytest.raises(RunError) as refused:
+            prepare(request)
+        assert all(f"--change {name}" in str(refused.value) for name in named) and "\n" not in str(refused.value)
+        with pytest.raises(RunError) as partly:
+            prepare(replace(request, change=tuple(named[1:])))
+        assert named[0] in str(partly.value) and not any(f"{name} " in str(partly.value) for name in named[1:])
+        request = replace(request, change=tuple(named))
+    prepared = prepare(request)
+    assert prepared.config != before and Run.open(run).config() == before, "nothing is written before it starts"
+    opened = open_run(prepared, request)
+    opened.release()
+    assert Run.open(run).config() == prepared.config
+    assert prepared.config.schedule.steps == (12 if "schedule.steps" in named else 9)
+
+
+def test_a_resume_takes_the_runs_own_task_and_settings(tmp_path: Path) -> None:
+    request = replace(FIRST, overrides=("task.width=3",), run=tmp_path / "run")
+    open_run(prepare(request), request).release()
+    resumed = prepare(TrainRequest(resume=tmp_path / "run"))
+    assert (resumed.spec, resumed.task.settings["width"]) == (CURVE, 3)
+    assert prepare(TrainRequest(resume=tmp_path / "run", task_spec=CURVE)).task.settings["width"] == 3
+
+
+def test_the_same_task_and_config_continue_a_run_by_its_directory(run: Path) -> None:
+    assert prepare(replace(FIRST, run=run)).kept is not None
+    with pytest.raises(RunError, match=r"train\.global_batch 10 -> 32"):
+        prepare(TrainRequest(task_spec=CURVE, run=run))
+    longer = prepare(replace(FIRST, run=run, overrides=("train.steps=20", "train.global_batch=10")))
+    assert (longer.config.train.steps, longer.config.schedule.steps) == (20, 9)
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "words"),
+    [
+        (TrainRequest(task_spec=f"{TASKS}:Gan"), RunError, (CURVE, "Gan")),
+        (TrainRequest(), RunError, (CURVE, "allranks.training.demo:Text")),
+    ],
+)
+def test_another_task_is_refused(run: Path, request_: TrainRequest, error: type[AllranksError], words: Any) -> None:
+    with pytest.raises(error) as refused:
+        prepare(replace(request_, run=run))
+    assert all(word in str(refused.value) for word in words)
+    if request_.task_spec is not None:
+        with pytest.raises(error):
+            prepare(replace(request_, resume=run))
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    assert prepare(replace(FIRST, run=tmp_path / "empty")).kept is None
+    for request in (
+        replace(FIRST, run=tmp_path),
+        replace(FIRST, run=tmp_path / "notes.txt"),
+        TrainRequest(resume=tmp_path),
+        TrainRequest(resume=tmp_path / "empty"),
+        TrainRequest(resume=tmp_path / "nowhere"),
+    ):
+        with pytest.raises(RunError) as refused:
+            prepare(request)
+        assert refused.value.exit_code == 78 and "\n" not in str(refused.value)
+
+
+def test_contradictions_are_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 3\n")
+    for request, words in (
+        (TrainRequest(run=run, resume=run), "both name a directory"),
+        (TrainRequest(resume=run, toml=tmp_path / "run.toml"), "run.toml"),
+        (TrainRequest(resume=run, change=("train.stepz",)), "train.steps"),
+        (replace(FIRST, overrides=("data.text=*.py",)), "Curve has no setting `text"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            prepare(request)
+
+
+def test_texts_are_found_again_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "a[b]"
+    home.mkdir()
+    (home / "some.txt").write_text("words")
+    monkeypatch.chdir(home)
+    request = TrainRequest(task_spec=f"{TASKS}:WithText", overrides=("data.text=*.txt",), run=tmp_path / "run")
+    prepared = prepare(request)
+    open_run(prepared, request).release()
+    assert prepare(request).kept is not None, "the same words in the same folder are the same config"
+    monkeypatch.chdir("/")
+    resumed = prepare(TrainRequest(resume=tmp_path / "run"))
+    text = resumed.task.settings["text"]
+    assert text == prepared.task.settings["text"]
+    from allranks.data.sources import text_files
+
+    assert text_files(text) == (home / "some.txt",)
+    assert prepare(TrainRequest(task_spec=f"{TASKS}:WithText")).task.settings["text"] is None
+
+
+def test_a_second_writer_is_refused(run: Path) -> None:
+    request = TrainRequest(resume=run, overrides=("train.steps=12",))
+    holder = Run.open(run)
+    holder.acquire()
+    try:
+        with pytest.raises(RunError, match="in use by pid"):
+            open_run(prepare(request), request)
+        assert Run.open(run).config().train.steps == 9, "nothing is written into a leased run"
+    finally:
+        holder.release()
+
+
+def choice(request: TrainRequest) -> tuple[int, str]:
+    """How many processes, and why."""
+    number, decision = choose_processes(prepare(request), request)
+    return number, decision.because
+
+
+def test_how_many_processes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert choice(replace(FIRST, nproc=5)) == (5, "--nproc says so")
+    number, because = choice(FIRST)
+    assert number == 2 and "no GPU" in because
+    assert choice(replace(FIRST, layout="single"))[0] == 1
+    number, because = choice(replace(FIRST, layout="dp_replicate=2,dp_shard=3"))
+    assert number == 6 and "asks for it" in because
+    assert choice(replace(FIRST, layout="dp_shard=*"))[0] == 2
+    number, because = choice(replace(FIRST, overrides=("train.global_batch=1",)))
+    assert number == 1 and "train.global_batch=1" in because
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert choice(FIRST) == (4, "this machine has 4 GPU(s)")
+    assert choice(replace(FIRST, device="cpu"))[0] == 2
+
+
+def test_a_resume_takes_as_many_processes_as_before(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    request = TrainRequest(resume=run)
+    assert last_world_size(Run.open(run)) == 0 and choice(request)[0] == 2
+    journal = Journal(Run.open(run).journal(0))
+    for world_size in (5, 3):
+        journal.write("start", world_size=world_size)
+    journal.close()
+    assert choice(request) == (3, "that is how many it had before")
+    assert choice(replace(request, nproc=1))[0] == 1
+    assert choice(replace(request, layout="single"))[0] == 1
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choice(request)[0] == 2, "three processes do not fit on two GPUs"
+
+
+def test_a_layout_that_does_not_fit_is_refused() -> None:
+    config = prepare(FIRST).config
+    assert str(resolve_layout(config, 4)) == "dp_replicate=4"
+    with pytest.raises(LayoutError, match=r"global_batch\(10\) < .*\(11\)"):
+        resolve_layout(config, 11)
+    with pytest.raises(LayoutError, match="tp=2"):
+        resolve_layout(prepare(replace(FIRST, layout="tp=2")).config, 2)
+
+
+def test_the_cut_as_it_is_shown() -> None:
+    config = prepare(replace(FIRST, overrides=("train.global_batch=11", "train.micro_batch=2"))).config
+    shown = show_cut(config, resolve_layout(config, 2))
+    assert (shown["data-parallel ranks"], shown["micro-steps"], shown["samples per rank"]) == (2, 3, [6, 5])
+    wide = show_cut(config, resolve_layout(config, 10))
+    assert wide["samples per rank"] == "1 to 2"
