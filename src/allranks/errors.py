@@ -2,15 +2,15 @@
 
     AllranksError                 exit code
     ├── ConfigError        2      a key, a value, a TOML file or a command-line argument
-    ├── LayoutError        2      degrees that do not fit the world, the model or the batch: the message is the equation with its numbers
+    ├── LayoutError        2      degrees that do not fit world, model or batch: the message is the equation
     ├── TaskError          2      a Task that cannot be found or loaded, or that breaks its contract
     ├── DataError          2      a dataset that is empty, too small, or does not say how it is ordered
     ├── RunError          78      a Run directory that refuses: no Run, another task or config, leased, read-only
     ├── CheckpointError   78      a checkpoint that is torn, incomplete, reshaped or altered
     └── ProcessError      76      a transient condition: a port in use, a peer or a store lost
 
-Each carries one line: what is wrong, where, and the next move. The command prints that line and exits with the class's code; inside a
-worker the code 2 ("refused before a worker starts") becomes 78 ("refused by a worker").
+Each carries one line: what is wrong, where, and the next move. The command prints that line and exits with the class's
+code; inside a worker the code 2 ("refused before a worker starts") becomes 78 ("refused by a worker").
 """
 
 

@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -163,12 +164,15 @@ def record_failure(error: BaseException, *, rank: int, folder: Path | None) -> i
 
 
 def end_process(code: int) -> NoReturn:
-    """End this worker with its exit code; after a failure without waiting for collectives, threads or destructors.
+    """End this worker with its exit code, once its exit functions and (where all went well) its threads have ended.
 
-    An ordinary exit destroys the process groups, which waits for what their peers have not joined.
+    Destructors do not run: that of a process group waits for collectives that peers never join, and can wait for ever
+    for a thread of its own that needs Python's lock (torch 2.13, where DDP holds the last reference).
     """
     if code == DONE:
-        sys.exit(code)
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
     atexit._run_exitfuncs()  # the user's may close files
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

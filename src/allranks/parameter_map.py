@@ -1,7 +1,8 @@
 """Who a parameter is: the one answer that norm, optimizer groups, checkpoints, digests and sentinels share.
 
-A ParameterMap is made by `parallel.parallelize` and passed on as an argument. It names every parameter and buffer by its logical
-(unsharded, unwrapped) name and says which box of it this rank holds. It imports no torch: the tensors travel beside it.
+A ParameterMap is made by `parallel.parallelize` and passed on as an argument. It names every parameter and buffer by
+its logical (unsharded, unwrapped) name and says which box of it this rank holds. It imports no torch: the tensors
+travel beside it.
 """
 
 import zlib
@@ -46,7 +47,7 @@ class Entry:
     """One logical tensor, and the part of it that this rank holds.
 
     Attributes:
-        name: logical name, without wrapper prefixes ("layers.0.weight"; with several modules "generator.layers.0.weight").
+        name: logical name, without wrapper prefixes ("layers.0.weight"; of several modules "generator.0.weight").
         shape: of the whole tensor.
         dtype: torch's name without the prefix ("float32").
         kind: "parameter" or "buffer".
@@ -74,7 +75,7 @@ class Entry:
 
     @property
     def writer(self) -> int:
-        """The holder that writes this box to a checkpoint: spread over the holders by name, agreed without communication."""
+        """The holder that writes this box to a checkpoint: spread over them by name, agreed without communication."""
         return self.holders[zlib.crc32(self.name.encode()) % len(self.holders)]
 
     @property

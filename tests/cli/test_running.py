@@ -142,11 +142,12 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_first_failing_rank_is_shown_once_and_last(tmp_path: Path) -> None:
-    settings = ("train.steps=50", "task.pause=0.01", "task.boom_rank=1", "--run", "run")
-    ran = allranks("train", POINTS, *settings, folder=tmp_path, check=None)
-    assert ran.returncode in (1, 78)
-    assert ran.stderr.count("the user's own mistake") == 1
-    assert "the user's own mistake" in ran.stderr.strip().splitlines()[-1]
+    settings = ("train.steps=50", "task.boom_rank=1", "--run", "run")
+    ran = allranks("train", POINTS, *settings, folder=tmp_path, check=1)
+    assert ran.stderr.count("ValueError: the user's own mistake") == 1
+    assert ran.stderr.strip().endswith("ValueError: the user's own mistake")
+    assert "rank 1" in ran.stderr and "closed by peer" not in ran.stderr
+    assert json.loads(allranks("report", "run", "--json", folder=tmp_path).stdout)["state"] == "crashed"
 
 
 def test_torchrun_with_two_agents_on_one_machine(tmp_path: Path) -> None:

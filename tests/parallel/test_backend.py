@@ -1,7 +1,9 @@
 """Device, backend and interface: what is chosen with because, what is refused, and that it starts."""
 
 import os
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,6 +175,32 @@ def test_a_failing_rank_does_not_wait_for_its_collectives(monkeypatch: pytest.Mo
         monkeypatch.setattr("allranks.surviving.agent.choose_start_method", lambda: because)
     with pytest.raises(ValueError, match="never comes to an end"):
         launch(work, nproc=2)
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform != "linux", reason="the names of threads are read in /proc")
+def test_the_end_of_a_ddp_module_after_stop_waits_for_nobody() -> None:
+    def work() -> tuple[int, int]:
+        import torch
+
+        from allranks.launching.environment import read_environment
+        from allranks.parallel.backend import choose_device, start, stop
+
+        def gloos_threads() -> int:
+            names = [(place / "comm").read_text() for place in Path("/proc/self/task").iterdir()]
+            return sum("gloo" in name for name in names)
+
+        environment = read_environment(os.environ)
+        start(environment, choose_device(environment, "cpu", "auto"), timeout_seconds=60)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        before = gloos_threads()
+        stop()
+        del model  # the group's destructor would wait for these threads, holding the lock that they may need
+        return before, gloos_threads()
+
+    for before, after in launch(work, nproc=2):
+        assert before == after > 0
 
 
 @pytest.mark.distributed

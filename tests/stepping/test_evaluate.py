@@ -26,6 +26,7 @@ def measure(session: Session, batch_size: int = 12, micro_batch: int | None = No
         dp_rank=session.processes.mesh.dp_rank,
         micro_batch=micro_batch,
         count_targets=session.count_targets,
+        draws=False,  # else the last item's key decides what the forward draws
     )
     return evaluate(session.forward, batches, session.processes.data_group)
 

@@ -1,5 +1,6 @@
 """The agent with real processes: who failed first, restarts, Ctrl-C, and what a kill -9 leaves behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -144,9 +145,12 @@ class Command:
         return self.process.returncode, said
 
     def kill(self) -> None:
-        """End everything."""
-        for pid in self.family() if self.process.poll() is None else ():
-            os.kill(pid, signal.SIGKILL)
+        """End everything, also what outlived the command."""
+        left = self.family() if self.process.poll() is None else set()
+        left |= {int(path.read_text()) for path in self.folder.glob("started-*")}
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
 

@@ -78,6 +78,14 @@ def test_workers_are_spawned_where_the_users_file_hinders(
     assert because in method.decision.because
 
 
+def test_the_main_module_is_hidden_for_a_while() -> None:
+    real = sys.modules["__main__"]
+    with pytest.raises(KeyError), forkserver.main_hidden():
+        assert sys.modules["__main__"].__spec__ is None
+        raise KeyError
+    assert sys.modules["__main__"] is real
+
+
 def test_somebody_elses_server_is_not_used(small_server: None) -> None:
     standard.ensure_running()  # with other preloads, and without our environment
     stranger = pid()

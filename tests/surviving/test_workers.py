@@ -55,6 +55,16 @@ def test_exits_and_replies(small_server: None, tmp_path: Path, method: str) -> N
     assert workers.killed == set()
 
 
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_ctrl_c_is_held_back_until_a_worker_is_ready(small_server: None, tmp_path: Path, method: str) -> None:
+    if method == "forkserver":
+        start()
+    workers = LocalWorkers(method, starts(tmp_path, "tell_environment", str(tmp_path)), replies=False)
+    wait_for_all(workers)
+    assert all((tmp_path / str(rank)).read_text().endswith("held=True") for rank in (0, 1))
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def test_a_reply_larger_than_a_pipe(small_server: None, tmp_path: Path) -> None:
     workers = LocalWorkers("spawn", starts(tmp_path, "reply", 3_000_000), replies=True)
     wait_for_all(workers)

@@ -74,6 +74,28 @@ class OwnOptimizer(Curve):
         return torch.optim.SGD(groups, lr=0.1)
 
 
+class SlowingSGD(torch.optim.Optimizer):
+    """Its steps become smaller; how many it has made is a plain number in its state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                parameter.sub_(parameter.grad, alpha=group["lr"] / state["count"])
+
+
+class Slowing(Curve):
+    """With an optimizer that torch does not know."""
+
+    def optimizer(self, parameters: Any) -> Any:
+        return SlowingSGD(parameters)
+
+
 class Normed(Curve):
     """With batch statistics, and a buffer that counts every forward, in evaluation mode too."""
 

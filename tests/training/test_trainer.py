@@ -24,6 +24,7 @@ def same_run(left: Path, right: Path, step: int) -> None:
 TASKS = {
     "Curve": ("train.steps=9",),
     "OwnOptimizer": ("train.steps=9",),
+    "Slowing": ("train.steps=9",),
     "Gan": ("train.steps=9",),
     "Normed": ("train.steps=9", "train.micro_steps=2"),
     "Tied": ("train.steps=9", "train.precision=float64"),

@@ -10,6 +10,8 @@ import typer
 from allranks.errors import ConfigError
 from allranks.request import TrainRequest
 
+# torchrun takes a bare --run for an abbreviation of its own --run-path, even behind the program's name.
+RUN_NAMES = ("--run", "--run-dir")
 FORMS = "expected a task (file.py, file.py:Name or package.module:Name), a config (RUN.toml) or key.sub=value"
 _KEY = re.compile(r"[A-Za-z_][\w.-]*=")
 _TASK_FILE = re.compile(r".+\.py(:[A-Za-z_]\w*)?")
@@ -33,13 +35,7 @@ def train(
     nproc: Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes on this machine.")] = None,
     run: Annotated[
         Path | None,
-        typer.Option(
-            # torchrun takes a bare --run for its own --run-path, even behind the program's name.
-            "--run",
-            "--run-dir",
-            metavar="DIR",
-            help="The run directory: a new one starts, an existing one continues.",
-        ),
+        typer.Option(*RUN_NAMES, metavar="DIR", help="The run directory: a new one starts, an existing one continues."),
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to train.")] = "auto",
     show: Annotated[bool, typer.Option("--show", help="Print config, batch cut and decisions, and stop.")] = False,

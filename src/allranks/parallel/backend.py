@@ -23,6 +23,9 @@ SAME_DEVICES = ("allranks", "torchrun")  # launchers that give all processes of 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _set_by_us: list[str] = []
+# Process groups that have ended, never let go: where a DDP module holds the last reference, its end waits, with
+# Python's lock, for a thread of gloo's that may be waiting for this lock (torch 2.13; seen on a busy machine).
+_kept: list[dist.ProcessGroup] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ def stop() -> None:
     collective under way, destroying them waits for peers that may never come.
     """
     if dist.is_initialized() and sys.exception() is None:
+        _kept.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
     while _set_by_us:
         os.environ.pop(_set_by_us.pop(), None)

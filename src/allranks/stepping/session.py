@@ -99,6 +99,7 @@ def assemble(
         epochs=config.train.epochs,
         steps=config.train.steps,
     )
+    loading = Loader(stream, workers=config.data.workers)
     schedule = kept_schedule or make_schedule(config, stream)
     step = Step(
         spread,
@@ -122,12 +123,7 @@ def assemble(
         count_targets=meeting.count_targets,
         step=step,
         validation=None if has_step(task) else task.dataset("validation"),
-        decisions=(
-            *processes.choice.decisions,
-            *spread.decisions,
-            *meeting.decisions,
-            *Loader(stream, workers=config.data.workers).decisions,
-        ),
+        decisions=processes.choice.decisions + spread.decisions + meeting.decisions + loading.decisions,
     )
 
 

@@ -1,6 +1,5 @@
 """A worker process from its first line to its last: parent's death, environment, threads, the entry, the exit code."""
 
-import atexit
 import faulthandler
 import importlib
 import os
@@ -11,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, final
 
-from allranks.failure import DONE, end_process, run_recorded
+from allranks.failure import end_process, run_recorded
 from allranks.lifeline import die_with_parent
 from allranks.surviving import preload
 
@@ -46,7 +45,6 @@ class WorkerStart:
 
 def run_worker(start: WorkerStart, reply: Connection | None) -> None:
     """Be one worker: call the entry (with `reply` as its last argument, if there is one) and exit with its code."""
-    forked = preload.REPORT is not None
     die_with_parent(preload.REPORT.pid if preload.REPORT is not None else start.agent_pid)
     os.environ.clear()
     os.environ.update(start.environ)
@@ -59,8 +57,6 @@ def run_worker(start: WorkerStart, reply: Connection | None) -> None:
         torch.set_num_threads(start.num_threads)
     args = start.args if reply is None else (*start.args, reply)
     code = run_recorded(_call, (start.entry, args), rank=start.rank, folder=start.log_dir)
-    if forked and code == DONE:
-        atexit._run_exitfuncs()  # a process of a fork server ends without them; the user's may close files
     end_process(code)
 
 

@@ -24,8 +24,8 @@ def newest_of_run(directory: Path, run: str) -> tuple[Checkpoint | None, list[st
     for path in directory.glob("step-*[0-9]"):
         if path.is_dir() and ".tmp-" not in path.name and not (path / COMMITTED_FILE).exists():
             bad[path] = f"{path} has lost its {COMMITTED_FILE} file"
-    newer = sorted((path for path in bad if checkpoint is None or path.name > checkpoint.path.name), reverse=True)
-    reasons = [bad[path] for path in newer]
+    newer = [path for path in bad if checkpoint is None or _order(path) > _order(checkpoint.path)]
+    reasons = [bad[path] for path in sorted(newer, key=_order, reverse=True)]
     if checkpoint is None and reasons:
         more = f"; and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
         raise CheckpointError(
@@ -33,3 +33,7 @@ def newest_of_run(directory: Path, run: str) -> tuple[Checkpoint | None, list[st
             "or start a new run"
         )
     return checkpoint, reasons
+
+
+def _order(path: Path) -> tuple[int, str]:
+    return len(path.name), path.name  # by number: beyond 99,999,999 steps there are more digits

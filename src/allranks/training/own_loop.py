@@ -174,7 +174,7 @@ class OwnLoop:
                         yield self._ground.place(step.give(index).batch)
                         step.take_back()
                     self._end_step()
-                    if False:
+                    if self._is_over(self._lag):
                         break
                     started, batch = time.perf_counter(), coming if self._sharded else next(loader, None)
         finally:

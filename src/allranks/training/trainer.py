@@ -102,8 +102,7 @@ class Trainer:
             self._evaluate(step)
 
     def _end(self, reason: Reason, step: int) -> Ending:
-        if self._saver.saved_step != step:
-            self._save(step)
+        self._save(step)
         if reason == "done" and self._session.config.evaluate.every != 0 and self._evaluated_at != step:
             self._evaluate(step)
         if self._progress is not None:

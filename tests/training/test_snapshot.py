@@ -1,0 +1,206 @@
+"""Everything that matters goes into a checkpoint and comes back, under any layout, and what was written is proven."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allranks.checkpointing import save as save_module
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.config import CheckpointConfig, Config
+from allranks.errors import CheckpointError
+from allranks.stepping.schedule import Schedule
+from allranks.training import snapshot
+from allranks.training.snapshot import Contents, Saver, find_checkpoint, kept_schedule, schedule_state
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import Parts, config_of, parts_of, processes_of, session_of, step_through, together
+from tests.training.tasks import Curve, Gan, Remembering, Tied
+
+SMALL = ("train.global_batch=10", "optimizer.lr=0.05")
+
+
+def contents_of(task: Any, config: Config, steps: int) -> tuple[Any, Contents]:
+    """A session that has made `steps` steps, and what a checkpoint of it holds."""
+    session = session_of(task, config)
+    extra = schedule_state(session.schedule, config.schedule)
+    contents = Contents(session.spread, session.optimizers, session.stream, extra, task)
+    for _ in step_through(session, steps) if steps else ():
+        pass
+    return session, contents
+
+
+def saver_of(session: Any, contents: Contents, directory: Path, **config: int) -> Saver:
+    return Saver(contents, session.processes, CheckpointConfig(**config), directory, "run", 1)
+
+
+def save_and_hold(directory: Path, task: Any, layout: str) -> Parts:
+    """In a worker: a checkpoint after two steps, and what this rank holds."""
+    session, contents = contents_of(task, config_of(layout, *SMALL), 2)
+    saver_of(session, contents, directory).save(2)
+    return parts_of(session)
+
+
+def load_and_hold(directory: Path, task: Any, layout: str) -> tuple[Parts, int, int, list[str]]:
+    """In a worker: that checkpoint under another layout: what this rank holds, the position, and what was proven."""
+    proven = list[str]()
+    real = snapshot.check_digests
+    snapshot.check_digests = lambda found, *rest: (proven.append(found.manifest.layout), real(found, *rest))[1]
+    try:
+        session, contents = contents_of(task, config_of(layout, *SMALL), 0)
+        checkpoint, skipped = find_checkpoint(directory, "run", session.processes)
+        assert checkpoint is not None and not skipped
+        contents.load(checkpoint)
+        return parts_of(session), session.stream.position, session.stream.step, proven
+    finally:
+        snapshot.check_digests = real
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("task", [Curve(), Tied(width=4), Gan()], ids=lambda task: type(task).__name__)
+def test_what_one_layout_saved_another_loads_and_proves(pool: Pools, tmp_path: Path, task: Any) -> None:
+    before = together(pool(2).run(save_and_hold, tmp_path, task, "dp_shard=2"))
+    for world_size, layout, reshaped in ((2, "fsdp", False), (3, "ddp", True), (3, "fsdp", True), (1, "single", True)):
+        ranks = pool(world_size).run(load_and_hold, tmp_path, task, layout)
+        after = together([parts for parts, *_ in ranks])
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        assert [rest for _, *rest in ranks] == [[20, 2, ["dp_shard=2"] if reshaped else []]] * world_size
+
+
+def load_wrongly(directory: Path) -> str:
+    """In a worker: rank 1's restored tensors are damaged on the way, as by a wrong cut."""
+    real = snapshot.restore
+
+    def restore(checkpoint: Checkpoint, parts: Any) -> None:
+        real(checkpoint, parts)
+        if processes.rank == 1:
+            parts[0][1].add_(1)
+
+    snapshot.restore = restore
+    try:
+        session, contents = contents_of(Curve(), config_of("fsdp", *SMALL), 0)
+        processes = session.processes
+        checkpoint, _ = find_checkpoint(directory, "run", processes)
+        assert checkpoint is not None
+        contents.load(checkpoint)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        snapshot.restore = real
+    return "nothing was noticed"
+
+
+@pytest.mark.distributed
+def test_a_reshard_that_mixes_something_up_is_refused_on_all_ranks(pool: Pools, tmp_path: Path) -> None:
+    pool(1).run(save_and_hold, tmp_path, Curve(), "single")
+    for message in pool(2).run(load_wrongly, tmp_path):
+        assert "differ from their digests: 'model.0." in message
+
+
+def test_the_first_save_is_read_back_and_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
+    saver, calls = saver_of(session, contents, tmp_path, keep=9), list[Path]()
+    real = snapshot.check_files
+    monkeypatch.setattr(snapshot, "check_files", lambda found, *rest: (calls.append(found.path), real(found, *rest)))
+    for step in (1, 2, 3):
+        assert saver.save(step) == tmp_path / f"step-{step:08d}" and saver.saved_step == step
+    assert calls == [tmp_path / "step-00000001"]
+
+
+def test_a_writer_that_writes_something_else_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
+    real = save_module.write_file
+    monkeypatch.setattr(
+        save_module, "write_file", lambda path, tensors: real(path, [(part, tensor + 1) for part, tensor in tensors])
+    )
+    with pytest.raises(CheckpointError, match="differ from their digests"):
+        saver_of(session, contents, tmp_path).save(1)
+
+
+def test_when_a_checkpoint_is_due(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    assert [step for step in range(9) if saver_of(session, contents, tmp_path, every=4).due(step)] == [0, 4, 8]
+    assert not saver_of(session, contents, tmp_path).due(4)
+
+
+def test_the_newest_few_are_kept(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    saver = saver_of(session, contents, tmp_path, keep=2)
+    for step in range(1, 5):
+        saver.save(step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_what_is_no_tensor_comes_back_too(tmp_path: Path) -> None:
+    config = config_of("single", *SMALL, "schedule.name=linear")
+    task = Remembering()
+    session, contents = contents_of(task, config, 3)
+    losses = task.state_dict()["losses"]
+    saver_of(session, contents, tmp_path).save(3)
+    again = Remembering()
+    resumed, other = contents_of(again, config, 0)
+    checkpoint, _ = find_checkpoint(tmp_path, "run", resumed.processes)
+    assert checkpoint is not None
+    other.load(checkpoint)
+    assert again.loaded == losses > 3
+    assert (resumed.stream.position, resumed.stream.step) == (30, 3)
+    assert checkpoint.manifest.state["schedule"] == session.schedule.state_dict()
+    assert (checkpoint.manifest.samples, checkpoint.manifest.layout) == (30, "single")
+
+
+def test_the_schedule_is_kept_unless_another_is_asked_for(tmp_path: Path) -> None:
+    config = config_of("single", *SMALL, "schedule.name=linear", "schedule.warmup=2")
+    session, contents = contents_of(Curve(), config, 0)
+    saver_of(session, contents, tmp_path).save(0)
+    checkpoint, _ = find_checkpoint(tmp_path, "run", session.processes)
+    assert kept_schedule(checkpoint, config.schedule) == session.schedule == Schedule("linear", 20, 30, 0.0)
+    assert kept_schedule(checkpoint, config.schedule.model_copy(update={"warmup": 3})) is None
+    assert kept_schedule(None, config.schedule) is None
+
+
+def test_another_model_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
+    saver_of(session, contents, tmp_path).save(1)
+    other, wide = contents_of(Curve(width=9), config_of("single", *SMALL), 0)
+    before = {name: tensor.clone() for name, (_, _, tensor) in parts_of(other).items()}
+    checkpoint, _ = find_checkpoint(tmp_path, "run", other.processes)
+    assert checkpoint is not None
+    with pytest.raises(CheckpointError, match=r"'model\.0\.weight' is float64\[6, 2\] in the checkpoint"):
+        wide.load(checkpoint)
+    assert all(torch.equal(parts_of(other)[name][2], tensor) for name, tensor in before.items())
+
+
+def find_in_a_world(directory: Path) -> str:
+    """In a worker: the step found, or the error."""
+    processes = processes_of(config_of("ddp", *SMALL))
+    try:
+        checkpoint, skipped = find_checkpoint(directory, "run", processes)
+    except CheckpointError as error:
+        return str(error)
+    return f"{None if checkpoint is None else checkpoint.step} {len(skipped)}"
+
+
+@pytest.mark.distributed
+def test_all_ranks_find_the_same_checkpoint_or_the_same_error(pool: Pools, tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    found: Sequence[str] = pool(2).run(find_in_a_world, tmp_path)
+    assert found == ["None 0"] * 2
+    saver = saver_of(session, contents, tmp_path)
+    for step in (1, 2):
+        saver.save(step)
+    assert pool(2).run(find_in_a_world, tmp_path) == ["2 0"] * 2
+    (tmp_path / "step-00000002" / "COMMITTED").unlink()
+    assert pool(2).run(find_in_a_world, tmp_path) == ["1 1"] * 2
+    (tmp_path / "step-00000001" / "manifest.json").unlink()
+    first, second = pool(2).run(find_in_a_world, tmp_path)
+    assert first == second and "no good checkpoint" in first
+
+
+def test_own_checkpoints_only(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    saver_of(session, contents, tmp_path).save(1)
+    with pytest.raises(CheckpointError, match="belongs to run"):
+        find_checkpoint(tmp_path, "another", replace(session.processes))
