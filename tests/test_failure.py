@@ -159,9 +159,7 @@ def test_a_consequence_is_shown_in_one_line(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(("code", "said"), [(0, ["thread", "exit function"]), (76, ["exit function"])])
-def test_the_end_waits_for_threads_only_where_all_went_well_and_never_for_destructors(
-    code: int, said: list[str]
-) -> None:
+def test_the_end_waits_for_threads_after_success_and_never_for_destructors(code: int, said: list[str]) -> None:
     program = f"""
 import atexit, threading, time
 from allranks.failure import end_process

@@ -141,11 +141,15 @@ def test_processes_start_with_our_timeout_and_interface() -> None:
         dist.all_reduce(value)
         assert dist.group.WORLD is not None
         timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        found = value.item(), timeout, os.environ["GLOO_SOCKET_IFNAME"] == choice.interface
+        try:
+            raise KeyError
+        except KeyError:
+            stop()  # does nothing beside an error: NCCL would wait for what its peers have not joined
+        found = value.item(), timeout, os.environ["GLOO_SOCKET_IFNAME"] == choice.interface, dist.is_initialized()
         stop()
         return (*found, dist.is_initialized(), "GLOO_SOCKET_IFNAME" in os.environ)
 
-    assert launch(work, nproc=3) == [(3.0, 17.0, True, False, False)] * 3
+    assert launch(work, nproc=3) == [(3.0, 17.0, True, True, False, False)] * 3
 
 
 @pytest.mark.distributed

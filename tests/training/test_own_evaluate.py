@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import allranks
 from allranks.run import Run
@@ -34,6 +35,8 @@ def test_every_sample_counts_once(pool: Pools, size: int, layout: str, samples: 
                 }
 
             found = world.evaluate(Samples(samples), measure, batch=8, micro_batch=2)
+            if layout == "dp_shard=2":
+                assert all(isinstance(p, DTensor) for p in model.parameters() if p.dim()), "left gathered"
             return found, seen, model.training and world.weight == 1
 
     ranks = pool(size).run(case)

@@ -176,7 +176,7 @@ def test_a_step_stands_in_the_journal_before_it_is_saved(pool: Pools, tmp_path: 
         found = []
         with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
             model, optimizer, stream = prepared(world)
-            saver = world._loop._saver
+            saver: Any = world._loop and world._loop._saver
             save = saver.save
 
             def look_and_save(step: int) -> Path:

@@ -63,6 +63,20 @@ def test_checkpoints_come_at_their_interval_and_at_the_end_and_the_newest_stay(t
     assert [event["step"] for event in events(tmp_path / "even", "checkpoint")] == [3, 6]
 
 
+def test_every_step_stands_in_the_journal_before_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume will not do it again."""
+    run, seen = tmp_path / "run", list[int]()
+    real = Saver.save
+
+    def save(saver: Saver, step: int) -> Path:
+        seen.append(Run.open(run).last_step)
+        return real(saver, step)
+
+    monkeypatch.setattr(Saver, "save", save)
+    assert start("Curve", run, "train.steps=4", "checkpoint.every=1") == 0
+    assert seen == [1, 2, 3, 4]
+
+
 def test_evaluation_comes_at_its_interval_and_at_the_end_once(tmp_path: Path) -> None:
     for every, wanted in (("3", [3, 6, 8]), ("4", [4, 8]), ("none", [8]), ("0", [])):
         run = tmp_path / every

@@ -149,10 +149,12 @@ def start(
 def stop() -> None:
     """End the backend of this process, after the last collective; nothing where none was started.
 
-    While an error is on its way (in a `finally`) the process groups are left to the end of the process: with a
-    collective under way, destroying them waits for peers that may never come.
+    While an error is on its way (in a `finally`) nothing happens: with a collective under way, destroying a process
+    group can wait for peers that may never come.
     """
-    if dist.is_initialized() and sys.exception() is None:
+    if sys.exception() is not None:
+        return
+    if dist.is_initialized():
         _kept.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
     while _set_by_us:

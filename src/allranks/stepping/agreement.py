@@ -50,14 +50,17 @@ class Agreed:
 class Pending:
     """An agreement on its way."""
 
-    def __init__(self, vector: torch.Tensor, work: dist.Work | None) -> None:
+    def __init__(self, vector: torch.Tensor | None, work: dist.Work | None, agreed: Agreed | None = None) -> None:
+        assert vector is not None or agreed is not None
         self._vector = vector
         self._work = work
-        self._agreed: Agreed | None = None
+        self._agreed = agreed
 
     @property
     def next_targets(self) -> torch.Tensor:
         """The coming step's targets over the world, a 0-dim float64 tensor on the device; waits on the stream only."""
+        if self._vector is None:
+            return torch.tensor(float(self.read().next_targets), dtype=torch.float64)
         if self._work is not None:
             self._work.wait()
         return self._vector[1]
@@ -65,6 +68,7 @@ class Pending:
     def read(self) -> Agreed:
         """The agreement on the host: the one declared synchronisation of a step (law 13)."""
         if self._agreed is None:
+            assert self._vector is not None
             if self._work is not None:
                 self._work.wait()
             self._agreed = _decode(self._vector.tolist())
@@ -85,6 +89,12 @@ class Agreement:
 
     def start(self, ballot: Ballot) -> Pending:
         """Begin to agree; collective."""
+        if self._group is None and self._device.type == "cpu":
+            # One process agrees with itself: a vector would only cost it a tenth of what a small step may cost in all.
+            counts = (ballot.next_targets, ballot.next_samples)
+            return Pending(
+                None, None, Agreed(float(ballot.loss), *counts, ballot.interrupt, ballot.terminate, ballot.ledger)
+            )
         vector = torch.tensor(_encode(ballot), dtype=torch.float64)
         if self._device.type == "cuda":
             # Made on the device, or copied from ordinary memory, it would make the host wait for the whole stream.

@@ -113,7 +113,8 @@ class PlainPasses(Passes):
             loss = self._forward.task.loss(self._forward(batch), batch)
         # A filler's loss counts nothing, but its backward runs: every rank takes part in every collective.
         (loss * (scale * micro_step.weight)).backward()
-        return loss.detach().double() * micro_step.weight
+        total = loss.detach().double()
+        return total if micro_step.weight else torch.zeros_like(total)
 
     def _settle(self, micro_step: MicroStep) -> None:
         """Two discarded passes, after which DDP's buckets have their final order (law 8); a static graph needs both."""

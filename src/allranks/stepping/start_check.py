@@ -117,7 +117,8 @@ def _describe_seeding(dataset: Any) -> Decision:
     for key in range(SEEDINGS):
         seed_all(key)
     cost = format_seconds((perf_counter() - started) / SEEDINGS)
-    because = f"{type(dataset).__name__} may draw random numbers; where it draws none, `draws = False` on it spares that"
+    name = type(dataset).__name__
+    because = f"{name} may draw random numbers; where it draws none, `draws = False` on it spares that"
     return Decision(f"three generators are seeded before each sample, {cost} a time", because)
 
 

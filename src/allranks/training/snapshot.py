@@ -80,8 +80,8 @@ class Contents:
             CheckpointError: a tensor is missing, extra, reshaped or altered.
         """
         self.optimizers.materialise()
-        tensors = checkpoint.manifest.tensors
-        self.optimizers.forget_unless(lambda name: name in tensors)
+        known = {*checkpoint.manifest.tensors, *checkpoint.manifest.state["optimizer"]}
+        self.optimizers.forget_unless(known.__contains__)
         parts = self.parts()
         restore(checkpoint, parts)
         layout = self.spread.mesh.layout

@@ -102,7 +102,8 @@ class Trainer:
             self._evaluate(step)
 
     def _end(self, reason: Reason, step: int) -> Ending:
-        self._save(step)
+        if self._saver.saved_step != step:
+            self._save(step)
         if reason == "done" and self._session.config.evaluate.every != 0 and self._evaluated_at != step:
             self._evaluate(step)
         if self._progress is not None:
