@@ -35,8 +35,7 @@ class Box:
         """The common part, in the logical tensor's coordinates, or None where they do not meet."""
         offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         ends = (
-            min(a + m, b + n)
-            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         )
         shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
         return Box(offset, shape) if all(extent > 0 for extent in shape) else None

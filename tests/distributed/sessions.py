@@ -40,7 +40,13 @@ def processes_of(config: Config, local_size: int | None = None) -> Processes:
     rank, size = dist.get_rank(), dist.get_world_size()
     local = size if local_size is None else local_size
     environment = ProcessEnvironment(
-        "torchrun", rank=rank, local_rank=rank % local, world_size=size, local_world_size=local
+        "torchrun",
+        rank=rank,
+        local_rank=rank % local,
+        world_size=size,
+        local_world_size=min(local, size - rank // local * local),
+        node_rank=rank // local,
+        num_nodes=-(-size // local),
     )
     return gather_processes(environment, cpu, Layout.resolve(config.layout, size))
 

@@ -151,16 +151,18 @@ class Turns(nn.Module):
 
 
 class TurnsTask(Tiny):
+    declared: bool = False
+
     def model(self) -> nn.Module:
         return Turns()
 
     def hints(self) -> Hints:
-        return Hints(optional=("blocks.*", "ends.*"))
+        return Hints(optional=("blocks.*", "ends.*") if self.declared else ())
 
 
-def take_turns(layout: str) -> Any:
+def take_turns(layout: str, declared: bool) -> Any:
     config = config_of(layout, "train.global_batch=13", "train.micro_steps=3", *OPTIMIZERS["sgd"])
-    session = session_of(TurnsTask(), config)
+    session = session_of(TurnsTask(declared=declared), config)
     model = session.spread.bare()
     assert isinstance(model, Turns)
     model.calls = 0
@@ -169,15 +171,20 @@ def take_turns(layout: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("layout", "world_size"),
-    [("ddp", 2), ("fsdp", 2), ("fsdp,sharding=none", 2), ("dp_replicate=2,dp_shard=2", 4)],
+    ("layout", "world_size", "declared"),
+    [
+        ("ddp", 2, True),
+        ("fsdp", 2, False),
+        ("fsdp,sharding=none", 2, False),
+        ("dp_replicate=2,dp_shard=2", 4, True),
+    ],
 )
 def test_units_that_the_last_micro_step_does_not_reach_keep_their_gradients(
-    pool: Pools, layout: str, world_size: int
+    pool: Pools, layout: str, world_size: int, declared: bool
 ) -> None:
-    """FSDP2 under HSDP would lose them, and DDP raise."""
-    alone = together(pool(1).run(take_turns, "single"))
-    found = together(pool(world_size).run(take_turns, layout))
+    """Undeclared, HSDP would lose them and DDP raise."""
+    alone = together(pool(1).run(take_turns, "single", declared))
+    found = together(pool(world_size).run(take_turns, layout, declared))
     assert found.keys() == alone.keys()
     for name, value in alone.items():
         assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-15), name

@@ -162,9 +162,12 @@ def test_a_unit_that_was_cut_is_let_go() -> None:
     assert id(scalar) in placer._placed
 
 
-def build_apart() -> str:
-    """Rank 1's model differs by a layer."""
-    modules: dict[str, nn.Module] = {"": nn.Sequential(*(nn.Linear(2, 2) for _ in range(2 + dist.get_rank() % 2)))}
+def build_apart(by: str) -> str:
+    """Rank 1's model differs by a layer, or in what is frozen."""
+    differs = dist.get_rank() == 1
+    made = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3 if by == "layer" and differs else 2)))
+    made[0].bias.requires_grad_(by != "freezing" or not differs)
+    modules: dict[str, nn.Module] = {"": made}
     source = Source(dist.group.WORLD, 0, dist.get_rank() == 0)
     try:
         check_same_structure(modules, source, CPU)
@@ -178,7 +181,8 @@ def test_ranks_that_built_other_models_are_all_told(pool: Pools) -> None:
     expected = (
         "model() built other parameters on 1 rank(s) than on rank 0: make it a function of the task's settings alone"
     )
-    assert pool(3).run(build_apart) == [expected] * 3
+    assert pool(3).run(build_apart, "layer") == pool(3).run(build_apart, "freezing") == [expected] * 3
+    assert pool(3).run(build_apart, "nothing") == [""] * 3
 
 
 def start(task: Tiny, layout: str, local_size: int | None) -> tuple[Any, list[str]]:

@@ -91,6 +91,12 @@ def restart(folder: str) -> None:
         raise ValueError(f"attempt {attempt}")
 
 
+def refuse(folder: str) -> None:
+    """Refuse, and count how often."""
+    Path(folder, f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{_rank()}").touch()
+    raise TaskError("no Task file: there is no digits.py here")
+
+
 def meet(folder: str) -> None:
     """Use the agent's store: every rank adds, and waits for all."""
     from allranks.launching.environment import read_environment

@@ -23,8 +23,9 @@ QUICK = ("train.global_batch=10", "optimizer.lr=0.05", "track.tensorboard=false"
 def train(
     task: str | None, *overrides: str, run: Path | None = None, resume: Path | None = None, change: Sequence[str] = ()
 ) -> int:
-    """What `allranks train` and its one worker do; the exit code. `task` is the name of a class in tests.training.tasks,
-    or a spec.
+    """What `allranks train` and its one worker do; the exit code.
+
+    `task`: the name of a class in tests.training.tasks, or a spec.
     """
     spec = f"{TASKS}:{task}" if task is not None and task.isidentifier() else task
     request = TrainRequest(task_spec=spec, overrides=overrides, run=run, resume=resume, change=tuple(change))

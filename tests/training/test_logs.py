@@ -20,7 +20,6 @@ print("before")
 with log_of_rank(Path(sys.argv[1]), rank=int(sys.argv[2])):
     print("from print")
     print("from stderr", file=sys.stderr)
-    sys.stdout.flush()
     os.write(1, b"from compiled code\\n")
     subprocess.run(["echo", "from a child"])
     if sys.argv[3] == "die":

@@ -115,6 +115,7 @@ def test_a_stop_that_one_rank_hears_ends_all_after_the_same_step(
                             os.kill(os.getpid(), number)
                         train_on(world, model, optimizer, batch)
                 reached = stream.step
+                os.kill(os.getpid(), number)  # the launcher passes on what the terminal has sent already
         except SystemExit as end:
             assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
             return reached, seen, int(str(end.code))
@@ -123,6 +124,48 @@ def test_a_stop_that_one_rank_hears_ends_all_after_the_same_step(
     assert pool(2).run(case) == [(3, [0, 1, 2], code)] * 2
     assert saved(tmp_path / "run") == [3]
     assert last_event(tmp_path / "run")["reason"] == "stopped"
+
+
+def test_a_request_after_the_last_vote_counts_where_nobody_has_to_agree(pool: Pools, tmp_path: Path) -> None:
+    def case(leave: bool) -> tuple[int, int]:
+        reached = 0
+        try:
+            with allranks.join(precision="float64", run=str(tmp_path / str(leave))) as world:
+                model, optimizer, stream = prepared(world, steps=2)
+                for batch in stream:
+                    train_on(world, model, optimizer, batch)
+                    reached = stream.step
+                    if reached == (1 if leave else 2):
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    if leave:
+                        break
+        except SystemExit as end:
+            return reached, int(str(end.code))
+        return reached, 0
+
+    assert [pool(1).run(case, leave)[0] for leave in (False, True)] == [(2, 75), (1, 75)]
+    assert (saved(tmp_path / "False"), saved(tmp_path / "True")) == ([2], [1])
+
+
+def test_outside_of_the_loop_a_signal_does_what_it_always_does(pool: Pools, tmp_path: Path) -> None:
+    def case() -> str:
+        def interrupted() -> None:
+            with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+                model, optimizer, stream = prepared(world)
+                for batch in stream:
+                    train_on(world, model, optimizer, batch)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the pool's workers ignore it
+        try:
+            interrupted()
+        except KeyboardInterrupt:
+            return "KeyboardInterrupt"
+        finally:
+            signal.signal(signal.SIGINT, before)
+        return "nothing"
+
+    assert pool(1).run(case) == ["KeyboardInterrupt"]
 
 
 def test_an_error_saves_nothing_and_is_told(pool: Pools, tmp_path: Path) -> None:

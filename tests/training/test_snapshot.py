@@ -1,6 +1,7 @@
 """Everything that matters goes into a checkpoint and comes back, under any layout, and what was written is proven."""
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,16 +9,29 @@ from typing import Any
 import pytest
 import torch
 
-from allranks.checkpointing import save as save_module
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.config import CheckpointConfig, Config
 from allranks.errors import CheckpointError
 from allranks.stepping.schedule import Schedule
-from allranks.training import snapshot
 from allranks.training.snapshot import Contents, Saver, find_checkpoint, kept_schedule, schedule_state
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import Parts, config_of, parts_of, processes_of, session_of, step_through, together
 from tests.training.tasks import Curve, Gan, Remembering, Tied
+
+# Their names are replaced below, which a type checker would only allow for names that they export.
+snapshot: Any = importlib.import_module("allranks.training.snapshot")
+save_module: Any = importlib.import_module("allranks.checkpointing.save")
+
+
+def noting(calls: list[Any], what: Callable[[Any], Any], real: Any) -> Any:
+    """`real`, and `what` of its first argument in `calls`."""
+
+    def call(first: Any, *rest: Any) -> Any:
+        calls.append(what(first))
+        return real(first, *rest)
+
+    return call
+
 
 SMALL = ("train.global_batch=10", "optimizer.lr=0.05")
 
@@ -47,7 +61,7 @@ def load_and_hold(directory: Path, task: Any, layout: str) -> tuple[Parts, int, 
     """In a worker: that checkpoint under another layout: what this rank holds, the position, and what was proven."""
     proven = list[str]()
     real = snapshot.check_digests
-    snapshot.check_digests = lambda found, *rest: (proven.append(found.manifest.layout), real(found, *rest))[1]
+    snapshot.check_digests = noting(proven, lambda found: found.manifest.layout, real)
     try:
         session, contents = contents_of(task, config_of(layout, *SMALL), 0)
         checkpoint, skipped = find_checkpoint(directory, "run", session.processes)
@@ -104,7 +118,7 @@ def test_the_first_save_is_read_back_and_proven(tmp_path: Path, monkeypatch: pyt
     session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
     saver, calls = saver_of(session, contents, tmp_path, keep=9), list[Path]()
     real = snapshot.check_files
-    monkeypatch.setattr(snapshot, "check_files", lambda found, *rest: (calls.append(found.path), real(found, *rest)))
+    monkeypatch.setattr(snapshot, "check_files", noting(calls, lambda found: found.path, real))
     for step in (1, 2, 3):
         assert saver.save(step) == tmp_path / f"step-{step:08d}" and saver.saved_step == step
     assert calls == [tmp_path / "step-00000001"]

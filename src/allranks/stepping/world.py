@@ -1,6 +1,8 @@
 """The processes of a run as one value: where this one stands, on which device, and how it speaks to the others."""
 
 import json
+import socket
+import zlib
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -57,8 +59,8 @@ class Processes:
 
     def host_source(self) -> Source:
         """Initial values come from the first process of this host (law 5)."""
-        leader = self.rank - self.environment.local_rank
-        return Source(self.host, leader, self.environment.local_rank == 0)
+        leader = self.rank if self.host is None else min(dist.get_process_group_ranks(self.host))
+        return Source(self.host, leader, self.rank == leader)
 
     def first_source(self) -> Source:
         """Initial values come from rank 0 of the world (an own loop builds its model on every rank)."""
@@ -89,17 +91,23 @@ def gather_processes(environment: ProcessEnvironment, choice: DeviceChoice, layo
     if environment.world_size == 1:
         return Processes(environment, choice, mesh, None, None)
     agreement = dist.new_group(timeout=AGREEMENT_TIMEOUT)
-    return Processes(environment, choice, mesh, agreement, _host_group(environment))
+    return Processes(environment, choice, mesh, agreement, _host_group(environment, choice.device))
 
 
-def _host_group(environment: ProcessEnvironment) -> dist.ProcessGroup | None:
-    if environment.local_world_size == environment.world_size:
+def _host_group(environment: ProcessEnvironment, device: torch.device) -> dist.ProcessGroup | None:
+    """The ranks of this host. They are asked, because hosts may have unequally many, and ranks may go round the hosts.
+
+    Where a launcher counts hosts otherwise than they are, a host falls into several groups: never two hosts into one.
+    """
+    mine = torch.tensor([environment.node_rank, zlib.crc32(socket.gethostname().encode())], device=device)
+    everyones = [torch.zeros_like(mine) for _ in range(environment.world_size)]
+    dist.all_gather(everyones, mine)
+    hosts = [tuple(one.tolist()) for one in everyones]
+    if len(set(hosts)) == 1:
         return dist.group.WORLD
-    groups = range(0, environment.world_size, environment.local_world_size)
-    mine: dist.ProcessGroup | None = None
-    for first in groups:
-        ranks = list(range(first, min(first + environment.local_world_size, environment.world_size)))
+    found: dist.ProcessGroup | None = None
+    for host in sorted(set(hosts)):
+        ranks = [rank for rank, other in enumerate(hosts) if other == host]
         group = dist.new_group(ranks)
-        if environment.rank in ranks:
-            mine = group
-    return mine
+        found = group if environment.rank in ranks else found
+    return found

@@ -1,7 +1,7 @@
 """Torchelastic's agent inside the command: it starts the workers of this host, waits, and says how it ended.
 
 Torchelastic brings rendezvous, ranks and restarts (SimpleElasticAgent); the processes are ours, because its own reads
-pickles from a shared folder, restarts the clock of a dying worker at 30 s, and knows no agreed stop.
+pickles from a shared folder, gives a dying worker 30 s, and knows no agreed stop.
 Importing this module imports torch: start the fork server first.
 """
 
@@ -176,7 +176,7 @@ class LocalAgent(SimpleElasticAgent):
         if self.interrupts.first is not None and self._stop_notice:
             print(self._stop_notice, file=sys.stderr, flush=True)
             self._stop_notice = ""
-        if self.interrupts.urgent or (self._kill_at is not None and time.monotonic() >= self._kill_at):
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
             workers.kill()
         if workers.alive:
             return RunResult(WorkerState.HEALTHY)

@@ -38,14 +38,14 @@ class Text(Task):
 
     text: str | None = None
     seq: int = 128
-    num_layers: int = 4
+    num_layers: int = 2
     hidden: int = 128
     num_heads: int = 4
     held_out: float = 0.02
 
     # found by the tuning that docs/tutorial/first-run.md tells of: about 150 s on two processor cores
     defaults: ClassVar[Mapping[str, object]] = {
-        "train.steps": 2400,
+        "train.steps": 3000,
         "train.global_batch": 8,
         "train.max_norm": 1.0,
         "optimizer.name": "adamw",

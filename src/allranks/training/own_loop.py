@@ -19,6 +19,7 @@ from allranks.training.own_ground import Ground
 from allranks.training.own_run import Logbook
 from allranks.training.own_step import FinishedStep, OwnStep
 from allranks.training.snapshot import Contents, Saver, find_checkpoint
+from allranks.training.stop import StopRequests
 
 # What the journal's line of a step has anyway.
 WRITTEN = frozenset(
@@ -43,6 +44,8 @@ class OwnLoop:
         self._ground = ground
         self._step = step
         self._make_loader = make_loader
+        self._stops: list[StopRequests] = []
+        step.stop_requested = self._stop_requested
         self._logbook: Logbook | None = None
         self._saver: Saver | None = None
         self._every: int | None = None
@@ -152,6 +155,8 @@ class OwnLoop:
         """Close the Run, after an error too."""
         if self._active is not None:
             self._active.close()
+        for stops in self._stops:
+            stops.restore()
         if self._logbook is not None:
             reason = "failed" if error is not None else "stopped" if self.exit_code else "done"
             self._logbook.close(reason, error, self._ground.stopwatch.totals())
@@ -159,9 +164,24 @@ class OwnLoop:
     def _iterate(self) -> Generator[Any, None, None]:
         if self.exit_code:
             return  # the stop was agreed in an iteration before
-        step, mark = self._step, self._ground.stopwatch.mark
         self.open().begin(self.done)
-        mark("other")
+        # Outside of the loop Ctrl-C and SIGTERM do what they always do; but not once a stop is agreed: Ctrl-C reaches a
+        # process twice, from the terminal and from its launcher, and the second one must not end the saving.
+        stops = StopRequests.install(alone=self._ground.processes.environment.launcher == "none")
+        self._stops.append(stops)
+        try:
+            yield from self._steps()
+            self._is_over(0)
+            self._ended = True
+            self._step.abandon()
+            self._save_rest()
+        finally:
+            if not self.exit_code:
+                stops.restore()
+
+    def _steps(self) -> Generator[Any, None, None]:
+        step = self._step
+        self._ground.stopwatch.mark("other")
         try:
             with self._make_loader() as loader:
                 started, batch = time.perf_counter(), next(loader, None)
@@ -179,10 +199,6 @@ class OwnLoop:
                     started, batch = time.perf_counter(), coming if self._sharded else next(loader, None)
         finally:
             self._leave()
-        self._is_over(0)
-        self._ended = True
-        step.abandon()
-        self._save_rest()
 
     def _end_step(self) -> None:
         self._tell()
@@ -194,14 +210,23 @@ class OwnLoop:
         """The loop is left, at its end or by a break: nothing collective here."""
         self._tell()
         self._finished, self._logged, self._inside = None, {}, False
+        if self._ground.processes.size == 1:  # nobody to agree with: a request after the last vote counts too
+            self._obey(*self._stop_requested())
 
     def _is_over(self, lag: int) -> bool:
         agreed = self._step.agreed(lag)
         if agreed is None:
             return False
-        if agreed.interrupt or agreed.terminate:
-            self.exit_code = INTERRUPTED if agreed.interrupt else PREEMPTED
+        self._obey(agreed.interrupt, agreed.terminate)
         return self.exit_code != 0 or agreed.next_samples == 0
+
+    def _obey(self, interrupt: bool, terminate: bool) -> None:
+        if interrupt or terminate:
+            self.exit_code = INTERRUPTED if interrupt else PREEMPTED
+
+    def _stop_requested(self) -> tuple[bool, bool]:
+        seen = [stops.seen() for stops in self._stops]
+        return any(interrupt for interrupt, _ in seen), any(terminate for _, terminate in seen)
 
     def _is_due(self) -> bool:
         assert self._saver is not None and self._every is not None

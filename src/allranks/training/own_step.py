@@ -70,11 +70,9 @@ class _Turn:
 class OwnStep:
     """The step of a world.
 
-    Args:
-        stop_requested: (Ctrl-C, terminate) as this rank has seen them so far.
-
     Attributes:
         weight: 1, or 0 while the micro-batch that is out only fills this rank's place.
+        stop_requested: (Ctrl-C, terminate) as this rank has seen them so far.
     """
 
     def __init__(
@@ -82,14 +80,13 @@ class OwnStep:
         models: OwnModels,
         agreement: Agreement,
         device: torch.device,
-        stop_requested: Callable[[], tuple[bool, bool]],
         stopwatch: Stopwatch,
     ) -> None:
         self.weight = 1
+        self.stop_requested: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         self._models = models
         self._agreement = agreement
         self._device = device
-        self._stop_requested = stop_requested
         self._stopwatch = stopwatch
         self._batch: StepBatch | None = None
         self._turn: _Turn | None = None
@@ -169,7 +166,7 @@ class OwnStep:
             return None
         self._models.trained.reduce_scalars()
         assert self._batch is not None
-        interrupt, terminate = self._stop_requested()
+        interrupt, terminate = self.stop_requested()
         ledger = ledger_of(self._batch)
         pending = self._agreement.start(Ballot(self._loss, self._targets, self._more, interrupt, terminate, ledger))
         scale = self._models.trained.divisor / pending.next_targets.clamp(min=1.0)

@@ -26,7 +26,6 @@ from allranks.training.own_state import Kept, OwnState
 from allranks.training.own_step import OwnStep
 from allranks.training.own_stream import Stream, make_loop
 from allranks.training.snapshot import Contents
-from allranks.training.stop import StopRequests
 from allranks.training.team import Team, make_team
 
 JOINED: list["World"] = []  # at most one: a process is in one world at a time
@@ -48,9 +47,8 @@ class World:
         self.rank, self.local_rank, self.size = processes.rank, processes.environment.local_rank, processes.size
         self.device = ground.device
         self._ground = ground
-        self._stops = StopRequests.install(alone=processes.environment.launcher == "none")
         agreement = Agreement(processes.agreement, self.device)
-        self._step = OwnStep(ground.models, agreement, self.device, self._stops.seen, ground.stopwatch)
+        self._step = OwnStep(ground.models, agreement, self.device, ground.stopwatch)
         self._optimizers: dict[int, Optimizers] = {}
         self._loop: OwnLoop | None = None
 
@@ -280,7 +278,6 @@ class World:
                 if self._loop is not None:
                     self._loop.close(error)
             finally:
-                self._stops.restore()
                 if self._ground.leave(failed=error is not None):
                     JOINED.remove(self)
         if error is None and self._loop is not None and self._loop.exit_code:

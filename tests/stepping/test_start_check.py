@@ -1,0 +1,208 @@
+"""What is found out on a few samples before the first step, and that nothing of it is left behind."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from allranks.data.random_keys import item_key, seed_all
+from allranks.errors import DataError, TaskError
+from allranks.stepping import start_check
+from allranks.stepping.loss_check import NUM_SAMPLES
+from allranks.stepping.start_check import CHEAP_SECONDS, first_samples
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import config_of, initial_model, session_of, step_through
+from tests.training.tasks import Curve, Gan, points
+
+SMALL = ("train.global_batch=6",)
+SEARCHED = "every backward is searched for parameters without gradient"
+
+
+def said(task: Any, layout: str = "single", *overrides: str) -> dict[str, str]:
+    """What a session of the task decided, and why."""
+    session = session_of(task, config_of(layout, *SMALL, *overrides))
+    return {decision.what: decision.because for decision in session.decisions}
+
+
+class Telling(Curve):
+    """Says itself what forward gets and how targets are counted."""
+
+    def inputs(self, batch: Any) -> Any:
+        return (batch[0],)
+
+    def targets(self, batch: Any) -> int:
+        return len(batch[1])
+
+
+def test_what_forward_gets_and_how_targets_are_counted() -> None:
+    found = said(Curve())
+    assert found["forward gets element 0 of the pair that a batch is"] == "Curve has no inputs() of its own"
+    assert found["targets are integer labels in element 1, those not -100"] == "Curve has no targets() of its own"
+    found = said(Telling())
+    assert found["forward gets what inputs() returns"] == found["targets are what targets() returns"]
+    assert found["forward gets what inputs() returns"] == "the Task says so"
+
+
+class Half(Curve):
+    """Half of its model is never used, or only for samples with a negative first coordinate."""
+
+    sometimes: bool = False
+
+    def model(self) -> Any:
+        return HalfModel(self.sometimes)
+
+
+class HalfModel(nn.Module):
+    """Two layers, one of which may be left out."""
+
+    def __init__(self, sometimes: bool) -> None:
+        super().__init__()
+        self.used, self.other, self.sometimes = nn.Linear(2, 2), nn.Linear(2, 2), sometimes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.used(x)
+        return found + self.other(x) if self.sometimes and bool((x[:, 0] < 0).all()) else found
+
+
+def test_alone_nobody_waits_for_an_unused_parameter() -> None:
+    assert SEARCHED not in said(Half())
+
+
+def check_half(layout: str, overrides: tuple[str, ...]) -> tuple[str | None, bool, bool]:
+    """In a worker: why unused parameters are searched for, whether gradients are left, and whether values stayed.
+
+    Then it takes two steps: a parameter that is waited for in vain would fail the second.
+    """
+    session = session_of(Half(), config_of(layout, *SMALL, *overrides))
+    because = {decision.what: decision.because for decision in session.decisions}.get(SEARCHED)
+    left = any(parameter.grad is not None for parameter in session.spread.trainable().values())
+    expected = initial_model(Half()).double().state_dict()
+    kept = layout != "ddp" or all(torch.equal(session.spread.local(name), value) for name, value in expected.items())
+    assert all(one.loss > 0 for one in step_through(session, 2))
+    return because, left, kept
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("layout", "overrides", "searched"),
+    [("ddp", (), True), ("ddp", ("layout.static_graph=true",), False), ("fsdp", (), False)],
+)
+def test_unused_parameters_under_several_processes(
+    pool: Pools, layout: str, overrides: tuple[str, ...], searched: bool
+) -> None:
+    because = "other.weight and 1 more got none on the first samples" if searched else None
+    assert pool(2).run(check_half, layout, overrides) == [(because, False, True)] * 2
+
+
+class Sides(IterableDataset[Any]):
+    """Shards itself: even ranks see points on the one side, odd ranks on the other."""
+
+    order = "sharded"
+
+    def __iter__(self) -> Iterator[Any]:
+        sign = 1 - 2 * (torch.distributed.get_rank() % 2)
+        x, y = points(40, seed=1).tensors
+        x[:, 0] = x[:, 0].abs() * sign
+        return iter(TensorDataset(x, y))
+
+
+class Sided(Half):
+    """What its first samples use depends on the rank; so does, where it is told so, whether its loss couples them."""
+
+    sometimes: bool = True
+    coupling: bool = False
+
+    def dataset(self, split: str) -> Any:
+        return Sides() if split == "train" else None
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        loss = super().loss(output, batch)
+        return loss * len(batch[1]) if self.coupling and bool((batch[0][:, 0] < 0).all()) else loss
+
+
+def check_sides(task: Any) -> tuple[list[str], int | None]:
+    """In a worker: what was decided about gradients and the loss, and the fixed number of forwards."""
+    session = session_of(task, config_of("ddp", *SMALL))
+    decided = [str(d) for d in session.decisions if d.what == SEARCHED or d.what.startswith("the loss")]
+    return decided, session.stream.cut.micro_steps
+
+
+@pytest.mark.distributed
+def test_ranks_that_see_other_samples_decide_together(pool: Pools) -> None:
+    (one, _), (other, _) = pool(2).run(check_sides, Sided())
+    assert "other.weight and 1 more got none on the first samples" in one[-1]
+    assert "a parameter of another process got none on the first samples" in other[-1]
+    (one, forwards), (other, same) = pool(2).run(check_sides, Sided(coupling=True))
+    assert forwards == same == 1
+    assert one[0].startswith("the loss couples samples, because it does so on another process")
+    assert other[0].startswith("the loss couples samples, because the parts of a batch do not add up")
+
+
+def test_several_models_need_a_step() -> None:
+    class Several(Curve):
+        def model(self) -> Any:
+            return {"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)}
+
+    with pytest.raises(
+        TaskError, match=r"returned several modules \(one, two\): Several needs a step\(models, batch\)"
+    ):
+        said(Several())
+
+
+def test_a_task_with_a_step_is_not_examined() -> None:
+    assert not any(what.startswith(("forward", "targets", "the loss")) for what in said(Gan()))
+
+
+class Noted(torch.utils.data.Dataset[Any]):
+    """Notes which samples were loaded, and what a random number was then."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.drawn = size, list[tuple[int, float]]()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.drawn.append((index, torch.rand(()).item()))
+        return index
+
+
+def test_the_first_samples_are_loaded_as_in_training() -> None:
+    """Each under its own key: whatever was drawn before, they are the same."""
+    dataset, again = Noted(9), Noted(9)
+    samples, seconds = first_samples(dataset, seed=4)
+    assert samples == list(range(NUM_SAMPLES)) and 0 < seconds < 60
+    torch.rand(7)
+    for index in range(NUM_SAMPLES):
+        seed_all(item_key(4, 0, index))
+        again[index]
+    assert dataset.drawn == again.drawn
+    other = Noted(2)
+    assert first_samples(other, seed=5)[0] == [0, 1]
+    assert other.drawn[0][1] != dataset.drawn[0][1]
+
+
+def test_without_a_sample_there_is_nothing_to_train_on() -> None:
+    with pytest.raises(DataError, match="Noted is empty"):
+        first_samples(Noted(0), 0)
+
+
+def test_the_cost_of_seeding_is_said_where_samples_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeding = "three generators are seeded before each sample"
+    assert 0 < CHEAP_SECONDS < 1e-3
+    monkeypatch.setattr(start_check, "CHEAP_SECONDS", 60.0)
+    [(what, because)] = [pair for pair in said(Curve()).items() if pair[0].startswith(seeding)]
+    assert "us" in what and "`draws = False`" in because
+
+    class Quiet(Curve):
+        def dataset(self, split: str) -> Any:
+            dataset = super().dataset(split)
+            dataset.draws = False
+            return dataset
+
+    assert not any(what.startswith(seeding) for what in said(Quiet()))
+    monkeypatch.setattr(start_check, "CHEAP_SECONDS", 0.0)
+    assert not any(what.startswith(seeding) for what in said(Curve()))

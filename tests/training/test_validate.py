@@ -1,0 +1,59 @@
+"""The validation split, measured exactly, whatever the number of ranks, and without a trace in the model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from allranks.training.validate import validate
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import config_of, initial_model, parts_of, session_of
+from tests.training.tasks import Curve, Gan, Normed, Streamed, points
+
+SMALL = ("train.global_batch=5",)
+
+
+def validated(task: Any, layout: str, *overrides: str) -> tuple[dict[str, float], bool]:
+    """In a worker: the metrics, and whether everything that this rank holds is as before."""
+    session = session_of(task, config_of(layout, *overrides))
+    before = parts_of(session)
+    found = validate(session)
+    after = parts_of(session)
+    return found, all(torch.equal(tensor, after[name][2]) for name, (_, _, tensor) in before.items())
+
+
+def expected(task: Curve) -> dict[str, float]:
+    """The same by a plain forward over the whole split, on one device."""
+    x, y = points(13, seed=len("validation")).tensors
+    output = initial_model(task).double().eval()(x.double())
+    right = (output.argmax(1) == y).sum().item()
+    return {"loss": nn.functional.cross_entropy(output, y).item(), "accuracy": right / 13}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("world_size", "layout", "overrides"),
+    [
+        (1, "single", SMALL),
+        (1, "single", ("train.global_batch=40", "train.micro_batch=3")),
+        (3, "ddp", SMALL),
+        (3, "fsdp", ("train.global_batch=4",)),
+        (2, "ddp", ("train.global_batch=7", "train.micro_batch=2", "data.workers=1")),
+    ],
+)
+def test_every_sample_counts_once(pool: Pools, world_size: int, layout: str, overrides: tuple[str, ...]) -> None:
+    task = Curve()
+    for found, unchanged in pool(world_size).run(validated, task, layout, *overrides):
+        assert found == pytest.approx(expected(task), rel=1e-12) and unchanged
+
+
+def test_nothing_is_measured_where_there_is_nothing() -> None:
+    assert validated(Streamed(), "single", *SMALL)[0] == {}
+    assert validated(Gan(), "single", *SMALL)[0] == {}
+
+
+def test_statistics_and_counters_stay_as_they_were(tmp_path: Path) -> None:
+    found, unchanged = validated(Normed(), "single", *SMALL)
+    assert unchanged and set(found) == {"loss", "accuracy"}
