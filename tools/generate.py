@@ -56,7 +56,8 @@ def render_room(room: str) -> Iterator[str]:
         yield f"  {room + '.py':<20} {first_sentence(file)}"
     elif package.exists():
         yield f"  {room + '/':<20} {first_sentence(package)}"
-        files = " ".join(path.stem for path in sorted(package.parent.glob("*.py")) if path.stem != "__init__")
+        inside = [path.relative_to(package.parent) for path in sorted(package.parent.rglob("*.py"))]
+        files = " ".join(str(path.with_suffix("")) for path in inside if path.stem != "__init__")
         yield from textwrap.wrap(files, DESCRIPTION_WIDTH, initial_indent=" " * 25, subsequent_indent=" " * 25)
 
 

@@ -181,7 +181,7 @@ def test_the_first_request_lets_workers_save(
 
 
 def test_the_second_ctrl_c_means_now(tmp_path: Path, commands: list[Command]) -> None:
-    commands.append(command := Command(tmp_path, "never_mind", str(tmp_path)))
+    commands.append(command := Command(tmp_path, "never_mind", str(tmp_path), stop_grace_seconds=600))
     command.terminal_signal(signal.SIGINT)
     time.sleep(0.5)
     assert command.process.poll() is None

@@ -149,6 +149,15 @@ class TiedModel(nn.Module):
         return found
 
 
+class Noisy(Curve):
+    """Prints to standard output, from Python and from below it."""
+
+    def model(self) -> Any:
+        print("the model is made")
+        os.write(1, b"written below Python\n")
+        return super().model()
+
+
 class Gan(Task):
     """Two models that take turns, with an optimizer each; the critic sees fewer targets than the maker."""
 

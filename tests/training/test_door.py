@@ -21,7 +21,7 @@ from allranks.verifying.parity import compare
 from allranks.verifying.reference import ReferenceStep
 from tests.distributed.pool import Pools
 from tests.processes import wait_until
-from tests.training.own_cases import batches, own_loop, plain, with_journal
+from tests.training.own.cases import batches, own_loop, plain, with_journal
 
 # World size, layout, cut. 37 samples in batches of 10 end in a step of 7; 8 over 3 ranks by one makes fillers.
 CASES: list[tuple[int, str, dict[str, Any]]] = [

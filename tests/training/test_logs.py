@@ -30,7 +30,8 @@ print("after")
 
 def run(log: Path, rank: int, end: str = "") -> tuple[list[str], list[str]]:
     command = [sys.executable, "-c", PROGRAM, str(log), str(rank), end]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     return sorted((done.stdout + done.stderr).splitlines()), sorted(log.read_text().splitlines())
 
 

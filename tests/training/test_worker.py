@@ -1,56 +1,177 @@
-"""The worker as a whole: what it writes, and what it refuses."""
+"""A worker from its first line to its exit code, with the directory that it leaves."""
 
+import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from allranks.errors import TaskError
+from allranks.cli.main import main
+from allranks.errors import CheckpointError, TaskError
+from allranks.reporting.report import report
 from allranks.run import Run
 from tests.distributed.pool import Pools
-from tests.training.runs import start, train, train_outside
+from tests.training.runs import QUICK, TASKS, damage, events, losses, saved, start, train, train_outside
+
+Capture = pytest.CaptureFixture[str]
 
 
-def test_a_worker_tells_its_start_its_decisions_and_its_end(tmp_path: Path) -> None:
-    assert start("Curve", tmp_path / "run", "train.steps=3") == 0
-    events = Run.open(tmp_path / "run").events()
-    first, last = events[0], events[-1]
-    assert first["event"] == "start"
-    assert (first["rank"], first["local_rank"], first["world_size"], first["attempt"]) == (0, 0, 1, 1)
-    assert {"pid", "host", "device", "layout"} <= first.keys()
-    assert last["event"] == "end" and last["reason"] == "done" and last["seconds"]["forward_backward"] > 0
-    decisions = [event for event in events if event["event"] == "decision"]
-    assert decisions and all(event["what"] and event["because"] for event in decisions)
-    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
-
-
-def test_a_resumed_worker_says_where_it_goes_on(tmp_path: Path) -> None:
+def test_what_a_run_leaves(tmp_path: Path, capsys: Capture) -> None:
     run = tmp_path / "run"
-    assert start("Curve", run, "train.steps=3") == 0
-    assert train(None, "train.steps=5", resume=run) == 0
-    events = Run.open(run).events()
-    (resumed,) = [event for event in events if event["event"] == "resume"]
-    assert (resumed["step"], resumed["samples"]) == (3, 30)
-    assert [event["attempt"] for event in events if event["event"] == "start"] == [1, 2]
-    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4, 5]
+    assert start("Curve", run, "train.steps=4", "track.tensorboard=true") == 0
+    (started,) = events(run, "start")
+    assert (started["rank"], started["world_size"], started["layout"], started["attempt"]) == (0, 1, "single", 1)
+    assert (started["pid"], started["total_steps"], started["device"]) == (os.getpid(), 4, "cpu")
+    assert next(event["event"] for event in Run.open(run).events()) == "start"
+    (ended,) = events(run, "end")
+    assert (ended["reason"], ended["error"]) == ("done", None)
+    assert {"forward_backward", "optimizer", "checkpoint", "evaluation"} <= ended["seconds"].keys()
+    assert list(losses(run)) == [1, 2, 3, 4] and saved(run) == [4]
+    assert list((run / "tensorboard").iterdir())
+    shown = capsys.readouterr()
+    assert "because" in shown.out and "done, every step was made" in shown.out and shown.err == ""
+    assert "done, every step was made" in (run / "logs" / "rank-00000.log").read_text()
 
 
-def test_an_error_is_in_the_journal_before_it_is_raised(tmp_path: Path) -> None:
-    with pytest.raises(TaskError):
-        start("Broken", tmp_path / "run", "train.steps=3", "task.wrong=mean")
-    last = Run.open(tmp_path / "run").events()[-1]
-    assert last["event"] == "end" and last["reason"] == "failed" and last["error"].startswith("TaskError")
-
-
-def test_outside_the_command_rank_0_makes_the_run_for_all(tmp_path: Path, pool: Pools) -> None:
+def test_the_steps_in_all_are_told_where_only_the_data_knows_them(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    steps = ("train.steps=4", "train.global_batch=10", "track.tensorboard=false")
-    assert train_outside(pool, 2, "Curve", *steps, run=run) == [0, 0]
-    opened = Run.open(run)
-    assert opened.ranks() == [0, 1] and opened.attempts == 1
+    assert start("Curve", run, "train.epochs=2") == 0
+    assert [event["total_steps"] for event in events(run, "start") + events(run, "plan")] == [None, 10]
+    assert report(Run.open(run)).total_steps == 10
+    assert start("Streamed", tmp_path / "endless", "train.epochs=1") == 0
+    assert [event["total_steps"] for event in events(tmp_path / "endless", "plan")] == [None]
+    assert report(Run.open(tmp_path / "endless")).total_steps is None
 
 
-def test_what_rank_0_refuses_every_rank_refuses(tmp_path: Path, pool: Pools) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "something").write_text("else")
-    answers = train_outside(pool, 2, "Curve", "train.steps=4", run=tmp_path / "run")
-    assert all(isinstance(answer, str) and answer.startswith("RunError") for answer in answers)
+def test_an_error_ends_the_journal_and_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(TaskError, match="a mean over targets"):
+        start("Broken", run, "train.steps=4", "task.wrong=mean")
+    (ended,) = events(run, "end")
+    assert ended["reason"] == "failed" and ended["error"].startswith("TaskError: Broken.loss returns a mean")
+    assert not saved(run) and Run.open(run).holder() is None
+
+
+def test_a_resume_says_where_it_goes_on(tmp_path: Path, capsys: Capture) -> None:
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=4") == 0
+    assert "resumed" not in capsys.readouterr().out
+    assert train(None, "train.steps=6", resume=run) == 0
+    shown = capsys.readouterr().out
+    assert "resumed at step 4, sample 40, from step-00000004" in shown and "warning" not in shown
+    (resumed,) = events(run, "resume")
+    assert (resumed["step"], resumed["samples"], resumed["path"]) == (4, 40, "step-00000004")
+    assert [event["attempt"] for event in events(run, "start")] == [1, 2]
+
+
+def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path: Path, capsys: Capture) -> None:
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=4", "checkpoint.every=2") == 0
+    damage(run, 4)
+    capsys.readouterr()
+    assert train(None, resume=run) == 0
+    shown = capsys.readouterr().out
+    assert "warning: passed over a newer checkpoint: " in shown and "step-00000004" in shown
+    assert "resumed at step 2" in shown and events(run, "resume")[-1]["step"] == 2
+
+
+def lose_the_seal(run: Path) -> None:
+    (run / "checkpoints" / "step-00000004" / "COMMITTED").unlink()
+
+
+@pytest.mark.parametrize("harm", [lambda run: damage(run, 4), lose_the_seal], ids=["bytes", "COMMITTED"])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
+    tmp_path: Path, harm: Callable[[Path], Any]
+) -> None:
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=4") == 0
+    harm(run)
+    with pytest.raises(CheckpointError, match=r"no good checkpoint: .*step-00000004") as refused:
+        train(None, resume=run)
+    assert refused.value.exit_code == 78 and "\n" not in str(refused.value)
+    assert saved(run) == [4] and len(events(run, "step")) == 4
+
+
+def test_a_run_without_a_checkpoint_begins_anew_and_says_so(tmp_path: Path, capsys: Capture) -> None:
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=4") == 0
+    assert "warning" not in capsys.readouterr().out
+    before = losses(run)
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    assert train(None, resume=run) == 0
+    assert "warning: there is no checkpoint yet: the run starts from the beginning" in capsys.readouterr().out
+    assert losses(run) == before and len(events(run, "step")) == 8
+
+
+def test_a_model_that_has_changed_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=4") == 0
+    with pytest.raises(CheckpointError, match=r"'model\.0\.weight' is float32\[6, 2\] in the checkpoint"):
+        train(None, "task.width=7", resume=run, change=["task.width"])
+
+
+@pytest.mark.distributed
+def test_ranks_of_an_outside_launcher_share_the_run_that_rank_0_makes(pool: Pools, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train_outside(pool, 2, "Curve", *QUICK, "train.steps=3", run=run) == [0, 0]
+    made = Run.open(run)
+    assert made.ranks() == [0, 1] and made.attempts == 1 and list(losses(run)) == [1, 2, 3]
+    assert [made.events(rank)[-1]["reason"] for rank in (0, 1)] == ["done", "done"]
+    assert made.log(1).is_file() and made.holder() is None
+    assert train_outside(pool, 3, None, "train.steps=5", resume=run, layout="fsdp") == [0, 0, 0]
+    assert made.ranks() == [0, 1, 2] and Run.open(run).attempts == 2
+    assert events(run, "start")[-1]["layout"] == "dp_shard=3" and list(losses(run)) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.distributed
+def test_what_rank_0_cannot_do_is_refused_by_all(pool: Pools, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=2") == 0
+    holder = Run.open(run)
+    holder.acquire()
+    try:
+        first, second = train_outside(pool, 2, None, "train.steps=5", resume=run)
+    finally:
+        holder.release()
+    assert first == second and str(first).startswith("RunError: ") and "in use by pid" in str(first)
+    damage(run, 2)
+    first, second = train_outside(pool, 2, None, "train.steps=5", resume=run)
+    assert first == second and "CheckpointError" in str(first) and "no good checkpoint" in str(first)
+    assert [Run.open(run).events(rank)[-1]["reason"] for rank in (0, 1)] == ["failed", "failed"]
+
+
+def command(folder: Path, *arguments: str) -> int:
+    """In a worker of an outside launcher: `allranks train ARGUMENTS`, what reaches file descriptor 1 and 2 in files."""
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(folder / f"{name}-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, number)
+    return main(["train", f"{TASKS}:Noisy", *arguments])
+
+
+@pytest.mark.distributed
+def test_json_is_the_only_thing_on_standard_output(pool: Pools, tmp_path: Path) -> None:
+    settings = (*QUICK, "train.steps=3", "--run", str(tmp_path / "run"), "--json")
+    assert pool(2).run_alone(command, tmp_path, *settings) == [0, 0]
+    document = json.loads((tmp_path / "out-0").read_text())
+    assert (document["reason"], document["step"], document["exit_code"]) == ("done", 3, 0)
+    assert document["run"] == str(tmp_path / "run") and 0 <= document["validation"]["accuracy"] <= 1
+    assert (tmp_path / "out-1").read_text() == ""
+    errors = (tmp_path / "err-0").read_text()
+    assert "the model is made" in errors and "written below Python" in errors and "because" in errors
+    assert "the model is made" in Run.open(tmp_path / "run").log(1).read_text()
+
+    refused = pool(2).run_alone(command, tmp_path, *settings, "train.seed=4")
+    assert refused == [78, 78] and "train.seed" in (tmp_path / "err-0").read_text()
+
+
+@pytest.mark.distributed
+def test_an_outside_launcher_may_ask_what_would_run(pool: Pools, tmp_path: Path) -> None:
+    settings = (*QUICK, "train.steps=3", "--run", str(tmp_path / "run"), "--show", "--json")
+    assert pool(2).run_alone(command, tmp_path, *settings) == [0, 0]
+    shown = json.loads((tmp_path / "out-0").read_text())
+    assert shown["cut"]["samples per rank"] == [5, 5] and (tmp_path / "out-1").read_text() == ""
+    assert {"what": "2 processes", "because": "so many were started (torchrun)"} in shown["decisions"]
+    assert not (tmp_path / "run").exists()

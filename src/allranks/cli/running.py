@@ -9,12 +9,13 @@ from rich.console import Console
 
 from allranks.cli.output import print_json, stdout_kept_free
 from allranks.config import read_task_spec
-from allranks.launching.environment import read_environment
+from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.request import TrainRequest
 from allranks.surviving import forkserver
 from allranks.verdict import Decision
 
 if TYPE_CHECKING:
+    from allranks.layout import Layout
     from allranks.training.prepare import Prepared
 
 DEMO = "allranks.training.demo:Text"
@@ -30,15 +31,18 @@ def train(request: TrainRequest) -> int:
     Raises:
         AllranksError: what was asked cannot be done; nothing was started.
     """
-    outside = read_environment(os.environ).launcher != "none"
+    environment = read_environment(os.environ)
+    if request.show and environment.rank > 0:
+        return 0
+    outside = environment.launcher != "none" and not request.show
     with stdout_kept_free(request.json):
-        code, document = _train_as_worker(request) if outside else _train_here(request)
+        code, document = _train_as_worker(request) if outside else _train_here(request, environment)
     if request.json and document is not None:
         print_json(document)
     return code
 
 
-def _train_here(request: TrainRequest) -> tuple[int, Document | None]:
+def _train_here(request: TrainRequest, environment: ProcessEnvironment) -> tuple[int, Document | None]:
     """The exit code, and what `--json` prints."""
     if not request.show:
         # It imports torch on another core while this process does the same for itself.
@@ -46,14 +50,18 @@ def _train_here(request: TrainRequest) -> tuple[int, Document | None]:
     from allranks.training.prepare import choose_processes, prepare, resolve_layout
 
     prepared = prepare(request)
-    num_processes, decision = choose_processes(prepared, request)
-    layout = resolve_layout(prepared.config, num_processes)
+    if environment.launcher == "none":
+        num_processes, decision = choose_processes(prepared, request)
+    else:
+        num_processes = environment.world_size
+        decision = Decision(f"{num_processes} processes", f"so many were started ({environment.launcher})")
+    layout = resolve_layout(prepared.config, num_processes, environment.num_nodes)
     chosen = Decision(
         f"layout {layout}", "the config names it" if prepared.config.layout.chosen else "ddp is the default"
     )
     decisions = (decision, chosen)
     if request.show:
-        return 0, _show(request, prepared, num_processes, decisions)
+        return 0, _show(request, prepared, layout, decisions)
     return _run(request, prepared, num_processes, decisions)
 
 
@@ -119,13 +127,13 @@ def _document(path: Path, exit_code: int, error: str | None = None) -> Document:
 
 
 def _show(
-    request: TrainRequest, prepared: "Prepared", num_processes: int, decisions: Sequence[Decision]
+    request: TrainRequest, prepared: "Prepared", layout: "Layout", decisions: Sequence[Decision]
 ) -> Document | None:
     """Config, batch cut and decisions, and nothing started."""
-    from allranks.training.prepare import resolve_layout, show_cut
+    from allranks.training.prepare import show_cut
 
     config = prepared.config.flat()
-    cut = show_cut(prepared.config, resolve_layout(prepared.config, num_processes))
+    cut = show_cut(prepared.config, layout)
     if request.json:
         facts = [{"what": decision.what, "because": decision.because} for decision in decisions]
         return {"task": prepared.spec or DEMO, "config": _plain(config), "cut": cut, "decisions": facts}

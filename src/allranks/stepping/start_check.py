@@ -149,7 +149,7 @@ def _meet_unused(forward: Forward, batch: Any, group: dist.ProcessGroup | None) 
         parameter.grad = None
     if not _on_any_rank(bool(unused), spread, group):
         return ()
-    pass
+    spread.expect_unused()
     others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
     because = f"{unused[0] if unused else 'a parameter of another process'}{others} got none on the first samples"
     return (Decision("every backward is searched for parameters without gradient", because),)

@@ -7,8 +7,8 @@ from pathlib import Path
 from allranks.data.random_keys import seed_all
 from allranks.errors import ConfigError
 from allranks.stepping.session import model_key
-from allranks.training.own_ground import prepare_ground
-from allranks.training.own_world import JOINED, World
+from allranks.training.own.ground import prepare_ground
+from allranks.training.own.world import JOINED, World
 
 __all__ = ["World", "join"]
 

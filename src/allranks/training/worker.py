@@ -62,8 +62,11 @@ def work(assignment: Assignment) -> int:
         run = _join_run(assignment, prepared, processes)
         if assignment.announce is not None:
             assignment.announce(run.path)
-        with log_of_rank(run.log(processes.rank), rank=processes.rank):
-            return _Training(assignment, prepared, processes, run, stops).go()
+        try:
+            with log_of_rank(run.log(processes.rank), rank=processes.rank):
+                return _Training(assignment, prepared, processes, run, stops).go()
+        finally:
+            run.release()
     finally:
         stop()
 
@@ -210,7 +213,7 @@ def _join_run(assignment: Assignment, prepared: Prepared, processes: Processes) 
             found = {"path": str(run.path.resolve())}
         except AllranksError as error:
             found = {"error": str(error)}
-    found = processes.share(found)
     if "error" in found:
         raise RunError(found["error"])
+    found = processes.share(found)
     return run if run is not None else Run.open(Path(found["path"]))

@@ -7,7 +7,7 @@ from torch import nn
 
 import allranks
 from tests.distributed.pool import Pools
-from tests.training.own_cases import Block, Net, Samples, built, count, everything, loss_of, refusal, sgd
+from tests.training.own.cases import Block, Net, Samples, built, count, everything, loss_of, refusal, sgd
 
 
 def test_a_second_spreading_is_refused() -> None:

@@ -2,9 +2,9 @@
 
 import torch
 
-from allranks.training.gather import gather_rows
+from allranks.training.own.gather import gather_rows
 from tests.distributed.pool import Pools
-from tests.training.own_cases import refusal
+from tests.training.own.cases import refusal
 
 COUNTS = [2, 0, 3]
 

@@ -11,7 +11,7 @@ from allranks.config import Config
 from allranks.errors import RunError, TaskError
 from allranks.run import Run
 from tests.distributed.pool import Pools
-from tests.training.own_cases import Net, Samples, count, loss_of, refusal, sgd
+from tests.training.own.cases import Net, Samples, count, loss_of, refusal, sgd
 
 
 def train(folder: str, join: dict[str, Any], stream: dict[str, Any], resume: bool = False) -> str:

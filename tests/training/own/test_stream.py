@@ -6,7 +6,7 @@ import pytest
 
 import allranks
 from allranks.errors import ConfigError, DataError, LayoutError
-from tests.training.own_cases import Samples
+from tests.training.own.cases import Samples
 
 
 @pytest.mark.parametrize(

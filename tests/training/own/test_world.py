@@ -7,9 +7,9 @@ import torch
 
 import allranks
 from allranks.errors import LayoutError
-from allranks.training.own_world import JOINED
+from allranks.training.own.world import JOINED
 from tests.distributed.pool import Pools
-from tests.training.own_cases import Net, Samples, count, loss_of, sgd
+from tests.training.own.cases import Net, Samples, count, loss_of, sgd
 
 
 def test_groups_by_axis(pool: Pools) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 import allranks
 from allranks.run import Run
 from tests.distributed.pool import Pools
-from tests.training.own_cases import Net, Samples, built, count, loss_of, refusal, sgd
+from tests.training.own.cases import Net, Samples, built, count, loss_of, refusal, sgd
 
 
 @pytest.mark.parametrize(("size", "layout"), [(1, "single"), (3, "ddp"), (2, "dp_shard=2")])

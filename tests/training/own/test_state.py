@@ -8,9 +8,9 @@ import torch
 
 import allranks
 from allranks.run import Run
-from allranks.training.own_state import from_json, to_json
+from allranks.training.own.state import from_json, to_json
 from tests.distributed.pool import Pools
-from tests.training.own_cases import Samples, built, count, crashing, loss_of, refusal, resumable
+from tests.training.own.cases import Samples, built, count, crashing, loss_of, refusal, resumable
 
 WIDE = 400  # more than one of DDP's buckets
 

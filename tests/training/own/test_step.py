@@ -11,7 +11,7 @@ import allranks
 from allranks.data.random_keys import random_key, seed_all
 from allranks.run import Run
 from tests.distributed.pool import Pools
-from tests.training.own_cases import Net, Samples, count, loss_of, refusal, sgd
+from tests.training.own.cases import Net, Samples, count, loss_of, refusal, sgd
 
 
 def one_loop(folder: str, layout: str, lines: Callable[..., object], **cutting: Any) -> str:

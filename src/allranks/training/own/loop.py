@@ -15,9 +15,9 @@ from allranks.errors import ConfigError, TaskError
 from allranks.failure import INTERRUPTED, PREEMPTED
 from allranks.observing.recorder import StepRecord, Value
 from allranks.reporting.banner import StepShape, render_banner
-from allranks.training.own_ground import Ground
-from allranks.training.own_run import Logbook
-from allranks.training.own_step import FinishedStep, OwnStep
+from allranks.training.own.ground import Ground
+from allranks.training.own.run import Logbook
+from allranks.training.own.step import FinishedStep, OwnStep
 from allranks.training.snapshot import Contents, Saver, find_checkpoint
 from allranks.training.stop import StopRequests
 

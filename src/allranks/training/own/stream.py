@@ -9,9 +9,9 @@ from allranks.data.loader import Loader
 from allranks.data.stream import DataStream
 from allranks.errors import ConfigError
 from allranks.stepping.session import draws
-from allranks.training.own_ground import Ground
-from allranks.training.own_loop import OwnLoop
-from allranks.training.own_step import OwnStep
+from allranks.training.own.ground import Ground
+from allranks.training.own.loop import OwnLoop
+from allranks.training.own.step import OwnStep
 
 
 @final

@@ -20,8 +20,8 @@ from allranks.parallel.backend import DeviceChoice, choose_device, start, stop
 from allranks.parallel.precision import Precision, choose_precision
 from allranks.run import Run
 from allranks.stepping.world import Processes, gather_processes
-from allranks.training.own_models import OwnModels
-from allranks.training.own_run import open_own_run
+from allranks.training.own.models import OwnModels
+from allranks.training.own.run import open_own_run
 from allranks.verdict import Decision
 
 BACKEND_TIMEOUT_SECONDS = 600.0

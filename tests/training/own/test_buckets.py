@@ -8,7 +8,7 @@ from torch import nn
 
 import allranks
 from tests.distributed.pool import Pools
-from tests.training.own_cases import Samples, refusal
+from tests.training.own.cases import Samples, refusal
 
 
 class Half(nn.Module):

@@ -21,8 +21,8 @@ from allranks.parallel.norm import clip_gradients
 from allranks.stepping.agreement import Agreed, Agreement, Ballot, Pending
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.passes import buffers_kept, ledger_of
-from allranks.training.own_buckets import check_all_reached, must_settle, settle_buckets
-from allranks.training.own_models import OwnModels
+from allranks.training.own.buckets import check_all_reached, must_settle, settle_buckets
+from allranks.training.own.models import OwnModels
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from allranks.checkpointing.checkpoint import list_checkpoints
 from allranks.errors import TaskError
 from allranks.run import Run
 from tests.distributed.pool import Pools
-from tests.training.own_cases import Net, Samples, count, loss_of, refusal, sgd
+from tests.training.own.cases import Net, Samples, count, loss_of, refusal, sgd
 
 
 def prepared(world: Any, resume: bool = True, **cutting: Any) -> tuple[nn.Module, Any, Any]:

@@ -9,7 +9,7 @@ from torch import nn
 import allranks
 from allranks.run import Run
 from tests.distributed.pool import Pools
-from tests.training.own_cases import Net, Samples, count, loss_of, refusal, sgd
+from tests.training.own.cases import Net, Samples, count, loss_of, refusal, sgd
 
 
 def test_run_is_forward_loss_and_backward(pool: Pools, tmp_path: Path) -> None:

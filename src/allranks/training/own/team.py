@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from allranks.errors import LayoutError
 from allranks.stepping.world import Processes
-from allranks.training.gather import gather_rows
+from allranks.training.own.gather import gather_rows
 
 
 @final

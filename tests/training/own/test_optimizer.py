@@ -9,9 +9,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import allranks
 from allranks.errors import CheckpointError
-from allranks.training.own_optimizer import group_settings, restore_group_settings
+from allranks.training.own.optimizer import group_settings, restore_group_settings
 from tests.distributed.pool import Pools
-from tests.training.own_cases import Net, refusal
+from tests.training.own.cases import Net, refusal
 
 
 def groups(optimizer: torch.optim.Optimizer) -> list[tuple[int, Any]]:

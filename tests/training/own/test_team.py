@@ -4,7 +4,7 @@ import torch
 
 import allranks
 from tests.distributed.pool import Pools
-from tests.training.own_cases import refusal
+from tests.training.own.cases import refusal
 
 
 def test_members_use_it_and_others_are_told(pool: Pools) -> None:

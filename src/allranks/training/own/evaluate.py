@@ -12,8 +12,8 @@ from allranks.data.micro_step import MicroStep
 from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
 from allranks.stepping.session import draws
-from allranks.training.own_ground import Ground
-from allranks.training.own_step import OwnStep
+from allranks.training.own.ground import Ground
+from allranks.training.own.step import OwnStep
 
 Measure = Callable[[Any], Mapping[str, tuple[Any, Any]]]
 

@@ -6,7 +6,7 @@ import torch
 import allranks
 from allranks.errors import ConfigError
 from tests.distributed.pool import Pools
-from tests.training.own_cases import Net
+from tests.training.own.cases import Net
 
 
 def test_the_layout_of_a_launch_is_taken_where_join_is_given_none(pool: Pools, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,17 @@ from allranks.errors import ConfigError, TaskError
 from allranks.parallel.parallelize import parallelize
 from allranks.stepping.agreement import Agreement
 from allranks.stepping.optimizer import Optimizers
-from allranks.training.gather import gather_rows
-from allranks.training.own_evaluate import Measure, evaluate_own
-from allranks.training.own_forward import call_model, count_targets
-from allranks.training.own_ground import Ground
-from allranks.training.own_loop import OwnLoop
-from allranks.training.own_optimizer import make_own_optimizer
-from allranks.training.own_state import Kept, OwnState
-from allranks.training.own_step import OwnStep
-from allranks.training.own_stream import Stream, make_loop
+from allranks.training.own.evaluate import Measure, evaluate_own
+from allranks.training.own.forward import call_model, count_targets
+from allranks.training.own.gather import gather_rows
+from allranks.training.own.ground import Ground
+from allranks.training.own.loop import OwnLoop
+from allranks.training.own.optimizer import make_own_optimizer
+from allranks.training.own.state import Kept, OwnState
+from allranks.training.own.step import OwnStep
+from allranks.training.own.stream import Stream, make_loop
+from allranks.training.own.team import Team, make_team
 from allranks.training.snapshot import Contents
-from allranks.training.team import Team, make_team
 
 JOINED: list["World"] = []  # at most one: a process is in one world at a time
 

@@ -1,1 +1,0 @@
-"""Programs that tests run as a user would: Task files and scripts."""
