@@ -1,10 +1,13 @@
 """Errors as one line and one document; tables that nothing is cut from."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
-from allranks.cli.output import print_error, print_json, print_table
+from allranks.cli.output import print_error, print_json, print_table, stdout_kept_free
 from allranks.errors import RunError
 
 
@@ -23,6 +26,26 @@ def test_with_json_an_error_is_also_one_document(capsys: pytest.CaptureFixture[s
 def test_json_is_strict() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         print_json({"loss": float("nan")})
+
+
+def test_standard_output_is_kept_free_for_a_document(capfd: pytest.CaptureFixture[str]) -> None:
+    """From Python, from below it, and from child processes."""
+    with stdout_kept_free(True):
+        print("from python")
+        os.write(1, b"from below\n")
+        subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
+    print_json({})
+    out, err = capfd.readouterr()
+    assert (out, err) == ("{}\n", "from python\nfrom below\nfrom a child\n")
+    with stdout_kept_free(False):
+        print("as ever")
+    assert capfd.readouterr().out == "as ever\n"
+
+
+def test_it_is_kept_free_also_where_another_stream_stands_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with stdout_kept_free(True):
+        print("aside")
+    assert capsys.readouterr() == ("", "aside\n")
 
 
 def test_a_table_lines_up_and_cuts_nothing(capsys: pytest.CaptureFixture[str]) -> None:

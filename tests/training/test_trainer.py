@@ -51,6 +51,7 @@ def test_a_finished_run_resumed_does_nothing_twice(tmp_path: Path) -> None:
     assert train(None, resume=run) == 0
     assert train(None, "train.steps=3", resume=run) == 0
     assert saved(run) == [5] and (losses(run), digests(run, 5)) == before
+    assert [event["step"] for event in events(run, "checkpoint")] == [5]
     assert [event["step"] for event in events(run, "evaluation")] == [5, 5, 5]
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from allranks.cli.output import print_json, stdout_kept_free
 from allranks.config import read_task_spec
+from allranks.failure import end_process
 from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.request import TrainRequest
 from allranks.surviving import forkserver
@@ -39,6 +40,9 @@ def train(request: TrainRequest) -> int:
         code, document = _train_as_worker(request) if outside else _train_here(request, environment)
     if request.json and document is not None:
         print_json(document)
+    if outside:
+        # A worker ends here, not through its destructors, which can wait for ever (see end_process).
+        end_process(code)
     return code
 
 

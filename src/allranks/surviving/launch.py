@@ -75,6 +75,8 @@ def answer(payload: bytes, reply: Connection) -> int:
         function, args = cloudpickle.loads(payload)
         reply.send_bytes(VALUE + cloudpickle.dumps(function(*args)))
     except BaseException as error:
+        # Ctrl-C comes twice, from the terminal and from the agent: the second shall not disturb the end.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         with contextlib.suppress(Exception):  # an exception that cannot be pickled: its record tells
             reply.send_bytes(ERROR + cloudpickle.dumps(error))
         raise

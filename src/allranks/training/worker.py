@@ -213,7 +213,7 @@ def _join_run(assignment: Assignment, prepared: Prepared, processes: Processes) 
             found = {"path": str(run.path.resolve())}
         except AllranksError as error:
             found = {"error": str(error)}
+    found = processes.share(found)
     if "error" in found:
         raise RunError(found["error"])
-    found = processes.share(found)
     return run if run is not None else Run.open(Path(found["path"]))
