@@ -1,6 +1,7 @@
 """One training, assembled: what is checked, what is decided, and what the laws fix."""
 
 import importlib
+import os
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from allranks.data.stream import DataStream
 from allranks.errors import AllranksError, ConfigError, DataError, TaskError
 from allranks.observing.counters import Stopwatch
 from allranks.stepping.schedule import Schedule
-from allranks.stepping.session import assemble, draws, make_cut, make_schedule, model_key
+from allranks.stepping.session import assemble, be_deterministic, draws, make_cut, make_schedule, model_key
 from tests.distributed.sessions import config_of, initial_model, processes_of, session_of, step_through
 from tests.training.tasks import Broken, Counted, Curve, Gan, Normed, OwnOptimizer, Streamed
 
@@ -95,6 +96,21 @@ def test_deterministic_kernels_are_asked_for() -> None:
     try:
         session_of(Curve(), config_of("single", *SMALL, "train.deterministic=true"))
         assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def test_deterministic_matrix_products_on_cuda_need_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    try:
+        be_deterministic(torch.device("cuda"))
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "the user's own stays"
+        del os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        be_deterministic(torch.device("cpu"))
+        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+        be_deterministic(torch.device("cuda"))
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(before)
 

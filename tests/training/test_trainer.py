@@ -143,7 +143,8 @@ def test_a_schedule_that_is_changed_is_another_one_from_then_on(tmp_path: Path) 
     assert start("Curve", run, "train.steps=4", "schedule.name=linear") == 0
     assert train(None, "train.steps=6", "schedule.name=constant", resume=run, change=["schedule.name"]) == 0
     assert train(None, "train.steps=8", resume=run) == 0
-    assert [event["lr"] for event in events(run, "step")][4:] == [0.05] * 4
+    assert train(None, "train.steps=9", "optimizer.lr=0.01", resume=run, change=["optimizer.lr"]) == 0
+    assert [event["lr"] for event in events(run, "step")][4:] == [0.05] * 4 + [0.01]
 
 
 def test_steps_count_on_where_a_resume_changes_the_global_batch(tmp_path: Path) -> None:

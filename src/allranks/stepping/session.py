@@ -1,5 +1,6 @@
 """Everything that one training needs, assembled from values: Task, config and processes."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -85,7 +86,7 @@ def assemble(
         observe: wraps the passes, to look at gradients as they are made.
     """
     if config.train.deterministic:
-        torch.use_deterministic_algorithms(True)
+        be_deterministic(processes.device)
     dataset = task.dataset("train")
     declared_order(dataset)
     spread = _spread(task, config, processes)
@@ -147,6 +148,14 @@ def _passes(task: Task, forward: Forward, optimizers: Optimizers, processes: Pro
     if has_step(task):
         return AlternatingPasses(forward, optimizers, processes.data_group)
     return PlainPasses(forward)
+
+
+def be_deterministic(device: torch.device) -> None:
+    """Let this process use deterministic kernels only; before its first matrix product."""
+    if device.type == "cuda":
+        # cuBLAS reads it when it begins, and torch refuses matrix products without it.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def model_key(seed: int) -> int:

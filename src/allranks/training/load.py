@@ -50,9 +50,8 @@ def load(path: str | Path, task: Task | str | None = None) -> nn.Module | dict[s
 
 def read_model(checkpoint: Checkpoint, task: Task) -> nn.Module | dict[str, nn.Module]:
     """The Task's model with the values of `checkpoint`."""
-    with torch.random.fork_rng(
-        devices=()
-    ):  # its initial values are replaced: the caller's random numbers are not spent
+    # The initial values are replaced: no random number of the caller's is spent on them.
+    with torch.random.fork_rng(devices=()):
         built = task.model()
     modules = {"": built} if isinstance(built, nn.Module) else dict(built)
     for which, module in modules.items():
