@@ -12,6 +12,7 @@ from allranks.config import read_task_spec
 from allranks.failure import end_process
 from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.request import TrainRequest
+from allranks.run import Run
 from allranks.surviving import forkserver
 from allranks.verdict import Decision
 
@@ -70,9 +71,13 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment) -> tuple
 
 
 def _named_task(request: TrainRequest) -> str:
+    """The task whose module every worker needs: the arguments', the TOML file's, or that of the run to continue."""
     named = request.task_spec
     if named is None and request.toml is not None and request.toml.is_file():
         named = read_task_spec(request.toml)
+    kept = next((path for path in (request.resume, request.run) if path and (path / "run.json").is_file()), None)
+    if named is None and kept is not None:
+        named = Run.open(kept).task
     return named or DEMO
 
 
@@ -117,7 +122,6 @@ def _run(
 def _document(path: Path, exit_code: int, error: str | None = None) -> Document:
     """How a run ended, from its directory alone."""
     from allranks.reporting.report import report
-    from allranks.run import Run
 
     found = report(Run.open(path)).to_json()
     return {
