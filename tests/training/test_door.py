@@ -189,7 +189,7 @@ def test_one_script_alone_under_torchrun_and_launched(script: Path) -> None:
         printed[name], errors = process.communicate(timeout=280)
         assert process.returncode == 0, f"{name}\n{errors}"
     assert printed["alone"] == "(0, 1, 12)\n"
-    assert "(0, 2, 12)\n" in printed["torchrun"]
+    assert "(0, 2, 12)" in printed["torchrun"]  # two processes write to one pipe: their newlines may both come last
     assert printed["launched"] == "[(0, 2, 12), (1, 2, 12)]\n"
     layouts = [Run.open(script.parent / name).events()[0]["layout"] for name in started]
     assert layouts == ["single", "dp_replicate=2", "dp_shard=2"]
