@@ -1,19 +1,22 @@
-"""Added time per step: `allranks train`'s loop beside a raw torch loop, in the same processes, turn by turn.
+"""Added time per step: `allranks train`'s loop beside a raw torch loop, in the same processes, by turns.
 
 The raw loop has torch's DataLoader, one zero_grad, backward, clip and fused AdamW step; with two processes also DDP and
-the reduction of its loss and count. Ours runs with journal, TensorBoard and gradient norm, as it does by default.
+the reduction of its loss and count. Ours runs with journal, TensorBoard and gradient norm, as it does by default. The
+machine's speed drifts within seconds, so a turn is a tenth of a second of each, and what our writing thread has left
+undone is done, and counted, before the raw loop goes on.
 
-    python bench/overhead.py [--size tiny,10m] [--nproc 1,2] [--rounds 6] [--quick] [--json]
+    python bench/overhead.py [--size tiny,10m] [--nproc 1,2] [--turns 200] [--quick] [--json]
 """
 
 import argparse
 import json
 import os
+import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -39,27 +42,62 @@ from allranks.training.prepare import resolve_layout
 from allranks.training.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parent))
-import itertools
-
 from gpt import SIZES, GptTask
 
-STEPS = {"tiny": (220, 40), "10m": (14, 3)}
-"""Steps of a segment, and how many of them at its start are not counted."""
+STEPS = {"tiny": 25, "10m": 2}
+"""Steps of each loop in a turn."""
 
-Stamps = list[float]
+TURNS = {"tiny": 200, "10m": 30}
+WARM_TURNS = 2
+"""Turns at the start that are not counted."""
+
+Spent = tuple[float, float]
+"""Seconds on the wall, and seconds of CPU time in all threads of this process."""
 
 
-class _Stamped(Passes):
-    """Passes that note when each step begins."""
+class Turns(Passes):
+    """Passes that let the raw loop run every `steps` steps, and note what each of the two spent."""
 
-    def __init__(self, inner: Passes, stamps: Stamps) -> None:
+    def __init__(self, steps: int, raw: Iterator[None], flush: Callable[[], None]) -> None:
+        self.pairs: list[tuple[Spent, Spent]] = []
+        self._steps = steps
+        self._raw = raw
+        self._flush = flush
+        self._inner: Passes | None = None
+        self._count = 0
+        self._began = (0.0, 0.0)
+
+    def around(self, inner: Passes) -> Passes:
+        """These passes, around `inner`."""
         self._inner = inner
-        self._stamps = stamps
+        return self
 
     def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
         """As the inner one."""
-        self._stamps.append(time.perf_counter())
+        if self._count % self._steps == 0:
+            self._turn()
+        self._count += 1
+        assert self._inner is not None
         return self._inner.run(batch, scale)
+
+    def _turn(self) -> None:
+        self._flush()
+        ours = _since(self._began)
+        began = _now()
+        for _ in range(self._steps):
+            next(self._raw)
+        if self._count:
+            self.pairs.append((_since(began), ours))
+        self._began = _now()
+
+
+def _now() -> Spent:
+    return time.perf_counter(), time.process_time()
+
+
+def _since(began: Spent) -> Spent:
+    wall, cpu = _now()
+    return wall - began[0], cpu - began[1]
 
 
 class _NoSaver:
@@ -76,7 +114,7 @@ class _NoSaver:
         return Path()
 
 
-def raw_segment(size: str, steps: int, world: int, rank: int) -> Stamps:
+def raw_loop(size: str, steps: int, world: int, rank: int) -> Iterator[None]:
     """`steps` steps of the plain loop."""
     task, batch = GptTask(size=size, samples=steps * SIZES[size].batch * world), SIZES[size].batch
     torch.manual_seed(0)
@@ -88,9 +126,7 @@ def raw_segment(size: str, steps: int, world: int, rank: int) -> Stamps:
     if world > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    stamps: Stamps = []
     for sample in loader:
-        stamps.append(time.perf_counter())
         optimizer.zero_grad()
         loss = task.loss(model(sample["x"]), sample) / sample["y"].numel()
         loss.backward()
@@ -100,23 +136,22 @@ def raw_segment(size: str, steps: int, world: int, rank: int) -> Stamps:
         if world > 1:
             dist.all_reduce(told)
         told.tolist()
-    return stamps
+        yield
 
 
-def our_segment(size: str, steps: int, world: int, rank: int, folder: Path) -> Stamps:
-    """`steps` steps of the Trainer, told to journal, TensorBoard and progress line as by default."""
+def our_loop(size: str, steps: int, world: int, rank: int, folder: Path) -> list[tuple[Spent, Spent]]:
+    """`steps` steps of the Trainer, told to journal, TensorBoard and progress line as by default, the raw loop between.
+
+    Returns:
+        What raw and ours spent in each turn.
+    """
     batch = SIZES[size].batch * world
     overrides = [f"train.steps={steps}", f"train.global_batch={batch}", "evaluate.every=0"]
     config = resolve_config(task_defaults=GptTask.defaults, toml=None, overrides=overrides)
     environment = ProcessEnvironment("environment", rank, rank, world, world)
     choice = DeviceChoice(torch.device("cpu"), "gloo", "lo", ())
     processes = gather_processes(environment, choice, resolve_layout(config, world))
-    stamps: Stamps = []
     stopwatch = Stopwatch()
-    task = GptTask(size=size, samples=steps * batch)
-    session = assemble(
-        task, config, processes, stopwatch, lambda: (False, False), observe=lambda passes: _Stamped(passes, stamps)
-    )
     recorder = progress = None
     if rank == 0:
         journal = Journal(folder / "journal.jsonl", 0)
@@ -124,46 +159,55 @@ def our_segment(size: str, steps: int, world: int, rank: int, folder: Path) -> S
             journal, tensorboard=folder / "tensorboard", memory=lambda: peak_memory_bytes(torch.device("cpu"))
         )
         progress = ProgressLine(steps)
+    flush = recorder.flush if recorder is not None else lambda: None
+    turns = Turns(STEPS[size], raw_loop(size, steps + STEPS[size], world, rank), flush)
+    task = GptTask(size=size, samples=steps * batch)
+    session = assemble(task, config, processes, stopwatch, lambda: (False, False), observe=turns.around)
     Trainer(session, _NoSaver(), stopwatch, recorder, progress).train()
     if recorder is not None:
         recorder.close()
-    return stamps
+    return turns.pairs[WARM_TURNS:]
 
 
-def median_step(stamps: Stamps, skipped: int) -> float:
-    """The median distance of two stamps in milliseconds, the first few left out."""
-    distances = [1e3 * (after - before) for before, after in itertools.pairwise(stamps)]
-    return statistics.median(distances[skipped:])
-
-
-def measure(rank: int, world: int, size: str, rounds: int, port: int, result: Path) -> None:
-    """One process of a measurement: `rounds` turns of raw and ours; rank 0 writes the medians of each turn."""
+def measure(rank: int, world: int, size: str, turns: int, port: int, result: Path) -> None:
+    """One process of a measurement; rank 0 writes what each turn spent."""
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the progress line is drawn, and thrown away
     if world > 1:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
         dist.init_process_group("gloo", rank=rank, world_size=world)
-    steps, skipped = STEPS[size]
-    turns = []
     with tempfile.TemporaryDirectory() as folder:
-        our_segment(size, skipped + 2, world, rank, Path(folder))  # what is imported once is no step's cost
-        for _ in range(rounds):
-            raw = median_step(raw_segment(size, steps, world, rank), skipped)
-            ours = median_step(our_segment(size, steps, world, rank, Path(folder)), skipped)
-            turns.append((raw, ours))
+        pairs = our_loop(size, (turns + WARM_TURNS + 1) * STEPS[size], world, rank, Path(folder))
     if rank == 0:
-        result.write_text(json.dumps(turns))
+        result.write_text(json.dumps(pairs))
     if world > 1:
         dist.destroy_process_group()
 
 
 def free_port() -> int:
     """A TCP port that nobody listens on."""
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def row(size: str, world: int, pairs: list[tuple[Spent, Spent]]) -> dict[str, object]:
+    """Medians over the turns, in milliseconds a step; the ratio's quartiles beside it."""
+    a_step = 1e3 / STEPS[size]
+    ratios = [ours[0] / raw[0] for raw, ours in pairs]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {
+        "size": size,
+        "processes": world,
+        "raw_ms": round(statistics.median(raw[0] for raw, _ in pairs) * a_step, 3),
+        "ours_ms": round(statistics.median(ours[0] for _, ours in pairs) * a_step, 3),
+        "ratio": round(middle, 3),
+        "ratio_q1": round(low, 3),
+        "ratio_q3": round(high, 3),
+        "added_ms": round(statistics.median(ours[0] - raw[0] for raw, ours in pairs) * a_step, 3),
+        "added_cpu_ms": round(statistics.median(ours[1] - raw[1] for raw, ours in pairs) * a_step, 3),
+        "turns": len(pairs),
+    }
 
 
 def main() -> None:
@@ -171,7 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="tiny,10m")
     parser.add_argument("--nproc", default="1,2")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--turns", type=int, help="of each loop (200 of tiny, 30 of 10m)")
     parser.add_argument("--quick", action="store_true", help="ends within a minute")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -180,31 +224,16 @@ def main() -> None:
         for world in map(int, options.nproc.split(",")):
             with tempfile.TemporaryDirectory() as folder:
                 result = Path(folder) / "turns.json"
-                rounds = 2 if options.quick else options.rounds
-                mp.spawn(measure, (world, size, rounds, free_port(), result), nprocs=world)
-                turns = json.loads(result.read_text())
-            ratios = [ours / raw for raw, ours in turns]
-            added = [ours - raw for raw, ours in turns]
-            rows.append(
-                {
-                    "size": size,
-                    "processes": world,
-                    "raw_ms": round(statistics.median(raw for raw, _ in turns), 3),
-                    "ours_ms": round(statistics.median(ours for _, ours in turns), 3),
-                    "ratio": round(statistics.median(ratios), 3),
-                    "ratio_min": round(min(ratios), 3),
-                    "ratio_max": round(max(ratios), 3),
-                    "added_ms": round(statistics.median(added), 3),
-                    "pairs": len(turns),
-                }
-            )
+                turns = 10 if options.quick else options.turns or TURNS[size]
+                mp.spawn(measure, (world, size, turns, free_port(), result), nprocs=world)
+                rows.append(row(size, world, json.loads(result.read_text())))
     if options.json:
         print(json.dumps({"rows": rows}))
         return
     names = list(rows[0])
-    print("  ".join(f"{name:>9}" for name in names))
-    for row in rows:
-        print("  ".join(f"{row[name]!s:>9}" for name in names))
+    print("  ".join(f"{name:>12}" for name in names))
+    for found in rows:
+        print("  ".join(f"{found[name]!s:>12}" for name in names))
 
 
 if __name__ == "__main__":

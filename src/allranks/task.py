@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import default_collate
@@ -239,9 +240,10 @@ def _are_labels(value: Any) -> bool:
 
 def _count_labels(place: Any, batch: Any) -> int:
     labels = batch[place]
-    if labels.dtype.is_signed:
-        return int(torch.count_nonzero(labels != IGNORED_LABEL))
-    return int(labels.numel())  # an unsigned tensor holds no -100, and torch would compare with 156
+    if not labels.dtype.is_signed:
+        return int(labels.numel())  # an unsigned tensor holds no -100, and torch would compare with 156
+    # numpy takes a fifth of torch's time for a small batch on the host, where loaders count
+    return int(np.count_nonzero(labels.numpy(force=True) != IGNORED_LABEL))
 
 
 def _as_arguments(task: Task, batch: Any) -> tuple[Any, ...] | dict[str, Any]:

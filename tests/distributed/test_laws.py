@@ -182,7 +182,7 @@ def take_turns(layout: str, declared: bool) -> Any:
 def test_units_that_the_last_micro_step_does_not_reach_keep_their_gradients(
     pool: Pools, layout: str, world_size: int, declared: bool
 ) -> None:
-    """Undeclared, HSDP would lose them and DDP raise."""
+    """Undeclared, HSDP refuses (see below) and DDP raises."""
     alone = together(pool(1).run(take_turns, "single", declared))
     found = together(pool(world_size).run(take_turns, layout, declared))
     assert found.keys() == alone.keys()

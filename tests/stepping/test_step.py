@@ -97,7 +97,7 @@ def test_the_order_and_the_outcome() -> None:
     assert (agreed.interrupt, agreed.terminate) == (True, False)
     assert outcome.upcoming is coming and outcome.targets is None
     assert outcome.lr == LR
-    assert outcome.grad_norm.item() == pytest.approx(len(old) ** 0.5)
+    assert outcome.grad_norm == pytest.approx(len(old) ** 0.5)
     assert torch.allclose(weights(found), old - LR)
     assert all(parameter.grad is None for parameter in found.spread.trainable().values())
 
@@ -107,7 +107,7 @@ def test_clipping_comes_before_the_update_and_the_norm_is_that_before() -> None:
     made, _, _ = step(found, [(1.0, None)], max_norm=1.0)
     old = weights(found)
     outcome = made.run(any_batch(), before(found, 4), lambda: None)
-    assert outcome.grad_norm.item() == pytest.approx(len(old) ** 0.5)
+    assert outcome.grad_norm == pytest.approx(len(old) ** 0.5)
     assert float((weights(found) - old).norm()) == pytest.approx(LR, rel=1e-6)
     assert outcome.upcoming is None
 
@@ -120,7 +120,7 @@ def test_targets_counted_in_the_step_divide_before_clipping() -> None:
     assert notes == ["run", "agree", "run"], "one agreement a step, whatever the number of rounds"
     assert torch.allclose(weights(found), old - LR * (8 / 4 + 3 / 2))
     assert outcome.targets is not None and outcome.targets.item() == 4.0
-    assert outcome.grad_norm.item() == pytest.approx(1.5 * len(old) ** 0.5)
+    assert outcome.grad_norm == pytest.approx(1.5 * len(old) ** 0.5)
 
 
 def test_a_step_without_targets_divides_by_one() -> None:

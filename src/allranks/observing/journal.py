@@ -20,7 +20,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
@@ -61,12 +61,11 @@ class Journal:
         Raises:
             RunError: the file system refuses (full, read-only).
         """
-        line = {"t": time.time() if t is None else t, "event": event, **fields}
-        try:
-            text = _encode(line)
-        except ValueError:
-            text = _encode(_finite(line))
-        content = text.encode() + b"\n"
+        self.append([{"t": time.time() if t is None else t, "event": event, **fields}])
+
+    def append(self, lines: Sequence[Mapping[str, object]]) -> None:
+        """Append lines that have their `t` and `event`, all in one system call. Raises RunError, as `write` does."""
+        content = b"".join(map(_line, lines))
         try:
             written = os.write(self._descriptor, content)
             while written < len(content):
@@ -86,6 +85,14 @@ class Journal:
         return RunError(
             f"rank {self.rank}: {self.path} cannot be written: {reason}; make room there and resume the run"
         )
+
+
+def _line(fields: Mapping[str, object]) -> bytes:
+    try:
+        text = _encode(fields)
+    except ValueError:
+        text = _encode(_finite(fields))
+    return text.encode() + b"\n"
 
 
 def _finite(fields: Mapping[str, object]) -> dict[str, object]:

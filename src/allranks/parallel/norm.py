@@ -44,11 +44,11 @@ def clip_gradients(
 def _factor(norm: torch.Tensor, max_norm: float | None, scale: torch.Tensor | None) -> torch.Tensor | None:
     if max_norm is None:
         return scale
-    clip = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
-    if scale is not None:
-        return clip * scale
     # On the CPU the value is at hand: a pass over all gradients that would multiply by one is saved.
-    return None if norm.device.type == "cpu" and clip.item() == 1.0 else clip
+    if norm.device.type == "cpu" and scale is None and norm.item() + EPSILON <= max_norm:
+        return None
+    clip = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
+    return clip if scale is None else clip * scale
 
 
 def _group_by_placing(parameters: Sequence[torch.Tensor]) -> dict[Placing, list[torch.Tensor]]:
@@ -65,9 +65,11 @@ def _group_by_placing(parameters: Sequence[torch.Tensor]) -> dict[Placing, list[
 
 
 def _total_norm(groups: dict[Placing, list[torch.Tensor]]) -> torch.Tensor:
-    squares = [_sum_over_shards(_local_norm(gradients).square(), placing) for placing, gradients in groups.items()]
-    if not squares:
+    if not groups:
         return torch.zeros(())
+    if list(groups) == [None]:
+        return _local_norm(groups[None])
+    squares = [_sum_over_shards(_local_norm(gradients).square(), placing) for placing, gradients in groups.items()]
     return torch.stack(squares).sum().sqrt()
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from allranks.errors import LayoutError, TaskError
 from allranks.parallel.blocks import Unit, find_blocks, group_units
+from allranks.parallel.held_back import check_released, find_held_back
 from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
 from allranks.parallel.mesh import DATA_AXES, Mesh
@@ -25,7 +27,7 @@ from allranks.verdict import Decision
 BATCH_STATISTICS = nn.modules.batchnorm._BatchNorm
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Spread:
     """The user's modules, spread over the mesh.
 
@@ -48,7 +50,8 @@ class Spread:
     tensors: Mapping[str, torch.Tensor]
     decisions: tuple[Decision, ...] = ()
     find_unused: bool = False
-    _scalars: tuple[torch.Tensor, ...] = field(default=())
+    _scalars: tuple[torch.Tensor, ...] = ()
+    _held_back: list[Any] = field(default_factory=list)
 
     @property
     def divisor(self) -> int:
@@ -75,9 +78,11 @@ class Spread:
         What keeps its gradients sharded (full, grad_op) reduces over dp_shard each time all the same: holding whole
         gradients between micro-steps would undo the sharding. FSDP2 sums what waits for dp_replicate unit by unit, and
         loses it where the last backward reaches other parameters of the unit than the ones before: under `find_unused`
-        all is reduced each time.
+        all is reduced each time; else that is refused with a TaskError, here or in `check_reduced`.
         """
         sharded = self.mesh.layout.dp_shard > 1
+        if last and sharded and self.mesh.layout.dp_replicate > 1:
+            self._held_back = find_held_back(self.modules.values())
         for module in self.modules.values():
             if isinstance(module, DistributedDataParallel):
                 module.require_backward_grad_sync = last
@@ -85,6 +90,10 @@ class Spread:
                 module.set_requires_gradient_sync(last or sharded)
                 module.set_requires_all_reduce(last or self.find_unused)
                 module.set_is_last_backward(last)
+
+    def check_reduced(self) -> None:
+        """After the last backward: TaskError where gradients of an earlier micro-step were lost."""
+        check_released(self._held_back)
 
     def reduce_scalars(self) -> None:
         """Average the gradients of what FSDP2 leaves whole (parameters without dims) over the ranks; collective."""
@@ -100,7 +109,8 @@ class Spread:
             parameter.grad = value.clone()
 
     def expect_unused(self) -> None:
-        """Build DDP anew, so that a parameter without a gradient holds up no other; nothing where there is no DDP."""
+        """From now on a parameter without a gradient holds up no other: DDP is built anew, HSDP reduces each time."""
+        self.find_unused = True
         for which, module in self.modules.items():
             if isinstance(module, DistributedDataParallel):
                 self.modules[which] = replicate(module.module, self.mesh, self.device, find_unused=True)

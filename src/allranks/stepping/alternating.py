@@ -69,6 +69,7 @@ class AlternatingPasses(Passes):
                 targets += num_targets * micro_step.weight
         if names == {None}:
             return None
+        self._spread.check_reduced()
         name = next(iter(names))
         if len(names) > 1 or name is None:
             found = ", ".join(sorted("nothing more" if name is None else repr(name) for name in names))

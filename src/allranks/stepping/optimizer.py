@@ -30,12 +30,15 @@ class Optimizers:
         self._entries = {id(tensor): spread.map[names[id(tensor)]] for tensor in spread.trainable().values()}
         self._parameters = {name: _parameters_of(optimizer) for name, optimizer in optimizers.items()}
         self._everyone = tuple(range(spread.mesh.layout.world_size))
+        self._updated: dict[str, list[torch.Tensor]] = {}
         self._check_linkage(spread)
 
     def parameters(self, which: str) -> list[torch.Tensor]:
         """The parameters that the optimizer `which` updates, each once."""
-        found = [parameter for name in self._named(which) for parameter in self._parameters[name]]
-        return list({id(parameter): parameter for parameter in found}.values())
+        if which not in self._updated:
+            found = [parameter for name in self._named(which) for parameter in self._parameters[name]]
+            self._updated[which] = list({id(parameter): parameter for parameter in found}.values())
+        return self._updated[which]
 
     def step(self, which: str, factor: float) -> float:
         """One update at `factor` of the peak learning rate, then no gradients; returns the first group's rate."""

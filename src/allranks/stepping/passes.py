@@ -102,6 +102,7 @@ class PlainPasses(Passes):
             self._spread.synchronise(index == last)
             loss = self._backward(micro_step, scale)
             total = loss if total is None else total + loss
+        self._spread.check_reduced()
         self._spread.reduce_scalars()
         assert total is not None
         yield StepSums("", total, None, ledger_of(batch))

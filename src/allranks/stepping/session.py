@@ -140,7 +140,7 @@ def _spread(task: Task, config: Config, processes: Processes) -> Spread:
         blocks=hints.blocks,
         # A step of its own may leave out whole models in a backward; its passes reduce what a loss has touched.
         ddp=not has_step(task),
-        find_unused=bool(hints.optional),
+        find_unused=bool(hints.optional) or has_step(task),
     )
 
 

@@ -22,14 +22,14 @@ class Outcome:
 
     Attributes:
         pending: the agreement.
-        grad_norm: before clipping, of the last optimizer that was due; 0-dim, on the device.
+        grad_norm: before clipping, of the last optimizer that was due; on CUDA still 0-dim on the device.
         lr: of the last optimizer that was due.
         upcoming: the coming step's batch, None at the end.
         targets: the world's targets of the first loss, where they were counted in the step itself; else None.
     """
 
     pending: Pending
-    grad_norm: torch.Tensor
+    grad_norm: torch.Tensor | float
     lr: float
     upcoming: StepBatch | None
     targets: torch.Tensor | None = None
@@ -110,7 +110,8 @@ class Step:
             mark("optimizer")
         if pending is None:
             raise TaskError("step() ended without yielding: yield (name, loss_sum, targets) at least once")
-        return Outcome(pending, norm, lr, coming, targets)
+        # Read here where it is at hand: the thread that writes would contend for the interpreter lock with the loop.
+        return Outcome(pending, norm.item() if norm.device.type == "cpu" else norm, lr, coming, targets)
 
     def _scale(self, before: Pending) -> Scale:
         """What makes DDP's and FSDP2's mean over ranks the sum over targets, divided once by their number (law 3)."""

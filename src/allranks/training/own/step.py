@@ -164,6 +164,7 @@ class OwnStep:
             )
         if not turn.last:
             return None
+        self._models.trained.check_reduced()
         self._models.trained.reduce_scalars()
         assert self._batch is not None
         interrupt, terminate = self.stop_requested()

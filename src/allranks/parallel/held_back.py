@@ -1,0 +1,55 @@
+"""What HSDP holds back between micro-steps, and torch would lose without a word.
+
+A unit's gradients of the earlier micro-steps wait, sharded, for its reduction over dp_replicate in the last backward.
+Where that backward reaches no parameter of the unit, torch drops what waits; where it reaches other parameters than
+before, it adds the parts to each other's. Both are refused here: the values would be wrong and nobody would see it.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from allranks.errors import TaskError
+
+
+def find_held_back(modules: Iterable[nn.Module]) -> list[Any]:
+    """FSDP2's parameter groups that hold gradients back, before the last backward of a step.
+
+    Raises:
+        TaskError: one holds them for some of its parameters only.
+    """
+    # torch has no public name for what waits.
+    held = [group for module in modules for group in _groups(module) if group._partial_reduce_output is not None]
+    for group in held:
+        whole = sum(parameter.padded_sharded_param_size.numel() for parameter in _trainable(group))
+        if group._partial_reduce_output.numel() != whole:
+            raise _refusal(group)
+    return held
+
+
+def check_released(held: Sequence[Any]) -> None:
+    """After the last backward: every parameter of these groups has its gradient. TaskError where one has none."""
+    for group in held:
+        if any(parameter.sharded_param.grad is None for parameter in _trainable(group)):
+            raise _refusal(group)
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    states = [member._get_fsdp_state() for member in module.modules() if isinstance(member, FSDPModule)]
+    # torch 2.11 has one group a module, later versions a list of them. A unit of several modules has one state.
+    found = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
+    return list({id(group): group for groups in found for group in groups if group is not None}.values())
+
+
+def _trainable(group: Any) -> list[Any]:
+    return [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+
+
+def _refusal(group: Any) -> TaskError:
+    name = group._module_fqn or "the model"
+    return TaskError(
+        f"the micro-steps of one step reach different parameters of {name}: name those in hints().optional (or say "
+        "world.parallelize(model, find_unused=True)), so that dp_replicate reduces them in each micro-step"
+    )
