@@ -227,3 +227,27 @@ def average() -> list[float | None]:
 @pytest.mark.distributed
 def test_scalars_are_averaged_over_all_ranks(pool: Pools) -> None:
     assert pool(3).run(average) == [[2.0, pytest.approx(5 / 3)]] * 3
+
+
+def partly_frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model[1].eval()
+    return model
+
+
+def test_a_model_in_evaluation_mode_is_trained_in_training_mode_and_that_is_said() -> None:
+    found = spread(lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout()).eval(), training=True)
+    assert all(member.training for member in found.modules[""].modules())
+    (decision,) = found.decisions
+    assert str(decision) == "the model is trained in training mode, because model() returned it in evaluation mode"
+    of_several = spread(
+        lambda: {"a": nn.Linear(3, 4).eval(), "b": nn.Linear(3, 4).eval().requires_grad_(False)}, training=True
+    )
+    assert of_several.modules["a"].training and not of_several.modules["b"].training, "what is frozen stays as it is"
+
+
+def test_a_part_in_evaluation_mode_stays_so_and_so_does_a_loop_of_one_s_own() -> None:
+    found = spread(partly_frozen, training=True)
+    assert found.modules[""].training and not found.modules[""].get_submodule("1").training
+    assert not found.decisions
+    assert not spread(lambda: nn.Linear(3, 4).eval()).modules[""].training

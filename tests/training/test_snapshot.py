@@ -148,6 +148,23 @@ def test_the_newest_few_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
+def test_what_this_run_wrote_is_not_read_again_at_every_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    read, real = list[str](), snapshot.verify_files
+    monkeypatch.setattr(snapshot, "verify_files", noting(read, lambda found: found.path.name, real))
+    before = saver_of(session, contents, tmp_path, keep=3)
+    for step in (1, 2, 3):
+        before.save(step)
+    saver = saver_of(session, contents, tmp_path, keep=3)  # of the next attempt
+    for step in (4, 5, 6):
+        saver.save(step)
+    assert read == ["step-00000003", "step-00000002"], "each once, however many saves it outlives"
+    damaged = tmp_path / "step-00000005" / "rank-00000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    saver.save(7)
+    assert (tmp_path / "step-00000004").exists(), "it stays in the place of the one that lost a byte"
+
+
 def test_what_is_no_tensor_comes_back_too(tmp_path: Path) -> None:
     config = config_of("single", *SMALL, "schedule.name=linear")
     task = Remembering()

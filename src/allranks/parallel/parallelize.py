@@ -137,6 +137,7 @@ def parallelize(
     blocks: Sequence[str] = (),
     ddp: bool = True,
     find_unused: bool = False,
+    training: bool = False,
 ) -> Spread:
     """Build the user's modules and spread them over `mesh`; collective.
 
@@ -147,13 +148,16 @@ def parallelize(
         blocks: `hints().blocks`.
         ddp: whether the backward reduces the gradients of replicated modules; False where the caller does.
         find_unused: whether a backward may leave parameters without gradient (`hints().optional`).
+        training: whether a model that comes in evaluation mode is put into training mode, said so.
 
     Raises:
         LayoutError: the modules cannot be spread in this way.
         TaskError: model() is no model, or not the same on every rank.
     """
     modules, decisions = build_modules(build, source, seed)
-    for module in modules.values():
+    for which, module in modules.items():
+        if training:
+            _start_training(which, module, decisions)
         _cast(module, precision, decisions)
         _check_kinds(module)
         _check_stateful(module, mesh)
@@ -201,6 +205,14 @@ def _describe_units(which: str, units: Sequence[Unit], hinted: bool) -> Decision
         return Decision(f"{model} is gathered as one unit", "no block stands apart from the rest")
     some = ", ".join("+".join(unit) for unit in units[:3]) + " ..." * (len(units) > 3)
     return Decision(f"{len(units)} units and the root of {model} are gathered one at a time", f"{why}: {some}")
+
+
+def _start_training(which: str, module: nn.Module, decisions: list[Decision]) -> None:
+    """Only the whole: a part in evaluation mode inside a model in training mode is meant so, a frozen BatchNorm say."""
+    if not module.training and any(p.requires_grad for p in module.parameters()):
+        module.train()
+        name = f"model {which}" if which else "the model"
+        decisions.append(Decision(f"{name} is trained in training mode", "model() returned it in evaluation mode"))
 
 
 def _cast(module: nn.Module, precision: Precision, decisions: list[Decision]) -> None:

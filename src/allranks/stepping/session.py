@@ -141,6 +141,7 @@ def _spread(task: Task, config: Config, processes: Processes) -> Spread:
         # A step of its own may leave out whole models in a backward; its passes reduce what a loss has touched.
         ddp=not has_step(task),
         find_unused=bool(hints.optional) or has_step(task),
+        training=True,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from allranks.checkpointing.checking import check_digests, check_files
-from allranks.checkpointing.checkpoint import Checkpoint, Header, prune
+from allranks.checkpointing.checkpoint import Checkpoint, Header, check_sizes, prune, verify_files
 from allranks.checkpointing.restore import restore
 from allranks.checkpointing.save import save
 from allranks.config import CheckpointConfig, ScheduleConfig
@@ -134,6 +134,7 @@ class Saver:
         self._run = run
         self._generation = generation
         self._proven = False
+        self._good: set[Path] = set()
         self.saved_step = -1
 
     def due(self, step: int) -> bool:
@@ -167,9 +168,18 @@ class Saver:
             check_files(checkpoint, processes.data_group, processes.device)
             self._proven = True
         if processes.rank == 0:
-            prune(self._directory, self._config.keep)
+            self._good.add(checkpoint.path)
+            prune(self._directory, self._config.keep, check=self._check)
         self.saved_step = step
         return checkpoint.path
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """What this run's own processes have written, or read once, is not read again: that would cost every save."""
+        if checkpoint.path in self._good:
+            check_sizes(checkpoint)
+        else:
+            verify_files(checkpoint)
+            self._good.add(checkpoint.path)
 
 
 def find_checkpoint(directory: Path, run: str, processes: Processes) -> tuple[Checkpoint | None, list[str]]:
