@@ -171,6 +171,24 @@ def test_torchrun_with_two_agents_on_one_machine(tmp_path: Path) -> None:
     assert run.ranks() == [0, 1, 2, 3] and list(steps(run.path)) == list(range(1, 21))
 
 
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)")
+def test_mpirun_starts_the_processes(tmp_path: Path) -> None:
+    launch = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "3", sys.executable, "-m", "allranks"]
+    ran = subprocess.run(
+        [*launch, "train", POINTS, *QUICK, "--run-dir", "run"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    run = Run.open(tmp_path / "run")
+    assert run.ranks() == [0, 1, 2] and list(steps(run.path)) == list(range(1, 21))
+    assert ran.stdout.count("dp_replicate=3") == 1, "one report, of one rank"
+
+
 def test_show_starts_nothing(tmp_path: Path) -> None:
     shown = json.loads(allranks("train", POINTS, *QUICK, "--show", "--json", folder=tmp_path).stdout)
     assert shown["config"]["train.steps"] == 20 and shown["cut"]["samples per rank"] == [5, 5]
