@@ -156,7 +156,10 @@ def our_loop(size: str, steps: int, world: int, rank: int, folder: Path) -> list
     if rank == 0:
         journal = Journal(folder / "journal.jsonl", 0)
         recorder = Recorder(
-            journal, tensorboard=folder / "tensorboard", memory=lambda: peak_memory_bytes(torch.device("cpu"))
+            journal,
+            tensorboard=folder / "tensorboard",
+            memory=lambda: peak_memory_bytes(torch.device("cpu")),
+            inline=True,
         )
         progress = ProgressLine(steps)
     flush = recorder.flush if recorder is not None else lambda: None

@@ -113,7 +113,7 @@ def _read_override(name: str, raw: str, origin: str) -> Layer:
         near = nearest_keys(name)
         again = did_you_mean([f"{near[0]}={raw}"]) if len(near) == 1 else None
         raise ConfigError(f"{origin}: unknown key '{name}'{again}" if again else f"{origin}: {explain_unknown(name)}")
-    if raw.lower() == "none" and key.optional and "none" not in key.words:
+    if raw.lower() in ("none", "null") and key.optional and "none" not in key.words:
         return {name: Given(None, origin)}
     value = _read_value(raw)
     return {name: Given(raw if key.text and not isinstance(value, str) else value, origin)}

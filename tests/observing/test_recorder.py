@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,47 @@ def test_lines_appear_by_themselves_once_the_reduction_is_there(journal: Journal
     found = wait_for(journal, 3)
     assert [(line["event"], line["step"]) for line in found] == [("step", 1), ("step", 2), ("checkpoint", 2)]
     recorder.close()
+
+
+def test_inline_the_loop_s_thread_writes_what_is_at_hand_and_never_waits(journal: Journal) -> None:
+    reduced, threads = threading.Event(), dict[int, int]()
+
+    def ready(number: int) -> Mapping[str, Value]:
+        threads[number] = threading.get_ident()
+        return {"loss": float(number)}
+
+    def late() -> Mapping[str, Value]:
+        assert reduced.wait(30)
+        return {"loss": 0.0}
+
+    recorder = Recorder(journal, inline=True)
+    number = 0
+    while threading.get_ident() not in threads.values():
+        number += 1
+        recorder.record(step(number)._replace(ready=partial(ready, number)))
+        time.sleep(0.01)
+        assert number < 3000
+    wait_for(journal, number)  # the newest are written without another step
+    recorder.record(step(number + 1)._replace(ready=late))
+    time.sleep(0.2)  # the thread waits for it now
+    for later in range(number + 2, number + 20):
+        recorder.record(step(later)._replace(ready=partial(ready, later)))
+    assert len(lines(journal)) == number, "nothing overtakes"
+    reduced.set()
+    recorder.close()
+    assert [line["step"] for line in lines(journal)] == list(range(1, number + 20))
+
+
+def test_inline_an_error_of_the_writing_comes_at_once_or_at_the_next_call(journal: Journal) -> None:
+    recorder = Recorder(journal, inline=True)
+
+    def broken() -> Mapping[str, Value]:
+        raise OSError("no reduction")
+
+    with pytest.raises(OSError, match="no reduction"):
+        for number in range(1, 3000):
+            recorder.record(step(number)._replace(ready=broken))
+            time.sleep(0.005)
 
 
 def test_ready_is_called_on_another_thread_than_the_loop_s(journal: Journal) -> None:

@@ -1,7 +1,9 @@
 """Rank 0's pen: the loop hands a step over and goes on; a thread writes it down when its reduction is there.
 
 The thread looks every 80 ms instead of being woken: waking it costs the loop more than all the writing, and on small
-steps several are then written in one go. A line stands in the journal at most 0.1 s after its reduction.
+steps several are then written in one go. On the CPU the loop itself writes what is at hand, because two threads that
+contend for the interpreter lock cost it more; the thread then writes what a loop that is busy with a step has left.
+A line stands in the journal at most 0.1 s after its reduction.
 """
 
 import threading
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from allranks.observing.tensorboard import ScalarWriter
 
 LOOK_SECONDS = 0.08
+INLINE_SECONDS = 0.04
 SLOW_SECONDS = 1.0
 """How often TensorBoard's file is flushed and the memory looked at."""
 
@@ -39,7 +42,8 @@ class StepRecord(NamedTuple):
         lr: the learning rate it used.
         seconds: how long it took.
         ready: blocks until the reduced values are there and gives them: loss, grad_norm, ledger (16 hex digits), the
-            Task's metrics by name, and tokens where the batch has tokens. Called once, on another thread.
+            Task's metrics by name, and tokens where the batch has tokens. Called once, on another thread, or in a later
+            `record` where the recorder writes inline.
     """
 
     step: int
@@ -69,6 +73,7 @@ class Recorder:
         tensorboard: Path | None = None,
         purge_from: int | None = None,
         memory: Callable[[], int] | None = None,
+        inline: bool = False,
     ) -> None:
         """Start the thread.
 
@@ -77,10 +82,13 @@ class Recorder:
             tensorboard: RUN/tensorboard, or None to write nothing there.
             purge_from: the first step to come, where an earlier attempt may have recorded it too.
             memory: gives the peak memory in bytes; asked about once a second.
+            inline: whether the loop's thread writes all but the newest steps; their `ready` must not block.
         """
         self._journal = journal
         self._board = _Board(tensorboard, purge_from) if tensorboard else None
         self._memory = memory
+        self._inline = inline
+        self._last_look = 0.0
         self._next_memory = 0.0
         self._pending: deque[tuple[float, StepRecord | _Event]] = deque()
         self._error: BaseException | None = None
@@ -94,6 +102,8 @@ class Recorder:
         if self._error is not None:
             raise self._error
         self._pending.append((time.time(), record))
+        if self._inline and len(self._pending) > MAY_WAIT and time.monotonic() >= self._last_look + INLINE_SECONDS:
+            self._write_known()
 
     def write(self, event: str, **fields: object) -> None:
         """Hand over any other event, such as "evaluation" (whose `metrics` also go to TensorBoard)."""
@@ -122,11 +132,28 @@ class Recorder:
                 self._board = None
 
     def _run(self) -> None:
-        while self._error is None and not self._closing.wait(LOOK_SECONDS):
-            self._drain()
+        while self._error is None and not self._closing.wait(self._rest()):
+            if self._rest() == 0.0:
+                self._drain()
+
+    def _rest(self) -> float:
+        return max(0.0, self._last_look + LOOK_SECONDS - time.monotonic())
+
+    def _write_known(self) -> None:
+        # The thread may hold the lock while it waits for the newest reduction: that is no reason for the loop to wait.
+        if not self._writing.acquire(blocking=False):
+            return
+        try:
+            self._last_look = time.monotonic()
+            self._write_lines()
+            if self._board is not None:
+                self._board.write_down()
+        finally:
+            self._writing.release()
 
     def _drain(self) -> None:
         with self._writing:
+            self._last_look = time.monotonic()
             try:
                 while self._pending and self._error is None:
                     self._write_lines()

@@ -143,6 +143,7 @@ class _Training:
                 tensorboard=run.tensorboard if config.track.tensorboard else None,
                 purge_from=resumed_step + 1 if run.attempts > 1 else None,
                 memory=lambda: peak_memory_bytes(self._processes.device),
+                inline=self._processes.device.type == "cpu",
             )
         try:
             return Trainer(session, saver, self._stopwatch, recorder, progress).train()
