@@ -117,6 +117,16 @@ def test_attempts_are_counted_on_disk(tmp_path: Path, config: Config) -> None:
     assert Run.open(run.path).identity["argv"] == ["train"]
 
 
+def test_another_run_may_take_the_path(tmp_path: Path, config: Config) -> None:
+    run = make(tmp_path, config)
+    run.begin_attempt()
+    before = run.id
+    run.replace_identity("Letters", {"task": "/tasks/letters.py"})
+    again = Run.open(run.path)
+    assert again.identity == run.identity and again.id != before
+    assert (again.name, again.task, again.attempts) == ("Letters", "/tasks/letters.py", 0)
+
+
 def test_write_config_replaces_it(tmp_path: Path, config: Config) -> None:
     run = make(tmp_path, config)
     longer = resolve_config(task_defaults={}, toml=None, overrides=["train.steps=99"])

@@ -67,16 +67,9 @@ class Run:
         Raises:
             RunError: the directory cannot be written, or `directory` is not empty.
         """
-        identifier = secrets.token_hex(8)
-        now = datetime.now().astimezone()
-        identity = {
-            "id": identifier,
-            "task": task_name,
-            "name": task_name,
-            "created": now.isoformat(timespec="seconds"),
-            "attempts": 0,
-        } | dict(run_json)
-        path = directory or root / f"{now:%Y%m%d-%H%M%S}-{safe_name(task_name)}-{identifier[:4]}"
+        identity = _new_identity(task_name, run_json)
+        now = datetime.fromisoformat(identity["created"])
+        path = directory or root / f"{now:%Y%m%d-%H%M%S}-{safe_name(task_name)}-{identity['id'][:4]}"
         preflight_writable(path.parent)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunError(f"{path} is not empty, so no new run can start there; name another directory with --run DIR")
@@ -174,9 +167,17 @@ class Run:
         """Count one more start of training, on disk, and return its number (from 1). For the holder of the lease."""
         self._identity = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         self._identity["attempts"] = self.attempts + 1
+        self._write_identity()
+        return self.attempts
+
+    def replace_identity(self, task_name: str, run_json: Mapping[str, Any]) -> None:
+        """Make it another Run at the same path, without attempts; arguments as for `create`. For the lease's holder."""
+        self._identity = _new_identity(task_name, run_json)
+        self._write_identity()
+
+    def _write_identity(self) -> None:
         with refusing(self.path), replacing(self.path / "run.json") as temporary:
             write_json(temporary, self._identity)
-        return self.attempts
 
     def acquire(self) -> None:
         """Take the lease, so that nobody else trains here; it ends with this process, however that dies.
@@ -242,6 +243,16 @@ def latest_steps(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def safe_name(text: str) -> str:
     """`text` as part of a directory's name: letters, digits, `_` and `-` only, at most 40 of them, never empty."""
     return re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-")[:40] or "task"
+
+
+def _new_identity(task_name: str, run_json: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "id": secrets.token_hex(8),
+        "task": task_name,
+        "name": task_name,
+        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "attempts": 0,
+    } | dict(run_json)
 
 
 def _create_directory(path: Path, identity: Mapping[str, Any], config: Config) -> None:

@@ -143,9 +143,13 @@ def _import(name: str, shown: str) -> ModuleType:
 
 
 def user_line(error: BaseException) -> str:
-    """The last line of the user's own code in the error's traceback, as Python prints it, then the error itself."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    place = "".join(traceback.format_list(frames[-1:]))
+    """The last line of the user's own code in the error's traceback, as Python prints it, then the error itself.
+
+    Where none of it is the user's (a model of torch's own modules), the last few lines stand for it.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if _is_users(frame.filename)]
+    place = "".join(traceback.format_list(users[-1:] or frames[-3:]))
     return (place + "".join(traceback.format_exception_only(error))).rstrip()
 
 

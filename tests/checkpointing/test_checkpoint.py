@@ -240,12 +240,30 @@ def test_what_cannot_be_deleted_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     for step in (100, 200):
         save_alone(tmp_path, step)
 
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied")
+    (tmp_path / "step-00000150.tmp-dead").mkdir()
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied")
+        path.rmdir() if path.name.endswith("dead") else None
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     with pytest.raises(CheckpointError, match="step-00000100 cannot be deleted: Permission denied"):
         prune(tmp_path, 1)
+    assert not (tmp_path / "step-00000150.tmp-dead").exists(), "what can go goes"
+    assert prune(tmp_path, 1) == [] and len(names(tmp_path)) == 2, "what did not go is not called gone"
+
+
+def test_a_checkpoint_of_another_run_neither_counts_nor_goes(tmp_path: Path) -> None:
+    for step in (100, 200, 300, 400, 500):
+        save_alone(tmp_path, step)
+    for step in (100, 400, 500):
+        rewrite(tmp_path / f"step-{step:08d}", '"run-a"', '"run-b"')
+    (tmp_path / "step-00000100" / DATA).unlink()  # damaged, but its manifest says whose it is
+    gone = prune(tmp_path, 1, "run-a")
+    assert [path.name for path in gone] == ["step-00000200"]
+    assert names(tmp_path) == ["step-00000100", "step-00000300", "step-00000400", "step-00000500"]
+    assert prune(tmp_path, 1, "run-c") == []
 
 
 def test_the_module_imports_neither_torch_nor_numpy() -> None:

@@ -127,6 +127,7 @@ def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path: Path) -> None:
         command.send_signal(signal.SIGINT)
         output, _ = command.communicate(timeout=60)
         assert command.returncode == 130, output
+        assert output.count("stopping after the step in hand, then saving (once more: now)") == 1
         assert not any(map(alive, worker_pids(run)))
     last = max(steps(run))
     assert (run / "checkpoints" / f"step-{last:08d}" / "COMMITTED").is_file()
@@ -147,6 +148,7 @@ def test_the_first_failing_rank_is_shown_once_and_last(tmp_path: Path) -> None:
     assert ran.stderr.count("ValueError: the user's own mistake") == 1
     assert ran.stderr.strip().endswith("ValueError: the user's own mistake")
     assert "rank 1" in ran.stderr and "closed by peer" not in ran.stderr
+    assert "The run lies in" not in ran.stderr, "there is no checkpoint to go on from"
     assert json.loads(allranks("report", "run", "--json", folder=tmp_path).stdout)["state"] == "crashed"
 
 

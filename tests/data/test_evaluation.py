@@ -68,6 +68,21 @@ def test_random_items_are_the_same_in_every_evaluation_and_at_every_world_size()
     assert first == values(1) == values(3) and first != values(1, seed=1)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_that_draws_is_the_same_in_every_evaluation(workers: int) -> None:
+    def mask(samples: list[int]) -> list[float]:
+        return [random.random(), *samples]
+
+    def values(workers: int, seed: int = 0) -> list[Any]:
+        (forwards,) = evaluate(list(range(10)), 4, 1, draws=False, collate=mask, workers=workers, seed=seed)
+        return [micro.batch for micro in forwards]
+
+    first = values(0)
+    random.seed(4)
+    assert values(workers) == first != values(workers, seed=1)
+    assert len({batch[0] for batch in first}) == 3
+
+
 def test_targets_of_fillers_do_not_count() -> None:
     ranks = evaluate(list(range(5)), 4, 4, count_targets=len)
     assert [sum(micro.targets or 0 for micro in forwards) for forwards in ranks] == [2, 1, 1, 1]

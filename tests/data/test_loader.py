@@ -3,6 +3,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,15 @@ import torch
 import torch.utils.data
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import default_collate
 
+from allranks.data import worker_process
 from allranks.data.cut import Cut
 from allranks.data.loader import Loader
 from allranks.data.micro_step import StepBatch
 from allranks.data.stream import DataStream
 from allranks.errors import ProcessError
+from allranks.task import Task
 
 
 class Augmented(torch.utils.data.Dataset[torch.Tensor]):
@@ -124,6 +128,68 @@ def test_a_dataset_that_draws_nothing_is_not_seeded_and_asked_for_all_items_at_o
     assert random.random() == expected
     for step in steps:
         assert step.micro_steps[0].batch.tolist() == [100 + sample for sample in step.micro_steps[0].samples.tolist()]
+
+
+def mask(samples: list[int]) -> torch.Tensor:
+    """A collate that draws: the samples, and a number from each generator beside them."""
+    drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
+    return torch.tensor([*drawn, *samples], dtype=torch.float64)
+
+
+def masked(dataset: Any, workers: int, rank: int = 0, position: int = 0, draws: bool = False) -> dict[int, list[float]]:
+    """Batches by the position of their first sample, whatever the generators of this process stand at."""
+    stream = DataStream(dataset, cut=Cut(6, 2, 2), dp_rank=rank, epochs=2)
+    stream.load_state_dict({"position": position})
+    random.seed(workers + position)
+    np.random.seed(workers + position)
+    torch.manual_seed(workers + position)
+    with Loader(stream, workers=workers, collate=mask, draws=draws) as loader:
+        micro_steps = [micro for step in loader for micro in step.micro_steps if micro.weight]
+    return {int(micro.positions[0]): micro.batch.tolist() for micro in micro_steps}
+
+
+KINDS = [range(23), Numbers(23, "global"), Numbers(23, "sharded")]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_collate_that_draws_makes_the_same_batches_in_any_process(workers: int) -> None:
+    """Whoever loads them, in whichever order, and also where a run goes on in the middle."""
+    for dataset in KINDS[:2]:
+        here = masked(dataset, 0)
+        assert len(here) > 8 and masked(dataset, workers) == here
+        for again in (0, workers):
+            assert masked(dataset, again, position=12) == {first: here[first] for first in here if first >= 12}
+
+
+@pytest.mark.parametrize(("dataset", "draws"), [(range(23), False), (KINDS[1], False), (KINDS[1], True)])
+def test_a_collate_draws_other_numbers_for_every_batch_of_every_rank(dataset: Any, draws: bool) -> None:
+    batches = [batch for rank in (0, 1) for batch in masked(dataset, 0, rank, draws=draws).values()]
+    for place in range(3):
+        assert len({batch[place] for batch in batches}) == len(batches) > 16
+
+
+def test_a_shard_is_collated_under_its_own_seeds_too() -> None:
+    def first(rank: int, seed: int) -> list[list[float]]:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        stream = DataStream(KINDS[2], cut=Cut(6, 2, 2), dp_rank=rank)
+        with Loader(stream, collate=mask, draws=False) as loader:
+            return [micro.batch.tolist() for micro in next(loader).micro_steps]
+
+    assert first(0, 1) == first(0, 2)
+    assert all(one[:3] != other[:3] for one in first(0, 1) for other in first(1, 1))
+
+
+@pytest.mark.parametrize("collate", [default_collate, MethodType(Task.collate, "a Task")])
+@pytest.mark.parametrize("dataset", [range(6), Numbers(6, "global")])
+def test_torchs_collate_costs_no_seeding(dataset: Any, collate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded = list[int]()
+    monkeypatch.setattr(worker_process, "seed_all", seeded.append)
+    load(dataset, 0, Cut(3), epochs=1, draws=False, collate=collate)
+    assert seeded == []
+    load(dataset, 0, Cut(3), epochs=1, draws=False, collate=mask)
+    assert len(seeded) == 2, "once a micro-step"
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -241,7 +307,9 @@ def test_decisions_are_said_with_because() -> None:
     assert because(list(range(9)), 3) == (3, "")
     workers, reason = because(Numbers(9, "global"), 3)
     assert workers == 1 and "because each would read all of an iterable dataset" in reason
-    assert "no fixed order, because the dataset declares" in because(Numbers(9, "sharded"), 0)[1]
+    reason = because(Numbers(9, "sharded"), 0)[1]
+    assert "no fixed order, because the dataset declares" in reason
+    assert reason.endswith("covered only as long as the number of data-parallel ranks and train.global_batch stay")
 
 
 @pytest.mark.gpu

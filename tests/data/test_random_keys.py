@@ -5,7 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.data.random_keys import epoch_key, evaluation_seed, item_key, mix, random_key, random_keys, seed_all
+from allranks.data.random_keys import (
+    collate_key,
+    epoch_key,
+    evaluation_seed,
+    item_key,
+    mix,
+    random_key,
+    random_keys,
+    seed_all,
+)
 
 SEEDS = st.integers(-(2**63), 2**70)
 
@@ -30,11 +39,13 @@ def test_every_argument_matters() -> None:
     keys = {random_key(*base)} | {random_key(*(value + (i == j) for j, value in enumerate(base))) for i in range(5)}
     assert len(keys) == 6
     assert len({item_key(a, b, c) for a in range(4) for b in range(4) for c in range(4)}) == 64
+    assert len({collate_key(a, b) for a in range(4) for b in range(4)}) == 16
     assert mix(1, 2) != mix(2, 1) and mix(0) != mix(0, 0)
 
 
 def test_uses_never_share_a_key() -> None:
-    assert len({random_key(0, 0, 0, 0), item_key(0, 0, 0), epoch_key(0, 0), evaluation_seed(0), mix(0)}) == 5
+    keys = {random_key(0, 0, 0, 0), item_key(0, 0, 0), epoch_key(0, 0), evaluation_seed(0), collate_key(0, 0), mix(0)}
+    assert len(keys) == 6
 
 
 @given(SEEDS, st.integers(0, 2**40), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**20))
@@ -59,4 +70,5 @@ def test_outputs_are_frozen() -> None:
     """A resumed run draws the same numbers only under the same keys: these never change."""
     assert (random_key(0, 0, 0, 0), random_key(17, 1200, 3, 5, 1)) == (8805685517686248013, 1629861093123536573)
     assert (item_key(0, 0, 0), item_key(-1, 2, 2**40)) == (695311066142196439, 524478307333153495)
+    assert collate_key(3, 4) == 1302452956750393254
     assert (epoch_key(3, 4), evaluation_seed(0)) == (2466865381688764451, 3849882132649978710)

@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch.utils.data
@@ -73,6 +75,21 @@ def test_an_error_says_which_sample(draw_seed: int | None, note: str) -> None:
     with pytest.raises(KeyError, match="no such row") as caught:
         ItemFetcher(Rows(), sum, draw_seed, 20)[4, [3, 13, 2]]
     assert caught.value.__notes__ == [note]
+
+
+@pytest.mark.parametrize("first", [4, 24])
+def test_a_collates_numbers_depend_on_seed_and_position_alone(first: int) -> None:
+    """Positions count on over the epochs, so an epoch's batches differ from the last one's."""
+
+    def draw(items: list[int]) -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    def drawn(seed: int, first: int) -> list[float]:
+        return list(ItemFetcher(Rows(), draw, None, 20, collate_seed=seed)[first, [3, 1]])
+
+    found = drawn(0, first)
+    assert found == drawn(0, first)
+    assert all(a != b for other in (drawn(1, first), drawn(0, 5)) for a, b in zip(found, other, strict=True))
 
 
 def test_an_error_in_collate_says_where() -> None:

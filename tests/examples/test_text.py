@@ -20,7 +20,7 @@ def write_notes(folder: Path) -> None:
 def test_ones_own_text(tmp_path: Path) -> None:
     write_notes(tmp_path)
     task = str(EXAMPLES / "text" / "task.py")
-    events = train(task, "data.text=notes/**/*.md", "task.seq=64", "train.steps=80", "--nproc", "2", folder=tmp_path)
+    events = train(task, "data.text=notes/**/*.md", "task.seq=64", "train.steps=160", "--nproc", "2", folder=tmp_path)
     metrics = last(events, "evaluation")["metrics"]
     assert 0.0 < metrics["bits_per_byte"] < 1.5
     assert metrics["loss"] / math.log(2) == pytest.approx(metrics["bits_per_byte"], rel=1e-5)

@@ -91,6 +91,30 @@ def test_the_seed_comes_first() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
+class Scaled(nn.Module):
+    """Holds tensors that are neither parameters nor buffers, as much code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.inner.masks = [torch.rand(2)]  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x) * self.inner.masks[0]  # type: ignore[index]
+        return found
+
+
+def test_a_model_with_tensors_as_plain_attributes_is_built_in_full_and_they_are_named() -> None:
+    def seed() -> None:
+        seed_all(5)
+
+    leader, none = build_modules(Scaled, ALONE, seed)
+    follower, (decision,) = build_modules(Scaled, FOLLOWS, seed)
+    assert none == [] and "because inner.masks is a tensor and neither parameter nor buffer" in str(decision)
+    x = torch.ones(2)
+    assert torch.equal(leader[""](x), follower[""](x))
+
+
 def test_a_model_that_needs_values_is_built_in_full_and_that_is_said() -> None:
     def seed() -> None:
         seed_all(5)

@@ -1,6 +1,11 @@
 """The report as a person reads it."""
 
+import os
+import sys
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from allranks.reporting.history import Attempt, LossCurve
 from allranks.reporting.report import KeptCheckpoint, Report
@@ -31,7 +36,13 @@ REPORT = Report(
     decisions=(Decision("backend gloo", "there is no CUDA device " * 8),),
     verdicts=(Verdict("S1", "rank 1 is slow", ("it took 3 s",), "look at node-b"),),
     error=None,
+    rate_spent=False,
 )
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
 
 
 def test_the_whole_report() -> None:
@@ -100,3 +111,26 @@ def test_an_empty_report_says_that_it_never_stepped() -> None:
 def test_a_curve_without_a_slope_is_drawn() -> None:
     flat = LossCurve(1.0, 1.0, 1.0, 1, 0, ((1, 1.0), (2, 1.0)))
     assert "training    ▁▁\n" in render_text(replace(REPORT, loss=flat))
+
+
+def test_a_run_whose_rate_has_come_down_is_continued_with_a_new_schedule() -> None:
+    longer = "train.steps=400 schedule.steps=400 --change schedule.steps\n"
+    assert longer in render_next(replace(REPORT, rate_spent=True))
+    assert "schedule.steps" not in render_next(replace(REPORT, rate_spent=True, state="stopped"))
+
+
+def test_commands_can_be_copied_where_the_programs_are_not_on_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("allranks", "tensorboard", "python"):
+        (programs / name).touch()
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(tmp_path)
+    text = render_next(REPORT)
+    assert "  .venv/bin/allranks train --resume" in text and "  .venv/bin/tensorboard --logdir" in text
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert f"  {programs}/allranks report" in render_next(REPORT)

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import default_collate
@@ -198,6 +199,33 @@ def test_a_step_that_breaks_the_contract_is_refused(step: Callable[[Any, Any], A
     session = given(step, "train.micro_steps=4")  # of 2, 2, 1 and 1 samples
     with pytest.raises(TaskError, match=message):
         list(step_through(session, 1))
+
+
+def by_rank(models: Any, batch: Any) -> Yields:
+    which = "ab"[dist.get_rank()]
+    yield which, loss_of(models[which], batch), 1
+
+
+def early_end(models: Any, batch: Any) -> Yields:
+    for which in "ab"[: 2 - dist.get_rank()]:
+        yield which, loss_of(models[which], batch), 1
+
+
+def refusal_under_ddp(step: Callable[[Any, Any], Any]) -> str:
+    task = Given.__new__(Given)
+    task._step, task.kind = step, "mlp"
+    session = session_of(task, config_of("ddp", "train.global_batch=6"))
+    with pytest.raises(TaskError) as refused:
+        list(step_through(session, 1))
+    return str(refused.value)
+
+
+@pytest.mark.distributed
+def test_ranks_that_yield_different_names_are_refused_on_all(pool: Pools) -> None:
+    message = "step(): in turn 1 the ranks yielded 'a', 'b': all must yield one name"
+    assert pool(2).run(refusal_under_ddp, by_rank) == [message] * 2
+    message = "step(): in turn 2 the ranks yielded 'b', nothing more: all must yield one name"
+    assert pool(2).run(refusal_under_ddp, early_end) == [message] * 2
 
 
 def test_each_turn_of_a_micro_step_draws_its_own_numbers_and_the_same_again() -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from allranks.data.evaluation import evaluation_batches
 from allranks.errors import TaskError
-from allranks.stepping.evaluate import evaluate
+from allranks.stepping.evaluate import evaluate, world_means
 from allranks.stepping.session import Session
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, initial_model, session_of
@@ -154,6 +154,7 @@ def test_metrics_may_be_tensors_arrays_or_numbers() -> None:
         ({"a": 3.0}, r"metrics\(\) returned {'a': 3.0}"),
         ({"a": (torch.ones(2), 2)}, r"metrics\(\): a has tensor\(\[1., 1.\]\) where a number is due"),
         ({"a": ("x", 2)}, r"metrics\(\): a has 'x' where a number is due"),
+        ({"a": (1, 2), "loss": (1, 2)}, r"Given.metrics\(\) names one of its metrics 'loss', .*: give it another name"),
     ],
 )
 def test_metrics_that_break_the_contract_are_refused(metric: Any, message: str) -> None:
@@ -184,3 +185,52 @@ def nan_in_fillers() -> dict[str, float]:
 @pytest.mark.distributed
 def test_fillers_add_nothing(pool: Pools) -> None:
     assert [found["nan"] for found in pool(2).run(nan_in_fillers)] == [1.0, 1.0]
+
+
+class PerClass(Tiny):
+    """Its metrics' names depend on the batch: those of the classes in it, one for a single sample of the split."""
+
+    def metrics(self, output: Any, batch: Any) -> Any:
+        found: dict[Any, tuple[Any, Any]] = {}
+        for label in batch["y"].unique().tolist():
+            of_label = batch["y"] == label
+            found[label] = ((output.argmax(-1) == batch["y"])[of_label].sum(), of_label.sum())
+            found[f"of {label}"] = (output[of_label].sum(), 10.0**label * int(of_label.sum()))
+        return found | {f"sample {label}": (label, 1) for label in batch["y"].tolist() if len(batch["y"]) == 1}
+
+
+def per_class(layout: str, micro_batch: int | None) -> dict[str, float]:
+    return measure(session_of(PerClass(), config_of(layout)), 60, micro_batch)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("layout", "world_size", "micro_batch"), [("ddp", 2, 1), ("fsdp", 2, 2), ("ddp", 3, 1)])
+def test_names_may_depend_on_the_batch(pool: Pools, layout: str, world_size: int, micro_batch: int) -> None:
+    """The 61st sample has a batch of its own, in which other ranks run fillers."""
+    [alone] = pool(1).run(per_class, "single", micro_batch)
+    assert {"-100", "0", "1", "2", "of 0", "of 1", "of 2", "loss"} < set(alone)
+    assert len({round(value, 9) for value in alone.values()}) > 5
+    for found in pool(world_size).run(per_class, layout, micro_batch):
+        assert list(found) == sorted(found)
+        shared = {name: value for name, value in found.items() if not name.startswith("sample")}
+        assert shared == pytest.approx({n: v for n, v in alone.items() if not n.startswith("sample")}, rel=1e-12)
+
+
+def of_each_rank() -> dict[str, float]:
+    """Three ranks, of which one has no name at all, and one has a long one."""
+    rank = torch.distributed.get_rank()
+    sums: list[dict[str, Any]] = [{"b": (1.0, 2.0)}, {}, {"a": (3, 0), "b": (2.0, 4.0), "\u00e9" * 99: (6.0, 3.0)}]
+    return world_means(sums[rank], torch.distributed.group.WORLD, torch.device("cpu"))
+
+
+def no_names() -> dict[str, float]:
+    return world_means({}, torch.distributed.group.WORLD, torch.device("cpu"))
+
+
+@pytest.mark.distributed
+def test_every_rank_gets_the_names_of_all(pool: Pools) -> None:
+    for found in pool(3).run(of_each_rank):
+        assert list(found) == ["a", "b", "\u00e9" * 99]
+        assert math.isnan(found["a"]) and (found["b"], found["\u00e9" * 99]) == (0.5, 2.0)
+    assert pool(2).run(no_names) == [{}, {}]
+    assert world_means({}, None, torch.device("cpu")) == {}

@@ -116,6 +116,72 @@ def test_a_coupled_loss_is_reported(loss: Loss) -> None:
     assert "do not add up" in nature.because
 
 
+def causal_mean(output: Any, batch: Any) -> Any:
+    """The mean over labels shifted by one, as transformers' CausalLM gives it: one less than there are targets."""
+    logits = output[:, :-1].flatten(0, 1)
+    return functional.cross_entropy(logits, batch[1][:, 1:].flatten())
+
+
+def sentences(*lengths: int) -> list[Any]:
+    """Of at most 9 words, each embedded and its own label; padded with what is no label."""
+    generator = torch.Generator().manual_seed(5)
+    words = torch.randint(0, 4, (len(lengths), 9), generator=generator)
+    labels = words.clone()
+    for label, length in zip(labels, lengths, strict=True):
+        label[length:] = -100
+    return list(zip(torch.nn.functional.one_hot(words, 4)[..., :3].float(), labels, strict=True))
+
+
+def examine_sentences(loss: Loss, *, coupled: bool = False) -> LossNature:
+    torch.manual_seed(0)
+    Given.given, Given.coupled = staticmethod(loss), coupled
+    task, some, module = Given(), sentences(2, 2, 9, 8, 2), nn.Linear(3, 4)
+    counted = resolve_targets(task, task.collate(some)).call
+    return examine_loss(task, module, some, inputs=lambda batch: (batch[0],), targets=counted)
+
+
+def test_a_mean_over_something_else_is_refused() -> None:
+    with pytest.raises(
+        TaskError, match=r"returns a mean, as .* between its parts \(.* for 2 .* for 3 .*reduction='sum'"
+    ):
+        examine_sentences(causal_mean)
+    with pytest.raises(TaskError, match="returns a mean, as the whole lies between its parts"):
+        examine_sentences(lambda output, batch: -causal_mean(output, batch))
+    assert examine_sentences(causal_mean, coupled=True).kind == "coupled"
+    summed = examine_sentences(lambda output, batch: causal_mean(output, batch) * (batch[1][:, 1:] != -100).sum())
+    assert summed.kind == "sum"
+
+
+def test_a_mean_whose_parts_are_equal_is_refused() -> None:
+    with pytest.raises(
+        TaskError, match=r"returns a mean over .* \(5 for 5 samples, 5 for 2 samples, 5 for 3 samples\)"
+    ):
+        examine(lambda output, batch: 5.0 + 0 * output.sum())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output, batch: output.square().sum(1).max(),
+        lambda output, batch: output.square().sum(1).min(),
+        lambda output, batch: info_nce(output, batch) + output.square().sum(),
+        lambda output, batch: sum_loss(output, batch) * len(output),
+        lambda output, batch: output.square().sum().sqrt(),
+    ],
+)
+def test_a_coupled_loss_is_no_mean(loss: Loss, sign: int) -> None:
+    """Its whole is the largest or the smallest of the parts, or beyond them."""
+    assert examine(lambda output, batch: sign * loss(output, batch)).kind == "coupled"
+
+
+def test_parts_of_both_signs_tell_nothing_of_a_mean() -> None:
+    def loss(output: Any, batch: Any) -> Any:
+        return 0 * output.sum() + {5: 1.0, 2: -2.0, 3: 7.0}[len(output)]
+
+    assert examine(loss).kind == "coupled"
+
+
 def test_a_declared_coupling_is_taken_at_its_word() -> None:
     assert examine(info_nce, coupled=True).because == "Given says so (coupled = True)"
     with pytest.raises(TaskError, match="without dims"):

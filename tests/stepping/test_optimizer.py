@@ -1,6 +1,7 @@
 """The optimizers of a run: built, linked, moved by the schedule, and seen as logical tensors."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -224,6 +225,45 @@ def test_plain_numbers_of_the_state_travel_beside_the_tensors() -> None:
     new.materialise()
     new.load_numbers(old.numbers())
     assert new.numbers() == old.numbers()
+
+
+class Adapting(torch.optim.SGD):
+    """Counts its steps and estimates a rate in its groups, as Prodigy and schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["estimates"] = [*group.get("estimates", []), group["k"] / 4]
+            group["weight_decay"] += 0.5
+        super().step(closure)
+
+
+def test_what_an_optimizer_changes_in_its_groups_travels_and_what_it_does_not_is_the_codes() -> None:
+    old, new = (optimizers(lambda: nn.Linear(2, 2), partial(Adapting, momentum=m)) for m in (0.5, 0.25))
+    for _ in range(3):
+        for parameter in old.parameters(""):
+            parameter.grad = torch.ones_like(parameter)
+        old.step("", 1.0)
+    changed = {"k": 3, "estimates": [0.25, 0.5, 0.75], "weight_decay": 1.5}
+    assert old.numbers() == {f"optimizer.group.0.{key}": value for key, value in changed.items()}
+    new.materialise()
+    new.load_numbers(old.numbers())
+    (group,) = new.by_name[""].param_groups
+    assert {key: group[key] for key in changed} == changed and group["momentum"] == 0.25
+
+
+class Hoarding(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.param_groups[0]["seen"] = torch.ones(2)
+
+
+def test_what_no_checkpoint_can_hold_is_refused() -> None:
+    found = optimizers(lambda: nn.Linear(2, 2), Hoarding)
+    assert found.numbers() == {}
+    found.step("", 1.0)
+    with pytest.raises(TaskError, match="Hoarding keeps 'seen' of type Tensor in its param_groups"):
+        found.numbers()
 
 
 def look() -> Any:

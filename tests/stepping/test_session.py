@@ -10,10 +10,11 @@ import torch
 from allranks.config import resolve_config
 from allranks.data.cut import Cut
 from allranks.data.stream import DataStream
-from allranks.errors import AllranksError, ConfigError, DataError, TaskError
+from allranks.errors import AllranksError, ConfigError, DataError, LayoutError, TaskError
 from allranks.observing.counters import Stopwatch
 from allranks.stepping.schedule import Schedule
-from allranks.stepping.session import assemble, be_deterministic, draws, make_cut, make_schedule, model_key
+from allranks.stepping.session import assemble, be_deterministic, draws, make_cut, make_schedule
+from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, initial_model, processes_of, session_of, step_through
 from tests.training.tasks import Broken, Counted, Curve, Gan, Normed, OwnOptimizer, Streamed
 
@@ -68,12 +69,36 @@ def test_the_loader_says_what_it_decided() -> None:
 def test_a_task_with_a_step_has_neither_targets_nor_validation() -> None:
     session = session_of(Gan(), config_of("single", *SMALL))
     assert session.validation is None and session.count_targets is None
+    said = "nothing is evaluated while it trains, and metrics() is not called, because Gan has a step() of its own"
+    assert said in map(str, session.decisions)
     assert set(session.optimizers.by_name) == set(session.spread.modules) == {"maker", "critic"}
 
 
-def test_the_tasks_own_optimizer_is_taken() -> None:
-    session = session_of(OwnOptimizer(), config_of("single", *SMALL))
+def test_the_tasks_own_optimizer_is_taken_and_what_it_leaves_without_effect_is_said() -> None:
+    session = session_of(OwnOptimizer(), config_of("single", *SMALL, "optimizer.lr=0.5", "optimizer.weight_decay=0.1"))
     assert isinstance(session.optimizers.by_name[""], torch.optim.SGD)
+    because = "because OwnOptimizer.optimizer() makes the optimizer"
+    assert f"optimizer.lr, optimizer.weight_decay has no effect, {because}" in map(str, session.decisions)
+    assert "optimizer()" not in "".join(map(str, session_of(Curve(), config_of("single", *SMALL)).decisions))
+
+
+def test_a_schedule_that_nobody_may_have_meant_is_remarked_on() -> None:
+    def remarks(*overrides: str, kept: Schedule | None = None) -> list[str]:
+        config = config_of("single", *SMALL, "schedule.name=linear", *overrides)
+        processes = processes_of(config)
+        session = assemble(Curve(), config, processes, Stopwatch(), lambda: (False, False), kept_schedule=kept)
+        return [str(decision) for decision in session.decisions if "rate" in decision.what]
+
+    assert remarks("schedule.warmup=2") == []
+    (found,) = remarks("train.steps=3", "schedule.warmup=9")
+    assert found.startswith(
+        "the rate never reaches its peak: warm-up takes 9 steps, because the schedule ends at step 3"
+    )
+    (found,) = remarks("train.steps=20", kept=Schedule("linear", 0, 60, 0.25))
+    assert found.startswith(
+        "from step 10 on the rate is 0.25 of its peak, because the schedule of the first start ends"
+    )
+    assert "`--change schedule.steps schedule.steps=N`" in found
 
 
 def test_initial_values_are_the_models_own_under_the_seed() -> None:
@@ -81,7 +106,9 @@ def test_initial_values_are_the_models_own_under_the_seed() -> None:
         session = session_of(Curve(), config_of("single", *SMALL, f"train.seed={seed}"))
         expected = initial_model(Curve(), seed).double().state_dict()
         assert all(torch.equal(session.spread.local(name), value) for name, value in expected.items())
-    assert model_key(0) != model_key(3)
+    torch.manual_seed(3)
+    by_hand = Curve().model().double().state_dict()
+    assert all(torch.equal(session.spread.local(name), value) for name, value in by_hand.items())
 
 
 def test_a_kept_schedule_is_taken() -> None:
@@ -136,6 +163,8 @@ def test_how_a_step_is_cut() -> None:
     assert cut("train.micro_steps=3", fixed=False) == Cut(12, 1, None, 3)
     assert cut(fixed=True) == Cut(12, 1, None, 1)
     assert cut("train.micro_steps=3", fixed=True) == Cut(12, 1, None, 3)
+    with pytest.raises(ConfigError, match=r"micro_steps=3 and train\.micro_batch=5 both say how a step is cut"):
+        cut("train.micro_steps=3", "train.micro_batch=5", fixed=False)
     with pytest.raises(ConfigError, match=r"train\.micro_batch=5.*set train\.micro_steps"):
         cut("train.micro_batch=5", fixed=True)
 
@@ -151,6 +180,21 @@ def test_batch_statistics_and_coupled_losses_fix_the_number_of_forwards(task: An
     assert session_of(task(), config_of("single", *SMALL)).stream.cut == Cut(6, 1, None, 1)
     with pytest.raises(ConfigError, match="micro_steps"):
         session_of(task(), config_of("single", *SMALL, "train.micro_batch=2"))
+
+
+def refused(task: Any) -> str:
+    with pytest.raises(LayoutError) as error:
+        session_of(task, config_of("ddp", *SMALL))
+    return str(error.value)
+
+
+@pytest.mark.distributed
+def test_a_coupled_loss_over_several_ranks_is_refused(pool: Pools) -> None:
+    for message in pool(2).run(refused, Contrastive()):
+        assert (
+            "couples the samples of a batch (Contrastive says so (coupled = True)), and each of 2 data-parallel ranks"
+            in message
+        )
 
 
 def schedule(dataset: Any, *overrides: str, **length: int) -> Schedule:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from allranks.data.random_keys import item_key, seed_all
-from allranks.errors import DataError, TaskError
+from allranks.errors import DataError, LayoutError, TaskError
 from allranks.stepping import start_check
 from allranks.stepping.loss_check import NUM_SAMPLES
 from allranks.stepping.start_check import CHEAP_SECONDS, first_samples
@@ -123,22 +123,23 @@ class Sided(Half):
         return loss * len(batch[1]) if self.coupling and bool((batch[0][:, 0] < 0).all()) else loss
 
 
-def check_sides(task: Any) -> tuple[list[str], int | None]:
-    """In a worker: what was decided about gradients and the loss, and the fixed number of forwards."""
-    session = session_of(task, config_of("ddp", *SMALL))
-    decided = [str(d) for d in session.decisions if d.what == SEARCHED or d.what.startswith("the loss")]
-    return decided, session.stream.cut.micro_steps
+def check_sides(task: Any) -> list[str]:
+    """In a worker: what was decided about gradients and the loss, or why it was refused."""
+    try:
+        session = session_of(task, config_of("ddp", *SMALL))
+    except LayoutError as error:
+        return [str(error)]
+    return [str(d) for d in session.decisions if d.what == SEARCHED or d.what.startswith("the loss")]
 
 
 @pytest.mark.distributed
 def test_ranks_that_see_other_samples_decide_together(pool: Pools) -> None:
-    (one, _), (other, _) = pool(2).run(check_sides, Sided())
+    one, other = pool(2).run(check_sides, Sided())
     assert "other.weight and 1 more got none on the first samples" in one[-1]
     assert "a parameter of another process got none on the first samples" in other[-1]
-    (one, forwards), (other, same) = pool(2).run(check_sides, Sided(coupling=True))
-    assert forwards == same == 1
-    assert one[0].startswith("the loss couples samples, because it does so on another process")
-    assert other[0].startswith("the loss couples samples, because the parts of a batch do not add up")
+    (one,), (other,) = pool(2).run(check_sides, Sided(coupling=True))
+    assert one.startswith("the loss couples the samples of a batch (it does so on another process")
+    assert other.startswith("the loss couples the samples of a batch (the parts of a batch do not add up")
 
 
 def test_several_models_need_a_step() -> None:
@@ -188,6 +189,38 @@ def test_the_first_samples_are_loaded_as_in_training() -> None:
 def test_without_a_sample_there_is_nothing_to_train_on() -> None:
     with pytest.raises(DataError, match="Noted is empty"):
         first_samples(Noted(0), 0)
+
+
+class Lines(IterableDataset[int]):
+    """0..63 out of `source`, anew each time where that is not given."""
+
+    order = "global"
+
+    def __init__(self, source: Iterator[int] | None = None) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(64) if self.source is None else self.source
+
+
+def test_an_iterable_that_would_lose_its_first_samples_is_refused() -> None:
+    with pytest.raises(DataError, match="Lines cannot be read from its beginning again: a second pass over it"):
+        first_samples(Lines(iter(range(64))), 0)
+    dataset = Lines()
+    assert first_samples(dataset, 0)[0] == list(range(NUM_SAMPLES))
+    assert list(dataset) == list(range(64))
+
+
+class FromAGenerator(Curve):
+    """Its training data can be read only once, which its author did not think of."""
+
+    def dataset(self, split: str) -> Any:
+        return Lines(iter(points(40, seed=1))) if split == "train" else None
+
+
+def test_a_task_whose_data_can_be_read_once_does_not_start() -> None:
+    with pytest.raises(DataError, match="return an object whose __iter__ begins anew"):
+        said(FromAGenerator())
 
 
 def test_the_cost_of_seeding_is_said_where_samples_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:

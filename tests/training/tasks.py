@@ -242,3 +242,25 @@ class Broken(Curve):
             "nan": loss * float("nan"),
         }
         return wrongs.get(self.wrong, loss)
+
+
+class TwoWays(nn.Module):
+    """Takes one of two blocks of the same size; which one depends on the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rank = torch.distributed.get_rank() if self.training and torch.distributed.is_initialized() else 0
+        found: torch.Tensor = self.last(self.blocks[rank % 2](self.first(x)))
+        return found
+
+
+class Forked(Curve):
+    """Its ranks take different ways."""
+
+    def model(self) -> Any:
+        return TwoWays()

@@ -28,9 +28,12 @@ FIRST = TrainRequest(task_spec=CURVE, overrides=("train.steps=9", "train.global_
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that was started and ended."""
+    """A run that made a step and ended."""
     opened = open_run(prepare(replace(FIRST, run=tmp_path / "run")), replace(FIRST, run=tmp_path / "run"))
     opened.release()
+    journal = Journal(opened.journal())
+    journal.write("step", step=1)
+    journal.close()
     return tmp_path / "run"
 
 
@@ -136,6 +139,25 @@ def test_another_task_is_refused(run: Path, request_: TrainRequest, error: type[
     if request_.task_spec is not None:
         with pytest.raises(error):
             prepare(replace(request_, resume=run))
+
+
+def test_a_run_in_which_nothing_was_done_binds_nobody(run: Path) -> None:
+    Run.open(run).journal().unlink()
+    before = Run.open(run).identity
+    same = prepare(replace(FIRST, run=run))
+    assert same.kept is not None and same.decisions == ()
+    request = TrainRequest(task_spec=f"{TASKS}:Gan", overrides=("train.steps=20", "train.global_batch=8"), run=run)
+    prepared = prepare(request)
+    (decision,) = prepared.decisions
+    assert prepared.kept is None and "begins anew" in decision.what
+    assert all(word in decision.because for word in ("Curve", "Gan", "train.global_batch 10 -> 8"))
+    assert Run.open(run).identity == before, "nothing is written before it starts"
+    opened = open_run(prepared, request)
+    assert opened.holder() is not None
+    opened.release()
+    now = Run.open(run)
+    assert now.id != before["id"] and (now.task, now.name) == (f"{TASKS}:Gan", "gan")
+    assert (now.config().train.steps, now.config().schedule.steps) == (20, 20), "nothing of the first attempt stays"
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

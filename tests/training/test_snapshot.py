@@ -1,24 +1,26 @@
 """Everything that matters goes into a checkpoint and comes back, under any layout, and what was written is proven."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.config import CheckpointConfig, Config
-from allranks.errors import CheckpointError
+from allranks.errors import CheckpointError, TaskError
 from allranks.stepping.schedule import Schedule
 from allranks.training.snapshot import Contents, Saver, find_checkpoint, kept_schedule, schedule_state
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import Parts, config_of, parts_of, processes_of, session_of, step_through, together
-from tests.training.tasks import Curve, Gan, Remembering, Tied
+from tests.training.tasks import Curve, Gan, Remembering, Tied, points
 
 # Their names are replaced below, which a type checker would only allow for names that they export.
+checkpoint_module: Any = importlib.import_module("allranks.checkpointing.checkpoint")
 snapshot: Any = importlib.import_module("allranks.training.snapshot")
 save_module: Any = importlib.import_module("allranks.checkpointing.save")
 
@@ -148,6 +150,51 @@ def test_the_newest_few_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
+def test_what_another_run_wrote_does_not_take_the_place_of_ours(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    Saver(contents, session.processes, CheckpointConfig(keep=1), tmp_path, "another", 1).save(9)
+    saver = saver_of(session, contents, tmp_path, keep=1)
+    for step in (1, 2):
+        saver.save(step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000009"]
+
+
+def test_what_cannot_be_deleted_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    told = list[str]()
+    saver = Saver(contents, session.processes, CheckpointConfig(keep=1), tmp_path, "run", 1, told.append)
+
+    def refuse(path: Path) -> None:
+        raise CheckpointError(f"{path} cannot be deleted: Operation not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "discard", refuse)
+        assert [saver.save(step).name for step in (1, 2, 3)] == [f"step-{step:08d}" for step in (1, 2, 3)]
+        assert len(told) == 1 and "step-00000001 cannot be deleted" in told[0] and "the run goes on" in told[0]
+        saver_of(session, contents, tmp_path, keep=1).save(4)  # without anybody to tell, as in an own loop
+        assert "warning: " in capsys.readouterr().err
+    saver.save(5)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"], "it is tried again"
+
+
+class Keeping(Curve):
+    """Wants to remember what no checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 3, "statistics": {"mean": torch.zeros(2)}}
+
+
+def test_what_cannot_be_kept_is_refused_before_the_first_save(tmp_path: Path) -> None:
+    session, contents = contents_of(Keeping(), config_of("single", *SMALL), 0)
+    with pytest.raises(TaskError, match=r"state_dict\(\)\.statistics\.mean: a torch\.Tensor .*tolist\(\)"):
+        saver_of(session, contents, tmp_path)
+    other = replace(contents, task=None, extra={"mine": {1, 2}})
+    with pytest.raises(TaskError, match=r"mine: a builtins\.set cannot be kept"):
+        saver_of(session, other, tmp_path)
+
+
 def test_what_this_run_wrote_is_not_read_again_at_every_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
     read, real = list[str](), snapshot.verify_files
@@ -180,6 +227,55 @@ def test_what_is_no_tensor_comes_back_too(tmp_path: Path) -> None:
     assert (resumed.stream.position, resumed.stream.step) == (30, 3)
     assert checkpoint.manifest.state["schedule"] == session.schedule.state_dict()
     assert (checkpoint.manifest.samples, checkpoint.manifest.layout) == (30, "single")
+
+
+def test_a_dataset_of_another_length_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
+    saver_of(session, contents, tmp_path).save(1)
+    grown, other = contents_of(Curve(num_points=53), config_of("single", *SMALL), 0)
+    before = {name: tensor.clone() for name, (_, _, tensor) in parts_of(grown).items()}
+    checkpoint, _ = find_checkpoint(tmp_path, "run", grown.processes)
+    assert checkpoint is not None
+    with pytest.raises(CheckpointError, match=r"has 53 samples, but had 47 .* bring the old data back, or start a new"):
+        other.load(checkpoint)
+    assert all(torch.equal(parts_of(grown)[name][2], tensor) for name, tensor in before.items())
+    assert contents.load(checkpoint) == ()
+    # One of an older version does not say how many there were.
+    old = {key: value for key, value in checkpoint.manifest.state.items() if key != "dataset"}
+    manifest = checkpoint.manifest.model_copy(update={"state": old})
+    assert other.load(replace(checkpoint, manifest=manifest)) == ()
+
+
+class Shards(IterableDataset[Any]):
+    """Shards itself."""
+
+    order = "sharded"
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(points(60, seed=1))
+
+
+class Sharded(Curve):
+    """On data that shards itself."""
+
+    def dataset(self, split: str) -> Any:
+        return Shards() if split == "train" else None
+
+
+def save_sharded(directory: Path) -> None:
+    """In a worker: a checkpoint after one step."""
+    session, contents = contents_of(Sharded(), config_of("ddp", *SMALL), 1)
+    saver_of(session, contents, directory).save(1)
+
+
+@pytest.mark.distributed
+def test_shards_on_another_number_of_ranks_are_said(pool: Pools, tmp_path: Path) -> None:
+    pool(2).run(save_sharded, tmp_path)
+    session, contents = contents_of(Sharded(), config_of("single", *SMALL), 0)
+    checkpoint, _ = find_checkpoint(tmp_path, "run", session.processes)
+    assert checkpoint is not None
+    (decision,) = contents.load(checkpoint)
+    assert str(decision).startswith("some samples may be read twice, and others never, because 2 data-parallel ranks")
 
 
 def test_the_schedule_is_kept_unless_another_is_asked_for(tmp_path: Path) -> None:

@@ -241,3 +241,27 @@ def test_no_step_is_made_of_nobodys_samples(tmp_path: Path, lag: int) -> None:
     trainer._lag = lag
     assert trainer.train().step == 3
     assert session.stream.position == 15
+
+
+def test_a_loss_that_is_no_number_is_told_of_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=9", "optimizer.name=sgd", "optimizer.lr=1e200") == 0
+    (told,) = events(run, "verdict")
+    assert told["kind"] == "not_finite" and "from step" in told["what"] and "optimizer.lr" in told["next"]
+    fine = tmp_path / "fine"
+    assert start("Curve", fine, "train.steps=9") == 0 and events(fine, "verdict") == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp,sharding=none"])
+def test_ranks_that_run_different_blocks_are_stopped_before_anything_is_saved(
+    pool: Pools, tmp_path: Path, layout: str
+) -> None:
+    run = tmp_path / "run"
+    overrides = ("train.steps=1", f"layout={layout}")
+    refusals = train_outside(pool, 2, "Forked", *overrides, run=run)
+    for refusal in refusals:
+        assert str(refusal).startswith(
+            "TaskError: in step 1 the ranks ran different modules: rank 0 blocks.0, rank 1 blocks.1. A sharded layout"
+        )
+    assert saved(run) == []

@@ -14,6 +14,7 @@ from allranks.cli.main import main
 from allranks.errors import CheckpointError, TaskError
 from allranks.reporting.report import report
 from allranks.run import Run
+from allranks.verdict import Decision
 from tests.distributed.pool import Pools
 from tests.training.runs import QUICK, TASKS, damage, events, losses, saved, start, train, train_outside
 
@@ -66,6 +67,20 @@ def test_a_resume_says_where_it_goes_on(tmp_path: Path, capsys: Capture) -> None
     (resumed,) = events(run, "resume")
     assert (resumed["step"], resumed["samples"], resumed["path"]) == (4, 40, "step-00000004")
     assert [event["attempt"] for event in events(run, "start")] == [1, 2]
+
+
+def test_what_goes_on_otherwise_after_a_resume_is_announced(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=2") == 0
+    found = (Decision("some samples may be read twice", "there were other ranks"),)
+    monkeypatch.setattr("allranks.training.snapshot.compare_circumstances", lambda *_: found)
+    assert train(None, "train.steps=3", resume=run) == 0
+    assert str(found[0]) in capsys.readouterr().out
+    assert [event["because"] for event in events(run, "decision") if event["what"] == found[0].what] == [
+        found[0].because
+    ]
 
 
 def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path: Path, capsys: Capture) -> None:
@@ -125,6 +140,33 @@ def test_ranks_of_an_outside_launcher_share_the_run_that_rank_0_makes(pool: Pool
     assert train_outside(pool, 3, None, "train.steps=5", resume=run, layout="fsdp") == [0, 0, 0]
     assert made.ranks() == [0, 1, 2] and Run.open(run).attempts == 2
     assert events(run, "start")[-1]["layout"] == "dp_shard=3" and list(losses(run)) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.distributed
+def test_ranks_of_an_outside_launcher_begin_anew_where_nothing_was_done(pool: Pools, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    refused = train_outside(pool, 2, "Broken", *QUICK, "train.steps=3", "task.wrong=small", run=run)
+    assert all(str(error).startswith("DataError") for error in refused)
+    first = Run.open(run).id
+    assert train_outside(pool, 2, "Curve", *QUICK, "train.steps=2", run=run) == [0, 0]
+    assert Run.open(run).id != first and Run.open(run).attempts == 1 and list(losses(run)) == [1, 2]
+    (anew,) = [event for event in events(run, "decision") if "begins anew" in event["what"]]
+    assert "Broken" in anew["because"] and "task.wrong small -> " in anew["because"]
+    assert [event["attempt"] for event in Run.open(run).events(1) if event["event"] == "start"] == [1]
+
+
+def test_what_cannot_be_deleted_is_said_once_and_the_run_goes_on(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise CheckpointError(f"{path} cannot be deleted: Operation not permitted")
+
+    monkeypatch.setattr("allranks.checkpointing.checkpoint.discard", refuse)
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=4", "checkpoint.every=1", "checkpoint.keep=1") == 0
+    (verdict,) = report(Run.open(run)).verdicts
+    assert "step-00000001 cannot be deleted" in verdict.what and verdict.kind == "checkpoint"
+    assert capsys.readouterr().out.count("warning: ") == 1 and saved(run) == [1, 2, 3, 4]
 
 
 @pytest.mark.distributed

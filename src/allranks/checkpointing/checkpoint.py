@@ -65,23 +65,7 @@ class Checkpoint:
                 in one line.
         """
         path = Path(path)
-        if not path.is_dir():
-            raise CheckpointError(
-                f"{path} is no checkpoint: no such directory; `allranks checkpoint list` names those of a run"
-            )
-        committed = _read_small(path / COMMITTED_FILE, _COMMITTED_BYTES_CAP)
-        if committed is None:
-            raise CheckpointError(
-                f"{path} is no checkpoint: it has no {COMMITTED_FILE} file, so it was never finished; use an older one"
-            )
-        data = _read_small(path / MANIFEST_FILE, MANIFEST_BYTES_CAP)
-        if data is None:
-            raise CheckpointError(f"{path / MANIFEST_FILE} is missing; the checkpoint is damaged")
-        if committed != seal(data):
-            raise CheckpointError(
-                f"{path / MANIFEST_FILE} is not the one that was committed; the checkpoint is damaged"
-            )
-        manifest = parse_manifest(data, str(path / MANIFEST_FILE))
+        manifest = _read_manifest(path)
         if run_id is not None and manifest.run != run_id:
             raise CheckpointError(
                 f"{path} belongs to run {manifest.run!r:.80}, not to {run_id!r}; resume that run, or start a new one"
@@ -180,7 +164,12 @@ def newest_good(
 
 
 def prune(
-    directory: Path | str, keep: int, *, token: str | None = None, check: Callable[[Checkpoint], None] = verify_files
+    directory: Path | str,
+    keep: int,
+    run_id: str | None = None,
+    *,
+    token: str | None = None,
+    check: Callable[[Checkpoint], None] = verify_files,
 ) -> list[Path]:
     """Delete what is older than the `keep` newest good checkpoints, and what dead writers left; return what went.
 
@@ -191,8 +180,12 @@ def prune(
     Args:
         directory: of the run's checkpoints.
         keep: at least 1.
+        run_id: of the run; those of another neither count nor go.
         token: of a save that may be under way now; its temporary directory stays.
         check: raises CheckpointError for a checkpoint that does not count.
+
+    Raises:
+        CheckpointError: one cannot be deleted; whatever else can be has gone.
     """
     directory = Path(directory)
     if keep < 1:
@@ -204,11 +197,20 @@ def prune(
             old.append(path)
             continue
         with contextlib.suppress(CheckpointError):
-            check(Checkpoint.open(path))
+            check(Checkpoint.open(path, run_id))
             good += 1
+    gone, refused = [], []
     for path in old:
-        discard(path)
-    return old + _collect_leftovers(directory, token)
+        if run_id is None or not _is_of_another(path, run_id):
+            try:
+                discard(path)
+                gone.append(path)
+            except CheckpointError as error:
+                refused.append(error)
+    gone += _collect_leftovers(directory, token)
+    if refused:
+        raise refused[0]
+    return gone
 
 
 def discard(path: Path) -> None:
@@ -226,14 +228,41 @@ def discard(path: Path) -> None:
         raise CheckpointError(f"{path} cannot be deleted: {error.strerror or error}") from error
 
 
+def _is_of_another(path: Path, run_id: str) -> bool:
+    """Whether it says that it is of another run; what cannot be read says nothing."""
+    with contextlib.suppress(CheckpointError):
+        return _read_manifest(path).run != run_id
+    return False
+
+
 def _collect_leftovers(directory: Path, token: str | None) -> list[Path]:
     gone = []
     for path in directory.iterdir() if directory.is_dir() else ():
         match = _TEMPORARY.fullmatch(path.name)
         if path.name.startswith(_TRASH) or (match and match[1] != token):
             shutil.rmtree(path, ignore_errors=True)
-            gone.append(path)
+            if not path.exists():
+                gone.append(path)
     return gone
+
+
+def _read_manifest(path: Path) -> Manifest:
+    """The manifest that was committed. Raises CheckpointError: it is none, or is damaged."""
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is no checkpoint: no such directory; `allranks checkpoint list` names those of a run"
+        )
+    committed = _read_small(path / COMMITTED_FILE, _COMMITTED_BYTES_CAP)
+    if committed is None:
+        raise CheckpointError(
+            f"{path} is no checkpoint: it has no {COMMITTED_FILE} file, so it was never finished; use an older one"
+        )
+    data = _read_small(path / MANIFEST_FILE, MANIFEST_BYTES_CAP)
+    if data is None:
+        raise CheckpointError(f"{path / MANIFEST_FILE} is missing; the checkpoint is damaged")
+    if committed != seal(data):
+        raise CheckpointError(f"{path / MANIFEST_FILE} is not the one that was committed; the checkpoint is damaged")
+    return parse_manifest(data, str(path / MANIFEST_FILE))
 
 
 def _read_small(path: Path, cap: int) -> bytes | None:

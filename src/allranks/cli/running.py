@@ -9,6 +9,7 @@ from rich.console import Console
 
 from allranks.cli.output import print_json, stdout_kept_free
 from allranks.config import read_task_spec
+from allranks.errors import WORKER_REFUSED
 from allranks.failure import end_process
 from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.request import TrainRequest
@@ -61,10 +62,9 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment) -> tuple
         num_processes = environment.world_size
         decision = Decision(f"{num_processes} processes", f"so many were started ({environment.launcher})")
     layout = resolve_layout(prepared.config, num_processes, environment.num_nodes)
-    chosen = Decision(
-        f"layout {layout}", "the config names it" if prepared.config.layout.chosen else "ddp is the default"
-    )
-    decisions = (decision, chosen)
+    unnamed = "ddp is the default" if num_processes > 1 else "there is one process"
+    chosen = Decision(f"layout {layout}", "the config names it" if prepared.config.layout.chosen else unnamed)
+    decisions = (*prepared.decisions, decision, chosen)
     if request.show:
         return 0, _show(request, prepared, layout, decisions)
     return _run(request, prepared, num_processes, decisions)
@@ -111,11 +111,16 @@ def _run(
         run_id=run.id,
         log_dir=run.log().parent,
         start_method=method,
+        stop_notice="stopping after the step in hand, then saving (once more: now)",
     )
     run.release()
-    if outcome.first_failure is not None:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(outcome.first_failure.render(), markup=False)
     failure = outcome.first_failure
+    if failure is not None:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        if outcome.exit_code != WORKER_REFUSED and any(run.checkpoints.glob("step-*[0-9]")):
+            # Before the traceback, which is the last on the screen.
+            console.print(f"The run lies in {run.path}; `--resume {run.path}` goes on from its newest checkpoint.")
+        console.print(failure.render(), markup=False)
     return outcome.exit_code, _document(run.path, outcome.exit_code, None if failure is None else failure.message)
 
 

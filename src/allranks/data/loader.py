@@ -3,6 +3,7 @@ DataLoader.
 """
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,8 +16,10 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from allranks.data.micro_step import MicroPlan, MicroStep, StepBatch, StepPlan
+from allranks.data.resuming import WHILE_RANKS_STAY
 from allranks.data.stream import DataStream
 from allranks.data.worker_process import Collate, ItemFetcher, Request, collate_noted, guard, worker_death
+from allranks.task import Task
 from allranks.verdict import Decision
 
 CountTargets = Callable[[Any], int]
@@ -32,7 +35,8 @@ class Loader:
 
     Args:
         stream: the order, and this rank's part of it.
-        collate: list of samples -> batch.
+        collate: list of samples -> batch. One that is not torch's may draw random numbers, seeded by the
+            position of what it is given.
         workers: processes that load. An iterable dataset uses one at most, because several would each read all of it.
         count_targets: batch -> number of targets; None: nobody counts, and MicroStep.targets is None.
         draws: the dataset draws random numbers: python's, numpy's and torch's generators are seeded before each item
@@ -57,6 +61,7 @@ class Loader:
         self.stream, self.collate, self.count_targets, self.draws = stream, collate, count_targets, draws
         self.workers = workers if stream.order == "map" else min(workers, 1)
         self.decisions = _decisions(stream, workers)
+        self._collate_seed = _collate_seed(stream, collate, draws)
         self._pin = pin and torch.cuda.is_available()
         self._steps: Iterator[StepBatch] | None = None
         self._processes: Any = None
@@ -100,7 +105,8 @@ class Loader:
     def _map_steps(self) -> Iterator[StepBatch]:
         stream = self.stream
         assert stream.num_samples is not None
-        fetcher = ItemFetcher(stream.dataset, self.collate, stream.seed if self.draws else None, stream.num_samples)
+        draw_seed = stream.seed if self.draws else None
+        fetcher = ItemFetcher(stream.dataset, self.collate, draw_seed, stream.num_samples, self._collate_seed)
         if self.workers == 0:
             for plan in stream.steps():
                 yield self._step(
@@ -123,7 +129,7 @@ class Loader:
                 yield micro.first, micro.indices
 
     def _iterable_steps(self) -> Iterator[StepBatch]:
-        reader = _StepReader(self.stream, self.collate, self.draws)
+        reader = _StepReader(self.stream, self.collate, self.draws, self._collate_seed)
         if self.workers == 0:
             for plan, batches in reader:
                 yield self._step(plan, [self._pinned(batch) for batch in batches])
@@ -142,6 +148,9 @@ class Loader:
             prefetch_factor=max(_PREFETCH, -(-at_once // self.workers)),
             pin_memory=self._pin,
             worker_init_fn=partial(guard, os.getpid()),
+            # Ours are forked by the fork server, whose method multiprocessing hands on: the loaders would then be the
+            # children of another server, and take this process for dead.
+            multiprocessing_context="fork" if sys.platform == "linux" else None,
             generator=torch.Generator(),  # else it draws from the global one
         )
         self._processes = iter(loader)
@@ -163,18 +172,28 @@ class Loader:
 class _StepReader(torch.utils.data.IterableDataset[tuple[StepPlan, list[Any]]]):
     """An iterable stream as whole, collated steps, so that one worker process can make them."""
 
-    def __init__(self, stream: DataStream, collate: Collate, draws: bool) -> None:
-        self.stream, self.collate, self.draws = stream, collate, draws
+    def __init__(self, stream: DataStream, collate: Collate, draws: bool, collate_seed: int | None) -> None:
+        self.stream, self.collate, self.draws, self.collate_seed = stream, collate, draws, collate_seed
 
     def __iter__(self) -> Iterator[tuple[StepPlan, list[Any]]]:
         for plan, items in self.stream.read(self.draws):
             yield (
                 plan,
                 [
-                    collate_noted(self.collate, chosen, micro.first)
+                    collate_noted(self.collate, chosen, micro.first, self.collate_seed)
                     for micro, chosen in zip(plan.micro_plans, items, strict=True)
                 ],
             )
+
+
+def _collate_seed(stream: DataStream, collate: Collate, draws: bool) -> int | None:
+    """The seed of what `collate` draws; None where it needs none.
+
+    It needs none where it is torch's. Nor after a map-style item that was seeded: what that left is its very own. But
+    an iterable's last item is the same one for the micro-steps of all ranks, which would draw alike.
+    """
+    is_torchs = collate is default_collate or getattr(collate, "__func__", None) is Task.collate
+    return None if is_torchs or (draws and stream.order == "map") else stream.seed
 
 
 def _decisions(stream: DataStream, workers: int) -> tuple[Decision, ...]:
@@ -184,8 +203,8 @@ def _decisions(stream: DataStream, workers: int) -> tuple[Decision, ...]:
         what = f"1 process loads instead of data.workers({workers})"
         found.append(Decision(what, "each would read all of an iterable dataset"))
     if stream.order == "sharded":
-        what = "every sample is covered, but in no fixed order"
-        found.append(Decision(what, 'the dataset declares order="sharded"'))
+        because = f'the dataset declares order="sharded"; covered only {WHILE_RANKS_STAY}'
+        found.append(Decision("every sample is covered, but in no fixed order", because))
     return tuple(found)
 
 

@@ -10,7 +10,7 @@ import torch
 _WORD: Final = (1 << 64) - 1
 _POSITIVE: Final = (1 << 63) - 1
 # One tag for each use, so that no two uses ever share a stream of numbers.
-_STEP_TAG, _ITEM_TAG, _EPOCH_TAG, _EVALUATION_TAG = 0x5354, 0x4954, 0x4550, 0x4556
+_STEP_TAG, _ITEM_TAG, _EPOCH_TAG, _EVALUATION_TAG, _COLLATE_TAG = 0x5354, 0x4954, 0x4550, 0x4556, 0x434F
 
 
 def mix(*values: int) -> int:
@@ -46,6 +46,11 @@ def random_keys(seed: int, first_step: int, shape: tuple[int, int], dp_rank: int
 def item_key(seed: int, epoch: int, position: int) -> int:
     """The key under which a dataset makes the item at a position: no rank, no worker and no world size in it."""
     return mix(_ITEM_TAG, seed, epoch, position)
+
+
+def collate_key(seed: int, position: int) -> int:
+    """The key under which the samples from a position on are collated; positions count on over the epochs."""
+    return mix(_COLLATE_TAG, seed, position)
 
 
 def epoch_key(seed: int, epoch: int) -> int:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from allranks.data.random_keys import item_key, seed_all
+from allranks.data.random_keys import collate_key, item_key, seed_all
 from allranks.errors import ProcessError
 
 _DEATH = re.compile(r"DataLoader worker \(pid")
@@ -23,11 +23,19 @@ class ItemFetcher:
 
     A request is (global position of the first item, dataset indices of it and those that follow). With `draw_seed` the
     generators are seeded before each item, which therefore is asked for alone; without it a dataset's own
-    `__getitems__` gets them all.
+    `__getitems__` gets them all. `collate_seed` as in `collate_noted`.
     """
 
-    def __init__(self, dataset: Any, collate: Collate, draw_seed: int | None, num_samples: int) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Collate,
+        draw_seed: int | None,
+        num_samples: int,
+        collate_seed: int | None = None,
+    ) -> None:
         self.dataset, self.collate, self.draw_seed, self.num_samples = dataset, collate, draw_seed, num_samples
+        self.collate_seed = collate_seed
         self._items_at_once = getattr(dataset, "__getitems__", None) if draw_seed is None else None
 
     def __getitem__(self, request: Request) -> Any:
@@ -46,7 +54,7 @@ class ItemFetcher:
         except Exception as error:
             error.add_note(f"allranks: while loading {self._which(first, indices, len(items))}")
             raise
-        return collate_noted(self.collate, items, first)
+        return collate_noted(self.collate, items, first, self.collate_seed)
 
     def _which(self, first: int, indices: list[int], place: int) -> str:
         name = type(self.dataset).__name__
@@ -55,8 +63,13 @@ class ItemFetcher:
         return f"sample {indices[place]} (position {first + place}) of {name}"
 
 
-def collate_noted(collate: Collate, items: list[Any], first: int) -> Any:
-    """`collate(items)`; its errors carry the positions that it was given."""
+def collate_noted(collate: Collate, items: list[Any], first: int, collate_seed: int | None = None) -> Any:
+    """`collate(items)`; its errors carry the positions that it was given.
+
+    With `collate_seed` the generators are seeded before it, from that and the position `first` of the first item alone.
+    """
+    if collate_seed is not None:
+        seed_all(collate_key(collate_seed, first))
     try:
         return collate(items)
     except Exception as error:

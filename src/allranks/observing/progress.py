@@ -56,6 +56,10 @@ class ProgressLine:
         if self._live is None and (step >= self._next_step or time.perf_counter() >= self._next_time):
             self._print()
 
+    def say(self, text: str) -> None:
+        """A line of its own, above what is shown."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def close(self) -> None:
         """Show the last state and stop; closing twice is allowed."""
         if self._live is not None:

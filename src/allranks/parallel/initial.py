@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from allranks.errors import TaskError
 from allranks.verdict import Decision
@@ -50,11 +51,15 @@ def build_modules(
         return _by_name(build()), decisions
     try:
         with torch.device("meta"):
-            return _by_name(build()), decisions
+            modules = _by_name(build())
+        stray = _find_stray(modules)
+        if stray is None:
+            return modules, decisions
+        because = f"{stray} is a tensor and neither parameter nor buffer, so that nobody else brings its values"
     except Exception as error:
         # Whatever the user's code raised on meta tensors; where it is a real fault, the real build raises it again.
         because = f"building it without memory raised {type(error).__name__}: {error}"
-        decisions.append(Decision("model() is built in full on every rank", because))
+    decisions.append(Decision("model() is built in full on every rank", because))
     seed()
     return _by_name(build()), decisions
 
@@ -143,6 +148,18 @@ def _by_name(built: object) -> dict[str, nn.Module]:
     if unfit := [name for name in built if not isinstance(name, str) or not name or "." in name]:
         raise TaskError(f"model() names a module {unfit[0]!r}: a name is a word without dots")
     return dict(built)
+
+
+def _find_stray(modules: Mapping[str, nn.Module]) -> str | None:
+    """An attribute that holds a tensor without memory, itself or in a list, tuple or dict."""
+    for which, module in modules.items():
+        for name, member in module.named_modules(prefix=which):
+            for attribute, value in vars(member).items():
+                if attribute not in ("_parameters", "_buffers", "_modules") and any(
+                    isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(value)
+                ):
+                    return f"{name}.{attribute}" if name else attribute
+    return None
 
 
 def _describe_structure(modules: Mapping[str, nn.Module]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from allranks.parallel.held_back import check_released, find_held_back
 from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
 from allranks.parallel.mesh import DATA_AXES, Mesh
+from allranks.parallel.path import Path
 from allranks.parallel.precision import Precision
 from allranks.parallel.replicate import replicate
 from allranks.parallel.shard import reshard_all, shard
@@ -40,6 +41,7 @@ class Spread:
         tensors: logical name -> the live parameter or buffer; a sharded one is a DTensor.
         decisions: what was chosen, with because.
         find_unused: whether a backward may leave parameters without gradient that others of the same step reach.
+        path: the units that forwards have entered, where they are sharded.
     """
 
     modules: dict[str, nn.Module]
@@ -50,6 +52,7 @@ class Spread:
     tensors: Mapping[str, torch.Tensor]
     decisions: tuple[Decision, ...] = ()
     find_unused: bool = False
+    path: Path = field(default_factory=Path)
     _scalars: tuple[torch.Tensor, ...] = ()
     _held_back: list[Any] = field(default_factory=list)
 
@@ -163,8 +166,9 @@ def parallelize(
         _check_stateful(module, mesh)
     check_same_structure(modules, source, device)
     units, placer = dict[str, list[Unit]](), Placer(device, source, contiguous=mesh.layout.fully_sharded)
+    path = Path()
     if mesh.layout.fully_sharded:
-        units = _shard_all(modules, mesh, precision, placer, blocks)
+        units = _shard_all(modules, mesh, precision, placer, blocks, path)
         decisions += [_describe_units(name, found, bool(blocks)) for name, found in units.items()]
     for module in modules.values():
         placer.place(module)
@@ -173,7 +177,7 @@ def parallelize(
         modules = {which: replicate(m, mesh, device, find_unused=find_unused) for which, m in modules.items()}
     scalars = _find_scalars(tensors) if mesh.layout.fully_sharded else ()
     return Spread(
-        modules, mesh, precision, device, ParameterMap(entries), tensors, tuple(decisions), find_unused, scalars
+        modules, mesh, precision, device, ParameterMap(entries), tensors, tuple(decisions), find_unused, path, scalars
     )
 
 
@@ -188,13 +192,18 @@ def _uses_batch_statistics(module: nn.Module) -> bool:
 
 
 def _shard_all(
-    modules: Mapping[str, nn.Module], mesh: Mesh, precision: Precision, placer: Placer, blocks: Sequence[str]
+    modules: Mapping[str, nn.Module],
+    mesh: Mesh,
+    precision: Precision,
+    placer: Placer,
+    blocks: Sequence[str],
+    path: Path,
 ) -> dict[str, list[Unit]]:
     _check_apart(modules, mesh)
     found = find_blocks(modules, blocks)
     units = {which: group_units(module, found[which]) for which, module in modules.items()}
     for which, module in modules.items():
-        shard(module, units[which], mesh, precision.fsdp_policy(), placer)
+        shard(module, units[which], mesh, precision.fsdp_policy(), placer, path)
     return units
 
 

@@ -8,15 +8,24 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from allranks.parallel.blocks import Unit
 from allranks.parallel.initial import Placer
 from allranks.parallel.mesh import Mesh
+from allranks.parallel.path import Path
 
 
-def shard(module: nn.Module, units: Sequence[Unit], mesh: Mesh, policy: MixedPrecisionPolicy, placer: Placer) -> None:
+def shard(
+    module: nn.Module,
+    units: Sequence[Unit],
+    mesh: Mesh,
+    policy: MixedPrecisionPolicy,
+    placer: Placer,
+    path: Path | None = None,
+) -> None:
     """Shard `module` in place over `mesh`, each unit placed and filled just before it is cut; collective.
 
     Args:
         units: tuples of module names that are gathered together; what is in none is the root's.
         policy: in which type a unit is gathered.
         placer: gives each unit its values; after the cut only this rank's part stays.
+        path: notes which units the forwards enter.
 
     Parameters without dims cannot be cut: they stay whole on every rank, and `reduce_scalars` reduces their gradients.
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -33,6 +42,9 @@ def shard(module: nn.Module, units: Sequence[Unit], mesh: Mesh, policy: MixedPre
         target = part if len(part) > 1 else part[0]
         fully_shard(target, mesh=device_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
         placer.forget_cut()
+    for name in (*(name for names in units for name in names), ""):
+        if path is not None:
+            path.follow(module.get_submodule(name), name)
 
 
 def reshard_all(module: nn.Module) -> None:

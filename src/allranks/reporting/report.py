@@ -1,7 +1,7 @@
 """The report of a Run, computed from its directory alone: a crashed run needs nothing else."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
@@ -32,6 +32,7 @@ from allranks.verdict import Decision, Verdict
 State = Literal["done", "stopped", "crashed", "running"]
 
 LOG_TAIL_BYTES = 1 << 14
+SPENT = 1e-3  # of the highest rate: below, more steps change next to nothing
 ERROR_LINE = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)\b.*$", re.MULTILINE)
 
 
@@ -59,6 +60,7 @@ class Report:
         seconds_by_cause: of the attempts that ended in order; `seconds_unsplit`: of the steps of the others.
         memory_bytes: the peak by rank.
         error: the last one, of a run that crashed.
+        rate_spent: the learning rate has come down to next to nothing: more steps need a new schedule to learn more.
     """
 
     path: str
@@ -84,6 +86,7 @@ class Report:
     decisions: tuple[Decision, ...]
     verdicts: tuple[Verdict, ...]
     error: str | None
+    rate_spent: bool
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON values; a number that is not finite becomes its name ("nan")."""
@@ -126,7 +129,12 @@ def report(run: Run) -> Report:
         decisions=find_decisions(events),
         verdicts=find_verdicts(journals.values()),
         error=error if state == "crashed" else None,
+        rate_spent=_is_spent([step["lr"] for step in steps if isinstance(step.get("lr"), float)]),
     )
+
+
+def _is_spent(rates: Sequence[float]) -> bool:
+    return bool(rates) and rates[-1] < SPENT * max(rates)
 
 
 def _state(run: Run, journals: Mapping[int, Events]) -> tuple[State, str]:

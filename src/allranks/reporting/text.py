@@ -1,9 +1,12 @@
 """A Report as text, for a terminal of 96 columns, a log or a mail."""
 
 import io
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from math import isfinite
+from pathlib import Path
 from statistics import median
 
 from rich.console import Console, Group, RenderableType
@@ -43,11 +46,18 @@ def render_text(report: Report, *, width: int = WIDTH) -> str:
 
 def render_next(report: Report) -> str:
     """What to do with this run, as commands to copy."""
-    commands = [f"allranks report {report.path}", f"tensorboard --logdir {report.path}/tensorboard"]
+    allranks = _program("allranks")
+    commands = [f"{allranks} report {report.path}"]
+    if report.step > 0:
+        commands.append(f"{_program('tensorboard')} --logdir {report.path}/tensorboard")
     lines = ["Next"]
     if any(checkpoint.committed for checkpoint in report.checkpoints):
         longer = f" train.steps={2 * report.step}" if report.state == "done" else ""
-        commands.append(f"allranks train --resume {report.path}{longer}")
+        if (
+            longer and report.rate_spent
+        ):  # the schedule of the first start has ended: more steps alone would learn nothing
+            longer += f" schedule.steps={2 * report.step} --change schedule.steps"
+        commands.append(f"{allranks} train --resume {report.path}{longer}")
         lines += [INDENT + command for command in commands]
         lines += [
             f"{INDENT}python:  import allranks",
@@ -59,6 +69,15 @@ def render_next(report: Report) -> str:
         none = "no checkpoint was committed, so there is nothing to resume: start again"
         lines.append(INDENT + ("no checkpoint is committed yet" if report.state == "running" else none))
     return "\n".join(lines) + "\n"
+
+
+def _program(name: str) -> str:
+    """How the shell finds it: by its name, or where it stands beside this Python and is not on PATH."""
+    beside = Path(sys.executable).parent / name
+    if shutil.which(name) is not None or not beside.exists():
+        return name
+    here = Path.cwd()
+    return str(beside.relative_to(here)) if beside.is_relative_to(here) else str(beside)
 
 
 def _headline(report: Report) -> Text:
@@ -78,7 +97,7 @@ def _facts(report: Report) -> RenderableType:
         none = "none yet" if report.state == "running" else "none: it ended before the first step"
         rows.append(("steps", none))
     else:
-        total = f" of {report.total_steps}" if report.total_steps else ""
+        total = f" of {report.total_steps}" if report.total_steps and report.total_steps >= report.step else ""
         rows.append(("steps", f"{report.step}{total}, {format_count(report.samples)} samples"))
     if report.step_seconds is not None and report.samples_per_second is not None:
         rate = f"{format_count(report.samples_per_second)} samples/s"

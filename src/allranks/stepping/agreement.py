@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from allranks.parallel.path import differ, path_digest
+
 LEDGER_DIGITS = 4
 DIGIT_BITS = 16
 
@@ -25,6 +27,7 @@ class Ballot:
         interrupt: whether it was asked to stop by Ctrl-C.
         terminate: whether it was asked to stop by the system.
         ledger: its 64-bit sum of hash(position, sample).
+        path: the sharded units that its forwards have entered.
     """
 
     loss: torch.Tensor
@@ -33,11 +36,12 @@ class Ballot:
     interrupt: bool
     terminate: bool
     ledger: int
+    path: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The world's sums, on the host."""
+    """The world's sums, on the host; `diverged`: the ranks' paths were not the same."""
 
     loss: float
     next_targets: int
@@ -45,13 +49,25 @@ class Agreed:
     interrupt: bool
     terminate: bool
     ledger: int
+    diverged: bool = False
 
 
 class Pending:
-    """An agreement on its way."""
+    """An agreement on its way.
 
-    def __init__(self, vector: torch.Tensor | None, work: dist.Work | None, agreed: Agreed | None = None) -> None:
+    Attributes:
+        path: what this rank brought to it.
+    """
+
+    def __init__(
+        self,
+        vector: torch.Tensor | None,
+        work: dist.Work | None,
+        agreed: Agreed | None = None,
+        path: tuple[str, ...] = (),
+    ) -> None:
         assert vector is not None or agreed is not None
+        self.path = path
         self._vector = vector
         self._work = work
         self._agreed = agreed
@@ -103,7 +119,7 @@ class Agreement:
         work = None
         if self._group is not None:
             work = dist.all_reduce(vector, group=self._group, async_op=True)
-        return Pending(vector, work)
+        return Pending(vector, work, path=ballot.path)
 
 
 def _encode(ballot: Ballot) -> list[float]:
@@ -111,10 +127,14 @@ def _encode(ballot: Ballot) -> list[float]:
     mask = (1 << DIGIT_BITS) - 1
     digits = [float((ballot.ledger >> (DIGIT_BITS * place)) & mask) for place in range(LEDGER_DIGITS)]
     flags = [float(ballot.interrupt), float(ballot.terminate)]
-    return [0.0, float(ballot.next_targets), float(ballot.next_samples), *flags, *digits]
+    digest = path_digest(ballot.path)
+    paths = [1.0, float(digest), float(digest**2)]
+    return [0.0, float(ballot.next_targets), float(ballot.next_samples), *flags, *paths, *digits]
 
 
 def _decode(values: list[float]) -> Agreed:
-    loss, targets, samples, interrupt, terminate, *digits = values
+    loss, targets, samples, interrupt, terminate, num_ranks, paths, squares, *digits = values
     ledger = sum(int(digit) << (DIGIT_BITS * place) for place, digit in enumerate(digits)) % (1 << 64)
-    return Agreed(loss, int(targets), int(samples), interrupt > 0, terminate > 0, ledger)
+    return Agreed(
+        loss, int(targets), int(samples), interrupt > 0, terminate > 0, ledger, differ(num_ranks, paths, squares)
+    )

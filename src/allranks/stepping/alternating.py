@@ -5,7 +5,7 @@ the gradients of the parameters of that optimizer are reduced, the caller update
 other parameters is dropped.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
 import torch
@@ -38,6 +38,7 @@ class AlternatingPasses(Passes):
         self._spread = forward.spread
         self._optimizers = optimizers
         self._group = group
+        self._whole = [p for p in self._spread.trainable().values() if not isinstance(p, DTensor)]
 
     def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
         modules = self._spread.modules
@@ -45,10 +46,10 @@ class AlternatingPasses(Passes):
         generators = [iter(self._forward.task.step(models, self._forward.place(m.batch))) for m in batch.micro_steps]
         for turn in count():
             yielded = self._turn(generators, batch.micro_steps, turn)
-            if yielded is None:
+            which, loss, targets = yielded or (None, None, 0)
+            everyones = self._reduce(which, targets, turn)
+            if which is None or loss is None:
                 return
-            which, loss, targets = yielded
-            everyones = self._reduce(which, targets)
             yield StepSums(which, loss, everyones, ledger_of(batch) if turn == 0 else 0)
             self._drop_gradients()
 
@@ -72,8 +73,7 @@ class AlternatingPasses(Passes):
         self._spread.check_reduced()
         name = next(iter(names))
         if len(names) > 1 or name is None:
-            found = ", ".join(sorted("nothing more" if name is None else repr(name) for name in names))
-            raise TaskError(f"step(): in turn {turn + 1} the micro-steps yielded {found}: all must yield one name")
+            raise TaskError(_disagreement(names, turn, "micro-steps"))
         return name, total, targets
 
     def _advance(self, generator: Iterator[Yielded], micro_step: MicroStep, turn: int) -> Yielded | None:
@@ -90,16 +90,22 @@ class AlternatingPasses(Passes):
             raise TaskError(f"step() yielded the name {which!r}; the optimizers are {known}")
         return which, loss, int(targets)
 
-    def _reduce(self, which: str, targets: int) -> torch.Tensor:
+    def _reduce(self, which: str | None, targets: int, turn: int) -> torch.Tensor:
         """The world's targets, after the mean over the ranks of every whole gradient of `which`; collective.
 
-        Who has a gradient at all is agreed on the host, beside the targets: the device waits for nothing.
+        What was yielded (None: nothing more) and who has a gradient at all is agreed on the host, beside the targets:
+        the device waits for nothing, and the vector has one length whatever was yielded.
         """
-        whole = [p for p in self._optimizers.parameters(which) if not isinstance(p, DTensor)]
-        counts = torch.tensor([targets, *(p.grad is not None for p in whole)], dtype=torch.float64)
+        names = [*self._optimizers.by_name, None]
+        due = set(map(id, self._optimizers.parameters(which))) if which is not None else set()
+        flags = [float(p.grad is not None and id(p) in due) for p in self._whole]
+        counts = torch.tensor([targets, *(name == which for name in names), *flags], dtype=torch.float64)
         if self._group is not None:
             dist.all_reduce(counts, group=self._group)
-            used = [p for p, ranks in zip(whole, counts[1:].tolist(), strict=True) if ranks]
+            told = [name for name, ranks in zip(names, counts[1:].tolist(), strict=False) if ranks]
+            if len(told) > 1:
+                raise TaskError(_disagreement(told, turn, "ranks"))
+            used = [p for p, ranks in zip(self._whole, counts[1 + len(names) :].tolist(), strict=True) if ranks]
             self._average([torch.zeros_like(p) if p.grad is None else p.grad for p in used], used)
         return torch.full((), float(counts[0]), dtype=torch.float64, device=self._spread.device)
 
@@ -117,3 +123,8 @@ class AlternatingPasses(Passes):
     def _drop_gradients(self) -> None:
         for parameter in self._spread.trainable().values():
             parameter.grad = None
+
+
+def _disagreement(names: Iterable[str | None], turn: int, among: str) -> str:
+    found = ", ".join(sorted("nothing more" if name is None else repr(name) for name in names))
+    return f"step(): in turn {turn + 1} the {among} yielded {found}: all must yield one name"

@@ -1,6 +1,7 @@
 """Exact evaluation: every sample of the validation split once, whatever the number of ranks."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 
@@ -12,6 +13,7 @@ from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
 from allranks.parallel.parallelize import Spread
 from allranks.stepping.passes import Forward, buffers_kept
+from allranks.task import Task
 
 
 @torch.no_grad()
@@ -25,10 +27,10 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
         group: the ranks that share the split; None for one.
 
     Returns:
-        {"loss": ..., metric: ...}: each the world's sum divided by the world's count, in float64.
+        {"loss": ..., metric: ...}: as `world_means` gives them.
 
     Raises:
-        TaskError: what `metrics` returns is no dict of (sum, count).
+        TaskError: what `metrics` returns is no dict of (sum, count), or has the name of the loss.
     """
     spread = forward.spread
     sums: dict[str, list[float]] = {}
@@ -38,14 +40,53 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
             batch = forward.place(micro_step.batch)
             output = forward(batch)
             loss = (forward.task.loss(output, batch), micro_step.targets or 0)
-            terms = {"loss": loss, **_checked(forward.task.metrics(output, batch))}
+            terms = {"loss": loss, **_checked(forward.task, forward.task.metrics(output, batch))}
+            if not micro_step.weight:
+                continue  # a filler adds nothing, not even 0 * nan
             for name, (total, count) in terms.items():
                 held = sums.setdefault(name, [0.0, 0.0])
-                # A filler names its metrics, and adds nothing: not even 0 * nan.
-                if micro_step.weight:
-                    held[0] += _number(name, total)
-                    held[1] += _number(name, count)
-    return _reduce(sums, group, spread.device)
+                held[0] += _number(name, total)
+                held[1] += _number(name, count)
+    return world_means(sums, group, spread.device)
+
+
+def world_means(
+    sums: Mapping[str, Sequence[float]], group: dist.ProcessGroup | None, device: torch.device
+) -> dict[str, float]:
+    """The world's sum of each name divided by the world's count, in float64, sorted by name; collective.
+
+    Names may differ by rank, as those of classes do: every rank gets all of them, in one order, and one that a rank
+    does not have counts nothing there. What nobody counted (the world's count is 0) is nan.
+
+    Args:
+        sums: name -> (sum, count) of this rank.
+        group: the ranks that share the samples; None for one.
+        device: where the group's backend wants its tensors.
+    """
+    names = sorted(sums) if group is None else _everyones(sorted(sums), group, device)
+    if not names:
+        return {}
+    table = torch.tensor([list(sums.get(name, (0.0, 0.0))) for name in names], dtype=torch.float64, device=device)
+    if group is not None:
+        dist.all_reduce(table, group=group)
+    rows = zip(names, table.tolist(), strict=True)
+    return {name: total / count if count else float("nan") for name, (total, count) in rows}
+
+
+def _everyones(names: list[str], group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """The names that one rank has at least, sorted. They travel as padded bytes: nothing is pickled."""
+    text = torch.frombuffer(bytearray(json.dumps(names).encode()), dtype=torch.uint8)
+    size = torch.tensor([len(text)], device=device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    lengths = [int(length) for length in torch.cat(sizes).tolist()]
+    mine = torch.zeros(max(lengths), dtype=torch.uint8)
+    mine[: len(text)] = text
+    mine = mine.to(device)
+    parts = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(parts, mine, group=group)
+    texts = [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+    return sorted({name for one in texts for name in json.loads(one)})
 
 
 @contextmanager
@@ -62,11 +103,15 @@ def _evaluation_mode(spread: Spread) -> Iterator[None]:
         spread.reshard()
 
 
-def _checked(metrics: object) -> Mapping[str, tuple[object, object]]:
+def _checked(task: Task, metrics: object) -> dict[str, tuple[object, object]]:
     fits = isinstance(metrics, Mapping) and all(isinstance(v, tuple) and len(v) == 2 for v in metrics.values())
     if not isinstance(metrics, Mapping) or not fits:
         raise TaskError(f"metrics() returned {metrics!r:.80}: return {{name: (sum, count)}}")
-    return metrics
+    named = {str(name): value for name, value in metrics.items()}
+    if "loss" in named:
+        what = f"{type(task).__name__}.metrics() names one of its metrics 'loss'"
+        raise TaskError(f"{what}, which is the name of what loss() returns: give it another name")
+    return named
 
 
 def _number(name: str, value: object) -> float:
@@ -75,12 +120,3 @@ def _number(name: str, value: object) -> float:
     if isinstance(value, Real):
         return float(value)
     raise TaskError(f"metrics(): {name} has {value!r:.80} where a number is due: return {{name: (sum, count)}}")
-
-
-def _reduce(sums: dict[str, list[float]], group: dist.ProcessGroup | None, device: torch.device) -> dict[str, float]:
-    names = sorted(sums)
-    table = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device)
-    if group is not None:
-        dist.all_reduce(table, group=group)
-    rows = zip(names, table.tolist(), strict=True)
-    return {name: total / count if count else float("nan") for name, (total, count) in rows}

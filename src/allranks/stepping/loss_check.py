@@ -1,8 +1,8 @@
 """Is the Task's loss a sum over its targets? Asked once, at the start, of a few samples: whole and as two parts.
 
 Dividing once by the global number of targets (law 3) is right for a sum and wrong for a mean, and nothing later would
-show the difference: the run would merely learn badly. So a mean is refused here, with its numbers, and a loss that
-couples the samples of a batch is reported, because such a batch cannot be cut freely.
+show the difference: the run would merely learn badly. So a mean is refused here, with its numbers, whatever it is a
+mean over, and a loss that couples the samples of a batch is reported, because such a batch cannot be cut freely.
 """
 
 import math
@@ -106,9 +106,21 @@ def _judge(task: Task, whole: _Part, parts: list[_Part], noise: float, relative:
         return LossNature("sum", f"the parts of a batch add up to the whole ({numbers})")
     if mean_over:
         raise TaskError(f"{type(task).__name__}.loss returns a mean over {mean_over[0]} ({numbers}): {SUM_ADVICE}")
+    if _lies_between(whole, parts, tolerance):
+        found = f"{type(task).__name__}.loss returns a mean, as the whole lies between its parts ({numbers})"
+        raise TaskError(f"{found}: {SUM_ADVICE}; if it is no mean, set coupled = True")
     found = f"the parts of a batch do not add up to the whole ({numbers})"
     cause = "its samples are coupled, or something is added to every batch, such as a penalty on the weights"
     return LossNature("coupled", f"{found}: {cause}")
+
+
+def _lies_between(whole: _Part, parts: list[_Part], tolerance: float) -> bool:
+    """Whether it is a mean by weights that are not known here, such as the labels left after a shift.
+
+    A sum of losses of one sign lies beyond both of its parts, coupled or not, and the largest loss is one of them.
+    """
+    low, high = sorted(part.loss for part in parts)
+    return low * high > 0 and low + tolerance < whole.loss < high - tolerance
 
 
 def _mean(parts: list[_Part], size: str) -> float:
@@ -155,15 +167,11 @@ def _relative_tolerance(module: nn.Module, compute: torch.dtype | None) -> float
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; modes, buffers and the global generators as before afterwards."""
-    import numpy
-
     modes = [(part, part.training) for part in module.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    devices = {parameter.device for parameter in module.parameters() if parameter.is_cuda}
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
     module.eval()
     try:
-        with torch.random.fork_rng(devices), torch.enable_grad():
+        with generators_kept(module), torch.enable_grad():
             yield
     finally:
         for part, training in modes:
@@ -171,5 +179,18 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+
+@contextmanager
+def generators_kept(module: nn.Module) -> Iterator[None]:
+    """The generators of python, numpy, torch and the module's devices are afterwards where they were before."""
+    import numpy
+
+    devices = {parameter.device for parameter in module.parameters() if parameter.is_cuda}
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)

@@ -1,5 +1,6 @@
 """The optimizers of a run: built over a Spread, moved by a Schedule, and seen as logical tensors by checkpoints."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,7 @@ class Optimizers:
         self._entries = {id(tensor): spread.map[names[id(tensor)]] for tensor in spread.trainable().values()}
         self._parameters = {name: _parameters_of(optimizer) for name, optimizer in optimizers.items()}
         self._everyone = tuple(range(spread.mesh.layout.world_size))
+        self._initial = {name: [_settings(group) for group in it.param_groups] for name, it in optimizers.items()}
         self._updated: dict[str, list[torch.Tensor]] = {}
         self._check_linkage(spread)
 
@@ -58,15 +60,17 @@ class Optimizers:
         """
         for which, optimizer in self.by_name.items():
             groups = optimizer.param_groups
-            kept: list[dict[str, Any]] = [{key: g[key] for key in ("lr", "weight_decay") if key in g} for g in groups]
-            for group, values in zip(groups, kept, strict=True):
-                group.update(dict.fromkeys(values, 0.0))
+            kept = [{"lr": group["lr"], **_settings(group)} for group in groups]
+            for group in groups:
+                group.update({key: 0.0 for key in ("lr", "weight_decay") if key in group})
             for parameter in self._parameters[which]:
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             for group, values in zip(groups, kept, strict=True):
-                group.update(values)
+                parameters = group["params"]
+                group.clear()  # what the step has added goes, too
+                group.update(values, params=parameters)
 
     def parts(self) -> Parts:
         """Every state tensor as this rank holds it, by its logical name `optimizer[.<which>].<state>.<parameter>`."""
@@ -79,14 +83,25 @@ class Optimizers:
         ]
 
     def numbers(self) -> dict[str, object]:
-        """What a checkpoint keeps besides tensors: state values that are plain numbers, by the same names."""
-        return {
+        """What a checkpoint keeps besides tensors: state values that are plain numbers, by the same names, and what an
+        optimizer has changed in its groups (a counter, an estimated rate), as `optimizer[.<which>].group.<i>.<key>`.
+
+        Raises:
+            TaskError: it has changed something there that is no JSON value.
+        """
+        found: dict[str, object] = {
             f"{prefix}.{key}.{self._entries[id(parameter)].name}": value
             for prefix, optimizer in self._prefixed()
             for parameter, state in optimizer.state.items()
             for key, value in state.items()
             if isinstance(value, int | float)
         }
+        for which, (prefix, optimizer) in zip(self.by_name, self._prefixed(), strict=True):
+            for index, (group, initial) in enumerate(zip(optimizer.param_groups, self._initial[which], strict=True)):
+                for key, value in _settings(group).items():
+                    if key not in initial or not _equal(value, initial[key]):
+                        found[f"{prefix}.group.{index}.{key}"] = _plain(value, optimizer, key)
+        return found
 
     def load_numbers(self, numbers: Mapping[str, object]) -> None:
         """The inverse of `numbers`."""
@@ -96,6 +111,10 @@ class Optimizers:
                     name = f"{prefix}.{key}.{self._entries[id(parameter)].name}"
                     if name in numbers:
                         state[key] = numbers[name]
+            for index, group in enumerate(optimizer.param_groups):
+                start = f"{prefix}.group.{index}."
+                changed = {name.removeprefix(start): value for name, value in numbers.items() if name.startswith(start)}
+                group.update(changed)
 
     def forget_unless(self, known: Callable[[str], bool]) -> None:
         """Drop the state of parameters that never had any: no name of their state is `known` to the checkpoint."""
@@ -173,6 +192,29 @@ def make_optimizer(parameters: Sequence[torch.Tensor], config: OptimizerConfig) 
 
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's values besides its parameters and the learning rate, which the schedule moves; tensors copied."""
+    values = {key: value for key, value in group.items() if key not in ("params", "lr")}
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _plain(value: object, optimizer: Optimizer, key: str) -> object:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        raise TaskError(
+            f"{type(optimizer).__name__} keeps {key!r} of type {type(value).__name__} in its param_groups and changes "
+            "it, which no checkpoint can hold: keep it in the optimizer's state as a tensor"
+        ) from None
+    return value
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

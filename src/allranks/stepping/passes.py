@@ -140,10 +140,12 @@ def buffers_kept(spread: Spread, *, unless: bool) -> Iterator[None]:
     """Put every buffer back to its value afterwards, `unless` told otherwise: for passes that do not count."""
     names = [] if unless else [name for name, entry in spread.map.items() if entry.kind == "buffer"]
     kept = {name: spread.tensors[name].clone() for name in names}
-    yield
-    for name, value in kept.items():
-        # Through .data: the backward that still comes may have saved the buffer, and must not find it changed.
-        spread.tensors[name].data.copy_(value)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            # Through .data: the backward that still comes may have saved the buffer, and must not find it changed.
+            spread.tensors[name].data.copy_(value)
 
 
 def _must_settle(spread: Spread) -> bool:

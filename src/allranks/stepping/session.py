@@ -8,27 +8,26 @@ from typing import Any
 
 import torch
 
-from allranks.config import Config
+from allranks.config import Config, OptimizerConfig
 from allranks.data.cut import Cut
 from allranks.data.loader import Loader
-from allranks.data.random_keys import mix, seed_all
+from allranks.data.random_keys import seed_all
 from allranks.data.stream import DataStream, declared_order
-from allranks.errors import ConfigError
+from allranks.errors import ConfigError, LayoutError
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.parallelize import Spread, has_batch_statistics, parallelize
 from allranks.parallel.precision import choose_precision
 from allranks.stepping.agreement import Agreement
+from allranks.stepping.alike import check_same_start
 from allranks.stepping.alternating import AlternatingPasses
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.passes import Forward, Passes, PlainPasses
 from allranks.stepping.schedule import Schedule
-from allranks.stepping.start_check import check_at_start
+from allranks.stepping.start_check import COUPLED, Meeting, check_at_start
 from allranks.stepping.step import Step
 from allranks.stepping.world import Processes
 from allranks.task import Task, has_step
 from allranks.verdict import Decision
-
-_MODEL_TAG = 0x4D4F
 
 
 @dataclass(frozen=True)
@@ -92,15 +91,14 @@ def assemble(
     spread = _spread(task, config, processes)
     optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
     meeting = check_at_start(task, spread, dataset, config.train.seed, draws=draws(dataset), group=processes.data_group)
-    stream = DataStream(
-        dataset,
-        cut=make_cut(config, processes, fixed=meeting.coupled or has_batch_statistics(spread.modules)),
-        dp_rank=processes.mesh.dp_rank,
-        seed=config.train.seed,
-        epochs=config.train.epochs,
-        steps=config.train.steps,
-    )
-    loading = Loader(stream, workers=config.data.workers)
+    spread.path.take()  # of the check, which each rank may make on samples of its own
+    _check_coupling(meeting, processes.mesh.dp)
+    stream = _stream(dataset, config, processes, fixed=meeting.coupled or has_batch_statistics(spread.modules))
+    # Where the Task's file lies is each host's own business.
+    settings = {key: value for key, value in config.flat().items() if key != "task.spec"}
+    check_same_start(settings, stream.num_samples, processes.data_group, processes.device)
+    loading = Loader(stream, workers=config.data.workers).decisions
+    decisions = processes.choice.decisions + spread.decisions + meeting.decisions + loading
     schedule = kept_schedule or make_schedule(config, stream)
     step = Step(
         spread,
@@ -124,7 +122,7 @@ def assemble(
         count_targets=meeting.count_targets,
         step=step,
         validation=None if has_step(task) else task.dataset("validation"),
-        decisions=processes.choice.decisions + spread.decisions + meeting.decisions + loading.decisions,
+        decisions=decisions + _unused(task, config) + _remarks(schedule, config, stream),
     )
 
 
@@ -145,10 +143,64 @@ def _spread(task: Task, config: Config, processes: Processes) -> Spread:
     )
 
 
+def _stream(dataset: Any, config: Config, processes: Processes, *, fixed: bool) -> DataStream:
+    return DataStream(
+        dataset,
+        cut=make_cut(config, processes, fixed=fixed),
+        dp_rank=processes.mesh.dp_rank,
+        seed=config.train.seed,
+        epochs=config.train.epochs,
+        steps=config.train.steps,
+    )
+
+
 def _passes(task: Task, forward: Forward, optimizers: Optimizers, processes: Processes) -> Passes:
     if has_step(task):
         return AlternatingPasses(forward, optimizers, processes.data_group)
     return PlainPasses(forward)
+
+
+def _check_coupling(meeting: Meeting, num_ranks: int) -> None:
+    if not meeting.coupled or num_ranks == 1:
+        return
+    because = next((d.because for d in meeting.decisions if d.what == COUPLED), "the Task says so")
+    raise LayoutError(
+        f"the loss couples the samples of a batch ({because}), and each of {num_ranks} data-parallel ranks would "
+        "couple its own only: losses over the global batch come with a later version; use --nproc 1"
+    )
+
+
+def _unused(task: Task, config: Config) -> tuple[Decision, ...]:
+    """What was given and has no effect with this Task, said instead of ignored."""
+    found = []
+    if type(task).optimizer is not Task.optimizer:
+        given, usual = config.optimizer.model_dump(), OptimizerConfig().model_dump()
+        names = ", ".join(f"optimizer.{name}" for name, value in given.items() if value != usual[name])
+        if names:
+            found.append(Decision(f"{names} has no effect", f"{type(task).__name__}.optimizer() makes the optimizer"))
+    if has_step(task):
+        what = "nothing is evaluated while it trains, and metrics() is not called"
+        found.append(Decision(what, f"{type(task).__name__} has a step() of its own"))
+    return tuple(found)
+
+
+def _remarks(schedule: Schedule, config: Config, stream: DataStream) -> tuple[Decision, ...]:
+    """What a schedule does that nobody may have meant."""
+    found = []
+    batch, steps = config.train.global_batch, stream.steps_total
+    falls = schedule.name != "constant"
+    if falls and schedule.warmup_samples >= schedule.total_samples:
+        what = f"the rate never reaches its peak: warm-up takes {schedule.warmup_samples // batch} steps"
+        found.append(
+            Decision(what, f"the schedule ends at step {schedule.total_samples // batch}: see schedule.warmup")
+        )
+    if falls and steps is not None and schedule.total_samples // batch < steps:
+        what = f"from step {schedule.total_samples // batch} on the rate is {schedule.floor:g} of its peak"
+        because = (
+            "the schedule of the first start ends there; `--change schedule.steps schedule.steps=N` makes it N steps"
+        )
+        found.append(Decision(what, because))
+    return tuple(found)
 
 
 def be_deterministic(device: torch.device) -> None:
@@ -160,8 +212,8 @@ def be_deterministic(device: torch.device) -> None:
 
 
 def model_key(seed: int) -> int:
-    """The key of the generators while `model()` runs."""
-    return mix(_MODEL_TAG, seed)
+    """The key of the generators while `model()` runs: `torch.manual_seed(train.seed)` gives the same model (law 5)."""
+    return seed
 
 
 def draws(dataset: object) -> bool:
@@ -172,6 +224,11 @@ def draws(dataset: object) -> bool:
 def make_cut(config: Config, processes: Processes, *, fixed: bool) -> Cut:
     """How a step is cut; with batch statistics or a coupled loss M is fixed, whatever the number of ranks (law 2)."""
     train = config.train
+    if train.micro_steps is not None and train.micro_batch is not None:
+        raise ConfigError(
+            f"train.micro_steps={train.micro_steps} and train.micro_batch={train.micro_batch} both say how a step is "
+            "cut: give one of them"
+        )
     if fixed and train.micro_batch is not None:
         raise ConfigError(
             f"train.micro_batch={train.micro_batch}: this task's result depends on which samples share a forward, so "

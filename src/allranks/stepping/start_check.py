@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from allranks.data.random_keys import item_key, seed_all
+from allranks.data.second_pass import begin_pass, check_second_pass
 from allranks.data.stream import declared_order
 from allranks.errors import AllranksError, DataError, TaskError
 from allranks.parallel.parallelize import Spread
+from allranks.stepping.buffer_check import check_buffers
 from allranks.stepping.loss_check import NUM_SAMPLES, examine_loss
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
@@ -25,6 +27,7 @@ from allranks.verdict import Decision
 
 CHEAP_SECONDS = 0.3e-3
 SEEDINGS = 32
+COUPLED = "the loss couples samples"
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ def check_at_start(
 
     Raises:
         TaskError: the Task breaks its contract on them; the user's own line is shown.
+        LayoutError: each rank would learn other buffers from its own samples.
         DataError: there are none.
     """
     if has_step(task):
@@ -92,13 +96,14 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
     )
     # A forward whose backward never came leaves gathered parameters behind.
     spread.reshard()
+    check_buffers(forward, samples, group)
     coupled = _on_any_rank(nature.kind == "coupled", spread, group)
     alike = coupled == (nature.kind == "coupled")
     decisions = (
         _describe(task, "inputs", "forward gets", inputs.because),
         _describe(task, "targets", "targets are", targets.because),
         Decision(
-            "the loss couples samples" if coupled else "the loss is a sum",
+            COUPLED if coupled else "the loss is a sum",
             nature.because if alike else "it does so on another process, which sees other samples",
         ),
     )
@@ -161,10 +166,10 @@ def _meet_unused(forward: Forward, batch: Any, group: dist.ProcessGroup | None) 
 def first_samples(dataset: Any, seed: int) -> tuple[list[Any], float]:
     """The dataset's first few samples, each loaded under its own key as in training, and the seconds of the fastest.
 
-    An iterable is begun anew. DataError where there is no sample.
+    DataError where there is no sample, and for an iterable that does not begin anew: training would miss these.
     """
-    seed_all(item_key(seed, 0, 0))
-    found = iter(dataset) if declared_order(dataset) != "map" else map(dataset.__getitem__, range(len(dataset)))
+    is_map = declared_order(dataset) == "map"
+    found = map(dataset.__getitem__, range(len(dataset))) if is_map else begin_pass(dataset, seed)
     samples: list[Any] = []
     seconds: list[float] = []
     for index in range(NUM_SAMPLES):
@@ -174,4 +179,6 @@ def first_samples(dataset: Any, seed: int) -> tuple[list[Any], float]:
         seconds += [perf_counter() - started] * (len(samples) > len(seconds))
     if not samples:
         raise DataError(f"{type(dataset).__name__} is empty: there is no sample to train on")
+    if not is_map:
+        check_second_pass(dataset, seed, found, samples[0])
     return samples, min(seconds)

@@ -123,4 +123,5 @@ class Step:
         interrupt, terminate = self._stop_requested()
         targets = 0 if upcoming is None else upcoming.targets or 0
         samples = 0 if upcoming is None else sum(len(m.positions) for m in upcoming.micro_steps)
-        return self._agreement.start(Ballot(loss, targets, samples, interrupt, terminate, ledger))
+        path = self._spread.path.take()
+        return self._agreement.start(Ballot(loss, targets, samples, interrupt, terminate, ledger, path))

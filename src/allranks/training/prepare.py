@@ -4,7 +4,7 @@ import glob
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,19 @@ from typing import Any
 import torch
 
 from allranks import __version__
-from allranks.config import Config, check_resumable, override_config, read_task_spec, resolve_config
+from allranks.config import Config, changed_keys, check_resumable, override_config, read_task_spec, resolve_config
 from allranks.data.cut import Cut
 from allranks.errors import ConfigError, RunError
 from allranks.layout import Layout, num_processes, render_layout
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.task import Task, TaskSpec, load_task
+from allranks.training.anew import begin_anew, explain_anew, holds_nothing
 from allranks.training.load import make_task
 from allranks.verdict import Decision
 
 RUNS = Path("runs")
-DEMO_NAME = "demo"
+DEMO, DEMO_NAME = "allranks.training.demo:Text", "demo"
 CPU_PROCESSES = 2
 
 
@@ -36,12 +37,16 @@ class Prepared:
         spec: where the Task is, absolute; None for the built-in demo.
         task: the Task with its settings.
         kept: the Run that is continued, or None for a new one.
+        replaced: a Run in which nothing was done, and in whose directory the new one begins.
+        decisions: what was decided about that.
     """
 
     config: Config
     spec: str | None
     task: Task
     kept: Run | None
+    replaced: Run | None = None
+    decisions: tuple[Decision, ...] = ()
 
     @property
     def name(self) -> str:
@@ -60,15 +65,24 @@ def prepare(request: TrainRequest) -> Prepared:
     defaults = type(load_task(spec, _settings(request))).defaults
     kept = _existing(request.run)
     old = None if kept is None else kept.config()
-    config = _anchor_text(
-        resolve_config(
-            task_defaults=defaults, toml=request.toml, overrides=request.overrides, layout=request.layout, kept=old
-        )
-    )
+    if kept is not None and old is not None and holds_nothing(kept):
+        config = _resolve(request, defaults, None)
+        if changed_keys(old, config) or _is_other_task(kept, spec):
+            decision = explain_anew(kept, spec or DEMO, config)
+            return Prepared(config, spec, make_task(spec, config), None, kept, (decision,))
+    config = _resolve(request, defaults, old)
     if kept is not None and old is not None:
         _check_same_task(kept, spec)
         check_resumable(old, config, request.change)
     return Prepared(config, spec, make_task(spec, config), kept)
+
+
+def _resolve(request: TrainRequest, defaults: Mapping[str, object], old: Config | None) -> Config:
+    return _anchor_text(
+        resolve_config(
+            task_defaults=defaults, toml=request.toml, overrides=request.overrides, layout=request.layout, kept=old
+        )
+    )
 
 
 def choose_processes(prepared: Prepared, request: TrainRequest, nodes: int = 1) -> tuple[int, Decision]:
@@ -127,12 +141,15 @@ def open_run(prepared: Prepared, request: TrainRequest) -> Run:
         prepared.kept.write_config(prepared.config)
         return prepared.kept
     facts: dict[str, Any] = {
-        "task": prepared.spec or "allranks.training.demo:Text",
+        "task": prepared.spec or DEMO,
         "allranks": __version__,
         "torch": torch.__version__,
         "argv": sys.argv,
         "config_digest": config_digest(prepared.config),
     }
+    if prepared.replaced is not None:
+        begin_anew(prepared.replaced, prepared.name, prepared.config, facts)
+        return prepared.replaced
     run = Run.create(RUNS, prepared.name, prepared.config, facts, directory=request.run)
     run.acquire()
     return run
@@ -188,9 +205,15 @@ def _settings(request: TrainRequest) -> dict[str, object]:
 
 
 def _check_same_task(kept: Run, spec: str | None) -> None:
-    asked = spec or "allranks.training.demo:Text"
-    if asked.partition(":")[0] != kept.task.partition(":")[0] or _differ(asked, kept.task):
-        raise RunError(f"{kept.path} is a run of {kept.task}, not of {asked}: name another directory, or that task")
+    if _is_other_task(kept, spec):
+        raise RunError(
+            f"{kept.path} is a run of {kept.task}, not of {spec or DEMO}: name another directory, or that task"
+        )
+
+
+def _is_other_task(kept: Run, spec: str | None) -> bool:
+    asked = spec or DEMO
+    return asked.partition(":")[0] != kept.task.partition(":")[0] or _differ(asked, kept.task)
 
 
 def _differ(asked: str, kept: str) -> bool:

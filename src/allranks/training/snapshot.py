@@ -1,6 +1,7 @@
 """Everything that matters, into a checkpoint and back (law 8)."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -10,17 +11,20 @@ import torch.distributed as dist
 
 from allranks.checkpointing.checking import check_digests, check_files
 from allranks.checkpointing.checkpoint import Checkpoint, Header, check_sizes, prune, verify_files
+from allranks.checkpointing.manifest import encode_state
 from allranks.checkpointing.restore import restore
 from allranks.checkpointing.save import save
 from allranks.config import CheckpointConfig, ScheduleConfig
+from allranks.data.resuming import circumstances, compare_circumstances
 from allranks.data.stream import DataStream
-from allranks.errors import CheckpointError
+from allranks.errors import CheckpointError, TaskError
 from allranks.parallel.parallelize import Spread
 from allranks.parameter_map import Entry
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.world import Processes
 from allranks.training.newest import newest_of_run
+from allranks.verdict import Decision
 
 Parts = list[tuple[Entry, torch.Tensor]]
 
@@ -66,21 +70,27 @@ class Contents:
         """Everything that is no tensor."""
         return {
             "stream": self.stream.state_dict(),
+            "dataset": circumstances(self.stream),
             "optimizer": self.optimizers.numbers(),
             "task": {} if self.task is None else self.task.state_dict(),
             **self.extra,
         }
 
-    def load(self, checkpoint: Checkpoint) -> None:
+    def load(self, checkpoint: Checkpoint) -> tuple[Decision, ...]:
         """Read everything back into place, under any layout; each rank reads its own part; collective.
 
         Tensors that were cut otherwise before are compared with their digests (law 9).
 
+        Returns:
+            What goes on otherwise than it was, for whoever announces the resume.
+
         Raises:
-            CheckpointError: a tensor is missing, extra, reshaped or altered.
+            CheckpointError: a tensor is missing, extra, reshaped or altered; the dataset has another length.
         """
+        state = checkpoint.manifest.state
+        decisions = compare_circumstances(state.get("dataset", {}), checkpoint.manifest.samples, self.stream)
         self.optimizers.materialise()
-        known = {*checkpoint.manifest.tensors, *checkpoint.manifest.state["optimizer"]}
+        known = {*checkpoint.manifest.tensors, *state["optimizer"]}
         self.optimizers.forget_unless(known.__contains__)
         parts = self.parts()
         restore(checkpoint, parts)
@@ -88,12 +98,12 @@ class Contents:
         if checkpoint.manifest.layout != str(layout):
             group = None if layout.world_size == 1 else dist.group.WORLD
             check_digests(checkpoint, parts, group, self.spread.device)
-        state = checkpoint.manifest.state
         self.optimizers.load_numbers(state["optimizer"])
         self.stream.load_state_dict(state["stream"])
         self.stream.continue_at(checkpoint.step)
         if self.task is not None:
             self.task.load_state_dict(state["task"])
+        return decisions
 
 
 def schedule_state(schedule: Schedule, config: ScheduleConfig) -> dict[str, Any]:
@@ -108,6 +118,23 @@ def kept_schedule(checkpoint: Checkpoint | None, config: ScheduleConfig) -> Sche
     return Schedule(**state["schedule"]) if same else None
 
 
+def check_state(contents: Contents) -> None:
+    """See that what is no tensor can be kept. Raises TaskError: something cannot; names its key and type."""
+    try:
+        for key, value in contents.state().items():
+            encode_state(value, "state_dict()" if key == "task" else key)
+    except CheckpointError as error:
+        raise TaskError(
+            f"no checkpoint could be written: {error}; for a tensor return tensor.tolist(), or make it a buffer of the "
+            "model"
+        ) from error
+
+
+def print_warning(line: str) -> None:
+    """Say it on standard error."""
+    print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
 @final
 class Saver:
     """Writes the checkpoints of one run.
@@ -116,6 +143,10 @@ class Saver:
         directory: RUN/checkpoints.
         run: the run's id.
         generation: the attempt, counted over restarts.
+        warn: told once, on rank 0, that old checkpoints cannot be deleted; by default it prints that.
+
+    Raises:
+        TaskError: something that is no tensor cannot be kept; said now, not at the first save.
     """
 
     def __init__(
@@ -126,13 +157,17 @@ class Saver:
         directory: Path,
         run: str,
         generation: int,
+        warn: Callable[[str], None] = print_warning,
     ) -> None:
+        check_state(contents)
         self._contents = contents
         self._processes = processes
         self._config = config
         self._directory = directory
         self._run = run
         self._generation = generation
+        self._warn = warn
+        self._warned = False
         self._proven = False
         self._good: set[Path] = set()
         self.saved_step = -1
@@ -169,9 +204,18 @@ class Saver:
             self._proven = True
         if processes.rank == 0:
             self._good.add(checkpoint.path)
-            prune(self._directory, self._config.keep, check=self._check)
+            self._prune()
         self.saved_step = step
         return checkpoint.path
+
+    def _prune(self) -> None:
+        """Let old ones go. What stays costs room, not the run: the new one is safe, and the next save tries again."""
+        try:
+            prune(self._directory, self._config.keep, self._run, check=self._check)
+        except (CheckpointError, OSError) as error:
+            if not self._warned:
+                self._warn(f"{error}; the run goes on, and tries again at every save")
+            self._warned = True
 
     def _check(self, checkpoint: Checkpoint) -> None:
         """What this run's own processes have written, or read once, is not read again: that would cost every save."""

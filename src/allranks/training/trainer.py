@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal, final
 
 from allranks.data.micro_step import StepBatch
@@ -10,6 +11,7 @@ from allranks.observing.counters import Stopwatch
 from allranks.observing.progress import ProgressLine
 from allranks.observing.recorder import Recorder, StepRecord, Value
 from allranks.stepping.agreement import Agreed, Pending
+from allranks.stepping.alike import explain_divergence
 from allranks.stepping.session import Session
 from allranks.stepping.step import Outcome
 from allranks.training.snapshot import Saver
@@ -58,6 +60,7 @@ class Trainer:
         self._progress = progress
         self._validation: dict[str, float] = {}
         self._evaluated_at = -1
+        self._told_of_nonfinite = False
         # On CUDA the host runs ahead of the device and reads an agreement a step later; on the CPU it is there already.
         self._lag = 1 if session.processes.device.type == "cuda" else 0
 
@@ -72,7 +75,8 @@ class Trainer:
             done = session.stream.step
             self._stopwatch.mark("input")
             while batch is not None and before is not None and older is not None:
-                reason = self._stop((older if self._lag else before).read(), before, batch)
+                agreed = self._read(older if self._lag else before, batch.step - self._lag)
+                reason = self._stop(agreed, before, batch)
                 if reason is not None:
                     return self._end(reason, batch.step)
                 started = time.perf_counter()
@@ -82,7 +86,17 @@ class Trainer:
                 done = batch.step + 1
                 self._boundary(done)
                 older, before, batch = before, outcome.pending, outcome.upcoming
+        if before is not None:
+            self._read(before, done)
         return self._end("done", done)
+
+    def _read(self, pending: Pending, step: int) -> Agreed:
+        """What was agreed in step `step` (from 1), which all ranks made alike: else nothing of it may be saved."""
+        agreed = pending.read()
+        if agreed.diverged:
+            processes = self._session.processes
+            raise explain_divergence(pending.path, step, processes.data_group, processes.device)
+        return agreed
 
     def _stop(self, agreed: Agreed, before: Pending, batch: StepBatch) -> Reason | None:
         if agreed.interrupt:
@@ -142,8 +156,20 @@ class Trainer:
         def ready() -> Mapping[str, Value]:
             # On the recorder's thread: the loop waits for nothing here.
             values = outcome.values(before, batch.size)
+            if not self._told_of_nonfinite and not isfinite(float(values["loss"])):
+                self._tell_of_nonfinite(step, float(values["loss"]))
             if self._progress is not None:
                 self._progress.update(step, float(values["loss"]), batch.size / seconds)
             return values
 
         self._recorder.record(StepRecord(step, samples, batch.size, outcome.lr, seconds, ready))
+
+    def _tell_of_nonfinite(self, step: int, loss: float) -> None:
+        """Once: every step after it is most likely lost, too."""
+        assert self._recorder is not None
+        self._told_of_nonfinite = True
+        what = f"the loss is {loss} from step {step} on: what is trained from here is most likely worthless"
+        remedy = "stop it; resume from a checkpoint before that step with a lower optimizer.lr, or with train.max_norm"
+        self._recorder.write("verdict", kind="not_finite", what=what, evidence=[], next=remedy)
+        if self._progress is not None:
+            self._progress.say(f"warning: {what}; {remedy}")

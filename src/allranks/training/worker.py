@@ -29,6 +29,7 @@ from allranks.training.trainer import Ending, Trainer
 from allranks.verdict import Decision
 
 BACKEND_TIMEOUT_SECONDS = 600.0
+FREE_CHECKPOINTS = "delete what is left in checkpoints/ by hand, or give this user the right to"
 EXIT_CODES = {"done": 0, "interrupted": 130, "terminated": 75}
 
 
@@ -83,6 +84,7 @@ class _Training:
         self._run = run
         self._stops = stops
         self._stopwatch = Stopwatch()
+        self._resumed_otherwise: tuple[Decision, ...] = ()
         self._first = processes.rank == 0
         self._journal = Journal(run.journal(processes.rank), processes.rank)
         self._screen = Screen(json=assignment.request.json) if self._first else None
@@ -127,11 +129,12 @@ class _Training:
 
     def _loop(self, session: Session, contents: Contents, resumed_step: int) -> Ending:
         config, run = self._prepared.config, self._run
-        saver = Saver(contents, self._processes, config.checkpoint, run.checkpoints, run.id, run.attempts)
+        saver = Saver(contents, self._processes, config.checkpoint, run.checkpoints, run.id, run.attempts, self._warn)
         saver.saved_step = resumed_step if resumed_step > 0 else -1
         recorder = progress = None
         if self._screen is not None:
-            decisions = (*self._assignment.decisions, *session.decisions)
+            told = (*self._prepared.decisions, *self._assignment.decisions)
+            decisions = (*told, *session.decisions, *self._resumed_otherwise)
             for decision in decisions:
                 self._journal.write("decision", what=decision.what, because=decision.because)
             if config.train.steps is None:
@@ -162,7 +165,7 @@ class _Training:
             if self._screen is not None and self._run.attempts > 1:
                 self._screen.warn("there is no checkpoint yet: the run starts from the beginning")
             return 0
-        contents.load(checkpoint)
+        self._resumed_otherwise = contents.load(checkpoint)
         manifest = checkpoint.manifest
         if self._screen is not None:
             self._journal.write("resume", step=manifest.step, samples=manifest.samples, path=checkpoint.path.name)
@@ -170,6 +173,12 @@ class _Training:
                 f"resumed at step {manifest.step:,}, sample {manifest.samples:,}, from {checkpoint.path.name}"
             )
         return manifest.step
+
+    def _warn(self, line: str) -> None:
+        """Rank 0: what goes wrong without ending the run, on the screen and for the report."""
+        if self._screen is not None:
+            self._journal.write("verdict", kind="checkpoint", what=line, evidence=[], next=FREE_CHECKPOINTS)
+            self._screen.warn(line)
 
     def _tell_start(self) -> None:
         environment, processes = self._processes.environment, self._processes

@@ -81,3 +81,25 @@ def test_what_is_no_measure_is_refused() -> None:
         "TaskError: world.evaluate: measure has (1.0, 'two') for loss: return {name: (sum, count)}",
         "TaskError: world.evaluate: measure has (tensor([1., 1.]), 1) for loss: return {name: (sum, count)}",
     ]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "dp_shard=2"])
+def test_names_may_depend_on_the_batch(pool: Pools, layout: str) -> None:
+    """As those of classes do: one sample a batch, so that each rank meets other classes."""
+
+    def case(layout: str) -> dict[str, float]:
+        with allranks.join(layout=layout, precision="float64") as world:
+            model = world.parallelize(built(7))
+
+            def measure(batch: Any) -> dict[str, Any]:
+                found = {"loss": (loss_of(model, batch), count(batch))}
+                for label in batch["y"][batch["y"] >= 0].unique().tolist():
+                    found[f"class {label}"] = (batch["index"].sum().item(), label + 1)
+                return found | {f"sample {index}": (index, 1) for index in batch["index"].tolist()}
+
+            return world.evaluate(Samples(9), measure, batch=2, micro_batch=1)
+
+    [alone] = pool(1).run(case, "single")
+    assert len(alone) > 9 + 3 and alone["sample 8"] == 8.0
+    for found in pool(2).run(case, layout):
+        assert found == pytest.approx(alone, rel=1e-12)

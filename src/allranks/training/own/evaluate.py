@@ -11,6 +11,7 @@ from allranks.data.evaluation import evaluation_batches
 from allranks.data.micro_step import MicroStep
 from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
+from allranks.stepping.evaluate import world_means
 from allranks.stepping.session import draws
 from allranks.training.own.ground import Ground
 from allranks.training.own.step import OwnStep
@@ -56,11 +57,11 @@ def measure_all(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> dict[str, float]:
-    """The world's sums of what `measure` gives, each divided by the world's count, in float64; collective.
+    """The world's sums of what `measure` gives, each divided by the world's count, as `world_means`; collective.
 
     Args:
         batches: this rank's share; each rank has equally many, some of them fillers of weight 0, which count nothing.
-        measure: {name: (sum, count)} of a micro-step, the same names on every rank.
+        measure: {name: (sum, count)} of a micro-step; names may differ by rank and micro-step.
         device: where the group's backend wants its tensors.
         group: the ranks that share the dataset; None for one.
 
@@ -71,16 +72,11 @@ def measure_all(
     for micro_step in batches:
         seed_all(micro_step.random_key)
         for name, (total, count) in _checked(measure(micro_step)).items():
-            held = sums.setdefault(name, [0.0, 0.0])
             if micro_step.weight:  # a filler adds nothing, not even 0 * nan
+                held = sums.setdefault(name, [0.0, 0.0])
                 held[0] += total
                 held[1] += count
-    names = sorted(sums)
-    table = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device)
-    if group is not None:
-        dist.all_reduce(table, group=group)
-    rows = zip(names, table.tolist(), strict=True)
-    return {name: total / count if count else float("nan") for name, (total, count) in rows}
+    return world_means(sums, group, device)
 
 
 def _checked(found: object) -> dict[str, tuple[float, float]]:

@@ -91,7 +91,8 @@ class OwnLoop:
             logbook.say("warning: there is no checkpoint yet: the run starts from the beginning")
         saver = Saver(contents, processes, self._ground.config.checkpoint, run.checkpoints, run.id, run.attempts)
         if found is not None:
-            contents.load(found)
+            for decision in contents.load(found):
+                logbook.say(f"warning: {decision}")
             self.done = saver.saved_step = found.step
             samples = found.manifest.samples
             logbook.write("resume", step=self.done, samples=samples, path=found.path.name)

@@ -1,0 +1,85 @@
+"""What every process must have alike (law 11: no rank decides alone): settings, the data's length, and the way taken.
+
+Unequal settings would train on in silence, and unequal lengths leave some ranks in a step that others never begin.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allranks.checkpointing.exchange import broadcast_bytes, gather_bytes
+from allranks.errors import AllranksError, ConfigError, DataError, TaskError
+
+NAMED = 3
+
+
+def check_same_start(
+    settings: Mapping[str, object], num_samples: int | None, group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Compare what every process was given; collective.
+
+    Args:
+        settings: full key -> JSON value.
+        num_samples: length of the training data; None where it does not say.
+        group: all processes; None for one.
+        device: where the group's backend wants its tensors.
+
+    Raises:
+        ConfigError: on every rank, naming the first rank and keys that differ from rank 0's.
+        DataError: on every rank, naming the first rank whose dataset has another length.
+    """
+    error = find_difference(_everyones([dict(settings), num_samples], group, device))
+    if error is not None:
+        raise error
+
+
+def find_difference(everyones: Sequence[Sequence[Any]]) -> AllranksError | None:
+    """The error for the first rank whose (settings, length) are not rank 0's."""
+    first, length = everyones[0]
+    for rank, (settings, other) in enumerate(everyones):
+        differing = [key for key in {**first, **settings} if first.get(key) != settings.get(key)]
+        if differing:
+            named = differing[:NAMED]
+            shown = ", ".join(f"{key} = {settings.get(key)!r} instead of {first.get(key)!r}" for key in named)
+            more = f" and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
+            return ConfigError(
+                f"rank {rank} was started with other settings than rank 0: {shown}{more}; give every process the same"
+            )
+        if other != length:
+            return DataError(
+                f"dataset('train') has {other} samples on rank {rank} and {length} on rank 0: every process has to see "
+                "the same data; compare the copies on the hosts"
+            )
+    return None
+
+
+def explain_divergence(
+    path: Sequence[str], step: int, group: dist.ProcessGroup | None, device: torch.device
+) -> TaskError:
+    """The error for ranks whose forwards entered different units in step `step` (from 1), one for all; collective."""
+    everyones = _everyones(list(path), group, device)
+    first = everyones[0]
+    rank = next((rank for rank, other in enumerate(everyones) if other != first), 0)
+    other = everyones[rank]
+    same = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
+    here, there = (_name(names, same) for names in (first, other))
+    return TaskError(
+        f"in step {step} the ranks ran different modules: rank 0 {here}, rank {rank} {there}. A sharded layout gathers "
+        "a module's parameters on all ranks together, so these were mixed: nothing of this step is saved; use --layout "
+        "ddp for branches that depend on the data"
+    )
+
+
+def _name(names: Sequence[str], place: int) -> str:
+    return (names[place] or "the model") if place < len(names) else "nothing more"
+
+
+def _everyones(value: object, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
+    """Every rank's JSON value, by rank, on every rank; collective."""
+    parts = gather_bytes(json.dumps(value, default=str).encode(), group, device)
+    whole = b"[" + b",".join(parts) + b"]"
+    found: list[Any] = json.loads(broadcast_bytes(whole, group, device))
+    return found

@@ -1,0 +1,98 @@
+"""Do buffers follow the data? Asked once, at the start, where several data-parallel ranks see other samples each.
+
+Running statistics and codebooks are learnt from the samples of a forward, without a gradient that could be reduced:
+each rank would learn its own, and a checkpoint would hold one rank's. A counter of forwards is the same everywhere.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from allranks.data.random_keys import seed_all
+from allranks.errors import LayoutError
+from allranks.stepping.loss_check import generators_kept
+from allranks.stepping.passes import Forward
+
+
+def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessGroup | None) -> None:
+    """Refuse a model whose training forward leaves in its buffers what depends on the samples; collective.
+
+    The module runs twice, from the same buffers and generators, over equally many other samples: what then differs
+    comes from the samples. One sample alone is run against itself, which finds nothing. A buffer that is no part of a
+    checkpoint may differ in its shape: it is a table as long as the longest sequence, say, and no statistic.
+
+    It runs as in training: in its training mode, with gradients recorded. Buffers and generators are as before
+    afterwards.
+
+    Args:
+        samples: the first ones of the dataset, not collated; at least one.
+        group: of ranks that see other samples each; None where all see the same.
+
+    Raises:
+        LayoutError: on every rank; the first such buffer is named.
+    """
+    spread = forward.spread
+    names = [name for name, entry in spread.map.items() if entry.kind == "buffer" and entry.alias_of is None]
+    if spread.mesh.dp == 1 or not names:
+        return
+    half = max(1, len(samples) // 2)
+    with generators_kept(spread.bare()):
+        first, second = (_left_behind(forward, some, names) for some in (samples[:half], samples[-half:]))
+    spread.reshard()  # a forward whose backward never came leaves gathered parameters behind
+    flags = [_follows(first[name], second[name], persistent=spread.map[name].persistent) for name in names]
+    found = [name for name, flag in zip(names, _on_any_rank(flags, spread.device, group), strict=True) if flag]
+    if found:
+        raise LayoutError(
+            f"buffer {found[0]} ({len(found)} in all) changes with the samples of a forward, and each of "
+            f"{spread.mesh.dp} data-parallel ranks sees its own only: synchronised statistics come with a later "
+            "version; use --layout single"
+        )
+
+
+def _left_behind(forward: Forward, samples: Sequence[Any], names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """What a training forward of these samples leaves in the buffers."""
+    module = forward.spread.bare()
+    seed_all(0)
+    arguments = forward.inputs(forward.place(forward.task.collate(list(samples))))
+    with _buffers_replaced(module):
+        with forward.autocast():
+            module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
+        return {name: forward.spread.tensors[name].detach() for name in names}
+
+
+@contextmanager
+def _buffers_replaced(module: nn.Module) -> Iterator[None]:
+    """Copies of the buffers inside, afterwards the buffers themselves.
+
+    A forward may write into them, put others in their place, or leave a gradient's history in them: to copies only.
+    """
+    kept = [(part, dict(part._buffers)) for part in module.modules()]
+    # one copy each: a buffer may belong to several modules
+    copies = {id(b): b.detach().clone() for _, own in kept for b in own.values() if b is not None}
+    for part, own in kept:
+        part._buffers.update({leaf: copies[id(b)] for leaf, b in own.items() if b is not None})
+    try:
+        yield
+    finally:
+        for part, own in kept:
+            part._buffers.clear()
+            part._buffers.update(own)
+
+
+def _follows(one: torch.Tensor, other: torch.Tensor, *, persistent: bool) -> bool:
+    """Whether two values of a buffer differ; nan is like nan."""
+    if one.shape != other.shape:
+        return persistent
+    alike = (one == other) | ((one != one) & (other != other))
+    return not bool(alike.all())
+
+
+def _on_any_rank(flags: Sequence[bool], device: torch.device, group: dist.ProcessGroup | None) -> list[bool]:
+    found = torch.tensor(flags, dtype=torch.float32, device=device)
+    if group is not None:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return [bool(flag) for flag in found.tolist()]
