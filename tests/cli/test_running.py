@@ -58,7 +58,7 @@ def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path: Path) -> None
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     tags = events.Tags()["scalars"]
-    assert {"train/loss", "train/lr", "train/grad_norm", "train/samples_per_second"} <= set(tags)
+    assert {"train/loss", "train/lr", "train/grad_norm", "train/samples_per_second", "train/tflops"} <= set(tags)
     assert {"validation/accuracy", "validation/loss"} <= set(tags)
     assert [point.step for point in events.Scalars("train/loss")] == list(range(1, 21))
 

@@ -73,6 +73,16 @@ def test_lines_appear_by_themselves_once_the_reduction_is_there(journal: Journal
     recorder.close()
 
 
+def test_operations_become_teraflops_a_second(journal: Journal, tmp_path: Path) -> None:
+    recorder = Recorder(journal, tensorboard=tmp_path / "tb")
+    recorder.record(step(1)._replace(flops=3e12, seconds=0.5))
+    recorder.record(step(2))
+    recorder.close()
+    board = EventAccumulator(str(tmp_path / "tb"))
+    board.Reload()
+    assert [(point.step, point.value) for point in board.Scalars("train/tflops")] == [(1, 6.0)]
+
+
 def test_inline_the_loop_s_thread_writes_what_is_at_hand_and_never_waits(journal: Journal) -> None:
     reduced, threads = threading.Event(), dict[int, int]()
 

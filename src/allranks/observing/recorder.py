@@ -44,6 +44,7 @@ class StepRecord(NamedTuple):
         ready: blocks until the reduced values are there and gives them: loss, grad_norm, ledger (16 hex digits), the
             Task's metrics by name, and tokens where the batch has tokens. Called once, on another thread, or in a later
             `record` where the recorder writes inline.
+        flops: floating-point operations of the step on each device; None where nobody counted them.
     """
 
     step: int
@@ -52,6 +53,7 @@ class StepRecord(NamedTuple):
     lr: float
     seconds: float
     ready: Callable[[], Mapping[str, Value]]
+    flops: float | None = None
 
 
 class _Event(NamedTuple):
@@ -265,6 +267,8 @@ def _step_points(record: StepRecord, fields: Mapping[str, Value]) -> dict[str, f
     }
     if record.seconds > 0:
         points["train/samples_per_second"] = record.size / record.seconds
+        if record.flops is not None:
+            points["train/tflops"] = record.flops / record.seconds / 1e12
         tokens = fields.get("tokens")
         if isinstance(tokens, float | int):
             points["train/tokens_per_second"] = tokens / record.seconds

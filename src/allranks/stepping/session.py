@@ -40,6 +40,7 @@ class Session:
         step: one optimizer step.
         validation: the validation split, or None.
         decisions: what was chosen, with because.
+        flops_per_sample: of a forward and a backward; None where they cannot be counted.
     """
 
     task: Task
@@ -54,6 +55,7 @@ class Session:
     step: Step
     validation: Any
     decisions: tuple[Decision, ...]
+    flops_per_sample: float | None = None
 
     def loader(self) -> Loader:
         """This rank's batches from the stream's position on."""
@@ -123,6 +125,7 @@ def assemble(
         step=step,
         validation=None if has_step(task) else task.dataset("validation"),
         decisions=decisions + _unused(task, config) + _remarks(schedule, config, stream),
+        flops_per_sample=meeting.flops_per_sample,
     )
 
 

@@ -18,6 +18,7 @@ from allranks.data.stream import declared_order
 from allranks.errors import AllranksError, DataError, TaskError
 from allranks.parallel.parallelize import Spread
 from allranks.stepping.buffer_check import check_buffers
+from allranks.stepping.flops import count_flops
 from allranks.stepping.loss_check import NUM_SAMPLES, examine_loss
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
@@ -38,12 +39,14 @@ class Meeting:
         coupled: whether the loss couples the samples of a forward.
         forward: the user's forward and loss.
         count_targets: batch -> number of targets; None where `step` counts them itself.
+        flops_per_sample: of a forward and a backward; None where they cannot be counted.
     """
 
     coupled: bool
     forward: Forward
     count_targets: Callable[[Any], int] | None
     decisions: tuple[Decision, ...]
+    flops_per_sample: float | None = None
 
 
 def check_at_start(
@@ -107,7 +110,8 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
             nature.because if alike else "it does so on another process, which sees other samples",
         ),
     )
-    return Meeting(coupled, forward, targets.call, decisions + _meet_unused(forward, batch, group))
+    flops = count_flops(forward, batch, len(samples))
+    return Meeting(coupled, forward, targets.call, decisions + _meet_unused(forward, batch, group), flops)
 
 
 def _describe(task: Task, method: str, verb: str, because: str) -> Decision:

@@ -58,6 +58,8 @@ class Trainer:
         self._stopwatch = stopwatch
         self._recorder = recorder
         self._progress = progress
+        per_sample = session.flops_per_sample
+        self._flops_per_sample = None if per_sample is None else per_sample / session.processes.size
         self._validation: dict[str, float] = {}
         self._evaluated_at = -1
         self._told_of_nonfinite = False
@@ -162,7 +164,8 @@ class Trainer:
                 self._progress.update(step, float(values["loss"]), batch.size / seconds)
             return values
 
-        self._recorder.record(StepRecord(step, samples, batch.size, outcome.lr, seconds, ready))
+        flops = None if self._flops_per_sample is None else self._flops_per_sample * batch.size
+        self._recorder.record(StepRecord(step, samples, batch.size, outcome.lr, seconds, ready, flops))
 
     def _tell_of_nonfinite(self, step: int, loss: float) -> None:
         """Once: every step after it is most likely lost, too."""

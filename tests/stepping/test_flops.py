@@ -1,0 +1,56 @@
+"""Operations of a sample, counted on the user's forward."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import config_of, session_of
+from tests.distributed.tasks import Tiny
+from tests.training.tasks import Curve, Gan
+
+SMALL = ("train.global_batch=6",)
+
+
+class Products(Curve):
+    """[2] -> [7] -> [2], without anything else that counts."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 7, bias=False), nn.Dropout(), nn.Linear(7, 2, bias=False))
+
+
+def test_a_product_and_a_sum_are_two_and_a_backward_costs_two_forwards() -> None:
+    session = session_of(Products(), config_of("single", *SMALL))
+    assert session.flops_per_sample == 3 * 2 * (2 * 7 + 7 * 2)
+    assert session.spread.modules[""].training
+
+
+def flops_of(layout: str) -> Any:
+    return session_of(Products(), config_of(layout, *SMALL)).flops_per_sample
+
+
+@pytest.mark.distributed
+def test_a_sharded_model_costs_the_same(pool: Pools) -> None:
+    assert pool(2).run(flops_of, "fsdp") == pool(2).run(flops_of, "ddp") == [3 * 2 * 28.0] * 2
+
+
+class Additions(Curve):
+    def model(self) -> nn.Module:
+        return Shift()
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.shift
+
+
+def test_what_cannot_be_counted_has_no_number() -> None:
+    assert session_of(Additions(), config_of("single", *SMALL)).flops_per_sample is None
+    assert session_of(Gan(), config_of("single", *SMALL)).flops_per_sample is None
+    assert (session_of(Tiny(), config_of("single", *SMALL)).flops_per_sample or 0) > 0
