@@ -234,9 +234,9 @@ def main() -> None:
         print(json.dumps({"rows": rows}))
         return
     names = list(rows[0])
-    print("  ".join(f"{name:>12}" for name in names))
-    for found in rows:
-        print("  ".join(f"{found[name]!s:>12}" for name in names))
+    widths = {name: max(len(name), *(len(str(found[name])) for found in rows)) for name in names}
+    for found in ({name: name for name in names}, *rows):
+        print("  ".join(f"{found[name]!s:>{widths[name]}}" for name in names))
 
 
 if __name__ == "__main__":
