@@ -66,8 +66,8 @@ def constant(value: Any) -> Callable[[], Any]:
 @pytest.mark.parametrize(
     ("dataset", "reason"),
     [
-        (lambda: (number for number in range(64)), "generator .* it is its own iterator"),
-        (Once, "Once .* it is its own iterator"),
+        (lambda: (number for number in range(64)), "generator .* each iter.. on it gives the same iterator"),
+        (Once, "Once .* each iter.. on it gives the same iterator"),
         (lambda: Source(constant(iter(range(64)))), "Source .* each iter.. on it gives the same iterator"),
         (lambda: Inner(constant(iter(range(5)))), "Inner .* a second pass over it is empty"),
     ],
@@ -150,3 +150,29 @@ def test_items_that_differ(one: Any, other: Any) -> None:
 )
 def test_items_that_are_alike(make: Callable[[], Any]) -> None:
     assert are_alike(make(), make())
+
+
+class Resetting:
+    """Its own iterator, set back to the beginning by each iter()."""
+
+    order = "global"
+
+    def __iter__(self) -> "Resetting":
+        self.number = 0
+        return self
+
+    def __next__(self) -> int:
+        self.number += 1
+        if self.number > 64:
+            raise StopIteration
+        return self.number
+
+
+@pytest.mark.parametrize("order", ["global", "sharded"])
+def test_an_iterator_that_is_set_back_begins_anew(order: str) -> None:
+    dataset = Resetting()
+    dataset.order = order
+    found = begin_pass(dataset, 3)
+    first = next(found)
+    next(found)
+    check_second_pass(dataset, 3, found, first)

@@ -16,33 +16,31 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 
 def begin_pass(dataset: Any, seed: int) -> Iterator[Any]:
-    """An iterator over the first epoch, begun as in training. Raises DataError for a dataset that is its own."""
+    """An iterator over the first epoch, begun as in training."""
     set_epoch = getattr(dataset, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(0)
     seed_all(item_key(seed, 0, 0))
     found: Iterator[Any] = iter(dataset)
-    if found is dataset:
-        raise _refused(dataset, "it is its own iterator")
     return found
 
 
 def check_second_pass(dataset: Any, seed: int, begun: Iterator[Any], first: Any) -> None:
     """Refuses an iterable dataset of which `begun` has given `first` and more, if it does not begin anew after that.
 
-    Where every rank reads all of it (order="global") its passes have to be alike, under the same seeds. What shards
-    itself may be as random as it likes.
+    Where every rank reads all of it (order="global") its passes have to be alike, under the same seeds, and where each
+    pass is the same iterator, which must have been reset. What shards itself may else be as random as it likes.
 
     Raises:
         DataError: another pass goes on where the first one was left, is empty, or begins with another item.
     """
     again = begin_pass(dataset, seed)
-    if again is begun:
-        raise _refused(dataset, "each iter() on it gives the same iterator")
     seed_all(item_key(seed, 0, 0))
     items = list(islice(again, 1))
     if not items:
         raise _refused(dataset, "a second pass over it is empty")
+    if again is begun and not are_alike(first, items[0]):
+        raise _refused(dataset, "each iter() on it gives the same iterator, which goes on where it was left")
     if declared_order(dataset) == "global" and not are_alike(first, items[0]):
         raise _refused(dataset, "a second pass over it, under the same seeds, begins with another item")
 
