@@ -18,7 +18,7 @@ def count_flops(forward: Forward, batch: Any, num_samples: int) -> float | None:
     layout this is collective: all ranks call it.
     """
     module = forward.spread.bare()
-    training = module.training
+    modes = [(part, part.training) for part in module.modules()]
     counter = FlopCounterMode(display=False)
     try:
         module.eval()
@@ -29,6 +29,7 @@ def count_flops(forward: Forward, batch: Any, num_samples: int) -> float | None:
         # A module may do what cannot be counted; that costs it a curve, and nothing else.
         return None
     finally:
-        module.train(training)
+        for part, training in modes:
+            part.training = training
         forward.spread.reshard()
     return PASSES * counter.get_total_flops() / num_samples or None
