@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -191,7 +192,8 @@ def command(folder: Path, *arguments: str) -> int:
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"{name}-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)
-    vars(running)["end_process"] = lambda code: None  # this process has to answer yet
+    # This process has to answer yet: of its end only what reaches the files is kept.
+    vars(running)["end_process"] = lambda code: (sys.stdout.flush(), sys.stderr.flush())
     return main(["train", f"{TASKS}:Noisy", *arguments])
 
 
