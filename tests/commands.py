@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ def environment() -> dict[str, str]:
     return kept | {"PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def allranks(*arguments: str, folder: Path, check: int | None = 0) -> subprocess.CompletedProcess[str]:
-    """`python -m allranks ARGUMENTS` in `folder`, to its end; the exit code has to be `check` (None: any)."""
-    command = [sys.executable, "-m", "allranks", *arguments]
+def allranks(
+    *arguments: str, folder: Path, check: int | None = 0, launcher: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """`LAUNCHER python -m allranks ARGUMENTS` in `folder`, to its end; its exit code has to be `check` (None: any)."""
+    command = [*launcher, sys.executable, "-m", "allranks", *arguments]
     ran = subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
     )

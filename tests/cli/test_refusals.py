@@ -150,16 +150,7 @@ def read_only(trained: Path, tmp_path: Path) -> Iterator[list[str]]:
 def test_a_read_only_place_is_refused(read_only: list[str], tmp_path: Path) -> None:
     before = listing(tmp_path)
     for arguments in ((WRONG, *GOOD, "--run", "place/new"), ("--resume", "place/run", "train.steps=5")):
-        ran = subprocess.run(
-            [*read_only, sys.executable, "-m", "allranks", "train", *arguments],
-            cwd=tmp_path,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert ran.returncode == 78, ran.stderr
+        ran = allranks("train", *arguments, folder=tmp_path, check=78, launcher=read_only)
         one_line(ran, "place", "cannot be written: Read-only file system", "--run DIR")
     assert listing(tmp_path) == before
 

@@ -175,17 +175,8 @@ def test_torchrun_with_two_agents_on_one_machine(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)")
 def test_mpirun_starts_the_processes(tmp_path: Path) -> None:
-    launch = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "3", sys.executable, "-m", "allranks"]
-    ran = subprocess.run(
-        [*launch, "train", POINTS, *QUICK, "--run-dir", "run"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "3"]
+    ran = allranks("train", POINTS, *QUICK, "--run-dir", "run", folder=tmp_path, launcher=launcher)
     run = Run.open(tmp_path / "run")
     assert run.ranks() == [0, 1, 2] and list(steps(run.path)) == list(range(1, 21))
     assert ran.stdout.count("dp_replicate=3") == 1, "one report, of one rank"

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,20 @@ def contents_of(task: Any, config: Config, steps: int) -> tuple[Any, Contents]:
 
 def saver_of(session: Any, contents: Contents, directory: Path, **config: int) -> Saver:
     return Saver(contents, session.processes, CheckpointConfig(**config), directory, "run", 1)
+
+
+def found(directory: Path, session: Any) -> Checkpoint:
+    checkpoint, _ = find_checkpoint(directory, "run", session.processes)
+    assert checkpoint is not None
+    return checkpoint
+
+
+@contextmanager
+def unchanged(session: Any) -> Iterator[None]:
+    """Asserts that what is done in it leaves every tensor as it was."""
+    before = {name: tensor.clone() for name, (_, _, tensor) in parts_of(session).items()}
+    yield
+    assert all(torch.equal(parts_of(session)[name][2], tensor) for name, tensor in before.items())
 
 
 def save_and_hold(directory: Path, task: Any, layout: str) -> Parts:
@@ -220,8 +235,7 @@ def test_what_is_no_tensor_comes_back_too(tmp_path: Path) -> None:
     saver_of(session, contents, tmp_path).save(3)
     again = Remembering()
     resumed, other = contents_of(again, config, 0)
-    checkpoint, _ = find_checkpoint(tmp_path, "run", resumed.processes)
-    assert checkpoint is not None
+    checkpoint = found(tmp_path, resumed)
     other.load(checkpoint)
     assert again.loaded == losses > 3
     assert (resumed.stream.position, resumed.stream.step) == (30, 3)
@@ -233,12 +247,12 @@ def test_a_dataset_of_another_length_is_refused_before_anything_is_copied(tmp_pa
     session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
     saver_of(session, contents, tmp_path).save(1)
     grown, other = contents_of(Curve(num_points=53), config_of("single", *SMALL), 0)
-    before = {name: tensor.clone() for name, (_, _, tensor) in parts_of(grown).items()}
-    checkpoint, _ = find_checkpoint(tmp_path, "run", grown.processes)
-    assert checkpoint is not None
-    with pytest.raises(CheckpointError, match=r"has 53 samples, but had 47 .* bring the old data back, or start a new"):
+    checkpoint = found(tmp_path, grown)
+    with (
+        unchanged(grown),
+        pytest.raises(CheckpointError, match=r"has 53 samples, but had 47 .* bring the old data back, or start a new"),
+    ):
         other.load(checkpoint)
-    assert all(torch.equal(parts_of(grown)[name][2], tensor) for name, tensor in before.items())
     assert contents.load(checkpoint) == ()
     # One of an older version does not say how many there were.
     old = {key: value for key, value in checkpoint.manifest.state.items() if key != "dataset"}
@@ -272,8 +286,7 @@ def save_sharded(directory: Path) -> None:
 def test_shards_on_another_number_of_ranks_are_said(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(save_sharded, tmp_path)
     session, contents = contents_of(Sharded(), config_of("single", *SMALL), 0)
-    checkpoint, _ = find_checkpoint(tmp_path, "run", session.processes)
-    assert checkpoint is not None
+    checkpoint = found(tmp_path, session)
     (decision,) = contents.load(checkpoint)
     assert str(decision).startswith("some samples may be read twice, and others never, because 2 data-parallel ranks")
 
@@ -292,12 +305,12 @@ def test_another_model_is_refused_before_anything_is_copied(tmp_path: Path) -> N
     session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
     saver_of(session, contents, tmp_path).save(1)
     other, wide = contents_of(Curve(width=9), config_of("single", *SMALL), 0)
-    before = {name: tensor.clone() for name, (_, _, tensor) in parts_of(other).items()}
-    checkpoint, _ = find_checkpoint(tmp_path, "run", other.processes)
-    assert checkpoint is not None
-    with pytest.raises(CheckpointError, match=r"'model\.0\.weight' is float64\[6, 2\] in the checkpoint"):
+    checkpoint = found(tmp_path, other)
+    with (
+        unchanged(other),
+        pytest.raises(CheckpointError, match=r"'model\.0\.weight' is float64\[6, 2\] in the checkpoint"),
+    ):
         wide.load(checkpoint)
-    assert all(torch.equal(parts_of(other)[name][2], tensor) for name, tensor in before.items())
 
 
 def find_in_a_world(directory: Path) -> str:
