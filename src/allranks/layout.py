@@ -98,7 +98,7 @@ class Layout:
 
     def supported_here(self) -> None:
         """Refuse what this version does not make yet. Raises LayoutError."""
-        later = [f"{axis}={getattr(self, axis)}" for axis in ("tp", "cp", "pp", "ep") if getattr(self, axis) > 1]
+        later = [f"{axis}={getattr(self, axis)}" for axis in ("cp", "pp", "ep") if getattr(self, axis) > 1]
         later += [self.kind] if self.kind in ("data_parallel", "placement") else []
         later += ["sharding=optimizer"] if self.sharding == "optimizer" else []
         later += [

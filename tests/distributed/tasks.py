@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from allranks.task import Task
+from allranks.models.transformer import Transformer
+from allranks.task import Hints, Task, TensorStyle
 
 IGNORED = -100
 NUM_SAMPLES = 61
@@ -142,6 +143,11 @@ def sharing() -> nn.Module:
     return Stack([Block(vector_gain(), shared), Block(vector_gain()), Block(vector_gain(), shared)])
 
 
+def transformer() -> nn.Module:
+    """The reference model with grouped queries: of 12 heads and ffn 12, so that 2, 3 and 4 ranks may share them."""
+    return Transformer(11, 2, 48, 24, ffn=12, max_seq=6, num_kv_heads=12)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "tied": Tied,
@@ -149,11 +155,21 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen": frozen,
     "sharing": sharing,
     "counted": Counted,
+    "transformer": transformer,
+}
+OF_WORDS = ("tied", "transformer")
+
+# Where tensor parallelism finds nothing to cut by itself.
+TENSOR: dict[str, dict[str, TensorStyle]] = {
+    "tied": {"embedding": "vocab", "head": "vocab"},
+    "scalars": {"blocks.*.linear": "vocab"},
+    "frozen": {"blocks.*.linear": "vocab", "first": "vocab"},
+    "sharing": {"blocks.*.linear": "vocab"},
 }
 
 
 class Tiny(Task):
-    """Cross-entropy of one of MODELS, on Words for "tied" and on Points for the others."""
+    """Cross-entropy of one of MODELS, on Words for some and on Points for the others."""
 
     kind: str = "mlp"
 
@@ -161,7 +177,10 @@ class Tiny(Task):
         return MODELS[self.kind]()
 
     def dataset(self, split: str) -> Any:
-        return Words() if self.kind == "tied" else Points()
+        return Words() if self.kind in OF_WORDS else Points()
+
+    def hints(self) -> Hints:
+        return Hints(tensor=TENSOR.get(self.kind, {}))
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         return functional.cross_entropy(output.flatten(0, -2), batch["y"].flatten(), reduction="sum")

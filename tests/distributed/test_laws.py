@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from allranks.layout import Layout, parse_layout
 from allranks.task import Hints
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import ReferenceStep, plain_loop
@@ -36,6 +37,9 @@ LAYOUTS = {
     "grad_op": ("fsdp,sharding=grad_op", (2, 3, 4)),
     "none": ("fsdp,sharding=none", (2, 3, 4)),
     "hsdp": ("dp_replicate=2,dp_shard=2", (4,)),
+    "tp": ("tp=*", (2, 3, 4)),
+    "tp-ddp": ("tp=2,dp_replicate=2", (4,)),
+    "tp-fsdp": ("tp=2,dp_shard=2", (4,)),
 }
 MICRO_STEPS = (1, 3)
 # 12 divides by every world size, 13 by none; of 5 samples in 3 micro-steps some rank has none (a filler).
@@ -95,13 +99,19 @@ def record(cases: Sequence[Case]) -> list[list[RecordedStep]]:
     return found
 
 
+def data_ranks(case: Case) -> range:
+    """One of all the ranks that see the same samples, for each share of them."""
+    layout = Layout.resolve(parse_layout(LAYOUTS[case.layout][0]), case.world_size)
+    return range(0, case.world_size, layout.tp)
+
+
 def reference(case: Case, ranks: Sequence[Sequence[RecordedStep]]) -> list[ReferenceStep]:
     """What one device computes from the very samples that the ranks fed."""
     task = Tiny(kind=case.model)
     dataset, model = task.dataset("train"), initial_model(task).double()
     batches = []
     for step in range(STEPS):
-        positions = fed(ranks, step, range(case.world_size))
+        positions = fed(ranks, step, data_ranks(case))
         assert list(positions) == list(range(step * case.global_batch, (step + 1) * case.global_batch))
         batch = default_collate([dataset[sample] for sample in positions.values()])
         batch["x"] = batch["x"].double() if batch["x"].is_floating_point() else batch["x"]

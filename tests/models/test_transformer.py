@@ -34,9 +34,9 @@ def test_logits_of_a_position_depend_on_it_and_on_those_before_it_only() -> None
 
 def test_attention_is_the_textbooks() -> None:
     torch.manual_seed(1)
-    attention = Attention(hidden=8, num_heads=2, max_seq=6).double()
+    attention = Attention(hidden=8, num_heads=2, num_kv_heads=2, max_seq=6).double()
     value = torch.randn(1, 6, 8, dtype=torch.float64)
-    query, key, content = (value @ attention.qkv.weight.T).chunk(3, dim=-1)
+    query, key, content = (value @ layer.weight.T for layer in (attention.query, attention.key, attention.value))
     cos, sin = rotary_angles(6, 4)
     heads = []
     for head in (slice(0, 4), slice(4, 8)):
@@ -45,6 +45,22 @@ def test_attention_is_the_textbooks() -> None:
         scores = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
         heads.append(scores.softmax(-1) @ content[..., head])
     torch.testing.assert_close(attention(value), torch.cat(heads, dim=-1) @ attention.out.weight.T)
+
+
+def test_grouped_queries_share_keys_and_values() -> None:
+    torch.manual_seed(1)
+    grouped, whole = Attention(16, 4, 2, 6).double(), Attention(16, 4, 4, 6).double()
+    whole.load_state_dict(
+        grouped.state_dict()
+        | {
+            f"{name}.weight": getattr(grouped, name).weight.unflatten(0, (2, 4)).repeat_interleave(2, 0).flatten(0, 1)
+            for name in ("key", "value")
+        }
+    )
+    value = torch.randn(2, 6, 16, dtype=torch.float64)
+    torch.testing.assert_close(grouped(value), whole(value))
+    with pytest.raises(ValueError, match=r"num_heads\(4\) must be a multiple of num_kv_heads\(3\)"):
+        Transformer(8, 1, 16, 4, num_kv_heads=3)
 
 
 def test_rotated_products_depend_on_the_distance_only() -> None:
@@ -60,7 +76,7 @@ def test_the_feed_forward_is_swiglu() -> None:
     torch.manual_seed(1)
     feed_forward = FeedForward(4, 6).double()
     value = torch.randn(3, 4, dtype=torch.float64)
-    gate, up = feed_forward.gate_up.weight[:6], feed_forward.gate_up.weight[6:]
+    gate, up = feed_forward.gate.weight, feed_forward.up.weight
     expected = (nn.functional.silu(value @ gate.T) * (value @ up.T)) @ feed_forward.down.weight.T
     torch.testing.assert_close(feed_forward(value), expected)
 
@@ -77,7 +93,7 @@ def test_sizes_names_and_initial_values(tied: bool) -> None:
     assert {type(layer).__name__ for layer in model.layers} == {"Block"}
     std = {name: float(parameter.detach().std()) for name, parameter in model.named_parameters() if parameter.ndim == 2}
     assert std["layers.1.attention.out.weight"] == pytest.approx(INIT_STD / math.sqrt(6), rel=0.05)
-    assert std["layers.1.feed_forward.gate_up.weight"] == pytest.approx(INIT_STD, rel=0.05)
+    assert std["layers.1.feed_forward.gate.weight"] == pytest.approx(INIT_STD, rel=0.05)
     assert std["embedding.weight"] == pytest.approx(INIT_STD, rel=0.05)
     loss = nn.functional.cross_entropy(model(torch.arange(8)[None])[0], torch.arange(100, 108))
     assert float(loss.detach()) == pytest.approx(math.log(256), rel=0.05)

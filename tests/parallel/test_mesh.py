@@ -37,6 +37,35 @@ def test_ranks_of_one_copy_are_neighbours(pool: Pools) -> None:
     ]
 
 
+def look_inside() -> tuple[int, int, bool, list[int], list[int], tuple[int, ...]]:
+    mesh = build_mesh(Layout(dp_replicate=2, tp=2), "cpu")
+    assert mesh.data_group is not None
+    data, tensor = (dist.get_process_group_ranks(group) for group in (mesh.data_group, mesh.group("tp")))
+    return mesh.dp_rank, mesh.coordinate("tp"), mesh.counts, data, tensor, mesh.peers(["tp"])
+
+
+@pytest.mark.distributed
+def test_ranks_that_share_layers_see_the_same_samples(pool: Pools) -> None:
+    assert pool(4).run(look_inside) == [
+        (0, 0, True, [0, 2], [0, 1], (0, 2)),
+        (0, 1, False, [1, 3], [0, 1], (1, 3)),
+        (1, 0, True, [0, 2], [2, 3], (0, 2)),
+        (1, 1, False, [1, 3], [2, 3], (1, 3)),
+    ]
+
+
+def data_groups() -> tuple[int, list[int], object]:
+    whole = build_mesh(Layout(dp_replicate=2, dp_shard=2), "cpu")
+    alone = build_mesh(Layout(tp=4), "cpu")
+    assert whole.data_group is not None
+    return whole.dp_rank, dist.get_process_group_ranks(whole.data_group), alone.data_group
+
+
+@pytest.mark.distributed
+def test_one_data_rank_has_no_group(pool: Pools) -> None:
+    assert pool(4).run(data_groups) == [(rank, [0, 1, 2, 3], None) for rank in range(4)]
+
+
 @pytest.mark.distributed
 def test_an_axis_that_is_not_there_is_named(pool: Pools) -> None:
     with pytest.raises(LayoutError, match="no axis 'tp' in layout dp_replicate=2: its axes are dp_replicate, dp_shard"):

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 from allranks.errors import TaskError
-from allranks.parallel.parallelize import Spread
+from allranks.parallel.spread import Spread
 from allranks.stepping.session import Session
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import ReferenceStep

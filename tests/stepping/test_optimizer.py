@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from allranks.config import OptimizerConfig
 from allranks.errors import TaskError
-from allranks.parallel.parallelize import Spread
+from allranks.parallel.spread import Spread
 from allranks.parameter_map import Box
 from allranks.stepping.optimizer import Optimizers, build_optimizers, make_optimizer
 from tests.distributed.pool import Pools

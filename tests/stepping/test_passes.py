@@ -8,7 +8,7 @@ from torch import nn
 
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.digest import sample_hash
-from allranks.parallel.parallelize import Spread
+from allranks.parallel.spread import Spread
 from allranks.stepping.passes import PlainPasses, buffers_kept, ledger_of
 from allranks.stepping.session import Session
 from tests.distributed.sessions import config_of, session_of

@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ import torch
 from torch.utils.data import IterableDataset
 
 from allranks.checkpointing.checkpoint import Checkpoint
-from allranks.config import CheckpointConfig, Config
+from allranks.config import CheckpointConfig
 from allranks.errors import CheckpointError, TaskError
 from allranks.stepping.schedule import Schedule
-from allranks.training.snapshot import Contents, Saver, find_checkpoint, kept_schedule, schedule_state
+from allranks.training.snapshot import Saver, find_checkpoint, kept_schedule
 from tests.distributed.pool import Pools
-from tests.distributed.sessions import Parts, config_of, parts_of, processes_of, session_of, step_through, together
+from tests.distributed.sessions import Parts, config_of, parts_of, processes_of, together
+from tests.training.snapshots import contents_of, find, saver_of, unchanged
 from tests.training.tasks import Curve, Gan, Remembering, Tied, points
 
 # Their names are replaced below, which a type checker would only allow for names that they export.
@@ -37,34 +37,6 @@ def noting(calls: list[Any], what: Callable[[Any], Any], real: Any) -> Any:
 
 
 SMALL = ("train.global_batch=10", "optimizer.lr=0.05")
-
-
-def contents_of(task: Any, config: Config, steps: int) -> tuple[Any, Contents]:
-    """A session that has made `steps` steps, and what a checkpoint of it holds."""
-    session = session_of(task, config)
-    extra = schedule_state(session.schedule, config.schedule)
-    contents = Contents(session.spread, session.optimizers, session.stream, extra, task)
-    for _ in step_through(session, steps) if steps else ():
-        pass
-    return session, contents
-
-
-def saver_of(session: Any, contents: Contents, directory: Path, **config: int) -> Saver:
-    return Saver(contents, session.processes, CheckpointConfig(**config), directory, "run", 1)
-
-
-def found(directory: Path, session: Any) -> Checkpoint:
-    checkpoint, _ = find_checkpoint(directory, "run", session.processes)
-    assert checkpoint is not None
-    return checkpoint
-
-
-@contextmanager
-def unchanged(session: Any) -> Iterator[None]:
-    """Asserts that what is done in it leaves every tensor as it was."""
-    before = {name: tensor.clone() for name, (_, _, tensor) in parts_of(session).items()}
-    yield
-    assert all(torch.equal(parts_of(session)[name][2], tensor) for name, tensor in before.items())
 
 
 def save_and_hold(directory: Path, task: Any, layout: str) -> Parts:
@@ -235,7 +207,7 @@ def test_what_is_no_tensor_comes_back_too(tmp_path: Path) -> None:
     saver_of(session, contents, tmp_path).save(3)
     again = Remembering()
     resumed, other = contents_of(again, config, 0)
-    checkpoint = found(tmp_path, resumed)
+    checkpoint = find(tmp_path, resumed)
     other.load(checkpoint)
     assert again.loaded == losses > 3
     assert (resumed.stream.position, resumed.stream.step) == (30, 3)
@@ -247,7 +219,7 @@ def test_a_dataset_of_another_length_is_refused_before_anything_is_copied(tmp_pa
     session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
     saver_of(session, contents, tmp_path).save(1)
     grown, other = contents_of(Curve(num_points=53), config_of("single", *SMALL), 0)
-    checkpoint = found(tmp_path, grown)
+    checkpoint = find(tmp_path, grown)
     with (
         unchanged(grown),
         pytest.raises(CheckpointError, match=r"has 53 samples, but had 47 .* bring the old data back, or start a new"),
@@ -286,7 +258,7 @@ def save_sharded(directory: Path) -> None:
 def test_shards_on_another_number_of_ranks_are_said(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(save_sharded, tmp_path)
     session, contents = contents_of(Sharded(), config_of("single", *SMALL), 0)
-    checkpoint = found(tmp_path, session)
+    checkpoint = find(tmp_path, session)
     (decision,) = contents.load(checkpoint)
     assert str(decision).startswith("some samples may be read twice, and others never, because 2 data-parallel ranks")
 
@@ -305,7 +277,7 @@ def test_another_model_is_refused_before_anything_is_copied(tmp_path: Path) -> N
     session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
     saver_of(session, contents, tmp_path).save(1)
     other, wide = contents_of(Curve(width=9), config_of("single", *SMALL), 0)
-    checkpoint = found(tmp_path, other)
+    checkpoint = find(tmp_path, other)
     with (
         unchanged(other),
         pytest.raises(CheckpointError, match=r"'model\.0\.weight' is float64\[6, 2\] in the checkpoint"),

@@ -8,7 +8,8 @@ Sources: "Attention Is All You Need" (arXiv 1706.03762); RMSNorm (arXiv 1910.074
 """
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -33,57 +34,69 @@ def rotate(value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions: [batch, seq, hidden] -> the same."""
+    """Causal self-attention with rotary positions: [batch, seq, hidden] -> the same.
+
+    Several query heads may share a key and value head (grouped queries, arXiv 2305.13245).
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, hidden: int, num_heads: int, max_seq: int) -> None:
+    def __init__(self, hidden: int, num_heads: int, num_kv_heads: int, max_seq: int) -> None:
         super().__init__()
         if hidden % (2 * num_heads):
             raise ValueError(f"hidden({hidden}) must be a multiple of 2 * num_heads({num_heads}): rotary turns pairs")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads({num_heads}) must be a multiple of num_kv_heads({num_kv_heads})")
         self.num_heads = num_heads
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = hidden // num_heads
+        self.query = nn.Linear(hidden, hidden, bias=False)
+        self.key = nn.Linear(hidden, num_kv_heads * self.head_dim, bias=False)
+        self.value = nn.Linear(hidden, num_kv_heads * self.head_dim, bias=False)
         self.out = nn.Linear(hidden, hidden, bias=False)
-        cos, sin = rotary_angles(max_seq, hidden // num_heads)
+        cos, sin = rotary_angles(max_seq, self.head_dim)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Attend from every position to itself and those before it."""
-        batch, seq, hidden = value.shape
+        # The number of heads is left open: tensor parallelism gives this rank some of them.
         query, key, content = (
-            part.view(batch, seq, self.num_heads, -1).transpose(1, 2) for part in self.qkv(value).chunk(3, dim=-1)
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in (self.query(value), self.key(value), self.value(value))
         )
+        seq = query.shape[-2]
         cos, sin = self.cos[:seq], self.sin[:seq]
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        mixed = functional.scaled_dot_product_attention(query, key, content, is_causal=True)
-        attended: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
+        shared = self.num_kv_heads < self.num_heads
+        mixed = functional.scaled_dot_product_attention(query, key, content, is_causal=True, enable_gqa=shared)
+        attended: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return attended
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(hidden, 2 * ffn, bias=False)
+        self.gate = nn.Linear(hidden, ffn, bias=False)
+        self.up = nn.Linear(hidden, ffn, bias=False)
         self.down = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """[..., hidden] -> the same."""
-        gate, up = self.gate_up(value).chunk(2, dim=-1)
-        mixed: torch.Tensor = self.down(functional.silu(gate) * up)
+        mixed: torch.Tensor = self.down(functional.silu(self.gate(value)) * self.up(value))
         return mixed
 
 
 class Block(nn.Module):
     """One layer: attention and feed-forward, each behind a norm and around a residual."""
 
-    def __init__(self, hidden: int, num_heads: int, ffn: int, max_seq: int) -> None:
+    def __init__(self, hidden: int, num_heads: int, num_kv_heads: int, ffn: int, max_seq: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(hidden)
-        self.attention = Attention(hidden, num_heads, max_seq)
+        self.attention = Attention(hidden, num_heads, num_kv_heads, max_seq)
         self.feed_forward_norm = nn.RMSNorm(hidden)
         self.feed_forward = FeedForward(hidden, ffn)
 
@@ -105,7 +118,23 @@ class Transformer(nn.Module):
         ffn: width of the feed-forward; by default 8/3 of hidden, rounded up to a multiple of 16.
         max_seq: the longest sequence.
         tied: whether the output layer is the embedding's own matrix.
+        num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many.
     """
+
+    # How tensor parallelism cuts it, in the words of `allranks.Hints.tensor`.
+    tensor_plan: ClassVar[Mapping[str, str]] = {
+        "embedding": "vocab",
+        "layers.*.*_norm": "sequence",
+        "layers.*.attention.query": "colwise",
+        "layers.*.attention.key": "colwise",
+        "layers.*.attention.value": "colwise",
+        "layers.*.attention.out": "rowwise",
+        "layers.*.feed_forward.gate": "colwise",
+        "layers.*.feed_forward.up": "colwise",
+        "layers.*.feed_forward.down": "rowwise",
+        "norm": "sequence",
+        "output": "vocab",
+    }
 
     def __init__(
         self,
@@ -116,12 +145,14 @@ class Transformer(nn.Module):
         ffn: int | None = None,
         max_seq: int = 1024,
         tied: bool = True,
+        num_kv_heads: int | None = None,
     ) -> None:
         super().__init__()
         self.max_seq = max_seq
         width = ffn if ffn is not None else -(-8 * hidden // 48) * 16
         self.embedding = nn.Embedding(vocab_size, hidden)
-        self.layers = nn.ModuleList(Block(hidden, num_heads, width, max_seq) for _ in range(num_layers))
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.layers = nn.ModuleList(Block(hidden, num_heads, kv_heads, width, max_seq) for _ in range(num_layers))
         self.norm = nn.RMSNorm(hidden)
         self.output = nn.Linear(hidden, vocab_size, bias=False)
         self._set_initial_values(num_layers)

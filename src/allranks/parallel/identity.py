@@ -1,6 +1,7 @@
 """Who each tensor is: the ParameterMap of the spread modules. Nobody else peels wrappers."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import final
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from allranks.parallel.blocks import Unit
 from allranks.parallel.mesh import Mesh
+from allranks.parallel.tensor import Cut
 from allranks.parameter_map import Box, Entry
 
 
@@ -46,13 +48,17 @@ class LiveTensors(Mapping[str, torch.Tensor]):
 
 
 def identify(
-    modules: Mapping[str, nn.Module], units: Mapping[str, Sequence[Unit]], mesh: Mesh
+    modules: Mapping[str, nn.Module],
+    units: Mapping[str, Sequence[Unit]],
+    mesh: Mesh,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> tuple[dict[str, Entry], LiveTensors]:
     """Logical name -> Entry, and logical name -> tensor, of modules that are sharded but not yet wrapped.
 
     Args:
         modules: by name; a name other than "" becomes a prefix.
         units: the units of each module.
+        cuts: logical name -> how a parameter was cut before it was sharded.
     """
     entries: dict[str, Entry] = {}
     parameters: dict[str, torch.Tensor] = {}
@@ -67,10 +73,11 @@ def identify(
                 parameters[logical] = tensor
             else:
                 buffers[logical] = (owner, leaf)
-            box, holders, placements = _place_of(tensor, mesh)
+            cut = cuts.get(logical)
+            box, holders, placements = _place_of(tensor, mesh, cut)
             entries[logical] = Entry(
                 name=logical,
-                shape=tuple(tensor.shape),
+                shape=tuple(tensor.shape) if cut is None else cut.shape,
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 box=box,
                 holders=holders,
@@ -91,20 +98,20 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, nn.Mo
         yield name, tensor, module.get_submodule(name.rpartition(".")[0])
 
 
-def _place_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Box, tuple[int, ...], dict[str, str]]:
-    if not isinstance(tensor, DTensor):
-        return Box.whole(tuple(tensor.shape)), tuple(range(mesh.layout.world_size)), {}
-    device_mesh, placements = tensor.device_mesh, tensor.placements
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, device_mesh, placements)
-    coordinate = device_mesh.get_coordinate()
-    assert coordinate is not None and device_mesh.mesh_dim_names is not None
-    # Ranks that differ from this one only along replicated axes hold the same box.
-    index = tuple(coordinate[dim] if placement.is_shard() else slice(None) for dim, placement in enumerate(placements))
-    holders = tuple(sorted(int(rank) for rank in device_mesh.mesh[index].flatten()))
-    described = {
-        axis: _describe(placement) for axis, placement in zip(device_mesh.mesh_dim_names, placements, strict=True)
-    }
-    return Box(tuple(offset), tuple(shape)), holders, described
+def _place_of(tensor: torch.Tensor, mesh: Mesh, cut: Cut | None) -> tuple[Box, tuple[int, ...], dict[str, str]]:
+    box, placements = Box.whole(tuple(tensor.shape)), dict[str, str]()
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        box = Box(tuple(offset), tuple(shape))
+        assert tensor.device_mesh.mesh_dim_names is not None
+        named = zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True)
+        placements = {axis: _describe(placement) for axis, placement in named}
+    if cut is not None:
+        offset = tuple(start + cut.offset * (dim == cut.dim) for dim, start in enumerate(box.offset))
+        box, placements[cut.axis] = Box(offset, box.shape), f"shard({cut.dim})"
+    # Ranks that differ from this one only along axes that do not cut the tensor hold the same box.
+    holders = mesh.peers([axis for axis, placement in placements.items() if placement != "replicate"])
+    return box, holders, placements
 
 
 def _describe(placement: Placement) -> str:

@@ -87,11 +87,13 @@ class Placer:
 
     Attributes:
         contiguous: whether to give up other orders in memory (channels_last), which FSDP2 does not cut.
+        cut: (a parameter as it was built, the same with its value on the device) -> the part that this rank keeps.
     """
 
     device: torch.device
     source: Source
     contiguous: bool = False
+    cut: Callable[[nn.Parameter, nn.Parameter], nn.Parameter] = lambda built, placed: placed
     # Old tensors are kept beside the new ones: an id is only unique while its object lives.
     _placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -109,6 +111,8 @@ class Placer:
             _, placed = self._placed.get(id(tensor), (tensor, None))
             if placed is None:
                 placed = self._stream(tensor)
+                if isinstance(tensor, nn.Parameter) and isinstance(placed, nn.Parameter):
+                    placed = self.cut(tensor, placed)
                 self._placed[id(tensor)] = (tensor, placed)
                 self._placed[id(placed)] = (placed, placed)
             if isinstance(placed, nn.Parameter):

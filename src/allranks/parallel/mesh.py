@@ -1,5 +1,7 @@
 """The device mesh of a Layout, and where this rank stands in it."""
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -10,6 +12,9 @@ from allranks.layout import Layout
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 
+# Outermost first: neighbouring ranks share a tp group, whose traffic is the heaviest and wants the fastest links.
+MESH_AXES = ("pp", *DATA_AXES, "cp", "tp")
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -18,13 +23,15 @@ class Mesh:
     Attributes:
         layout: the degrees.
         rank: this process's global rank.
-        device_mesh: torch's mesh with the axes (dp_replicate, dp_shard), or None for one process, where no collective
-            is needed.
+        device_mesh: torch's mesh with the data axes, and those others whose degree is above 1, in the order of
+            MESH_AXES; None for one process, where no collective is needed.
+        data_group: the ranks that see other samples and hold the same part of the model; None where this is one rank.
     """
 
     layout: Layout
     rank: int
     device_mesh: DeviceMesh | None
+    data_group: dist.ProcessGroup | None = None
 
     @property
     def dp(self) -> int:
@@ -34,22 +41,64 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """This rank's coordinate among them."""
-        if self.device_mesh is None:
+        return self.coordinate("dp_replicate") * self.layout.dp_shard + self.coordinate("dp_shard")
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank speaks for its samples: of those that see the same, one tells."""
+        return self.coordinate("tp") == 0
+
+    def coordinate(self, axis: str) -> int:
+        """Where this rank stands along `axis`; 0 along one that the layout does not have."""
+        if axis not in self._axes:
             return 0
-        replicate, shard = (self.device_mesh.get_local_rank(axis) for axis in DATA_AXES)
-        return replicate * self.layout.dp_shard + shard
+        assert self.device_mesh is not None
+        return int(self.device_mesh.get_local_rank(axis))
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank along `axis`; LayoutError where the layout has no such axis."""
-        if self.device_mesh is None or axis not in DATA_AXES:
-            known = ", ".join(DATA_AXES) if self.device_mesh is not None else "none (one process)"
+        if self.device_mesh is None or axis not in self._axes:
+            known = ", ".join(self._axes) or "none (one process)"
             raise LayoutError(f"no axis {axis!r} in layout {self.layout}: its axes are {known}")
         return self.device_mesh.get_group(axis)
+
+    def peers(self, axes: Collection[str]) -> tuple[int, ...]:
+        """The global ranks, ascending, that have this rank's coordinates along `axes`; itself among them."""
+        if self.device_mesh is None:
+            return (self.rank,)
+        index = tuple(self.coordinate(axis) if axis in axes else slice(None) for axis in self._axes)
+        return tuple(sorted(int(rank) for rank in self.device_mesh.mesh[index].flatten()))
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        if self.device_mesh is None:
+            return ()
+        assert self.device_mesh.mesh_dim_names is not None
+        return self.device_mesh.mesh_dim_names
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """The Mesh of `layout` over the initialised process group; collective. One process needs none."""
     if layout.world_size == 1:
         return Mesh(layout, 0, None)
-    shape = (layout.dp_replicate, layout.dp_shard)
-    return Mesh(layout, dist.get_rank(), init_device_mesh(device_type, shape, mesh_dim_names=DATA_AXES))
+    axes = tuple(axis for axis in MESH_AXES if axis in DATA_AXES or getattr(layout, axis) > 1)
+    shape = tuple(getattr(layout, axis) for axis in axes)
+    device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=axes)
+    return Mesh(layout, dist.get_rank(), device_mesh, _data_group(layout, device_mesh))
+
+
+def _data_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    if layout.dp == 1:
+        return None
+    if layout.dp == layout.world_size:
+        return dist.group.WORLD
+    for axis in DATA_AXES:
+        if getattr(layout, axis) == layout.dp:
+            return mesh.get_group(axis)
+    # Both data axes beside others: every rank makes every group, in one order.
+    assert mesh.mesh_dim_names is not None
+    first = mesh.mesh_dim_names.index(DATA_AXES[0])
+    ranks = mesh.mesh.movedim((first, first + 1), (-2, -1)).reshape(math.prod(mesh.mesh.shape) // layout.dp, layout.dp)
+    mine: dist.ProcessGroup
+    mine, _ = dist.new_subgroups_by_enumeration([sorted(row) for row in ranks.tolist()])
+    return mine

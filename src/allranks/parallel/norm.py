@@ -5,7 +5,8 @@ it. Sums of squares are kept in float32 at least. torch's own `clip_grad_norm_` 
 tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,19 @@ from torch.distributed.tensor import DTensor, Placement
 
 EPSILON = 1e-6  # in the denominator, as torch.nn.utils.clip_grad_norm_ has it
 
-Placing = tuple[DeviceMesh, tuple[Placement, ...]] | None
+# Of a DTensor where it lies (None: a plain tensor), and the groups over which what this rank holds was cut before that.
+Placing = tuple[tuple[DeviceMesh, tuple[Placement, ...]] | None, tuple[dist.ProcessGroup, ...]]
+
+Groups = Mapping[int, tuple[dist.ProcessGroup, ...]]
+UNCUT: Groups = MappingProxyType({})
+WHOLE: Placing = (None, ())
 
 
 def clip_gradients(
-    parameters: Sequence[torch.Tensor], max_norm: float | None, scale: torch.Tensor | None = None
+    parameters: Sequence[torch.Tensor],
+    max_norm: float | None,
+    scale: torch.Tensor | None = None,
+    cut_over: Groups = UNCUT,
 ) -> torch.Tensor:
     """Multiply every gradient by `scale` * min(1, max_norm / norm), in one pass; collective, no host sync on CUDA.
 
@@ -26,11 +35,12 @@ def clip_gradients(
         parameters: tensors whose `.grad` is set (others are passed over), each once.
         max_norm: the largest norm that stays, or None for no clipping.
         scale: a positive 0-dim tensor, or None for 1.
+        cut_over: id of a parameter -> the groups that hold the other parts of it, besides what a DTensor says.
 
     Returns:
         The norm of the scaled gradients before clipping, a 0-dim tensor, equal on every rank.
     """
-    groups = _group_by_placing(parameters)
+    groups = _group_by_placing(parameters, cut_over)
     norm = _total_norm(groups)
     if scale is not None:
         norm = norm * scale
@@ -51,24 +61,26 @@ def _factor(norm: torch.Tensor, max_norm: float | None, scale: torch.Tensor | No
     return clip if scale is None else clip * scale
 
 
-def _group_by_placing(parameters: Sequence[torch.Tensor]) -> dict[Placing, list[torch.Tensor]]:
+def _group_by_placing(parameters: Sequence[torch.Tensor], cut_over: Groups) -> dict[Placing, list[torch.Tensor]]:
     groups: dict[Placing, list[torch.Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue
+        over = cut_over.get(id(parameter), ())
         if isinstance(gradient, DTensor):
-            groups.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient._local_tensor)
+            placing: Placing = ((gradient.device_mesh, gradient.placements), over)
+            groups.setdefault(placing, []).append(gradient._local_tensor)
         else:
-            groups.setdefault(None, []).append(gradient)
+            groups.setdefault((None, over), []).append(gradient)
     return groups
 
 
 def _total_norm(groups: dict[Placing, list[torch.Tensor]]) -> torch.Tensor:
     if not groups:
         return torch.zeros(())
-    if list(groups) == [None]:
-        return _local_norm(groups[None])
+    if list(groups) == [WHOLE]:
+        return _local_norm(groups[WHOLE])
     squares = [_sum_over_shards(_local_norm(gradients).square(), placing) for placing, gradients in groups.items()]
     return torch.stack(squares).sum().sqrt()
 
@@ -81,10 +93,12 @@ def _local_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _sum_over_shards(square: torch.Tensor, placing: Placing) -> torch.Tensor:
-    if placing is None:
-        return square
-    mesh, placements = placing
-    for dim, placement in enumerate(placements):
-        if placement.is_shard():
-            dist.all_reduce(square, group=mesh.get_group(dim))
+    lying, over = placing
+    for group in over:
+        dist.all_reduce(square, group=group)
+    if lying is not None:
+        mesh, placements = lying
+        for dim, placement in enumerate(placements):
+            if placement.is_shard():
+                dist.all_reduce(square, group=mesh.get_group(dim))
     return square

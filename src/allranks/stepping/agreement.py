@@ -5,7 +5,7 @@ reduced asynchronously on a process group of its own; the training loop reads it
 journal when it is there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -97,14 +97,19 @@ class Agreement:
     Args:
         group: a process group of its own, over the world; None for one process.
         device: where the vector is reduced (that of the group's backend).
+        counts: whether this rank's samples count; not where another rank that sees the same ones tells of them.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, counts: bool = True) -> None:
         self._group = group
         self._device = device
+        self._counts = counts
 
     def start(self, ballot: Ballot) -> Pending:
         """Begin to agree; collective."""
+        if not self._counts:
+            nothing = torch.zeros_like(ballot.loss)
+            ballot = replace(ballot, loss=nothing, next_targets=0, next_samples=0, ledger=0)
         if self._group is None and self._device.type == "cpu":
             # One process agrees with itself: a vector would only cost it a tenth of what a small step may cost in all.
             counts = (ballot.next_targets, ballot.next_samples)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from allranks.data.micro_step import MicroStep
 from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
-from allranks.parallel.parallelize import Spread
+from allranks.parallel.spread import Spread
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.task import Task
 

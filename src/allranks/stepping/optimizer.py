@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from allranks.config import OptimizerConfig
 from allranks.errors import TaskError
-from allranks.parallel.parallelize import Spread
+from allranks.parallel.spread import Spread
 from allranks.parameter_map import Box, Entry
 
 Parameters = Sequence[torch.Tensor] | Mapping[str, Sequence[torch.Tensor]]
@@ -130,7 +130,7 @@ class Optimizers:
     def _state_entry(self, entry: Entry, prefix: str, value: torch.Tensor) -> Entry:
         name = f"{prefix}.{entry.name}"
         dtype = str(value.dtype).removeprefix("torch.")
-        if value.shape == torch.Size(entry.shape):
+        if _local(value).shape == torch.Size(entry.box.shape):
             return replace(entry, name=name, dtype=dtype)
         # A counter or another whole tensor beside a sharded parameter: every rank has all of it.
         shape = tuple(value.shape)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import seed_all
 from allranks.digest import ledger_sum
-from allranks.parallel.parallelize import Spread
+from allranks.parallel.spread import Spread
 from allranks.task import Task
 
 Scale = float | torch.Tensor

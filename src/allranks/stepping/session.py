@@ -15,8 +15,10 @@ from allranks.data.random_keys import seed_all
 from allranks.data.stream import DataStream, declared_order
 from allranks.errors import ConfigError, LayoutError
 from allranks.observing.counters import Stopwatch
-from allranks.parallel.parallelize import Spread, has_batch_statistics, parallelize
+from allranks.parallel.checks import has_batch_statistics
+from allranks.parallel.parallelize import parallelize
 from allranks.parallel.precision import choose_precision
+from allranks.parallel.spread import Spread
 from allranks.stepping.agreement import Agreement
 from allranks.stepping.alike import check_same_start
 from allranks.stepping.alternating import AlternatingPasses
@@ -98,7 +100,7 @@ def assemble(
     stream = _stream(dataset, config, processes, fixed=meeting.coupled or has_batch_statistics(spread.modules))
     # Where the Task's file lies is each host's own business.
     settings = {key: value for key, value in config.flat().items() if key != "task.spec"}
-    check_same_start(settings, stream.num_samples, processes.data_group, processes.device)
+    check_same_start(settings, stream.num_samples, processes.world_group, processes.device)
     loading = Loader(stream, workers=config.data.workers).decisions
     decisions = processes.choice.decisions + spread.decisions + meeting.decisions + loading
     schedule = kept_schedule or make_schedule(config, stream)
@@ -107,7 +109,7 @@ def assemble(
         observe(_passes(task, meeting.forward, optimizers, processes)),
         optimizers,
         schedule,
-        Agreement(processes.agreement, processes.device),
+        Agreement(processes.agreement, processes.device, counts=processes.mesh.counts),
         max_norm=config.train.max_norm,
         stop_requested=stop_requested,
         stopwatch=stopwatch,
@@ -139,6 +141,7 @@ def _spread(task: Task, config: Config, processes: Processes) -> Spread:
         source=processes.host_source(),
         seed=partial(seed_all, model_key(config.train.seed)),
         blocks=hints.blocks,
+        tensor=hints.tensor,
         # A step of its own may leave out whole models in a backward; its passes reduce what a loss has touched.
         ddp=not has_step(task),
         find_unused=bool(hints.optional) or has_step(task),

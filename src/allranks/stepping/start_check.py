@@ -16,7 +16,7 @@ from allranks.data.random_keys import item_key, seed_all
 from allranks.data.second_pass import begin_pass, check_second_pass
 from allranks.data.stream import declared_order
 from allranks.errors import AllranksError, DataError, TaskError
-from allranks.parallel.parallelize import Spread
+from allranks.parallel.spread import Spread
 from allranks.stepping.buffer_check import check_buffers
 from allranks.stepping.flops import count_flops
 from allranks.stepping.loss_check import NUM_SAMPLES, examine_loss

@@ -53,9 +53,14 @@ class Processes:
         return self.choice.device
 
     @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that see different samples: in this version all of them."""
+    def world_group(self) -> dist.ProcessGroup | None:
+        """All processes; None for one."""
         return None if self.size == 1 else dist.group.WORLD
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that see other samples than this one, and hold the same part of the model; None where it is one."""
+        return self.mesh.data_group
 
     def host_source(self) -> Source:
         """Initial values come from the first process of this host (law 5)."""
@@ -64,7 +69,7 @@ class Processes:
 
     def first_source(self) -> Source:
         """Initial values come from rank 0 of the world (an own loop builds its model on every rank)."""
-        return Source(self.data_group, 0, self.rank == 0)
+        return Source(self.world_group, 0, self.rank == 0)
 
     def share(self, value: Any) -> Any:
         """Rank 0's JSON value, on every rank; collective."""

@@ -18,7 +18,7 @@ from allranks.config import CheckpointConfig, ScheduleConfig
 from allranks.data.resuming import circumstances, compare_circumstances
 from allranks.data.stream import DataStream
 from allranks.errors import CheckpointError, TaskError
-from allranks.parallel.parallelize import Spread
+from allranks.parallel.spread import Spread
 from allranks.parameter_map import Entry
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.schedule import Schedule
@@ -193,14 +193,14 @@ class Saver:
             parts=parts,
             aliases=contents.aliases(),
             state=contents.state(),
-            group=processes.data_group,
+            group=processes.world_group,
             rank=processes.rank,
             world_size=processes.size,
             token=f"{self._run[:8]}_{self._generation}",
             device=processes.device,
         )
         if not self._proven:
-            check_files(checkpoint, processes.data_group, processes.device)
+            check_files(checkpoint, processes.world_group, processes.device)
             self._proven = True
         if processes.rank == 0:
             self._good.add(checkpoint.path)

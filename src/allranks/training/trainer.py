@@ -97,7 +97,7 @@ class Trainer:
         agreed = pending.read()
         if agreed.diverged:
             processes = self._session.processes
-            raise explain_divergence(pending.path, step, processes.data_group, processes.device)
+            raise explain_divergence(pending.path, step, processes.world_group, processes.device)
         return agreed
 
     def _stop(self, agreed: Agreed, before: Pending, batch: StepBatch) -> Reason | None:

@@ -4,7 +4,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from allranks.errors import TaskError
-from allranks.parallel.parallelize import Spread
+from allranks.parallel.spread import Spread
 from allranks.stepping.passes import RANKS_WITH_ONE_ORDER
 
 

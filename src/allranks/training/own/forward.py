@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, final
 
 from allranks.errors import TaskError
-from allranks.parallel.parallelize import Spread
+from allranks.parallel.spread import Spread
 from allranks.task import Task, describe, resolve_inputs, resolve_targets
 
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from allranks.errors import CheckpointError, TaskError
-from allranks.parallel.parallelize import Spread
+from allranks.parallel.spread import Spread
 from allranks.stepping.optimizer import Optimizers
 
 FUSED = (AdamW, Adam, SGD)

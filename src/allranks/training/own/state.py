@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from allranks.checkpointing.manifest import encode_state
 from allranks.errors import CheckpointError, TaskError
-from allranks.parallel.parallelize import Spread
+from allranks.parallel.spread import Spread
 from allranks.training.own.optimizer import group_settings, restore_group_settings
 
 PAIRS = "__pairs__"  # stands for a dict whose keys are no strings, as MultiStepLR keeps its milestones

@@ -172,7 +172,7 @@ class OwnStep:
         pending = self._agreement.start(Ballot(self._loss, self._targets, self._more, interrupt, terminate, ledger))
         scale = self._models.trained.divisor / pending.next_targets.clamp(min=1.0)
         self._stopwatch.mark("agreement")
-        norm = clip_gradients(optimizers.parameters(""), max_norm, scale)
+        norm = clip_gradients(optimizers.parameters(""), max_norm, scale, self._models.trained.cut_over)
         lr = self._update(optimizers)
         turn.state = "stepped"
         return self._finish(self._batch, pending, norm, lr)

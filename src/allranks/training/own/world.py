@@ -47,7 +47,7 @@ class World:
         self.rank, self.local_rank, self.size = processes.rank, processes.environment.local_rank, processes.size
         self.device = ground.device
         self._ground = ground
-        agreement = Agreement(processes.agreement, self.device)
+        agreement = Agreement(processes.agreement, self.device, counts=processes.mesh.counts)
         self._step = OwnStep(ground.models, agreement, self.device, ground.stopwatch)
         self._optimizers: dict[int, Optimizers] = {}
         self._loop: OwnLoop | None = None

@@ -1,0 +1,82 @@
+"""What is asked of the user's modules before they are spread."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from allranks.errors import LayoutError, TaskError
+from allranks.parallel.mesh import Mesh
+from allranks.parallel.precision import Precision
+from allranks.verdict import Decision
+
+# torch has no public name for the common base of BatchNorm1d, 2d, 3d and SyncBatchNorm.
+BATCH_STATISTICS = nn.modules.batchnorm._BatchNorm
+
+
+def has_batch_statistics(modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a module's training output depends on which samples share its batch."""
+    return any(_uses_batch_statistics(member) for module in modules.values() for member in module.modules())
+
+
+def _uses_batch_statistics(module: nn.Module) -> bool:
+    # A BatchNorm that is frozen (in evaluation mode) uses its running statistics, unless it keeps none.
+    return isinstance(module, BATCH_STATISTICS) and (module.training or module.running_mean is None)
+
+
+def start_training(which: str, module: nn.Module, decisions: list[Decision]) -> None:
+    """Only the whole: a part in evaluation mode inside a model in training mode is meant so, a frozen BatchNorm say."""
+    if not module.training and any(p.requires_grad for p in module.parameters()):
+        module.train()
+        name = f"model {which}" if which else "the model"
+        decisions.append(Decision(f"{name} is trained in training mode", "model() returned it in evaluation mode"))
+
+
+def cast(module: nn.Module, precision: Precision, decisions: list[Decision]) -> None:
+    """Floating tensors (complex ones stay) in the precision's own type, said where the model came in another."""
+    floating = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    if floating <= {precision.parameters}:
+        return
+    if precision.parameters is torch.float64:
+        module.double()
+        return
+    module.float()
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in floating - {precision.parameters}))
+    because = f"train.precision={precision.name}; model() made them {names}"
+    decisions.append(Decision("parameters are float32", because))
+
+
+def check_kinds(module: nn.Module) -> None:
+    """Only dense, real gradients can be reduced, clipped and cut alike."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise TaskError(f"parameter {name} is {kind}: make it real, and use torch.view_as_complex in forward")
+    for name, member in module.named_modules():
+        if isinstance(member, nn.Embedding | nn.EmbeddingBag) and member.sparse and member.weight.requires_grad:
+            raise TaskError(
+                f"{name or 'the model'} has sparse gradients, which come with a later version: sparse=False"
+            )
+
+
+def check_stateful(module: nn.Module, mesh: Mesh) -> None:
+    """LayoutError where batch statistics would be taken of a rank's own samples only."""
+    names = [name or "the model" for name, member in module.named_modules() if _uses_batch_statistics(member)]
+    if mesh.dp > 1 and names:
+        raise LayoutError(
+            f"{names[0]} (BatchNorm, {len(names)} in all) sees only its own rank's samples over {mesh.dp} "
+            "data-parallel ranks: synchronised statistics come with a later version; use --layout single, or GroupNorm"
+        )
+
+
+def check_apart(modules: Mapping[str, nn.Module], mesh: Mesh) -> None:
+    """Each module is cut by itself: a parameter that two of them share would silently become two."""
+    owner: dict[int, str] = {}
+    for which, module in modules.items():
+        for name, parameter in module.named_parameters():
+            other = owner.setdefault(id(parameter), which)
+            if other != which:
+                raise LayoutError(
+                    f"{which}.{name} is shared with model {other!r}, and layout {mesh.layout} cuts each model by "
+                    "itself: use --layout ddp or single"
+                )

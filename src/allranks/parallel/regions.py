@@ -1,0 +1,48 @@
+"""Random numbers under tensor parallelism (law 6): one stream where tensors are whole, one a rank where they are cut.
+
+Dropout on a whole activation has to draw the same mask on every rank of a tp group; on a cut one each rank has other
+elements, and one mask for all would repeat it. What is drawn depends on nothing but the generator's state, so that a
+recomputed forward draws the same.
+"""
+
+from typing import final
+
+import torch
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_POSITIVE = (1 << 63) - 1
+_LARGEST_DRAW = 1 << 62
+
+
+@final
+class Regions:
+    """Where a forward stands: in code that sees whole tensors, or in a region that sees this rank's part.
+
+    Args:
+        coordinate: of this rank along the axis over which tensors are cut.
+    """
+
+    def __init__(self, coordinate: int) -> None:
+        self.inside = False
+        self._coordinate = coordinate
+        self._common = 0
+
+    def enter(self) -> None:
+        """What follows is cut; nothing where it is already."""
+        if not self.inside:
+            self.inside = True
+            self._common = int(torch.randint(_LARGEST_DRAW, ()))
+            _seed(self._common, self._coordinate + 1)
+
+    def exit(self) -> None:
+        """What follows is whole again; nothing where it is already."""
+        if self.inside:
+            self.inside = False
+            _seed(self._common, 0)
+
+
+def _seed(common: int, index: int) -> None:
+    key = (common ^ (index * _GOLDEN)) & _POSITIVE
+    torch.default_generator.manual_seed(key)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)

@@ -1,0 +1,125 @@
+"""What `parallelize` returns: the user's modules, spread over the mesh, and who each of their tensors is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from allranks.parallel.held_back import check_released, find_held_back
+from allranks.parallel.mesh import DATA_AXES, Mesh
+from allranks.parallel.norm import Groups
+from allranks.parallel.path import Path
+from allranks.parallel.precision import Precision
+from allranks.parallel.replicate import replicate
+from allranks.parallel.shard import reshard_all
+from allranks.parameter_map import ParameterMap
+from allranks.verdict import Decision
+
+
+@dataclass(eq=False)
+class Spread:
+    """The user's modules, spread over the mesh.
+
+    Attributes:
+        modules: what is called, by name ("" for a single module).
+        mesh: where they are spread.
+        precision: how their forward runs.
+        device: where this rank's part lies.
+        map: who each parameter and buffer is.
+        tensors: logical name -> the live parameter or buffer; a sharded one is a DTensor.
+        decisions: what was chosen, with because.
+        find_unused: whether a backward may leave parameters without gradient that others of the same step reach.
+        path: the units that forwards have entered, where they are sharded.
+        cut_over: id of a parameter -> the groups over which it was cut before it was sharded.
+    """
+
+    modules: dict[str, nn.Module]
+    mesh: Mesh
+    precision: Precision
+    device: torch.device
+    map: ParameterMap
+    tensors: Mapping[str, torch.Tensor]
+    decisions: tuple[Decision, ...] = ()
+    find_unused: bool = False
+    path: Path = field(default_factory=Path)
+    cut_over: Groups = field(default_factory=dict)
+    _scalars: tuple[torch.Tensor, ...] = ()
+    _held_back: list[Any] = field(default_factory=list)
+
+    @property
+    def divisor(self) -> int:
+        """What DDP and FSDP2 divide a gradient's sum by: the number of data-parallel ranks."""
+        return self.mesh.dp
+
+    def trainable(self, which: str | None = None) -> dict[str, torch.Tensor]:
+        """Logical name -> trainable parameter, each tied one once; of all modules, or of the one named `which`."""
+        prefix = "" if which is None or which == "" else f"{which}."
+        return {
+            name: self.tensors[name]
+            for name, entry in self.map.items()
+            if entry.trainable and entry.alias_of is None and name.startswith(prefix)
+        }
+
+    def local(self, name: str) -> torch.Tensor:
+        """The part of a tensor that this rank holds, detached, sharing its memory."""
+        tensor = self.tensors[name].detach()
+        return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+    def synchronise(self, last: bool) -> None:
+        """Say whether the coming forward and backward is the last before an update, whose gradients are reduced.
+
+        What keeps its gradients sharded (full, grad_op) reduces over dp_shard each time all the same: holding whole
+        gradients between micro-steps would undo the sharding. FSDP2 sums what waits for dp_replicate unit by unit, and
+        loses it where the last backward reaches other parameters of the unit than the ones before: under `find_unused`
+        all is reduced each time; else that is refused with a TaskError, here or in `check_reduced`.
+        """
+        sharded = self.mesh.layout.dp_shard > 1
+        if last and sharded and self.mesh.layout.dp_replicate > 1:
+            self._held_back = find_held_back(self.modules.values())
+        for module in self.modules.values():
+            if isinstance(module, DistributedDataParallel):
+                module.require_backward_grad_sync = last
+            elif isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(last or sharded)
+                module.set_requires_all_reduce(last or self.find_unused)
+                module.set_is_last_backward(last)
+
+    def check_reduced(self) -> None:
+        """After the last backward: TaskError where gradients of an earlier micro-step were lost."""
+        check_released(self._held_back)
+
+    def reduce_scalars(self) -> None:
+        """Average the gradients of what FSDP2 leaves whole (parameters without dims) over the ranks; collective."""
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._scalars]
+        if not gradients:
+            return
+        flat = torch.stack([gradient.reshape(()) for gradient in gradients])
+        for axis in DATA_AXES:
+            if getattr(self.mesh.layout, axis) > 1:
+                dist.all_reduce(flat, group=self.mesh.group(axis))
+        flat /= self.divisor
+        for parameter, value in zip(self._scalars, flat, strict=True):
+            parameter.grad = value.clone()
+
+    def expect_unused(self) -> None:
+        """From now on a parameter without a gradient holds up no other: DDP is built anew, HSDP reduces each time."""
+        self.find_unused = True
+        for which, module in self.modules.items():
+            if isinstance(module, DistributedDataParallel):
+                self.modules[which] = replicate(module.module, self.mesh, self.device, find_unused=True)
+
+    def bare(self, which: str = "") -> nn.Module:
+        """The module without DDP around it: for a forward whose backward may never come."""
+        module = self.modules[which]
+        return module.module if isinstance(module, DistributedDataParallel) else module
+
+    def reshard(self) -> None:
+        """Drop what a forward without backward left gathered."""
+        for module in self.modules.values():
+            reshard_all(module)

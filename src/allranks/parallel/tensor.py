@@ -1,0 +1,298 @@
+"""The tp axis: layers whose parameters, and activations, are cut over ranks (tensor and sequence parallelism).
+
+A cut parameter is a plain tensor of this rank's part; who it is says the ParameterMap. So DDP and FSDP2 go around it,
+optimizers and checkpoints take it, and no operator is dispatched twice. Sources: Megatron-LM (arXiv 1909.08053,
+2205.05198).
+"""
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from allranks.errors import LayoutError
+from allranks.parallel.regions import Regions
+from allranks.parallel.tensor_ops import enter, gather, gather_sum, leave, part_bounds, split, sum_split
+from allranks.parallel.tensor_plan import TensorPlan
+from allranks.task import TensorStyle
+
+POSITIONS = -2  # the dim of an activation that is cut along the sequence: [..., positions, channels]
+CHANNELS = -1
+
+_DIM: Mapping[tuple[TensorStyle, str], int] = {
+    ("colwise", "weight"): 0,
+    ("colwise", "bias"): 0,
+    ("rowwise", "weight"): 1,
+    ("vocab", "weight"): 0,
+    ("vocab", "bias"): 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A parameter's part before anything else cuts it.
+
+    Attributes:
+        axis: the mesh axis over which it is cut.
+        dim: along which dim.
+        offset: where this rank's part begins.
+        shape: of the whole.
+    """
+
+    axis: str
+    dim: int
+    offset: int
+    shape: tuple[int, ...]
+
+
+@final
+class TensorCutter:
+    """Cuts the parameters of a plan as they are placed, and lets the modules compute with their parts.
+
+    Args:
+        plan: which modules, and how.
+        group: the tp ranks.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], plan: TensorPlan, group: dist.ProcessGroup) -> None:
+        self._plan = plan
+        self._group = group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._named = {
+            ".".join(filter(None, (which, name))): member
+            for which, module in modules.items()
+            for name, member in module.named_modules()
+        }
+        self._roots = list(modules.values())
+        owners = {id(self._named[name]): style for name, style in plan.styles.items()}
+        self._dims = {
+            id(parameter): _DIM[style, name]
+            for member in self._named.values()
+            for name, parameter in member._parameters.items()
+            if parameter is not None and (style := owners.get(id(member))) and (style, name) in _DIM
+        }
+        self._check_shared(owners)
+
+    def __call__(self, parameter: nn.Parameter, whole: nn.Parameter) -> nn.Parameter:
+        """This rank's part of `whole`, the placed value of `parameter`; itself where it is not cut."""
+        dim = self._dims.get(id(parameter))
+        if dim is None:
+            return whole
+        start, end = part_bounds(whole.shape[dim], self._size, self._rank)
+        part = whole.detach().narrow(dim, start, end - start).clone(memory_format=torch.contiguous_format)
+        return nn.Parameter(part, requires_grad=whole.requires_grad)
+
+    def find_cuts(self) -> dict[str, Cut]:
+        """Logical name of a parameter -> how it will be cut; asked before placing replaces the parameters."""
+        found = {}
+        for prefix, member in self._named.items():
+            for name, parameter in member._parameters.items():
+                dim = None if parameter is None else self._dims.get(id(parameter))
+                if parameter is not None and dim is not None:
+                    start, _ = part_bounds(parameter.shape[dim], self._size, self._rank)
+                    logical = f"{prefix}.{name}" if prefix else name
+                    found[logical] = Cut("tp", dim, start, tuple(parameter.shape))
+        return found
+
+    def install(self) -> None:
+        """Let every module of the plan compute with its part."""
+        flow = Flow(self._group, sequence=self._plan.sequence)
+        for name, member in self._named.items():
+            style = self._plan.styles.get(name)
+            if style == "sequence":
+                for below in filter(_has_parameters, member.modules()):
+                    _override(below, style, flow)
+            elif style is not None:
+                _override(member, style, flow)
+            elif not self._plan.sequence and _has_parameters(member):
+                _override(member, None, flow)
+        for root in self._roots:
+            root.register_forward_pre_hook(flow.begin)
+            root.register_forward_hook(flow.end)
+
+    def _check_shared(self, owners: Mapping[int, TensorStyle]) -> None:
+        """A parameter of several modules has to be cut alike in all of them."""
+        seen: dict[int, tuple[str, int | None]] = {}
+        for prefix, member in self._named.items():
+            for name, parameter in member._parameters.items():
+                if parameter is None:
+                    continue
+                style = owners.get(id(member))
+                dim = _DIM.get((style, name)) if style else None
+                where, other = seen.setdefault(id(parameter), (prefix, dim))
+                if other != dim:
+                    raise LayoutError(f"{where} and {prefix} share a parameter, and tp would cut it in two ways")
+
+
+@final
+class Flow:
+    """What passes between the modules of one model during a forward.
+
+    Args:
+        group: the tp ranks.
+        sequence: whether activations between cut layers are cut along the sequence.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, sequence: bool) -> None:
+        self.group = group
+        self.sequence = sequence
+        self.rank = dist.get_rank(group)
+        self.regions = Regions(self.rank)
+        self.length = 0
+        self._entered: tuple[torch.Tensor, int, torch.Tensor] | None = None
+
+    def begin(self, *_: object) -> None:
+        """A forward begins: tensors are whole."""
+        self.regions.inside = False
+        self._entered = None
+
+    def end(self, module: nn.Module, arguments: object, output: object) -> object:
+        """A forward ends; whoever asked for it sees whole tensors."""
+        self._entered = None
+        if not (self.sequence and self.regions.inside):
+            return output
+        self.regions.exit()
+        return pytree.tree_map_only(torch.Tensor, self._whole_output, output)
+
+    def _whole_output(self, value: torch.Tensor) -> torch.Tensor:
+        start, end = part_bounds(self.length, dist.get_world_size(self.group), self.rank)
+        cut = value.is_floating_point() and value.ndim > 1 and value.shape[POSITIONS] == end - start
+        return gather(value, self.group, POSITIONS, self.length) if cut else value
+
+    def enter(self, value: torch.Tensor) -> torch.Tensor:
+        """The input of a layer that is cut by columns; made once for all layers that share it (query, key, value)."""
+        if self._entered is not None and self._entered[0] is value and self._entered[1] == value._version:
+            return self._entered[2]
+        cut = self.sequence and self.regions.inside
+        whole = gather_sum(value, self.group, POSITIONS, self._length_of(value)) if cut else enter(value, self.group)
+        self._entered = (value, value._version, whole)
+        return whole
+
+    def leave(self, partial_sum: torch.Tensor) -> torch.Tensor:
+        """What each rank has a partial sum of: whole, or this rank's positions."""
+        self._entered = None
+        if not self.sequence:
+            return leave(partial_sum, self.group)
+        self.length = partial_sum.shape[POSITIONS]
+        self.regions.enter()
+        return sum_split(partial_sum, self.group, POSITIONS)
+
+    def cut_positions(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's positions of a whole activation."""
+        self.length = value.shape[POSITIONS]
+        self.regions.enter()
+        return split(value, self.group, POSITIONS)
+
+    def whole_positions(self, value: torch.Tensor) -> torch.Tensor:
+        """The inverse; what is no activation stays as it is."""
+        return gather(value, self.group, POSITIONS, self._length_of(value)) if value.is_floating_point() else value
+
+    def _length_of(self, value: torch.Tensor) -> int:
+        start, end = part_bounds(self.length, dist.get_world_size(self.group), self.rank)
+        if value.shape[POSITIONS] != end - start:
+            raise LayoutError(
+                f"a rank has {value.shape[POSITIONS]} positions of a sequence of {self.length} cut over tp: two "
+                "sequences of unequal length cannot be cut in one model; leave sequence out of hints().tensor"
+            )
+        return self.length
+
+
+def _override(module: nn.Module, style: TensorStyle | None, flow: Flow) -> None:
+    """Replace `module.forward` by that of its style; None: it is not cut, and may see whole or cut activations."""
+    forwards: dict[TensorStyle | None, Callable[..., Any]] = {
+        "colwise": _colwise,
+        "rowwise": _rowwise,
+        "vocab": _vocab_embedding if isinstance(module, nn.Embedding) else _vocab_linear,
+        "sequence": partial(_on_positions, original=module.forward),
+        "replicate": partial(_replicated, original=module.forward),
+        None: partial(_unplanned, original=module.forward),
+    }
+    chosen = forwards[style]
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return chosen(self, flow, *args, **kwargs)
+
+    module.forward = types.MethodType(forward, module)
+
+
+def _colwise(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
+    entered = flow.enter(value)
+    if not flow.sequence:
+        flow.regions.enter()
+    return functional.linear(entered, module.weight, module.bias)
+
+
+def _rowwise(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
+    if not flow.sequence:
+        flow.regions.exit()
+    found = flow.leave(functional.linear(value, module.weight))
+    if module.bias is None:
+        return found
+    # On cut positions each rank has a partial sum of the bias's gradient.
+    return found + (enter(module.bias, flow.group) if flow.sequence else module.bias)
+
+
+def _vocab_linear(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
+    found = functional.linear(flow.enter(value), module.weight, module.bias)
+    flow.regions.exit()
+    return gather(found, flow.group, CHANNELS, module.out_features)
+
+
+def _vocab_embedding(module: Any, flow: Flow, tokens: torch.Tensor) -> torch.Tensor:
+    start, end = part_bounds(module.num_embeddings, dist.get_world_size(flow.group), flow.rank)
+    here = (tokens >= start) & (tokens < end)
+    padding = module.padding_idx
+    padding = padding - start if padding is not None and start <= padding < end else None
+    rows = torch.where(here, tokens - start, 0)
+    if end == start:
+        looked_up = module.weight.new_zeros((*tokens.shape, module.embedding_dim)) + module.weight.sum()
+    else:
+        looked_up = functional.embedding(rows, module.weight, padding) * here.unsqueeze(-1)
+    return flow.leave(looked_up)
+
+
+def _on_positions(module: nn.Module, flow: Flow, *args: Any, original: Callable[..., Any], **kwargs: Any) -> Any:
+    with _gradients_summed(module, flow.group):
+        return original(*args, **kwargs)
+
+
+def _replicated(module: nn.Module, flow: Flow, *args: Any, original: Callable[..., Any], **kwargs: Any) -> Any:
+    if not flow.sequence:
+        return _unplanned(module, flow, *args, original=original, **kwargs)
+    if flow.regions.inside:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, flow.whole_positions, (args, kwargs))
+    output = original(*args, **kwargs)
+    return pytree.tree_map_only(torch.Tensor, flow.cut_positions, output)
+
+
+def _unplanned(module: nn.Module, flow: Flow, *args: Any, original: Callable[..., Any], **kwargs: Any) -> Any:
+    """Inside a cut region (a norm over a head's channels) each rank has a partial sum of its gradients."""
+    if not flow.regions.inside:
+        return original(*args, **kwargs)
+    with _gradients_summed(module, flow.group):
+        return original(*args, **kwargs)
+
+
+@contextmanager
+def _gradients_summed(module: nn.Module, group: dist.ProcessGroup) -> Iterator[None]:
+    """Inside, the module's own parameters hand on gradients that are summed over `group`."""
+    kept = dict(module._parameters)
+    for name, parameter in kept.items():
+        if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
+            module._parameters[name] = enter(parameter, group)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module._parameters.update(kept)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(parameter is not None for parameter in module._parameters.values())

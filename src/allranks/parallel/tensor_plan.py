@@ -1,0 +1,217 @@
+"""Which modules tensor parallelism cuts, and how: from hints, from the model's own plan, or found by structure.
+
+    colwise     nn.Linear: each rank has some of the outputs; what follows works on them alone
+    rowwise     nn.Linear: each rank has some of the inputs; the ranks' sums are added up
+    vocab       nn.Embedding or nn.Linear: each rank has some of the rows; the output is whole
+    sequence    any module: runs on some of the positions (norms and dropout between the cut layers)
+    replicate   any module: runs whole on every rank
+
+Where some module is `sequence`, the activations between the cut layers are cut along the sequence (sequence
+parallelism, arXiv 2205.05198). A model's own plan is a mapping of the same form on its class, `tensor_plan`, or that of
+a Hugging Face model (`_tp_plan`).
+"""
+
+import difflib
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import get_args
+
+from torch import nn
+
+from allranks.errors import LayoutError
+from allranks.parallel.blocks import CONTAINERS
+from allranks.task import TensorStyle
+
+STYLES: tuple[TensorStyle, ...] = get_args(TensorStyle)
+
+# Hugging Face's words for the same; what else it knows is refused by name.
+_FOREIGN: Mapping[str, TensorStyle] = {
+    "colwise_rep": "vocab",
+    "colwise_gather_output": "vocab",
+    "embedding_rowwise": "vocab",
+    "sequence_parallel": "sequence",
+    "replicated_with_grad_allreduce": "replicate",
+}
+
+_CUT = ("colwise", "rowwise", "vocab")
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How each module is cut.
+
+    Attributes:
+        styles: logical name of a module -> its style.
+        because: where they come from.
+        uneven: names whose parts may differ in size, since nothing between them minds.
+    """
+
+    styles: Mapping[str, TensorStyle]
+    because: str
+    uneven: frozenset[str] = frozenset()
+
+    @property
+    def sequence(self) -> bool:
+        """Whether activations are cut along the sequence between the cut layers."""
+        return "sequence" in self.styles.values()
+
+
+def plan_tensor(modules: Mapping[str, nn.Module], hints: Mapping[str, TensorStyle], degree: int) -> TensorPlan:
+    """The plan for `modules` (by name, "" for a single one), cut over `degree` ranks.
+
+    Raises:
+        LayoutError: a hint matches nothing, or two match one module; a size does not divide; nothing can be cut.
+    """
+    named = {
+        ".".join(filter(None, (which, name))): member
+        for which, module in modules.items()
+        for name, member in module.named_modules()
+    }
+    plan = _resolve(named, hints)
+    for name, style in plan.styles.items():
+        _check_kind(name, named[name], style)
+        if style in _CUT and name not in plan.uneven:
+            _check_size(name, named[name], style, degree)
+    _check_heads(named, plan, degree)
+    if plan.sequence:
+        _check_covered(named, plan)
+    return plan
+
+
+def _resolve(named: Mapping[str, nn.Module], hints: Mapping[str, TensorStyle]) -> TensorPlan:
+    if hints:
+        return TensorPlan(_match(named, hints, "hints().tensor"), "hints().tensor says so")
+    own = {name: _own_plan(module) for name, module in named.items()}
+    if any(own.values()):
+        styles: dict[str, TensorStyle] = {}
+        for prefix, rules in own.items():
+            if rules and not any(prefix.startswith(f"{other}.") or not other for other in _others(own, prefix)):
+                at = f"{prefix}." if prefix else ""
+                styles |= _match(named, {at + pattern: style for pattern, style in rules.items()}, "the model's plan")
+        return TensorPlan(styles, "the model carries its own plan")
+    pairs = {name: style for prefix, module in named.items() for name, style in _find_pairs(prefix, module)}
+    if not pairs:
+        raise LayoutError(
+            "tp finds nothing to cut: no two linear layers follow each other in an MLP, and the model carries no plan; "
+            'name them: Hints(tensor={"layers.*.up": "colwise", "layers.*.down": "rowwise"})'
+        )
+    return TensorPlan(pairs, "these linear layers follow each other in pairs", frozenset(pairs))
+
+
+def _own_plan(module: nn.Module) -> dict[str, TensorStyle]:
+    rules = getattr(module, "tensor_plan", None) or getattr(module, "_tp_plan", None) or {}
+    found = {pattern: _FOREIGN.get(style, style) for pattern, style in rules.items()}
+    unknown = [(pattern, style) for pattern, style in found.items() if style not in STYLES]
+    if unknown:
+        pattern, style = unknown[0]
+        raise LayoutError(
+            f"the model's own plan cuts {pattern} in the way {style!r}, which allranks does not know: give "
+            f"Hints(tensor=...) with {', '.join(STYLES)}"
+        )
+    return found
+
+
+def _others(own: Mapping[str, object], prefix: str) -> Iterator[str]:
+    return (name for name, rules in own.items() if rules and name != prefix)
+
+
+def _match(named: Mapping[str, nn.Module], rules: Mapping[str, TensorStyle], source: str) -> dict[str, TensorStyle]:
+    """The outermost modules that each rule matches; a rule for cut layers means the layers inside too."""
+    styles: dict[str, TensorStyle] = {}
+    by_pattern: dict[str, str] = {}
+    for pattern, style in rules.items():
+        if style not in STYLES:
+            raise LayoutError(f"{source}: {pattern!r} is {style!r}; a style is one of {', '.join(STYLES)}")
+        matched = [name for name in named if name and fnmatch.fnmatchcase(name, pattern)]
+        matched = [name for name in matched if not any(name.startswith(f"{other}.") for other in matched)]
+        if not matched:
+            near = difflib.get_close_matches(pattern, [name for name in named if name], n=_SHOWN, cutoff=0.3)
+            shown = ", ".join(near or list(named)[1 : _SHOWN + 1])
+            raise LayoutError(f"{source}: {pattern!r} matches no module; the nearest are {shown}")
+        for name in matched:
+            if name in by_pattern:
+                raise LayoutError(f"{source}: both {by_pattern[name]!r} and {pattern!r} match {name}; leave one")
+            by_pattern[name], styles[name] = pattern, style
+    return styles
+
+
+def _find_pairs(prefix: str, module: nn.Module) -> Iterator[tuple[str, TensorStyle]]:
+    """Two linear layers with only element-wise modules between them: the outputs of one are the inputs of the other."""
+    if isinstance(module, CONTAINERS) and not isinstance(module, nn.Sequential):
+        return
+    first: str | None = None
+    width = 0
+    bearing = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+    if not isinstance(module, nn.Sequential) and (
+        len(bearing) != 2 or any(True for _ in module.parameters(recurse=False))
+    ):
+        return
+    for name, child in module.named_children():
+        logical = f"{prefix}.{name}" if prefix else name
+        if type(child) is nn.Linear:
+            if first is not None and child.in_features == width:
+                yield first, "colwise"
+                yield logical, "rowwise"
+                first = None
+            else:
+                first, width = logical, child.out_features
+        elif not _is_elementwise(child):
+            first = None
+
+
+def _is_elementwise(module: nn.Module) -> bool:
+    """Torch's activations stand in one file; a softmax looks at its neighbours, and so does a gated unit."""
+    if isinstance(module, nn.Softmax | nn.LogSoftmax | nn.Softmin | nn.Softmax2d | nn.GLU | nn.MultiheadAttention):
+        return False
+    if isinstance(module, nn.PReLU):
+        return False  # its slopes would have to be cut too
+    return isinstance(module, nn.Dropout | nn.Identity) or type(module).__module__ == "torch.nn.modules.activation"
+
+
+def _check_kind(name: str, module: nn.Module, style: TensorStyle) -> None:
+    fit = {"colwise": (nn.Linear,), "rowwise": (nn.Linear,), "vocab": (nn.Linear, nn.Embedding)}.get(style)
+    if fit is not None and type(module) not in fit:
+        kinds = " or ".join(f"nn.{kind.__name__}" for kind in fit)
+        raise LayoutError(f"{style} cuts {kinds}, and {name} is {type(module).__name__}: name the layers themselves")
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+        raise LayoutError(f"{name} has max_norm or scale_grad_by_freq, which look at rows of other ranks: replicate it")
+
+
+def _check_size(name: str, module: nn.Module, style: TensorStyle, degree: int) -> None:
+    # Rows of a vocabulary are looked up one by one, so their parts may differ in size.
+    if style == "vocab":
+        return
+    assert isinstance(module, nn.Linear)
+    extent = module.out_features if style == "colwise" else module.in_features
+    what = "outputs" if style == "colwise" else "inputs"
+    if extent % degree:
+        raise LayoutError(f"{name} has {extent} {what}, which tp({degree}) does not divide; {_fitting(extent)}")
+
+
+def _check_heads(named: Mapping[str, nn.Module], plan: TensorPlan, degree: int) -> None:
+    """Attention is cut between heads: whoever owns a layer that is cut by columns may say how many there are."""
+    parents = {name.rpartition(".")[0] for name, style in plan.styles.items() if style == "colwise"}
+    for parent in sorted(parents):
+        for holder in (named[parent], getattr(named[parent], "config", None)):
+            for attribute, value in sorted(vars(holder).items()) if holder is not None else ():
+                counts = "heads" in attribute and isinstance(value, int) and not isinstance(value, bool)
+                if counts and value % degree:
+                    what = f"{parent or 'the model'} has {attribute}={value}"
+                    raise LayoutError(f"{what}, which tp({degree}) does not divide; {_fitting(value)}")
+
+
+def _check_covered(named: Mapping[str, nn.Module], plan: TensorPlan) -> None:
+    """On cut positions each rank's gradients are partial sums: whoever has parameters must be known."""
+    for name, module in named.items():
+        own = any(True for _ in module.parameters(recurse=False))
+        if own and not any(name == ruled or name.startswith(f"{ruled}.") for ruled in plan.styles):
+            raise LayoutError(
+                f"{name or 'the model'} has parameters and no rule, though activations are cut along the sequence: say "
+                "sequence (it sees some of the positions) or replicate (it has to see all)"
+            )
+
+
+def _fitting(extent: int) -> str:
+    return f"tp can be {', '.join(str(n) for n in range(1, extent + 1) if extent % n == 0)}"

@@ -1,0 +1,128 @@
+"""What is asked of the user's modules before they are spread."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from allranks.errors import AllranksError, TaskError
+from allranks.layout import Layout
+from allranks.parallel.checks import has_batch_statistics
+from tests.distributed.pool import Pools
+from tests.parallel.spreads import spread
+
+
+class Mixed(nn.Module):
+    """Tensors of every kind, as a model that comes in bfloat16 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2, dtype=torch.bfloat16)
+        self.steps = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.register_buffer("phase", torch.tensor([1.0 + 2.0j]))
+        self.register_buffer("flags", torch.tensor([True]))
+
+
+def test_parameters_get_the_precisions_type_and_that_is_said() -> None:
+    for precision, dtype in (("float32", torch.float32), ("bfloat16", torch.float32), ("float64", torch.float64)):
+        found = spread(Mixed, precision=precision)
+        kinds = {name: tensor.dtype for name, tensor in found.tensors.items()}
+        assert kinds["linear.weight"] is dtype
+        assert kinds["steps"] is torch.int64 and kinds["flags"] is torch.bool
+        # A complex buffer loses half of itself where it is cast like a real one.
+        assert found.tensors["phase"].imag.item() == 2.0
+        said = [f"parameters are float32, because train.precision={precision}; model() made them bfloat16"]
+        assert [str(decision) for decision in found.decisions] == (said if dtype is torch.float32 else [])
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (Complex, "parameter phase is complex64: make it real, and use torch.view_as_complex in forward"),
+        (
+            lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)),
+            "0 has sparse gradients, which come with a later version: sparse=False",
+        ),
+    ],
+)
+def test_gradients_that_cannot_be_reduced_are_refused(build: Any, message: str) -> None:
+    with pytest.raises(TaskError) as raised:
+        spread(build)
+    assert str(raised.value) == message
+    spread(lambda: build().requires_grad_(False))
+
+
+def test_frozen_batch_statistics_are_none() -> None:
+    norm = nn.BatchNorm1d(2)
+    assert has_batch_statistics({"": nn.Sequential(norm)})
+    assert not has_batch_statistics({"": norm.eval(), "other": nn.GroupNorm(1, 2)})
+    # Without running statistics evaluation looks at the batch too.
+    assert has_batch_statistics({"": nn.BatchNorm1d(2, track_running_stats=False).eval()})
+
+
+def refusal(build: Any, layout: Layout) -> str:
+    """What a worker says to this."""
+    try:
+        spread(build, layout)
+    except AllranksError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+
+
+def shared_between_two() -> dict[str, nn.Module]:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.bias = first.bias
+    return {"first": first, "second": second}
+
+
+@pytest.mark.distributed
+def test_what_cannot_be_spread_is_refused_on_every_rank(pool: Pools) -> None:
+    refused = pool(2).run(refusal, batch_norm, Layout(dp_replicate=2))
+    expected = (
+        "LayoutError: 1 (BatchNorm, 2 in all) sees only its own rank's samples over 2 data-parallel ranks: "
+        "synchronised statistics come with a later version; use --layout single, or GroupNorm"
+    )
+    assert refused == [expected] * 2
+    assert pool(2).run(refusal, lambda: batch_norm().eval(), Layout(dp_shard=2)) == ["", ""]
+    assert pool(2).run(refusal, shared_between_two, Layout(dp_replicate=2)) == ["", ""]
+    refused = pool(2).run(refusal, shared_between_two, Layout(dp_shard=2))
+    expected = (
+        "LayoutError: second.bias is shared with model 'first', and layout dp_shard=2 cuts each model by itself: "
+        "use --layout ddp or single"
+    )
+    assert refused == [expected] * 2
+
+
+def partly_frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model[1].eval()
+    return model
+
+
+def test_a_model_in_evaluation_mode_is_trained_in_training_mode_and_that_is_said() -> None:
+    found = spread(lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout()).eval(), training=True)
+    assert all(member.training for member in found.modules[""].modules())
+    (decision,) = found.decisions
+    assert str(decision) == "the model is trained in training mode, because model() returned it in evaluation mode"
+    of_several = spread(
+        lambda: {"a": nn.Linear(3, 4).eval(), "b": nn.Linear(3, 4).eval().requires_grad_(False)}, training=True
+    )
+    assert of_several.modules["a"].training and not of_several.modules["b"].training, "what is frozen stays as it is"
+
+
+def test_a_part_in_evaluation_mode_stays_so_and_so_does_a_loop_of_one_s_own() -> None:
+    found = spread(partly_frozen, training=True)
+    assert found.modules[""].training and not found.modules[""].get_submodule("1").training
+    assert not found.decisions
+    assert not spread(lambda: nn.Linear(3, 4).eval()).modules[""].training

@@ -1,0 +1,174 @@
+"""Layers that compute with parts: whole outputs, exact gradients, and what is drawn where."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from allranks.errors import LayoutError
+from allranks.layout import Layout
+from allranks.models.transformer import Transformer
+from allranks.parallel import tensor_ops
+from allranks.task import TensorStyle
+from tests.distributed.pool import Pools
+from tests.parallel.spreads import spread
+
+pytestmark = pytest.mark.distributed
+
+Build = Callable[[], nn.Module]
+
+
+def outcome(build: Build, tensor: Mapping[str, TensorStyle], *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """In a worker: the largest differences from the whole model, of the output and of the input's gradient; and the
+    fraction of the whole model's parameters that this rank holds."""
+    torch.manual_seed(0)
+    whole = build().double()
+    cut = spread(build, Layout(tp=2), "float64", tensor=tensor)
+    found = []
+    for module in (whole, cut.modules[""]):
+        given = [value.clone().requires_grad_(value.is_floating_point()) for value in inputs]
+        output = module(*given)
+        (output * torch.arange(output.numel()).view_as(output).double().cos()).sum().backward()
+        found.append((output.detach(), [value.grad for value in given if value.grad is not None]))
+    (expected, expected_gradients), (output, gradients) = found
+    held = sum(tensor.numel() for tensor in cut.trainable().values()) / sum(p.numel() for p in whole.parameters())
+    pairs = zip(expected_gradients, gradients, strict=True)
+    error = max((float((a - b).abs().max()) for a, b in pairs if a is not None and b is not None), default=0.0)
+    return (output - expected).abs().max(), torch.tensor(error), held
+
+
+class Normed(nn.Module):
+    """A norm over the channels of each head, between the cut layers; biases; a scale after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.norm = nn.LayerNorm(4)
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.norm(self.up(x).unflatten(-1, (-1, 4)))
+        found: torch.Tensor = self.last(x + self.down(heads.flatten(-2)))
+        return found
+
+
+X = torch.linspace(-1, 1, 2 * 5 * 6, dtype=torch.float64).view(2, 5, 6)
+TOKENS = torch.arange(10).view(2, 5)
+
+
+@pytest.mark.parametrize(
+    ("build", "tensor", "inputs"),
+    [
+        (lambda: nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 3)), {}, (X,)),
+        (Normed, {"up": "colwise", "down": "rowwise"}, (X,)),
+        (Normed, {"up": "colwise", "norm": "replicate", "down": "rowwise", "last": "vocab"}, (X,)),
+        (lambda: Transformer(11, 2, 16, 4), {}, (TOKENS,)),
+        (
+            lambda: Transformer(11, 2, 16, 4, tied=False),
+            {
+                "embedding": "replicate",
+                "layers.*.*_norm": "sequence",
+                "layers.*.attention": "replicate",
+                "layers.*.feed_forward": "replicate",
+                "norm": "sequence",
+                "output": "replicate",
+            },
+            (TOKENS,),
+        ),
+    ],
+    ids=["pair", "norm between", "replicated", "transformer", "positions only"],
+)
+def test_outputs_and_gradients_are_those_of_the_whole(pool: Pools, build: Build, tensor: Any, inputs: Any) -> None:
+    for output, gradient, _ in pool(2).run(outcome, build, tensor, *inputs):
+        assert output < 1e-13 and gradient < 1e-13
+
+
+def test_a_rank_holds_its_part_only(pool: Pools) -> None:
+    held = [held for _, _, held in pool(2).run(outcome, lambda: Transformer(12, 2, 16, 4), {}, TOKENS)]
+    assert all(0.5 < fraction < 0.55 for fraction in held)
+
+
+def entries(build: Build, layout: Layout) -> list[tuple[str, Any, Any, Any, Any]]:
+    found = spread(build, layout)
+    return [(name, e.shape, e.box.offset, e.box.shape, e.holders) for name, e in found.map.items()]
+
+
+def test_the_map_tells_which_part_it_is(pool: Pools) -> None:
+    ranks = pool(4).run(
+        entries, lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)), Layout(tp=2, dp_shard=2)
+    )
+    expected = {0: ((0, 0), (1, 6)), 1: ((2, 0), (1, 6)), 2: ((1, 0), (1, 6)), 3: ((3, 0), (1, 6))}
+    for rank, found in enumerate(ranks):
+        by_name = {name: rest for name, *rest in found}
+        shape, offset, part, holders = by_name["0.weight"]
+        assert (shape, offset, part, holders) == ((4, 6), *expected[rank], (rank,))
+        assert by_name["2.weight"][1] == (rank // 2, 2 * (rank % 2))
+        assert by_name["2.bias"][3] == ((0, 1) if rank < 2 else (2, 3))
+
+
+def masks(inside: bool) -> torch.Tensor:
+    """In a worker: what dropout leaves of ones, between the cut layers or after them."""
+    dropout = nn.Dropout(0.5)
+    ends: list[nn.Module] = [nn.Linear(64, 64), nn.Linear(64, 64)]
+    layers = [ends[0], dropout, ends[1]] if inside else [*ends, dropout]
+    cut = spread(lambda: nn.Sequential(*layers), Layout(tp=2), "float64")
+    seen: list[torch.Tensor] = []
+    dropout.register_forward_hook(lambda module, given, output: seen.append(output != 0))
+    torch.manual_seed(5)
+    cut.modules[""](torch.ones(2, 64, dtype=torch.float64))
+    return seen[0]
+
+
+def test_dropout_draws_apart_inside_and_alike_outside(pool: Pools) -> None:
+    first, second = pool(2).run(masks, True)
+    assert first.shape == (2, 32) and not torch.equal(first, second)
+    first, second = pool(2).run(masks, False)
+    assert first.shape == (2, 64) and torch.equal(first, second)
+
+
+def shares_unlike() -> str:
+    def build() -> nn.Module:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        module[1].weight = module[0].weight
+        return module
+
+    try:
+        spread(build, Layout(tp=2))
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+def test_a_shared_parameter_is_cut_in_one_way(pool: Pools) -> None:
+    assert pool(2).run(shares_unlike) == ["0 and 1 share a parameter, and tp would cut it in two ways"] * 2
+
+
+def noting(called: list[str], name: str, move: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        called.append(name)
+        return move(*arguments)
+
+    return call
+
+
+def count_collectives() -> int:
+    """In a worker: the collectives of a forward and its backward."""
+    cut = spread(lambda: Transformer(11, 1, 16, 4, tied=False), Layout(tp=2))
+    called: list[str] = []
+    moves = {name: getattr(tensor_ops, name) for name in ("_sum", "_all_gather", "_reduce_scatter")}
+    for name, move in moves.items():
+        setattr(tensor_ops, name, noting(called, name, move))
+    try:
+        cut.modules[""](TOKENS).sum().backward()
+    finally:
+        for name, move in moves.items():
+            setattr(tensor_ops, name, move)
+    return len(called)
+
+
+def test_query_key_and_value_share_one_gathering(pool: Pools) -> None:
+    """Embedding 1 out, attention 1 in and 1 out, feed-forward 1 in and 1 out, output 1 in and 1 out: 7 each way, but
+    the gathered logits' backward is a part at hand; and each of the 3 norms sums its weight's gradient."""
+    assert pool(2).run(count_collectives) == [16, 16]

@@ -1,0 +1,111 @@
+"""Which modules tensor parallelism cuts: hints, the model's own plan, or structure; and what it refuses."""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from allranks.errors import LayoutError
+from allranks.models.transformer import Transformer
+from allranks.parallel.tensor_plan import plan_tensor
+
+
+class Feed(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
+
+
+class Heads(nn.Module):
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query, self.out = nn.Linear(12, 12), nn.Linear(12, 12)
+
+
+def model_of(*parts: nn.Module, **attributes: Any) -> nn.Module:
+    module: Any = nn.Module()
+    module.add_module("layers", nn.ModuleList(parts))
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    found: nn.Module = module
+    return found
+
+
+def styles(module: nn.Module, degree: int = 2, **hints: Any) -> dict[str, str]:
+    return dict(plan_tensor({"": module}, hints.get("hints", {}), degree).styles)
+
+
+def test_pairs_of_linear_layers_are_found() -> None:
+    stack = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Dropout(0.1), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 2))
+    assert styles(stack) == {"0": "colwise", "3": "rowwise"}
+    assert styles(model_of(Feed(), Feed())) == {
+        f"layers.{layer}.{name}": style for layer in (0, 1) for name, style in (("up", "colwise"), ("down", "rowwise"))
+    }
+
+
+@pytest.mark.parametrize("between", [nn.Softmax(-1), nn.LayerNorm(4), nn.GLU(), nn.PReLU(4)])
+def test_what_looks_at_its_neighbours_parts_a_pair(between: nn.Module) -> None:
+    with pytest.raises(LayoutError, match=r"tp finds nothing to cut.*Hints\(tensor="):
+        styles(nn.Sequential(nn.Linear(4, 4), between, nn.Linear(4, 4)))
+
+
+def test_a_list_is_no_sequence() -> None:
+    with pytest.raises(LayoutError, match="tp finds nothing to cut"):
+        styles(model_of(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+
+def test_the_reference_model_brings_its_plan() -> None:
+    plan = plan_tensor({"": Transformer(11, 2, 24, 4)}, {}, 2)
+    assert plan.sequence and plan.because == "the model carries its own plan"
+    assert plan.styles["layers.1.attention.out"] == "rowwise" and plan.styles["norm"] == "sequence"
+
+
+def test_a_plan_in_hugging_faces_words() -> None:
+    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise_rep"}
+    module: Any = model_of(Feed(), _tp_plan=plan, head=nn.Linear(4, 9))
+    assert styles(module)["head"] == "vocab"
+    wrapped = nn.Sequential(module)
+    assert styles(wrapped)["0.layers.0.up"] == "colwise"
+    module._tp_plan = plan | {"head": "moe_tp_experts"}
+    with pytest.raises(LayoutError, match=r"cuts head in the way 'moe_tp_experts', which allranks does not know"):
+        styles(module)
+
+
+def test_hints_come_first() -> None:
+    module = Transformer(11, 1, 24, 4)
+    assert styles(module, hints={"layers.*.feed_forward.up": "vocab"}) == {"layers.0.feed_forward.up": "vocab"}
+
+
+@pytest.mark.parametrize(
+    ("hints", "degree", "message"),
+    [
+        ({"layers.*.upp": "colwise"}, 2, r"'layers\.\*\.upp' matches no module; the nearest are .*layers\.0\.up"),
+        ({"*.up": "colwise", "layers.0.*": "rowwise"}, 2, r"both '\*\.up' and 'layers\.0\.\*' match layers\.0\.up"),
+        ({"*.up": "colwize"}, 2, r"'\*\.up' is 'colwize'; a style is one of colwise, rowwise"),
+        ({"*.up": "colwise"}, 3, r"layers\.0\.up has 4 outputs, which tp\(3\) does not divide; tp can be 1, 2, 4"),
+        ({"*.down": "rowwise"}, 3, r"layers\.0\.down has 4 inputs, which tp\(3\)"),
+        ({"layers.0": "colwise"}, 2, r"colwise cuts nn\.Linear, and layers\.0 is Feed"),
+        ({"*.up": "colwise", "*.down": "sequence"}, 2, r"layers\.1\.query has parameters and no rule"),
+        ({"layers.1.query": "colwise"}, 4, r"layers\.1 has num_heads=6, which tp\(4\) does not divide; .*1, 2, 3, 6"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_its_numbers(hints: Any, degree: int, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        styles(model_of(Feed(), Heads(6)), degree, hints=hints)
+
+
+def test_heads_in_a_config_count_too() -> None:
+    feed: Any = Feed()
+    feed.config = SimpleNamespace(num_key_value_heads=3)
+    module = model_of(feed)
+    with pytest.raises(LayoutError, match=re.escape("num_key_value_heads=3, which tp(2) does not divide")):
+        styles(module)
+
+
+def test_an_embedding_that_scales_by_rows_of_others_is_refused() -> None:
+    module = model_of(nn.Embedding(5, 4, max_norm=1.0))
+    with pytest.raises(LayoutError, match="max_norm or scale_grad_by_freq"):
+        styles(module, hints={"layers.0": "vocab"})

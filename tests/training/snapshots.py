@@ -1,0 +1,43 @@
+"""Checkpoints of sessions in tests: what one holds, who writes it, and the newest."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.config import CheckpointConfig, Config
+from allranks.training.snapshot import Contents, Saver, find_checkpoint, schedule_state
+from tests.distributed.sessions import parts_of, session_of, step_through
+
+
+def contents_of(task: Any, config: Config, steps: int) -> tuple[Any, Contents]:
+    """A session that has made `steps` steps, and what a checkpoint of it holds."""
+    session = session_of(task, config)
+    extra = schedule_state(session.schedule, config.schedule)
+    contents = Contents(session.spread, session.optimizers, session.stream, extra, task)
+    for _ in step_through(session, steps) if steps else ():
+        pass
+    return session, contents
+
+
+def saver_of(session: Any, contents: Contents, directory: Path, **config: int) -> Saver:
+    """The Saver of run "run" into `directory`."""
+    return Saver(contents, session.processes, CheckpointConfig(**config), directory, "run", 1)
+
+
+def find(directory: Path, session: Any) -> Checkpoint:
+    """The newest checkpoint of run "run"."""
+    checkpoint, _ = find_checkpoint(directory, "run", session.processes)
+    assert checkpoint is not None
+    return checkpoint
+
+
+@contextmanager
+def unchanged(session: Any) -> Iterator[None]:
+    """Asserts that what is done in it leaves every tensor as it was."""
+    before = {name: tensor.clone() for name, (_, _, tensor) in parts_of(session).items()}
+    yield
+    assert all(torch.equal(parts_of(session)[name][2], tensor) for name, tensor in before.items())
