@@ -96,6 +96,11 @@ class Layout:
         """Whether copies of the model are kept equal by DDP."""
         return self.dp > 1 and not self.fully_sharded
 
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether what one process computes in a layer is shared out over several."""
+        return self.tp > 1 or self.cp > 1
+
     def supported_here(self) -> None:
         """Refuse what this version does not make yet. Raises LayoutError."""
         later = [f"{axis}={getattr(self, axis)}" for axis in ("cp", "pp", "ep") if getattr(self, axis) > 1]

@@ -71,6 +71,17 @@ class Spread:
         tensor = self.tensors[name].detach()
         return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
+    def square_of_gradient(self, name: str) -> torch.Tensor:
+        """This rank's share of the sum of squares of a parameter's gradient, 0-dim, float64; the world's add up to it.
+
+        A part that several ranks hold is shared out among them, so that it counts once.
+        """
+        gradient = self.tensors[name].grad
+        if gradient is None:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        return local.double().square().sum() / len(self.map[name].holders)
+
     def synchronise(self, last: bool) -> None:
         """Say whether the coming forward and backward is the last before an update, whose gradients are reduced.
 

@@ -21,6 +21,7 @@ from allranks.stepping.buffer_check import check_buffers
 from allranks.stepping.flops import count_flops
 from allranks.stepping.loss_check import NUM_SAMPLES, examine_loss
 from allranks.stepping.passes import Forward, buffers_kept
+from allranks.stepping.whole_check import check_whole
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
 from allranks.task_loading import user_line
 from allranks.units import format_seconds
@@ -71,7 +72,7 @@ def check_at_start(
         raise TaskError(f"{what}: {type(task).__name__} needs a step(models, batch)")
     try:
         samples, seconds = first_samples(dataset, seed)
-        meeting = _meet(task, spread, samples, group if declared_order(dataset) == "sharded" else None)
+        meeting = _meet(task, spread, samples, group if declared_order(dataset) == "sharded" else None, seed)
     except AllranksError:
         raise
     except Exception as error:
@@ -82,7 +83,7 @@ def check_at_start(
     return replace(meeting, decisions=(*meeting.decisions, _describe_seeding(dataset)))
 
 
-def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGroup | None) -> Meeting:
+def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGroup | None, seed: int) -> Meeting:
     """`group`: of ranks that see other samples each, and could decide otherwise; None where all see the same."""
     batch, module = task.collate(list(samples)), spread.bare()
     inputs, targets = resolve_inputs(task, module, batch), resolve_targets(task, batch)
@@ -102,7 +103,7 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
     check_buffers(forward, samples, group)
     coupled = _on_any_rank(nature.kind == "coupled", spread, group)
     alike = coupled == (nature.kind == "coupled")
-    decisions = (
+    decisions: tuple[Decision, ...] = (
         _describe(task, "inputs", "forward gets", inputs.because),
         _describe(task, "targets", "targets are", targets.because),
         Decision(
@@ -111,7 +112,10 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
         ),
     )
     flops = count_flops(forward, batch, len(samples))
-    return Meeting(coupled, forward, targets.call, decisions + _meet_unused(forward, batch, group), flops)
+    decisions += _meet_unused(forward, batch, group)
+    if spread.mesh.layout.cuts_layers and group is None:
+        decisions += (check_whole(forward, samples, seed, flops),)
+    return Meeting(coupled, forward, targets.call, decisions, flops)
 
 
 def _describe(task: Task, method: str, verb: str, because: str) -> Decision:

@@ -1,0 +1,41 @@
+"""The user's model as one process has it."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from allranks.parallel.precision import choose_precision
+from allranks.parallel.whole import whole_gradients
+
+
+def build() -> Any:
+    module = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), nn.Linear(3, 1), nn.Linear(1, 1))
+    module[0].bias.requires_grad_(False)
+    return module
+
+
+def seed() -> None:
+    torch.manual_seed(4)
+
+
+def loss_of(module: Any) -> torch.Tensor:
+    """The last layer has no part in it."""
+    found: torch.Tensor = module[2](module[:2](torch.ones(1, 2, dtype=torch.float64))).sum()
+    return found
+
+
+def test_loss_and_norms_are_those_of_a_plain_forward_and_backward() -> None:
+    found = whole_gradients(build, choose_precision("float64", None, "cpu"), seed, loss_of)
+    seed()
+    module = build().double().eval()
+    loss = loss_of(module)
+    loss.backward()
+    assert found.loss == loss.item()
+    assert found.norms == {
+        "0.weight": module[0].weight.grad.norm().item(),
+        "2.weight": module[2].weight.grad.norm().item(),
+        "2.bias": 1.0,
+        "3.weight": 0.0,
+        "3.bias": 0.0,
+    }
