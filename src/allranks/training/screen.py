@@ -39,7 +39,8 @@ class Screen:
 
     def open_run(self, run: Run, session: Session, decisions: Sequence[Decision]) -> None:
         """The banner: where the run lies, what was decided and why, what spreading changes and what it does not."""
-        one, many = step_shape(session, 1), step_shape(session, session.processes.size)
+        one, many = step_shape(session, 1), step_shape(session, session.processes.mesh.dp)
+        many = replace(many, num_processes=session.processes.size)
         for line in render_banner(decisions, one, many):
             self.say(line)
         self.say(f"The run lies in {run.path}")
@@ -61,7 +62,7 @@ class Screen:
 
 
 def step_shape(session: Session, num_ranks: int) -> StepShape:
-    """One optimizer step as `num_ranks` processes cut it (law 1)."""
+    """One optimizer step as `num_ranks` data-parallel ranks cut it (law 1)."""
     cut = replace(session.stream.cut, num_ranks=num_ranks)
     whole, rest = divmod(cut.global_batch, num_ranks)
     per_epoch = session.stream.steps_per_epoch

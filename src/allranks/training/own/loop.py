@@ -269,8 +269,9 @@ class OwnLoop:
             return
         for decision in self._ground.decisions:
             logbook.write("decision", what=decision.what, because=decision.because)
-        size = self._ground.processes.size
-        for line in render_banner(self._ground.decisions, _shape(self.order, 1), _shape(self.order, size)):
+        processes = self._ground.processes
+        many = replace(_shape(self.order, processes.mesh.dp), num_processes=processes.size)
+        for line in render_banner(self._ground.decisions, _shape(self.order, 1), many):
             logbook.say(line)
         logbook.say(f"The run lies in {logbook.run.path}")
 
