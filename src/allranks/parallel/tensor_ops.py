@@ -120,7 +120,7 @@ def _sum(value: torch.Tensor, group: Group) -> torch.Tensor:
 
 def _own_part(value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     start, end = part_bounds(value.shape[dim], dist.get_world_size(group), dist.get_rank(group))
-    return value.narrow(dim, start, end - start).contiguous()
+    return value.narrow(dim, start, end - start).clone(memory_format=torch.contiguous_format)
 
 
 def _all_gather(value: torch.Tensor, group: Group, dim: int, extent: int) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _all_gather(value: torch.Tensor, group: Group, dim: int, extent: int) -> tor
     front = _pad(value, dim, length).movedim(dim, 0).contiguous()
     whole = front.new_empty(size * length, *front.shape[1:])
     _all_gather_single(whole, front, group=group)
-    return whole[:extent].movedim(0, dim).contiguous()
+    return _as_dim(whole, dim, extent)
 
 
 def _reduce_scatter(value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
@@ -139,7 +139,14 @@ def _reduce_scatter(value: torch.Tensor, group: Group, dim: int) -> torch.Tensor
     part = front.new_empty(length, *front.shape[1:])
     _reduce_scatter_single(part, front, group=group)
     start, end = part_bounds(extent, size, dist.get_rank(group))
-    return part[: end - start].movedim(0, dim).contiguous()
+    return _as_dim(part, dim, end - start)
+
+
+def _as_dim(front: torch.Tensor, dim: int, extent: int) -> torch.Tensor:
+    """The first `extent` of dim 0 as dim `dim`; no view, which FSDP2 would warn of as the output of a unit."""
+    if len(front) == extent and dim % front.ndim == 0:
+        return front
+    return front[:extent].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
 def _pad(value: torch.Tensor, dim: int, extent: int) -> torch.Tensor:

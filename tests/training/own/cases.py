@@ -91,7 +91,8 @@ def own_loop(
     """The listing of design.md on one rank, and what it held after every step. Ranks build different models."""
     steps: list[RecordedStep] = []
     with allranks.join(layout=layout, precision=precision, run=folder) as world:
-        model = world.parallelize(built(7 if world.rank == 0 else 100 + world.rank))
+        module = built(7 if world.rank == 0 else 100 + world.rank)
+        model = world.parallelize(module, tensor={"blocks.*.linear": "vocab", "heads.*": "vocab"})
         gradients: Parts = {}
         optimizer = world.optimizer(model, sgd)
         optimizer.register_step_pre_hook(lambda *_: gradients.update(parts(world, gradient=True)))

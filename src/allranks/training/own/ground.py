@@ -1,7 +1,7 @@
 """What a world stands on: its processes, its configuration, and what its calls share."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from allranks.config import Config, resolve_config
@@ -17,9 +18,11 @@ from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.layout import Layout
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.backend import DeviceChoice, choose_device, start, stop
+from allranks.parallel.parallelize import parallelize
 from allranks.parallel.precision import Precision, choose_precision
 from allranks.run import Run
 from allranks.stepping.world import Processes, gather_processes
+from allranks.task import TensorStyle
 from allranks.training.own.models import OwnModels
 from allranks.training.own.run import open_own_run
 from allranks.verdict import Decision
@@ -56,6 +59,25 @@ class Ground:
         if self.device.type != "cpu":
             batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
         return self.precision.cast_inputs(batch)
+
+    def spread(
+        self, module: nn.Module, *, blocks: Sequence[str], tensor: Mapping[str, TensorStyle], find_unused: bool
+    ) -> nn.Module:
+        """What is to be called for `module`, as `World.parallelize` says; collective."""
+        self.models.check_new(module)
+        spread = parallelize(
+            lambda: module,
+            self.processes.mesh,
+            self.precision,
+            self.device,
+            source=self.processes.first_source(),
+            seed=lambda: None,
+            blocks=blocks,
+            tensor=tensor,
+            find_unused=find_unused,
+        )
+        self.decisions.extend(spread.decisions)
+        return self.models.add(spread)
 
     def leave(self, *, failed: bool) -> bool:
         """End the process group, if it is this world's to end; whether the process may join again."""

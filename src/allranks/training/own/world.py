@@ -1,7 +1,7 @@
 """What `allranks.join` returns: this process among the others, and the calls of a loop of one's own."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from allranks.errors import ConfigError, TaskError
-from allranks.parallel.parallelize import parallelize
 from allranks.stepping.agreement import Agreement
 from allranks.stepping.optimizer import Optimizers
+from allranks.task import TensorStyle
 from allranks.training.own.evaluate import Measure, evaluate_own
 from allranks.training.own.forward import call_model, count_targets
 from allranks.training.own.gather import gather_rows
@@ -74,7 +74,14 @@ class World:
         logbook = None if self._loop is None else self._loop.logbook
         return None if logbook is None else logbook.run.path
 
-    def parallelize(self, module: nn.Module, *, blocks: Sequence[str] = (), find_unused: bool = False) -> nn.Module:
+    def parallelize(
+        self,
+        module: nn.Module,
+        *,
+        blocks: Sequence[str] = (),
+        tensor: Mapping[str, TensorStyle] | None = None,
+        find_unused: bool = False,
+    ) -> nn.Module:
         """Spread `module` by the layout, and return what to call; rank 0's values, streamed to all; collective.
 
         One module with trainable parameters, and any number of frozen ones. A sharded layout works in place; under ddp
@@ -82,26 +89,14 @@ class World:
 
         Args:
             blocks: names of repeated blocks (globs), where they are not found by structure.
+            tensor: module (glob) -> how tp cuts it, as in `Hints.tensor`, where it is not found either.
             find_unused: whether a backward may leave trainable parameters without a gradient.
 
         Raises:
             TaskError: it is spread already, is a second one to train, or is not the same on every rank.
             LayoutError: it cannot be spread in this way.
         """
-        ground = self._ground
-        ground.models.check_new(module)
-        spread = parallelize(
-            lambda: module,
-            ground.processes.mesh,
-            ground.precision,
-            self.device,
-            source=ground.processes.first_source(),
-            seed=lambda: None,
-            blocks=blocks,
-            find_unused=find_unused,
-        )
-        ground.decisions.extend(spread.decisions)
-        return ground.models.add(spread)
+        return self._ground.spread(module, blocks=blocks, tensor=tensor or {}, find_unused=find_unused)
 
     def optimizer(self, model: nn.Module, kind: Callable[..., Optimizer], **settings: Any) -> Optimizer:
         """`kind(parameters, **settings)` over the model's trainable parameters, as they are spread; fused if possible.

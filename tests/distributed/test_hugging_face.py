@@ -1,0 +1,80 @@
+"""Hugging Face models are cut by the plan that they carry themselves, and compute what one device computes."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import default_collate
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from allranks.task import Task
+from allranks.verifying.parity import RecordedStep, compare, fed, record_run
+from allranks.verifying.reference import plain_loop
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import config_of, initial_model, processes_of
+from tests.distributed.tasks import IGNORED, Words
+
+pytestmark = pytest.mark.distributed
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+}
+STEPS = 2
+
+
+class Causal(Task):
+    """The next word, by a Llama or by a Qwen3, whose norms over a head's channels stand between the cut layers."""
+
+    family: str = "llama"
+
+    def model(self) -> nn.Module:
+        if self.family == "llama":
+            return LlamaForCausalLM(LlamaConfig(**SIZES))
+        return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=4))
+
+    def dataset(self, split: str) -> Any:
+        return Words()
+
+    def inputs(self, batch: Any) -> Any:
+        return {"input_ids": batch["x"], "use_cache": False}
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(output.logits.flatten(0, -2), batch["y"].flatten(), reduction="sum")
+
+
+def record(family: str, layout: str) -> list[RecordedStep]:
+    """In a worker: the steps."""
+    optimizer = ("optimizer.name=sgd", "optimizer.lr=0.1", "optimizer.momentum=0.9", "optimizer.weight_decay=0.01")
+    config = config_of(layout, "train.global_batch=7", *optimizer, steps=STEPS)
+    return record_run(Causal(family=family), config, processes_of(config), STEPS)
+
+
+def reference(task: Task, ranks: Sequence[Sequence[RecordedStep]], data_ranks: Sequence[int]) -> Any:
+    dataset, batches = task.dataset("train"), []
+    for step in range(STEPS):
+        batch = default_collate([dataset[sample] for sample in fed(ranks, step, data_ranks).values()])
+        batches.append((batch, int((batch["y"] != IGNORED).sum())))
+    model = initial_model(task).double()
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+    return plain_loop(model, optimizer, batches, lambda m, batch: task.loss(m(**task.inputs(batch)), batch))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(("layout", "world_size"), [("tp=2", 2), ("tp=2,dp_shard=2", 4)])
+def test_their_own_plan_cuts_them(pool: Pools, family: str, layout: str, world_size: int) -> None:
+    ranks = pool(world_size).run(record, family, layout)
+    expected = reference(Causal(family=family), ranks, range(0, world_size, 2))
+    assert not compare(ranks, expected)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    box, _ = ranks[1][0].gradients[name]
+    assert (box.offset, box.shape) == ((4, 0), (4, 16)) if world_size == 2 else box.offset[0] in (0, 2, 4, 6)
