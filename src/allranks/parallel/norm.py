@@ -62,11 +62,12 @@ def _factor(norm: torch.Tensor, max_norm: float | None, scale: torch.Tensor | No
 
 
 def _group_by_placing(parameters: Sequence[torch.Tensor], cut_over: Groups) -> dict[Placing, list[torch.Tensor]]:
+    pairs = [(parameter, gradient) for parameter in parameters if (gradient := parameter.grad) is not None]
+    plain = [gradient for _, gradient in pairs]
+    if not cut_over and DTensor not in set(map(type, plain)):  # a small model's step would notice the loop below
+        return {WHOLE: plain} if plain else {}
     groups: dict[Placing, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
+    for parameter, gradient in pairs:
         over = cut_over.get(id(parameter), ())
         if isinstance(gradient, DTensor):
             placing: Placing = ((gradient.device_mesh, gradient.placements), over)
