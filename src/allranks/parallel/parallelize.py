@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from allranks.errors import LayoutError, TaskError
+from allranks.parallel.block_modes import change_blocks, changes_blocks
 from allranks.parallel.blocks import Unit, find_blocks, group_units
 from allranks.parallel.held_back import check_released, find_held_back
 from allranks.parallel.identity import identify
@@ -167,9 +168,11 @@ def parallelize(
     check_same_structure(modules, source, device)
     units, placer = dict[str, list[Unit]](), Placer(device, source, contiguous=mesh.layout.fully_sharded)
     path = Path()
+    found = find_blocks(modules, blocks) if mesh.layout.fully_sharded or changes_blocks(mesh.layout) else {}
+    decisions += change_blocks(modules, found, mesh.layout, device)
     if mesh.layout.fully_sharded:
-        units = _shard_all(modules, mesh, precision, placer, blocks, path)
-        decisions += [_describe_units(name, found, bool(blocks)) for name, found in units.items()]
+        units = _shard_all(modules, mesh, precision, placer, found, path)
+        decisions += [_describe_units(name, cut, bool(blocks)) for name, cut in units.items()]
     for module in modules.values():
         placer.place(module)
     entries, tensors = identify(modules, units, mesh)
@@ -196,11 +199,10 @@ def _shard_all(
     mesh: Mesh,
     precision: Precision,
     placer: Placer,
-    blocks: Sequence[str],
+    found: Mapping[str, Sequence[str]],
     path: Path,
 ) -> dict[str, list[Unit]]:
     _check_apart(modules, mesh)
-    found = find_blocks(modules, blocks)
     units = {which: group_units(module, found[which]) for which, module in modules.items()}
     for which, module in modules.items():
         shard(module, units[which], mesh, precision.fsdp_policy(), placer, path)
