@@ -255,9 +255,11 @@ def test_nothing_is_computed_again_without_gradients() -> None:
     assert len(block.runs) == 3, "a forward and its second run"
 
 
-def test_two_backwards_through_one_graph() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_backwards_through_one_graph(policy: str) -> None:
+    """As a loop of one's own runs them, where DDP's buckets find their final order."""
     block = Once()
-    apply([block], "full")
+    apply([block], policy)
     x = torch.ones(2, 4, requires_grad=True)
     output = block(x).square().sum()
     output.backward(retain_graph=True)

@@ -17,7 +17,7 @@ from allranks.errors import LayoutError
 from allranks.layout import Layout
 from allranks.parallel.compiled import MEMORY_BUDGET, compile_forward
 from allranks.parallel.offload import Offloader
-from allranks.parallel.recompute import recompute, selective
+from allranks.parallel.recompute import recompute, selective, selective_in_graph
 from allranks.verdict import Decision
 
 Forward = Callable[..., Any]
@@ -68,7 +68,7 @@ def _changed(name: str, block: nn.Module, layout: Layout, offloader: Offloader |
     in_graph = compiled and layout.recompute == "selective"
     if in_graph:
         # Inside, because compiled code hides its operations from what would keep some of them.
-        forward = wraps(forward)(partial(checkpoint, forward, use_reentrant=False, context_fn=selective))
+        forward = wraps(forward)(partial(checkpoint, forward, use_reentrant=False, context_fn=selective_in_graph))
     if compiled:
         forward = compile_forward(name, forward, whole=in_graph, budget=layout.recompute == "budget")
     if layout.recompute == "full":

@@ -9,6 +9,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from copy import copy
 from typing import Any, final
 
 import torch
@@ -56,6 +57,12 @@ def recompute(name: str, module: nn.Module, forward: Forward, contexts: Contexts
 
 
 def selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of `selective_in_graph`, for any number of backwards through one graph."""
+    first, second = selective_in_graph()
+    return first, _Rewound(second)
+
+
+def selective_in_graph() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts that keep the results of expensive operations; one pair for each forward.
 
     Kept: attention (torch's fused kernels), convolutions, and of the matrix products the first, third, fifth ... of a
@@ -139,6 +146,28 @@ class _Again:
                 f"block {self._name} changes in place what recompute=selective keeps: use inplace=False there, or "
                 "recompute=full"
             ) from error
+
+
+@final
+class _Rewound:
+    """The context of later runs, each of which finds all that the first has kept: torch forgets what it has given out.
+
+    It lives as long as the graph of its block, and lets go of what is kept with it.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._kept: dict[Any, Any] | None = None
+
+    def __enter__(self) -> None:
+        storage = self._inner.storage
+        if self._kept is None:
+            self._kept = {key: copy(entries) for key, entries in storage.items()}
+        storage.update({key: copy(entries) for key, entries in self._kept.items()})
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
 
 
 def _version(leaf: Any) -> int | None:
