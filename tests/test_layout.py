@@ -178,7 +178,18 @@ def test_who_keeps_the_copies_equal(text: str, world_size: int, replicated: bool
 
 
 @pytest.mark.parametrize(
-    "text", ["single", "ddp", "fsdp", "fsdp,sharding=grad_op", "ddp,sharding=none", "dp_replicate=2,dp_shard=2"]
+    "text",
+    [
+        "single",
+        "ddp",
+        "fsdp",
+        "fsdp,sharding=grad_op",
+        "ddp,sharding=none",
+        "dp_replicate=2,dp_shard=2",
+        "ddp,recompute=full",
+        "fsdp,recompute=selective,offload=activations",
+        "single,recompute=budget,compile=block",
+    ],
 )
 def test_what_this_version_makes(text: str) -> None:
     resolve(text, num_processes(parse_layout(text), 4)).supported_here()
@@ -187,14 +198,15 @@ def test_what_this_version_makes(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "world_size", "message"),
     [
-        ("tp=2", 2, "tp=2 comes with a later version"),
+        ("pp=2", 2, "pp=2 comes with a later version"),
         ("cp=2,pp=2", 4, "cp=2 and pp=2 come with a later version"),
         ("dp_shard=4,ep=2", 4, "ep=2 comes with a later version"),
         ("data_parallel", 1, "data_parallel comes with a later version"),
         ("placement", 1, "placement comes with a later version"),
         ("fsdp,sharding=optimizer", 2, "sharding=optimizer comes with a later version"),
-        ("ddp,recompute=full", 2, "recompute=full comes with a later version"),
-        ("ddp,offload=all,compile=block", 2, "offload=all and compile=block come with a later version"),
+        ("ddp,offload=all,tp=1", 2, "offload=all comes with a later version"),
+        ("pp=2,offload=parameters", 2, "pp=2 and offload=parameters come with a later version"),
+        ("ddp,recompute=budget", 2, "recompute=budget leaves the choice to torch.compile: add compile=block"),
     ],
 )
 def test_what_comes_later_is_refused(text: str, world_size: int, message: str) -> None:

@@ -106,13 +106,13 @@ class Layout:
         later = [f"{axis}={getattr(self, axis)}" for axis in ("cp", "pp", "ep") if getattr(self, axis) > 1]
         later += [self.kind] if self.kind in ("data_parallel", "placement") else []
         later += ["sharding=optimizer"] if self.sharding == "optimizer" else []
-        later += [
-            f"{mode}={getattr(self, mode)}"
-            for mode in ("recompute", "offload", "compile")
-            if getattr(self, mode) != "none"
-        ]
+        later += [f"offload={self.offload}"] if self.offload in ("parameters", "all") else []
         if later:
             raise LayoutError(f"{' and '.join(later)} {'comes' if len(later) == 1 else 'come'} with a later version")
+        if self.tp > 1 and self.compile != "none":
+            raise LayoutError(f"compile={self.compile} with tp={self.tp} comes with a later version: leave one of them")
+        if self.recompute == "budget" and self.compile == "none":
+            raise LayoutError("recompute=budget leaves the choice to torch.compile: add compile=block")
 
     def __str__(self) -> str:
         """The canonical layout string, which `parse_layout` reads back."""

@@ -10,7 +10,6 @@ from torch import nn
 from allranks.errors import LayoutError
 from allranks.layout import Layout
 from allranks.models.transformer import Transformer
-from allranks.parallel import tensor_ops
 from allranks.task import TensorStyle
 from tests.distributed.pool import Pools
 from tests.parallel.spreads import spread
@@ -143,32 +142,3 @@ def shares_unlike() -> str:
 
 def test_a_shared_parameter_is_cut_in_one_way(pool: Pools) -> None:
     assert pool(2).run(shares_unlike) == ["0 and 1 share a parameter, and tp would cut it in two ways"] * 2
-
-
-def noting(called: list[str], name: str, move: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        called.append(name)
-        return move(*arguments)
-
-    return call
-
-
-def count_collectives() -> int:
-    """In a worker: the collectives of a forward and its backward."""
-    cut = spread(lambda: Transformer(11, 1, 16, 4, tied=False), Layout(tp=2))
-    called: list[str] = []
-    moves = {name: getattr(tensor_ops, name) for name in ("_sum", "_all_gather", "_reduce_scatter")}
-    for name, move in moves.items():
-        setattr(tensor_ops, name, noting(called, name, move))
-    try:
-        cut.modules[""](TOKENS).sum().backward()
-    finally:
-        for name, move in moves.items():
-            setattr(tensor_ops, name, move)
-    return len(called)
-
-
-def test_query_key_and_value_share_one_gathering(pool: Pools) -> None:
-    """Embedding 1 out, attention 1 in and 1 out, feed-forward 1 in and 1 out, output 1 in and 1 out: 7 each way, but
-    the gathered logits' backward is a part at hand; and each of the 3 norms sums its weight's gradient."""
-    assert pool(2).run(count_collectives) == [16, 16]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from allranks.parallel.block_modes import change_blocks, changes_blocks
 from allranks.parallel.blocks import Unit, find_blocks, group_units
 from allranks.parallel.checks import cast, check_apart, check_kinds, check_stateful, start_training
 from allranks.parallel.identity import identify
@@ -62,9 +63,11 @@ def parallelize(
     if mesh.layout.tp > 1:
         cutter = _cut_tensors(modules, mesh, tensor, decisions)
         placer.cut, cuts = cutter, cutter.find_cuts()
+    found = find_blocks(modules, blocks) if mesh.layout.fully_sharded or changes_blocks(mesh.layout) else {}
+    decisions += change_blocks(modules, found, mesh.layout, device)
     if mesh.layout.fully_sharded:
-        units = _shard_all(modules, mesh, precision, placer, blocks, path)
-        decisions += [_describe_units(name, found, bool(blocks)) for name, found in units.items()]
+        units = _shard_all(modules, mesh, precision, placer, found, path)
+        decisions += [_describe_units(name, cut, bool(blocks)) for name, cut in units.items()]
     for module in modules.values():
         placer.place(module)
     entries, tensors = identify(modules, units, mesh, cuts)
@@ -92,11 +95,10 @@ def _shard_all(
     mesh: Mesh,
     precision: Precision,
     placer: Placer,
-    blocks: Sequence[str],
+    found: Mapping[str, Sequence[str]],
     path: Path,
 ) -> dict[str, list[Unit]]:
     check_apart(modules, mesh)
-    found = find_blocks(modules, blocks)
     units = {which: group_units(module, found[which]) for which, module in modules.items()}
     for which, module in modules.items():
         shard(module, units[which], mesh, precision.fsdp_policy(), placer, path)

@@ -19,13 +19,10 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
-from allranks.parallel.regions import Regions
-from allranks.parallel.tensor_ops import enter, gather, gather_sum, leave, part_bounds, split, sum_split
+from allranks.parallel.tensor_flow import CHANNELS, Flow
+from allranks.parallel.tensor_ops import enter, gather, part_bounds
 from allranks.parallel.tensor_plan import TensorPlan
 from allranks.task import TensorStyle
-
-POSITIONS = -2  # the dim of an activation that is cut along the sequence: [..., positions, channels]
-CHANNELS = -1
 
 _DIM: Mapping[tuple[TensorStyle, str], int] = {
     ("colwise", "weight"): 0,
@@ -132,79 +129,6 @@ class TensorCutter:
                     raise LayoutError(f"{where} and {prefix} share a parameter, and tp would cut it in two ways")
 
 
-@final
-class Flow:
-    """What passes between the modules of one model during a forward.
-
-    Args:
-        group: the tp ranks.
-        sequence: whether activations between cut layers are cut along the sequence.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, *, sequence: bool) -> None:
-        self.group = group
-        self.sequence = sequence
-        self.rank = dist.get_rank(group)
-        self.regions = Regions(self.rank)
-        self.length = 0
-        self._entered: tuple[torch.Tensor, int, torch.Tensor] | None = None
-
-    def begin(self, *_: object) -> None:
-        """A forward begins: tensors are whole."""
-        self.regions.inside = False
-        self._entered = None
-
-    def end(self, module: nn.Module, arguments: object, output: object) -> object:
-        """A forward ends; whoever asked for it sees whole tensors."""
-        self._entered = None
-        if not (self.sequence and self.regions.inside):
-            return output
-        self.regions.exit()
-        return pytree.tree_map_only(torch.Tensor, self._whole_output, output)
-
-    def _whole_output(self, value: torch.Tensor) -> torch.Tensor:
-        start, end = part_bounds(self.length, dist.get_world_size(self.group), self.rank)
-        cut = value.is_floating_point() and value.ndim > 1 and value.shape[POSITIONS] == end - start
-        return gather(value, self.group, POSITIONS, self.length) if cut else value
-
-    def enter(self, value: torch.Tensor) -> torch.Tensor:
-        """The input of a layer that is cut by columns; made once for all layers that share it (query, key, value)."""
-        if self._entered is not None and self._entered[0] is value and self._entered[1] == value._version:
-            return self._entered[2]
-        cut = self.sequence and self.regions.inside
-        whole = gather_sum(value, self.group, POSITIONS, self._length_of(value)) if cut else enter(value, self.group)
-        self._entered = (value, value._version, whole)
-        return whole
-
-    def leave(self, partial_sum: torch.Tensor) -> torch.Tensor:
-        """What each rank has a partial sum of: whole, or this rank's positions."""
-        self._entered = None
-        if not self.sequence:
-            return leave(partial_sum, self.group)
-        self.length = partial_sum.shape[POSITIONS]
-        self.regions.enter()
-        return sum_split(partial_sum, self.group, POSITIONS)
-
-    def cut_positions(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's positions of a whole activation."""
-        self.length = value.shape[POSITIONS]
-        self.regions.enter()
-        return split(value, self.group, POSITIONS)
-
-    def whole_positions(self, value: torch.Tensor) -> torch.Tensor:
-        """The inverse; what is no activation stays as it is."""
-        return gather(value, self.group, POSITIONS, self._length_of(value)) if value.is_floating_point() else value
-
-    def _length_of(self, value: torch.Tensor) -> int:
-        start, end = part_bounds(self.length, dist.get_world_size(self.group), self.rank)
-        if value.shape[POSITIONS] != end - start:
-            raise LayoutError(
-                f"a rank has {value.shape[POSITIONS]} positions of a sequence of {self.length} cut over tp: two "
-                "sequences of unequal length cannot be cut in one model; leave sequence out of hints().tensor"
-            )
-        return self.length
-
-
 def _override(module: nn.Module, style: TensorStyle | None, flow: Flow) -> None:
     """Replace `module.forward` by that of its style; None: it is not cut, and may see whole or cut activations."""
     forwards: dict[TensorStyle | None, Callable[..., Any]] = {
@@ -224,7 +148,7 @@ def _override(module: nn.Module, style: TensorStyle | None, flow: Flow) -> None:
 
 
 def _colwise(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
-    entered = flow.enter(value)
+    entered = flow.enter(value, cut=flow.meets_positions(module))
     if not flow.sequence:
         flow.regions.enter()
     return functional.linear(entered, module.weight, module.bias)
@@ -233,7 +157,7 @@ def _colwise(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
 def _rowwise(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
     if not flow.sequence:
         flow.regions.exit()
-    found = flow.leave(functional.linear(value, module.weight))
+    found = flow.leave(functional.linear(value, module.weight), opens=not flow.meets_positions(module))
     if module.bias is None:
         return found
     # On cut positions each rank has a partial sum of the bias's gradient.
@@ -241,7 +165,8 @@ def _rowwise(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
 
 
 def _vocab_linear(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
-    found = functional.linear(flow.enter(value), module.weight, module.bias)
+    entered = flow.enter(value, cut=flow.meets_positions(module))
+    found = functional.linear(entered, module.weight, module.bias)
     flow.regions.exit()
     return gather(found, flow.group, CHANNELS, module.out_features)
 
@@ -256,7 +181,7 @@ def _vocab_embedding(module: Any, flow: Flow, tokens: torch.Tensor) -> torch.Ten
         looked_up = module.weight.new_zeros((*tokens.shape, module.embedding_dim)) + module.weight.sum()
     else:
         looked_up = functional.embedding(rows, module.weight, padding) * here.unsqueeze(-1)
-    return flow.leave(looked_up)
+    return flow.leave(looked_up, opens=True)
 
 
 def _on_positions(module: nn.Module, flow: Flow, *args: Any, original: Callable[..., Any], **kwargs: Any) -> Any:
@@ -267,9 +192,11 @@ def _on_positions(module: nn.Module, flow: Flow, *args: Any, original: Callable[
 def _replicated(module: nn.Module, flow: Flow, *args: Any, original: Callable[..., Any], **kwargs: Any) -> Any:
     if not flow.sequence:
         return _unplanned(module, flow, *args, original=original, **kwargs)
-    if flow.regions.inside:
+    if flow.meets_positions(module):
         args, kwargs = pytree.tree_map_only(torch.Tensor, flow.whole_positions, (args, kwargs))
     output = original(*args, **kwargs)
+    if not flow.meets_positions(module):
+        flow.regions.enter()
     return pytree.tree_map_only(torch.Tensor, flow.cut_positions, output)
 
 

@@ -16,6 +16,7 @@ from allranks.data.random_keys import item_key, seed_all
 from allranks.data.second_pass import begin_pass, check_second_pass
 from allranks.data.stream import declared_order
 from allranks.errors import AllranksError, DataError, TaskError
+from allranks.parallel.compiled import uncompiled
 from allranks.parallel.spread import Spread
 from allranks.stepping.buffer_check import check_buffers
 from allranks.stepping.flops import count_flops
@@ -72,7 +73,8 @@ def check_at_start(
         raise TaskError(f"{what}: {type(task).__name__} needs a step(models, batch)")
     try:
         samples, seconds = first_samples(dataset, seed)
-        meeting = _meet(task, spread, samples, group if declared_order(dataset) == "sharded" else None, seed)
+        with uncompiled(spread.mesh.layout.compile):
+            meeting = _meet(task, spread, samples, group if declared_order(dataset) == "sharded" else None, seed)
     except AllranksError:
         raise
     except Exception as error:

@@ -1,0 +1,112 @@
+"""What passes between cut layers: gathered once, the same way in a recomputed block, and whole at the end."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from allranks.errors import LayoutError
+from allranks.layout import Layout
+from allranks.models.transformer import Transformer
+from allranks.parallel import tensor_ops
+from allranks.task import TensorStyle
+from tests.distributed.pool import Pools
+from tests.parallel.spreads import spread
+
+pytestmark = pytest.mark.distributed
+
+TOKENS = torch.arange(10).view(2, 5)
+
+
+class Dropping(nn.Module):
+    """A block with dropout where tensors are cut, and where they are whole or cut along the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = functional.dropout(self.up(self.norm(x)), 0.5)
+        return x + functional.dropout(self.down(inner), 0.5)
+
+
+def recomputed(tensor: Mapping[str, TensorStyle], recompute: str) -> list[torch.Tensor]:
+    """In a worker: the gradients of two blocks behind an embedding."""
+    layers = nn.Sequential(nn.Embedding(11, 6), nn.Sequential(Dropping(), Dropping()), nn.Linear(6, 11))
+    cut = spread(lambda: layers, Layout(tp=2, recompute=recompute), "float64", tensor=tensor)
+    torch.manual_seed(3)
+    cut.modules[""](TOKENS).square().sum().backward()
+    return [parameter.grad for parameter in cut.trainable().values() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("norm", ["sequence", "replicate"])
+def test_a_recomputed_block_goes_the_same_way(pool: Pools, norm: TensorStyle) -> None:
+    """It begins in the middle of a forward: what is cut there, and which numbers are drawn, must be as it was."""
+    tensor: dict[str, TensorStyle] = {"0": "vocab", "1.*.up": "colwise", "1.*.down": "rowwise", "2": "vocab"}
+    tensor["1.*.norm"] = norm
+    kept = pool(2).run(recomputed, tensor, "none")
+    for mode in ("full", "selective"):
+        for found, expected in zip(pool(2).run(recomputed, tensor, mode), kept, strict=True):
+            assert len(found) == len(expected) == 15
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def noting(called: list[str], name: str, move: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        called.append(name)
+        return move(*arguments)
+
+    return call
+
+
+def count_collectives() -> int:
+    """In a worker: the collectives of a forward and its backward."""
+    cut = spread(lambda: Transformer(11, 1, 16, 4, tied=False), Layout(tp=2))
+    called: list[str] = []
+    moves = {name: getattr(tensor_ops, name) for name in ("_sum", "_all_gather", "_reduce_scatter")}
+    for name, move in moves.items():
+        setattr(tensor_ops, name, noting(called, name, move))
+    try:
+        cut.modules[""](TOKENS).sum().backward()
+    finally:
+        for name, move in moves.items():
+            setattr(tensor_ops, name, move)
+    return len(called)
+
+
+def test_query_key_and_value_share_one_gathering(pool: Pools) -> None:
+    """Embedding 1 out, attention 1 in and 1 out, feed-forward 1 in and 1 out, output 1 in and 1 out: 7 each way, but
+    the gathered logits' backward is a part at hand; and each of the 3 norms sums its weight's gradient."""
+    assert pool(2).run(count_collectives) == [16, 16]
+
+
+class TwoLengths(nn.Module):
+    """Two sequences of unequal length in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.memory = nn.Embedding(11, 6), nn.Embedding(11, 6)
+        self.norm, self.up = nn.LayerNorm(6), nn.Linear(6, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words, _ = self.words(x), self.memory(x[:, :2])
+        found: torch.Tensor = self.up(self.norm(words))
+        return found
+
+
+def confuse() -> str:
+    tensor: dict[str, TensorStyle] = {"words": "vocab", "memory": "vocab", "norm": "sequence", "up": "colwise"}
+    cut = spread(TwoLengths, Layout(tp=2), tensor=tensor)
+    try:
+        cut.modules[""](TOKENS)
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+def test_two_lengths_in_one_model_are_refused(pool: Pools) -> None:
+    found = pool(2).run(confuse)
+    assert found[0].startswith("a rank has 3 positions of a sequence of 2 cut over tp: two sequences of unequal length")
