@@ -89,7 +89,7 @@ class Layout:
     @property
     def fully_sharded(self) -> bool:
         """Whether parameters go through `fully_shard`: dp_shard above 1, or sharding "none" in a world above 1."""
-        return self.dp_shard > 1 or (self.sharding == "none" and self.dp > 1)
+        return self.sharding != "optimizer" and (self.dp_shard > 1 or (self.sharding == "none" and self.dp > 1))
 
     @property
     def replicated(self) -> bool:
@@ -105,7 +105,6 @@ class Layout:
         """Refuse what this version does not make yet. Raises LayoutError."""
         later = [f"{axis}={getattr(self, axis)}" for axis in ("cp", "pp", "ep") if getattr(self, axis) > 1]
         later += [self.kind] if self.kind in ("data_parallel", "placement") else []
-        later += ["sharding=optimizer"] if self.sharding == "optimizer" else []
         later += [f"offload={self.offload}"] if self.offload in ("parameters", "all") else []
         if later:
             raise LayoutError(f"{' and '.join(later)} {'comes' if len(later) == 1 else 'come'} with a later version")

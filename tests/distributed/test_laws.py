@@ -37,6 +37,7 @@ LAYOUTS = {
     "grad_op": ("fsdp,sharding=grad_op", (2, 3, 4)),
     "none": ("fsdp,sharding=none", (2, 3, 4)),
     "hsdp": ("dp_replicate=2,dp_shard=2", (4,)),
+    "optimizer": ("dp_shard=*,sharding=optimizer", (2, 3, 4)),
     "tp": ("tp=*", (2, 3, 4)),
     "tp-ddp": ("tp=2,dp_replicate=2", (4,)),
     "tp-fsdp": ("tp=2,dp_shard=2,recompute=full", (4,)),

@@ -18,6 +18,7 @@ LAYOUTS = {
     "ddp": ("ddp", 2),
     "fsdp": ("fsdp", 3),
     "hsdp": ("dp_replicate=2,dp_shard=2", 4),
+    "optimizer": ("dp_replicate=2,dp_shard=2,sharding=optimizer", 4),
     "tp": ("tp=3", 3),
     "tp-ddp": ("tp=2,dp_replicate=2", 4),
     "tp-fsdp": ("tp=2,dp_shard=2", 4),
@@ -31,6 +32,8 @@ PAIRS = [
     ("tp", "tp-fsdp"),
     ("tp-fsdp", "fsdp"),
     ("tp-ddp", "hsdp"),
+    ("optimizer", "fsdp"),
+    ("tp-fsdp", "optimizer"),
 ]
 SMALL = ("train.global_batch=10", "optimizer.lr=0.01")
 

@@ -34,6 +34,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (2, "dp_shard=2", {"global_batch": 10, "micro_batch": 2}),
     (2, "dp_shard=2,sharding=grad_op", {"global_batch": 9, "micro_batch": 2}),
     (2, "dp_replicate=2,sharding=none", {"global_batch": 10, "micro_batch": 2}),
+    (3, "dp_shard=3,sharding=optimizer", {"global_batch": 10, "micro_batch": 2}),
     (2, "tp=2", {"global_batch": 10, "micro_batch": 3}),
     (4, "tp=2,dp_shard=2", {"global_batch": 9, "micro_batch": 2}),
 ]

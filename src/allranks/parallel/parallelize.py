@@ -13,6 +13,7 @@ from allranks.parallel.checks import cast, check_apart, check_kinds, check_state
 from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
 from allranks.parallel.mesh import Mesh
+from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.path import Path
 from allranks.parallel.precision import Precision
 from allranks.parallel.replicate import replicate
@@ -76,7 +77,10 @@ def parallelize(
     scalars = _find_scalars(tensors) if mesh.layout.fully_sharded else ()
     cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items()}
     who = ParameterMap(entries), tensors, tuple(decisions)
-    return Spread(modules, mesh, precision, device, *who, find_unused, path, cut_over, scalars)
+    spread = Spread(modules, mesh, precision, device, *who, find_unused, path, cut_over, _scalars=scalars)
+    if mesh.layout.sharding == "optimizer" and mesh.layout.dp_shard > 1:
+        spread.row_shards = RowShards(spread.trainable(), spread.map, mesh)
+    return spread
 
 
 def _prepare(

@@ -1,4 +1,4 @@
-"""The dp_replicate axis alone: DistributedDataParallel."""
+"""Copies of the model: DistributedDataParallel over the data-parallel ranks."""
 
 import inspect
 from typing import Any
@@ -31,7 +31,7 @@ def replicate(module: nn.Module, mesh: Mesh, device: torch.device, *, find_unuse
     return DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
-        process_group=mesh.group("dp_replicate"),
+        process_group=mesh.data_group,
         init_sync=False,
         find_unused_parameters=find_unused,
         gradient_as_bucket_view=True,

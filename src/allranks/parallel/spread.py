@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from allranks.parallel.held_back import check_released, find_held_back
 from allranks.parallel.mesh import DATA_AXES, Mesh
 from allranks.parallel.norm import Groups
+from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.path import Path
 from allranks.parallel.precision import Precision
 from allranks.parallel.replicate import replicate
 from allranks.parallel.shard import reshard_all
-from allranks.parameter_map import ParameterMap
+from allranks.parameter_map import Entry, ParameterMap
 from allranks.verdict import Decision
 
 
@@ -37,6 +38,7 @@ class Spread:
         find_unused: whether a backward may leave parameters without gradient that others of the same step reach.
         path: the units that forwards have entered, where they are sharded.
         cut_over: id of a parameter -> the groups over which it was cut before it was sharded.
+        row_shards: what this rank updates of each parameter, where the optimizer alone is sharded.
     """
 
     modules: dict[str, nn.Module]
@@ -49,6 +51,7 @@ class Spread:
     find_unused: bool = False
     path: Path = field(default_factory=Path)
     cut_over: Groups = field(default_factory=dict)
+    row_shards: RowShards | None = None
     _scalars: tuple[torch.Tensor, ...] = ()
     _held_back: list[Any] = field(default_factory=list)
 
@@ -65,6 +68,15 @@ class Spread:
             for name, entry in self.map.items()
             if entry.trainable and entry.alias_of is None and name.startswith(prefix)
         }
+
+    def updatable(self, which: str | None = None) -> dict[str, torch.Tensor]:
+        """Logical name -> what an optimizer on this rank updates of it; otherwise as `trainable`."""
+        found = self.trainable(which)
+        return found if self.row_shards is None else {name: self.row_shards.rows[name] for name in found}
+
+    def updatable_entry(self, name: str) -> Entry:
+        """Who that is."""
+        return self.map[name] if self.row_shards is None else self.row_shards.entries[name]
 
     def local(self, name: str) -> torch.Tensor:
         """The part of a tensor that this rank holds, detached, sharing its memory."""

@@ -21,8 +21,8 @@ from torch.nn import functional
 Group = dist.ProcessGroup
 
 # torch 2.13 gives them new names and warns of the old ones; 2.11 has only those.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def part_bounds(extent: int, num_parts: int, index: int) -> tuple[int, int]:
@@ -128,7 +128,7 @@ def _all_gather(value: torch.Tensor, group: Group, dim: int, extent: int) -> tor
     length = -(-extent // size)
     front = _pad(value, dim, length).movedim(dim, 0).contiguous()
     whole = front.new_empty(size * length, *front.shape[1:])
-    _all_gather_single(whole, front, group=group)
+    all_gather_single(whole, front, group=group)
     return _as_dim(whole, dim, extent)
 
 
@@ -137,7 +137,7 @@ def _reduce_scatter(value: torch.Tensor, group: Group, dim: int) -> torch.Tensor
     length = -(-extent // size)
     front = _pad(value, dim, size * length).movedim(dim, 0).contiguous()
     part = front.new_empty(length, *front.shape[1:])
-    _reduce_scatter_single(part, front, group=group)
+    reduce_scatter_single(part, front, group=group)
     start, end = part_bounds(extent, size, dist.get_rank(group))
     return _as_dim(part, dim, end - start)
 

@@ -27,8 +27,10 @@ class Optimizers:
         self._peaks = {
             name: [float(group["lr"]) for group in optimizer.param_groups] for name, optimizer in optimizers.items()
         }
-        names = {id(tensor): name for name, tensor in spread.trainable().items()}
-        self._entries = {id(tensor): spread.map[names[id(tensor)]] for tensor in spread.trainable().values()}
+        self._spread = spread
+        updatable = spread.updatable()
+        self._entries = {id(tensor): spread.updatable_entry(name) for name, tensor in updatable.items()}
+        self._whole = {id(tensor): spread.tensors[name] for name, tensor in updatable.items()}
         self._parameters = {name: _parameters_of(optimizer) for name, optimizer in optimizers.items()}
         self._everyone = tuple(range(spread.mesh.layout.world_size))
         self._initial = {name: [_settings(group) for group in it.param_groups] for name, it in optimizers.items()}
@@ -36,10 +38,10 @@ class Optimizers:
         self._check_linkage(spread)
 
     def parameters(self, which: str) -> list[torch.Tensor]:
-        """The parameters that the optimizer `which` updates, each once."""
+        """The parameters that the optimizer `which` updates, each once; as the model has them."""
         if which not in self._updated:
             found = [parameter for name in self._named(which) for parameter in self._parameters[name]]
-            self._updated[which] = list({id(parameter): parameter for parameter in found}.values())
+            self._updated[which] = list({id(parameter): self._whole[id(parameter)] for parameter in found}.values())
         return self._updated[which]
 
     def step(self, which: str, factor: float) -> float:
@@ -48,10 +50,20 @@ class Optimizers:
         for optimizer, peaks in optimizers:
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
-            optimizer.step()
-        for optimizer, _ in optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        self.update(which)
         return float(optimizers[0][0].param_groups[0]["lr"])
+
+    def update(self, which: str) -> None:
+        """One update at the present learning rates, then no gradients; collective where the optimizer is sharded."""
+        rows = self._spread.row_shards
+        if rows is not None:
+            rows.lend(self.parameters(which))
+        for name in self._named(which):
+            self.by_name[name].step()
+        if rows is not None:
+            rows.collect(self.parameters(which))
+        for name in self._named(which):
+            self.by_name[name].zero_grad(set_to_none=True)
 
     def materialise(self) -> None:
         """Make every optimizer's state exist without moving a parameter, so that a checkpoint can be read into it.
@@ -148,7 +160,7 @@ class Optimizers:
                 f"{tuple(strangers[0].shape)}): build it from the `parameters` it is given"
             )
         held = {id(p) for group in self._parameters.values() for p in group}
-        left = [name for name, tensor in spread.trainable().items() if id(tensor) not in held]
+        left = [name for name, tensor in spread.updatable().items() if id(tensor) not in held]
         if left:
             raise TaskError(
                 f"optimizer() leaves out {len(left)} trainable parameter(s), first {left[0]!r}: pass them too, or set "
@@ -162,7 +174,7 @@ def build_optimizers(spread: Spread, config: OptimizerConfig, make: MakeOptimize
     A module without trainable parameters needs none. TaskError where no module has any, or where the Task's optimizers
     do not hold exactly the trainable parameters.
     """
-    by_module = {which: list(spread.trainable(which).values()) for which in spread.modules}
+    by_module = {which: list(spread.updatable(which).values()) for which in spread.modules}
     by_module = {which: parameters for which, parameters in by_module.items() if parameters}
     if not by_module:
         raise TaskError("the model has no trainable parameter: nothing to optimise")

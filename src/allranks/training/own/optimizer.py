@@ -24,7 +24,7 @@ def make_own_optimizer(spread: Spread, kind: Callable[..., Optimizer], settings:
     Raises:
         TaskError: it is no torch optimizer, or does not hold exactly the trainable parameters.
     """
-    made: object = kind(list(spread.trainable().values()), **settings)
+    made: object = kind(list(spread.updatable().values()), **settings)
     if not isinstance(made, Optimizer):
         raise TaskError(f"world.optimizer: {kind!r:.60} made a {type(made).__name__}: expected a torch optimizer")
     _part_groups(made)
@@ -57,7 +57,7 @@ def _can_fuse(optimizer: Optimizer, group: Settings) -> bool:
 
 def group_settings(spread: Spread, optimizer: Optimizer) -> list[dict[str, Any]]:
     """Learning rate and the other numbers of every group, as JSON, with the logical names of its parameters."""
-    names = {id(tensor): name for name, tensor in spread.trainable().items()}
+    names = {id(tensor): name for name, tensor in spread.updatable().items()}
     return [
         {
             "parameters": [names[id(parameter)] for parameter in group["params"]],
@@ -73,7 +73,7 @@ def restore_group_settings(spread: Spread, optimizer: Optimizer, kept: list[dict
     Raises:
         CheckpointError: the checkpoint puts parameters of one group into groups with other settings.
     """
-    names = {id(tensor): name for name, tensor in spread.trainable().items()}
+    names = {id(tensor): name for name, tensor in spread.updatable().items()}
     home = {name: saved["settings"] for saved in kept for name in saved["parameters"]}
     changes = []
     for group in optimizer.param_groups:

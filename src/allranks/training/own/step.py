@@ -210,8 +210,7 @@ class OwnStep:
     def _update(self, optimizers: Optimizers) -> float:
         optimizer = optimizers.by_name[""]
         lr = float(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizers.update("")
         self._models.reshard()
         self._stopwatch.mark("optimizer")
         return lr
