@@ -47,15 +47,16 @@ def record(task: Tiny, layout: str, overrides: Sequence[str], precision: str, st
 def test_every_layout_feeds_the_same_samples_in_the_same_steps(pool: Pools) -> None:
     """7 does not divide into 61: the second epoch begins in the middle of a step."""
     found = []
-    for layout, world_size, cut in (
-        ("single", 1, "train.micro_batch=2"),
-        ("ddp", 3, "train.micro_batch=1"),
-        ("dp_replicate=2,dp_shard=2", 4, "train.micro_steps=3"),
+    for layout, data_ranks, world_size, cut in (
+        ("single", (0,), 1, "train.micro_batch=2"),
+        ("ddp", (0, 1, 2), 3, "train.micro_batch=1"),
+        ("dp_replicate=2,dp_shard=2", (0, 1, 2, 3), 4, "train.micro_steps=3"),
+        ("dp_replicate=2,tp=2", (0, 2), 4, "train.micro_steps=2"),
     ):
         overrides = ("train.global_batch=7", "train.seed=5", cut)
         ranks = pool(world_size).run(record, Tiny(), layout, overrides, "float32", 9)
-        found.append([fed(ranks, step, range(world_size)) for step in range(9)])
-    assert found[0] == found[1] == found[2]
+        found.append([fed(ranks, step, data_ranks) for step in range(9)])
+    assert found[0] == found[1] == found[2] == found[3]
     assert [position for step in found[0] for position in step] == list(range(63))
     samples = [sample for step in found[0] for sample in step.values()]
     assert sorted(samples[:61]) == list(range(61))
@@ -243,6 +244,9 @@ RESTARTS = [
     ("ddp", 3, (SMALL_BUCKETS, "layout.static_graph=true")),
     ("fsdp", 3, ()),
     ("dp_replicate=2,dp_shard=2", 4, ("train.micro_steps=3",)),
+    ("dp_shard=3,sharding=optimizer", 3, (SMALL_BUCKETS,)),
+    ("tp=2,dp_replicate=2", 4, ("train.micro_steps=3",)),
+    ("tp=2,dp_shard=2,recompute=full", 4, ()),
 ]
 
 
