@@ -8,6 +8,7 @@ import html
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from allranks.cli.main import app
 from allranks.config_keys import SECTIONS, config_keys
 from allranks.errors import AllranksError
 from tests.guardrails import FLOORS
+from tools.pictures import COLLECTIVES, draw
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "allranks"
@@ -137,6 +139,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/errors.md": render_errors,
     "docs/reference/config.md": render_config,
     "docs/reference/commands.md": render_commands,
+    **{f"docs/assets/{name}.svg": partial(draw, name) for name in COLLECTIVES},
 }
 
 

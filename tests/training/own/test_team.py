@@ -29,6 +29,24 @@ def test_members_use_it_and_others_are_told(pool: Pools) -> None:
     assert second == ((0, 2), 2, {told}, 0)
 
 
+def test_two_teams_reduce_independently(pool: Pools) -> None:
+    """One half reduces three times while the other does once."""
+
+    def case() -> tuple[bool, float]:
+        import torch.distributed as dist
+
+        with allranks.join() as world:
+            teams = [world.team(range(4)), world.team(range(4, 8))]
+            mine = teams[world.rank // 4]
+            total = torch.full((), float(world.rank))
+            for _ in range(3 if world.rank < 4 else 1):
+                dist.all_reduce(total, group=mine.group)
+            return teams[1 - world.rank // 4].member, total.item()
+
+    found = pool(8).run(case, timeout=120)
+    assert found == [(False, (0 + 1 + 2 + 3) * 4.0**2)] * 4 + [(False, 4.0 + 5 + 6 + 7)] * 4
+
+
 def test_what_is_no_team_is_refused_on_every_rank(pool: Pools) -> None:
     def case() -> list[str]:
         with allranks.join() as world:
