@@ -201,7 +201,7 @@ def test_what_this_version_makes(text: str) -> None:
         ("pp=2", 2, "pp=2 comes with a later version"),
         ("cp=2,pp=2", 4, "cp=2 and pp=2 come with a later version"),
         ("dp_shard=4,ep=2", 4, "ep=2 comes with a later version"),
-        ("data_parallel", 1, "data_parallel comes with a later version"),
+        ("placement", 1, "placement comes with a later version"),
         ("placement", 1, "placement comes with a later version"),
         ("fsdp,sharding=optimizer", 2, "sharding=optimizer comes with a later version"),
         ("ddp,offload=all,tp=1", 2, "offload=all comes with a later version"),

@@ -104,7 +104,7 @@ class Layout:
     def supported_here(self) -> None:
         """Refuse what this version does not make yet. Raises LayoutError."""
         later = [f"{axis}={getattr(self, axis)}" for axis in ("cp", "pp", "ep") if getattr(self, axis) > 1]
-        later += [self.kind] if self.kind in ("data_parallel", "placement") else []
+        later += [self.kind] if self.kind == "placement" else []
         later += [f"offload={self.offload}"] if self.offload in ("parameters", "all") else []
         if later:
             raise LayoutError(f"{' and '.join(later)} {'comes' if len(later) == 1 else 'come'} with a later version")

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.distributed
 STEPS = 3
 LAYOUTS = {
     "single": ("single", (1,)),
+    "data_parallel": ("data_parallel", (1,)),
     "ddp": ("ddp", (2, 3, 4)),
     "fsdp": ("fsdp", (2, 3, 4)),
     "grad_op": ("fsdp,sharding=grad_op", (2, 3, 4)),

@@ -9,7 +9,15 @@ from torch.distributed.tensor import DTensor
 
 from allranks.parallel.block_modes import change_blocks, changes_blocks
 from allranks.parallel.blocks import Unit, find_blocks, group_units
-from allranks.parallel.checks import cast, check_apart, check_kinds, check_stateful, start_training
+from allranks.parallel.checks import (
+    cast,
+    check_apart,
+    check_kinds,
+    check_stateful,
+    has_batch_statistics,
+    start_training,
+)
+from allranks.parallel.data_parallel import split_over_devices
 from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
 from allranks.parallel.mesh import Mesh
@@ -74,6 +82,9 @@ def parallelize(
     entries, tensors = identify(modules, units, mesh, cuts)
     if mesh.layout.replicated and ddp:
         modules = {which: replicate(m, mesh, device, find_unused=find_unused) for which, m in modules.items()}
+    if mesh.layout.kind == "data_parallel":
+        modules, said = split_over_devices(modules, torch.cuda.device_count(), has_batch_statistics(modules))
+        decisions.append(said)
     scalars = _find_scalars(tensors) if mesh.layout.fully_sharded else ()
     cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items()}
     who = ParameterMap(entries), tensors, tuple(decisions)

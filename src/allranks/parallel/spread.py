@@ -138,9 +138,9 @@ class Spread:
                 self.modules[which] = replicate(module.module, self.mesh, self.device, find_unused=True)
 
     def bare(self, which: str = "") -> nn.Module:
-        """The module without DDP around it: for a forward whose backward may never come."""
+        """The module without DDP or DataParallel around it: for a forward whose backward may never come."""
         module = self.modules[which]
-        return module.module if isinstance(module, DistributedDataParallel) else module
+        return module.module if isinstance(module, DistributedDataParallel | nn.DataParallel) else module
 
     def reshard(self) -> None:
         """Drop what a forward without backward left gathered."""

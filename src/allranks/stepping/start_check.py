@@ -17,6 +17,7 @@ from allranks.data.second_pass import begin_pass, check_second_pass
 from allranks.data.stream import declared_order
 from allranks.errors import AllranksError, DataError, TaskError
 from allranks.parallel.compiled import uncompiled
+from allranks.parallel.data_parallel import describe_gathering
 from allranks.parallel.spread import Spread
 from allranks.stepping.buffer_check import check_buffers
 from allranks.stepping.flops import count_flops
@@ -115,9 +116,18 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
     )
     flops = count_flops(forward, batch, len(samples))
     decisions += _meet_unused(forward, batch, group)
+    if spread.mesh.layout.kind == "data_parallel":
+        decisions += (_describe_gathering(forward, batch, len(samples)),)
     if spread.mesh.layout.cuts_layers and group is None:
         decisions += (check_whole(forward, samples, seed, flops),)
     return Meeting(coupled, forward, targets.call, decisions, flops)
+
+
+@torch.no_grad()
+def _describe_gathering(forward: Forward, batch: Any, num_samples: int) -> Decision:
+    with buffers_kept(forward.spread, unless=False):
+        output = forward(forward.place(batch))
+    return describe_gathering(output, num_samples, torch.cuda.device_count())
 
 
 def _describe(task: Task, method: str, verb: str, because: str) -> Decision:

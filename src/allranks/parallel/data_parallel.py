@@ -1,0 +1,49 @@
+"""layout=data_parallel: nn.DataParallel, one process that drives all GPUs of a machine by threads.
+
+In each forward it copies the module from the first GPU to the others, splits every tensor of the arguments along dim 0,
+and gathers the outputs on the first GPU, where the loss is computed. It is here because scripts have it; `ddp` does the
+same work without the copies, with one process a GPU. Source:
+https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from allranks.errors import LayoutError
+from allranks.verdict import Decision
+
+
+def split_over_devices(
+    modules: Mapping[str, nn.Module], num_devices: int, batch_statistics: bool
+) -> tuple[dict[str, nn.Module], Decision]:
+    """The modules under nn.DataParallel, each as `.module` of what is called; and what that means here.
+
+    Args:
+        num_devices: GPUs that this process sees.
+        batch_statistics: whether a module's training output depends on which samples share its batch.
+
+    Raises:
+        LayoutError: each device would take batch statistics of its own samples.
+    """
+    if num_devices > 1 and batch_statistics:
+        raise LayoutError(
+            f"under data_parallel BatchNorm sees each GPU's own samples only, and keeps those of the first of "
+            f"{num_devices}: use --layout ddp, or --layout single for one GPU"
+        )
+    called: dict[str, nn.Module] = {which: nn.DataParallel(module) for which, module in modules.items()}
+    if num_devices > 1:
+        what = f"each forward copies the model to {num_devices} GPUs, splits the batch, gathers outputs on the first"
+        return called, Decision(what, "layout=data_parallel; ddp spares the copies, with one process a GPU")
+    here = "there is no GPU" if num_devices == 0 else "there is one GPU"
+    return called, Decision("data_parallel changes nothing here", f"{here}, and it splits over GPUs; see --layout ddp")
+
+
+def describe_gathering(output: object, num_samples: int, num_devices: int) -> Decision:
+    """What gathering the outputs costs the first device, from those of `num_samples` samples."""
+    num_bytes = sum(leaf.nbytes for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    where = "on the first GPU" if num_devices else "on the first device, where there are several"
+    what = f"the outputs of a sample take {num_bytes / num_samples:,.0f} B {where}"
+    return Decision(what, "data_parallel gathers those of the whole batch there, and computes the loss on them alone")

@@ -1,0 +1,60 @@
+"""nn.DataParallel: what it changes, what it says, and what it splits and gathers."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from allranks.errors import LayoutError
+from allranks.layout import Layout
+from allranks.parallel.data_parallel import describe_gathering, split_over_devices
+from tests.distributed.sessions import config_of, session_of, step_through
+from tests.distributed.tasks import Tiny
+from tests.parallel.spreads import spread
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without GPUs says")
+def test_without_gpus_it_says_that_it_changes_nothing() -> None:
+    found = spread(lambda: nn.Linear(3, 2), Layout(kind="data_parallel"))
+    assert isinstance(found.modules[""], nn.DataParallel) and isinstance(found.bare(), nn.Linear)
+    assert list(found.map) == ["weight", "bias"]
+    assert [str(decision) for decision in found.decisions] == [
+        "data_parallel changes nothing here, because there is no GPU, and it splits over GPUs; see --layout ddp"
+    ]
+    session = session_of(Tiny(), config_of("data_parallel", "train.global_batch=5"))
+    assert len(list(step_through(session, 2))) == 2
+    said = [str(decision) for decision in session.decisions]
+    assert "the outputs of a sample take 24 B on the first device, where there are several" in " ".join(said)
+
+
+def test_with_several_it_says_what_it_does() -> None:
+    linear = nn.Linear(3, 2)
+    assert str(split_over_devices({"": linear}, 1, True)[1]).endswith(
+        "there is one GPU, and it splits over GPUs; see --layout ddp"
+    )
+    modules, decision = split_over_devices({"a": linear}, 4, False)
+    assert modules["a"].module is linear
+    assert (
+        decision.what == "each forward copies the model to 4 GPUs, splits the batch, and gathers outputs on the first"
+    )
+    with pytest.raises(LayoutError, match=re.escape("keeps those of the first of 2: use --layout ddp")):
+        split_over_devices({"": linear}, 2, True)
+
+
+def test_the_gathered_outputs_are_counted() -> None:
+    output = {"a": torch.zeros(4, 1000), "b": [torch.zeros(4, dtype=torch.int64), "words"]}
+    assert "take 4,008 B on the first GPU" in str(describe_gathering(output, 4, 2))
+
+
+@pytest.mark.gpu
+def test_it_splits_and_gathers() -> None:
+    seen = []
+    module = nn.Linear(3, 2).cuda()
+    module.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0].device, len(inputs[0]))))
+    called, _ = split_over_devices({"": module}, torch.cuda.device_count(), False)
+    x = torch.ones(8, 3, device="cuda")
+    output = called[""](x)
+    assert output.device == torch.device("cuda:0")
+    assert torch.allclose(output, module(x))
+    assert sum(length for _, length in seen[:-1]) == 8
