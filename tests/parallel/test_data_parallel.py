@@ -30,14 +30,11 @@ def test_without_gpus_it_says_that_it_changes_nothing() -> None:
 
 def test_with_several_it_says_what_it_does() -> None:
     linear = nn.Linear(3, 2)
-    assert str(split_over_devices({"": linear}, 1, True)[1]).endswith(
-        "there is one GPU, and it splits over GPUs; see --layout ddp"
-    )
+    _, alone = split_over_devices({"": linear}, 1, True)
+    assert alone.because == "there is one GPU, and it splits over GPUs; see --layout ddp"
     modules, decision = split_over_devices({"a": linear}, 4, False)
     assert modules["a"].module is linear
-    assert (
-        decision.what == "each forward copies the model to 4 GPUs, splits the batch, and gathers outputs on the first"
-    )
+    assert decision.what == "each forward copies the model to 4 GPUs, splits the batch, gathers outputs on the first"
     with pytest.raises(LayoutError, match=re.escape("keeps those of the first of 2: use --layout ddp")):
         split_over_devices({"": linear}, 2, True)
 
