@@ -36,7 +36,9 @@ def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessG
         LayoutError: on every rank; the first such buffer is named.
     """
     spread = forward.spread
-    names = [name for name, entry in spread.map.items() if entry.kind == "buffer" and entry.alias_of is None]
+    asked = ((name, entry) for name, entry in spread.map.items() if entry.kind == "buffer" and entry.alias_of is None)
+    # What a BatchNorm keeps means what the layout says.
+    names = [name for name, _ in asked if name not in spread.batch_norms.owners]
     if spread.mesh.dp == 1 or not names:
         return
     half = max(1, len(samples) // 2)
