@@ -155,6 +155,15 @@ def test_what_is_said(pool: Pools) -> None:
     ):
         for found in pool(2).run(stepped, made(of_kind(nn.BatchNorm1d), hint), "ddp", *overrides):
             assert found[1] == [SAID.format(source)]
+    by_design = {
+        "local": "own, because layout.batchnorm=local is asked for: the run computes something else by design, and "
+        "evaluates with the mean of the running statistics (1 BatchNorm layer)",
+        "broadcast": "own, the running ones rank 0's, because layout.batchnorm=broadcast is asked for: the run "
+        "computes something else by design (1 BatchNorm layer)",
+    }
+    for mode, rest in by_design.items():
+        for found in pool(2).run(stepped, made(of_kind(nn.BatchNorm1d)), "ddp", f"layout.batchnorm={mode}"):
+            assert found[1] == [f"batch statistics are each of 2 data-parallel ranks' {rest}"]
     for found in pool(2).run(stepped, made(of_kind(lambda n: nn.BatchNorm1d(n).eval())), "ddp"):
         assert found[1] == [], "what is frozen has no batch statistics"
     assert pool(1).run(stepped, made(of_kind(nn.BatchNorm1d)), "single")[0][1] == []

@@ -20,9 +20,10 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from allranks.errors import LayoutError, TaskError
+from allranks.errors import TaskError
 from allranks.parallel.batch_statistics import normalise
 from allranks.parallel.mesh import Mesh
+from allranks.parallel.running_statistics import ByRank, follow_first, gather_by_rank, mean_of_ranks
 from allranks.verdict import Decision
 
 Mode = Literal["sync", "local", "broadcast"]
@@ -74,6 +75,32 @@ class BatchNorms:
         """Logical names of the buffers that a forward leaves alike on every rank, whatever samples each has seen."""
         return frozenset(self.owners if self.mode == "sync" else ())
 
+    def by_rank(self) -> ByRank:
+        """Name of a running statistic -> what each data-parallel rank has learnt; {} unless local; collective then."""
+        if self.mode != "local" or self.group is None:
+            return {}
+        return gather_by_rank(self._running(), self.group)
+
+    def average(self) -> None:
+        """Where each rank has learnt its own running statistics, put their mean in their place; collective then."""
+        running = self._running()
+        for name, ranks in self.by_rank().items():
+            running[name].copy_(mean_of_ranks(ranks))
+
+    def follow_first(self) -> None:
+        """Under broadcast, take the running statistics of the first data-parallel rank; collective then."""
+        if self.mode == "broadcast" and self.group is not None:
+            follow_first(self._running(), self.group)
+
+    def _running(self) -> dict[str, torch.Tensor]:
+        leaves = {name: owner._buffers[name.rpartition(".")[2]] for name, owner in self.owners.items()}
+        return {name: buffer for name, buffer in leaves.items() if buffer is not None}
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """Logical names of what each rank learns by itself."""
+        return tuple(self._running()) if self.mode == "local" else ()
+
     @contextmanager
     def counting(self, counts: bool) -> Iterator[None]:
         """Inside, whether this rank's rows are part of synchronised statistics."""
@@ -85,11 +112,7 @@ class BatchNorms:
 
 
 def take_over(modules: Mapping[str, nn.Module], mesh: Mesh, hint: Mode | None, decisions: list[Decision]) -> BatchNorms:
-    """Let every BatchNorm of `modules` mean what the layout says, or else the hint, or else sync; said in `decisions`.
-
-    Raises:
-        LayoutError: a mode that comes later.
-    """
+    """Let every BatchNorm of `modules` mean what the layout says, else the hint, else sync; said in `decisions`."""
     members = {
         name: member
         for which, module in modules.items()
@@ -103,11 +126,9 @@ def take_over(modules: Mapping[str, nn.Module], mesh: Mesh, hint: Mode | None, d
     if mesh.data_group is None or not members:
         return BatchNorms()
     mode: Mode = mesh.layout.batchnorm or hint or "sync"
-    if mode != "sync":
-        raise LayoutError(f"layout.batchnorm={mode} comes with a later version: use sync, the default")
     owners = {leaf: member for name, member in members.items() for leaf, _ in member.named_buffers(prefix=name)}
     norms = BatchNorms(mode, mesh.data_group, owners)
-    for name, member in members.items():
+    for name, member in members.items() if mode == "sync" else ():
         _synchronise(member, name, norms)
     if any(uses_batch_statistics(member) for member in members.values()):
         decisions.append(_describe(mode, len(members), mesh, hint))

@@ -35,6 +35,7 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
     spread = forward.spread
     sums: dict[str, list[float]] = {}
     with _evaluation_mode(spread), buffers_kept(spread, unless=False):
+        spread.batch_norms.average()
         for micro_step in batches:
             seed_all(micro_step.random_key)
             batch = forward.place(micro_step.batch)

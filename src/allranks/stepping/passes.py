@@ -140,11 +140,12 @@ def micro_forward(spread: Spread, weight: int) -> Iterator[None]:
     """Around the forward of a micro-step: one of weight 0, a filler, leaves no trace.
 
     It counts no row in synchronised statistics, and its buffers go back to their values; those which all ranks have
-    learnt together take part in what the others have learnt.
+    learnt together take part in what the others have learnt. Collective where all follow the first rank's.
     """
     counts = weight > 0
     with spread.batch_norms.counting(counts), buffers_kept(spread, unless=counts, but=spread.batch_norms.alike):
         yield
+    spread.batch_norms.follow_first()
 
 
 @contextmanager

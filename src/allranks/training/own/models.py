@@ -118,6 +118,7 @@ class OwnModels:
             with ExitStack() as kept:
                 for spread in self.all():
                     kept.enter_context(buffers_kept(spread, unless=False))
+                    spread.batch_norms.average()
                 yield
         finally:
             for part, training in modes:
