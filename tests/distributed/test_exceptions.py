@@ -146,6 +146,24 @@ def test_a_checkpoint_keeps_what_each_rank_has_learnt(pool: Pools, tmp_path: Pat
                 torch.testing.assert_close(found[name], value, rtol=1e-15, atol=0)
 
 
+def resumed(directory: Path, layout: str) -> bool:
+    """In a worker: whether a resumed session ends bit by bit where the uninterrupted one does."""
+    session, contents = contents_of(TASK, config_of(layout, *OVERRIDES, steps=2 * STEPS), STEPS)
+    saver_of(session, contents, directory).save(STEPS)
+    list(step_through(session, STEPS))
+    again, contents = contents_of(TASK, config_of(layout, *OVERRIDES, steps=2 * STEPS), 0)
+    contents.load(find(directory, again))
+    list(step_through(again, STEPS))
+    whole, parts = parts_of(session), parts_of(again)
+    return all(torch.equal(whole[name][2], parts[name][2]) for name in whole)
+
+
+@pytest.mark.parametrize("mode", ["sync", "local", "broadcast"])
+@pytest.mark.parametrize("layout", ["ddp", "dp_replicate=2,dp_shard=2"])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(pool: Pools, tmp_path: Path, layout: str, mode: str) -> None:
+    assert pool(SIZE).run(resumed, tmp_path, f"{layout},batchnorm={mode}") == [True] * SIZE
+
+
 def test_one_that_was_saved_as_one_is_everybodys(pool: Pools, tmp_path: Path) -> None:
     saved = pool(2).run(save, tmp_path, "ddp")[0]
     for found, said in pool(SIZE).run(restored, tmp_path, "ddp,batchnorm=local"):

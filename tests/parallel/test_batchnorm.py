@@ -1,6 +1,7 @@
 """What BatchNorm means over several data-parallel ranks, on real sessions."""
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
 
@@ -140,6 +141,43 @@ def test_other_kinds_of_batch_norm(pool: Pools, kind: Any, layout: str, size: in
     task._tensor = {"3": "vocab"} if layout == "tp=2" else {}
     alone, found = (pool(n).run(stepped, task, lay) for n, lay in ((1, "single"), (size, layout)))
     assert not far(*(together([parts for parts, _ in ranks]) for ranks in (alone, found)))
+
+
+def twice_named() -> nn.Module:
+    """One BatchNorm in two places, with a buffer of its own, and a child that has one too."""
+    norm = nn.BatchNorm1d(4)
+    norm.register_buffer("scale", torch.ones(2))
+    norm.child = nn.Module()
+    norm.child.register_buffer("table", torch.ones(2))
+    return nn.Sequential(nn.Linear(5, 4), norm, nn.Tanh(), nn.Linear(4, 4), norm, nn.Linear(4, 3))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_one_in_two_places_is_synchronised_once(pool: Pools, layout: str) -> None:
+    cut = ("train.global_batch=7", "train.micro_steps=3")
+    alone, found = (pool(n).run(stepped, made(twice_named), lay, *cut) for n, lay in ((1, "single"), (4, layout)))
+    assert not far(*(together([parts for parts, _ in ranks]) for ranks in (alone, found)))
+
+
+def copied() -> float:
+    """How far a copy of a spread model stands from it after the model was trained."""
+    session = session_of(made(of_kind(nn.BatchNorm1d)), config_of("ddp", *SGD, "train.global_batch=13"))
+    module = session.spread.bare()
+    copy: Any = deepcopy(module)
+    list(step_through(session, 1))
+    x = torch.ones(2, 5, dtype=torch.float64) * torch.arange(5)
+    before = module(x)
+    nn.init.zeros_(copy[1].weight)
+    nn.init.zeros_(copy[1].bias)
+    assert torch.equal(module(x), before), "the copy has weights of its own"
+    with torch.no_grad():
+        return float((copy(x) - copy[3].bias).abs().max())
+
+
+@pytest.mark.distributed
+def test_a_copy_of_the_model_computes_with_its_own_weights(pool: Pools) -> None:
+    assert pool(2).run(copied) == [0.0, 0.0]
 
 
 SAID = "batch statistics are taken over all 2 data-parallel ranks, because layout.batchnorm=sync {}: the run computes "

@@ -30,6 +30,7 @@ Mode = Literal["sync", "local", "broadcast"]
 
 # torch has no public name for the common base of BatchNorm1d, 2d, 3d and SyncBatchNorm.
 BATCH_STATISTICS = nn.modules.batchnorm._BatchNorm
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def has_batch_statistics(modules: Mapping[str, nn.Module]) -> bool:
@@ -93,8 +94,7 @@ class BatchNorms:
             follow_first(self._running(), self.group)
 
     def _running(self) -> dict[str, torch.Tensor]:
-        leaves = {name: owner._buffers[name.rpartition(".")[2]] for name, owner in self.owners.items()}
-        return {name: buffer for name, buffer in leaves.items() if buffer is not None}
+        return {name: owner.get_buffer(name.rpartition(".")[2]) for name, owner in self.owners.items()}
 
     @property
     def own_names(self) -> tuple[str, ...]:
@@ -113,35 +113,43 @@ class BatchNorms:
 
 def take_over(modules: Mapping[str, nn.Module], mesh: Mesh, hint: Mode | None, decisions: list[Decision]) -> BatchNorms:
     """Let every BatchNorm of `modules` mean what the layout says, else the hint, else sync; said in `decisions`."""
-    members = {
-        name: member
+    named = [
+        (name, member)
         for which, module in modules.items()
-        for name, member in module.named_modules(prefix=which)
+        for name, member in module.named_modules(prefix=which, remove_duplicate=False)
         if isinstance(member, BATCH_STATISTICS)
-    }
-    for member in members.values():
+    ]
+    members = {member: name for name, member in reversed(named)}  # each once, by its first name
+    for member in members:
         if type(member) is nn.SyncBatchNorm:
             # torch's own synchronises over the whole world, and refuses the CPU, as DDP refuses it there.
             member.__class__ = AnyBatchNorm  # type: ignore[assignment]
     if mesh.data_group is None or not members:
         return BatchNorms()
     mode: Mode = mesh.layout.batchnorm or hint or "sync"
-    owners = {leaf: member for name, member in members.items() for leaf, _ in member.named_buffers(prefix=name)}
+    owners = {
+        f"{name}.{leaf}" if name else leaf: member
+        for name, member in named
+        for leaf in RUNNING
+        if member._buffers.get(leaf) is not None
+    }
     norms = BatchNorms(mode, mesh.data_group, owners)
-    for name, member in members.items() if mode == "sync" else ():
+    for member, name in members.items() if mode == "sync" else ():
         _synchronise(member, name, norms)
-    if any(uses_batch_statistics(member) for member in members.values()):
+    if any(map(uses_batch_statistics, members)):
         decisions.append(_describe(mode, len(members), mesh, hint))
     return norms
 
 
 def _synchronise(member: Any, name: str, norms: BatchNorms) -> None:
     """Let `member` take its statistics over the ranks of `norms.group`."""
-    original, own_forward = member.forward, type(member).forward is not BATCH_STATISTICS.forward
+    given: Callable[..., Any] | None = vars(member).get("forward")
+    own_forward = given is not None or type(member).forward is not BATCH_STATISTICS.forward
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _Synchronised(norms) as seen:
-            output = original(*args, **kwargs)
+            # Looked up in the class: a copy of the module (an average of the weights, say) computes with its own.
+            output = type(self).forward(self, *args, **kwargs) if given is None else given(*args, **kwargs)
         if own_forward and not seen.called and uses_batch_statistics(self):
             raise TaskError(
                 f"{name or 'the model'} is a {type(self).__name__}, a BatchNorm that computes its statistics itself: "
