@@ -294,6 +294,15 @@ def test_a_resume_that_changes_the_meaning_needs_a_word() -> None:
     check_resumable(first, second, change=["task.width", "task.depth", "train.global_batch"])
 
 
+def test_the_meaning_of_batch_statistics_is_no_free_part_of_the_layout() -> None:
+    first = resolve("layout=ddp")
+    second = override_config(first, [], layout="fsdp,batchnorm=local")
+    with pytest.raises(RunError, match=r"layout\.batchnorm not set -> 'local'; keep it, or add --change"):
+        check_resumable(first, second)
+    check_resumable(first, second, change=["layout.batchnorm"])
+    assert override_config(second, [], layout="ddp").layout.batchnorm == "local"
+
+
 def test_a_change_of_no_key_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         check_resumable(resolve(), resolve(), change=["train.batch"])
@@ -311,4 +320,5 @@ def test_what_a_resume_may_change_is_frozen() -> None:
         "checkpoint.keep",
         "track.tensorboard",
     }
-    assert all(is_resumable(name) for name in config_keys() if name.startswith("layout."))
+    meant = {name for name in config_keys() if name.startswith("layout.") and not is_resumable(name)}
+    assert meant == {"layout.batchnorm"}

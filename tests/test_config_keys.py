@@ -85,7 +85,6 @@ def test_the_keys_are_frozen() -> None:
         "layout.schedule": "1f1b",
         "layout.recompute": "none",
         "layout.offload": "none",
-        "layout.batchnorm": "sync",
         "layout.compile": "none",
         "layout.static_graph": False,
         "data.workers": 0,

@@ -203,7 +203,6 @@ def test_what_this_version_makes(text: str) -> None:
         ("dp_shard=4,ep=2", 4, "ep=2 comes with a later version"),
         ("placement", 1, "placement comes with a later version"),
         ("placement", 1, "placement comes with a later version"),
-        ("fsdp,sharding=optimizer", 2, "sharding=optimizer comes with a later version"),
         ("ddp,offload=all,tp=1", 2, "offload=all comes with a later version"),
         ("pp=2,offload=parameters", 2, "pp=2 and offload=parameters come with a later version"),
         ("ddp,recompute=budget", 2, "recompute=budget leaves the choice to torch.compile: add compile=block"),

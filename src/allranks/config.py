@@ -59,6 +59,9 @@ __all__ = [
 RESUMABLE = ("train.steps", "train.epochs", "layout.", "data.workers", "evaluate.every", "checkpoint.", "track.")
 """What a resume may change freely (a trailing dot: the whole section); the rest changes what the run means."""
 
+MEANT = ("layout.batchnorm",)
+"""What changes the meaning all the same: whose samples a batch statistic sees."""
+
 
 @final
 class Config(Section):
@@ -153,7 +156,8 @@ def changed_keys(old: Config, new: Config) -> dict[str, tuple[object, object]]:
 
 def is_resumable(name: str) -> bool:
     """Whether a resume may change this key without `--change`."""
-    return any(name == free or (free.endswith(".") and name.startswith(free)) for free in RESUMABLE)
+    free = any(name == key or (key.endswith(".") and name.startswith(key)) for key in RESUMABLE)
+    return free and name not in MEANT
 
 
 def check_resumable(old: Config, new: Config, change: Sequence[str] = ()) -> None:

@@ -121,7 +121,11 @@ class LayoutConfig(Section):
         "none", "which activations are computed again instead of kept"
     )
     offload: Literal["none", "parameters", "activations", "all"] = key("none", "what waits in the host's memory")
-    batchnorm: Literal["sync", "local", "broadcast"] = key("sync", "whose samples a batch statistic sees")
+    batchnorm: Literal["sync", "local", "broadcast"] | None = key(
+        None,
+        "whose samples a batch statistic sees: all ranks', each rank's own, the same with rank 0's running ones; "
+        "not given: what hints() says, else sync",
+    )
     compile: Literal["none", "block"] = key("none", "whether each block goes through torch.compile")
     static_graph: bool = key(False, "promise DDP that every step uses the same parameters")
     gather: Literal["float32", "bfloat16"] | None = key(

@@ -44,7 +44,7 @@ class Layout:
     schedule: str = "1f1b"
     recompute: str = "none"
     offload: str = "none"
-    batchnorm: str = "sync"
+    batchnorm: Literal["sync", "local", "broadcast"] | None = None
     compile: str = "none"
     static_graph: bool = False
     gather: Literal["float32", "bfloat16"] | None = None

@@ -53,7 +53,7 @@ class Hints:
         optional: modules that a forward may leave out on some ranks.
         small: settings that make the model small enough for verify and dryrun.
         init: gives a module that was built without memory its initial values.
-        batchnorm: what batch statistics mean over several ranks.
+        batchnorm: whose samples a batch statistic sees, where `layout.batchnorm` does not say it.
     """
 
     blocks: Sequence[str] = ()

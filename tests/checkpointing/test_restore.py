@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from allranks.checkpointing.checking import check_files
 from allranks.checkpointing.checkpoint import Checkpoint
-from allranks.checkpointing.restore import read_whole, restore
+from allranks.checkpointing.restore import is_of_one_rank, name_of_rank, read_whole, restore
 from allranks.checkpointing.tensor_file import DTYPES, OpenFile
 from allranks.errors import CheckpointError
 from allranks.parameter_map import Box, Entry
@@ -257,3 +257,19 @@ def test_a_checkpoint_of_schema_1_is_read_for_ever() -> None:
         count = torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
         expected = (count % 2).bool() if name == "bool" else count.view(dtype)
         assert same_bits(whole[name], expected.reshape(2, 3)), name
+
+
+def test_what_single_ranks_have_learnt_is_read_where_it_is_named(tmp_path: Path) -> None:
+    own = [name_of_rank("model.mean", rank) for rank in (0, 12)]
+    assert own == ["model.mean@dp0", "model.mean@dp12"] and all(map(is_of_one_rank, own))
+    assert not any(map(is_of_one_rank, ("model.mean", "model.mean@dp", "@dp1", "model.mean@dp1.x")))
+    tensors = {name: torch.full((2,), float(at)) for at, name in enumerate(("model.mean", *own))}
+    pairs = [(Entry(name, (2,), "float32", Box.whole((2,)), (0,)), tensor) for name, tensor in tensors.items()]
+    checkpoint = save_alone(tmp_path, 0, pairs, aliases={})
+    assert {name: value.tolist() for name, value in read_whole(checkpoint).items()} == {"mean": [0.0, 0.0]}
+    assert read_whole(checkpoint, names=own)["mean@dp12"].tolist() == [2.0, 2.0]
+    blanked = blank(pairs[:1])
+    with pytest.raises(CheckpointError, match="is only in the checkpoint"):
+        restore(checkpoint, blanked)
+    restore(checkpoint, blanked, names=[*tensors])
+    assert blanked[0][1].tolist() == [0.0, 0.0]

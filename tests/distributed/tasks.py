@@ -137,6 +137,35 @@ def frozen() -> nn.Module:
     return module
 
 
+class Convolved(nn.Module):
+    """Points as signals of five values through BatchNorms: of both kinds, with and without parameters and memory.
+
+    The last one is frozen. Their rows are samples times values, so that one sample alone has statistics.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            nn.Conv1d(1, WIDTH, 3, padding=1),
+            nn.BatchNorm1d(WIDTH),
+            nn.Tanh(),
+            nn.Conv1d(WIDTH, WIDTH, 3),
+            nn.BatchNorm1d(WIDTH, affine=False, momentum=None),
+            nn.Tanh(),
+            nn.Unflatten(2, (3, 1)),
+            nn.Conv2d(WIDTH, WIDTH, 1, bias=False),
+            nn.BatchNorm2d(WIDTH, track_running_stats=False),
+            nn.BatchNorm2d(WIDTH).eval(),
+        )
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.blocks(x.unsqueeze(1))).mean((2, 3))
+        found: torch.Tensor = self.last(torch.tanh(self.middle(hidden)))
+        return found
+
+
 def sharing() -> nn.Module:
     """Blocks 0 and 2 share their linear layer, so that they can only be cut together."""
     shared = nn.Linear(WIDTH, WIDTH)
@@ -156,6 +185,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "sharing": sharing,
     "counted": Counted,
     "transformer": transformer,
+    "batchnorm": Convolved,
 }
 OF_WORDS = ("tied", "transformer")
 
@@ -165,6 +195,7 @@ TENSOR: dict[str, dict[str, TensorStyle]] = {
     "scalars": {"blocks.*.linear": "vocab"},
     "frozen": {"blocks.*.linear": "vocab", "first": "vocab"},
     "sharing": {"blocks.*.linear": "vocab"},
+    "batchnorm": {"middle": "vocab"},
 }
 
 

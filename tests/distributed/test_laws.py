@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from allranks.layout import Layout, parse_layout
+from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.task import Hints
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import ReferenceStep, plain_loop
@@ -122,9 +123,16 @@ def reference(case: Case, ranks: Sequence[Sequence[RecordedStep]]) -> list[Refer
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
         "adamw": lambda p: torch.optim.AdamW(p, lr=0.001, weight_decay=0.01),
     }
-    return plain_loop(
-        model, makers[case.optimizer], batches, lambda m, batch: task.loss(m(batch["x"]), batch), case.max_norm
-    )
+    # What a batch statistic sees is a micro-step (law 2).
+    parts = case.micro_steps if has_batch_statistics({"": model}) else 1
+    return plain_loop(model, makers[case.optimizer], batches, lambda m, b: loss_of(task, m, b, parts), case.max_norm)
+
+
+def loss_of(task: Tiny, model: nn.Module, batch: Any, num_parts: int) -> torch.Tensor:
+    """The sum over consecutive parts of near-equal size."""
+    cut = (value.tensor_split(num_parts) for value in (batch["x"], batch["y"]))
+    losses = [task.loss(model(x), {"y": y}) for x, y in zip(*cut, strict=True)]
+    return torch.stack(losses).sum()
 
 
 def check(pool: Pools, cases: Sequence[Case]) -> None:

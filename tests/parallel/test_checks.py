@@ -8,7 +8,6 @@ from torch import nn
 
 from allranks.errors import AllranksError, TaskError
 from allranks.layout import Layout
-from allranks.parallel.checks import has_batch_statistics
 from tests.distributed.pool import Pools
 from tests.parallel.spreads import spread
 
@@ -59,14 +58,6 @@ def test_gradients_that_cannot_be_reduced_are_refused(build: Any, message: str) 
     spread(lambda: build().requires_grad_(False))
 
 
-def test_frozen_batch_statistics_are_none() -> None:
-    norm = nn.BatchNorm1d(2)
-    assert has_batch_statistics({"": nn.Sequential(norm)})
-    assert not has_batch_statistics({"": norm.eval(), "other": nn.GroupNorm(1, 2)})
-    # Without running statistics evaluation looks at the batch too.
-    assert has_batch_statistics({"": nn.BatchNorm1d(2, track_running_stats=False).eval()})
-
-
 def refusal(build: Any, layout: Layout) -> str:
     """What a worker says to this."""
     try:
@@ -74,10 +65,6 @@ def refusal(build: Any, layout: Layout) -> str:
     except AllranksError as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def batch_norm() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
 
 
 def shared_between_two() -> dict[str, nn.Module]:
@@ -88,13 +75,6 @@ def shared_between_two() -> dict[str, nn.Module]:
 
 @pytest.mark.distributed
 def test_what_cannot_be_spread_is_refused_on_every_rank(pool: Pools) -> None:
-    refused = pool(2).run(refusal, batch_norm, Layout(dp_replicate=2))
-    expected = (
-        "LayoutError: 1 (BatchNorm, 2 in all) sees only its own rank's samples over 2 data-parallel ranks: "
-        "synchronised statistics come with a later version; use --layout single, or GroupNorm"
-    )
-    assert refused == [expected] * 2
-    assert pool(2).run(refusal, lambda: batch_norm().eval(), Layout(dp_shard=2)) == ["", ""]
     assert pool(2).run(refusal, shared_between_two, Layout(dp_replicate=2)) == ["", ""]
     refused = pool(2).run(refusal, shared_between_two, Layout(dp_shard=2))
     expected = (

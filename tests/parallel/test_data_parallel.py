@@ -9,6 +9,7 @@ from torch import nn
 from allranks.errors import LayoutError
 from allranks.layout import Layout
 from allranks.parallel.data_parallel import describe_gathering, split_over_devices
+from allranks.verdict import Decision
 from tests.distributed.sessions import config_of, session_of, step_through
 from tests.distributed.tasks import Tiny
 from tests.parallel.spreads import spread
@@ -30,13 +31,14 @@ def test_without_gpus_it_says_that_it_changes_nothing() -> None:
 
 def test_with_several_it_says_what_it_does() -> None:
     linear = nn.Linear(3, 2)
-    _, alone = split_over_devices({"": linear}, 1, True)
-    assert alone.because == "there is one GPU, and it splits over GPUs; see --layout ddp"
-    modules, decision = split_over_devices({"a": linear}, 4, False)
+    said: list[Decision] = []
+    split_over_devices({"": linear}, 1, said)
+    modules = split_over_devices({"a": linear}, 4, said)
     assert modules["a"].module is linear
-    assert decision.what == "each forward copies the model to 4 GPUs, splits the batch, gathers outputs on the first"
+    assert said[0].because == "there is one GPU, and it splits over GPUs; see --layout ddp"
+    assert said[1].what == "each forward copies the model to 4 GPUs, splits the batch, gathers outputs on the first"
     with pytest.raises(LayoutError, match=re.escape("keeps those of the first of 2: use --layout ddp")):
-        split_over_devices({"": linear}, 2, True)
+        split_over_devices({"": nn.Sequential(linear, nn.BatchNorm1d(2))}, 2, said)
 
 
 def test_the_gathered_outputs_are_counted() -> None:
@@ -49,7 +51,7 @@ def test_it_splits_and_gathers() -> None:
     seen = []
     module = nn.Linear(3, 2).cuda()
     module.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0].device, len(inputs[0]))))
-    called, _ = split_over_devices({"": module}, torch.cuda.device_count(), False)
+    called = split_over_devices({"": module}, torch.cuda.device_count(), [])
     x = torch.ones(8, 3, device="cuda")
     output = called[""](x)
     assert output.device == torch.device("cuda:0")

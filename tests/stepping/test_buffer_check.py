@@ -140,7 +140,7 @@ def test_what_follows_the_data_is_refused_over_several_ranks(
 ) -> None:
     refused = (
         f"buffer {first} changes with the samples of a forward, and each of 2 data-parallel ranks sees its own only: "
-        "synchronised statistics come with a later version; use --layout single"
+        "only BatchNorm's are synchronised; use --layout single"
     )
     assert pool(2).run(met, given(made), layout) == [refused] * 2
 

@@ -29,9 +29,9 @@ save_module: Any = importlib.import_module("allranks.checkpointing.save")
 def noting(calls: list[Any], what: Callable[[Any], Any], real: Any) -> Any:
     """`real`, and `what` of its first argument in `calls`."""
 
-    def call(first: Any, *rest: Any) -> Any:
+    def call(first: Any, *rest: Any, **named: Any) -> Any:
         calls.append(what(first))
-        return real(first, *rest)
+        return real(first, *rest, **named)
 
     return call
 
@@ -77,8 +77,8 @@ def load_wrongly(directory: Path) -> str:
     """In a worker: rank 1's restored tensors are damaged on the way, as by a wrong cut."""
     real = snapshot.restore
 
-    def restore(checkpoint: Checkpoint, parts: Any) -> None:
-        real(checkpoint, parts)
+    def restore(checkpoint: Checkpoint, parts: Any, *names: Any) -> None:
+        real(checkpoint, parts, *names)
         if processes.rank == 1:
             parts[0][1].add_(1)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import allranks.verifying.reference
-from allranks.verifying.reference import plain_loop
+from allranks.verifying.reference import plain_loop, rankwise_loop
 
 
 def model() -> nn.Linear:
@@ -80,3 +80,18 @@ def test_frozen_and_unused_parameters_have_no_gradient_and_stay() -> None:
 def test_a_batch_without_targets_is_not_divided_by_zero() -> None:
     (step,) = plain_loop(model(), lambda p: torch.optim.SGD(p, lr=1.0), [(torch.zeros(0, 2).double(), 0)], squares)
     assert (step.loss, step.norm) == (0.0, 0.0)
+
+
+def test_one_process_plays_two_ranks() -> None:
+    """Each normalises its own rows only, and remembers only these."""
+    norm = nn.BatchNorm1d(2, affine=False, momentum=1.0)
+    last = model()
+    trained = nn.Sequential(norm, last)
+    first, second = torch.tensor([[1.0, 2.0], [3.0, 6.0]]).double(), torch.tensor([[5.0, 0.0], [9.0, 4.0]]).double()
+    weight, bias = last.weight.detach().clone(), last.bias.detach().clone()
+    steps = [([[first, None], [None, second]], 4), ([[None, first]], 2)]
+    (step, _), buffers = rankwise_loop(trained.double(), lambda p: torch.optim.SGD(p, lr=0.1), steps, squares, 2)
+    rows = torch.cat([(x - x.mean(0)) / (x.var(0, correction=0) + norm.eps).sqrt() for x in (first, second)])
+    assert step.loss == pytest.approx(float((rows @ weight.T + bias).square().sum()) / 4, rel=1e-12)
+    assert buffers[0]["0.running_mean"].tolist() == [2.0, 4.0] and buffers[1]["0.running_mean"].tolist() == [2.0, 4.0]
+    assert [int(own["0.num_batches_tracked"]) for own in buffers] == [1, 2]

@@ -6,7 +6,7 @@ Layout.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,11 @@ _BATCH_BYTES = 1 << 28  # of a file in memory at once
 
 
 def check_digests(
-    checkpoint: Checkpoint, parts: Parts, group: dist.ProcessGroup | None, device: torch.device | None = None
+    checkpoint: Checkpoint,
+    parts: Parts,
+    group: dist.ProcessGroup | None,
+    device: torch.device | None = None,
+    without: Collection[str] = (),
 ) -> None:
     """Compare what all ranks hold now with the checkpoint: after a reshard, and once after the first save. A collective
     call.
@@ -36,6 +40,7 @@ def check_digests(
         parts: this rank's local part of every tensor it holds; each box counts once, on its writer.
         group: of the ranks that together hold everything; None: this process alone, which is rank 0.
         device: where the group's backend wants its tensors; the CPU by default.
+        without: names in the checkpoint of which nobody here holds anything.
 
     Raises:
         CheckpointError: on every rank, naming the tensors that differ.
@@ -47,6 +52,7 @@ def check_digests(
         lambda: _sums((e.name, tensor_digest(t, e.box.offset)) for e, t in stored_parts(parts) if e.writer == rank),
         group,
         device,
+        without,
     )
 
 
@@ -95,6 +101,7 @@ def _compare(
     compute: Callable[[], Mapping[str, int]],
     group: dist.ProcessGroup | None,
     device: torch.device | None,
+    without: Collection[str] = (),
 ) -> None:
     """Add every rank's sums on the first rank, compare, and let all ranks know; what fails on one rank fails on all."""
     device = device or torch.device("cpu")
@@ -103,12 +110,12 @@ def _compare(
     except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
         report = {"error": explain(error, checkpoint.path), "sums": {}}
     reports = [json.loads(data) for data in gather_bytes(json.dumps(report).encode(), group, device)]
-    verdict = broadcast_bytes(_verdict(checkpoint, reports).encode(), group, device).decode()
+    verdict = broadcast_bytes(_verdict(checkpoint, reports, without).encode(), group, device).decode()
     if verdict:
         raise CheckpointError(verdict)
 
 
-def _verdict(checkpoint: Checkpoint, reports: list[dict[str, Mapping[str, int]]]) -> str:
+def _verdict(checkpoint: Checkpoint, reports: list[dict[str, Mapping[str, int]]], without: Collection[str]) -> str:
     """What is wrong in a line; empty where nothing is."""
     for report in reports:
         if report["error"]:
@@ -118,7 +125,7 @@ def _verdict(checkpoint: Checkpoint, reports: list[dict[str, Mapping[str, int]]]
     wrong = [
         name
         for name, record in tensors.items()
-        if digest_hex(totals.get(name, 0), record.dtype, record.shape) != record.digest
+        if name not in without and digest_hex(totals.get(name, 0), record.dtype, record.shape) != record.digest
     ]
     wrong += totals.keys() - tensors.keys()
     if not wrong:

@@ -4,6 +4,7 @@ A process reads the headers of all files, and of the data only the chunks in whi
 whole in contiguous host memory is copied straight there; any other goes through a buffer of its own size.
 """
 
+import re
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
@@ -21,6 +22,17 @@ from allranks.parameter_map import Box, Entry
 Job = tuple[Part, Box, torch.Tensor]  # a part, and a local tensor with the box at which it lies
 
 _NAMED = 10  # differences in one message
+_OF_ONE_RANK = re.compile(r".+@dp\d+")
+
+
+def name_of_rank(name: str, dp_rank: int) -> str:
+    """What a tensor that each data-parallel rank has learnt by itself is called, as that rank has it."""
+    return f"{name}@dp{dp_rank}"
+
+
+def is_of_one_rank(name: str) -> bool:
+    """Whether it is such a name."""
+    return _OF_ONE_RANK.fullmatch(name) is not None
 
 
 def restore(
@@ -54,6 +66,8 @@ def read_whole(
 ) -> dict[str, torch.Tensor]:
     """Whole tensors on the host, for one process: those under `prefix`, by their names without it. Tied ones are one.
 
+    What single ranks have learnt is left out unless it is named: its mean stands under the plain name.
+
     Args:
         checkpoint: an open one.
         prefix: "" takes everything.
@@ -69,6 +83,7 @@ def read_whole(
         unknown = [repr(name) for name in sorted(set(names) - owners.keys())]
         raise CheckpointError(f"{checkpoint.path} has no {_listed(unknown)}")
     wanted = [name for name in owners if name.startswith(prefix) and (names is None or name in names)]
+    wanted = [name for name in wanted if names is not None or not is_of_one_rank(name)]
     index = read_index(checkpoint.path, manifest)  # first: it sees that the bytes for every shape are really there
     whole = {}
     for name in dict.fromkeys(owners[name] for name in wanted):

@@ -10,19 +10,6 @@ from allranks.parallel.mesh import Mesh
 from allranks.parallel.precision import Precision
 from allranks.verdict import Decision
 
-# torch has no public name for the common base of BatchNorm1d, 2d, 3d and SyncBatchNorm.
-BATCH_STATISTICS = nn.modules.batchnorm._BatchNorm
-
-
-def has_batch_statistics(modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a module's training output depends on which samples share its batch."""
-    return any(_uses_batch_statistics(member) for module in modules.values() for member in module.modules())
-
-
-def _uses_batch_statistics(module: nn.Module) -> bool:
-    # A BatchNorm that is frozen (in evaluation mode) uses its running statistics, unless it keeps none.
-    return isinstance(module, BATCH_STATISTICS) and (module.training or module.running_mean is None)
-
 
 def start_training(which: str, module: nn.Module, decisions: list[Decision]) -> None:
     """Only the whole: a part in evaluation mode inside a model in training mode is meant so, a frozen BatchNorm say."""
@@ -57,16 +44,6 @@ def check_kinds(module: nn.Module) -> None:
             raise TaskError(
                 f"{name or 'the model'} has sparse gradients, which come with a later version: sparse=False"
             )
-
-
-def check_stateful(module: nn.Module, mesh: Mesh) -> None:
-    """LayoutError where batch statistics would be taken of a rank's own samples only."""
-    names = [name or "the model" for name, member in module.named_modules() if _uses_batch_statistics(member)]
-    if mesh.dp > 1 and names:
-        raise LayoutError(
-            f"{names[0]} (BatchNorm, {len(names)} in all) sees only its own rank's samples over {mesh.dp} "
-            "data-parallel ranks: synchronised statistics come with a later version; use --layout single, or GroupNorm"
-        )
 
 
 def check_apart(modules: Mapping[str, nn.Module], mesh: Mesh) -> None:

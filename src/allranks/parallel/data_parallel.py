@@ -13,22 +13,22 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
+from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.verdict import Decision
 
 
 def split_over_devices(
-    modules: Mapping[str, nn.Module], num_devices: int, batch_statistics: bool
-) -> tuple[dict[str, nn.Module], Decision]:
-    """The modules under nn.DataParallel, each as `.module` of what is called; and what that means here.
+    modules: Mapping[str, nn.Module], num_devices: int, decisions: list[Decision]
+) -> dict[str, nn.Module]:
+    """The modules under nn.DataParallel, each as `.module` of what is called; what that means goes to `decisions`.
 
     Args:
         num_devices: GPUs that this process sees.
-        batch_statistics: whether a module's training output depends on which samples share its batch.
 
     Raises:
         LayoutError: each device would take batch statistics of its own samples.
     """
-    if num_devices > 1 and batch_statistics:
+    if num_devices > 1 and has_batch_statistics(modules):
         raise LayoutError(
             f"under data_parallel BatchNorm sees each GPU's own samples only, and keeps those of the first of "
             f"{num_devices}: use --layout ddp, or --layout single for one GPU"
@@ -36,9 +36,12 @@ def split_over_devices(
     called: dict[str, nn.Module] = {which: nn.DataParallel(module) for which, module in modules.items()}
     if num_devices > 1:
         what = f"each forward copies the model to {num_devices} GPUs, splits the batch, gathers outputs on the first"
-        return called, Decision(what, "layout=data_parallel; ddp spares the copies, with one process a GPU")
+        decisions.append(Decision(what, "layout=data_parallel; ddp spares the copies, with one process a GPU"))
+        return called
     here = "there is no GPU" if num_devices == 0 else "there is one GPU"
-    return called, Decision("data_parallel changes nothing here", f"{here}, and it splits over GPUs; see --layout ddp")
+    why = f"{here}, and it splits over GPUs; see --layout ddp"
+    decisions.append(Decision("data_parallel changes nothing here", why))
+    return called
 
 
 def describe_gathering(output: object, num_samples: int, num_devices: int) -> Decision:

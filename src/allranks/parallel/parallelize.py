@@ -7,16 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from allranks.parallel.batchnorm import Mode, take_over
 from allranks.parallel.block_modes import change_blocks, changes_blocks
 from allranks.parallel.blocks import Unit, find_blocks, group_units
-from allranks.parallel.checks import (
-    cast,
-    check_apart,
-    check_kinds,
-    check_stateful,
-    has_batch_statistics,
-    start_training,
-)
+from allranks.parallel.checks import cast, check_apart, check_kinds, start_training
 from allranks.parallel.data_parallel import split_over_devices
 from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
@@ -44,6 +38,7 @@ def parallelize(
     seed: Callable[[], None],
     blocks: Sequence[str] = (),
     tensor: Mapping[str, TensorStyle] = MappingProxyType({}),
+    batchnorm: Mode | None = None,
     ddp: bool = True,
     find_unused: bool = False,
     training: bool = False,
@@ -56,6 +51,7 @@ def parallelize(
         seed: seeds the generators, called before `build` (law 5).
         blocks: `hints().blocks`.
         tensor: `hints().tensor`.
+        batchnorm: `hints().batchnorm`, where the layout does not say it.
         ddp: whether the backward reduces the gradients of replicated modules; False where the caller does.
         find_unused: whether a backward may leave parameters without gradient (`hints().optional`).
         training: whether a model that comes in evaluation mode is put into training mode, said so.
@@ -65,7 +61,8 @@ def parallelize(
         TaskError: model() is no model, or not the same on every rank.
     """
     modules, decisions = build_modules(build, source, seed)
-    _prepare(modules, mesh, precision, decisions, training=training)
+    _prepare(modules, precision, decisions, training=training)
+    norms = take_over(modules, mesh, batchnorm, decisions)
     check_same_structure(modules, source, device)
     units, placer = dict[str, list[Unit]](), Placer(device, source, contiguous=mesh.layout.fully_sharded)
     path, cuts = Path(), dict[str, Cut]()
@@ -82,27 +79,25 @@ def parallelize(
     entries, tensors = identify(modules, units, mesh, cuts)
     if mesh.layout.replicated and ddp:
         modules = {which: replicate(m, mesh, device, find_unused=find_unused) for which, m in modules.items()}
-    if mesh.layout.kind == "data_parallel":
-        modules, said = split_over_devices(modules, torch.cuda.device_count(), has_batch_statistics(modules))
-        decisions.append(said)
+    elif mesh.layout.kind == "data_parallel":
+        modules = split_over_devices(modules, torch.cuda.device_count(), decisions)
     scalars = _find_scalars(tensors) if mesh.layout.fully_sharded else ()
     cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items()}
     who = ParameterMap(entries), tensors, tuple(decisions)
-    spread = Spread(modules, mesh, precision, device, *who, find_unused, path, cut_over, _scalars=scalars)
+    spread = Spread(modules, mesh, precision, device, *who, find_unused, path, cut_over, norms, _scalars=scalars)
     if mesh.layout.sharding == "optimizer" and mesh.layout.dp_shard > 1:
         spread.row_shards = RowShards(spread.trainable(), spread.map, mesh)
     return spread
 
 
 def _prepare(
-    modules: Mapping[str, nn.Module], mesh: Mesh, precision: Precision, decisions: list[Decision], *, training: bool
+    modules: Mapping[str, nn.Module], precision: Precision, decisions: list[Decision], *, training: bool
 ) -> None:
     for which, module in modules.items():
         if training:
             start_training(which, module, decisions)
         cast(module, precision, decisions)
         check_kinds(module)
-        check_stateful(module, mesh)
 
 
 def _shard_all(

@@ -9,6 +9,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from contextvars import copy_context
 from copy import copy
 from typing import Any, final
 
@@ -104,11 +105,15 @@ class _Recomputed:
         versions = [_version(leaf) for leaf in leaves]
         state = ModuleState(self._name, self._module)
         given = [(args, kwargs)]
+        context = copy_context()
 
         def run(*leaves: Any) -> Any:
-            # The first run gets the caller's own containers, a later one what was in them then.
-            args, kwargs = given.pop() if given else pytree.tree_unflatten(list(leaves), structure)
-            return self._forward(*args, **kwargs)
+            # The first run gets the caller's own containers, a later one what was in them then, and its context.
+            if given:
+                args, kwargs = given.pop()
+                return self._forward(*args, **kwargs)
+            args, kwargs = pytree.tree_unflatten(list(leaves), structure)
+            return context.copy().run(self._forward, *args, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             first, again = self._contexts()

@@ -18,7 +18,7 @@ def replicate(module: nn.Module, mesh: Mesh, device: torch.device, *, find_unuse
     """`module` under DDP on `mesh`; its values are already equal on every rank.
 
     Gradients become the mean over the ranks. Buffers are left alone: which of them may differ is the business of
-    `stateful`. A module without trainable parameters stays as it is.
+    `batchnorm`. A module without trainable parameters stays as it is.
 
     Args:
         find_unused: look in every backward for parameters that get no gradient. Without it the first such parameter

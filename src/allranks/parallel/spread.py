@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from allranks.parallel.batchnorm import BatchNorms
 from allranks.parallel.held_back import check_released, find_held_back
 from allranks.parallel.mesh import DATA_AXES, Mesh
 from allranks.parallel.norm import Groups
@@ -39,6 +40,7 @@ class Spread:
         path: the units that forwards have entered, where they are sharded.
         cut_over: id of a parameter -> the groups over which it was cut before it was sharded.
         row_shards: what this rank updates of each parameter, where the optimizer alone is sharded.
+        batch_norms: what takes its statistics over several ranks.
     """
 
     modules: dict[str, nn.Module]
@@ -51,6 +53,7 @@ class Spread:
     find_unused: bool = False
     path: Path = field(default_factory=Path)
     cut_over: Groups = field(default_factory=dict)
+    batch_norms: BatchNorms = field(default_factory=BatchNorms)
     row_shards: RowShards | None = None
     _scalars: tuple[torch.Tensor, ...] = ()
     _held_back: list[Any] = field(default_factory=list)

@@ -16,7 +16,7 @@ from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import mix, seed_all
 from allranks.errors import TaskError
 from allranks.stepping.optimizer import Optimizers
-from allranks.stepping.passes import Forward, Passes, Scale, StepSums, buffers_kept, ledger_of
+from allranks.stepping.passes import Forward, Passes, Scale, StepSums, ledger_of, micro_forward
 
 Yielded = tuple[str, torch.Tensor, int]
 
@@ -78,7 +78,7 @@ class AlternatingPasses(Passes):
 
     def _advance(self, generator: Iterator[Yielded], micro_step: MicroStep, turn: int) -> Yielded | None:
         seed_all(mix(micro_step.random_key, turn))
-        with buffers_kept(self._spread, unless=micro_step.weight > 0), self._forward.autocast():
+        with micro_forward(self._spread, micro_step.weight), self._forward.autocast():
             yielded: object = next(generator, None)
         if yielded is None:
             return None

@@ -1,7 +1,8 @@
 """Do buffers follow the data? Asked once, at the start, where several data-parallel ranks see other samples each.
 
 Running statistics and codebooks are learnt from the samples of a forward, without a gradient that could be reduced:
-each rank would learn its own, and a checkpoint would hold one rank's. A counter of forwards is the same everywhere.
+each rank would learn its own, and a checkpoint would hold one rank's. A counter of forwards is the same everywhere, and
+what a BatchNorm learns is what `layout.batchnorm` says (parallel/batchnorm.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +37,9 @@ def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessG
         LayoutError: on every rank; the first such buffer is named.
     """
     spread = forward.spread
-    names = [name for name, entry in spread.map.items() if entry.kind == "buffer" and entry.alias_of is None]
+    asked = ((name, entry) for name, entry in spread.map.items() if entry.kind == "buffer" and entry.alias_of is None)
+    # What a BatchNorm keeps means what the layout says.
+    names = [name for name, _ in asked if name not in spread.batch_norms.owners]
     if spread.mesh.dp == 1 or not names:
         return
     half = max(1, len(samples) // 2)
@@ -48,8 +51,8 @@ def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessG
     if found:
         raise LayoutError(
             f"buffer {found[0]} ({len(found)} in all) changes with the samples of a forward, and each of "
-            f"{spread.mesh.dp} data-parallel ranks sees its own only: synchronised statistics come with a later "
-            "version; use --layout single"
+            f"{spread.mesh.dp} data-parallel ranks sees its own only: only BatchNorm's are "
+            "synchronised; use --layout single"
         )
 
 

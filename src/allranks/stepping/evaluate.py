@@ -35,10 +35,12 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
     spread = forward.spread
     sums: dict[str, list[float]] = {}
     with _evaluation_mode(spread), buffers_kept(spread, unless=False):
+        spread.batch_norms.average()
         for micro_step in batches:
             seed_all(micro_step.random_key)
             batch = forward.place(micro_step.batch)
-            output = forward(batch)
+            with spread.batch_norms.counting(micro_step.weight > 0):
+                output = forward(batch)
             loss = (forward.task.loss(output, batch), micro_step.targets or 0)
             terms = {"loss": loss, **_checked(forward.task, forward.task.metrics(output, batch))}
             if not micro_step.weight:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from allranks.errors import TaskError
+from allranks.parallel.batchnorm import statistics_fixed
 from allranks.task import Task, describe
 from allranks.task_loading import user_line
 
@@ -171,7 +172,7 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     module.eval()
     try:
-        with generators_kept(module), torch.enable_grad():
+        with generators_kept(module), statistics_fixed(module), torch.enable_grad():
             yield
     finally:
         for part, training in modes:

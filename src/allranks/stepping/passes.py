@@ -5,7 +5,7 @@ data-parallel ranks, and what follows (agree, clip, update) does not know how th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -109,7 +109,7 @@ class PlainPasses(Passes):
 
     def _backward(self, micro_step: MicroStep, scale: Scale) -> torch.Tensor:
         seed_all(micro_step.random_key)
-        with buffers_kept(self._spread, unless=micro_step.weight > 0):
+        with micro_forward(self._spread, micro_step.weight):
             batch = self._forward.place(micro_step.batch)
             loss = self._forward.task.loss(self._forward(batch), batch)
         # A filler's loss counts nothing, but its backward runs: every rank takes part in every collective.
@@ -136,9 +136,27 @@ def ledger_of(batch: StepBatch) -> int:
 
 
 @contextmanager
-def buffers_kept(spread: Spread, *, unless: bool) -> Iterator[None]:
-    """Put every buffer back to its value afterwards, `unless` told otherwise: for passes that do not count."""
-    names = [] if unless else [name for name, entry in spread.map.items() if entry.kind == "buffer"]
+def micro_forward(spread: Spread, weight: int) -> Iterator[None]:
+    """Around the forward of a micro-step: one of weight 0, a filler, leaves no trace.
+
+    It counts no row in synchronised statistics, and its buffers go back to their values; those which all ranks have
+    learnt together take part in what the others have learnt. Collective where all follow the first rank's.
+    """
+    counts = weight > 0
+    with spread.batch_norms.counting(counts), buffers_kept(spread, unless=counts, but=spread.batch_norms.alike):
+        yield
+    spread.batch_norms.follow_first()
+
+
+@contextmanager
+def buffers_kept(spread: Spread, *, unless: bool, but: Collection[str] = ()) -> Iterator[None]:
+    """Put every buffer back to its value afterwards, `unless` told otherwise: for passes that do not count.
+
+    Args:
+        but: names of buffers that stay as they are then.
+    """
+    buffers = (name for name, entry in spread.map.items() if entry.kind == "buffer" and name not in but)
+    names = [] if unless else list(buffers)
     kept = {name: spread.tensors[name].clone() for name in names}
     try:
         yield

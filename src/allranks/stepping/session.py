@@ -15,7 +15,7 @@ from allranks.data.random_keys import seed_all
 from allranks.data.stream import DataStream, declared_order
 from allranks.errors import ConfigError, LayoutError
 from allranks.observing.counters import Stopwatch
-from allranks.parallel.checks import has_batch_statistics
+from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.parallel.parallelize import parallelize
 from allranks.parallel.precision import choose_precision
 from allranks.parallel.spread import Spread
@@ -142,6 +142,7 @@ def _spread(task: Task, config: Config, processes: Processes) -> Spread:
         seed=partial(seed_all, model_key(config.train.seed)),
         blocks=hints.blocks,
         tensor=hints.tensor,
+        batchnorm=hints.batchnorm,
         # A step of its own may leave out whole models in a backward; its passes reduce what a loss has touched.
         ddp=not has_step(task),
         find_unused=bool(hints.optional) or has_step(task),

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from allranks.checkpointing.checking import check_digests, check_files
 from allranks.checkpointing.checkpoint import Checkpoint, Header, check_sizes, prune, verify_files
 from allranks.checkpointing.manifest import encode_state
-from allranks.checkpointing.restore import restore
+from allranks.checkpointing.restore import is_of_one_rank, name_of_rank, restore
 from allranks.checkpointing.save import save
 from allranks.config import CheckpointConfig, ScheduleConfig
 from allranks.data.resuming import circumstances, compare_circumstances
 from allranks.data.stream import DataStream
 from allranks.errors import CheckpointError, TaskError
+from allranks.parallel.running_statistics import mean_of_ranks
 from allranks.parallel.spread import Spread
 from allranks.parameter_map import Entry
 from allranks.stepping.optimizer import Optimizers
@@ -55,11 +56,19 @@ class Contents:
     task: Stateful | None = None
 
     def parts(self) -> Parts:
-        """Every tensor under its name in the checkpoint, as this rank holds it."""
-        model = [
-            (replace(entry, name=f"model.{name}"), self.spread.local(name))
-            for name, entry in self.spread.map.stored.items()
-        ]
+        """Every tensor under its name in the checkpoint, as this rank holds it; collective where ranks learn their own.
+
+        Of running statistics that each data-parallel rank has learnt by itself there is the mean, under the plain name,
+        and every rank's under a name of its own; every rank holds copies of all of them.
+        """
+        model, by_rank = list[tuple[Entry, torch.Tensor]](), self.spread.batch_norms.by_rank()
+        for name, entry in self.spread.map.stored.items():
+            ranks = by_rank.get(name)
+            tensor = self.spread.local(name) if ranks is None else mean_of_ranks(ranks)
+            model.append((replace(entry, name=f"model.{name}"), tensor))
+            model += [
+                (replace(entry, name=name_of_rank(f"model.{name}", rank)), own) for rank, own in enumerate(ranks or ())
+            ]
         return model + self.optimizers.parts()
 
     def aliases(self) -> dict[str, str]:
@@ -92,18 +101,38 @@ class Contents:
         self.optimizers.materialise()
         known = {*checkpoint.manifest.tensors, *state["optimizer"]}
         self.optimizers.forget_unless(known.__contains__)
-        parts = self.parts()
-        restore(checkpoint, parts)
-        layout = self.spread.mesh.layout
-        if checkpoint.manifest.layout != str(layout):
-            group = None if layout.world_size == 1 else dist.group.WORLD
-            check_digests(checkpoint, parts, group, self.spread.device)
+        decisions += self._restore(checkpoint)
         self.optimizers.load_numbers(state["optimizer"])
         self.stream.load_state_dict(state["stream"])
         self.stream.continue_at(checkpoint.step)
         if self.task is not None:
             self.task.load_state_dict(state["task"])
         return decisions
+
+    def _restore(self, checkpoint: Checkpoint) -> tuple[Decision, ...]:
+        """Fill every tensor, and compare digests where it was cut otherwise."""
+        parts, spread = self.parts(), self.spread
+        theirs = {name for name in checkpoint.manifest.tensors if is_of_one_rank(name)}
+        ours = {entry.name for entry, _ in parts if is_of_one_rank(entry.name)}
+        same = theirs == ours
+        if not same:
+            # What each of another number of ranks has learnt is for none of these: all begin with the mean.
+            live = ((entry, entry.name.removeprefix("model.")) for entry, _ in parts)
+            kept = {entry.name: spread.local(name) for entry, name in live if name in spread.map.stored}
+            parts = [(entry, kept.get(entry.name, own)) for entry, own in parts if entry.name not in ours]
+        restore(checkpoint, parts, {entry.name for entry, _ in parts} | theirs)
+        layout = spread.mesh.layout
+        if checkpoint.manifest.layout != str(layout):
+            group = None if layout.world_size == 1 else dist.group.WORLD
+            check_digests(checkpoint, parts, group, spread.device, without=() if same else theirs)
+        if same:
+            values = {entry.name: own for entry, own in parts}
+            for name in spread.batch_norms.own_names:
+                spread.local(name).copy_(values[name_of_rank(f"model.{name}", spread.mesh.dp_rank)])
+            return ()
+        number = len({name.rpartition("@")[2] for name in theirs})
+        what = "running batch statistics go on from the mean over the ranks"
+        return (Decision(what, f"{number} data-parallel ranks have saved their own"),) if theirs else ()
 
 
 def schedule_state(schedule: Schedule, config: ScheduleConfig) -> dict[str, Any]:

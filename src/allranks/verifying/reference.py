@@ -4,12 +4,14 @@ One forward and one backward over the whole global batch, the loss divided once 
 clipping and optimizer. Everything distributed is compared with this.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+Buffers = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,44 @@ def plain_loop(
         parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
         steps.append(ReferenceStep(float(loss.detach()), float(norm), gradients, parameters))
     return steps
+
+
+def rankwise_loop(
+    model: nn.Module,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    steps: Iterable[tuple[Sequence[Sequence[Any]], int]],
+    forward: Callable[[nn.Module, Any], torch.Tensor],
+    num_ranks: int,
+) -> tuple[list[ReferenceStep], list[Buffers]]:
+    """The same, where each of `num_ranks` sees its own samples only and keeps buffers of its own (BatchNorm local).
+
+    One model stands for all of them: before a rank's forward its buffers are put in.
+
+    Args:
+        steps: of every step, micro-step by micro-step, the batch of each rank (None: it has none), and the step's
+            number of targets.
+
+    Returns:
+        The steps, and the buffers of each rank at the end. With `layout.batchnorm=broadcast` those of rank 0 are
+        everybody's: no forward in training depends on them.
+    """
+    named = dict(model.named_buffers())
+    buffers = [{name: buffer.clone() for name, buffer in named.items()} for _ in range(num_ranks)]
+
+    def forward_all(model: nn.Module, micro_steps: Sequence[Sequence[Any]]) -> torch.Tensor:
+        losses = []
+        for batches in micro_steps:
+            for own, batch in zip(buffers, batches, strict=True):
+                if batch is not None:
+                    _put(own, named)
+                    losses.append(forward(model, batch))
+                    _put(named, own)
+        return torch.stack(losses).sum()
+
+    return plain_loop(model, make_optimizer, steps, forward_all), buffers
+
+
+def _put(source: Buffers, target: Buffers) -> None:
+    for name, value in source.items():
+        # Through .data: backwards that are still to come may have saved the buffer.
+        target[name].data.copy_(value)

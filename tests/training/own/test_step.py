@@ -11,7 +11,7 @@ import allranks
 from allranks.data.random_keys import random_key, seed_all
 from allranks.run import Run
 from tests.distributed.pool import Pools
-from tests.training.own.cases import Net, Samples, count, loss_of, refusal, sgd
+from tests.training.own.cases import Net, Samples, count, everything, loss_of, refusal, sgd
 
 
 def one_loop(folder: str, layout: str, lines: Callable[..., object], **cutting: Any) -> str:
@@ -178,6 +178,49 @@ def test_a_filler_counts_nothing(pool: Pools, tmp_path: Path) -> None:
     assert all(rows == [2] * 4 for _, rows, _ in found)
     assert [forwards for _, _, forwards in found] == [sum(weights) for weights, _, _ in found]
     assert sum(forwards for _, _, forwards in found) == 8
+
+
+def power(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A sum over samples."""
+    return torch.tanh(model(batch["x"])).pow(3).sum()
+
+
+def with_statistics(folder: str, layout: str, cutting: Any) -> Any:
+    """In a worker: an evaluation before each update and the model at the end, and the fillers that it ran."""
+    measured, fillers = [], 0
+    with allranks.join(layout=layout, precision="float64", run=folder) as world:
+        seed_all(3)
+        norms = nn.BatchNorm1d(5), nn.BatchNorm1d(5, track_running_stats=False)
+        built = nn.Sequential(nn.Linear(6, 10), nn.Unflatten(1, (5, 2)), norms[0], nn.Tanh(), norms[1])
+        model = world.parallelize(built)
+        optimizer = world.optimizer(model, sgd)
+        for batch in world.stream(Samples(), global_batch=5, steps=2, **cutting):
+            fillers += 1 - world.weight
+            measured.append(world.evaluate(Samples(10), lambda b: {"m": (power(model, b), len(b["x"]))}, batch=4)["m"])
+            world.backward(power(model, batch), targets=len(batch["x"]))
+            world.step(optimizer)
+        return measured, everything(world), fillers
+
+
+def test_batch_statistics_are_those_of_one_device(pool: Pools, tmp_path: Path) -> None:
+    ((alone, values, _),) = pool(1).run(with_statistics, str(tmp_path / "one"), "single", {"micro_steps": 3})
+    for layout in ("ddp", "fsdp"):
+        ranks = pool(3).run(with_statistics, str(tmp_path / layout), layout, {"micro_steps": 3})
+        assert sum(fillers for _, _, fillers in ranks) > 0
+        for measured, found, _ in ranks:
+            torch.testing.assert_close(measured, alone, rtol=1e-12, atol=1e-14)
+            for name in values if layout == "ddp" else ():
+                torch.testing.assert_close(found[name], values[name], rtol=1e-11, atol=1e-13)
+
+
+def test_a_cut_that_depends_on_the_number_of_ranks_is_refused(pool: Pools, tmp_path: Path) -> None:
+    def case() -> str:
+        return refusal(lambda: with_statistics(str(tmp_path / "run"), "single", {"micro_batch": 2}))
+
+    assert pool(1).run(case) == [
+        "ConfigError: world.stream(micro_batch=2): BatchNorm looks at which samples share a forward, so the number of "
+        "forwards has to be fixed: give micro_steps instead"
+    ]
 
 
 def test_a_forward_of_the_users_between_backward_and_step_leaves_nothing_stale(pool: Pools, tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ def evaluate_own(ground: Ground, step: OwnStep, dataset: Any, measure: Measure, 
 
     def place_and_measure(micro_step: MicroStep) -> object:
         step.weight = micro_step.weight  # for gather
-        return measure(ground.place(micro_step.batch))
+        with ground.models.counting(micro_step.weight > 0):
+            return measure(ground.place(micro_step.batch))
 
     before = step.weight
     try:

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from allranks.errors import TaskError
+from allranks.errors import ConfigError, TaskError
+from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.parallel.spread import Spread
 from allranks.stepping.passes import buffers_kept
 
@@ -86,6 +87,22 @@ class OwnModels:
                 "would stay on this rank: use `model = world.parallelize(model)`"
             )
 
+    def check_cut(self, micro_batch: int | None) -> None:
+        """Refuse to cut by `micro_batch` what depends on which samples share a forward (law 2). Raises ConfigError."""
+        if micro_batch is not None and any(has_batch_statistics(spread.modules) for spread in self.all()):
+            raise ConfigError(
+                f"world.stream(micro_batch={micro_batch}): BatchNorm looks at which samples share a forward, "
+                "so the number of forwards has to be fixed: give micro_steps instead"
+            )
+
+    @contextmanager
+    def counting(self, counts: bool) -> Iterator[None]:
+        """Inside, whether this rank's rows are part of synchronised batch statistics."""
+        with ExitStack() as entered:
+            for spread in self.all():
+                entered.enter_context(spread.batch_norms.counting(counts))
+            yield
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Every module in evaluation mode inside; afterwards modes and buffers as before, and nothing left gathered."""
@@ -101,6 +118,7 @@ class OwnModels:
             with ExitStack() as kept:
                 for spread in self.all():
                     kept.enter_context(buffers_kept(spread, unless=False))
+                    spread.batch_norms.average()
                 yield
         finally:
             for part, training in modes:

@@ -20,7 +20,7 @@ from allranks.observing.recorder import Value
 from allranks.parallel.norm import clip_gradients
 from allranks.stepping.agreement import Agreed, Agreement, Ballot, Pending
 from allranks.stepping.optimizer import Optimizers
-from allranks.stepping.passes import buffers_kept, ledger_of
+from allranks.stepping.passes import ledger_of, micro_forward
 from allranks.training.own.buckets import check_all_reached, must_settle, settle_buckets
 from allranks.training.own.models import OwnModels
 
@@ -63,7 +63,7 @@ class _Turn:
     micro_step: MicroStep
     last: bool
     state: Literal["given", "backward", "stepped"] = "given"
-    buffers: ExitStack = field(default_factory=ExitStack)
+    forward: ExitStack = field(default_factory=ExitStack)
 
 
 @final
@@ -118,7 +118,7 @@ class OwnStep:
         self._models.trained.synchronise(last)
         self._models.forget_calls()
         for spread in self._models.all():
-            turn.buffers.enter_context(buffers_kept(spread, unless=micro_step.weight > 0))
+            turn.forward.enter_context(micro_forward(spread, micro_step.weight))
         self._stopwatch.mark("input")
         seed_all(micro_step.random_key)
         return micro_step
@@ -149,7 +149,7 @@ class OwnStep:
         if turn.micro_step.weight:
             self._loss = self._loss + loss.detach().double()
             self._targets += count
-        turn.buffers.close()
+        turn.forward.close()
         turn.state = "backward"
         self._stopwatch.mark("forward_backward")
 

@@ -1,0 +1,232 @@
+"""What BatchNorm means over several data-parallel ranks: `layout.batchnorm`.
+
+    sync        statistics over the samples of all of them: what one device computes (law 4)
+    local       each rank's own samples, and its own running statistics
+    broadcast   each rank's own samples, and the running statistics of the first rank
+
+The modules stay what they are. Where statistics are synchronised, `functional.batch_norm` means the synchronised one
+during their forward, so that a kind of BatchNorm with a forward of its own keeps what it does around it.
+"""
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from allranks.errors import TaskError
+from allranks.parallel.batch_statistics import normalise
+from allranks.parallel.mesh import Mesh
+from allranks.parallel.running_statistics import ByRank, follow_first, gather_by_rank, mean_of_ranks
+from allranks.verdict import Decision
+
+Mode = Literal["sync", "local", "broadcast"]
+
+# torch has no public name for the common base of BatchNorm1d, 2d, 3d and SyncBatchNorm.
+BATCH_STATISTICS = nn.modules.batchnorm._BatchNorm
+# A context variable, because a block that is recomputed in the backward runs in the context of its forward.
+_COUNTS: ContextVar[bool] = ContextVar("counts", default=True)
+
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def has_batch_statistics(modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a module's training output depends on which samples share its batch."""
+    return any(uses_batch_statistics(member) for module in modules.values() for member in module.modules())
+
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Whether it is a BatchNorm that looks at its batch.
+
+    One that is frozen (in evaluation mode) uses its running statistics, unless it keeps none.
+    """
+    return isinstance(module, BATCH_STATISTICS) and (module.training or module.running_mean is None)
+
+
+@final
+class AnyBatchNorm(BATCH_STATISTICS):
+    """BatchNorm for inputs of any number of dims: what torch's SyncBatchNorm is, but for how it synchronises."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dims (samples, channels, ...), got {input.dim()}")
+
+
+@dataclass(eq=False)
+class BatchNorms:
+    """The BatchNorms of a spread model over several data-parallel ranks.
+
+    Attributes:
+        mode: what their statistics are taken over; None where there are none, or one data-parallel rank.
+        group: the data-parallel ranks.
+        owners: logical name of a buffer -> the BatchNorm that owns it.
+    """
+
+    mode: Mode | None = None
+    group: dist.ProcessGroup | None = None
+    owners: Mapping[str, nn.Module] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's rows are part of the statistics; False while a filler runs."""
+        return _COUNTS.get()
+
+    @property
+    def alike(self) -> frozenset[str]:
+        """Logical names of the buffers that a forward leaves alike on every rank, whatever samples each has seen."""
+        return frozenset(self.owners if self.mode == "sync" else ())
+
+    def by_rank(self) -> ByRank:
+        """Name of a running statistic -> what each data-parallel rank has learnt; {} unless local; collective then."""
+        if self.mode != "local" or self.group is None:
+            return {}
+        return gather_by_rank(self._running(), self.group)
+
+    def average(self) -> None:
+        """Where each rank has learnt its own running statistics, put their mean in their place; collective then."""
+        running = self._running()
+        for name, ranks in self.by_rank().items():
+            running[name].copy_(mean_of_ranks(ranks))
+
+    def follow_first(self) -> None:
+        """Under broadcast, take the running statistics of the first data-parallel rank; collective then."""
+        if self.mode == "broadcast" and self.group is not None:
+            follow_first(self._running(), self.group)
+
+    def _running(self) -> dict[str, torch.Tensor]:
+        return {name: owner.get_buffer(name.rpartition(".")[2]) for name, owner in self.owners.items()}
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """Logical names of what each rank learns by itself."""
+        return tuple(self._running()) if self.mode == "local" else ()
+
+    @contextmanager
+    def counting(self, counts: bool) -> Iterator[None]:
+        """Inside, whether this rank's rows are part of synchronised statistics."""
+        before = _COUNTS.set(counts)
+        try:
+            yield
+        finally:
+            _COUNTS.reset(before)
+
+
+def take_over(modules: Mapping[str, nn.Module], mesh: Mesh, hint: Mode | None, decisions: list[Decision]) -> BatchNorms:
+    """Let every BatchNorm of `modules` mean what the layout says, else the hint, else sync; said in `decisions`."""
+    named = [
+        (name, member)
+        for which, module in modules.items()
+        for name, member in module.named_modules(prefix=which, remove_duplicate=False)
+        if isinstance(member, BATCH_STATISTICS)
+    ]
+    members = {member: name for name, member in reversed(named)}  # each once, by its first name
+    for member in members:
+        if type(member) is nn.SyncBatchNorm:
+            # torch's own synchronises over the whole world, and refuses the CPU, as DDP refuses it there.
+            member.__class__ = AnyBatchNorm  # type: ignore[assignment]
+    if mesh.data_group is None or not members:
+        return BatchNorms()
+    mode: Mode = mesh.layout.batchnorm or hint or "sync"
+    owners = {
+        f"{name}.{leaf}" if name else leaf: member
+        for name, member in named
+        for leaf in RUNNING
+        if member._buffers.get(leaf) is not None
+    }
+    norms = BatchNorms(mode, mesh.data_group, owners)
+    for member, name in members.items() if mode == "sync" else ():
+        _synchronise(member, name, norms)
+    if any(map(uses_batch_statistics, members)):
+        decisions.append(_describe(mode, len(members), mesh, hint))
+    return norms
+
+
+def _synchronise(member: Any, name: str, norms: BatchNorms) -> None:
+    """Let `member` take its statistics over the ranks of `norms.group`."""
+    given: Callable[..., Any] | None = vars(member).get("forward")
+    own_forward = given is not None or type(member).forward is not BATCH_STATISTICS.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _Synchronised(norms) as seen:
+            # Looked up in the class: a copy of the module (an average of the weights, say) computes with its own.
+            output = type(self).forward(self, *args, **kwargs) if given is None else given(*args, **kwargs)
+        if own_forward and not seen.called and uses_batch_statistics(self):
+            raise TaskError(
+                f"{name or 'the model'} is a {type(self).__name__}, a BatchNorm that computes its statistics itself: "
+                "call torch.nn.functional.batch_norm in its forward, which allranks synchronises"
+            )
+        return output
+
+    member.forward = types.MethodType(forward, member)
+
+
+class _Synchronised(TorchFunctionMode):
+    """Inside, `functional.batch_norm` in training takes its statistics over all ranks."""
+
+    def __init__(self, norms: BatchNorms) -> None:
+        super().__init__()
+        self.called = False
+        self._norms = norms
+
+    def __torch_function__(
+        self, function: Callable[..., Any], kinds: object, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if function is not functional.batch_norm:
+            return function(*args, **(kwargs or {}))
+        self.called = True
+        return self._batch_norm(*args, **(kwargs or {}))
+
+    def _batch_norm(
+        self,
+        value: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> torch.Tensor:
+        tensors = value, running_mean, running_var, weight, bias
+        if not training:
+            return functional.batch_norm(*tensors, momentum=momentum, eps=eps)
+        assert self._norms.group is not None
+        return normalise(*tensors, momentum, eps, group=self._norms.group, counts=self._norms.counts)
+
+
+def _describe(mode: Mode, number: int, mesh: Mesh, hint: Mode | None) -> Decision:
+    what = {
+        "sync": f"batch statistics are taken over all {mesh.dp} data-parallel ranks",
+        "local": f"batch statistics are each of {mesh.dp} data-parallel ranks' own",
+        "broadcast": f"batch statistics are each of {mesh.dp} data-parallel ranks' own, the running ones rank 0's",
+    }[mode]
+    source = "is asked for" if mesh.layout.batchnorm else "is what hints().batchnorm says" if hint else "is the default"
+    means = {
+        "sync": "the run computes what one device computes",
+        "local": "the run computes something else by design, and evaluates with the mean of the running statistics",
+        "broadcast": "the run computes something else by design",
+    }[mode]
+    layers = f"{number} BatchNorm layer{'s' if number > 1 else ''}"
+    return Decision(what, f"layout.batchnorm={mode} {source}: {means} ({layers})")
+
+
+@contextmanager
+def statistics_fixed(module: nn.Module) -> Iterator[None]:
+    """Inside, a BatchNorm that keeps no running statistics looks at no batch in evaluation mode: mean 0, variance 1."""
+    like = next(((p.dtype, p.device) for p in module.parameters() if p.is_floating_point()), (None, None))
+    without = [m for m in module.modules() if isinstance(m, BATCH_STATISTICS) and m.running_mean is None]
+    for member in without:
+        member.running_mean = torch.zeros(member.num_features, dtype=like[0], device=like[1])
+        member.running_var = torch.ones(member.num_features, dtype=like[0], device=like[1])
+    try:
+        yield
+    finally:
+        for member in without:
+            member.running_mean = member.running_var = None
