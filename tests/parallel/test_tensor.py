@@ -1,6 +1,7 @@
 """Layers that compute with parts: whole outputs, exact gradients, and what is drawn where."""
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from allranks.errors import LayoutError
 from allranks.layout import Layout
 from allranks.models.transformer import Transformer
+from allranks.parallel.spread import Spread
 from allranks.task import TensorStyle
 from tests.distributed.pool import Pools
 from tests.parallel.spreads import spread
@@ -35,7 +37,20 @@ def outcome(build: Build, tensor: Mapping[str, TensorStyle], *inputs: Any) -> tu
     held = sum(tensor.numel() for tensor in cut.trainable().values()) / sum(p.numel() for p in whole.parameters())
     pairs = zip(expected_gradients, gradients, strict=True)
     error = max((float((a - b).abs().max()) for a, b in pairs if a is not None and b is not None), default=0.0)
+    error = max(error, *gradient_errors(cut, whole))
     return (output - expected).abs().max(), torch.tensor(error), held
+
+
+def gradient_errors(cut: Spread, whole: nn.Module) -> list[float]:
+    """The largest difference of each parameter's gradient from this rank's part of the whole one's."""
+    errors = []
+    for name, parameter in whole.named_parameters():
+        box, found = cut.map[name].box, cut.tensors[name].grad
+        place = tuple(slice(start, start + extent) for start, extent in zip(box.offset, box.shape, strict=True))
+        if parameter.grad is not None:
+            assert found is not None, name
+            errors.append(float((found - parameter.grad[place]).abs().max()))
+    return errors
 
 
 class Normed(nn.Module):
@@ -53,7 +68,23 @@ class Normed(nn.Module):
         return found
 
 
+class Biased(nn.Module):
+    """Biases everywhere, and a padding token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm, self.head = nn.Embedding(11, 6, padding_idx=3), nn.LayerNorm(6), nn.Linear(6, 11)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(tokens)
+        hidden = hidden + self.down(torch.relu(self.up(self.norm(hidden))))
+        found: torch.Tensor = self.head(hidden)
+        return found
+
+
 X = torch.linspace(-1, 1, 2 * 5 * 6, dtype=torch.float64).view(2, 5, 6)
+BIASED: dict[str, TensorStyle] = {"words": "vocab", "up": "colwise", "down": "rowwise", "head": "vocab"}
 TOKENS = torch.arange(10).view(2, 5)
 
 
@@ -62,8 +93,10 @@ TOKENS = torch.arange(10).view(2, 5)
     [
         (lambda: nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 3)), {}, (X,)),
         (Normed, {"up": "colwise", "down": "rowwise"}, (X,)),
-        (Normed, {"up": "colwise", "norm": "replicate", "down": "rowwise", "last": "vocab"}, (X,)),
+        (Normed, {"up": "colwise", "norm": "part", "down": "rowwise", "last": "vocab"}, (X,)),
         (lambda: Transformer(11, 2, 16, 4), {}, (TOKENS,)),
+        (Biased, BIASED, (TOKENS,)),
+        (Biased, BIASED | {"norm": "sequence"}, (TOKENS,)),
         (
             lambda: Transformer(11, 2, 16, 4, tied=False),
             {
@@ -72,12 +105,12 @@ TOKENS = torch.arange(10).view(2, 5)
                 "layers.*.attention": "replicate",
                 "layers.*.feed_forward": "replicate",
                 "norm": "sequence",
-                "output": "replicate",
+                "output": "vocab",
             },
             (TOKENS,),
         ),
     ],
-    ids=["pair", "norm between", "replicated", "transformer", "positions only"],
+    ids=["pair", "norm between", "part", "transformer", "biases", "biases on positions", "positions only"],
 )
 def test_outputs_and_gradients_are_those_of_the_whole(pool: Pools, build: Build, tensor: Any, inputs: Any) -> None:
     for output, gradient, _ in pool(2).run(outcome, build, tensor, *inputs):
@@ -125,6 +158,59 @@ def test_dropout_draws_apart_inside_and_alike_outside(pool: Pools) -> None:
     assert first.shape == (2, 32) and not torch.equal(first, second)
     first, second = pool(2).run(masks, False)
     assert first.shape == (2, 64) and torch.equal(first, second)
+
+
+def second_derivatives() -> float:
+    """In a worker: the largest difference of the gradients of a gradient penalty from the whole model's."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    whole, cut = copy_of(layers).double(), spread(lambda: copy_of(layers), Layout(tp=2), "float64")
+    for module in (whole, cut.modules[""]):
+        x = X.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        (slope.norm() - 1).square().backward()
+    return max(gradient_errors(cut, whole))
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    return deepcopy(module)
+
+
+def test_a_gradient_penalty_is_that_of_the_whole(pool: Pools) -> None:
+    assert max(pool(2).run(second_derivatives)) < 1e-13
+
+
+def modes_of_autograd() -> list[bool]:
+    """In a worker: after a forward without gradients the next one has them, and inference works."""
+    pair = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+    cut = spread(lambda: nn.Sequential(nn.Linear(6, 6), pair), Layout(tp=2), "float64")
+    first = cut.modules[""].get_submodule("0")
+    hidden = first(X)
+    with torch.no_grad():
+        pair[0](hidden)
+    pair(hidden).sum().backward()
+    with torch.inference_mode():
+        inferred = cut.modules[""](X)
+    return [p.grad is not None for p in first.parameters()] + [bool(torch.isfinite(inferred).all())]
+
+
+def test_gradients_inference_and_neither(pool: Pools) -> None:
+    assert pool(2).run(modes_of_autograd)[0] == [True, True, True]
+
+
+def look_up_a_stranger() -> list[str]:
+    cut = spread(lambda: nn.Sequential(nn.Embedding(7, 4)), Layout(tp=2), tensor={"0": "vocab"})
+    found = []
+    for token in (-1, 7):
+        try:
+            cut.modules[""](torch.tensor([0, token]))
+        except IndexError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_token_that_is_in_no_part_is_refused(pool: Pools) -> None:
+    assert pool(2).run(look_up_a_stranger)[0] == ["a token outside of 0 to 6"] * 2
 
 
 def shares_unlike() -> str:

@@ -110,3 +110,41 @@ def confuse() -> str:
 def test_two_lengths_in_one_model_are_refused(pool: Pools) -> None:
     found = pool(2).run(confuse)
     assert found[0].startswith("a rank has 3 positions of a sequence of 2 cut over tp: two sequences of unequal length")
+
+
+class Ends(nn.Module):
+    """Returns its hidden states, or runs a layer on them, besides the output of its vocab layer."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.words, self.norm, self.head = nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 11)
+        self.value, self.which = nn.Linear(6, 1), which
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.norm(self.words(x))
+        if self.which == "none":
+            return hidden
+        logits = self.head(hidden)
+        return (logits, self.value(hidden)) if self.which == "value" else (logits, hidden)
+
+
+def end(which: str) -> str:
+    tensor: dict[str, TensorStyle] = {"words": "vocab", "norm": "sequence", "head": "vocab", "value": "replicate"}
+    cut = spread(lambda: Ends(which), Layout(tp=2), tensor=tensor)
+    try:
+        cut.modules[""](TOKENS)
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("hidden", "what Ends returns is cut along the sequence"),
+        ("none", "what Ends returns is cut along the sequence"),
+        ("value", "Linear runs after the model's vocab layer"),
+    ],
+)
+def test_nothing_cut_leaves_the_model(pool: Pools, which: str, message: str) -> None:
+    assert all(found.startswith(message) for found in pool(2).run(end, which))

@@ -85,6 +85,7 @@ def test_hints_come_first() -> None:
         ({"layers.*.upp": "colwise"}, 2, r"'layers\.\*\.upp' matches no module; the nearest are .*layers\.0\.up"),
         ({"*.up": "colwise", "layers.0.*": "rowwise"}, 2, r"both '\*\.up' and 'layers\.0\.\*' match layers\.0\.up"),
         ({"*.up": "colwize"}, 2, r"'\*\.up' is 'colwize'; a style is one of colwise, rowwise"),
+        ({"layers.0": "replicate", "layers.0.up": "colwise"}, 2, r"layers\.0\.up lies in layers\.0, and both have a"),
         ({"*.up": "colwise"}, 3, r"layers\.0\.up has 4 outputs, which tp\(3\) does not divide; tp can be 1, 2, 4"),
         ({"*.down": "rowwise"}, 3, r"layers\.0\.down has 4 inputs, which tp\(3\)"),
         ({"layers.0": "colwise"}, 2, r"colwise cuts nn\.Linear, and layers\.0 is Feed"),
@@ -109,3 +110,4 @@ def test_an_embedding_that_scales_by_rows_of_others_is_refused() -> None:
     module = model_of(nn.Embedding(5, 4, max_norm=1.0))
     with pytest.raises(LayoutError, match="max_norm or scale_grad_by_freq"):
         styles(module, hints={"layers.0": "vocab"})
+    assert styles(module, hints={"layers.0": "replicate"}) == {"layers.0": "replicate"}

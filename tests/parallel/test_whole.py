@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from allranks.parallel.precision import choose_precision
-from allranks.parallel.whole import whole_gradients
+from allranks.parallel.whole import shake, whole_gradients
 
 
 def build() -> Any:
@@ -29,6 +29,11 @@ def test_loss_and_norms_are_those_of_a_plain_forward_and_backward() -> None:
     found = whole_gradients(build, choose_precision("float64", None, "cpu"), seed, loss_of)
     seed()
     module = build().double().eval()
+    whole = tuple(slice(None) for _ in range(2))
+    for name, parameter in module.named_parameters():
+        before = parameter.detach().clone()
+        shake(parameter.detach(), name, parameter.shape, whole[: parameter.dim()])
+        assert 0 < (parameter.detach() - before).abs().max() < 0.05
     loss = loss_of(module)
     loss.backward()
     assert found.loss == loss.item()
@@ -39,3 +44,13 @@ def test_loss_and_norms_are_those_of_a_plain_forward_and_backward() -> None:
         "3.weight": 0.0,
         "3.bias": 0.0,
     }
+
+
+def test_a_part_gets_its_part_of_the_noise() -> None:
+    whole, rows = torch.zeros(5, 3), torch.zeros(2, 2)
+    shake(whole, "a", whole.shape, (slice(None), slice(None)))
+    shake(rows, "a", whole.shape, (slice(3, 5), slice(1, 3)))
+    assert torch.equal(rows, whole[3:5, 1:3])
+    counts = torch.zeros(2, dtype=torch.int64)
+    shake(counts, "a", counts.shape, (slice(None),))
+    assert not counts.any()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from allranks.errors import LayoutError
-from allranks.task import Hints
+from allranks.task import Hints, TensorStyle
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of
 from tests.distributed.tasks import Tiny
@@ -46,6 +46,33 @@ class Halves(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.down(self.gain * torch.tanh(self.up(x)))
         return found
+
+
+class Lora(nn.Module):
+    """A pair of layers, and a low-rank one beside the first, whose second half begins at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.a, self.b = nn.Linear(5, 2, bias=False), nn.Linear(2, 8, bias=False)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(torch.tanh(self.up(x) + self.b(self.a(x))))
+        return found
+
+
+LORA: dict[str, TensorStyle] = {"up": "colwise", "b": "colwise", "down": "rowwise"}
+
+
+class LoraTask(Tiny):
+    ruled: bool = True
+
+    def model(self) -> nn.Module:
+        return Lora()
+
+    def hints(self) -> Hints:
+        return Hints(tensor=LORA | {"a": "replicate"} if self.ruled else LORA)
 
 
 class Wrong(Tiny):
@@ -89,6 +116,26 @@ def test_what_looks_at_whole_tensors_is_found(pool: Pools, which: str, name: str
     assert len(set(found)) == 1
     with pytest.raises(LayoutError, match=rf"the gradient of {name}.* is .*, and .* for the whole model"):
         raise LayoutError(found[0])
+
+
+def test_what_begins_at_zero_hides_nothing(pool: Pools) -> None:
+    """Without a rule `a` is taken for a module between the cut layers, because `up` has run before it."""
+    found = pool(2).run(start, LoraTask(ruled=False), "tp=2", "float32")[0]
+    assert "the gradient of a.weight is" in found
+    right = pool(2).run(start, LoraTask(), "tp=2", "float32")[0]
+    assert any("computes what the whole one does" in said for said in right)
+
+
+class Several(Tiny):
+    """With a step of its own."""
+
+    def step(self, models: Any, batch: Any) -> Any:
+        yield "", self.loss(models(batch["x"]), batch), 1
+
+
+def test_what_is_not_compared_is_said(pool: Pools) -> None:
+    said = pool(2).run(start, Several(kind="transformer"), "tp=2", "float32")[0]
+    assert "the cut model was not compared with the whole one, because Several has a step() of its own" in said
 
 
 def start_large() -> Any:

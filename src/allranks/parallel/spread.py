@@ -1,6 +1,7 @@
 """What `parallelize` returns: the user's modules, spread over the mesh, and who each of their tensors is."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from allranks.parallel.path import Path
 from allranks.parallel.precision import Precision
 from allranks.parallel.replicate import replicate
 from allranks.parallel.shard import reshard_all
+from allranks.parallel.whole import shake
 from allranks.parameter_map import Entry, ParameterMap
 from allranks.verdict import Decision
 
@@ -96,6 +98,21 @@ class Spread:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
         return local.double().square().sum() / len(self.map[name].holders)
+
+    @contextmanager
+    def shaken(self) -> Iterator[None]:
+        """Inside, every floating parameter has noise on it, which is the same however it is cut."""
+        names = [name for name, entry in self.map.items() if entry.kind == "parameter" and entry.alias_of is None]
+        kept = {name: self.local(name).clone() for name in names}
+        for name in names:
+            entry = self.map[name]
+            box = zip(entry.box.offset, entry.box.shape, strict=True)
+            shake(self.local(name), name, entry.shape, tuple(slice(start, start + extent) for start, extent in box))
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                self.local(name).copy_(value)
 
     def synchronise(self, last: bool) -> None:
         """Say whether the coming forward and backward is the last before an update, whose gradients are reduced.

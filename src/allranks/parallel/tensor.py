@@ -102,15 +102,19 @@ class TensorCutter:
     def install(self) -> None:
         """Let every module of the plan compute with its part."""
         flow = Flow(self._group, sequence=self._plan.sequence)
+        done: set[int] = set()
         for name, member in self._named.items():
             style = self._plan.styles.get(name)
-            if style == "sequence":
+            if style in ("sequence", "part"):
                 for below in filter(_has_parameters, member.modules()):
-                    _override(below, style, flow)
+                    _override(below, style, flow, done)
+            elif style == "replicate" and not self._plan.sequence:
+                done.update(map(id, member.modules()))  # it sees whole tensors: its own forward is right
             elif style is not None:
-                _override(member, style, flow)
-            elif not self._plan.sequence and _has_parameters(member):
-                _override(member, None, flow)
+                _override(member, style, flow, done)
+        for member in self._named.values() if not self._plan.sequence else ():
+            if _has_parameters(member):
+                _override(member, None, flow, done)
         for root in self._roots:
             root.register_forward_pre_hook(flow.begin)
             root.register_forward_hook(flow.end)
@@ -129,13 +133,17 @@ class TensorCutter:
                     raise LayoutError(f"{where} and {prefix} share a parameter, and tp would cut it in two ways")
 
 
-def _override(module: nn.Module, style: TensorStyle | None, flow: Flow) -> None:
-    """Replace `module.forward` by that of its style; None: it is not cut, and may see whole or cut activations."""
+def _override(module: nn.Module, style: TensorStyle | None, flow: Flow, done: set[int]) -> None:
+    """Replace `module.forward` by that of its style, once; None: it is not cut, and sees whole or cut activations."""
+    if id(module) in done:
+        return
+    done.add(id(module))
     forwards: dict[TensorStyle | None, Callable[..., Any]] = {
         "colwise": _colwise,
         "rowwise": _rowwise,
         "vocab": _vocab_embedding if isinstance(module, nn.Embedding) else _vocab_linear,
-        "sequence": partial(_on_positions, original=module.forward),
+        "sequence": partial(_on_part, original=module.forward),
+        "part": partial(_on_part, original=module.forward),
         "replicate": partial(_replicated, original=module.forward),
         None: partial(_unplanned, original=module.forward),
     }
@@ -161,18 +169,24 @@ def _rowwise(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
     if module.bias is None:
         return found
     # On cut positions each rank has a partial sum of the bias's gradient.
-    return found + (enter(module.bias, flow.group) if flow.sequence else module.bias)
+    bias = enter(module.bias, flow.group) if flow.sequence else module.bias
+    return found + bias.to(found.dtype)
 
 
 def _vocab_linear(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
     entered = flow.enter(value, cut=flow.meets_positions(module))
     found = functional.linear(entered, module.weight, module.bias)
-    flow.regions.exit()
+    flow.pass_head()
     return gather(found, flow.group, CHANNELS, module.out_features)
 
 
 def _vocab_embedding(module: Any, flow: Flow, tokens: torch.Tensor) -> torch.Tensor:
     start, end = part_bounds(module.num_embeddings, dist.get_world_size(flow.group), flow.rank)
+    valid = ((tokens >= 0) & (tokens < module.num_embeddings)).all()
+    if tokens.device.type != "cpu":
+        torch._assert_async(valid)
+    elif not valid:
+        raise IndexError(f"a token outside of 0 to {module.num_embeddings - 1}")
     here = (tokens >= start) & (tokens < end)
     padding = module.padding_idx
     padding = padding - start if padding is not None and start <= padding < end else None
@@ -184,14 +198,12 @@ def _vocab_embedding(module: Any, flow: Flow, tokens: torch.Tensor) -> torch.Ten
     return flow.leave(looked_up, opens=True)
 
 
-def _on_positions(module: nn.Module, flow: Flow, *args: Any, original: Callable[..., Any], **kwargs: Any) -> Any:
+def _on_part(module: nn.Module, flow: Flow, *args: Any, original: Callable[..., Any], **kwargs: Any) -> Any:
     with _gradients_summed(module, flow.group):
         return original(*args, **kwargs)
 
 
 def _replicated(module: nn.Module, flow: Flow, *args: Any, original: Callable[..., Any], **kwargs: Any) -> Any:
-    if not flow.sequence:
-        return _unplanned(module, flow, *args, original=original, **kwargs)
     if flow.meets_positions(module):
         args, kwargs = pytree.tree_map_only(torch.Tensor, flow.whole_positions, (args, kwargs))
     output = original(*args, **kwargs)

@@ -13,6 +13,7 @@ from allranks.parallel.tensor_ops import enter, gather, gather_sum, leave, part_
 
 POSITIONS = -2  # the dim of an activation that is cut along the sequence: [..., positions, channels]
 CHANNELS = -1
+POSITIONS_AND_CHANNELS = 2
 
 
 @final
@@ -30,32 +31,50 @@ class Flow:
         self.rank = dist.get_rank(group)
         self.regions = Regions(self.rank)
         self.length = 0
-        self._entered: tuple[torch.Tensor, int, torch.Tensor] | None = None
+        self.ended = False
+        self._entered: tuple[torch.Tensor, tuple[int, bool], torch.Tensor] | None = None
         self._cut: dict[int, bool] = {}
 
     def begin(self, *_: object) -> None:
-        """A forward begins: tensors are whole."""
-        self.regions.inside = False
+        """A forward begins: tensors are whole, whatever became of the one before."""
+        self.regions.exit()
+        self.ended = False
         self._entered = None
 
     def end(self, module: nn.Module, arguments: object, output: object) -> object:
         """A forward ends; whoever asked for it sees whole tensors."""
         self._entered = None
-        if not (self.sequence and self.regions.inside):
-            return output
-        self.regions.exit()
-        return pytree.tree_map_only(torch.Tensor, self._whole_output, output)
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if self.sequence and (self.regions.inside or any(map(self._is_cut, leaves))):
+            raise LayoutError(
+                f"what {type(module).__name__} returns is cut along the sequence: under sequence rules the model ends "
+                "with a vocab layer, and returns its output only; leave sequence out of hints().tensor"
+            )
+        return output
 
-    def _whole_output(self, value: torch.Tensor) -> torch.Tensor:
+    def _is_cut(self, value: torch.Tensor) -> bool:
+        """Whether it looks like an activation of this rank's positions: [..., positions, channels]."""
         start, end = part_bounds(self.length, dist.get_world_size(self.group), self.rank)
-        cut = value.is_floating_point() and value.ndim > 1 and value.shape[POSITIONS] == end - start
-        return gather(value, self.group, POSITIONS, self.length) if cut else value
+        mine = value.ndim > POSITIONS_AND_CHANNELS and value.shape[POSITIONS] == end - start
+        return value.is_floating_point() and mine and end - start != self.length
+
+    def pass_head(self) -> None:
+        """A vocab layer has made activations whole: under sequence rules nothing that is cut may come after it."""
+        self.ended = self.sequence
+        self.regions.exit()
 
     def meets_positions(self, module: nn.Module) -> bool:
         """Whether `module` is given activations that are cut along the sequence.
 
         What its first forward saw holds for good: a recomputed block begins in the middle of a forward.
         """
+        if id(module) in self._cut:
+            return self._cut[id(module)]
+        if self.ended:
+            raise LayoutError(
+                f"{type(module).__name__} runs after the model's vocab layer, where activations are cut along the "
+                "sequence: leave sequence out of hints().tensor"
+            )
         return self._cut.setdefault(id(module), self.sequence and self.regions.inside)
 
     def enter(self, value: torch.Tensor, *, cut: bool) -> torch.Tensor:
@@ -64,10 +83,12 @@ class Flow:
         Args:
             cut: whether it has some of the positions only.
         """
-        if self._entered is not None and self._entered[0] is value and self._entered[1] == value._version:
+        # One that was made without gradients has none to hand on.
+        state = (0 if value.is_inference() else value._version, torch.is_grad_enabled())
+        if self._entered is not None and self._entered[0] is value and self._entered[1] == state:
             return self._entered[2]
         whole = gather_sum(value, self.group, POSITIONS, self._length_of(value)) if cut else enter(value, self.group)
-        self._entered = (value, value._version, whole)
+        self._entered = (value, state, whole)
         return whole
 
     def leave(self, partial_sum: torch.Tensor, *, opens: bool) -> torch.Tensor:

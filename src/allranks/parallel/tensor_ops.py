@@ -7,6 +7,8 @@
     gather_sum    parts of a dim -> whole         backward: sum, own part    enter, where activations are cut
     sum_split     partial sums -> own part        backward: gather           leave, where activations are cut
 
+A backward is the move's conjugate, so that it can be differentiated again (gradient penalties).
+
 Parts are those of `torch.chunk`; a collective that needs equal ones pads them. Source: Megatron-LM (arXiv 1909.08053,
 the conjugate operators f and g) and its sequence parallelism (arXiv 2205.05198, g and g-bar).
 """
@@ -39,17 +41,18 @@ class _Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(gradient, ctx.group), None
+        return leave(gradient, ctx.group), None
 
 
 class _Leave(Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
         return _sum(value, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+        return enter(gradient, ctx.group), None
 
 
 class _Gather(Function):
@@ -60,19 +63,20 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        cut = _reduce_scatter if ctx.summed else _own_part
+        cut = sum_split if ctx.summed else split
         return cut(gradient, ctx.group, ctx.dim), None, None, None, None
 
 
 class _Split(Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: Group, dim: int, summed: bool) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.extent = group, dim, value.shape[dim]
+        ctx.group, ctx.dim, ctx.extent, ctx.summed = group, dim, value.shape[dim], summed
         return (_reduce_scatter if summed else _own_part)(value, group, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_gather(gradient, ctx.group, ctx.dim, ctx.extent), None, None, None
+        whole = gather_sum if ctx.summed else gather
+        return whole(gradient, ctx.group, ctx.dim, ctx.extent), None, None, None
 
 
 def enter(value: torch.Tensor, group: Group) -> torch.Tensor:

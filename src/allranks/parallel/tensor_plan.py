@@ -4,7 +4,8 @@
     rowwise     nn.Linear: each rank has some of the inputs; the ranks' sums are added up
     vocab       nn.Embedding or nn.Linear: each rank has some of the rows; the output is whole
     sequence    any module: runs on some of the positions (norms and dropout between the cut layers)
-    replicate   any module: runs whole on every rank
+    part        any module: runs on what a colwise layer has left (a norm over each head's channels)
+    replicate   any module: runs on whole tensors, on every rank
 
 Where some module is `sequence`, the activations between the cut layers are cut along the sequence (sequence
 parallelism, arXiv 2205.05198). A model's own plan is a mapping of the same form on its class, `tensor_plan`, or that of
@@ -31,7 +32,7 @@ _FOREIGN: Mapping[str, TensorStyle] = {
     "colwise_gather_output": "vocab",
     "embedding_rowwise": "vocab",
     "sequence_parallel": "sequence",
-    "replicated_with_grad_allreduce": "replicate",
+    "replicated_with_grad_allreduce": "part",
 }
 
 _CUT = ("colwise", "rowwise", "vocab")
@@ -70,6 +71,7 @@ def plan_tensor(modules: Mapping[str, nn.Module], hints: Mapping[str, TensorStyl
         for name, member in module.named_modules()
     }
     plan = _resolve(named, hints)
+    _check_apart(plan)
     for name, style in plan.styles.items():
         _check_kind(name, named[name], style)
         if style in _CUT and name not in plan.uneven:
@@ -170,12 +172,24 @@ def _is_elementwise(module: nn.Module) -> bool:
     return isinstance(module, nn.Dropout | nn.Identity) or type(module).__module__ == "torch.nn.modules.activation"
 
 
+def _check_apart(plan: TensorPlan) -> None:
+    """A rule for a whole module says everything about what is inside."""
+    for name in plan.styles:
+        outer = next((other for other in plan.styles if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise LayoutError(f"{name} lies in {outer}, and both have a rule for tp: leave one")
+
+
 def _check_kind(name: str, module: nn.Module, style: TensorStyle) -> None:
     fit = {"colwise": (nn.Linear,), "rowwise": (nn.Linear,), "vocab": (nn.Linear, nn.Embedding)}.get(style)
     if fit is not None and type(module) not in fit:
         kinds = " or ".join(f"nn.{kind.__name__}" for kind in fit)
         raise LayoutError(f"{style} cuts {kinds}, and {name} is {type(module).__name__}: name the layers themselves")
-    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+    if (
+        style == "vocab"
+        and isinstance(module, nn.Embedding)
+        and (module.max_norm is not None or module.scale_grad_by_freq)
+    ):
         raise LayoutError(f"{name} has max_norm or scale_grad_by_freq, which look at rows of other ranks: replicate it")
 
 

@@ -35,6 +35,7 @@ class Optimizers:
         self._everyone = tuple(range(spread.mesh.layout.world_size))
         self._initial = {name: [_settings(group) for group in it.param_groups] for name, it in optimizers.items()}
         self._updated: dict[str, list[torch.Tensor]] = {}
+        self._seen: set[str] = set()
         self._check_linkage(spread)
 
     def parameters(self, which: str) -> list[torch.Tensor]:
@@ -60,6 +61,9 @@ class Optimizers:
             rows.lend(self.parameters(which))
         for name in self._named(which):
             self.by_name[name].step()
+            if name not in self._seen:
+                self._seen.add(name)
+                self._check_state(name)
         if rows is not None:
             rows.collect(self.parameters(which))
         for name in self._named(which):
@@ -151,6 +155,24 @@ class Optimizers:
 
     def _prefixed(self) -> list[tuple[str, Optimizer]]:
         return [(f"optimizer.{which}" if which else "optimizer", it) for which, it in self.by_name.items()]
+
+    def _check_state(self, which: str) -> None:
+        """State of a part of a parameter is of that part, element by element, or it means something else on each rank.
+
+        Raises:
+            TaskError: an optimizer keeps rows, columns or other sums of what is cut (Adafactor).
+        """
+        for parameter, state in self.by_name[which].state.items():
+            entry = self._entries[id(parameter)]
+            if not entry.sharded or isinstance(parameter, DTensor):
+                continue
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.numel() > 1 and tuple(value.shape) != entry.box.shape:
+                    raise TaskError(
+                        f"{type(self.by_name[which]).__name__} keeps {key!r} of shape {list(value.shape)} for a part "
+                        f"{list(entry.box.shape)} of {entry.name}: it looks at whole tensors, which tp and "
+                        "sharding=optimizer cut; use AdamW or SGD, or another layout"
+                    )
 
     def _check_linkage(self, spread: Spread) -> None:
         strangers = [p for group in self._parameters.values() for p in group if id(p) not in self._entries]

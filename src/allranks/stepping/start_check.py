@@ -67,7 +67,9 @@ def check_at_start(
         DataError: there are none.
     """
     if has_step(task):
-        return Meeting(task.coupled, Forward(task, spread, lambda batch: (batch,)), None, ())
+        unknown = _describe_uncompared(f"{type(task).__name__} has a step() of its own")
+        said = (unknown,) if spread.mesh.layout.cuts_layers else ()
+        return Meeting(task.coupled, Forward(task, spread, lambda batch: (batch,)), None, said)
     if "" not in spread.modules:
         names = ", ".join(spread.modules)
         what = f"model() returned several modules ({names})"
@@ -118,9 +120,15 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
     decisions += _meet_unused(forward, batch, group)
     if spread.mesh.layout.kind == "data_parallel":
         decisions += (_describe_gathering(forward, batch, len(samples)),)
-    if spread.mesh.layout.cuts_layers and group is None:
-        decisions += (check_whole(forward, samples, seed, flops),)
+    if spread.mesh.layout.cuts_layers:
+        alike = group is None
+        unknown = _describe_uncompared("each data-parallel rank sees samples of its own at the start")
+        decisions += (check_whole(forward, samples, seed, flops) if alike else unknown,)
     return Meeting(coupled, forward, targets.call, decisions, flops)
+
+
+def _describe_uncompared(because: str) -> Decision:
+    return Decision("the cut model was not compared with the whole one", because)
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 Ordinary code between cut layers may look at whole tensors: it splits channels by a number of heads that it keeps, or
 normalises over what is now a part. Nothing raises, and the run merely learns something else. So rank 0 builds the model
-once more, uncut, and loss and gradients of a few samples are compared: a small `verify`, before the first step.
+once more, uncut, and loss and gradients of a few samples are compared: a small `verify`, before the first step. Both
+have the same noise on their parameters meanwhile, because what begins at zero would hide what lies behind it.
 """
 
 import math
@@ -48,7 +49,8 @@ def check_whole(forward: Forward, samples: Sequence[Any], seed: int, flops_per_s
         what = "the cut model was not compared with the whole one"
         return Decision(what, f"one process would need {format_count(needed)} floating-point operations for that")
     batch = forward.task.collate(samples)
-    found = _spread_gradients(forward, batch)
+    with forward.spread.shaken():
+        found = _spread_gradients(forward, batch)
     told = torch.zeros(3, dtype=torch.float64)
     if forward.spread.mesh.rank == 0:
         told = torch.tensor(_worst(found, _whole(forward, batch, seed), _tolerance(forward)), dtype=torch.float64)
@@ -59,8 +61,9 @@ def check_whole(forward: Forward, samples: Sequence[Any], seed: int, flops_per_s
         name = ["the loss", *(f"the gradient of {name}" for name in found.norms)][int(index)]
         raise LayoutError(
             f"layout {layout} does not compute what one process computes: {name} is {mine:.6g}, and {whole:.6g} for "
-            "the whole model. Code between the cut layers looks at whole tensors (a number of heads, a norm over "
-            "channels): leave those layers out by naming what to cut in hints().tensor"
+            "the whole model. Code between the cut layers looks at whole tensors (a number of heads, a norm over all "
+            "channels), or a module there needs a rule: name what to cut, and what is part or replicate, in "
+            "hints().tensor"
         )
     what = "the cut model computes what the whole one does"
     return Decision(what, f"loss and {len(found.norms)} gradients of {len(samples)} samples agree")
