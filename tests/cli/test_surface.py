@@ -12,6 +12,8 @@ SURFACE = {
     "allranks train": "ARGUMENTS... --change --device --help --json --layout --nproc --resume --run --run-dir --show",
     "allranks new": "PATH --help --json",
     "allranks report": "RUN --help --json",
+    "allranks bench": "--help",
+    "allranks bench strategies": "--help --json --layouts --nproc --quick --turns",
     "allranks checkpoint": "--help",
     "allranks checkpoint list": "DIRECTORY --help --json",
     "allranks checkpoint show": "DIRECTORY --help --json",

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from allranks.parallel.blocks import Unit
+from allranks.parallel.gloo_ops import gather_through_gloo
 from allranks.parallel.initial import Placer
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.path import Path
@@ -42,6 +43,7 @@ def shard(
         target = part if len(part) > 1 else part[0]
         fully_shard(target, mesh=device_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
         placer.forget_cut()
+    gather_through_gloo(module, device_mesh)
     for name in (*(name for names in units for name in names), ""):
         if path is not None:
             path.follow(module.get_submodule(name), name)

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch.autograd import Function
 from torch.nn import functional
 
+from allranks.parallel.gloo_ops import exchange_and_sum, gather_by_broadcasts, is_gloo
+
 Group = dist.ProcessGroup
 
 # torch 2.13 gives them new names and warns of the old ones; 2.11 has only those.
@@ -132,7 +134,10 @@ def _all_gather(value: torch.Tensor, group: Group, dim: int, extent: int) -> tor
     length = -(-extent // size)
     front = _pad(value, dim, length).movedim(dim, 0).contiguous()
     whole = front.new_empty(size * length, *front.shape[1:])
-    all_gather_single(whole, front, group=group)
+    if is_gloo(group, value.device.type):
+        gather_by_broadcasts(whole, front, group).wait()
+    else:
+        all_gather_single(whole, front, group=group)
     return _as_dim(whole, dim, extent)
 
 
@@ -141,7 +146,10 @@ def _reduce_scatter(value: torch.Tensor, group: Group, dim: int) -> torch.Tensor
     length = -(-extent // size)
     front = _pad(value, dim, size * length).movedim(dim, 0).contiguous()
     part = front.new_empty(length, *front.shape[1:])
-    reduce_scatter_single(part, front, group=group)
+    if is_gloo(group, value.device.type):
+        exchange_and_sum(part, front, group, average=False)
+    else:
+        reduce_scatter_single(part, front, group=group)
     start, end = part_bounds(extent, size, dist.get_rank(group))
     return _as_dim(part, dim, end - start)
 

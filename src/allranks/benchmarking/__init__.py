@@ -1,0 +1,1 @@
+"""Each strategy beside the same one written by hand in torch."""

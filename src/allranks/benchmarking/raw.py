@@ -1,0 +1,126 @@
+"""The other side: what a good engineer writes by hand in torch for each strategy.
+
+Sources: torch's tutorials on DDP, FSDP2 and tensor parallelism (docs.pytorch.org/tutorials, of torch 2.13).
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset
+from torch.utils.data.distributed import DistributedSampler
+
+from allranks.benchmarking.subject import LR, MAX_NORM, SAMPLES_A_RANK, SIZES, Tokens, make_model
+from allranks.data.permutation import permute
+from allranks.data.random_keys import epoch_key
+from allranks.layout import Layout
+from allranks.models.transformer import Transformer
+
+MESH_AXES = ("dp_replicate", "dp_shard", "tp")
+
+
+def raw_steps(layout: Layout, size: str, steps: int, seed: int, device: torch.device) -> Iterator[Callable[[], float]]:
+    """`steps` steps of the plain loop; each yields what gives its loss, over the whole batch and per token."""
+    mesh = None
+    if layout.world_size > 1:
+        shape = (layout.dp_replicate, layout.dp_shard, layout.tp)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_AXES)
+    torch.manual_seed(seed)
+    model = spread(make_model(size).to(device), layout, mesh, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    group = None if mesh is None or layout.dp == 1 else _data_group(layout, mesh)
+    for sample in _loader(layout, mesh, size, steps, seed):
+        batch = {name: part.to(device, non_blocking=True) for name, part in sample.items()}
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        told = torch.stack((loss.detach() * batch["y"].numel(), torch.tensor(float(batch["y"].numel()), device=device)))
+        if group is not None:
+            dist.all_reduce(told, group=group)
+        total, count = told.tolist()
+        yield partial(float, total / count)
+
+
+def spread(model: Transformer, layout: Layout, mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
+    """The model under the strategy."""
+    if layout.tp > 1:
+        assert mesh is not None
+        cut_layers(model, mesh["tp"])
+    if layout.recompute == "full":
+        for index, block in enumerate(model.layers):
+            model.layers[index] = checkpoint_wrapper(block)
+    if mesh is not None and layout.fully_sharded:
+        over = mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"]
+        keep = None if layout.sharding == "full" else False
+        for block in model.layers:
+            fully_shard(block, mesh=over, reshard_after_forward=keep)
+        fully_shard(model, mesh=over, reshard_after_forward=keep)
+    elif mesh is not None and layout.replicated:
+        ids = [device.index] if device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    return model
+
+
+def cut_layers(model: Transformer, mesh: DeviceMesh) -> None:
+    """Tensor and sequence parallelism as torch's tutorial has it for a Llama, the loss on whole logits."""
+    along = Shard(1)
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=along),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=along, output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan)
+    for block in model.layers:
+        inside = {
+            "attention_norm": SequenceParallel(),
+            "attention": PrepareModuleInput(input_layouts=(along,), desired_input_layouts=(Replicate(),)),
+            "attention.query": ColwiseParallel(),
+            "attention.key": ColwiseParallel(),
+            "attention.value": ColwiseParallel(),
+            "attention.out": RowwiseParallel(output_layouts=along),
+            "feed_forward_norm": SequenceParallel(),
+            "feed_forward": PrepareModuleInput(input_layouts=(along,), desired_input_layouts=(Replicate(),)),
+            "feed_forward.gate": ColwiseParallel(),
+            "feed_forward.up": ColwiseParallel(),
+            "feed_forward.down": RowwiseParallel(output_layouts=along),
+        }
+        parallelize_module(block, mesh, inside)
+
+
+def _data_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup:
+    if layout.tp == 1:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    return mesh["dp_replicate", "dp_shard"]._flatten().get_group()
+
+
+def _loader(
+    layout: Layout, mesh: DeviceMesh | None, size: str, steps: int, seed: int
+) -> DataLoader[dict[str, torch.Tensor]]:
+    samples = steps * SAMPLES_A_RANK * layout.dp
+    # In the order of our stream, so that both sides train on the same batches.
+    order = permute(samples, epoch_key(seed, 0), np.arange(samples)).tolist()
+    dataset = Subset(Tokens(SIZES[size].seq, samples), order)
+    rank = (
+        0 if mesh is None else mesh.get_local_rank("dp_replicate") * layout.dp_shard + mesh.get_local_rank("dp_shard")
+    )
+    sampler: DistributedSampler[dict[str, torch.Tensor]] = DistributedSampler(dataset, layout.dp, rank, shuffle=False)
+    return DataLoader(dataset, batch_size=SAMPLES_A_RANK, sampler=sampler)

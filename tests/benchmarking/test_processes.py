@@ -1,0 +1,51 @@
+"""Both sides in real processes: every strategy trains the same thing by hand and by us; and nothing is left behind."""
+
+import multiprocessing
+
+import pytest
+
+from allranks.benchmarking import processes
+from allranks.benchmarking.processes import measure_all
+from allranks.benchmarking.strategies import Case, plan_cases, summarise
+from allranks.errors import ProcessError
+from allranks.layout import Layout
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
+
+
+def test_on_two_processes_both_sides_train_the_same() -> None:
+    told: list[str] = []
+    found = measure_all(plan_cases(None, [2]), 2, "tiny", tell=lambda case: told.append(case.strategy))
+    assert told == [
+        "single",
+        "ddp",
+        "fsdp",
+        "fsdp,sharding=grad_op",
+        "fsdp,sharding=none",
+        "fsdp,recompute=full",
+        "tp=*",
+    ]
+    for row in summarise(found):
+        assert row.loss_difference < 1e-6, row
+        assert row.ratio is not None and row.turns == 2
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.full
+def test_on_four_processes_too() -> None:
+    found = measure_all(plan_cases(["dp_replicate=2,dp_shard=2", "tp=2,dp_shard=2"], [4]), 2, "tiny")
+    assert all(row.loss_difference < 1e-6 for row in summarise(found))
+
+
+def test_a_case_that_fails_is_named_and_all_processes_end() -> None:
+    case = Case("tp=3", Layout(tp=3))  # of four heads
+    with pytest.raises(ProcessError, match=r"tp=3 on 3 processes could not be measured: .*"):
+        measure_all([case], 2, "tiny")
+    assert not multiprocessing.active_children()
+
+
+def test_a_case_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "CASE_SECONDS", 0.5)
+    with pytest.raises(ProcessError, match=r"ddp on 2 processes could not be measured: no end after 0 s"):
+        measure_all(plan_cases(["ddp"], [2]), 2, "tiny")
+    assert not multiprocessing.active_children()

@@ -1,0 +1,70 @@
+"""Which cases are planned, and what a row says of what was measured."""
+
+import pytest
+
+from allranks.benchmarking.strategies import (
+    Case,
+    Measured,
+    check_twin,
+    plan_cases,
+    read_layouts,
+    read_numbers,
+    summarise,
+)
+from allranks.errors import ConfigError, LayoutError
+from allranks.layout import Layout
+
+
+def _planned(strategies: list[str] | None, nproc: list[int] | None) -> list[tuple[str, int]]:
+    return [(case.strategy, case.layout.world_size) for case in plan_cases(strategies, nproc)]
+
+
+def test_by_default_everything_that_fits() -> None:
+    planned = _planned(None, None)
+    assert planned[0] == ("single", 1)
+    assert len(planned) == 1 + 6 + 8
+    assert [world for _, world in planned] == sorted(world for _, world in planned)
+    assert ("tp=2,dp_shard=2", 4) in planned and ("tp=2,dp_shard=2", 2) not in planned
+    assert {world for _, world in _planned(None, [2])} == {1, 2}
+
+
+def test_what_is_asked_for_has_to_fit() -> None:
+    assert _planned(["fsdp", "tp=2,dp_shard=2"], [2, 4]) == [("fsdp", 2), ("fsdp", 4), ("tp=2,dp_shard=2", 4)]
+    assert _planned(["tp=3"], None) == [("tp=3", 3)]
+    with pytest.raises(LayoutError, match="but the world has 2 processes"):
+        plan_cases(["tp=2,dp_shard=2"], [2])
+    with pytest.raises(ConfigError, match="fdsp"):
+        plan_cases(["fdsp"], None)
+
+
+def test_only_what_has_a_twin() -> None:
+    for layout in (Layout(recompute="selective"), Layout(offload="activations"), Layout(tp=2, dp_replicate=2)):
+        with pytest.raises(LayoutError, match=r"twin|DDP"):
+            check_twin(layout)
+    check_twin(Layout(tp=2, dp_replicate=2, sharding="none", recompute="full"))
+
+
+def test_lists_are_read() -> None:
+    assert read_numbers("2,4") == (2, 4)
+    assert read_layouts("ddp; fsdp,sharding=grad_op;") == ("ddp", "fsdp,sharding=grad_op")
+    for wrong in ("", "2,x", "-1"):
+        with pytest.raises(ConfigError, match="--nproc"):
+            read_numbers(wrong)
+    with pytest.raises(ConfigError, match="no axis or mode"):
+        read_layouts("ddp;shards=2")
+
+
+def test_a_row_is_medians_ratios_and_what_misses() -> None:
+    ddp = Case("ddp", Layout(dp_replicate=2)), Measured([(0.1, 0.1)] * 4, (100, 102), (5.0, 5.0))
+    fsdp = Case("fsdp", Layout(dp_shard=2)), Measured([(0.1, 0.12), (0.2, 0.26), (0.1, 0.13)], (100, 103), (5.0, 5.0))
+    first, second = summarise([ddp, fsdp])
+    assert (first.ours_ms, first.ratio, first.memory_ratio, first.of_ddp, first.misses) == (100.0, 1.0, 1.02, None, ())
+    assert (second.raw_ms, second.ours_ms, second.ratio, second.of_ddp) == (100.0, 130.0, 1.3, 1.3)
+    assert second.misses == ("time", "memory", "of_ddp")
+
+
+def test_losses_that_differ_are_not_timed() -> None:
+    untimed = Case("ddp", Layout(dp_replicate=2)), Measured([], (0, 0), (5.0, 5.01))
+    (row,) = summarise([untimed])
+    assert (row.ratio, row.memory_ratio, row.misses) == (None, None, ("loss",))
+    assert row.loss_difference == pytest.approx(0.002)

@@ -1,0 +1,68 @@
+"""Over gloo other operations do the work of gather and reduce-scatter: to the same values."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from allranks.parallel.gloo_ops import exchange_and_sum, gather_by_broadcasts, gather_through_gloo, is_gloo
+from tests.distributed.pool import Pools
+
+
+def _beside_gloos_own(extent: int) -> tuple[bool, float, float]:
+    """In a worker: whether gathering is equal, and by how much a sum and a mean differ."""
+    group = dist.group.WORLD
+    assert group is not None
+    assert is_gloo(group, "cpu") and not is_gloo(group, "cuda")
+    size, generator = dist.get_world_size(), torch.Generator().manual_seed(dist.get_rank())
+    part = torch.randn(extent, generator=generator, dtype=torch.float64)
+    parts = [torch.empty_like(part) for _ in range(size)]
+    dist.all_gather(parts, part)
+    whole = torch.empty(size * extent, dtype=torch.float64)
+    work = gather_by_broadcasts(whole, part, group)
+    assert work.wait()
+    given = torch.randn(size * extent, generator=generator, dtype=torch.float64)
+    total, mine, mean = given.clone(), torch.empty_like(part), torch.empty_like(part)
+    dist.all_reduce(total)
+    exchange_and_sum(mine, given, group, average=False)
+    exchange_and_sum(mean, given, group, average=True)
+    expected = total[dist.get_rank() * extent :][:extent]
+    apart = [float((found - by).abs().sum()) for found, by in ((mine, expected), (mean, expected / size))]
+    return torch.equal(whole, torch.cat(parts)), apart[0], apart[1]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world_size", "extent"), [(2, 7), (2, 0), (4, 5)])
+def test_the_same_values_as_gloos_own(pool: Pools, world_size: int, extent: int) -> None:
+    for equal, of_sum, of_mean in pool(world_size).run(_beside_gloos_own, extent):
+        assert equal and of_sum < 1e-12 and of_mean < 1e-12
+
+
+def _fsdp_beside_its_own() -> list[Any]:
+    """In a worker: gradients of a unit that communicates in torch's way, and in ours."""
+    found = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).double()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+        for member in (model[0], model):
+            fully_shard(member, mesh=mesh)
+        if ours:
+            gather_through_gloo(model, mesh)
+        assert isinstance(model, FSDPModule)
+        model(torch.full((2, 5), dist.get_rank() + 1.0, dtype=torch.float64)).square().sum().backward()
+        gradients = [p.grad for p in model.parameters()]
+        found.append([g.full_tensor() for g in gradients if isinstance(g, DTensor)])
+    return found
+
+
+@pytest.mark.distributed
+def test_fsdp_finds_the_same_gradients(pool: Pools) -> None:
+    for theirs, ours in pool(2).run(_fsdp_beside_its_own):
+        assert len(theirs) == len(ours) == 4
+        for one, other in zip(theirs, ours, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
