@@ -42,6 +42,7 @@ def test_help_names_every_command(words: list[str], capsys: pytest.CaptureFixtur
         "new",
         "report",
         "checkpoint",
+        "bench",
     ]
 
 

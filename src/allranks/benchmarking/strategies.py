@@ -29,7 +29,7 @@ LOSS_TOLERANCE = 1e-4
 """By how much of itself the loss of the first step may differ between the two sides."""
 
 # How the one side is written by hand; what stands in none of them has no twin.
-_TWINS = {"recompute": ("none", "full"), "offload": ("none",), "compile": ("none",), "batchnorm": ("sync",)}
+_TWINS = {"recompute": ("none", "full"), "offload": ("none",), "compile": ("none",), "batchnorm": (None, "sync")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def check_twin(layout: Layout) -> None:
     """Refuse a layout that nobody writes by hand in torch, or that this command has not written. Raises LayoutError."""
     for name, known in _TWINS.items():
         if (value := getattr(layout, name)) not in known:
-            raise LayoutError(f"{name}={value} has no twin in raw torch here: it can be {' or '.join(known)}")
+            raise LayoutError(f"{name}={value} has no twin in raw torch here: it can be {' or '.join(filter(None, known))}")
     if layout.tp > 1 and layout.replicated:
         raise LayoutError(
             f"layout {layout}: torch's DDP takes no tensors cut over tp; add sharding=none, or a dp_shard"
