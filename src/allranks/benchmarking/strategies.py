@@ -144,7 +144,8 @@ def check_twin(layout: Layout) -> None:
     """Refuse a layout that nobody writes by hand in torch, or that this command has not written. Raises LayoutError."""
     for name, known in _TWINS.items():
         if (value := getattr(layout, name)) not in known:
-            raise LayoutError(f"{name}={value} has no twin in raw torch here: it can be {' or '.join(filter(None, known))}")
+            possible = " or ".join(filter(None, known))
+            raise LayoutError(f"{name}={value} has no twin in raw torch here: it can be {possible}")
     if layout.tp > 1 and layout.replicated:
         raise LayoutError(
             f"layout {layout}: torch's DDP takes no tensors cut over tp; add sharding=none, or a dp_shard"
