@@ -59,7 +59,7 @@ def test_accumulation_does_not_synchronise_what_it_need_not(pool: Pools) -> None
         assert once["allreduce_"] == (1 if layout.replicated else units + 1)  # + the scalars
     hybrid = Layout(dp_replicate=2, dp_shard=2)
     once, thrice = (pool(4).run(accumulate, hybrid, num)[0] for num in (1, 3))
-    assert thrice["_reduce_scatter_base_"] == 3 * once["_reduce_scatter_base_"] == 3 * units
+    assert thrice["alltoall_base_"] == 3 * once["alltoall_base_"] == 3 * units
     assert thrice["allreduce_"] == once["allreduce_"] == units + 2  # + the scalars over both axes
 
 
