@@ -1,8 +1,8 @@
 """Gathering and reduce-scattering over gloo by other operations than its own, which are slow.
 
-Of 7 MB over loopback gloo's reduce_scatter takes longer than its all_reduce; an exchange of parts and a sum, a third of
-it. Its all_gather takes 1.6 to 1.9 times as long as a broadcast of each part. Measured on two and four processes:
-docs/explanation/measured.md. The parts are summed in the order of the ranks.
+Of 7 MB over loopback gloo's reduce_scatter takes longer than its all_reduce; an exchange of parts and a sum takes a
+third to two thirds of that, and a broadcast of each part less than gloo's all_gather. bench/gloo.py measures it,
+docs/explanation/measured.md has the figures. The parts are summed in the order of the ranks.
 """
 
 from collections.abc import Sequence
