@@ -219,3 +219,28 @@ class Tiny(Task):
     def metrics(self, output: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
         counted = batch["y"] != IGNORED
         return {"accuracy": ((output.argmax(-1) == batch["y"])[counted].sum(), counted.sum())}
+
+
+class CountingBlock(Block):
+    """Counts its forwards in a buffer that it also reads, and drops."""
+
+    calls: torch.Tensor
+
+    def __init__(self, drop: float) -> None:
+        super().__init__(vector_gain())
+        self.drop = drop
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        return functional.dropout(super().forward(x), self.drop, self.training) * (self.calls + 1)
+
+
+class CountingTask(Tiny):
+    """Three of them."""
+
+    drop: float = 0.0
+
+    def model(self) -> nn.Module:
+        return Stack([CountingBlock(self.drop) for _ in range(3)])

@@ -15,7 +15,7 @@ from allranks.parallel.blocks import find_blocks
 from allranks.verifying.parity import RecordedStep, record_run
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import SGD, config_of, parts_of, processes_of, session_of, step_through
-from tests.distributed.tasks import MODELS, WIDTH, Block, Stack, Tiny, vector_gain
+from tests.distributed.tasks import MODELS, WIDTH, CountingTask, Tiny
 
 CPU = torch.device("cpu")
 
@@ -98,33 +98,13 @@ def test_offload_without_an_accelerator_is_refused() -> None:
     )
 
 
-class Counting(Block):
-    """Drops, and counts its forwards in a buffer that it also reads."""
-
-    calls: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__(vector_gain())
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.calls += 1
-        return nn.functional.dropout(super().forward(x), 0.3, self.training) * (self.calls + 1)
-
-
-class CountingTask(Tiny):
-    def model(self) -> nn.Module:
-        return Stack([Counting() for _ in range(3)])
-
-
 CUT = ("train.global_batch=5", "train.micro_steps=3", *SGD)  # of 5 samples in 3 micro-steps some rank has none
 
 
 def record(kinds: Sequence[str], layout: str) -> list[list[RecordedStep]]:
     config = config_of(layout, *CUT, steps=2)
     processes = processes_of(config)
-    tasks = [CountingTask() if kind == "counting" else Tiny(kind=kind) for kind in kinds]
+    tasks = [CountingTask(drop=0.3) if kind == "counting" else Tiny(kind=kind) for kind in kinds]
     return [record_run(task, config, processes, 2) for task in tasks]
 
 
@@ -163,7 +143,7 @@ def test_recomputing_changes_no_bit(pool: Pools, layout: str, world_size: int, k
 
 def static_graph(recompute: str) -> Any:
     config = config_of("ddp", "layout.static_graph=true", f"layout.recompute={recompute}", *CUT)
-    session = session_of(CountingTask(), config)
+    session = session_of(CountingTask(drop=0.3), config)
     list(step_through(session, 3))
     said = [d.what for d in session.decisions if "activations" in d.what]
     return parts_of(session), session.spread.path.take(), said
@@ -184,7 +164,7 @@ def evaluate_here(layout: str) -> Any:
     from allranks.stepping.evaluate import evaluate
 
     config = config_of(layout, *CUT)
-    session = session_of(CountingTask(), config)
+    session = session_of(CountingTask(drop=0.3), config)
     with session.loader() as loader:
         batch = next(loader)
     assert batch is not None

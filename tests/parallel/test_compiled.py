@@ -17,7 +17,7 @@ from allranks.parallel.compiled import compile_forward, uncompiled
 from allranks.verifying.parity import record_run
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import SGD, config_of, processes_of
-from tests.distributed.tasks import MODELS, WIDTH, Block, Stack, Tiny, vector_gain
+from tests.distributed.tasks import MODELS, WIDTH, CountingTask, Tiny
 
 pytestmark = pytest.mark.distributed
 
@@ -90,26 +90,6 @@ def test_a_budget_keeps_fewer_bytes(pool: Pools) -> None:
     assert fewer < most
     assert len(found) == len(expected) > 0
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-13) for a, b in zip(found, expected, strict=True))
-
-
-class Counting(Block):
-    """Counts its forwards in a buffer that it also reads."""
-
-    calls: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__(vector_gain())
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.calls += 1
-        return super().forward(x) * (self.calls + 1)
-
-
-class CountingTask(Tiny):
-    def model(self) -> nn.Module:
-        return Stack([Counting() for _ in range(3)])
 
 
 def record(kind: str, layout: str) -> Any:

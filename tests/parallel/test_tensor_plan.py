@@ -98,6 +98,11 @@ def test_what_cannot_be_cut_is_refused_with_its_numbers(hints: Any, degree: int,
         styles(model_of(Feed(), Heads(6)), degree, hints=hints)
 
 
+def test_of_heads_and_sizes_the_heads_say_what_fits() -> None:
+    with pytest.raises(LayoutError, match=r"num_heads=6, which tp\(5\) does not divide; tp can be 1, 2, 3, 6$"):
+        styles(model_of(Heads(6)), 5, hints={"layers.0.query": "colwise"})
+
+
 def test_heads_in_a_config_count_too() -> None:
     feed: Any = Feed()
     feed.config = SimpleNamespace(num_key_value_heads=3)

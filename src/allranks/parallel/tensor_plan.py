@@ -74,9 +74,11 @@ def plan_tensor(modules: Mapping[str, nn.Module], hints: Mapping[str, TensorStyl
     _check_apart(plan)
     for name, style in plan.styles.items():
         _check_kind(name, named[name], style)
+    # Before the sizes, of which more would fit than heads allow.
+    _check_heads(named, plan, degree)
+    for name, style in plan.styles.items():
         if style in _CUT and name not in plan.uneven:
             _check_size(name, named[name], style, degree)
-    _check_heads(named, plan, degree)
     if plan.sequence:
         _check_covered(named, plan)
     return plan
