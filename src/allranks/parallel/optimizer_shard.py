@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from allranks.parallel.mesh import Mesh
-from allranks.parallel.tensor_ops import all_gather_single, part_bounds
+from allranks.parallel.tensor_ops import gather_parts, part_bounds
 from allranks.parameter_map import Box, Entry
 
 BUCKET_BYTES = 25 * 1024 * 1024  # gathered at once: DDP's own size
@@ -69,7 +69,7 @@ class RowShards:
             rows = parameter[start:end].reshape(-1)
             place[: len(rows)] = rows
         everyones = mine.new_empty(self._size * len(mine))
-        all_gather_single(everyones, mine, group=self._group)
+        gather_parts(everyones, mine, self._group)
         by_rank = everyones.view(self._size, -1).split(lengths, dim=1)
         for parameter, parts in zip(parameters, by_rank, strict=True):
             parameter.copy_(parts.reshape(-1)[: parameter.numel()].view(parameter.shape))

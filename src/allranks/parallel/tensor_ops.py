@@ -117,6 +117,14 @@ def sum_split(value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return found
 
 
+def gather_parts(whole: torch.Tensor, part: torch.Tensor, group: Group) -> None:
+    """Fill `whole`, contiguous, with every rank's `part` in the order of ranks."""
+    if is_gloo(group, part.device.type):
+        gather_by_broadcasts(whole, part, group).wait()
+    else:
+        all_gather_single(whole, part, group=group)
+
+
 def _sum(value: torch.Tensor, group: Group) -> torch.Tensor:
     # A copy: the gradient of a sum is one tensor for all its terms, and must not change under the others.
     found = value.clone(memory_format=torch.contiguous_format)
@@ -134,10 +142,7 @@ def _all_gather(value: torch.Tensor, group: Group, dim: int, extent: int) -> tor
     length = -(-extent // size)
     front = _pad(value, dim, length).movedim(dim, 0).contiguous()
     whole = front.new_empty(size * length, *front.shape[1:])
-    if is_gloo(group, value.device.type):
-        gather_by_broadcasts(whole, front, group).wait()
-    else:
-        all_gather_single(whole, front, group=group)
+    gather_parts(whole, front, group)
     return _as_dim(whole, dim, extent)
 
 
