@@ -189,6 +189,8 @@ def test_who_keeps_the_copies_equal(text: str, world_size: int, replicated: bool
         "ddp,recompute=full",
         "fsdp,recompute=selective,offload=activations",
         "single,recompute=budget,compile=block",
+        "pp=2,dp_shard=2,recompute=full",
+        "pp=4,schedule=zbv",
     ],
 )
 def test_what_this_version_makes(text: str) -> None:
@@ -198,13 +200,19 @@ def test_what_this_version_makes(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "world_size", "message"),
     [
-        ("pp=2", 2, "pp=2 comes with a later version"),
-        ("cp=2,pp=2", 4, "cp=2 and pp=2 come with a later version"),
+        ("cp=2,ep=2,dp_replicate=2", 4, "cp=2 and ep=2 come with a later version"),
         ("dp_shard=4,ep=2", 4, "ep=2 comes with a later version"),
         ("placement", 1, "placement comes with a later version"),
         ("placement", 1, "placement comes with a later version"),
         ("ddp,offload=all,tp=1", 2, "offload=all comes with a later version"),
-        ("pp=2,offload=parameters", 2, "pp=2 and offload=parameters come with a later version"),
+        ("cp=2,offload=parameters", 2, "cp=2 and offload=parameters come with a later version"),
+        ("pp=2,compile=block", 2, "compile=block with pp=2 comes with a later version: leave one of them"),
+        (
+            "pp=2,tp=2,schedule=zbv,recompute=full",
+            4,
+            "schedule=zbv runs the halves of a backward apart, which tp=2 and recompute=full cannot follow: use "
+            "schedule=1f1b or interleaved",
+        ),
         ("ddp,recompute=budget", 2, "recompute=budget leaves the choice to torch.compile: add compile=block"),
     ],
 )
@@ -212,3 +220,32 @@ def test_what_comes_later_is_refused(text: str, world_size: int, message: str) -
     with pytest.raises(LayoutError) as caught:
         resolve(text, world_size).supported_here()
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "ranks"),
+    [
+        ("1f1b", 2, [0, 1]),
+        ("gpipe", 2, [0, 1]),
+        ("interleaved", 4, [0, 1, 0, 1]),
+        ("looped_bfs", 4, [0, 1, 0, 1]),
+        ("interleaved_zb", 4, [0, 1, 0, 1]),
+        ("zbv", 4, [0, 1, 1, 0]),
+        ("dualpipev", 4, [0, 1, 1, 0]),
+    ],
+)
+def test_where_stages_run(schedule: str, num_stages: int, ranks: list[int]) -> None:
+    layout = resolve(f"pp=2,schedule={schedule}", 2)
+    assert layout.num_stages == num_stages
+    assert [layout.stage_rank(stage) for stage in range(num_stages)] == ranks
+
+
+def test_one_process_is_one_stage() -> None:
+    layout = resolve("single,schedule=zbv", 1)
+    assert (layout.num_stages, layout.stage_rank(0), layout.cuts_model) == (1, 0, False)
+
+
+def test_which_numbers_of_micro_steps_a_schedule_takes() -> None:
+    loop, rounds = resolve("pp=2", 2), resolve("pp=2,schedule=interleaved", 2)
+    assert [m for m in range(1, 9) if loop.fits_schedule(m)] == [2, 3, 4, 5, 6, 7, 8]
+    assert [m for m in range(1, 9) if rounds.fits_schedule(m)] == [4, 6, 8]

@@ -17,6 +17,10 @@ __all__ = ["AXES", "PROCESS_AXES", "Layout", "num_processes", "parse_layout", "r
 Sharding = Literal["full", "grad_op", "none", "optimizer"]
 Kind = Literal["single", "mesh", "data_parallel", "placement"]
 
+ONE_STAGE_EACH = ("1f1b", "gpipe")
+SPLIT_BACKWARD = ("interleaved_zb", "zbv", "dualpipev")
+THERE_AND_BACK = ("zbv", "dualpipev")
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -97,19 +101,51 @@ class Layout:
         return self.dp > 1 and not self.fully_sharded
 
     @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline; some schedules give each process two of them."""
+        return self.pp * (1 if self.pp == 1 or self.schedule in ONE_STAGE_EACH else 2)
+
+    def stage_rank(self, stage: int) -> int:
+        """The pp coordinate of the process that runs a stage: around in a loop, or there and back (V)."""
+        there_and_back = self.schedule in THERE_AND_BACK and stage >= self.pp
+        return 2 * self.pp - 1 - stage if there_and_back else stage % self.pp
+
+    def fits_schedule(self, micro_steps: int) -> bool:
+        """Whether the schedule takes so many micro-steps: one a stage at least, and only whole rounds."""
+        in_rounds = self.num_stages > self.pp
+        return micro_steps >= self.num_stages and (not in_rounds or micro_steps % self.pp == 0)
+
+    @property
+    def cuts_model(self) -> bool:
+        """Whether no process computes the whole model by itself: layers are shared out, or what is in a layer."""
+        return self.tp > 1 or self.cp > 1 or self.pp > 1
+
+    @property
     def cuts_layers(self) -> bool:
         """Whether what one process computes in a layer is shared out over several."""
         return self.tp > 1 or self.cp > 1
 
     def supported_here(self) -> None:
         """Refuse what this version does not make yet. Raises LayoutError."""
-        later = [f"{axis}={getattr(self, axis)}" for axis in ("cp", "pp", "ep") if getattr(self, axis) > 1]
+        later = [f"{axis}={getattr(self, axis)}" for axis in ("cp", "ep") if getattr(self, axis) > 1]
         later += [self.kind] if self.kind == "placement" else []
         later += [f"offload={self.offload}"] if self.offload in ("parameters", "all") else []
         if later:
             raise LayoutError(f"{' and '.join(later)} {'comes' if len(later) == 1 else 'come'} with a later version")
-        if self.tp > 1 and self.compile != "none":
-            raise LayoutError(f"compile={self.compile} with tp={self.tp} comes with a later version: leave one of them")
+        for axis in ("tp", "pp"):
+            if getattr(self, axis) > 1 and self.compile != "none":
+                with_axis = f"{axis}={getattr(self, axis)}"
+                raise LayoutError(
+                    f"compile={self.compile} with {with_axis} comes with a later version: leave one of them"
+                )
+        splits = self.pp > 1 and self.schedule in SPLIT_BACKWARD
+        beside = [f"{axis}={getattr(self, axis)}" for axis in ("tp", "dp_shard") if getattr(self, axis) > 1]
+        beside += [f"recompute={self.recompute}"] if self.recompute != "none" else []
+        if splits and beside:
+            raise LayoutError(
+                f"schedule={self.schedule} runs the halves of a backward apart, which {' and '.join(beside)} cannot "
+                "follow: use schedule=1f1b or interleaved"
+            )
         if self.recompute == "budget" and self.compile == "none":
             raise LayoutError("recompute=budget leaves the choice to torch.compile: add compile=block")
 

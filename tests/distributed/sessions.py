@@ -107,9 +107,11 @@ def parts_of(session: Session) -> Parts:
 def together(ranks: Sequence[Parts]) -> dict[str, torch.Tensor]:
     """Whole tensors from the parts of all ranks; AssertionError where two ranks disagree, or a part is missing."""
     found: dict[str, torch.Tensor] = {}
-    for name, (shape, _, first) in ranks[0].items():
-        whole, filled = torch.zeros(shape, dtype=first.dtype), torch.zeros(shape, dtype=torch.bool)
-        for _, box, local in (parts[name] for parts in ranks):
+    # A rank of a pipeline holds nothing of other stages.
+    kinds = {name: (shape, local.dtype) for parts in ranks for name, (shape, _, local) in parts.items()}
+    for name, (shape, dtype) in kinds.items():
+        whole, filled = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
+        for _, box, local in (parts[name] for parts in ranks if name in parts):
             place = tuple(slice(start, start + extent) for start, extent in zip(box.offset, box.shape, strict=True))
             assert torch.equal(whole[place][filled[place]], local[filled[place]]), f"two ranks hold different {name}"
             whole[place], filled[place] = local, True

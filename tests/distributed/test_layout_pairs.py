@@ -22,6 +22,10 @@ LAYOUTS = {
     "tp": ("tp=3", 3),
     "tp-ddp": ("tp=2,dp_replicate=2", 4),
     "tp-fsdp": ("tp=2,dp_shard=2", 4),
+    "pp": ("pp=2", 2),
+    "pp-fsdp": ("pp=2,dp_shard=2", 4),
+    "pp-tp": ("pp=2,tp=2", 4),
+    "pp-optimizer": ("pp=2,dp_shard=2,sharding=optimizer", 4),
 }
 PAIRS = [
     *((name, "single") for name in LAYOUTS),
@@ -34,6 +38,10 @@ PAIRS = [
     ("tp-ddp", "hsdp"),
     ("optimizer", "fsdp"),
     ("tp-fsdp", "optimizer"),
+    ("pp", "tp"),
+    ("tp", "pp-fsdp"),
+    ("pp-fsdp", "hsdp"),
+    ("pp-tp", "pp-fsdp"),
 ]
 SMALL = ("train.global_batch=10", "optimizer.lr=0.01")
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from allranks.config import resolve_config
-from allranks.data.cut import Cut
+from allranks.data.cut import Cut, cut_step
 from allranks.data.stream import DataStream
 from allranks.errors import AllranksError, ConfigError, DataError, LayoutError, TaskError
 from allranks.observing.counters import Stopwatch
 from allranks.stepping.schedule import Schedule
-from allranks.stepping.session import assemble, be_deterministic, draws, make_cut, make_schedule
+from allranks.stepping.session import assemble, be_deterministic, draws, make_schedule
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, initial_model, processes_of, session_of, step_through
 from tests.training.tasks import Broken, Counted, Curve, Gan, Normed, OwnOptimizer, Streamed
@@ -154,7 +154,7 @@ def test_stop_requests_are_asked_for_at_every_agreement() -> None:
 
 def cut(*overrides: str, fixed: bool) -> Cut:
     config = config_of("single", "train.global_batch=12", *overrides)
-    return make_cut(config, processes_of(config), fixed=fixed)
+    return cut_step(config.train, processes_of(config).mesh.layout, fixed=fixed)
 
 
 def test_how_a_step_is_cut() -> None:

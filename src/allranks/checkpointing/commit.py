@@ -34,7 +34,7 @@ class Share:
     files: Mapping[str, Any] = field(default_factory=dict)  # name -> a FileRecord's members
     tensors: Sequence[tuple[str, str, Sequence[int], Sequence[int], Sequence[int], int]] = ()
     # of each that it wrote: name, dtype, whole shape, the box's offset and shape, its share of the digest
-    held: Sequence[tuple[str, str, Sequence[int]]] = ()  # of the first rank: all it holds, whoever writes it
+    held: Sequence[tuple[str, str, Sequence[int]]] = ()  # of those who tell: all it holds, whoever writes it
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -119,7 +119,7 @@ def _merge(
                 raise CheckpointError(f"rank {share.rank}: {name!r} is {kind} here and {kinds[name]} on another rank")
             sums[name] = sums.get(name, 0) + digest
             boxes.setdefault(name, []).append(Box(tuple(offset), tuple(extent)))
-    for name, dtype, shape in shares[0].held:
+    for name, dtype, shape in (one for share in shares for one in share.held):
         kinds.setdefault(name, (dtype, tuple(shape)))
     for name, (_, shape) in kinds.items():
         check_cover(name, shape, boxes.get(name, []), where)

@@ -46,6 +46,7 @@ def save(
     world_size: int,
     token: str,
     device: torch.device | None = None,
+    tells: bool | None = None,
 ) -> Checkpoint:
     """Write and commit `directory`/step-N; return on every rank after the commit.
 
@@ -62,6 +63,8 @@ def save(
         world_size: the number of ranks that save.
         token: of this attempt of the run, the same on every rank.
         device: where the group's backend wants its tensors; the CPU by default.
+        tells: whether this rank says what it holds, whoever writes it; one rank for each part of the model. By default
+            the first one, which holds something of everything.
 
     Raises:
         CheckpointError: on every rank, naming rank, path and reason; what was there before is untouched.
@@ -72,7 +75,7 @@ def save(
     temporary = directory / f"{target.name}.tmp-{token}"
     first = group is None or dist.get_rank(group) == 0
     share, kept = _attempt_share(temporary, target, header, parts, rank, aliases, state)
-    share = share if first else replace(share, held=())
+    share = share if (first if tells is None else tells) else replace(share, held=())
     shares = [Share(**json.loads(data)) for data in gather_bytes(json.dumps(asdict(share)).encode(), group, device)]
     answer = b""
     if first:

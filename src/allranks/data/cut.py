@@ -3,9 +3,13 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+from allranks.config_sections import TrainConfig
 from allranks.errors import ConfigError, LayoutError
+from allranks.layout import Layout
 
 Span = tuple[int, int]
+
+ROUNDS = 2  # micro-steps for each stage of a pipeline, where the user does not say how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,66 @@ class Cut:
         """
         assert 1 <= size <= self.global_batch and 0 <= dp_rank < self.num_ranks
         return list(_spans(size, self.num_micro_steps(size), self.num_ranks, dp_rank))
+
+
+def cut_step(train: TrainConfig, layout: Layout, *, fixed: bool = False) -> Cut:
+    """How the steps of a run are cut.
+
+    Args:
+        fixed: whether M is the same whatever the number of ranks: with batch statistics, or a coupled loss.
+
+    Raises:
+        ConfigError: keys contradict each other. LayoutError: the step does not go through the layout's pipeline.
+    """
+    if train.micro_steps is not None and train.micro_batch is not None:
+        raise ConfigError(
+            f"train.micro_steps={train.micro_steps} and train.micro_batch={train.micro_batch} both say how a step is "
+            "cut: give one of them"
+        )
+    if fixed and train.micro_batch is not None:
+        raise ConfigError(
+            f"train.micro_batch={train.micro_batch}: this task's result depends on which samples share a forward, so "
+            "the number of forwards has to be fixed: set train.micro_steps instead"
+        )
+    micro_steps = (train.micro_steps or 1) if fixed else train.micro_steps
+    if layout.pp > 1:
+        return _cut_for_pipeline(train, layout, micro_steps)
+    return Cut(train.global_batch, layout.dp, train.micro_batch, micro_steps)
+
+
+def _cut_for_pipeline(train: TrainConfig, layout: Layout, micro_steps: int | None) -> Cut:
+    """A cut into micro-steps of one shape, as many as the schedule takes."""
+    batch, dp = train.global_batch, layout.dp
+    Cut(batch, dp)  # fewer samples than ranks have their own message
+    share, left = divmod(batch, dp)
+    if left:
+        near = f"train.global_batch={batch - left} or {batch - left + dp}"
+        raise LayoutError(
+            f"pp={layout.pp} passes micro-steps of one shape on, and train.global_batch({batch}) over "
+            f"dp_replicate * dp_shard({dp}) leaves {left}: {near} fits"
+        )
+    fits = [m for m in range(1, share + 1) if share % m == 0 and layout.fits_schedule(m)]
+    if train.micro_batch is not None:
+        asked, written = -(-share // train.micro_batch), f"train.micro_batch={train.micro_batch}"
+        asked = asked if share % train.micro_batch == 0 else 0
+    else:
+        asked, written = micro_steps or 0, f"train.micro_steps={micro_steps}"
+    if not fits:
+        needed = layout.num_stages
+        raise LayoutError(
+            f"pp={layout.pp} needs at least {needed} micro-steps of one shape, and train.global_batch({batch}) gives a "
+            f"data-parallel rank {share} samples: set train.global_batch={needed * dp} or a multiple of it"
+        )
+    if train.micro_batch is None and micro_steps is None:
+        enough = [m for m in fits if m >= ROUNDS * layout.num_stages]
+        asked = enough[0] if enough else fits[-1]
+    if asked not in fits:
+        near = ", ".join(str(m) for m in sorted(fits, key=lambda m: abs(m - asked))[:3])
+        raise LayoutError(
+            f"{written} does not cut {share} samples into micro-steps of one shape that schedule={layout.schedule} "
+            f"takes over {layout.num_stages} stages: train.micro_steps can be {near}"
+        )
+    return Cut(batch, dp, share // asked, asked)
 
 
 @lru_cache(maxsize=64)

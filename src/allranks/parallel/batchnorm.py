@@ -9,7 +9,7 @@ during their forward, so that a kind of BatchNorm with a forward of its own keep
 """
 
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -82,6 +82,10 @@ class BatchNorms:
     def alike(self) -> frozenset[str]:
         """Logical names of the buffers that a forward leaves alike on every rank, whatever samples each has seen."""
         return frozenset(self.owners if self.mode == "sync" else ())
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Forget the buffers that this rank does not hold: other stages of a pipeline do."""
+        self.owners = {name: owner for name, owner in self.owners.items() if name in names}
 
     def by_rank(self) -> ByRank:
         """Name of a running statistic -> what each data-parallel rank has learnt; {} unless local; collective then."""

@@ -52,6 +52,7 @@ def identify(
     units: Mapping[str, Sequence[Unit]],
     mesh: Mesh,
     cuts: Mapping[str, Cut] = MappingProxyType({}),
+    pp_ranks: Mapping[str, frozenset[int]] = MappingProxyType({}),
 ) -> tuple[dict[str, Entry], LiveTensors]:
     """Logical name -> Entry, and logical name -> tensor, of modules that are sharded but not yet wrapped.
 
@@ -59,6 +60,8 @@ def identify(
         modules: by name; a name other than "" becomes a prefix.
         units: the units of each module.
         cuts: logical name -> how a parameter was cut before it was sharded.
+        pp_ranks: logical name of what some stages of a pipeline hold -> their coordinates along pp. Of the others'
+            tensors this rank knows nothing.
     """
     entries: dict[str, Entry] = {}
     parameters: dict[str, torch.Tensor] = {}
@@ -68,13 +71,16 @@ def identify(
         prefix = f"{which}." if which else ""
         for name, tensor, owner in _named_tensors(module):
             logical, leaf = prefix + name, name.rpartition(".")[2]
+            ranks = pp_ranks.get(logical)
+            if ranks is not None and mesh.coordinate("pp") not in ranks:
+                continue
             alias_of = first_name.setdefault(id(tensor), logical)
             if isinstance(tensor, nn.Parameter):
                 parameters[logical] = tensor
             else:
                 buffers[logical] = (owner, leaf)
             cut = cuts.get(logical)
-            box, holders, placements = _place_of(tensor, mesh, cut)
+            box, holders, placements = _place_of(tensor, mesh, cut, ranks)
             entries[logical] = Entry(
                 name=logical,
                 shape=tuple(tensor.shape) if cut is None else cut.shape,
@@ -86,6 +92,7 @@ def identify(
                 alias_of=None if alias_of == logical else alias_of,
                 trainable=tensor.requires_grad,
                 unit=_unit_of(name, units.get(which, ())),
+                stage=0 if ranks is None else min(ranks),
                 persistent=leaf not in owner._non_persistent_buffers_set,
             )
     return entries, LiveTensors(parameters, buffers)
@@ -98,7 +105,9 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, nn.Mo
         yield name, tensor, module.get_submodule(name.rpartition(".")[0])
 
 
-def _place_of(tensor: torch.Tensor, mesh: Mesh, cut: Cut | None) -> tuple[Box, tuple[int, ...], dict[str, str]]:
+def _place_of(
+    tensor: torch.Tensor, mesh: Mesh, cut: Cut | None, pp_ranks: frozenset[int] | None
+) -> tuple[Box, tuple[int, ...], dict[str, str]]:
     box, placements = Box.whole(tuple(tensor.shape)), dict[str, str]()
     if isinstance(tensor, DTensor):
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -110,7 +119,8 @@ def _place_of(tensor: torch.Tensor, mesh: Mesh, cut: Cut | None) -> tuple[Box, t
         offset = tuple(start + cut.offset * (dim == cut.dim) for dim, start in enumerate(box.offset))
         box, placements[cut.axis] = Box(offset, box.shape), f"shard({cut.dim})"
     # Ranks that differ from this one only along axes that do not cut the tensor hold the same box.
-    holders = mesh.peers([axis for axis, placement in placements.items() if placement != "replicate"])
+    cutting = [axis for axis, placement in placements.items() if placement != "replicate"]
+    holders = mesh.peers(cutting, pp_ranks)
     return box, holders, placements
 
 

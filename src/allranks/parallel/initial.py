@@ -6,7 +6,7 @@ flight, no more.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -88,12 +88,15 @@ class Placer:
     Attributes:
         contiguous: whether to give up other orders in memory (channels_last), which FSDP2 does not cut.
         cut: (a parameter as it was built, the same with its value on the device) -> the part that this rank keeps.
+        absent: whether this rank keeps nothing of a tensor, as it was built; it stays on the meta device then.
     """
 
     device: torch.device
     source: Source
     contiguous: bool = False
     cut: Callable[[nn.Parameter, nn.Parameter], nn.Parameter] = lambda built, placed: placed
+    absent: Callable[[torch.Tensor], bool] = lambda built: False
+    _complete: bool = False
     # Old tensors are kept beside the new ones: an id is only unique while its object lives.
     _placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -105,13 +108,23 @@ class Placer:
         pairs = self._placed.items()
         self._placed = {key: pair for key, pair in pairs if not isinstance(pair[1], nn.Parameter) or not pair[1].dim()}
 
+    def place_all(self, modules: Iterable[nn.Module]) -> None:
+        """Place everything, in one order on all ranks, where they do not all cut the same units afterwards."""
+        for module in modules:
+            self.place(module)
+        self._complete = True
+
     def place(self, module: nn.Module) -> None:
         """Place the tensors of `module` and of everything below it that have no place yet; collective."""
+        if self._complete:
+            return
         for owner, name, tensor in list(_owned_tensors(module)):
             _, placed = self._placed.get(id(tensor), (tensor, None))
             if placed is None:
                 placed = self._stream(tensor)
-                if isinstance(tensor, nn.Parameter) and isinstance(placed, nn.Parameter):
+                if self.absent(tensor):
+                    placed = _without_memory(placed)
+                elif isinstance(tensor, nn.Parameter) and isinstance(placed, nn.Parameter):
                     placed = self.cut(tensor, placed)
                 self._placed[id(tensor)] = (tensor, placed)
                 self._placed[id(placed)] = (placed, placed)
@@ -142,6 +155,11 @@ class Placer:
         else:
             data = (tensor.detach().contiguous() if reorder else tensor.detach()).to(self.device)
         return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    data = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
 def _by_name(built: object) -> dict[str, nn.Module]:

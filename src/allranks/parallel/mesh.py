@@ -45,8 +45,18 @@ class Mesh:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank speaks for its samples: of those that see the same, one tells."""
-        return self.coordinate("tp") == 0
+        """Whether this rank speaks for its samples: of those that see the same, one tells, which has their loss."""
+        return self.coordinate("tp") == 0 and self.has_output
+
+    @property
+    def has_output(self) -> bool:
+        """Whether this rank has the model's output: it runs the last stage, or there are none."""
+        return self.coordinate("pp") == self.layout.stage_rank(self.layout.num_stages - 1)
+
+    @property
+    def first_of_stage(self) -> bool:
+        """Whether it is the first of those ranks that hold parts of the same layers."""
+        return self.rank == self.peers(("pp",))[0]
 
     def coordinate(self, axis: str) -> int:
         """Where this rank stands along `axis`; 0 along one that the layout does not have."""
@@ -62,12 +72,19 @@ class Mesh:
             raise LayoutError(f"no axis {axis!r} in layout {self.layout}: its axes are {known}")
         return self.device_mesh.get_group(axis)
 
-    def peers(self, axes: Collection[str]) -> tuple[int, ...]:
-        """The global ranks, ascending, that have this rank's coordinates along `axes`; itself among them."""
+    def peers(self, axes: Collection[str], pp_ranks: Collection[int] | None = None) -> tuple[int, ...]:
+        """The global ranks, ascending, that have this rank's coordinates along `axes`.
+
+        Args:
+            pp_ranks: only those at these coordinates along pp; None: at any.
+        """
         if self.device_mesh is None:
             return (self.rank,)
+        ranks = self.device_mesh.mesh
+        if pp_ranks is not None and "pp" in self._axes:
+            ranks = ranks[sorted(pp_ranks)]  # pp is the outermost axis
         index = tuple(self.coordinate(axis) if axis in axes else slice(None) for axis in self._axes)
-        return tuple(sorted(int(rank) for rank in self.device_mesh.mesh[index].flatten()))
+        return tuple(sorted(int(rank) for rank in ranks[index].flatten()))
 
     @property
     def _axes(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ it. Sums of squares are kept in float32 at least. torch's own `clip_grad_norm_` 
 tensors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -28,6 +28,8 @@ def clip_gradients(
     max_norm: float | None,
     scale: torch.Tensor | None = None,
     cut_over: Groups = UNCUT,
+    stages: dist.ProcessGroup | None = None,
+    told_elsewhere: Collection[int] = (),
 ) -> torch.Tensor:
     """Multiply every gradient by `scale` * min(1, max_norm / norm), in one pass; collective, no host sync on CUDA.
 
@@ -36,12 +38,18 @@ def clip_gradients(
         max_norm: the largest norm that stays, or None for no clipping.
         scale: a positive 0-dim tensor, or None for 1.
         cut_over: id of a parameter -> the groups that hold the other parts of it, besides what a DTensor says.
+        stages: the ranks of a pipeline, each of which has other parameters.
+        told_elsewhere: ids of parameters that another of those ranks counts, too.
 
     Returns:
         The norm of the scaled gradients before clipping, a 0-dim tensor, equal on every rank.
     """
     groups = _group_by_placing(parameters, cut_over)
-    norm = _total_norm(groups)
+    if stages is None:
+        norm = _total_norm(groups)
+    else:
+        counted = [parameter for parameter in parameters if id(parameter) not in told_elsewhere]
+        norm = _over_stages(_total_norm(_group_by_placing(counted, cut_over)), stages, parameters)
     if scale is not None:
         norm = norm * scale
     factor = _factor(norm, max_norm, scale)
@@ -84,6 +92,14 @@ def _total_norm(groups: dict[Placing, list[torch.Tensor]]) -> torch.Tensor:
         return _local_norm(groups[WHOLE])
     squares = [_sum_over_shards(_local_norm(gradients).square(), placing) for placing, gradients in groups.items()]
     return torch.stack(squares).sum().sqrt()
+
+
+def _over_stages(norm: torch.Tensor, stages: dist.ProcessGroup, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    # A stage may have no gradient at all: its norm of nothing takes the others' dtype and device.
+    wide = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
+    square = norm.to(dtype=wide, device=parameters[0].device if parameters else None).square()
+    dist.all_reduce(square, group=stages)
+    return square.sqrt()
 
 
 def _local_norm(gradients: list[torch.Tensor]) -> torch.Tensor:

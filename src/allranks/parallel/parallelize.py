@@ -1,6 +1,7 @@
 """The one code path that applies a Layout to the user's modules (law 10)."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -21,6 +22,7 @@ from allranks.parallel.precision import Precision
 from allranks.parallel.replicate import replicate
 from allranks.parallel.shard import shard
 from allranks.parallel.spread import Spread
+from allranks.parallel.stages import Stages, cut_stages
 from allranks.parallel.tensor import Cut, TensorCutter
 from allranks.parallel.tensor_plan import plan_tensor
 from allranks.parameter_map import ParameterMap
@@ -37,6 +39,7 @@ def parallelize(
     source: Source,
     seed: Callable[[], None],
     blocks: Sequence[str] = (),
+    split_before: Sequence[str] = (),
     tensor: Mapping[str, TensorStyle] = MappingProxyType({}),
     batchnorm: Mode | None = None,
     ddp: bool = True,
@@ -50,6 +53,7 @@ def parallelize(
         source: who has the initial values.
         seed: seeds the generators, called before `build` (law 5).
         blocks: `hints().blocks`.
+        split_before: `hints().split_before`.
         tensor: `hints().tensor`.
         batchnorm: `hints().batchnorm`, where the layout does not say it.
         ddp: whether the backward reduces the gradients of replicated modules; False where the caller does.
@@ -62,29 +66,27 @@ def parallelize(
     """
     modules, decisions = build_modules(build, source, seed)
     _prepare(modules, precision, decisions, training=training)
+    stages = cut_stages(modules, mesh, device, blocks, split_before, decisions)
     norms = take_over(modules, mesh, batchnorm, decisions)
     check_same_structure(modules, source, device)
-    units, placer = dict[str, list[Unit]](), Placer(device, source, contiguous=mesh.layout.fully_sharded)
+    placer = Placer(device, source, contiguous=mesh.layout.fully_sharded)
     path, cuts = Path(), dict[str, Cut]()
     if mesh.layout.tp > 1:
         cutter = _cut_tensors(modules, mesh, tensor, decisions)
         placer.cut, cuts = cutter, cutter.find_cuts()
-    found = find_blocks(modules, blocks) if mesh.layout.fully_sharded or changes_blocks(mesh.layout) else {}
-    decisions += change_blocks(modules, found, mesh.layout, device)
-    if mesh.layout.fully_sharded:
-        units = _shard_all(modules, mesh, precision, placer, found, path)
-        decisions += [_describe_units(name, cut, bool(blocks)) for name, cut in units.items()]
-    for module in modules.values():
-        placer.place(module)
-    entries, tensors = identify(modules, units, mesh, cuts)
-    if mesh.layout.replicated and ddp:
+    units = _place_by_units(modules, mesh, precision, placer, blocks, stages, path, decisions)
+    entries, tensors = identify(modules, units, mesh, cuts, {} if stages is None else stages.pipeline.ranks)
+    if stages is not None:
+        stages.tie(tensors, mesh)
+        norms.keep_only(entries)
+    elif mesh.layout.replicated and ddp:
         modules = {which: replicate(m, mesh, device, find_unused=find_unused) for which, m in modules.items()}
     elif mesh.layout.kind == "data_parallel":
         modules = split_over_devices(modules, torch.cuda.device_count(), decisions)
     scalars = _find_scalars(tensors) if mesh.layout.fully_sharded else ()
-    cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items()}
-    who = ParameterMap(entries), tensors, tuple(decisions)
-    spread = Spread(modules, mesh, precision, device, *who, find_unused, path, cut_over, norms, _scalars=scalars)
+    cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items() if name in entries}
+    who = ParameterMap(entries), tensors, tuple(decisions), find_unused, path, cut_over, norms, stages
+    spread = Spread(modules, mesh, precision, device, *who, _scalars=scalars)
     if mesh.layout.sharding == "optimizer" and mesh.layout.dp_shard > 1:
         spread.row_shards = RowShards(spread.trainable(), spread.map, mesh)
     return spread
@@ -100,6 +102,32 @@ def _prepare(
         check_kinds(module)
 
 
+def _place_by_units(
+    modules: Mapping[str, nn.Module],
+    mesh: Mesh,
+    precision: Precision,
+    placer: Placer,
+    blocks: Sequence[str],
+    stages: Stages | None,
+    path: Path,
+    decisions: list[Decision],
+) -> dict[str, list[Unit]]:
+    """Change blocks as the layout says, give every tensor its place, and cut it there where it is sharded."""
+    layout, units = mesh.layout, dict[str, list[Unit]]()
+    found = find_blocks(modules, blocks) if layout.fully_sharded or changes_blocks(layout) else {}
+    if stages is not None:
+        placer.absent = stages.pipeline.is_absent
+        placer.place_all(modules.values())
+        found = {which: list(filter(stages.pipeline.runs, names)) for which, names in found.items()}
+    decisions += change_blocks(modules, found, layout, placer.device)
+    if layout.fully_sharded:
+        units = _shard_all(modules, mesh, precision, placer, found, path)
+        decisions += [_describe_units(name, cut, bool(blocks)) for name, cut in units.items()]
+    for module in modules.values():
+        placer.place(module)
+    return units
+
+
 def _shard_all(
     modules: Mapping[str, nn.Module],
     mesh: Mesh,
@@ -111,7 +139,8 @@ def _shard_all(
     check_apart(modules, mesh)
     units = {which: group_units(module, found[which]) for which, module in modules.items()}
     for which, module in modules.items():
-        shard(module, units[which], mesh, precision.fsdp_policy(), placer, path)
+        # The stages of a pipeline enter other units each, which nobody can compare.
+        shard(module, units[which], mesh, precision.fsdp_policy(), placer, path if mesh.layout.pp == 1 else None)
     return units
 
 
@@ -119,6 +148,10 @@ def _cut_tensors(
     modules: Mapping[str, nn.Module], mesh: Mesh, hints: Mapping[str, TensorStyle], decisions: list[Decision]
 ) -> TensorCutter:
     plan = plan_tensor(modules, hints, mesh.layout.tp)
+    if mesh.layout.pp > 1 and plan.sequence:
+        # What passes from stage to stage is whole.
+        plan = replace(plan, styles={name: style for name, style in plan.styles.items() if style != "sequence"})
+        decisions.append(Decision("activations are not cut along the sequence", "pp passes whole ones on"))
     cutter = TensorCutter(modules, plan, mesh.group("tp"))
     cutter.install()
     num_cut = sum(style in ("colwise", "rowwise", "vocab") for style in plan.styles.values())

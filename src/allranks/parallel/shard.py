@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from allranks.parallel.blocks import Unit
 from allranks.parallel.gloo_ops import gather_through_gloo
 from allranks.parallel.initial import Placer
-from allranks.parallel.mesh import Mesh
+from allranks.parallel.mesh import DATA_AXES, Mesh
 from allranks.parallel.path import Path
 
 
@@ -32,16 +32,17 @@ def shard(
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     assert mesh.device_mesh is not None
-    device_mesh = mesh.device_mesh if mesh.layout.dp_replicate > 1 else mesh.device_mesh["dp_shard"]
+    device_mesh = mesh.device_mesh[DATA_AXES] if mesh.layout.dp_replicate > 1 else mesh.device_mesh["dp_shard"]
     # None is torch's own choice for full sharding: every unit but the root, whose parameters the backward needs first.
     reshard = None if mesh.layout.sharding == "full" else False
     parts = [[module.get_submodule(name) for name in names] for names in units]
     for part in (*parts, [module]):
         for member in part:
             placer.place(member)
-        scalars = {p for member in part for p in member.parameters() if p.dim() == 0}
+        # Nor what other stages of a pipeline hold.
+        left = {p for member in part for p in member.parameters() if p.dim() == 0 or p.is_meta}
         target = part if len(part) > 1 else part[0]
-        fully_shard(target, mesh=device_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
+        fully_shard(target, mesh=device_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=left)
         placer.forget_cut()
     gather_through_gloo(module, device_mesh)
     for name in (*(name for names in units for name in names), ""):

@@ -1,6 +1,6 @@
 """What `parallelize` returns: the user's modules, spread over the mesh, and who each of their tensors is."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from allranks.parallel.batchnorm import BatchNorms
 from allranks.parallel.held_back import check_released, find_held_back
 from allranks.parallel.mesh import DATA_AXES, Mesh
-from allranks.parallel.norm import Groups
+from allranks.parallel.norm import Groups, clip_gradients
 from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.path import Path
 from allranks.parallel.precision import Precision
 from allranks.parallel.replicate import replicate
 from allranks.parallel.shard import reshard_all
+from allranks.parallel.stages import Stages
 from allranks.parallel.whole import shake
 from allranks.parameter_map import Entry, ParameterMap
 from allranks.verdict import Decision
@@ -41,6 +42,7 @@ class Spread:
         find_unused: whether a backward may leave parameters without gradient that others of the same step reach.
         path: the units that forwards have entered, where they are sharded.
         cut_over: id of a parameter -> the groups over which it was cut before it was sharded.
+        stages: of a pipeline, this rank's and what it shares with the others.
         row_shards: what this rank updates of each parameter, where the optimizer alone is sharded.
         batch_norms: what takes its statistics over several ranks.
     """
@@ -56,6 +58,7 @@ class Spread:
     path: Path = field(default_factory=Path)
     cut_over: Groups = field(default_factory=dict)
     batch_norms: BatchNorms = field(default_factory=BatchNorms)
+    stages: Stages | None = None
     row_shards: RowShards | None = None
     _scalars: tuple[torch.Tensor, ...] = ()
     _held_back: list[Any] = field(default_factory=list)
@@ -82,6 +85,24 @@ class Spread:
     def updatable_entry(self, name: str) -> Entry:
         """Who that is."""
         return self.map[name] if self.row_shards is None else self.row_shards.entries[name]
+
+    @property
+    def trainable_names(self) -> tuple[str, ...]:
+        """Logical names of all trainable parameters, those of other stages of a pipeline among them."""
+        return tuple(self.trainable()) if self.stages is None else self.stages.trainable_names
+
+    def everyone_with(self, name: str) -> tuple[int, ...]:
+        """The global ranks that hold a part of a parameter or buffer."""
+        return self.mesh.peers((), None if self.stages is None else self.stages.pipeline.ranks.get(name))
+
+    def clip(
+        self, parameters: Sequence[torch.Tensor], max_norm: float | None, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`clip_gradients` over the whole model; collective."""
+        if self.stages is None:
+            return clip_gradients(parameters, max_norm, scale, self.cut_over)
+        elsewhere = self.stages.told_elsewhere
+        return clip_gradients(parameters, max_norm, scale, self.cut_over, self.stages.group, elsewhere)
 
     def local(self, name: str) -> torch.Tensor:
         """The part of a tensor that this rank holds, detached, sharing its memory."""
@@ -123,7 +144,9 @@ class Spread:
         all is reduced each time; else that is refused with a TaskError, here or in `check_reduced`.
         """
         sharded = self.mesh.layout.dp_shard > 1
-        if last and sharded and self.mesh.layout.dp_replicate > 1:
+        if self.stages is not None:
+            last = True  # a schedule mixes forwards and backwards: each reduces what it has
+        elif last and sharded and self.mesh.layout.dp_replicate > 1:
             self._held_back = find_held_back(self.modules.values())
         for module in self.modules.values():
             if isinstance(module, DistributedDataParallel):

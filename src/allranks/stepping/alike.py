@@ -31,15 +31,15 @@ def check_same_start(
         ConfigError: on every rank, naming the first rank and keys that differ from rank 0's.
         DataError: on every rank, naming the first rank whose dataset has another length.
     """
-    error = find_difference(_everyones([dict(settings), num_samples], group, device))
+    error = find_difference(everyones([dict(settings), num_samples], group, device))
     if error is not None:
         raise error
 
 
-def find_difference(everyones: Sequence[Sequence[Any]]) -> AllranksError | None:
+def find_difference(told: Sequence[Sequence[Any]]) -> AllranksError | None:
     """The error for the first rank whose (settings, length) are not rank 0's."""
-    first, length = everyones[0]
-    for rank, (settings, other) in enumerate(everyones):
+    first, length = told[0]
+    for rank, (settings, other) in enumerate(told):
         differing = [key for key in {**first, **settings} if first.get(key) != settings.get(key)]
         if differing:
             named = differing[:NAMED]
@@ -60,10 +60,10 @@ def explain_divergence(
     path: Sequence[str], step: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> TaskError:
     """The error for ranks whose forwards entered different units in step `step` (from 1), one for all; collective."""
-    everyones = _everyones(list(path), group, device)
-    first = everyones[0]
-    rank = next((rank for rank, other in enumerate(everyones) if other != first), 0)
-    other = everyones[rank]
+    all_paths = everyones(list(path), group, device)
+    first = all_paths[0]
+    rank = next((rank for rank, other in enumerate(all_paths) if other != first), 0)
+    other = all_paths[rank]
     same = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     here, there = (_name(names, same) for names in (first, other))
     return TaskError(
@@ -77,7 +77,7 @@ def _name(names: Sequence[str], place: int) -> str:
     return (names[place] or "the model") if place < len(names) else "nothing more"
 
 
-def _everyones(value: object, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
+def everyones(value: object, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
     """Every rank's JSON value, by rank, on every rank; collective."""
     parts = gather_bytes(json.dumps(value, default=str).encode(), group, device)
     whole = b"[" + b",".join(parts) + b"]"

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import mix, seed_all
 from allranks.errors import TaskError
+from allranks.parallel.average import average_gradients
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.passes import Forward, Passes, Scale, StepSums, ledger_of, micro_forward
 
@@ -106,19 +107,8 @@ class AlternatingPasses(Passes):
             if len(told) > 1:
                 raise TaskError(_disagreement(told, turn, "ranks"))
             used = [p for p, ranks in zip(self._whole, counts[1 + len(names) :].tolist(), strict=True) if ranks]
-            self._average([torch.zeros_like(p) if p.grad is None else p.grad for p in used], used)
+            average_gradients(used, self._group, self._spread.divisor)
         return torch.full((), float(counts[0]), dtype=torch.float64, device=self._spread.device)
-
-    def _average(self, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
-        """In one reduction a dtype, into `.grad`."""
-        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-            some = [(g, p) for g, p in zip(gradients, parameters, strict=True) if g.dtype is dtype]
-            flat = torch.cat([gradient.reshape(-1) for gradient, _ in some])
-            dist.all_reduce(flat, group=self._group)
-            flat /= self._spread.divisor
-            parts = flat.split([gradient.numel() for gradient, _ in some])
-            for (gradient, parameter), part in zip(some, parts, strict=True):
-                parameter.grad = gradient.copy_(part.view(gradient.shape))
 
     def _drop_gradients(self) -> None:
         for parameter in self._spread.trainable().values():

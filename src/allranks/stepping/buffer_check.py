@@ -5,7 +5,7 @@ each rank would learn its own, and a checkpoint would hold one rank's. A counter
 what a BatchNorm learns is what `layout.batchnorm` says (parallel/batchnorm.py).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +40,8 @@ def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessG
     asked = ((name, entry) for name, entry in spread.map.items() if entry.kind == "buffer" and entry.alias_of is None)
     # What a BatchNorm keeps means what the layout says.
     names = [name for name, _ in asked if name not in spread.batch_norms.owners]
-    if spread.mesh.dp == 1 or not names:
+    # Other stages of a pipeline may have some, and no stage runs alone.
+    if spread.mesh.dp == 1 or (not names and spread.stages is None):
         return
     half = max(1, len(samples) // 2)
     with generators_kept(spread.bare()):
@@ -60,10 +61,8 @@ def _left_behind(forward: Forward, samples: Sequence[Any], names: Sequence[str])
     """What a training forward of these samples leaves in the buffers."""
     module = forward.spread.bare()
     seed_all(0)
-    arguments = forward.inputs(forward.place(forward.task.collate(list(samples))))
     with _buffers_replaced(module):
-        with forward.autocast():
-            module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
+        forward.raw(forward.place(forward.task.collate(list(samples))), module)
         return {name: forward.spread.tensors[name].detach() for name in names}
 
 

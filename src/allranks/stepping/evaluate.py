@@ -41,6 +41,8 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
             batch = forward.place(micro_step.batch)
             with spread.batch_norms.counting(micro_step.weight > 0):
                 output = forward(batch)
+            if not spread.mesh.has_output:
+                continue  # the last stage of the pipeline tells
             loss = (forward.task.loss(output, batch), micro_step.targets or 0)
             terms = {"loss": loss, **_checked(forward.task, forward.task.metrics(output, batch))}
             if not micro_step.weight:
@@ -49,6 +51,9 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
                 held = sums.setdefault(name, [0.0, 0.0])
                 held[0] += _number(name, total)
                 held[1] += _number(name, count)
+    if spread.stages is not None:
+        # The first rank has to hear of it, too: of the ranks with the same samples one tells.
+        return world_means(sums if spread.mesh.counts else {}, dist.group.WORLD, spread.device)
     return world_means(sums, group, spread.device)
 
 

@@ -1,9 +1,9 @@
 """How many floating-point operations a sample costs, counted on the user's own forward."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from allranks.stepping.passes import Forward, buffers_kept
@@ -22,9 +22,8 @@ def count_flops(forward: Forward, batch: Any, num_samples: int) -> float | None:
     counter = FlopCounterMode(display=False)
     try:
         module.eval()
-        arguments = forward.inputs(forward.place(batch))
-        with torch.no_grad(), buffers_kept(forward.spread, unless=False), forward.autocast(), counter:
-            module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
+        with torch.no_grad(), buffers_kept(forward.spread, unless=False), counter:
+            forward.raw(forward.place(batch), module)
     except Exception:
         # A module may do what cannot be counted; that costs it a curve, and nothing else.
         return None
@@ -33,4 +32,10 @@ def count_flops(forward: Forward, batch: Any, num_samples: int) -> float | None:
             part.training = training
         forward.spread.reshard()
     # Each rank of a tp group computes its part of every layer that is cut.
-    return PASSES * counter.get_total_flops() * forward.spread.mesh.layout.tp / num_samples or None
+    total = float(counter.get_total_flops() * forward.spread.mesh.layout.tp)
+    stages = forward.spread.stages
+    if stages is not None:
+        told = torch.tensor(total, dtype=torch.float64, device=forward.spread.device)
+        dist.all_reduce(told, group=stages.group)
+        total = float(told)
+    return PASSES * total / num_samples or None

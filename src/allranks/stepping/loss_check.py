@@ -28,9 +28,12 @@ SUM_ADVICE = "return the SUM over targets, e.g. reduction='sum' (allranks divide
 
 @dataclass(frozen=True, slots=True)
 class LossNature:
-    """What the loss of a Task was found to be: "sum" (a batch may be cut anywhere) or "coupled" (it may not)."""
+    """What the loss of a Task was found to be: "sum" (a batch may be cut anywhere) or "coupled" (it may not).
 
-    kind: Literal["sum", "coupled"]
+    "elsewhere": the last stage of the pipeline has found it, and this rank does not run that.
+    """
+
+    kind: Literal["sum", "coupled", "elsewhere"]
     because: str
 
 
@@ -52,6 +55,7 @@ def examine_loss(
     place: Callable[[Any], Any] = lambda batch: batch,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     compute: torch.dtype | None = None,
+    call: Callable[[Any], Any] | None = None,
 ) -> LossNature:
     """Find out what `task.loss` is, leaving module, gradients, buffers and generators as they were.
 
@@ -66,6 +70,7 @@ def examine_loss(
         place: brings a batch to the module's device.
         autocast: the context of the forward.
         compute: the lower type of that context, or None; the output reaches the loss in float32.
+        call: placed batch -> output, in place of the module's own call; it gives None where another rank has it.
 
     Raises:
         TaskError: the loss is a mean, not a scalar tensor, not finite or without gradient; or a smaller batch fails.
@@ -74,11 +79,16 @@ def examine_loss(
     samples = [samples[index % len(samples)] for index in range(max(3, len(samples)))]
     cut = (len(samples) - 1) // 2
 
-    def run(some: Sequence[Any]) -> _Part:
-        batch = place(task.collate(list(some)))
+    def call_module(batch: Any) -> Any:
         arguments = inputs(batch)
         with autocast():
-            output = module(**arguments) if isinstance(arguments, dict) else module(*arguments)
+            return module(**arguments) if isinstance(arguments, dict) else module(*arguments)
+
+    def run(some: Sequence[Any]) -> _Part | None:
+        batch = place(task.collate(list(some)))
+        output = (call or call_module)(batch)
+        if output is None and call is not None:
+            return None
         output = pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype is compute else t, output)
         sizes = {"targets": float(targets(batch)), "samples": float(len(some))}
         if isinstance(output, torch.Tensor):
@@ -89,7 +99,10 @@ def examine_loss(
         whole, again = run(samples), run(samples)
         if task.coupled:
             return LossNature("coupled", f"{type(task).__name__} says so (coupled = True)")
-        parts = [_run_part(task, run, part, len(samples)) for part in (samples[:cut], samples[cut:])]
+        found = [_run_part(task, run, part, len(samples)) for part in (samples[:cut], samples[cut:])]
+        parts = [part for part in found if part is not None]
+        if whole is None or again is None:
+            return LossNature("elsewhere", "")
         noise = abs(whole.loss - again.loss)
         return _judge(task, whole, parts, noise, _relative_tolerance(module, compute))
 
@@ -130,7 +143,9 @@ def _mean(parts: list[_Part], size: str) -> float:
     return sum(part.loss * part.sizes[size] for part in parts if part.sizes.get(size)) / total if total else math.inf
 
 
-def _run_part(task: Task, run: Callable[[Sequence[Any]], _Part], part: Sequence[Any], num_whole: int) -> _Part:
+def _run_part(
+    task: Task, run: Callable[[Sequence[Any]], _Part | None], part: Sequence[Any], num_whole: int
+) -> _Part | None:
     try:
         return run(part)
     except TaskError:

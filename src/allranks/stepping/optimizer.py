@@ -32,7 +32,6 @@ class Optimizers:
         self._entries = {id(tensor): spread.updatable_entry(name) for name, tensor in updatable.items()}
         self._whole = {id(tensor): spread.tensors[name] for name, tensor in updatable.items()}
         self._parameters = {name: _parameters_of(optimizer) for name, optimizer in optimizers.items()}
-        self._everyone = tuple(range(spread.mesh.layout.world_size))
         self._initial = {name: [_settings(group) for group in it.param_groups] for name, it in optimizers.items()}
         self._updated: dict[str, list[torch.Tensor]] = {}
         self._seen: set[str] = set()
@@ -148,10 +147,11 @@ class Optimizers:
         dtype = str(value.dtype).removeprefix("torch.")
         if _local(value).shape == torch.Size(entry.box.shape):
             return replace(entry, name=name, dtype=dtype)
-        # A counter or another whole tensor beside a sharded parameter: every rank has all of it.
+        # A counter or another whole tensor beside a sharded parameter: every rank with a part has all of it.
         shape = tuple(value.shape)
         whole = Box.whole(shape)
-        return replace(entry, name=name, dtype=dtype, shape=shape, box=whole, holders=self._everyone, placements={})
+        holders = self._spread.everyone_with(entry.name)
+        return replace(entry, name=name, dtype=dtype, shape=shape, box=whole, holders=holders, placements={})
 
     def _prefixed(self) -> list[tuple[str, Optimizer]]:
         return [(f"optimizer.{which}" if which else "optimizer", it) for which, it in self.by_name.items()]

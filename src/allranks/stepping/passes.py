@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +17,9 @@ from torch.utils import _pytree as pytree
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import seed_all
 from allranks.digest import ledger_sum
+from allranks.parallel.pipeline import Payload
 from allranks.parallel.spread import Spread
+from allranks.parallel.stage_transport import signature_of
 from allranks.task import Task
 
 Scale = float | torch.Tensor
@@ -78,11 +80,38 @@ class Forward:
 
     def __call__(self, batch: object) -> object:
         """The single module's output for a placed batch, in at least float32."""
+        return self.spread.precision.cast_output(self.raw(batch, self.spread.modules[""]))
+
+    def raw(self, batch: object, module: Callable[..., object]) -> object:
+        """The same of `module`, as it comes; None where another stage of a pipeline has it; collective along pp."""
+        if self.spread.stages is not None:
+            return self._through_stages(batch)
         arguments = self.inputs(batch)
-        module = self.spread.modules[""]
         with self.autocast():
-            output = module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
-        return self.spread.precision.cast_output(output)
+            return module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
+
+    def run_stage(self, batch: object, stage: int, received: Payload) -> Any:
+        """What a stage of a pipeline sends on, or the last one's output in at least float32."""
+        assert self.spread.stages is not None
+        pipeline = self.spread.stages.pipeline
+        with self.autocast():
+            output = pipeline.run(stage, self.inputs(batch), received)
+        return self.spread.precision.cast_output(output) if stage == pipeline.last else output
+
+    def _through_stages(self, batch: object) -> object:
+        stages, found = self.spread.stages, list[object]()
+        assert stages is not None
+
+        def compute(index: int, stage: int, received: Payload) -> Payload:
+            output = self.run_stage(batch, stage, received)
+            if stage < stages.pipeline.last:
+                sent: Payload = output
+                return sent
+            found.append(output)
+            return ()
+
+        stages.scheduler.forward([signature_of(self.inputs(batch))], compute)
+        return found[0] if found else None
 
 
 class PlainPasses(Passes):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from allranks.config import Config, OptimizerConfig
-from allranks.data.cut import Cut
+from allranks.data.cut import cut_step
 from allranks.data.loader import Loader
 from allranks.data.random_keys import seed_all
 from allranks.data.stream import DataStream, declared_order
@@ -25,6 +25,7 @@ from allranks.stepping.alternating import AlternatingPasses
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.passes import Forward, Passes, PlainPasses
 from allranks.stepping.schedule import Schedule
+from allranks.stepping.scheduled import ScheduledPasses
 from allranks.stepping.start_check import COUPLED, Meeting, check_at_start
 from allranks.stepping.step import Step
 from allranks.stepping.world import Processes
@@ -141,6 +142,7 @@ def _spread(task: Task, config: Config, processes: Processes) -> Spread:
         source=processes.host_source(),
         seed=partial(seed_all, model_key(config.train.seed)),
         blocks=hints.blocks,
+        split_before=hints.split_before,
         tensor=hints.tensor,
         batchnorm=hints.batchnorm,
         # A step of its own may leave out whole models in a backward; its passes reduce what a loss has touched.
@@ -153,7 +155,7 @@ def _spread(task: Task, config: Config, processes: Processes) -> Spread:
 def _stream(dataset: Any, config: Config, processes: Processes, *, fixed: bool) -> DataStream:
     return DataStream(
         dataset,
-        cut=make_cut(config, processes, fixed=fixed),
+        cut=cut_step(config.train, processes.mesh.layout, fixed=fixed),
         dp_rank=processes.mesh.dp_rank,
         seed=config.train.seed,
         epochs=config.train.epochs,
@@ -164,6 +166,8 @@ def _stream(dataset: Any, config: Config, processes: Processes, *, fixed: bool) 
 def _passes(task: Task, forward: Forward, optimizers: Optimizers, processes: Processes) -> Passes:
     if has_step(task):
         return AlternatingPasses(forward, optimizers, processes.data_group)
+    if forward.spread.stages is not None:
+        return ScheduledPasses(forward)
     return PlainPasses(forward)
 
 
@@ -226,23 +230,6 @@ def model_key(seed: int) -> int:
 def draws(dataset: object) -> bool:
     """Whether loading an item may draw random numbers; built-in sources declare that they do not."""
     return bool(getattr(dataset, "draws", True))
-
-
-def make_cut(config: Config, processes: Processes, *, fixed: bool) -> Cut:
-    """How a step is cut; with batch statistics or a coupled loss M is fixed, whatever the number of ranks (law 2)."""
-    train = config.train
-    if train.micro_steps is not None and train.micro_batch is not None:
-        raise ConfigError(
-            f"train.micro_steps={train.micro_steps} and train.micro_batch={train.micro_batch} both say how a step is "
-            "cut: give one of them"
-        )
-    if fixed and train.micro_batch is not None:
-        raise ConfigError(
-            f"train.micro_batch={train.micro_batch}: this task's result depends on which samples share a forward, so "
-            "the number of forwards has to be fixed: set train.micro_steps instead"
-        )
-    micro_steps = (train.micro_steps or 1) if fixed else train.micro_steps
-    return Cut(train.global_batch, processes.mesh.dp, train.micro_batch, micro_steps)
 
 
 def make_schedule(config: Config, stream: DataStream) -> Schedule:

@@ -4,7 +4,7 @@ What forward gets, how targets are counted, what the loss is, and whether it lea
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from time import perf_counter
 from typing import Any
@@ -19,9 +19,10 @@ from allranks.errors import AllranksError, DataError, TaskError
 from allranks.parallel.compiled import uncompiled
 from allranks.parallel.data_parallel import describe_gathering
 from allranks.parallel.spread import Spread
+from allranks.stepping.alike import everyones
 from allranks.stepping.buffer_check import check_buffers
 from allranks.stepping.flops import count_flops
-from allranks.stepping.loss_check import NUM_SAMPLES, examine_loss
+from allranks.stepping.loss_check import NUM_SAMPLES, LossNature, examine_loss
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.whole_check import check_whole
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
@@ -66,9 +67,14 @@ def check_at_start(
         LayoutError: each rank would learn other buffers from its own samples.
         DataError: there are none.
     """
+    if has_step(task) and spread.stages is not None:
+        raise TaskError(
+            f"{type(task).__name__} has a step() of its own, and pp={spread.mesh.layout.pp} orders forwards and "
+            "backwards itself: write loss(output, batch), or use another layout"
+        )
     if has_step(task):
         unknown = _describe_uncompared(f"{type(task).__name__} has a step() of its own")
-        said = (unknown,) if spread.mesh.layout.cuts_layers else ()
+        said = (unknown,) if spread.mesh.layout.cuts_model else ()
         return Meeting(task.coupled, Forward(task, spread, lambda batch: (batch,)), None, said)
     if "" not in spread.modules:
         names = ", ".join(spread.modules)
@@ -102,7 +108,9 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
         place=forward.place,
         autocast=forward.autocast,
         compute=spread.precision.compute,
+        call=None if spread.stages is None else lambda placed: forward.raw(placed, module),
     )
+    nature = _from_last_stage(nature, spread)
     # A forward whose backward never came leaves gathered parameters behind.
     spread.reshard()
     check_buffers(forward, samples, group)
@@ -120,11 +128,19 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
     decisions += _meet_unused(forward, batch, group)
     if spread.mesh.layout.kind == "data_parallel":
         decisions += (_describe_gathering(forward, batch, len(samples)),)
-    if spread.mesh.layout.cuts_layers:
+    if spread.mesh.layout.cuts_model:
         alike = group is None
         unknown = _describe_uncompared("each data-parallel rank sees samples of its own at the start")
         decisions += (check_whole(forward, samples, seed, flops) if alike else unknown,)
     return Meeting(coupled, forward, targets.call, decisions, flops)
+
+
+def _from_last_stage(nature: LossNature, spread: Spread) -> LossNature:
+    """What the ranks have found that have the output; collective along pp."""
+    if spread.stages is None:
+        return nature
+    told = everyones(asdict(nature), spread.stages.group, spread.device)
+    return next(LossNature(**one) for one in told if one["kind"] != "elsewhere")
 
 
 def _describe_uncompared(because: str) -> Decision:
@@ -172,7 +188,7 @@ def _meet_unused(forward: Forward, batch: Any, group: dist.ProcessGroup | None) 
     """
     spread = forward.spread
     layout = spread.mesh.layout
-    minds = layout.replicated or (layout.dp_replicate > 1 and layout.dp_shard > 1)
+    minds = (layout.replicated or (layout.dp_replicate > 1 and layout.dp_shard > 1)) and spread.stages is None
     if not minds or layout.static_graph or spread.find_unused:
         return ()
     spread.synchronise(last=not layout.replicated)  # else HSDP would keep the gradients for the first step

@@ -8,7 +8,6 @@ import torch
 from allranks.data.micro_step import StepBatch
 from allranks.errors import TaskError
 from allranks.observing.counters import Stopwatch
-from allranks.parallel.norm import clip_gradients
 from allranks.parallel.spread import Spread
 from allranks.stepping.agreement import Agreement, Ballot, Pending
 from allranks.stepping.optimizer import Optimizers
@@ -106,7 +105,7 @@ class Step:
                 pending, targets = self._agree(sums.loss, sums.ledger, coming), sums.targets
             divide = None if sums.targets is None else self._spread.divisor / sums.targets.clamp(min=1.0)
             updated = self._optimizers.parameters(sums.which)
-            norm = clip_gradients(updated, self._max_norm, divide, self._spread.cut_over)
+            norm = self._spread.clip(updated, self._max_norm, divide)
             lr = self._optimizers.step(sums.which, factor)
             mark("optimizer")
         if pending is None:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from allranks.data.random_keys import seed_all
 from allranks.errors import LayoutError
+from allranks.parallel.pipeline import Payload
+from allranks.parallel.stage_transport import signature_of
 from allranks.parallel.whole import WholeGradients, whole_gradients
 from allranks.stepping.loss_check import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
@@ -108,22 +110,43 @@ def _spread_gradients(forward: Forward, batch: Any) -> WholeGradients:
     spread.synchronise(last=True)
     try:
         with generators_kept(module), buffers_kept(spread, unless=False), torch.enable_grad():
-            placed = forward.place(batch)
-            arguments = forward.inputs(placed)
-            with forward.autocast():
-                output = module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
-            loss = forward.task.loss(spread.precision.cast_output(output), placed)
-            loss.backward()
+            loss = _backward(forward, forward.place(batch), module)
     finally:
         for part, training in modes:
             part.training = training
     spread.reduce_scalars()
-    names = list(spread.trainable())
-    # Each of those that hold a part brings its share of the square.
-    squares = torch.stack([spread.square_of_gradient(name) for name in names]).to(spread.device)
+    names = spread.trainable_names
+    # Each of those that hold a part brings its share of the square, and one of those that have the loss brings that.
+    nothing = torch.zeros((), dtype=torch.float64, device=spread.device)
+    squares = [spread.square_of_gradient(name) if name in spread.map else nothing for name in names]
+    tells = spread.mesh.counts and spread.mesh.dp_rank == 0
+    told = torch.stack([*squares, loss.detach().double() if tells else nothing])
     for parameter in spread.trainable().values():
         parameter.grad = None
     spread.reshard()
-    dist.all_reduce(squares)
-    norms = dict(zip(names, squares.sqrt().tolist(), strict=True))
-    return WholeGradients(float(loss.detach()), norms)
+    dist.all_reduce(told)
+    *norms, _ = told.sqrt().tolist()
+    return WholeGradients(float(told[-1]), dict(zip(names, norms, strict=True)))
+
+
+def _backward(forward: Forward, placed: Any, module: torch.nn.Module) -> torch.Tensor:
+    """The loss, where this rank has it, else zero; its gradients are on the parameters."""
+    spread, loss = forward.spread, torch.zeros((), device=forward.spread.device)
+    if spread.stages is None:
+        output = spread.precision.cast_output(forward.raw(placed, module))
+        loss = forward.task.loss(output, placed)
+        loss.backward()
+        return loss
+
+    def compute(index: int, stage: int, received: Payload) -> Payload:
+        nonlocal loss
+        output: Payload = forward.run_stage(placed, stage, received)
+        if stage < pipeline.last:
+            return output
+        loss = forward.task.loss(output, placed)
+        return (loss,)
+
+    pipeline = spread.stages.pipeline
+    spread.stages.scheduler.run([signature_of(forward.inputs(placed))], compute)
+    spread.stages.reduce_shared()
+    return loss

@@ -13,7 +13,7 @@ import torch
 
 from allranks import __version__
 from allranks.config import Config, changed_keys, check_resumable, override_config, read_task_spec, resolve_config
-from allranks.data.cut import Cut
+from allranks.data.cut import cut_step
 from allranks.errors import ConfigError, RunError
 from allranks.layout import Layout, num_processes, render_layout
 from allranks.request import TrainRequest
@@ -117,14 +117,14 @@ def resolve_layout(config: Config, world_size: int, nodes: int = 1) -> Layout:
     """The Layout of a world, refused where its degrees do not fit, or leave a rank without a sample."""
     layout = Layout.resolve(config.layout, world_size, nodes)
     layout.supported_here()
-    Cut(config.train.global_batch, layout.dp, config.train.micro_batch, config.train.micro_steps)
+    cut_step(config.train, layout)
     return layout
 
 
 def show_cut(config: Config, layout: Layout) -> dict[str, object]:
     """How a full step is cut: samples over micro-steps and data-parallel ranks."""
     train = config.train
-    cut = Cut(train.global_batch, layout.dp, train.micro_batch, train.micro_steps)
+    cut = cut_step(train, layout)
     shares = [sum(length for _, length in cut.spans(train.global_batch, rank)) for rank in range(layout.dp)]
     return {
         "global batch": f"{train.global_batch} samples",

@@ -1,7 +1,7 @@
 """Everything that matters, into a checkpoint and back (law 8)."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from allranks.checkpointing.checking import check_digests, check_files
 from allranks.checkpointing.checkpoint import Checkpoint, Header, check_sizes, prune, verify_files
 from allranks.checkpointing.manifest import encode_state
+from allranks.checkpointing.parts import stored_parts
 from allranks.checkpointing.restore import is_of_one_rank, name_of_rank, restore
 from allranks.checkpointing.save import save
 from allranks.config import CheckpointConfig, ScheduleConfig
@@ -21,6 +22,7 @@ from allranks.errors import CheckpointError, TaskError
 from allranks.parallel.running_statistics import mean_of_ranks
 from allranks.parallel.spread import Spread
 from allranks.parameter_map import Entry
+from allranks.stepping.alike import everyones
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.world import Processes
@@ -80,7 +82,7 @@ class Contents:
         return {
             "stream": self.stream.state_dict(),
             "dataset": circumstances(self.stream),
-            "optimizer": self.optimizers.numbers(),
+            "optimizer": self._numbers(),
             "task": {} if self.task is None else self.task.state_dict(),
             **self.extra,
         }
@@ -120,7 +122,7 @@ class Contents:
             live = ((entry, entry.name.removeprefix("model.")) for entry, _ in parts)
             kept = {entry.name: spread.local(name) for entry, name in live if name in spread.map.stored}
             parts = [(entry, kept.get(entry.name, own)) for entry, own in parts if entry.name not in ours]
-        restore(checkpoint, parts, {entry.name for entry, _ in parts} | theirs)
+        restore(checkpoint, parts, self._all_names(entry.name for entry, _ in stored_parts(parts)) | theirs)
         layout = spread.mesh.layout
         if checkpoint.manifest.layout != str(layout):
             group = None if layout.world_size == 1 else dist.group.WORLD
@@ -133,6 +135,17 @@ class Contents:
         number = len({name.rpartition("@")[2] for name in theirs})
         what = "running batch statistics go on from the mean over the ranks"
         return (Decision(what, f"{number} data-parallel ranks have saved their own"),) if theirs else ()
+
+    def _all_names(self, names: Iterable[str]) -> set[str]:
+        return {name for some in self._of_all_stages(list(names)) for name in some}
+
+    def _numbers(self) -> dict[str, object]:
+        return {name: value for some in self._of_all_stages(self.optimizers.numbers()) for name, value in some.items()}
+
+    def _of_all_stages(self, value: Any) -> list[Any]:
+        """What each stage of a pipeline has of it, as JSON; collective then."""
+        stages = self.spread.stages
+        return [value] if stages is None else everyones(value, stages.group, self.spread.device)
 
 
 def schedule_state(schedule: Schedule, config: ScheduleConfig) -> dict[str, Any]:
@@ -227,6 +240,7 @@ class Saver:
             world_size=processes.size,
             token=f"{self._run[:8]}_{self._generation}",
             device=processes.device,
+            tells=processes.mesh.first_of_stage,
         )
         if not self._proven:
             check_files(checkpoint, processes.world_group, processes.device)

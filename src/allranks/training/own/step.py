@@ -17,7 +17,6 @@ from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
 from allranks.observing.counters import Stopwatch
 from allranks.observing.recorder import Value
-from allranks.parallel.norm import clip_gradients
 from allranks.stepping.agreement import Agreed, Agreement, Ballot, Pending
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.passes import ledger_of, micro_forward
@@ -172,7 +171,7 @@ class OwnStep:
         pending = self._agreement.start(Ballot(self._loss, self._targets, self._more, interrupt, terminate, ledger))
         scale = self._models.trained.divisor / pending.next_targets.clamp(min=1.0)
         self._stopwatch.mark("agreement")
-        norm = clip_gradients(optimizers.parameters(""), max_norm, scale, self._models.trained.cut_over)
+        norm = self._models.trained.clip(optimizers.parameters(""), max_norm, scale)
         lr = self._update(optimizers)
         turn.state = "stepped"
         return self._finish(self._batch, pending, norm, lr)

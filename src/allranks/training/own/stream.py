@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, final
 
-from allranks.data.cut import Cut
+from allranks.data.cut import cut_step
 from allranks.data.loader import Loader
 from allranks.data.stream import DataStream
 from allranks.errors import ConfigError
@@ -80,7 +80,7 @@ def make_loop(
     mesh = ground.processes.mesh
     order = DataStream(
         dataset,
-        cut=Cut(train.global_batch, mesh.dp, train.micro_batch, train.micro_steps),
+        cut=cut_step(train, mesh.layout),
         dp_rank=mesh.dp_rank,
         seed=train.seed,
         epochs=train.epochs,

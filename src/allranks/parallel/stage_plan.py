@@ -1,0 +1,140 @@
+"""Where a model is cut into the stages of a pipeline, and which of its modules belong to which stage.
+
+A stage begins where one of the model's blocks is called. What is registered before the first block (an embedding)
+belongs to the first stage, what is registered after the last one (a head) to the last stage: modules are registered in
+the order of their use. Where that is not so, the pipeline notices at its first forward.
+"""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from allranks.errors import LayoutError
+from allranks.parallel.blocks import find_blocks
+
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The stages of one module.
+
+    Attributes:
+        points: stage i + 1 begins where the module of this name, points[i], is called.
+        homes: name of a module that lies in one stage whole, the largest such -> its stage. What is in none of them
+            (parameters of the model itself) belongs to every stage.
+        because: where the cuts come from.
+    """
+
+    points: tuple[str, ...]
+    homes: Mapping[str, int]
+    because: str
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return len(self.points) + 1
+
+
+def plan_stages(
+    module: nn.Module, num_stages: int, blocks: Sequence[str] = (), split_before: Sequence[str] = ()
+) -> StagePlan:
+    """Cut `module` into `num_stages` stages, as equal in cost as its blocks allow.
+
+    The cost of a module is the number of its parameters, embeddings aside, which are looked up and not multiplied.
+
+    Args:
+        blocks: `hints().blocks`, which replace the search for repeated modules.
+        split_before: `hints().split_before`, which replaces both: modules before which a stage may begin.
+
+    Raises:
+        LayoutError: there are fewer blocks than stages, none at all, or a pattern matches nothing.
+    """
+    needed = num_stages - 1 if split_before else num_stages
+    names, because = _candidates(module, blocks, split_before, needed)
+    if len(names) < needed:
+        found = f"{', '.join(names[:_SHOWN])}{' ...' * (len(names) > _SHOWN)}" or "none repeats"
+        raise LayoutError(
+            f"a pipeline of {num_stages} stages begins at {needed} blocks at least, and this model has {len(names)} "
+            f"({found}): use fewer stages, or name the modules before which it may be cut in hints().split_before"
+        )
+    segments = _assign(module, names)
+    costs = [0.0] * (len(names) + 1)
+    for name, segment in segments.items():
+        costs[segment] += _cost(module.get_submodule(name))
+    if not split_before:
+        # What lies before the first block makes no stage of its own.
+        costs[:2], names = [costs[0] + costs[1]], names[1:]
+    starts = _balance(costs, num_stages)
+    points = tuple(names[start - 1] for start in starts[1:])
+    return StagePlan(points, _assign(module, points), because)
+
+
+def _candidates(
+    module: nn.Module, blocks: Sequence[str], split_before: Sequence[str], needed: int
+) -> tuple[list[str], str]:
+    if split_before:
+        named = [name for name, _ in module.named_modules() if name]
+        for pattern in split_before:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
+                shown = f"{', '.join(named[:_SHOWN])}{' ...' * (len(named) > _SHOWN)}"
+                raise LayoutError(f"hints().split_before: {pattern!r} matches no module; there are {shown}")
+        chosen = [name for name in named if any(fnmatch.fnmatchcase(name, pattern) for pattern in split_before)]
+        return chosen, "hints().split_before names them"
+    found = find_blocks({"": module}, blocks)[""]
+    if not blocks and len(found) < needed and isinstance(module, nn.Sequential):
+        parts = [name for name, part in module.named_children() if any(True for _ in part.parameters())]
+        return parts, "the model is a sequence of modules"
+    return found, "hints().blocks names them" if blocks else "these modules repeat"
+
+
+def _assign(module: nn.Module, points: Sequence[str]) -> dict[str, int]:
+    """Name -> index of the last of `points` (from 1; 0 before the first) that is registered before it, or is it."""
+    found: dict[str, int] = {}
+    passed = 0
+
+    def visit(parent: nn.Module, prefix: str) -> None:
+        nonlocal passed
+        # Not named_children(): a module that is registered twice is used twice, and none is left out here.
+        for leaf, child in parent._modules.items():
+            name = f"{prefix}{leaf}"
+            if child is None:
+                continue
+            if any(point.startswith(f"{name}.") for point in points):
+                visit(child, f"{name}.")
+            else:
+                passed += name in points
+                found[name] = passed
+
+    visit(module, "")
+    return found
+
+
+def _cost(module: nn.Module) -> float:
+    looked_up = sum(
+        member.weight.numel() for member in module.modules() if isinstance(member, nn.Embedding | nn.EmbeddingBag)
+    )
+    return float(sum(parameter.numel() for parameter in module.parameters()) - looked_up)
+
+
+def _balance(costs: Sequence[float], num_parts: int) -> list[int]:
+    """Where each of `num_parts` consecutive, non-empty parts of `costs` begins, so that the dearest is cheapest."""
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # costs so far -> (the dearest part, where parts begin)
+    for part in range(1, num_parts + 1):
+        left = num_parts - part
+        following: dict[int, tuple[float, list[int]]] = {}
+        for end in range(part, len(costs) - left + 1):
+            options = (
+                (max(dearest, sums[end] - sums[start]), [*starts, start])
+                for start, (dearest, starts) in best.items()
+                if start < end
+            )
+            # Of equal ones the later begin wins: it leaves what follows as much as what came before.
+            following[end] = min(options, key=lambda option: option[0])
+        best = following
+    return best[len(costs)][1]

@@ -1,0 +1,181 @@
+"""In which order a rank runs the forwards and backwards of its stages: as torch's schedules say, or one after another.
+
+torch's schedules need micro-steps of one shape, and as many as there are stages at least. What does not fit them (the
+short last batch of an epoch, a comparison on one micro-batch) goes through in turn, all forwards before all backwards.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from allranks.parallel.mesh import Mesh
+from allranks.parallel.pipeline import Payload, Pipeline
+from allranks.parallel.stage_transport import Signature, Transport
+
+CLASSES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "looped_bfs": "LoopedBFS",
+    "interleaved_zb": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+
+# (micro-step, stage, what the stage received) -> what it sends on, or from the last one (the scaled loss,)
+Compute = Callable[[int, int, Payload], Payload]
+
+
+@final
+class Scheduler:
+    """Runs micro-steps through the stages of this rank, forward and backward.
+
+    Args:
+        pipeline: the stages.
+        transport: between them.
+        mesh: the layout over the ranks; its schedule is used where the micro-steps fit it.
+    """
+
+    def __init__(self, pipeline: Pipeline, transport: Transport, mesh: Mesh, device: torch.device) -> None:
+        self._pipeline = pipeline
+        self._transport = transport
+        self._mesh = mesh
+        self._device = device
+        self._made: dict[tuple[int, Signature], tuple[Any, list[_View]]] = {}
+
+    def forward(self, signatures: Sequence[Signature], compute: Compute) -> None:
+        """Forwards alone, one micro-step after another; collective along pp."""
+        for index, signature in enumerate(signatures):
+            for stage in self._pipeline.stages:
+                self._forward(index, stage, signature, compute)
+        self._transport.drain()
+
+    def run(self, signatures: Sequence[Signature], compute: Compute) -> None:
+        """Forwards and backwards; gradients are added to what parameters have; collective along pp.
+
+        Args:
+            signatures: of each micro-step.
+        """
+        alike = len(set(signatures)) == 1 and len(signatures) >= self._mesh.layout.num_stages
+        if alike and self._mesh.layout.fits_schedule(len(signatures)):
+            self._run_scheduled(len(signatures), signatures[0], compute)
+        else:
+            self._run_in_turn(signatures, compute)
+
+    def is_known(self, signature: Signature) -> bool:
+        """Whether a micro-step of this kind has passed before, so that the shapes between the stages are known."""
+        return all(
+            (beside, signature) in self._transport.sent
+            for stage in self._pipeline.stages
+            for beside in (stage, stage + 1)
+            if 0 < beside <= self._pipeline.last
+        )
+
+    def _forward(self, index: int, stage: int, signature: Signature, compute: Compute) -> tuple[Payload, Payload]:
+        received = self._transport.receive_on(stage, signature)
+        output = compute(index, stage, received)
+        if stage < self._pipeline.last:
+            self._transport.send_on(stage + 1, output, signature)
+        return received, output
+
+    def _run_in_turn(self, signatures: Sequence[Signature], compute: Compute) -> None:
+        kept = {
+            (index, stage): self._forward(index, stage, signature, compute)
+            for index, signature in enumerate(signatures)
+            for stage in self._pipeline.stages
+        }
+        for index, signature in enumerate(signatures):
+            for stage in reversed(self._pipeline.stages):
+                received, output = kept.pop((index, stage))
+                gradients: list[torch.Tensor | None] = [None] * len(output)
+                if stage < self._pipeline.last:
+                    gradients = self._transport.receive_back(stage + 1, signature)
+                pairs = [(t, gradient) for t, gradient in zip(output, gradients, strict=True) if t.requires_grad]
+                if pairs:
+                    torch.autograd.backward([t for t, _ in pairs], [gradient for _, gradient in pairs])
+                self._transport.send_back(stage, received)
+        self._transport.drain()
+
+    def _run_scheduled(self, number: int, signature: Signature, compute: Compute) -> None:
+        if (number, signature) not in self._made:
+            self._made[number, signature] = self._make(number, signature)
+        schedule, views = self._made[number, signature]
+        for view in views:
+            view.compute = compute
+        # Every stage looks its micro-step up by number; nothing of the batch travels.
+        numbers = torch.arange(number)
+        holds_first = 0 in self._pipeline.stages
+        target = numbers if self._pipeline.last in self._pipeline.stages else None
+        try:
+            schedule.step(*([numbers] if holds_first else []), target=target, return_outputs=False, number=numbers)
+        except RuntimeError as error:
+            # torch wraps what a forward raises.
+            if error.__cause__ is not None:
+                raise error.__cause__ from None
+            raise
+        finally:
+            for view in views:
+                view.compute = None
+
+    def _make(self, number: int, signature: Signature) -> tuple[Any, list["_View"]]:
+        layout = self._mesh.layout
+        views = [_View(self._pipeline, stage) for stage in self._pipeline.stages]
+        stages = [self._stage(view, signature) for view in views]
+        kind = get_schedule_class(CLASSES[layout.schedule])
+        one_each = layout.num_stages == layout.pp
+        made: Any = kind(stages[0] if one_each else stages, number, loss_fn=_as_loss, scale_grads=False)
+        return made, views
+
+    def _stage(self, view: "_View", signature: Signature) -> PipelineStage:
+        """With the shapes on both sides, so that torch need not try them out."""
+        stage, last = view.stage, self._pipeline.last
+
+        def kinds(at: int) -> tuple[torch.Tensor, ...]:
+            metas = self._transport.sent[at, signature]
+            return tuple(meta.empty("meta").requires_grad_(meta.requires_grad) for meta in metas)
+
+        number = torch.zeros(1, dtype=torch.int64, device="meta")
+        loss = torch.zeros((), device="meta", requires_grad=True)
+        return PipelineStage(
+            view,
+            stage,
+            last + 1,
+            self._device,
+            input_args=kinds(stage) if stage else (number,),
+            output_args=kinds(stage + 1) if stage < last else (loss,),
+            group=self._mesh.group("pp"),
+        )
+
+
+@final
+class _View(nn.Module):
+    """One stage as torch's schedules see it: a module of its own, though all stages of a rank are in one."""
+
+    _pipeline: Pipeline  # no module: torch would move, scan and synchronise what belongs to the other stages, too
+    stage: int
+
+    def __init__(self, pipeline: Pipeline, stage: int) -> None:
+        super().__init__()
+        self._pipeline = pipeline
+        self.stage = stage
+        self.compute: Compute | None = None
+
+    def forward(self, *received: torch.Tensor, number: torch.Tensor) -> Any:
+        """What the stage sends on, a single tensor bare; or the loss."""
+        assert self.compute is not None
+        found = self.compute(int(number), self.stage, received if self.stage else ())
+        return found if self.stage < self._pipeline.last else found[0]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the stage."""
+        return iter(self._pipeline.parameters(self.stage))
+
+
+def _as_loss(loss: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return loss

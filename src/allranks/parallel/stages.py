@@ -1,0 +1,125 @@
+"""What a rank of a pipeline has: its stages, how they run, and what it shares with the ranks of other stages.
+
+A tied weight that two stages compute with (an embedding that is the head, too) is held by both. Each has the gradient
+of its own use; their sum is the gradient.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from allranks.errors import LayoutError
+from allranks.parallel.mesh import Mesh
+from allranks.parallel.pipeline import Pipeline
+from allranks.parallel.stage_plan import plan_stages
+from allranks.parallel.stage_schedule import Scheduler
+from allranks.parallel.stage_transport import Transport
+from allranks.verdict import Decision
+
+
+@final
+@dataclass
+class Stages:
+    """The pipeline of a run, as one rank has it.
+
+    Attributes:
+        pipeline: the model's stages.
+        scheduler: runs them.
+        group: the ranks of all stages.
+        told_elsewhere: ids of parameters that another rank along pp holds, too, which counts them in sums.
+        trainable_names: logical names over all stages.
+    """
+
+    pipeline: Pipeline
+    scheduler: Scheduler
+    group: dist.ProcessGroup
+    trainable_names: tuple[str, ...]
+    told_elsewhere: frozenset[int] = frozenset()
+    _ties: list[tuple[dist.ProcessGroup, list[torch.Tensor]]] = field(default_factory=list)
+
+    def tie(self, tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
+        """Find what several stages hold, once every tensor has its place; collective over the world."""
+        names: dict[frozenset[int], list[str]] = {}
+        everywhere = frozenset(range(mesh.layout.pp))
+        for name in self.trainable_names:
+            ranks = self.pipeline.ranks.get(name, everywhere)
+            if len(ranks) > 1:
+                names.setdefault(ranks, []).append(name)
+        mine = mesh.coordinate("pp")
+        elsewhere: set[int] = set()
+        for ranks in sorted(names, key=sorted):
+            # A tied parameter has one name here already: trainable_names has no aliases.
+            group = _group_over(mesh, ranks)
+            if mine in ranks and group is not None:
+                held = [tensors[name] for name in names[ranks]]
+                self._ties.append((group, held))
+                elsewhere |= set(map(id, held)) if mine != min(ranks) else set()
+        self.told_elsewhere = frozenset(elsewhere)
+
+    def reduce_shared(self) -> None:
+        """Sum the gradients of what several stages hold, over those stages; collective along pp."""
+        for group, parameters in self._ties:
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            gradients = [_local(parameter.grad) for parameter in parameters]
+            for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+                some = [gradient for gradient in gradients if gradient.dtype is dtype]
+                flat = torch.cat([gradient.reshape(-1) for gradient in some])
+                dist.all_reduce(flat, group=group)
+                for gradient, part in zip(some, flat.split([g.numel() for g in some]), strict=True):
+                    gradient.copy_(part.view(gradient.shape))
+
+
+def cut_stages(
+    modules: Mapping[str, nn.Module],
+    mesh: Mesh,
+    device: torch.device,
+    blocks: Sequence[str],
+    split_before: Sequence[str],
+    decisions: list[Decision],
+) -> Stages | None:
+    """The stages of the user's module, as it was built; None where the layout has no pipeline.
+
+    Raises:
+        LayoutError: it cannot be cut into so many, or there are several modules.
+    """
+    layout = mesh.layout
+    if layout.pp == 1:
+        return None
+    if list(modules) != [""]:
+        raise LayoutError(f"pp={layout.pp} cuts one module, and model() returned {len(modules)}: use another layout")
+    module = modules[""]
+    plan = plan_stages(module, layout.num_stages, blocks, split_before)
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            names.setdefault(id(parameter), name)
+    pipeline = Pipeline(module, plan, mesh)
+    scheduler = Scheduler(pipeline, Transport(pipeline, mesh, device), mesh, device)
+    begin = ", ".join(plan.points)
+    decisions.append(
+        Decision(f"{plan.num_stages} stages over pp={layout.pp} begin at the model's start, {begin}", plan.because)
+    )
+    return Stages(pipeline, scheduler, mesh.group("pp"), tuple(names.values()))
+
+
+def _group_over(mesh: Mesh, pp_ranks: Collection[int]) -> dist.ProcessGroup | None:
+    """The ranks at these coordinates along pp that are alike in all else; every rank makes every such group."""
+    if len(pp_ranks) == mesh.layout.pp:
+        return mesh.group("pp")
+    assert mesh.device_mesh is not None
+    columns = mesh.device_mesh.mesh[sorted(pp_ranks)].reshape(len(pp_ranks), -1).T
+    mine, _ = dist.new_subgroups_by_enumeration([sorted(column) for column in columns.tolist()])
+    found: dist.ProcessGroup | None = mine
+    return found
+
+
+def _local(value: torch.Tensor | None) -> torch.Tensor:
+    assert value is not None
+    return value._local_tensor if isinstance(value, DTensor) else value

@@ -1,0 +1,84 @@
+"""Passes through a pipeline: the micro-steps of a step in the order of its schedule, each stage on its own rank."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from allranks.data.micro_step import MicroStep, StepBatch
+from allranks.data.random_keys import mix, seed_all
+from allranks.parallel.average import average_gradients
+from allranks.parallel.pipeline import Payload
+from allranks.parallel.stage_transport import Signature, signature_of
+from allranks.stepping.passes import Forward, Passes, Scale, StepSums, buffers_kept, ledger_of, micro_forward
+
+
+class ScheduledPasses(Passes):
+    """One forward and one loss a micro-step, spread over the stages of a pipeline.
+
+    Every rank has every batch of its samples: the first stage takes the inputs from it, the last one what the loss
+    needs, and any stage the masks and positions that it makes by itself.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        assert forward.spread.stages is not None
+        self._forward = forward
+        self._spread = forward.spread
+        self._stages = forward.spread.stages
+
+    def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
+        placed = [self._forward.place(micro_step.batch) for micro_step in batch.micro_steps]
+        signatures = [signature_of(self._forward.inputs(one)) for one in placed]
+        self._make_known(batch.micro_steps, placed, signatures)
+        self._spread.synchronise(last=True)
+        losses: list[torch.Tensor] = []
+
+        def compute(index: int, stage: int, received: Payload) -> Payload:
+            micro_step = batch.micro_steps[index]
+            output = self._compute(micro_step, placed[index], stage, received)
+            if stage < self._stages.pipeline.last:
+                return output
+            (loss,) = output
+            losses.append(loss.detach().double() * micro_step.weight)
+            return (loss * (scale * micro_step.weight),)
+
+        self._stages.scheduler.run(signatures, compute)
+        self._spread.reduce_scalars()
+        if self._spread.mesh.layout.replicated:
+            whole = list(self._spread.trainable().values())
+            average_gradients(whole, self._spread.mesh.data_group, self._spread.divisor)
+        self._stages.reduce_shared()
+        # In the order of the micro-steps, whatever the schedule: every last stage has run them so.
+        total = torch.zeros((), dtype=torch.float64, device=self._spread.device)
+        for loss in losses:
+            total = total + loss
+        yield StepSums("", total, None, ledger_of(batch))
+
+    def _compute(self, micro_step: MicroStep, placed: Any, stage: int, received: Payload) -> Payload:
+        """What a stage sends on, or the last one's loss."""
+        # The first stage draws as one device does; each other has numbers of its own (law 6).
+        seed_all(mix(micro_step.random_key, stage) if stage else micro_step.random_key)
+        with micro_forward(self._spread, micro_step.weight):
+            output = self._forward.run_stage(placed, stage, received)
+            if stage < self._stages.pipeline.last:
+                found: Payload = output
+                return found
+            return (self._forward.task.loss(output, placed),)
+
+    def _make_known(
+        self, micro_steps: Sequence[MicroStep], placed: Sequence[Any], signatures: Sequence[Signature]
+    ) -> None:
+        """Have every new kind of micro-step pass once, so that schedules know what travels; nothing of it stays."""
+        seen: set[Signature] = set()
+        for micro_step, batch, signature in zip(micro_steps, placed, signatures, strict=True):
+            if signature in seen or self._stages.scheduler.is_known(signature):
+                continue
+            seen.add(signature)
+
+            with buffers_kept(self._spread, unless=False):
+                self._stages.scheduler.forward([signature], partial(self._compute_alone, micro_step, batch))
+            self._spread.reshard()
+
+    def _compute_alone(self, micro_step: MicroStep, placed: Any, _: int, stage: int, received: Payload) -> Payload:
+        return self._compute(micro_step, placed, stage, received)

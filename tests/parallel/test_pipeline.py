@@ -1,0 +1,246 @@
+"""The user's forward, run stage by stage: here by hand in one process, which is each rank in turn."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from allranks.errors import LayoutError
+from allranks.layout import Layout
+from allranks.parallel.mesh import Mesh
+from allranks.parallel.pipeline import Pipeline
+from allranks.parallel.stage_plan import plan_stages
+
+WIDTH = 12
+
+
+class OneOf(Mesh):
+    """A mesh in which this process stands anywhere along pp."""
+
+    def coordinate(self, axis: str) -> int:
+        return self.rank if axis == "pp" else 0
+
+
+class Model(nn.Module):
+    """Four blocks between an embedding and a head, with a mask that every stage makes by itself."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 9, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        self.seen += 1
+        hidden = self.embedding(x) * scale
+        for block in self.blocks:
+            hidden = block(hidden, mask=x > 3)
+        found: torch.Tensor = self.head(self.norm(hidden))
+        return found
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.tanh(self.linear(hidden)) * mask.unsqueeze(-1)
+
+
+def made(kind: type[nn.Module] = Model) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def ranks(schedule: str = "1f1b", pp: int = 2, kind: type[nn.Module] = Model, **hints: Any) -> list[Pipeline]:
+    """One pipeline for each rank, over copies of one model. Shapes between the stages are shared, as headers share."""
+    layout = Layout(pp=pp, schedule=schedule)
+    found = []
+    for rank in range(pp):
+        model = made(kind)
+        found.append(Pipeline(model, plan_stages(model, layout.num_stages, **hints), OneOf(layout, rank, None)))
+    for pipeline in found[1:]:
+        pipeline.crossings = found[0].crossings
+    return found
+
+
+def through(pipelines: list[Pipeline], *arguments: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """The output, and (received, sent) of each stage."""
+    received, passed = (), []
+    output: Any = None
+    for stage in range(pipelines[0].last + 1):
+        pipeline = next(one for one in pipelines if stage in one.stages)
+        output = pipeline.run(stage, arguments, received)
+        passed.append((received, output))
+        if stage < pipeline.last:
+            received = tuple(t.detach().requires_grad_(t.requires_grad) for t in output)
+    return output, passed
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_the_stages_in_turn_are_the_model(schedule: str) -> None:
+    tokens = torch.arange(8).reshape(2, 4)
+    model = made()
+    expected = model(tokens, 0.5)
+    expected.sum().backward()
+    pipelines = ranks(schedule)
+    output, passed = through(pipelines, tokens, 0.5)
+    assert torch.equal(output, expected)
+    gradients: Any = None
+    for stage in reversed(range(len(passed))):
+        received, sent = passed[stage]
+        if gradients is None:
+            sent.sum().backward()
+        else:
+            torch.autograd.backward(sent, gradients)
+        gradients = [t.grad for t in received]
+    named = [dict(pipeline.module.named_parameters(remove_duplicate=False)) for pipeline in pipelines]
+    for name, parameter in model.named_parameters():
+        found = sum(p.grad for p in {id(n[name]): n[name] for n in named}.values() if p.grad is not None)
+        assert isinstance(found, torch.Tensor) and torch.allclose(found, parameter.grad, atol=1e-7), name
+
+
+def test_what_each_rank_holds() -> None:
+    first, last = ranks()
+    assert (first.stages, last.stages) == ((0,), (1,))
+    named = dict(last.module.named_parameters(remove_duplicate=False))
+    assert last.is_absent(named["blocks.0.linear.weight"]) and not last.is_absent(named["blocks.2.linear.weight"])
+    # Tied: the first stage looks it up, the last one multiplies with it.
+    assert not last.is_absent(named["embedding.weight"]) and "embedding.weight" not in last.ranks
+    assert last.ranks["norm.weight"] == {1} and first.ranks["blocks.1.linear.bias"] == {0}
+    assert "seen" not in first.ranks
+    assert first.runs("blocks.1") and not first.runs("blocks.2") and last.runs("head")
+
+
+def test_a_stage_names_its_own_parameters() -> None:
+    last = ranks()[1]
+    own = {id(p) for p in last.parameters(1)}
+    named = dict(last.module.named_parameters(remove_duplicate=False))
+    assert {name for name, p in named.items() if id(p) in own} == {
+        "embedding.weight",
+        "head.weight",
+        "norm.weight",
+        "norm.bias",
+        *(f"blocks.{i}.linear.{leaf}" for i in (2, 3) for leaf in ("weight", "bias")),
+    }
+
+
+def test_what_travels_is_what_parameters_have_touched() -> None:
+    pipelines = ranks()
+    _, passed = through(pipelines, torch.arange(8).reshape(2, 4))
+    (sent,) = passed[0][1]
+    assert sent.shape == (2, 4, WIDTH) and sent.requires_grad
+    assert len(pipelines[0].crossings[1]) == 1  # not the mask
+
+
+def test_modules_of_other_stages_are_not_computed() -> None:
+    first, last = ranks()
+    with torch.no_grad():
+        last.module.get_parameter("blocks.0.linear.weight").fill_(float("nan"))
+        first.module.get_parameter("blocks.3.linear.weight").fill_(float("nan"))
+    output, _ = through([first, last], torch.arange(8).reshape(2, 4))
+    assert torch.isfinite(output).all()
+
+
+def test_two_stages_of_one_rank_count_a_forward_once() -> None:
+    pipelines = ranks("interleaved")
+    through(pipelines, torch.arange(8).reshape(2, 4))
+    assert [float(pipeline.module.get_buffer("seen")) for pipeline in pipelines] == [1.0, 1.0]
+
+
+def test_outside_of_a_stage_modules_are_themselves() -> None:
+    first, _ = ranks()
+    tokens = torch.arange(4)
+    assert torch.equal(first.module.get_submodule("embedding")(tokens), made().get_submodule("embedding")(tokens))
+
+
+class HeadFirst(Model):
+    """Registers its head before its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks, norm = self.blocks, self.norm
+        del self.blocks, self.norm
+        self.norm, self.blocks = norm, blocks
+
+
+def test_a_module_out_of_order_is_refused_by_name() -> None:
+    with pytest.raises(
+        LayoutError, match="norm is called in stage 1 of the pipeline and registered among the modules of stage 0"
+    ):
+        through(ranks(kind=HeadFirst), torch.arange(4))
+
+
+class Early(Model):
+    """Leaves before its last blocks, without anybody's noticing."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        found: torch.Tensor = self.blocks[0](self.embedding(x), mask=x > 3)
+        return found
+
+
+def test_a_forward_that_never_comes_there_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"ended and had not called blocks\.2, where a stage of the pipeline begins"):
+        through(ranks(kind=Early), torch.arange(4))
+
+
+class OfWords(Model):
+    """Its blocks take no floating tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Embedding(9, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> Any:
+        return [self.embedding(x), *(block(x) for block in self.blocks)]
+
+
+def test_a_block_without_activations_begins_no_stage() -> None:
+    with pytest.raises(LayoutError, match=r"blocks\.1 is called without a floating tensor"):
+        through(ranks(kind=OfWords), torch.arange(4))
+
+
+class Looks(nn.Module):
+    """What it returns depends on the values it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return hidden * self.weight if bool(mask.all()) else hidden[:1]
+
+
+class Looking(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Looks() for _ in range(4))
+
+
+def test_a_module_whose_shape_depends_on_values_cannot_be_passed_over() -> None:
+    with pytest.raises(
+        LayoutError, match=r"blocks\.0 belongs to another stage of the pipeline, and what it returns is not known"
+    ):
+        through(ranks(kind=Looking), torch.arange(4, 8))
+
+
+class Catching(Model):
+    """Its forward catches whatever a block raises."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        try:
+            return super().forward(x, scale)
+        except Exception:
+            return torch.zeros(0)
+
+
+def test_user_code_does_not_catch_the_end_of_a_stage() -> None:
+    output, _ = through(ranks(kind=Catching), torch.arange(4))
+    assert torch.equal(output, made(Catching)(torch.arange(4)))

@@ -1,0 +1,118 @@
+"""The order of forwards and backwards."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from allranks.layout import Layout
+from allranks.parallel.mesh import build_mesh
+from allranks.parallel.pipeline import Payload, Pipeline
+from allranks.parallel.stage_plan import plan_stages
+from allranks.parallel.stage_schedule import CLASSES, Scheduler
+from allranks.parallel.stage_transport import Transport, signature_of
+from tests.distributed.pool import Pools
+
+pytestmark = pytest.mark.distributed
+
+NUMBER = 6
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)))
+
+
+def inputs(index: int, rows: int = 2) -> torch.Tensor:
+    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(index))
+
+
+def made(schedule: str) -> tuple[Scheduler, Pipeline]:
+    mesh = build_mesh(Layout(pp=2, schedule=schedule), "cpu")
+    module = model()
+    pipeline = Pipeline(module, plan_stages(module, mesh.layout.num_stages), mesh)
+    device = torch.device("cpu")
+    return Scheduler(pipeline, Transport(pipeline, mesh, device), mesh, device), pipeline
+
+
+def run(schedule: str, rows: list[int]) -> Any:
+    """In a worker: the gradients after one step, the order of computing, and the losses."""
+    scheduler, pipeline = made(schedule)
+    order: list[tuple[str, int, int]] = []
+    losses: list[float] = []
+
+    def compute(index: int, stage: int, received: Payload) -> Payload:
+        order.append(("F", index, stage))
+        output: Any = pipeline.run(stage, (inputs(index, rows[index]),), received)
+        if stage < pipeline.last:
+            return tuple(output)
+        loss = output.square().sum()
+        losses.append(float(loss.detach()))
+        return (loss,)
+
+    signatures = [signature_of((inputs(index, number),)) for index, number in enumerate(rows)]
+    assert not any(map(scheduler.is_known, signatures))
+    scheduler.forward(list(dict.fromkeys(signatures)), compute)
+    assert all(map(scheduler.is_known, signatures))
+    order.clear()
+    losses.clear()
+    scheduler.run(signatures, compute)
+    own = [parameter for stage in pipeline.stages for parameter in pipeline.parameters(stage)]
+    named = {id(p): name for name, p in pipeline.module.named_parameters()}
+    return {named[id(p)]: p.grad for p in own}, order, losses, bool(scheduler._made)
+
+
+@pytest.mark.parametrize("schedule", sorted(CLASSES))
+@pytest.mark.parametrize("rows", [[2] * NUMBER, [2, 3, 1, 2]], ids=["alike", "unlike"])
+def test_gradients_are_those_of_one_process(pool: Pools, schedule: str, rows: list[int]) -> None:
+    """Micro-steps of unlike shape go through in turn, and those of one shape as torch's schedule says."""
+    whole = model()
+    losses = [whole(inputs(index, number)).square().sum() for index, number in enumerate(rows)]
+    torch.stack(losses).sum().backward()
+    ranks = pool(2).run(run, schedule, rows)
+    found = {name: gradient for gradients, *_ in ranks for name, gradient in gradients.items()}
+    for name, parameter in whole.named_parameters():
+        assert parameter.grad is not None and torch.allclose(found[name], parameter.grad, atol=1e-6), name
+    told = next(told for _, _, told, _ in ranks if told)
+    assert told == pytest.approx([loss.item() for loss in losses])
+    assert [scheduled for *_, scheduled in ranks] == [len(set(rows)) == 1] * 2
+
+
+def test_1f1b_holds_fewer_forwards_than_gpipe(pool: Pools) -> None:
+    """The first stage of 1f1b runs ahead by the number of stages, that of gpipe by all."""
+    ranks = pool(2).run(run, "1f1b", [2] * NUMBER)
+    assert [index for _, index, _ in ranks[0][1]] == list(range(NUMBER))
+    kept = {name: max_kept(pool, name) for name in ("1f1b", "gpipe")}
+    assert kept == {"1f1b": 2, "gpipe": NUMBER}
+
+
+def count_kept(schedule: str) -> int:
+    """In a worker: the most outputs of its stage that wait for their backward at one time."""
+    scheduler, pipeline = made(schedule)
+    waiting = most = 0
+
+    def done(_: torch.Tensor) -> None:
+        nonlocal waiting
+        waiting -= 1
+
+    def compute(index: int, stage: int, received: Payload) -> Payload:
+        nonlocal waiting, most
+        output: Any = pipeline.run(stage, (inputs(index),), received)
+        found = tuple(output) if stage < pipeline.last else (output.square().sum(),)
+        if counting:
+            waiting += 1
+            most = max(most, waiting)
+            found[0].register_hook(done)
+        return found
+
+    counting, signature = False, signature_of((inputs(0),))
+    scheduler.forward([signature], compute)
+    counting = True
+    scheduler.run([signature] * NUMBER, compute)
+    assert waiting == 0
+    return most
+
+
+def max_kept(pool: Pools, schedule: str) -> int:
+    return int(pool(2).run(count_kept, schedule)[0])

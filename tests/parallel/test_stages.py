@@ -1,0 +1,80 @@
+"""What a rank of a pipeline shares with the others."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from allranks.errors import LayoutError
+from allranks.layout import Layout
+from allranks.parallel.mesh import Mesh
+from allranks.parallel.stages import cut_stages
+from tests.distributed.pool import Pools
+from tests.parallel.spreads import spread
+
+
+def stack() -> nn.Module:
+    """The first and the last of six layers are one; the model has a parameter of its own."""
+    layers = [nn.Linear(4, 4) for _ in range(6)]
+    layers[5].weight = layers[0].weight
+    model = nn.Sequential(*layers)
+    model.register_parameter("own", nn.Parameter(torch.ones(2)))
+    return model
+
+
+def test_no_pipeline_has_no_stages() -> None:
+    decisions: list[Any] = []
+    assert cut_stages({"": stack()}, Mesh(Layout(), 0, None), torch.device("cpu"), (), (), decisions) is None
+    assert decisions == []
+
+
+def test_several_modules_are_refused() -> None:
+    several = {"one": stack(), "two": stack()}
+    with pytest.raises(LayoutError, match=r"pp=2 cuts one module, and model\(\) returned 2"):
+        cut_stages(several, Mesh(Layout(pp=2), 0, None), torch.device("cpu"), (), (), [])
+
+
+def share(pp: int, replicas: int) -> Any:
+    """In a worker: what is held, and gradients after the sum over the stages that hold it."""
+    found = spread(stack, Layout(pp=pp, dp_replicate=replicas), "float32")
+    assert found.stages is not None
+    place = found.mesh.coordinate("pp")
+    for name, parameter in found.trainable().items():
+        if name != "own" or place == 1:
+            parameter.grad = torch.full_like(parameter, 10.0**place)
+    found.stages.reduce_shared()
+    gradients = {name: float(p.grad.flatten()[0]) for name, p in found.trainable().items() if p.grad is not None}
+    norm = found.clip(list(found.trainable().values()), None, None)
+    elsewhere = [n for n, p in found.trainable().items() if id(p) in found.stages.told_elsewhere]
+    holders = {name: entry.holders for name, entry in found.map.items()}
+    return place, gradients, elsewhere, holders, float(norm), found.trainable_names, found.decisions[0].what
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("pp", "replicas"), [(3, 1), (2, 2)])
+def test_what_several_stages_hold_has_the_sum_of_their_gradients(pool: Pools, pp: int, replicas: int) -> None:
+    last = pp - 1
+    both = 1.0 + 10.0**last
+    everyone = 10.0
+    ranks = pool(pp * replicas).run(share, pp, replicas)
+    for rank, (place, gradients, elsewhere, holders, _, _, _) in enumerate(ranks):
+        assert gradients["own"] == everyone
+        assert ("0.weight" in gradients) == (place in (0, last))
+        if place in (0, last):
+            assert gradients["0.weight"] == both
+            assert holders["0.weight"] == tuple(sorted(r for r, other in enumerate(ranks) if other[0] in (0, last)))
+        assert elsewhere == {0: [], last: ["own", "0.weight"]}.get(place, ["own"])
+        assert holders["own"] == tuple(range(len(ranks))) and rank in holders["own"]
+
+
+@pytest.mark.distributed
+def test_the_norm_counts_everything_once(pool: Pools) -> None:
+    ranks = pool(3).run(share, 3, 1)
+    # 16 elements of the tied one with 101; own: 2 of 10; biases 0 and 5; two layers of 20 elements in each stage.
+    squares = 16 * 101**2 + 2 * 10**2 + 4 * (1 + 100**2)
+    squares += 20 * (1 + 10**2 + 10**2 + 100**2)
+    assert {round(norm, 3) for *_, norm, _, _ in ranks} == {round(squares**0.5, 3)}
+    names = {names for *_, names, _ in ranks}
+    assert len(names) == 1 and len(names.pop()) == 12
+    assert ranks[0][-1] == "3 stages over pp=3 begin at the model's start, 2, 4"
