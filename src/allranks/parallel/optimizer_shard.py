@@ -78,7 +78,8 @@ class RowShards:
 def _entry_of_rows(entry: Entry, start: int, end: int, mesh: Mesh) -> Entry:
     offset = (entry.box.offset[0] + start, *entry.box.offset[1:])
     placements = {**entry.placements, "dp_shard": "shard(0)"}
-    holders = mesh.peers([axis for axis, placement in placements.items() if placement != "replicate"])
+    alike = mesh.peers([axis for axis, placement in placements.items() if placement != "replicate"])
+    holders = tuple(rank for rank in entry.holders if rank in alike)
     return replace(entry, box=Box(offset, (end - start, *entry.box.shape[1:])), placements=placements, holders=holders)
 
 

@@ -1,0 +1,161 @@
+"""A step through a pipeline, as the rest of the step sees it."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from allranks.data.random_keys import mix
+from allranks.errors import TaskError
+from allranks.stepping.passes import PlainPasses
+from allranks.stepping.scheduled import ScheduledPasses
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import config_of, parts_of, session_of, step_through, together
+from tests.distributed.tasks import Tiny
+
+pytestmark = pytest.mark.distributed
+
+
+class Noting(nn.Module):
+    """A layer that notes with which seed it runs, and how often in training."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.seeds: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seeds.append(torch.initial_seed())
+            self.calls += 1
+        found: torch.Tensor = torch.tanh(self.linear(x))
+        return found
+
+
+class Noted(Tiny):
+    """Two such layers: a stage each."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Noting(), Noting())
+
+    def dataset(self, split: str) -> Any:
+        return Tiny().dataset(split)
+
+
+CONFIG = ("train.global_batch=12", "train.micro_steps=2", "optimizer.name=sgd", "optimizer.lr=0.1")
+
+
+def note(steps: int) -> Any:
+    """In a worker: keys of the micro-steps and the seeds of this rank's stage; the counter, and who makes the step."""
+    session = session_of(Noted(), config_of("pp=2", *CONFIG))
+    layers = [m for m in session.spread.bare().modules() if isinstance(m, Noting)]
+    rank = dist.get_rank()
+    for layer in layers:
+        layer.seeds.clear()
+    keys = [m.random_key for stepped in step_through(session, steps) for m in stepped.batch.micro_steps]
+    counter = int(session.spread.local(f"{rank}.calls"))
+    return keys, layers[rank].seeds, layers[1 - rank].seeds, counter
+
+
+def test_every_stage_draws_numbers_of_its_own(pool: Pools) -> None:
+    """Law 6. The first forward of a new shape finds out what travels, and leaves nothing behind."""
+    (keys, first, other, counted), (_, last, _, also) = pool(2).run(note, 2)
+    assert len(keys) == 4 and first[-4:] == keys and last[-4:] == [mix(key, 1) for key in keys]
+    assert len(first) == len(last) == 5 and first[0] == keys[0]
+    assert other == [] and counted == also == 4
+    assert len({*first, *last}) == 8
+
+
+def kinds() -> list[str]:
+    return [
+        type(session_of(Tiny(kind="mlp"), config_of(layout, *CONFIG)).step._passes).__name__
+        for layout in ("pp=2", "ddp")
+    ]
+
+
+def test_a_pipeline_has_passes_of_its_own(pool: Pools) -> None:
+    assert pool(2).run(kinds) == [[ScheduledPasses.__name__, PlainPasses.__name__]] * 2
+
+
+@pytest.mark.parametrize("batchnorm", ["sync", "local"])
+def test_batch_statistics_see_micro_steps(pool: Pools, batchnorm: str) -> None:
+    """M is the same with and without a pipeline, so a BatchNorm sees the same samples (law 2)."""
+    pp, dp = f"pp=2,dp_replicate=2,batchnorm={batchnorm}", f"ddp,batchnorm={batchnorm}"
+    found = together(pool(4).run(normalise, pp)) if batchnorm == "sync" else None
+    alone = together(pool(1).run(normalise, "single"))
+    if found is not None:
+        assert found.keys() == alone.keys()
+        assert all(torch.allclose(found[name], alone[name], rtol=1e-11, atol=1e-13) for name in alone)
+        return
+    piped, plain = pool(4).run(normalise, pp), pool(2).run(normalise, dp)
+    for replica in range(2):
+        both = piped[replica] | piped[2 + replica]
+        for name, (_, _, value) in plain[replica].items():
+            assert torch.allclose(both[name][2], value, rtol=1e-11, atol=1e-13), name
+
+
+class Normal(Tiny):
+    """Points through layers with batch statistics."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh()),
+            nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Tanh()),
+            nn.Linear(7, 3),
+        )
+
+    def dataset(self, split: str) -> Any:
+        return Tiny().dataset(split)
+
+
+def normalise(layout: str) -> Any:
+    session = session_of(Normal(), config_of(layout, *CONFIG))
+    for _ in step_through(session, 3):
+        pass
+    return parts_of(session)
+
+
+class WithStep(Noted):
+    """Says itself what a step is."""
+
+    def step(self, models: Any, batch: Any) -> Any:
+        yield "", self.loss(models(batch["x"]), batch), len(batch["y"])
+
+
+def refuse() -> str:
+    try:
+        session_of(WithStep(), config_of("pp=2", *CONFIG))
+    except TaskError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_step_of_its_own_is_refused(pool: Pools) -> None:
+    told = pool(2).run(refuse)
+    assert told[0] == told[1] and told[0].startswith("WithStep has a step() of its own, and pp=2 orders forwards")
+
+
+def drop(layout: str) -> Any:
+    """In a worker: losses of a model that drops."""
+    session = session_of(Dropping(), config_of(layout, *CONFIG, "train.seed=3"))
+    random.seed(0)
+    return [stepped.loss for stepped in step_through(session, 2)]
+
+
+class Dropping(Noted):
+    """Two layers, the second of which drops."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 6), nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Linear(64, 3)))
+
+
+def test_dropout_is_the_same_in_every_run_and_not_that_of_one_device(pool: Pools) -> None:
+    first, second, alone = pool(2).run(drop, "pp=2"), pool(2).run(drop, "pp=2"), pool(1).run(drop, "single")
+    assert first == second and first[0] == first[1] and first[0] != alone[0]
+    assert first[0] == pytest.approx(alone[0], rel=0.5)
