@@ -99,11 +99,11 @@ class Layout:
     @property
     def cuts_layers(self) -> bool:
         """Whether what one process computes in a layer is shared out over several."""
-        return self.tp > 1 or self.cp > 1
+        return self.tp > 1 or self.cp > 1 or self.ep > 1
 
     def supported_here(self) -> None:
         """Refuse what this version does not make yet. Raises LayoutError."""
-        later = [f"{axis}={getattr(self, axis)}" for axis in ("cp", "pp", "ep") if getattr(self, axis) > 1]
+        later = [f"{axis}={getattr(self, axis)}" for axis in ("cp", "pp") if getattr(self, axis) > 1]
         later += [self.kind] if self.kind == "placement" else []
         later += [f"offload={self.offload}"] if self.offload in ("parameters", "all") else []
         if later:
@@ -112,6 +112,18 @@ class Layout:
             raise LayoutError(f"compile={self.compile} with tp={self.tp} comes with a later version: leave one of them")
         if self.recompute == "budget" and self.compile == "none":
             raise LayoutError("recompute=budget leaves the choice to torch.compile: add compile=block")
+        if self.ep > 1:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        """What experts that are cut do not go with. Raises LayoutError."""
+        reasons = {
+            "sharding=optimizer": (self.sharding == "optimizer", "it shares rows among ranks that hold other experts"),
+            f"compile={self.compile}": (self.compile != "none", "how many tokens travel is known to the host alone"),
+        }
+        for what, (refused, because) in reasons.items():
+            if refused:
+                raise LayoutError(f"{what} with ep={self.ep} comes with a later version ({because}): leave one of them")
 
     def __str__(self) -> str:
         """The canonical layout string, which `parse_layout` reads back."""

@@ -32,5 +32,9 @@ def count_flops(forward: Forward, batch: Any, num_samples: int) -> float | None:
         for part, training in modes:
             part.training = training
         forward.spread.reshard()
+    total = float(counter.get_total_flops())
+    if forward.spread.experts is not None:
+        # A rank computes its experts for the tokens of all ranks of its ep group: some for more, some for fewer.
+        total = forward.spread.experts.mean(total)
     # Each rank of a tp group computes its part of every layer that is cut.
-    return PASSES * counter.get_total_flops() * forward.spread.mesh.layout.tp / num_samples or None
+    return PASSES * total * forward.spread.mesh.layout.tp / num_samples or None
