@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from allranks.layout import Layout, parse_layout
+from allranks.models.moe import MoETransformer
 from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.task import Hints
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
@@ -125,7 +126,14 @@ def reference(case: Case, ranks: Sequence[Sequence[RecordedStep]]) -> list[Refer
     }
     # What a batch statistic sees is a micro-step (law 2).
     parts = case.micro_steps if has_batch_statistics({"": model}) else 1
-    return plain_loop(model, makers[case.optimizer], batches, lambda m, b: loss_of(task, m, b, parts), case.max_norm)
+    make, forward = makers[case.optimizer], lambda m, b: loss_of(task, m, b, parts)
+    return plain_loop(model, make, batches, forward, case.max_norm, finish=update_balance)
+
+
+def update_balance(model: nn.Module) -> None:
+    """What the user of a mixture of experts does after each update."""
+    if isinstance(model, MoETransformer):
+        model.update_balance()
 
 
 def loss_of(task: Tiny, model: nn.Module, batch: Any, num_parts: int) -> torch.Tensor:

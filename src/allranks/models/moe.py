@@ -126,7 +126,7 @@ class Router(nn.Module):
         """Once after each optimizer step: move the bias, and count anew. Nothing moves where nothing was counted."""
         # Of whole numbers, so that no rounding decides.
         fewer = (self.tokens_per_expert.sum() - self.tokens_per_expert * len(self.bias)).sign()
-        self.bias += self.rate * fewer
+        self.bias += self.rate * fewer.to(self.bias.dtype)
         self.tokens_per_expert.zero_()
 
 

@@ -117,7 +117,8 @@ class ExpertCutter:
         for name, member in named:
             shared = [leaf for leaf, p in _own(member) if id(p) in stacked and not is_experts(member)]
             if shared:
-                raise LayoutError(f"ep={ep}: {name}.{shared[0]} is shared with experts, which are cut: untie them")
+                where = ".".join(filter(None, (name, shared[0])))
+                raise LayoutError(f"ep={ep}: {where} is shared with experts, which are cut: untie them")
 
 
 @final
