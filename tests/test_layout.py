@@ -189,6 +189,8 @@ def test_who_keeps_the_copies_equal(text: str, world_size: int, replicated: bool
         "ddp,recompute=full",
         "fsdp,recompute=selective,offload=activations",
         "single,recompute=budget,compile=block",
+        "dp_shard=2,dp_replicate=2,ep=4",
+        "dp_replicate=2,tp=2,ep=2",
     ],
 )
 def test_what_this_version_makes(text: str) -> None:
@@ -200,7 +202,18 @@ def test_what_this_version_makes(text: str) -> None:
     [
         ("pp=2", 2, "pp=2 comes with a later version"),
         ("cp=2,pp=2", 4, "cp=2 and pp=2 come with a later version"),
-        ("dp_shard=4,ep=2", 4, "ep=2 comes with a later version"),
+        (
+            "dp_shard=4,ep=2,sharding=optimizer",
+            4,
+            "sharding=optimizer with ep=2 comes with a later version (it shares rows among ranks that hold other "
+            "experts): leave one of them",
+        ),
+        (
+            "dp_replicate=2,ep=2,compile=block",
+            2,
+            "compile=block with ep=2 comes with a later version (how many tokens travel is known to the host alone): "
+            "leave one of them",
+        ),
         ("placement", 1, "placement comes with a later version"),
         ("placement", 1, "placement comes with a later version"),
         ("ddp,offload=all,tp=1", 2, "offload=all comes with a later version"),

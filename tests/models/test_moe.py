@@ -181,7 +181,8 @@ def test_logits_of_a_position_depend_on_it_and_on_those_before_it_only() -> None
 
 
 def test_initial_values_and_names() -> None:
-    model = MoETransformer(**SIZES | {"hidden": 128, "num_layers": 3, "tied": False})
+    changes: dict[str, Any] = {"hidden": 128, "num_layers": 3, "tied": False}
+    model = MoETransformer(**(SIZES | changes))
     state = model.state_dict()
     assert state["layers.1.feed_forward.experts.down"].shape == (4, 128, 128)
     assert float(state["layers.1.feed_forward.experts.down"].std()) == pytest.approx(INIT_STD / math.sqrt(6), rel=0.05)

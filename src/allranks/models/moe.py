@@ -150,7 +150,7 @@ class MixtureOfExperts(nn.Module):
             self.router.tokens_per_expert += counts
         copies = tokens.repeat_interleave(chosen.shape[1], 0)
         computed = self.experts(copies[order], counts)[order.argsort()]
-        mixed = (computed.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
+        mixed: torch.Tensor = (computed.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
         return mixed.to(value.dtype).view(value.shape)
 
 
