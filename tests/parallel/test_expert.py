@@ -163,6 +163,12 @@ def nested() -> nn.Module:
     return Mixed(module)
 
 
+def buffered() -> nn.Module:
+    module = Doubled(4, 6, 3)
+    module.register_buffer("scale", torch.ones(4))
+    return Mixed(module)
+
+
 def shared() -> nn.Module:
     module = build()
     module.other = module.get_parameter("experts.gate")
@@ -181,8 +187,9 @@ REFUSALS = [
         "ep=2 cuts experts over ranks, and model() has none: no module has num_experts, parameters stacked by expert "
         "and forward(tokens, tokens_per_expert); leave ep out, or see docs/how-to/experts.md",
     ),
-    (not_stacked, 2, "ep=2: experts.scale is not stacked by expert: every parameter of experts has to be its own"),
-    (nested, 2, "ep=2: experts.last.weight is not stacked by expert: every parameter of experts has to be its own"),
+    (not_stacked, 2, "ep=2: experts.scale is no parameter stacked by expert: every parameter of experts"),
+    (nested, 2, "ep=2: experts.last.weight is no parameter stacked by expert: every parameter of experts"),
+    (buffered, 2, "ep=2: experts.scale is no parameter stacked by expert: every parameter of experts"),
     (shared, 2, "ep=2: other is shared with experts, which are cut: untie them"),
 ]
 

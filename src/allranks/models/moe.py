@@ -113,7 +113,8 @@ class Router(nn.Module):
         """[n, hidden] -> the experts [n, top_k] of each token, the best first, and their weights [n, top_k]."""
         # In the weight's own type: autocast would round scores that lie close together to one.
         with torch.autocast(tokens.device.type, enabled=False):
-            scores = self.score(tokens.to(self.score.weight.dtype)).sigmoid()
+            logits = self.score(tokens.to(self.score.weight.dtype))
+            scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
         # A stable sort: which of equal scores topk takes may depend on how many tokens there are.
         ranked = (scores.detach() + self.bias).sort(dim=-1, descending=True, stable=True).indices
         chosen = ranked[:, : self.top_k]

@@ -106,12 +106,13 @@ class ExpertCutter:
             if number % ep:
                 fits = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
                 raise LayoutError(f"{name} has num_experts={number}, which ep({ep}) does not divide; ep can be {fits}")
-            below = [f"{name}.{leaf}" for leaf, p in member.named_parameters() if not p.dim() or len(p) != number]
+            below = [f"{name}.{leaf}" for leaf, _ in member.named_buffers()]
+            below += [f"{name}.{leaf}" for leaf, p in member.named_parameters() if not p.dim() or len(p) != number]
             below += [f"{name}.{leaf}" for leaf, _ in member.named_parameters() if "." in leaf]
             if below:
                 raise LayoutError(
-                    f"ep={ep}: {below[0]} is not stacked by expert: every parameter of {name} has to be its own, with "
-                    f"num_experts={number} rows in its first dim"
+                    f"ep={ep}: {below[0]} is no parameter stacked by expert: every parameter of {name} has to be its "
+                    f"own, with num_experts={number} rows in its first dim, and it keeps no buffers"
                 )
         stacked = {id(p): name for name, member in self.members.items() for _, p in _own(member)}
         for name, member in named:
