@@ -138,6 +138,7 @@ def test_what_cannot_be_grouped() -> None:
     assert not can_group(tokens, torch.randn(2, 8, 3))
     assert not can_group(tokens[:0], stacked)
     assert not can_group(tokens.bfloat16(), stacked)
+    assert not can_group(tokens, torch.randn(129)[1:].view(2, 8, 8))
 
 
 def test_autocast_lowers_the_experts_and_not_the_router() -> None:

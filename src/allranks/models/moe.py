@@ -30,7 +30,9 @@ def can_group(tokens: torch.Tensor, stacked: torch.Tensor) -> bool:
     """Whether torch multiplies `tokens` [n, in] with `stacked` [experts, in, out] in one call."""
     if _grouped_mm is None or not len(tokens) or tokens.dtype is not stacked.dtype:
         return False
-    aligned = all(width * stacked.element_size() % ALIGNED_BYTES == 0 for width in stacked.shape[1:])
+    # Memory itself is; a view may begin somewhere inside.
+    lengths = (*stacked.shape[1:], tokens.storage_offset(), stacked.storage_offset())
+    aligned = all(length * stacked.element_size() % ALIGNED_BYTES == 0 for length in lengths)
     return aligned and tokens.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
