@@ -1,5 +1,6 @@
 """The mixture of experts: each token through its experts, dropless, balanced by a bias."""
 
+import importlib
 import inspect
 import math
 from typing import Any
@@ -12,6 +13,13 @@ from torch.nn import functional
 from allranks.models import moe
 from allranks.models.moe import Experts, MixtureOfExperts, MoETransformer, Router, can_group, multiply
 from allranks.models.transformer import INIT_STD
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dynamo() -> None:
+    """torch.compile imports this, which sets an environment variable: before any test looks."""
+    importlib.import_module("torch._dynamo")
+
 
 SIZES = {"vocab_size": 17, "num_layers": 2, "hidden": 16, "num_heads": 2, "num_experts": 4, "top_k": 2, "max_seq": 12}
 TOKENS = torch.arange(24).view(2, 12) * 5 % 17
@@ -153,6 +161,19 @@ def test_autocast_lowers_the_experts_and_not_the_router() -> None:
     assert torch.equal(chosen, plain) and torch.equal(weights, exact)
     assert mixed.dtype is torch.float32
     torch.testing.assert_close(mixed, layer(value), rtol=0.05, atol=1e-4)
+
+
+# torch 2.13's own, where it goes on after what it could not compile.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_it_computes_the_same() -> None:
+    """What torch.compile cannot group it multiplies one by one."""
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(hidden=16, ffn=8, num_experts=4, top_k=2)
+    compiled = torch.compile(layer.forward, backend="aot_eager")
+    for number in (5, 9):
+        value = torch.randn(number, 16)
+        torch.testing.assert_close(compiled(value), layer(value))
+    assert layer.router.tokens_per_expert.sum() == 2 * 2 * (5 + 9)
 
 
 def test_experts_compute_as_many_as_they_hold() -> None:

@@ -33,7 +33,9 @@ def can_group(tokens: torch.Tensor, stacked: torch.Tensor) -> bool:
     # Memory itself is; a view may begin somewhere inside.
     lengths = (*stacked.shape[1:], tokens.storage_offset(), stacked.storage_offset())
     aligned = all(length * stacked.element_size() % ALIGNED_BYTES == 0 for length in lengths)
-    return aligned and tokens.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    # What torch.compile knows of it is bfloat16's.
+    others = () if torch.compiler.is_compiling() else (torch.float32, torch.float16)
+    return aligned and tokens.dtype in (torch.bfloat16, *others)
 
 
 def multiply(tokens: torch.Tensor, stacked: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
