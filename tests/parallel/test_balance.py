@@ -53,5 +53,11 @@ def test_they_move_by_what_all_ranks_have_counted(pool: Pools) -> None:
     assert pool(3).run(finish) == [[[6, 12, 18], [3, 15]]] * 3
 
 
+def test_what_another_stage_holds_is_left_to_it() -> None:
+    here, elsewhere = Counting(), Counting().to("meta")
+    find_balances({"": nn.ModuleList([elsewhere, here])}, None).finish_step()
+    assert (len(here.updates), len(elsewhere.updates)) == (1, 0)
+
+
 def test_without_routers_nothing_is_sent() -> None:
     Balances(group=dist.group.WORLD).finish_step()  # there is no process group here

@@ -39,13 +39,15 @@ class Balances:
     @torch.no_grad()
     def finish_step(self) -> None:
         """After a step's last update: add up the counts of all ranks, and let every router move; collective."""
-        if self._routers and self._group is not None:
-            counts = [router.get_buffer(COUNTS) for router in self._routers]
+        # Other stages of a pipeline have what has no memory here, and so have all that reduce with this rank.
+        routers = [router for router in self._routers if not router.get_buffer(COUNTS).is_meta]
+        if routers and self._group is not None:
+            counts = [router.get_buffer(COUNTS) for router in routers]
             world = torch.cat([count.reshape(-1) for count in counts])
             dist.all_reduce(world, group=self._group)
             for count, everyones in zip(counts, world.split([count.numel() for count in counts]), strict=True):
                 count.copy_(everyones.view(count.shape))
-        for router in self._routers:
+        for router in routers:
             router.update_balance()
 
 
