@@ -191,6 +191,8 @@ def test_who_keeps_the_copies_equal(text: str, world_size: int, replicated: bool
         "single,recompute=budget,compile=block",
         "pp=2,dp_shard=2,recompute=full",
         "pp=4,schedule=zbv",
+        "dp_shard=2,dp_replicate=2,ep=4",
+        "dp_replicate=2,tp=2,ep=2",
     ],
 )
 def test_what_this_version_makes(text: str) -> None:
@@ -200,8 +202,25 @@ def test_what_this_version_makes(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "world_size", "message"),
     [
-        ("cp=2,ep=2,dp_replicate=2", 4, "cp=2 and ep=2 come with a later version"),
-        ("dp_shard=4,ep=2", 4, "ep=2 comes with a later version"),
+        ("cp=2,ep=2,dp_replicate=2", 4, "cp=2 comes with a later version"),
+        (
+            "pp=2,dp_replicate=2,ep=2",
+            4,
+            "pp=2 with ep=2 comes with a later version (stages of one schedule would exchange tokens at different "
+            "times): leave one of them",
+        ),
+        (
+            "dp_shard=4,ep=2,sharding=optimizer",
+            4,
+            "sharding=optimizer with ep=2 comes with a later version (it shares rows among ranks that hold other "
+            "experts): leave one of them",
+        ),
+        (
+            "dp_replicate=2,ep=2,compile=block",
+            2,
+            "compile=block with ep=2 comes with a later version (how many tokens travel is known to the host alone): "
+            "leave one of them",
+        ),
         ("placement", 1, "placement comes with a later version"),
         ("placement", 1, "placement comes with a later version"),
         ("ddp,offload=all,tp=1", 2, "offload=all comes with a later version"),

@@ -118,16 +118,11 @@ class Layout:
     @property
     def cuts_model(self) -> bool:
         """Whether no process computes the whole model by itself: layers are shared out, or what is in a layer."""
-        return self.tp > 1 or self.cp > 1 or self.pp > 1
-
-    @property
-    def cuts_layers(self) -> bool:
-        """Whether what one process computes in a layer is shared out over several."""
-        return self.tp > 1 or self.cp > 1
+        return max(self.tp, self.cp, self.pp, self.ep) > 1
 
     def supported_here(self) -> None:
         """Refuse what this version does not make yet. Raises LayoutError."""
-        later = [f"{axis}={getattr(self, axis)}" for axis in ("cp", "ep") if getattr(self, axis) > 1]
+        later = [f"cp={self.cp}"] if self.cp > 1 else []
         later += [self.kind] if self.kind == "placement" else []
         later += [f"offload={self.offload}"] if self.offload in ("parameters", "all") else []
         if later:
@@ -148,6 +143,20 @@ class Layout:
             )
         if self.recompute == "budget" and self.compile == "none":
             raise LayoutError("recompute=budget leaves the choice to torch.compile: add compile=block")
+        if self.ep > 1:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        """What experts that are cut do not go with. Raises LayoutError."""
+        reasons = {
+            f"cp={self.cp}": (self.cp > 1, "tokens would be counted by more ranks than the data is cut over"),
+            f"pp={self.pp}": (self.pp > 1, "stages of one schedule would exchange tokens at different times"),
+            "sharding=optimizer": (self.sharding == "optimizer", "it shares rows among ranks that hold other experts"),
+            f"compile={self.compile}": (self.compile != "none", "how many tokens travel is known to the host alone"),
+        }
+        for what, (refused, because) in reasons.items():
+            if refused:
+                raise LayoutError(f"{what} with ep={self.ep} comes with a later version ({because}): leave one of them")
 
     def __str__(self) -> str:
         """The canonical layout string, which `parse_layout` reads back."""

@@ -1,9 +1,13 @@
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.data.cut import Cut, Span
+from allranks.config_sections import TrainConfig
+from allranks.data.cut import Cut, Span, cut_step
 from allranks.errors import ConfigError, LayoutError
+from allranks.layout import Layout
 
 
 @st.composite
@@ -102,3 +106,67 @@ def test_more_micro_steps_than_samples_are_refused_with_the_numbers() -> None:
 def test_nothing_is_below_one(key: str) -> None:
     with pytest.raises(ConfigError, match=f"train.{key}=0"):
         Cut(**{"global_batch": 4, key: 0})
+
+
+def pipelined(schedule: str = "", dp: int = 1, **train: Any) -> Cut:
+    return cut_step(TrainConfig(**train), Layout(pp=2, dp_replicate=dp, schedule=schedule or "1f1b"))
+
+
+@pytest.mark.parametrize(
+    ("batch", "dp", "schedule", "expected"),
+    [
+        (32, 1, "1f1b", (8, 4)),
+        (32, 2, "1f1b", (4, 4)),
+        (12, 1, "1f1b", (3, 4)),
+        (10, 1, "1f1b", (2, 5)),
+        (6, 1, "1f1b", (1, 6)),
+        (3, 1, "1f1b", (1, 3)),
+        (32, 1, "interleaved", (4, 8)),
+        (20, 1, "interleaved", (2, 10)),
+    ],
+)
+def test_a_pipeline_gets_micro_steps_of_one_shape(
+    batch: int, dp: int, schedule: str, expected: tuple[int, int]
+) -> None:
+    cut = pipelined(schedule, dp, global_batch=batch)
+    assert (cut.micro_batch, cut.micro_steps) == expected
+    assert {length for rank in range(dp) for _, length in cut.spans(batch, rank)} == {expected[0]}
+
+
+def test_a_pipeline_takes_what_is_asked_for_where_it_fits() -> None:
+    assert pipelined(global_batch=24, micro_steps=12).num_micro_steps() == 12
+    assert pipelined(global_batch=24, micro_batch=8).num_micro_steps() == 3
+    assert cut_step(TrainConfig(global_batch=24, micro_steps=6), Layout(pp=2), fixed=True).micro_steps == 6
+
+
+@pytest.mark.parametrize(
+    ("schedule", "dp", "train", "message"),
+    [
+        ("", 1, {"global_batch": 12, "micro_steps": 5}, "micro_steps=5 does not cut 12 .* can be 4, 6, 3"),
+        ("", 1, {"global_batch": 12, "micro_batch": 5}, "micro_batch=5 does not cut 12 .* can be 2, 3, 4"),
+        ("interleaved", 1, {"global_batch": 12, "micro_steps": 3}, "over 4 stages: train.micro_steps can be 4, 6, 12"),
+        ("", 2, {"global_batch": 7}, r"train.global_batch\(7\) over .*\(2\) leaves 1: train.global_batch=6 or 8 fits"),
+        ("zbv", 1, {"global_batch": 3}, r"needs at least 4 micro-steps of one shape, .* set train.global_batch=4 or"),
+        ("", 3, {"global_batch": 2}, r"train.global_batch\(2\) < dp_replicate"),
+    ],
+)
+def test_what_does_not_go_through_a_pipeline_is_refused(
+    schedule: str, dp: int, train: dict[str, int], message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message):
+        pipelined(schedule, dp, **train)
+
+
+def test_batch_statistics_want_their_micro_steps_said() -> None:
+    with pytest.raises(LayoutError, match=r"train.micro_steps=1 does not cut 12 samples"):
+        cut_step(TrainConfig(global_batch=12), Layout(pp=2), fixed=True)
+
+
+def test_without_a_pipeline_the_keys_are_taken_as_they_are() -> None:
+    assert cut_step(TrainConfig(global_batch=12), Layout(dp_replicate=2)) == Cut(12, 2)
+    assert cut_step(TrainConfig(global_batch=12, micro_batch=5), Layout()) == Cut(12, 1, 5)
+    assert cut_step(TrainConfig(global_batch=12), Layout(), fixed=True) == Cut(12, 1, None, 1)
+    with pytest.raises(ConfigError, match="both say how a step is cut"):
+        cut_step(TrainConfig(micro_batch=2, micro_steps=2), Layout())
+    with pytest.raises(ConfigError, match="has to be fixed: set"):
+        cut_step(TrainConfig(micro_batch=2), Layout(), fixed=True)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from allranks.models.moe import MoETransformer
 from allranks.models.transformer import Transformer
 from allranks.task import Hints, Task, TensorStyle
 
@@ -177,6 +178,11 @@ def transformer() -> nn.Module:
     return Transformer(11, 2, 48, 24, ffn=12, max_seq=6, num_kv_heads=12)
 
 
+def moe() -> nn.Module:
+    """Experts in both layers, a bias that moves far enough to be seen, and heads as the transformer has them."""
+    return MoETransformer(11, 2, 48, 24, num_experts=4, top_k=2, ffn=5, max_seq=6, num_kv_heads=12, rate=0.01)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "tied": Tied,
@@ -185,9 +191,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "sharing": sharing,
     "counted": Counted,
     "transformer": transformer,
+    "moe": moe,
     "batchnorm": Convolved,
 }
-OF_WORDS = ("tied", "transformer")
+OF_WORDS = ("tied", "transformer", "moe")
 
 # Where tensor parallelism finds nothing to cut by itself.
 TENSOR: dict[str, dict[str, TensorStyle]] = {

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from allranks.layout import Layout, parse_layout
+from allranks.models.moe import MoETransformer
 from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.task import Hints
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
@@ -78,12 +79,12 @@ class Case(NamedTuple):
         return f"{self.layout}x{self.world_size}-{self.model}-{cut}-{clip}-{self.optimizer}"
 
 
-RUNS = [*product(MICRO_STEPS, GLOBAL_BATCHES, MAX_NORMS, OPTIMIZERS)]
+RUNS: list[Any] = [*product(MICRO_STEPS, GLOBAL_BATCHES, MAX_NORMS, OPTIMIZERS)]
 SPREAD = [(layout, size, model) for layout, (_, sizes) in LAYOUTS.items() for size in sizes for model in MODELS]
-TABLE = [Case(*spread, *run) for spread in SPREAD for run in RUNS]
+TABLE = [Case._make((*spread, *run)) for spread in SPREAD for run in RUNS]
 SAMPLE = covering_sample(TABLE)
 # Of every layout with every model, runs that hold every pair of what a run may be.
-FULL = [Case(*spread, *run) for spread in SPREAD for run in covering_sample(RUNS)]
+FULL = [Case._make((*spread, *run)) for spread in SPREAD for run in covering_sample(RUNS)]
 
 
 def record(cases: Sequence[Case]) -> list[list[RecordedStep]]:
@@ -123,7 +124,14 @@ def reference(case: Case, ranks: Sequence[Sequence[RecordedStep]]) -> list[Refer
     }
     # What a batch statistic sees is a micro-step (law 2).
     parts = case.micro_steps if has_batch_statistics({"": model}) else 1
-    return plain_loop(model, makers[case.optimizer], batches, lambda m, b: loss_of(task, m, b, parts), case.max_norm)
+    make, forward = makers[case.optimizer], lambda m, b: loss_of(task, m, b, parts)
+    return plain_loop(model, make, batches, forward, case.max_norm, finish=update_balance)
+
+
+def update_balance(model: nn.Module) -> None:
+    """What the user of a mixture of experts does after each update."""
+    if isinstance(model, MoETransformer):
+        model.update_balance()
 
 
 def loss_of(task: Tiny, model: nn.Module, batch: Any, num_parts: int) -> torch.Tensor:

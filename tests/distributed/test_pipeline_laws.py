@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from allranks.layout import Layout, parse_layout
+from allranks.models.moe import MoETransformer
 from allranks.models.transformer import Transformer
 from allranks.task import Hints
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
@@ -17,6 +18,7 @@ from tests.distributed.covering import covering_sample
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, initial_model, processes_of
 from tests.distributed.tasks import IGNORED, WIDTH, Block, Tiny, scalar_gain, vector_gain
+from tests.distributed.test_laws import update_balance
 
 pytestmark = pytest.mark.distributed
 
@@ -51,7 +53,7 @@ LAYOUTS: dict[str, tuple[str, int, int]] = {
 class Piped(nn.Module):
     """Words through four blocks; the embedding may be the head, too, and a gain may be everyone's."""
 
-    shift: torch.Tensor
+    calls: torch.Tensor
 
     def __init__(self, tied: bool, gains: Callable[[], nn.Parameter]) -> None:
         super().__init__()
@@ -128,6 +130,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "sharing": sharing,
     "streams": TwoStreams,
     "transformer": lambda: Transformer(11, 4, 32, 4, ffn=16, max_seq=6, num_kv_heads=2),
+    "moe": lambda: MoETransformer(11, 4, 32, 4, num_experts=4, top_k=2, ffn=5, max_seq=6, rate=0.01),
 }
 TENSOR: dict[str, Any] = {
     name: {"blocks.*.linear": "vocab"} for name in ("tied", "scalars", "frozen", "sharing", "streams")
@@ -205,7 +208,8 @@ def reference(case: Case, ranks: Sequence[Sequence[RecordedStep]]) -> list[Refer
         batch = default_collate([dataset[sample] for sample in positions.values()])
         batches.append((batch, int((batch["y"] != IGNORED).sum())))
     make = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01)  # noqa: E731
-    return plain_loop(model, make, batches, lambda m, b: task.loss(m(b["x"]), b), CLIPPED if case.clipped else None)
+    forward, max_norm = lambda m, b: task.loss(m(b["x"]), b), CLIPPED if case.clipped else None
+    return plain_loop(model, make, batches, forward, max_norm, finish=update_balance)
 
 
 def check(pool: Pools, cases: Sequence[Case]) -> None:

@@ -70,3 +70,32 @@ def test_one_data_rank_has_no_group(pool: Pools) -> None:
 def test_an_axis_that_is_not_there_is_named(pool: Pools) -> None:
     with pytest.raises(LayoutError, match="no axis 'tp' in layout dp_replicate=2: its axes are dp_replicate, dp_shard"):
         pool(2).run(refuse)
+
+
+def look_at_experts(layout: Layout) -> tuple[int, list[int], list[int], tuple[int, ...], int]:
+    mesh = build_mesh(layout, "cpu")
+    sharing = dist.get_process_group_ranks(mesh.group("ep"))
+    twins = [] if mesh.twin_group is None else dist.get_process_group_ranks(mesh.twin_group)
+    peers = mesh.peers(["ep"])
+    return mesh.coordinate("ep"), sharing, twins, peers, len(mesh.peers(["ep", "dp_replicate", "dp_shard", "tp"]))
+
+
+@pytest.mark.distributed
+def test_experts_are_shared_by_neighbours_among_the_data_ranks(pool: Pools) -> None:
+    """Ranks of several copies too, where ep and dp_shard do not fit into each other."""
+    for rank, found in enumerate(pool(6).run(look_at_experts, Layout(dp_replicate=2, dp_shard=3, ep=2))):
+        first, twins = rank // 2 * 2, list(range(rank % 2, 6, 2))
+        assert found == (rank % 2, [first, first + 1], twins, tuple(twins), 1)
+    for rank, found in enumerate(pool(4).run(look_at_experts, Layout(dp_replicate=2, tp=2, ep=2))):
+        data = [rank % 2, rank % 2 + 2]
+        assert found == (rank // 2, data, [], tuple(range(4))[rank // 2 * 2 :][:2], 1)
+
+
+def data_queue_is_its_own() -> bool:
+    mesh = build_mesh(Layout(dp_replicate=2, ep=2), "cpu")
+    return mesh.expert_group is not mesh.data_group
+
+
+@pytest.mark.distributed
+def test_tokens_do_not_wait_behind_ddps_buckets(pool: Pools) -> None:
+    assert pool(2).run(data_queue_is_its_own) == [True, True]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-from allranks.errors import TaskError
+from allranks.errors import LayoutError, TaskError
 from allranks.parallel.spread import Spread
 from allranks.stepping.session import Session
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
@@ -294,3 +294,21 @@ def test_what_gets_no_gradient_is_left_alone(pool: Pools) -> None:
         found = together(pool(2).run(unused_layers, layout))
         assert torch.equal(found["critic.never.weight"], initial)
         assert "optimizer.critic.momentum_buffer.critic.never.weight" not in found
+
+
+class Routed(Tiny):
+    """Experts, trained by a step of its own."""
+
+    def step(self, models: Any, batch: Any) -> Yields:
+        yield "", self.loss(models(batch["x"]), batch), 1
+
+
+def experts_refused() -> str:
+    with pytest.raises(LayoutError) as refused:
+        session_of(Routed(kind="moe"), config_of("dp_replicate=2,ep=2", "train.global_batch=6"))
+    return str(refused.value)
+
+
+@pytest.mark.distributed
+def test_experts_that_are_cut_are_refused(pool: Pools) -> None:
+    assert pool(2).run(experts_refused) == ["ep=2 with a step() of its own comes with a later version"] * 2

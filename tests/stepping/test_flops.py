@@ -54,3 +54,14 @@ def test_what_cannot_be_counted_has_no_number() -> None:
     assert session_of(Additions(), config_of("single", *SMALL)).flops_per_sample is None
     assert session_of(Gan(), config_of("single", *SMALL)).flops_per_sample is None
     assert (session_of(Tiny(), config_of("single", *SMALL)).flops_per_sample or 0) > 0
+
+
+def flops_of_experts(layout: str) -> Any:
+    return session_of(Tiny(kind="moe"), config_of(layout, *SMALL)).flops_per_sample
+
+
+@pytest.mark.distributed
+def test_experts_cost_the_same_whoever_computes_them(pool: Pools) -> None:
+    """Every rank has to come to one number: what is compared at the start depends on it."""
+    (alone,) = pool(1).run(flops_of_experts, "single")
+    assert pool(2).run(flops_of_experts, "dp_replicate=2,ep=2") == [alone] * 2

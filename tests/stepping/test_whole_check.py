@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn import functional
 
 from allranks.errors import LayoutError
+from allranks.models.moe import Experts
 from allranks.task import Hints, TensorStyle
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of
-from tests.distributed.tasks import Tiny
+from tests.distributed.tasks import MODELS, Tiny
 
 pytestmark = pytest.mark.distributed
 
@@ -124,6 +125,30 @@ def test_what_begins_at_zero_hides_nothing(pool: Pools) -> None:
     assert "the gradient of a.weight is" in found
     right = pool(2).run(start, LoraTask(), "tp=2", "float32")[0]
     assert any("computes what the whole one does" in said for said in right)
+
+
+class Averaging(Experts):
+    """Experts that divide by how many there are: a part of them by fewer."""
+
+    def forward(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens, tokens_per_expert) / len(tokens_per_expert)
+
+
+class WrongExperts(Tiny):
+    def model(self) -> nn.Module:
+        model = MODELS["moe"]()
+        model.get_submodule("layers.1.feed_forward").register_module("experts", Averaging(4, 48, 5))
+        return model
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["dp_replicate=2,ep=2", "dp_shard=2,ep=2"])
+def test_experts_are_compared_too(pool: Pools, layout: str, precision: str) -> None:
+    for found in pool(2).run(start, Tiny(kind="moe"), layout, precision):
+        assert any(said.startswith("the cut model computes what the whole one does") for said in found)
+        assert any(said.startswith("each of ep=2 ranks holds 2 of 4 experts a layer, because") for said in found)
+    found = pool(2).run(start, WrongExperts(kind="moe"), layout, precision)
+    assert found[0] == found[1] and found[0].startswith(f"layout {layout} does not compute what one process computes")
 
 
 class Several(Tiny):

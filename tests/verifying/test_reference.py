@@ -55,6 +55,18 @@ def test_clipping_comes_after_what_is_told() -> None:
     assert float(moved.norm()) == pytest.approx(0.5, rel=1e-5)
 
 
+def test_what_the_user_does_after_an_update_is_part_of_the_step() -> None:
+    def double(module: nn.Module) -> None:
+        with torch.no_grad():
+            module.get_parameter("weight").mul_(2)
+
+    alone, doubled = (
+        plain_loop(model(), lambda p: torch.optim.SGD(p, lr=0.5), BATCHES[:1], squares, finish=finish)[0]
+        for finish in (lambda module: None, double)
+    )
+    assert torch.equal(doubled.parameters["weight"], 2 * alone.parameters["weight"])
+
+
 def test_factors_move_the_rate_from_its_peak() -> None:
     steps = plain_loop(
         model(), lambda p: torch.optim.SGD(p, lr=1.0), BATCHES, squares, factors=lambda step: (0.5, 0.25)[step]

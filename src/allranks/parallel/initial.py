@@ -6,7 +6,7 @@ flight, no more.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -89,6 +89,7 @@ class Placer:
         contiguous: whether to give up other orders in memory (channels_last), which FSDP2 does not cut.
         cut: (a parameter as it was built, the same with its value on the device) -> the part that this rank keeps.
         absent: whether this rank keeps nothing of a tensor, as it was built; it stays on the meta device then.
+        apart: modules whose own parameters FSDP2 leaves as they are.
     """
 
     device: torch.device
@@ -96,17 +97,26 @@ class Placer:
     contiguous: bool = False
     cut: Callable[[nn.Parameter, nn.Parameter], nn.Parameter] = lambda built, placed: placed
     absent: Callable[[torch.Tensor], bool] = lambda built: False
+    apart: Sequence[nn.Module] = ()
     _complete: bool = False
     # Old tensors are kept beside the new ones: an id is only unique while its object lives.
     _placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
+    def stays(self, parameter: nn.Parameter) -> bool:
+        """Whether FSDP2 leaves it as it is: it has no dims, or lies `apart`."""
+        return not parameter.dim() or any(
+            parameter is own for member in self.apart for own in member._parameters.values()
+        )
+
     def forget_cut(self) -> None:
         """Let go of the whole parameters of a unit that has been cut: nothing outside a unit shares one.
 
-        Buffers and parameters without dims stay: they are not cut, and other units may share them.
+        Buffers and parameters that FSDP2 leaves alone stay: they are not cut, and other units may share them.
         """
         pairs = self._placed.items()
-        self._placed = {key: pair for key, pair in pairs if not isinstance(pair[1], nn.Parameter) or not pair[1].dim()}
+        self._placed = {
+            key: pair for key, pair in pairs if not isinstance(pair[1], nn.Parameter) or self.stays(pair[1])
+        }
 
     def place_all(self, modules: Iterable[nn.Module]) -> None:
         """Place everything, in one order on all ranks, where they do not all cut the same units afterwards."""

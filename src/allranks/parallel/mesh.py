@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -26,12 +27,16 @@ class Mesh:
         device_mesh: torch's mesh with the data axes, and those others whose degree is above 1, in the order of
             MESH_AXES; None for one process, where no collective is needed.
         data_group: the ranks that see other samples and hold the same part of the model; None where this is one rank.
+        expert_group: those of them, next to each other, over which the experts are cut; None without ep.
+        twin_group: those of them that hold the same experts; None without ep, and where this is one rank.
     """
 
     layout: Layout
     rank: int
     device_mesh: DeviceMesh | None
     data_group: dist.ProcessGroup | None = None
+    expert_group: dist.ProcessGroup | None = None
+    twin_group: dist.ProcessGroup | None = None
 
     @property
     def dp(self) -> int:
@@ -60,6 +65,8 @@ class Mesh:
 
     def coordinate(self, axis: str) -> int:
         """Where this rank stands along `axis`; 0 along one that the layout does not have."""
+        if axis == "ep":
+            return self.dp_rank % self.layout.ep
         if axis not in self._axes:
             return 0
         assert self.device_mesh is not None
@@ -67,6 +74,8 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank along `axis`; LayoutError where the layout has no such axis."""
+        if axis == "ep" and self.expert_group is not None:
+            return self.expert_group
         if self.device_mesh is None or axis not in self._axes:
             known = ", ".join(self._axes) or "none (one process)"
             raise LayoutError(f"no axis {axis!r} in layout {self.layout}: its axes are {known}")
@@ -84,7 +93,10 @@ class Mesh:
         if pp_ranks is not None and "pp" in self._axes:
             ranks = ranks[sorted(pp_ranks)]  # pp is the outermost axis
         index = tuple(self.coordinate(axis) if axis in axes else slice(None) for axis in self._axes)
-        return tuple(sorted(int(rank) for rank in ranks[index].flatten()))
+        found = {int(rank) for rank in ranks[index].flatten()}
+        if "ep" in axes:
+            found &= set(_data_ranks(self.device_mesh)[:, self.coordinate("ep") :: self.layout.ep].flatten().tolist())
+        return tuple(sorted(found))
 
     @property
     def _axes(self) -> tuple[str, ...]:
@@ -101,7 +113,8 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     axes = tuple(axis for axis in MESH_AXES if axis in DATA_AXES or getattr(layout, axis) > 1)
     shape = tuple(getattr(layout, axis) for axis in axes)
     device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=axes)
-    return Mesh(layout, dist.get_rank(), device_mesh, _data_group(layout, device_mesh))
+    groups = _data_group(layout, device_mesh), *_expert_groups(layout, device_mesh)
+    return Mesh(layout, dist.get_rank(), device_mesh, *groups)
 
 
 def _data_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup | None:
@@ -112,10 +125,31 @@ def _data_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup | None:
     for axis in DATA_AXES:
         if getattr(layout, axis) == layout.dp:
             return mesh.get_group(axis)
-    # Both data axes beside others: every rank makes every group, in one order.
+    # Both data axes beside others.
+    return _make_groups(_data_ranks(mesh))
+
+
+def _expert_groups(layout: Layout, mesh: DeviceMesh) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """(those that share out the experts, those that hold the same ones): ep re-cuts D, the innermost ranks first."""
+    if layout.ep == 1:
+        return None, None
+    # Groups of their own even where they are the whole world: what travels between experts must not wait in one queue
+    # with the buckets that DDP reduces meanwhile.
+    ranks = _data_ranks(mesh).reshape(-1, layout.dp // layout.ep, layout.ep)
+    sharing = _make_groups(ranks.flatten(0, 1))
+    return sharing, _make_groups(ranks.mT.flatten(0, 1)) if layout.ep < layout.dp else None
+
+
+def _data_ranks(mesh: DeviceMesh) -> torch.Tensor:
+    """[others, D]: in each row the ranks that see other samples, in the order of their dp_rank."""
     assert mesh.mesh_dim_names is not None
     first = mesh.mesh_dim_names.index(DATA_AXES[0])
-    ranks = mesh.mesh.movedim((first, first + 1), (-2, -1)).reshape(math.prod(mesh.mesh.shape) // layout.dp, layout.dp)
+    moved = mesh.mesh.movedim((first, first + 1), (-2, -1))
+    return moved.reshape(-1, math.prod(moved.shape[-2:]))
+
+
+def _make_groups(ranks: torch.Tensor) -> dist.ProcessGroup:
+    """This rank's group of those in the rows: every rank makes every group, in one order."""
     mine: dist.ProcessGroup
     mine, _ = dist.new_subgroups_by_enumeration([sorted(row) for row in ranks.tolist()])
     return mine

@@ -8,11 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from allranks.parallel.balance import find_balances
 from allranks.parallel.batchnorm import Mode, take_over
 from allranks.parallel.block_modes import change_blocks, changes_blocks
 from allranks.parallel.blocks import Unit, find_blocks, group_units
 from allranks.parallel.checks import cast, check_apart, check_kinds, start_training
 from allranks.parallel.data_parallel import split_over_devices
+from allranks.parallel.expert import ExpertCutter, ExpertGradients
 from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
 from allranks.parallel.mesh import Mesh
@@ -69,11 +71,10 @@ def parallelize(
     stages = cut_stages(modules, mesh, device, blocks, split_before, decisions)
     norms = take_over(modules, mesh, batchnorm, decisions)
     check_same_structure(modules, source, device)
-    placer = Placer(device, source, contiguous=mesh.layout.fully_sharded)
-    path, cuts = Path(), dict[str, Cut]()
-    if mesh.layout.tp > 1:
-        cutter = _cut_tensors(modules, mesh, tensor, decisions)
-        placer.cut, cuts = cutter, cutter.find_cuts()
+    placer, path = Placer(device, source, contiguous=mesh.layout.fully_sharded), Path()
+    cuts = _cut_tensors(modules, mesh, tensor, placer, decisions) if mesh.layout.tp > 1 else {}
+    experts = _cut_experts(modules, mesh, placer, cuts, decisions) if mesh.layout.ep > 1 else None
+    balances = find_balances(modules, mesh.data_group)
     units = _place_by_units(modules, mesh, precision, placer, blocks, stages, path, decisions)
     entries, tensors = identify(modules, units, mesh, cuts, {} if stages is None else stages.pipeline.ranks)
     if stages is not None:
@@ -87,6 +88,7 @@ def parallelize(
     cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items() if name in entries}
     who = ParameterMap(entries), tensors, tuple(decisions), find_unused, path, cut_over, norms, stages
     spread = Spread(modules, mesh, precision, device, *who, _scalars=scalars)
+    spread.balances, spread.experts = balances, experts
     if mesh.layout.sharding == "optimizer" and mesh.layout.dp_shard > 1:
         spread.row_shards = RowShards(spread.trainable(), spread.map, mesh)
     return spread
@@ -145,8 +147,12 @@ def _shard_all(
 
 
 def _cut_tensors(
-    modules: Mapping[str, nn.Module], mesh: Mesh, hints: Mapping[str, TensorStyle], decisions: list[Decision]
-) -> TensorCutter:
+    modules: Mapping[str, nn.Module],
+    mesh: Mesh,
+    hints: Mapping[str, TensorStyle],
+    placer: Placer,
+    decisions: list[Decision],
+) -> dict[str, Cut]:
     plan = plan_tensor(modules, hints, mesh.layout.tp)
     if mesh.layout.pp > 1 and plan.sequence:
         # What passes from stage to stage is whole.
@@ -157,7 +163,20 @@ def _cut_tensors(
     num_cut = sum(style in ("colwise", "rowwise", "vocab") for style in plan.styles.values())
     along = ", and activations along the sequence" if plan.sequence else ""
     decisions.append(Decision(f"{num_cut} layers are cut over tp={mesh.layout.tp}{along}", plan.because))
-    return cutter
+    placer.cut = cutter
+    return cutter.find_cuts()
+
+
+def _cut_experts(
+    modules: Mapping[str, nn.Module], mesh: Mesh, placer: Placer, cuts: dict[str, Cut], decisions: list[Decision]
+) -> ExpertGradients:
+    """Cut them after what else cuts parameters; how goes into `cuts`."""
+    cutter = ExpertCutter(modules, mesh)
+    decisions.append(cutter.install(modules))
+    cut_before, placer.apart = placer.cut, list(cutter.members.values())
+    placer.cut = lambda built, placed: cutter(built, cut_before(built, placed))
+    cuts |= cutter.find_cuts()
+    return ExpertGradients(placer.apart, mesh)
 
 
 def _describe_units(which: str, units: Sequence[Unit], hinted: bool) -> Decision:

@@ -220,10 +220,15 @@ class Pipeline:
                 with torch.no_grad():
                     self._shapes[key] = twin.train(member.training)(*meta_args, **meta_kwargs)
             except Exception as error:
-                raise LayoutError(
-                    f"{name} belongs to another stage of the pipeline, and what it returns is not known without "
-                    f"computing it ({type(error).__name__}: {error}): use another layout"
-                ) from error
+                # It looks at values, as a router of tokens does. A block returns what it is given, changed; where this
+                # one does not, the forward fails behind it, or is compared with the whole model at the start.
+                given = next((leaf for leaf in on_meta if _is_floating(leaf)), None)
+                if given is None:
+                    raise LayoutError(
+                        f"{name} belongs to another stage of the pipeline, and what it returns is not known without "
+                        f"computing it ({type(error).__name__}: {error}): use another layout"
+                    ) from error
+                self._shapes[key] = given
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         return pytree.tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device=device), self._shapes[key])
 

@@ -18,13 +18,14 @@ def replicate(module: nn.Module, mesh: Mesh, device: torch.device, *, find_unuse
     """`module` under DDP on `mesh`; its values are already equal on every rank.
 
     Gradients become the mean over the ranks. Buffers are left alone: which of them may differ is the business of
-    `batchnorm`. A module without trainable parameters stays as it is.
+    `batchnorm`. A module without trainable parameters (but those that DDP was told to leave alone) stays as it is.
 
     Args:
         find_unused: look in every backward for parameters that get no gradient. Without it the first such parameter
             holds up the bucket it lies in, and DDP raises in the step after.
     """
-    if not any(parameter.requires_grad for parameter in module.parameters()):
+    alone = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    if not any(p.requires_grad and name not in alone for name, p in module.named_parameters()):
         return module
     # A cap of None is torch's own: 25 MB, but 1 MB for the first bucket, so that reducing begins early.
     options: dict[str, Any] = {_FORWARD_SYNC: False, "bucket_cap_mb": mesh.layout.ddp_bucket_mb}

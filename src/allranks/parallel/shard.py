@@ -28,7 +28,8 @@ def shard(
         placer: gives each unit its values; after the cut only this rank's part stays.
         path: notes which units the forwards enter.
 
-    Parameters without dims cannot be cut: they stay whole on every rank, and `reduce_scalars` reduces their gradients.
+    Parameters without dims cannot be cut, and experts are cut over ep: they stay as they are, and `reduce_scalars`
+    reduces their gradients.
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     assert mesh.device_mesh is not None
@@ -39,10 +40,10 @@ def shard(
     for part in (*parts, [module]):
         for member in part:
             placer.place(member)
-        # Nor what other stages of a pipeline hold.
-        left = {p for member in part for p in member.parameters() if p.dim() == 0 or p.is_meta}
+        # Nor is cut what other stages of a pipeline hold.
+        alone = {p for member in part for p in member.parameters() if placer.stays(p) or p.is_meta}
         target = part if len(part) > 1 else part[0]
-        fully_shard(target, mesh=device_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=left)
+        fully_shard(target, mesh=device_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=alone)
         placer.forget_cut()
     gather_through_gloo(module, device_mesh)
     for name in (*(name for names in units for name in names), ""):

@@ -12,7 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from allranks.parallel.balance import Balances
 from allranks.parallel.batchnorm import BatchNorms
+from allranks.parallel.expert import ExpertGradients
 from allranks.parallel.held_back import check_released, find_held_back
 from allranks.parallel.mesh import DATA_AXES, Mesh
 from allranks.parallel.norm import Groups, clip_gradients
@@ -45,6 +47,8 @@ class Spread:
         stages: of a pipeline, this rank's and what it shares with the others.
         row_shards: what this rank updates of each parameter, where the optimizer alone is sharded.
         batch_norms: what takes its statistics over several ranks.
+        balances: routers that count, and move once a step.
+        experts: reduces the gradients of experts that are cut; None where none are.
     """
 
     modules: dict[str, nn.Module]
@@ -60,6 +64,8 @@ class Spread:
     batch_norms: BatchNorms = field(default_factory=BatchNorms)
     stages: Stages | None = None
     row_shards: RowShards | None = None
+    balances: Balances = field(default_factory=Balances)
+    experts: ExpertGradients | None = None
     _scalars: tuple[torch.Tensor, ...] = ()
     _held_back: list[Any] = field(default_factory=list)
 
@@ -161,7 +167,12 @@ class Spread:
         check_released(self._held_back)
 
     def reduce_scalars(self) -> None:
-        """Average the gradients of what FSDP2 leaves whole (parameters without dims) over the ranks; collective."""
+        """Average the gradients of what DDP and FSDP2 leave alone over the ranks; collective.
+
+        Those are parameters without dims, which FSDP2 cannot cut, and experts that are cut over ep.
+        """
+        if self.experts is not None:
+            self.experts.reduce()
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._scalars]
         if not gradients:
             return

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import mix, seed_all
-from allranks.errors import TaskError
+from allranks.errors import LayoutError, TaskError
 from allranks.parallel.average import average_gradients
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.passes import Forward, Passes, Scale, StepSums, ledger_of, micro_forward
@@ -39,6 +39,8 @@ class AlternatingPasses(Passes):
         self._spread = forward.spread
         self._optimizers = optimizers
         self._group = group
+        if self._spread.experts is not None:
+            raise LayoutError(f"ep={self._spread.mesh.layout.ep} with a step() of its own comes with a later version")
         self._whole = [p for p in self._spread.trainable().values() if not isinstance(p, DTensor)]
 
     def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:

@@ -38,8 +38,9 @@ def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessG
     """
     spread = forward.spread
     asked = ((name, entry) for name, entry in spread.map.items() if entry.kind == "buffer" and entry.alias_of is None)
-    # What a BatchNorm keeps means what the layout says.
-    names = [name for name, _ in asked if name not in spread.batch_norms.owners]
+    # What a BatchNorm keeps means what the layout says, and what a router counts is added up over the ranks.
+    known = {*spread.batch_norms.owners, *spread.balances.names}
+    names = [name for name, _ in asked if name not in known]
     # Other stages of a pipeline may have some, and no stage runs alone.
     if spread.mesh.dp == 1 or (not names and spread.stages is None):
         return

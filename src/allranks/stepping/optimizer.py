@@ -170,7 +170,7 @@ class Optimizers:
                 if isinstance(value, torch.Tensor) and value.numel() > 1 and tuple(value.shape) != entry.box.shape:
                     raise TaskError(
                         f"{type(self.by_name[which]).__name__} keeps {key!r} of shape {list(value.shape)} for a part "
-                        f"{list(entry.box.shape)} of {entry.name}: it looks at whole tensors, which tp and "
+                        f"{list(entry.box.shape)} of {entry.name}: it looks at whole tensors, which tp, ep and "
                         "sharding=optimizer cut; use AdamW or SGD, or another layout"
                     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from allranks.config import Config, OptimizerConfig
-from allranks.data.cut import cut_step
+from allranks.data.cut import Cut, cut_step
 from allranks.data.loader import Loader
 from allranks.data.random_keys import seed_all
 from allranks.data.stream import DataStream, declared_order
@@ -102,7 +102,7 @@ def assemble(
     # Where the Task's file lies is each host's own business.
     settings = {key: value for key, value in config.flat().items() if key != "task.spec"}
     check_same_start(settings, stream.num_samples, processes.world_group, processes.device)
-    loading = Loader(stream, workers=config.data.workers).decisions
+    loading = Loader(stream, workers=config.data.workers).decisions + _describe_cut(stream.cut, spread, config)
     decisions = processes.choice.decisions + spread.decisions + meeting.decisions + loading
     schedule = kept_schedule or make_schedule(config, stream)
     step = Step(
@@ -161,6 +161,19 @@ def _stream(dataset: Any, config: Config, processes: Processes, *, fixed: bool) 
         epochs=config.train.epochs,
         steps=config.train.steps,
     )
+
+
+def _describe_cut(cut: Cut, spread: Spread, config: Config) -> tuple[Decision, ...]:
+    """How a step goes through a pipeline, and how long its stages wait."""
+    layout, number = spread.mesh.layout, cut.num_micro_steps()
+    if spread.stages is None:
+        return ()
+    what = f"a step passes the {layout.num_stages} stages in {number} micro-steps of {cut.micro_batch} samples"
+    # Each process runs its stages for every micro-step, and waits for those before and after it (arXiv 2104.04473).
+    work = number * layout.num_stages // layout.pp
+    waits = f"schedule={layout.schedule} waits {(layout.pp - 1) / (work + layout.pp - 1):.0%} of the time or less"
+    given = config.train.micro_steps or config.train.micro_batch
+    return (Decision(what, waits if given else f"train.micro_steps is not given; {waits}"),)
 
 
 def _passes(task: Task, forward: Forward, optimizers: Optimizers, processes: Processes) -> Passes:

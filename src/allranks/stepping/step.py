@@ -110,6 +110,7 @@ class Step:
             mark("optimizer")
         if pending is None:
             raise TaskError("step() ended without yielding: yield (name, loss_sum, targets) at least once")
+        self._spread.balances.finish_step()
         # Read here where it is at hand: the thread that writes would contend for the interpreter lock with the loop.
         return Outcome(pending, norm.item() if norm.device.type == "cpu" else norm, lr, coming, targets)
 

@@ -38,6 +38,7 @@ def plain_loop(
     forward: Callable[[nn.Module, Any], torch.Tensor],
     max_norm: float | None = None,
     factors: Callable[[int], float] = lambda step: 1.0,
+    finish: Callable[[nn.Module], None] = lambda model: None,
 ) -> list[ReferenceStep]:
     """Train `model` in place on whole global batches.
 
@@ -46,6 +47,7 @@ def plain_loop(
         forward: (model, batch) -> the SUM of the loss over the batch's targets.
         max_norm: clip to this norm, or None.
         factors: step -> factor on the optimizer's learning rate.
+        finish: what the user's own loop does with the model after each update.
     """
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     peaks = [group["lr"] for group in optimizer.param_groups]
@@ -59,6 +61,7 @@ def plain_loop(
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factors(index)
         optimizer.step()
+        finish(model)
         parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
         steps.append(ReferenceStep(float(loss.detach()), float(norm), gradients, parameters))
     return steps

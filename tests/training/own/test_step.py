@@ -11,6 +11,7 @@ import allranks
 from allranks.data.random_keys import random_key, seed_all
 from allranks.run import Run
 from tests.distributed.pool import Pools
+from tests.distributed.tasks import MODELS, Words
 from tests.training.own.cases import Net, Samples, count, everything, loss_of, refusal, sgd
 
 
@@ -240,3 +241,27 @@ def test_a_forward_of_the_users_between_backward_and_step_leaves_nothing_stale(p
         pool(2).run(case, str(tmp_path / str(look)), look)
         losses.append([line["loss"] for line in Run.open(tmp_path / str(look)).steps()])
     assert losses[0] == losses[1]
+
+
+def own_experts(folder: str, layout: str) -> list[torch.Tensor]:
+    """Three steps over words, and where the routers' biases then stand."""
+    with allranks.join(layout=layout, precision="float64", run=folder) as world:
+        torch.manual_seed(0)
+        model = world.parallelize(MODELS["moe"]())
+        optimizer = world.optimizer(model, sgd)
+        for batch in world.stream(Words(), global_batch=5, micro_steps=3, steps=3):
+            loss = nn.functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), reduction="sum")
+            world.backward(loss, targets=count(batch))
+            world.step(optimizer)
+        spread = world._ground.models.trained
+        return [spread.local(name).clone() for name in spread.map if name.endswith(("router.bias", "norm.weight"))]
+
+
+def test_experts_balance_in_a_loop_of_ones_own(pool: Pools, tmp_path: Path) -> None:
+    (alone,) = pool(1).run(own_experts, str(tmp_path / "alone"), "single")
+    assert len(alone) == 7 and all(alone[index].abs().max() > 0 for index in range(7))
+    for layout in ("dp_replicate=2,ep=2", "dp_shard=2,ep=2,sharding=grad_op"):
+        for found in pool(2).run(own_experts, str(tmp_path / layout), layout):
+            for value, expected in zip(found, alone, strict=True):
+                if value.shape == expected.shape:
+                    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)

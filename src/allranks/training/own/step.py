@@ -210,6 +210,7 @@ class OwnStep:
         optimizer = optimizers.by_name[""]
         lr = float(optimizer.param_groups[0]["lr"])
         optimizers.update("")
+        self._models.trained.balances.finish_step()
         self._models.reshard()
         self._stopwatch.mark("optimizer")
         return lr

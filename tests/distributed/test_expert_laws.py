@@ -1,0 +1,246 @@
+"""Law 4 for experts that are cut: the run computes what one device computes, and balances bit by bit alike."""
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from allranks.layout import Layout, parse_layout
+from allranks.models.moe import MoETransformer
+from allranks.training.validate import validate
+from allranks.verifying.parity import RecordedStep, compare, fed, record_run
+from allranks.verifying.reference import ReferenceStep, plain_loop
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import (
+    SGD,
+    Parts,
+    config_of,
+    initial_model,
+    parts_of,
+    processes_of,
+    session_of,
+    step_through,
+    together,
+)
+from tests.distributed.tasks import IGNORED, Tiny
+from tests.training.snapshots import contents_of, find, saver_of
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+CLIPPED = "train.max_norm=0.05"  # below every norm that the model has
+TASK = Tiny(kind="moe")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dynamo() -> None:
+    """The first optimizer step imports this, which sets an environment variable: before any test looks."""
+    importlib.import_module("torch._dynamo")
+
+
+class Case(NamedTuple):
+    """A layout, and how a step is cut: of 5 samples in 3 micro-steps some rank has none (a filler)."""
+
+    layout: str
+    world_size: int
+    global_batch: int
+    micro_steps: int
+    more: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "-".join((self.layout, f"{self.global_batch}in{self.micro_steps}", *self.more))
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        cut = f"train.global_batch={self.global_batch}", f"train.micro_steps={self.micro_steps}"
+        return (*SGD, *cut, *self.more)
+
+    @property
+    def data_ranks(self) -> range:
+        layout = Layout.resolve(parse_layout(self.layout), self.world_size)
+        return range(0, self.world_size, layout.tp)
+
+
+CASES = [
+    Case("dp_replicate=2,ep=2", 2, 12, 1),
+    Case("dp_replicate=2,ep=2", 2, 13, 3, (CLIPPED,)),
+    Case("dp_replicate=4,ep=2", 4, 13, 3),
+    Case("dp_replicate=4,ep=4", 4, 5, 3, (CLIPPED,)),
+    Case("dp_shard=2,ep=2", 2, 13, 3),
+    Case("dp_replicate=2,dp_shard=2,ep=2", 4, 5, 3, (CLIPPED,)),
+    Case("dp_shard=4,ep=2,recompute=full", 4, 13, 1),
+    Case("dp_replicate=2,tp=2,ep=2", 4, 5, 3),
+]
+MORE = [
+    Case(layout, world_size, batch, micro_steps, more)
+    for layout, world_size in (
+        ("dp_replicate=3,dp_shard=2,ep=3", 6),
+        ("dp_replicate=2,dp_shard=3,ep=2", 6),
+        ("dp_replicate=2,ep=2,sharding=none", 2),
+        ("dp_shard=2,ep=2,sharding=grad_op", 2),
+        ("dp_shard=2,ep=2,recompute=selective", 2),
+        ("dp_replicate=2,ep=2,recompute=full", 2),
+        ("dp_shard=2,tp=2,ep=2", 4),
+        *{(case.layout, case.world_size): None for case in CASES},
+    )
+    for batch in (12, 13, 6)
+    for micro_steps in (1, 3)
+    for more in ((), (CLIPPED,))
+]
+
+
+class Six(Tiny):
+    """Six experts, so that three ranks can share them too."""
+
+    def model(self) -> MoETransformer:
+        return MoETransformer(11, 2, 48, 24, num_experts=6, top_k=2, ffn=5, max_seq=6, num_kv_heads=12, rate=0.01)
+
+
+def task_of(case: Case) -> Tiny:
+    return Six(kind="moe") if case.world_size == 6 else TASK
+
+
+def record(case: Case) -> tuple[list[RecordedStep], dict[str, torch.Tensor]]:
+    """In a worker: the steps, and the biases at the end, which the same session on its way has left."""
+    config = config_of(case.layout, *case.overrides, steps=STEPS)
+    processes = processes_of(config)
+    steps = record_run(task_of(case), config, processes, STEPS)
+    session = session_of(task_of(case), config, processes)
+    list(step_through(session, STEPS))
+    return steps, {name: session.spread.local(name).clone() for name in session.spread.map if name.endswith("bias")}
+
+
+def reference(
+    case: Case, ranks: Sequence[Sequence[RecordedStep]], *, balanced: bool = True
+) -> tuple[list[ReferenceStep], MoETransformer]:
+    """What one device computes from the very samples that the ranks fed."""
+    task = task_of(case)
+    dataset, model = task.dataset("train"), initial_model(task).double()
+    batches = []
+    for step in range(STEPS):
+        batch = default_collate([dataset[sample] for sample in fed(ranks, step, case.data_ranks).values()])
+        batches.append((batch, int((batch["y"] != IGNORED).sum())))
+    steps = plain_loop(
+        model,
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+        batches,
+        lambda m, b: task.loss(m(b["x"]), b),
+        0.05 if CLIPPED in case.more else None,
+        finish=lambda _: model.update_balance() if balanced else None,
+    )
+    return steps, model
+
+
+def check(pool: Pools, case: Case) -> None:
+    found = pool(case.world_size).run(record, case, timeout=240)
+    ranks = [steps for steps, _ in found]
+    expected, model = reference(case, ranks)
+    differences = compare(ranks, expected)
+    assert not differences, f"{case}: {'; '.join(map(str, differences[:5]))}"
+    for _, biases in found:
+        assert len(biases) == 2
+        for name, bias in biases.items():
+            assert torch.equal(bias, model.get_buffer(name)) and bias.abs().max() > 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equal_to_one_device(pool: Pools, case: Case) -> None:
+    check(pool, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in MORE if case not in CASES], ids=str)
+def test_equal_to_one_device_in_every_case(pool: Pools, case: Case) -> None:
+    check(pool, case)
+
+
+def test_without_the_balance_the_reference_would_compute_something_else(pool: Pools) -> None:
+    """The bias moves which experts are chosen within these steps: a wrong one cannot hide."""
+    case = CASES[0]
+    ranks = [steps for steps, _ in pool(2).run(record, case)]
+    steps, _ = reference(case, ranks, balanced=False)
+    assert {difference.step for difference in compare(ranks, steps)} == {1, 2}
+
+
+# checkpoints (laws 8 and 9) and evaluation
+
+SMALL = ("train.global_batch=10", "optimizer.lr=0.01")
+LAYOUTS = {
+    "single": ("single", 1),
+    "fsdp": ("fsdp", 3),
+    "ep": ("dp_replicate=2,ep=2", 2),
+    "ep-ddp": ("dp_replicate=4,ep=2", 4),
+    "ep-fsdp": ("dp_shard=4,ep=4", 4),
+}
+PAIRS = [("ep", "single"), ("single", "ep-ddp"), ("ep-ddp", "fsdp"), ("fsdp", "ep-fsdp"), ("ep-fsdp", "ep")]
+
+
+def save(directory: Path, layout: str) -> Parts:
+    """In a worker: three steps, of which an odd number moves the bias somewhere else, and a checkpoint."""
+    session, contents = contents_of(TASK, config_of(layout, *SMALL), STEPS)
+    saver_of(session, contents, directory).save(STEPS)
+    return parts_of(session)
+
+
+def load(directory: Path, layout: str) -> tuple[Parts, int]:
+    """In a worker: what it holds after the restore, and the position."""
+    session, contents = contents_of(TASK, config_of(layout, *SMALL), 0)
+    contents.load(find(directory, session))
+    return parts_of(session), session.stream.position
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
+def test_one_layout_loads_what_another_saved(pool: Pools, tmp_path: Path, one: str, other: str) -> None:
+    (before_layout, before_size), (after_layout, after_size) = LAYOUTS[one], LAYOUTS[other]
+    before = together(pool(before_size).run(save, tmp_path, before_layout))
+    ranks: list[Any] = pool(after_size).run(load, tmp_path, after_layout)
+    after = together([parts for parts, _ in ranks])
+    assert after.keys() == before.keys() and len(before) > 60
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert before["layers.0.feed_forward.router.bias"].abs().max() > 0
+    assert [position for _, position in ranks] == [30] * after_size
+
+
+def resumed(directory: Path, layout: str) -> bool:
+    """In a worker: whether a resumed session ends bit by bit where the uninterrupted one does."""
+    overrides = ("train.global_batch=13", "train.micro_steps=3")
+    session, contents = contents_of(TASK, config_of(layout, *overrides, precision="float32", steps=6), STEPS)
+    saver_of(session, contents, directory).save(STEPS)
+    list(step_through(session, STEPS))
+    again, contents = contents_of(TASK, config_of(layout, *overrides, precision="float32", steps=6), 0)
+    contents.load(find(directory, again))
+    list(step_through(again, STEPS))
+    whole, parts = parts_of(session), parts_of(again)
+    return all(torch.equal(whole[name][2], parts[name][2]) for name in whole)
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=4,ep=2", "dp_replicate=2,dp_shard=2,ep=2"])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(pool: Pools, tmp_path: Path, layout: str) -> None:
+    assert pool(4).run(resumed, tmp_path, layout) == [True] * 4
+
+
+class Validated(Tiny):
+    """61 samples on 2 or 4 ranks: some rank's last batch is a filler."""
+
+    def dataset(self, split: str) -> Any:
+        return super().dataset("train")
+
+
+def validated(layout: str) -> tuple[dict[str, float], bool]:
+    """In a worker: an evaluation, and whether it has left every buffer as it was."""
+    session = session_of(Validated(kind="moe"), config_of(layout, *SMALL))
+    list(step_through(session, 2))
+    before = parts_of(session)
+    found = validate(session)
+    return found, all(torch.equal(parts_of(session)[name][2], part) for name, (_, _, part) in before.items())
+
+
+def test_an_evaluation_is_that_of_one_process_and_counts_nothing(pool: Pools) -> None:
+    ((alone, _),) = pool(1).run(validated, "single")
+    for layout, size in (("dp_replicate=2,ep=2", 2), ("dp_shard=4,ep=2", 4)):
+        for found, unchanged in pool(size).run(validated, layout):
+            assert unchanged and found == pytest.approx(alone, rel=1e-12)
