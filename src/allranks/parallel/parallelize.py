@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from allranks.parallel.batchnorm import Mode, take_over
+from allranks.parallel.batchnorm import BatchNorms, Mode, take_over
 from allranks.parallel.block_modes import change_blocks, changes_blocks
 from allranks.parallel.blocks import Unit, find_blocks, group_units
 from allranks.parallel.checks import cast, check_apart, check_kinds, start_training
+from allranks.parallel.context import Context, share_sequences
 from allranks.parallel.data_parallel import split_over_devices
 from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
@@ -62,7 +63,7 @@ def parallelize(
     """
     modules, decisions = build_modules(build, source, seed)
     _prepare(modules, precision, decisions, training=training)
-    norms = take_over(modules, mesh, batchnorm, decisions)
+    norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
     check_same_structure(modules, source, device)
     units, placer = dict[str, list[Unit]](), Placer(device, source, contiguous=mesh.layout.fully_sharded)
     path, cuts = Path(), dict[str, Cut]()
@@ -83,8 +84,8 @@ def parallelize(
         modules = split_over_devices(modules, torch.cuda.device_count(), decisions)
     scalars = _find_scalars(tensors) if mesh.layout.fully_sharded else ()
     cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items()}
-    who = ParameterMap(entries), tensors, tuple(decisions)
-    spread = Spread(modules, mesh, precision, device, *who, find_unused, path, cut_over, norms, _scalars=scalars)
+    who = ParameterMap(entries), tensors, tuple(decisions), find_unused, path, cut_over, norms
+    spread = Spread(modules, mesh, precision, device, *who, context=context, _scalars=scalars)
     if mesh.layout.sharding == "optimizer" and mesh.layout.dp_shard > 1:
         spread.row_shards = RowShards(spread.trainable(), spread.map, mesh)
     return spread
@@ -98,6 +99,13 @@ def _prepare(
             start_training(which, module, decisions)
         cast(module, precision, decisions)
         check_kinds(module)
+
+
+def _join_ranks(
+    modules: Mapping[str, nn.Module], mesh: Mesh, batchnorm: Mode | None, decisions: list[Decision]
+) -> tuple[BatchNorms, Context | None]:
+    """Let what looks at other samples, or at other positions, look at those of other ranks."""
+    return take_over(modules, mesh, batchnorm, decisions), share_sequences(modules, mesh, decisions)
 
 
 def _shard_all(

@@ -31,8 +31,7 @@ def shard(
     Parameters without dims cannot be cut: they stay whole on every rank, and `reduce_scalars` reduces their gradients.
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
-    assert mesh.device_mesh is not None
-    device_mesh = mesh.device_mesh if mesh.layout.dp_replicate > 1 else mesh.device_mesh["dp_shard"]
+    device_mesh = mesh.shard_mesh
     # None is torch's own choice for full sharding: every unit but the root, whose parameters the backward needs first.
     reshard = None if mesh.layout.sharding == "full" else False
     parts = [[module.get_submodule(name) for name in names] for names in units]

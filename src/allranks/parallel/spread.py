@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from allranks.parallel.batchnorm import BatchNorms
+from allranks.parallel.context import Context
 from allranks.parallel.held_back import check_released, find_held_back
-from allranks.parallel.mesh import DATA_AXES, Mesh
+from allranks.parallel.mesh import GRADIENT_AXES, Mesh
 from allranks.parallel.norm import Groups
 from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.path import Path
@@ -43,6 +44,7 @@ class Spread:
         cut_over: id of a parameter -> the groups over which it was cut before it was sharded.
         row_shards: what this rank updates of each parameter, where the optimizer alone is sharded.
         batch_norms: what takes its statistics over several ranks.
+        context: how sequences are cut over the cp ranks; None where they are not.
     """
 
     modules: dict[str, nn.Module]
@@ -57,13 +59,14 @@ class Spread:
     cut_over: Groups = field(default_factory=dict)
     batch_norms: BatchNorms = field(default_factory=BatchNorms)
     row_shards: RowShards | None = None
+    context: Context | None = None
     _scalars: tuple[torch.Tensor, ...] = ()
     _held_back: list[Any] = field(default_factory=list)
 
     @property
     def divisor(self) -> int:
-        """What DDP and FSDP2 divide a gradient's sum by: the number of data-parallel ranks."""
-        return self.mesh.dp
+        """What DDP and FSDP2 divide a gradient's sum by: the number of ranks with other samples or other positions."""
+        return self.mesh.layout.gradient_ranks
 
     def trainable(self, which: str | None = None) -> dict[str, torch.Tensor]:
         """Logical name -> trainable parameter, each tied one once; of all modules, or of the one named `which`."""
@@ -143,7 +146,7 @@ class Spread:
         if not gradients:
             return
         flat = torch.stack([gradient.reshape(()) for gradient in gradients])
-        for axis in DATA_AXES:
+        for axis in GRADIENT_AXES:
             if getattr(self.mesh.layout, axis) > 1:
                 dist.all_reduce(flat, group=self.mesh.group(axis))
         flat /= self.divisor

@@ -40,7 +40,8 @@ def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessG
     asked = ((name, entry) for name, entry in spread.map.items() if entry.kind == "buffer" and entry.alias_of is None)
     # What a BatchNorm keeps means what the layout says.
     names = [name for name, _ in asked if name not in spread.batch_norms.owners]
-    if spread.mesh.dp == 1 or not names:
+    num_ranks = spread.mesh.layout.gradient_ranks
+    if num_ranks == 1 or not names:
         return
     half = max(1, len(samples) // 2)
     with generators_kept(spread.bare()):
@@ -49,10 +50,10 @@ def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessG
     flags = [_follows(first[name], second[name], persistent=spread.map[name].persistent) for name in names]
     found = [name for name, flag in zip(names, _on_any_rank(flags, spread.device, group), strict=True) if flag]
     if found:
+        who = "data-parallel ranks sees" if spread.context is None else "ranks sees samples or positions of"
         raise LayoutError(
             f"buffer {found[0]} ({len(found)} in all) changes with the samples of a forward, and each of "
-            f"{spread.mesh.dp} data-parallel ranks sees its own only: only BatchNorm's are "
-            "synchronised; use --layout single"
+            f"{num_ranks} {who} its own only: only BatchNorm's are synchronised; use --layout single"
         )
 
 

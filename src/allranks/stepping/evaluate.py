@@ -24,7 +24,7 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
 
     Args:
         batches: this rank's share; each rank has equally many, some of them fillers of weight 0, which count nothing.
-        group: the ranks that share the split; None for one.
+        group: the ranks that share the split, or its sequences; None for one.
 
     Returns:
         {"loss": ..., metric: ...}: as `world_means` gives them.
@@ -41,7 +41,9 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
             batch = forward.place(micro_step.batch)
             with spread.batch_norms.counting(micro_step.weight > 0):
                 output = forward(batch)
-            loss = (forward.task.loss(output, batch), micro_step.targets or 0)
+            # Targets are counted in whole samples: of the ranks that share a sequence one tells.
+            targets = 0 if spread.mesh.coordinate("cp") else micro_step.targets or 0
+            loss = (forward.task.loss(output, batch), targets)
             terms = {"loss": loss, **_checked(forward.task, forward.task.metrics(output, batch))}
             if not micro_step.weight:
                 continue  # a filler adds nothing, not even 0 * nan

@@ -32,5 +32,6 @@ def count_flops(forward: Forward, batch: Any, num_samples: int) -> float | None:
         for part, training in modes:
             part.training = training
         forward.spread.reshard()
-    # Each rank of a tp group computes its part of every layer that is cut.
-    return PASSES * counter.get_total_flops() * forward.spread.mesh.layout.tp / num_samples or None
+    # Each rank of a tp group computes its part of every layer that is cut, each of a cp group that of its positions.
+    layout = forward.spread.mesh.layout
+    return PASSES * counter.get_total_flops() * layout.tp * layout.cp / num_samples or None

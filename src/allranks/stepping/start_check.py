@@ -15,8 +15,9 @@ import torch.distributed as dist
 from allranks.data.random_keys import item_key, seed_all
 from allranks.data.second_pass import begin_pass, check_second_pass
 from allranks.data.stream import declared_order
-from allranks.errors import AllranksError, DataError, TaskError
+from allranks.errors import AllranksError, DataError, LayoutError, TaskError
 from allranks.parallel.compiled import uncompiled
+from allranks.parallel.context import Context
 from allranks.parallel.data_parallel import describe_gathering
 from allranks.parallel.spread import Spread
 from allranks.stepping.buffer_check import check_buffers
@@ -63,10 +64,15 @@ def check_at_start(
 
     Raises:
         TaskError: the Task breaks its contract on them; the user's own line is shown.
-        LayoutError: each rank would learn other buffers from its own samples.
+        LayoutError: each rank would learn other buffers from its own samples; or sequences that cp cannot cut.
         DataError: there are none.
     """
     if has_step(task):
+        if spread.context is not None:
+            raise LayoutError(
+                f"{spread.mesh.layout} cuts the batch of one forward and one loss, and {type(task).__name__} has a "
+                "step() of its own: leave cp out"
+            )
         unknown = _describe_uncompared(f"{type(task).__name__} has a step() of its own")
         said = (unknown,) if spread.mesh.layout.cuts_layers else ()
         return Meeting(task.coupled, Forward(task, spread, lambda batch: (batch,)), None, said)
@@ -93,6 +99,7 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
     batch, module = task.collate(list(samples)), spread.bare()
     inputs, targets = resolve_inputs(task, module, batch), resolve_targets(task, batch)
     forward = Forward(task, spread, inputs.call)
+    said = () if spread.context is None else (_meet_context(spread.context, task, batch, inputs.call),)
     nature = examine_loss(
         task,
         module,
@@ -107,8 +114,11 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
     spread.reshard()
     check_buffers(forward, samples, group)
     coupled = _on_any_rank(nature.kind == "coupled", spread, group)
+    if spread.context is not None:  # each of these ranks has examined other positions
+        coupled = _on_any_rank(coupled, spread, spread.context.group)
     alike = coupled == (nature.kind == "coupled")
     decisions: tuple[Decision, ...] = (
+        *said,
         _describe(task, "inputs", "forward gets", inputs.because),
         _describe(task, "targets", "targets are", targets.because),
         Decision(
@@ -125,6 +135,10 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
         unknown = _describe_uncompared("each data-parallel rank sees samples of its own at the start")
         decisions += (check_whole(forward, samples, seed, flops) if alike else unknown,)
     return Meeting(coupled, forward, targets.call, decisions, flops)
+
+
+def _meet_context(context: Context, task: Task, batch: Any, inputs: Callable[[Any], Any]) -> Decision:
+    return context.meet(batch, inputs(batch), task.hints().sequence_dims)
 
 
 def _describe_uncompared(because: str) -> Decision:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from allranks.config import Config, resolve_config
-from allranks.errors import ConfigError
+from allranks.errors import ConfigError, LayoutError
 from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.layout import Layout
 from allranks.observing.counters import Stopwatch
@@ -104,6 +104,11 @@ def prepare_ground(
     config = _resolve(layout or environment.layout, seed=seed, precision=precision, backend=backend, keep=keep)
     degrees = Layout.resolve(config.layout, environment.world_size, environment.num_nodes)
     degrees.supported_here()
+    if degrees.cp > 1:
+        raise LayoutError(
+            f"cp={degrees.cp} cuts the batches of a Task (allranks train); a loop of your own holds whole ones: "
+            "leave it out"
+        )
     choice = choose_device(environment, device, config.train.backend)
     owns_group = _start(environment, choice)
     processes = gather_processes(environment, choice, degrees)
