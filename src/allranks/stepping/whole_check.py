@@ -132,7 +132,8 @@ def _spread_gradients(forward: Forward, batch: Any) -> WholeGradients:
     Of a sequence that is cut each rank has a part of the loss: it counts as often as the mean divides it.
     """
     spread = forward.spread
-    module = spread.bare()
+    # DDP has nothing to do where all its ranks have the same; it sums what several parts of a sequence have.
+    module = spread.bare() if spread.context is None else spread.modules[""]
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     spread.synchronise(last=True)
