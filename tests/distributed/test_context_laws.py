@@ -1,22 +1,34 @@
 """Laws 2, 4, 6 and 8 where each sequence is cut over processes (cp)."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
+from allranks.data.micro_step import StepBatch
 from allranks.layout import Layout, parse_layout
 from allranks.models.transformer import Transformer
+from allranks.stepping.passes import Passes, Scale, StepSums
 from allranks.task import Task
+from allranks.training.validate import validate
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import ReferenceStep, plain_loop
 from tests.distributed.pool import Pools
-from tests.distributed.sessions import config_of, initial_model, processes_of
+from tests.distributed.sessions import (
+    config_of,
+    initial_model,
+    parts_of,
+    processes_of,
+    session_of,
+    step_through,
+    together,
+)
 from tests.distributed.tasks import IGNORED
 
 pytestmark = pytest.mark.distributed
@@ -132,10 +144,10 @@ LARGE = [
 
 def layout_of(case: Case) -> Layout:
     config = parse_layout(case.layout)
-    return Layout.resolve(config, eval_size(case.layout))
+    return Layout.resolve(config, size_of(case.layout))
 
 
-def eval_size(layout: str) -> int:
+def size_of(layout: str) -> int:
     """Processes of a layout string without a star."""
     config, size = parse_layout(layout), 1
     for axis in ("dp_replicate", "dp_shard", "tp", "cp"):
@@ -184,3 +196,78 @@ def test_equal_to_one_device(pool: Pools, case: Case) -> None:
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_equal_to_one_device_on_eight(pool: Pools, case: Case) -> None:
     check(pool, case)
+
+
+# law 6
+
+
+class Dropping(Sentence):
+    """Dropout inside and outside of attention, over samples that are all the same: losses differ by masks alone."""
+
+    def model(self) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(24, 6, 24, dropout=0.3, batch_first=True)
+        layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        return nn.Sequential(nn.Embedding(VOCABULARY, 24), layers, nn.Linear(24, VOCABULARY))
+
+    def dataset(self, split: str) -> Any:
+        return [{"x": torch.ones(SEQ, dtype=torch.int64), "y": torch.ones(SEQ, dtype=torch.int64)}] * 24
+
+
+class LossesOnly(Passes):
+    """Keeps this rank's own losses."""
+
+    def __init__(self, inner: Passes) -> None:
+        self.inner = inner
+        self.losses: list[float] = []
+
+    def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
+        for sums in self.inner.run(batch, scale):
+            self.losses.append(float(sums.loss))
+            yield sums
+
+
+def drop(layout: str) -> tuple[list[float], dict[str, Any]]:
+    watched: list[LossesOnly] = []
+
+    def watch(passes: Passes) -> Passes:
+        watched.append(LossesOnly(passes))
+        return watched[0]
+
+    torch.rand(dist.get_rank() + 1)  # the state that is found does not matter
+    config = config_of(layout, "optimizer.name=sgd", "optimizer.lr=1e-30", "train.global_batch=4")
+    session = session_of(Dropping(), config, observe=watch)
+    list(step_through(session, 3))
+    return watched[0].losses, parts_of(session)
+
+
+def test_masks_differ_by_position_and_step_and_are_the_same_again(pool: Pools) -> None:
+    for layout in ("cp=2", "cp=2,recompute=full"):
+        first, second = (pool(2).run(drop, layout) for _ in range(2))
+        assert [losses for losses, _ in first] == [losses for losses, _ in second]
+        assert len({loss for losses, _ in first for loss in losses}) == 6
+    together([parts for _, parts in first])  # every process holds the same parameters
+
+
+# evaluation
+
+
+def evaluate(layout: str, overrides: Sequence[str], kind: str) -> dict[str, float]:
+    """In a worker."""
+    return validate(session_of(Sentence(kind=kind), config_of(layout, "train.global_batch=5", *overrides)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "overrides"),
+    [("cp=2", 2, ()), ("cp=3", 3, (RING,)), ("dp_replicate=2,cp=2", 4, (RING,)), ("dp_shard=2,cp=2", 4, ())],
+)
+def test_every_position_is_measured_once(pool: Pools, layout: str, world_size: int, overrides: Sequence[str]) -> None:
+    task = Sentence()
+    batch = default_collate([task.dataset("validation")[index] for index in range(29)])
+    with torch.no_grad():
+        output = initial_model(task).double()(batch["x"])
+    counted = batch["y"] != IGNORED
+    right = (output.argmax(-1) == batch["y"])[counted].sum()
+    expected = {"accuracy": float(right / counted.sum()), "loss": float(task.loss(output, batch) / counted.sum())}
+    for found in pool(world_size).run(evaluate, layout, overrides, "decoder"):
+        assert found == pytest.approx(expected, rel=1e-7)  # the accuracy above is a float32
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-13)

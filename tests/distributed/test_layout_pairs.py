@@ -22,6 +22,8 @@ LAYOUTS = {
     "tp": ("tp=3", 3),
     "tp-ddp": ("tp=2,dp_replicate=2", 4),
     "tp-fsdp": ("tp=2,dp_shard=2", 4),
+    "cp": ("cp=2", 2),
+    "cp-fsdp": ("cp=2,dp_shard=2", 4),
 }
 PAIRS = [
     *((name, "single") for name in LAYOUTS),
@@ -34,6 +36,7 @@ PAIRS = [
     ("tp-ddp", "hsdp"),
     ("optimizer", "fsdp"),
     ("tp-fsdp", "optimizer"),
+    ("cp-fsdp", "tp-fsdp"),
 ]
 SMALL = ("train.global_batch=10", "optimizer.lr=0.01")
 

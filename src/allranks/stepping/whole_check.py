@@ -67,6 +67,8 @@ def check_whole(forward: Forward, samples: Sequence[Any], seed: int, flops_per_s
     if index >= 0:
         name = ["the loss", *(f"the gradient of {name}" for name in found.norms)][int(index)]
         same_loss, same_output = (abs(a - b) <= _tolerance(forward) * abs(b) for a, b in (pairs[:2], pairs[2:]))
+        if layout.cp > 1 and same_output and not same_loss:
+            name, (mine, expected) = "the loss", pairs[:2]
         raise LayoutError(
             f"layout {layout} does not compute what one process computes: {name} is {mine:.6g}, and {expected:.6g} for "
             f"the whole model. {_advise(layout, same_loss=same_loss, same_output=same_output)}"
