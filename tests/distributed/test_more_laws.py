@@ -55,7 +55,7 @@ def test_every_layout_feeds_the_same_samples_in_the_same_steps(pool: Pools) -> N
         ("dp_replicate=2,cp=2", (0, 2), 4, "train.micro_steps=2"),
     ):
         overrides = ("train.global_batch=7", "train.seed=5", cut)
-        ranks = pool(world_size).run(record, Tiny(), layout, overrides, "float32", 9)
+        ranks = pool(world_size).run(record, Tiny(kind="tied"), layout, overrides, "float32", 9)
         found.append([fed(ranks, step, data_ranks) for step in range(9)])
     assert all(other == found[0] for other in found)
     assert [position for step in found[0] for position in step] == list(range(63))

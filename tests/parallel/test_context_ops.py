@@ -27,7 +27,8 @@ def exchange_twice(dtype: torch.dtype) -> tuple[bool, bool, bool]:
     group = dist.group.WORLD
     assert group is not None
     whole = torch.randn(2, 6, 12, 4).to(dtype)
-    mine = part(whole, -2).detach().requires_grad_()
+    # As a transposed view of channels, or in any other format that is not contiguous.
+    mine = part(whole, -2).detach().contiguous(memory_format=torch.channels_last).requires_grad_()
     heads = exchange(mine, group, -3, -2)
     back = exchange(heads, group, -2, -3)
     weights = torch.arange(heads.numel()).view(heads.shape).to(dtype)

@@ -40,7 +40,8 @@ class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup, split: int, join: int) -> torch.Tensor:
         ctx.group, ctx.split, ctx.join = group, split, join
-        sent = torch.stack(value.chunk(dist.get_world_size(group), split))
+        # Attention's tensors come in many memory formats, which stack may keep.
+        sent = torch.stack(value.chunk(dist.get_world_size(group), split)).contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received.view(-1), sent.view(-1), group=group)
         return torch.cat(received.unbind(), join)
