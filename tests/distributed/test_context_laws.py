@@ -1,7 +1,7 @@
 """Laws 2, 4, 6 and 8 where each sequence is cut over processes (cp)."""
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -80,7 +80,11 @@ def decoder() -> nn.Module:
     return Transformer(VOCABULARY, 2, 48, 12, ffn=12, max_seq=SEQ, num_kv_heads=4)
 
 
-MODELS = {"decoder": decoder, "encoder": lambda: Encoder(padded=False), "padded": lambda: Encoder(padded=True)}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "decoder": decoder,
+    "encoder": lambda: Encoder(padded=False),
+    "padded": lambda: Encoder(padded=True),
+}
 
 
 class Sentence(Task):
@@ -126,6 +130,7 @@ CASES = [
     Case("cp=4"),
     Case("cp=2,recompute=full", (RING,)),
     Case("cp=2,recompute=selective"),
+    Case("cp=2,recompute=selective", (RING,)),
     Case("dp_replicate=2,cp=2", micro_steps=3),
     Case("dp_shard=2,cp=2", (RING,), micro_steps=3),
     Case("dp_shard=2,cp=2,recompute=full"),

@@ -141,6 +141,18 @@ class Remembering(Sentence):
         return Keeping()
 
 
+class Coupling(Sentence):
+    """Couples its samples by what stands in the second half of each sequence."""
+
+    def dataset(self, split: str) -> Any:
+        half = torch.full((SEQ // 2,), VOCABULARY - 1)
+        some = [Sentences()[index] for index in range(10)]
+        return [{"x": s["x"], "y": torch.cat([s["y"][: SEQ // 2].clamp(max=VOCABULARY - 2), half])} for s in some]
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        return super().loss(output, batch) + output[batch["y"] == VOCABULARY - 1].sum() ** 2
+
+
 LOSS = "Its outputs agree, so that loss() looks at more than one position, or at what cp=2 has not cut: shift labels in"
 MODEL = "With cp=2 forward gets a part of each sequence: what depends on positions needs the argument `positions`"
 
@@ -217,6 +229,13 @@ def test_what_is_right_passes_and_says_so(pool: Pools) -> None:
             ):
                 assert any(said.startswith("the cut model computes what the whole one does") for said in found)
                 assert any(said.startswith("each sequence is cut over cp=2: x, y, because they have") for said in found)
+
+
+def test_what_one_process_alone_can_see_is_known_to_all(pool: Pools) -> None:
+    found = pool(2).run(lambda: start(Coupling(), "cp=2", "train.global_batch=5"))
+    for said in found:
+        assert sum(line.startswith("the loss couples samples, because") for line in said) == 1, said
+    assert any("it does so on another process" in line for line in found[0])
 
 
 def test_a_loop_of_ones_own_is_refused(pool: Pools) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from allranks.parallel.attention_blocks import attend, attend_backward
 
+ATTENTION: Any = functional.scaled_dot_product_attention
 blocks: Any = importlib.import_module("allranks.parallel.attention_blocks")
 
 
@@ -31,7 +32,7 @@ def test_one_block_is_torchs_attention(causal: bool, key_heads: int, scale: floa
     query, gradient = random(2, 6, 8, 4), random(2, 6, 8, 4)
     key, value = random(2, key_heads, 8, 4), random(2, key_heads, 8, 4)
     leaves = [part.clone().requires_grad_() for part in (query, key, value)]
-    expected = functional.scaled_dot_product_attention(*leaves, is_causal=causal, scale=scale, enable_gqa=True)
+    expected = ATTENTION(*leaves, is_causal=causal, scale=scale, enable_gqa=True)
     expected.backward(gradient)
     output, log_sum = attend(query, key, value, causal=causal, scale=scale)
     torch.testing.assert_close(output, expected.detach(), rtol=1e-13, atol=1e-14)

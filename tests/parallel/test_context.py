@@ -34,8 +34,8 @@ class Mixing(nn.Module):
 
     def forward(self, x: torch.Tensor, scale: float = 1.0, positions: torch.Tensor | None = None) -> torch.Tensor:
         self.told = positions
-        parts = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in (self.up(x) * scale).chunk(3, -1))
-        mixed = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = (p.unflatten(-1, (2, 2)).transpose(1, 2) for p in (self.up(x) * scale).chunk(3, -1))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         found: torch.Tensor = self.down(mixed.transpose(1, 2).flatten(-2))
         return found
 
@@ -49,7 +49,8 @@ class Identified(Mixing):
 
 def whole_output() -> torch.Tensor:
     torch.manual_seed(0)
-    return Mixing().double()(WHOLE)
+    found: torch.Tensor = Mixing().double()(WHOLE)
+    return found
 
 
 def run(kind: Any, build: Any, *args: Any) -> tuple[bool, list[int], list[int], bool]:

@@ -15,6 +15,8 @@ from tests.distributed.pool import Pools
 
 pytestmark = pytest.mark.distributed
 
+ATTENTION: Any = functional.scaled_dot_product_attention
+
 
 def attend(seq: int, lead: tuple[int, ...], key_heads: int, causal: bool, dtype: torch.dtype) -> list[float]:
     """Differences of output and gradients from the whole's in float64, as parts of the largest value."""
@@ -26,7 +28,7 @@ def attend(seq: int, lead: tuple[int, ...], key_heads: int, causal: bool, dtype:
     wholes = [torch.randn(shape, dtype=torch.float64).to(dtype).double().requires_grad_() for shape in shapes]
     gradient = torch.randn(*lead, 6, seq, 4, dtype=torch.float64).to(dtype)
     gqa = key_heads < 6
-    expected = functional.scaled_dot_product_attention(*wholes, is_causal=causal, enable_gqa=gqa)
+    expected = ATTENTION(*wholes, is_causal=causal, enable_gqa=gqa)
     expected.backward(gradient.double())
     mine = [share.take(whole.detach(), -2).to(dtype).requires_grad_() for whole in wholes]
     found = pass_around(Call(mine[0], mine[1], mine[2], None, 0.0, causal, None, gqa), group)
@@ -96,8 +98,13 @@ def bytes_kept() -> tuple[int, int]:
     group = dist.group.WORLD
     assert group is not None
     kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.nbytes)
+        return tensor
+
     parts = [torch.ones(1, 2, 64, 8, requires_grad=True) for _ in range(3)]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         pass_around(Call(parts[0], parts[1], parts[2], None, 0.0, True, None, False), group)
     return sum(kept), parts[0].nbytes
 

@@ -78,7 +78,8 @@ class _Ring(Function):
                 query[:, :, mine], keys[:, :, theirs], values[:, :, theirs], causal=diagonal, scale=scale
             )
             if step == 0:
-                merged, log_sum = block.to(block_sum.dtype), block_sum.clone()
+                # Copies: recompute=selective keeps what a kernel has returned, and must not find it changed.
+                merged, log_sum = block.to(block_sum.dtype, copy=True), block_sum.clone()
             else:
                 _merge(merged[:, :, mine], log_sum[:, :, mine], block, block_sum)
         output = merged.to(query.dtype)
