@@ -150,7 +150,8 @@ class Coupling(Sentence):
         return [{"x": s["x"], "y": torch.cat([s["y"][: SEQ // 2].clamp(max=VOCABULARY - 2), half])} for s in some]
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
-        return super().loss(output, batch) + output[batch["y"] == VOCABULARY - 1].sum() ** 2
+        coupled: torch.Tensor = output[batch["y"] == VOCABULARY - 1].sum() ** 2
+        return super().loss(output, batch) + coupled
 
 
 LOSS = "Its outputs agree, so that loss() looks at more than one position, or at what cp=2 has not cut: shift labels in"

@@ -102,7 +102,7 @@ class Block(nn.Module):
 
     def forward(self, value: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """[batch, seq, hidden] -> the same."""
-        value = value + self.attention(self.attention_norm(value), positions)
+        value = value + self.attention(self.attention_norm(value), positions=positions)
         mixed: torch.Tensor = value + self.feed_forward(self.feed_forward_norm(value))
         return mixed
 
@@ -178,7 +178,7 @@ class Transformer(nn.Module):
             raise ValueError(f"a sequence of {tokens.shape[-1]} tokens, but max_seq is {self.max_seq}")
         value = self.embedding(tokens)
         for layer in self.layers:
-            value = layer(value, positions)
+            value = layer(value, positions=positions)
         logits: torch.Tensor = self.output(self.norm(value))
         return logits
 
