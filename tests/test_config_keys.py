@@ -87,6 +87,7 @@ def test_the_keys_are_frozen() -> None:
         "layout.offload": "none",
         "layout.compile": "none",
         "layout.static_graph": False,
+        "layout.context": "ulysses",
         "data.workers": 0,
         "checkpoint.keep": 2,
         "track.tensorboard": True,
