@@ -147,7 +147,9 @@ def autocast(kind: Any) -> str:
     try:
         with torch.autocast("cpu", torch.bfloat16):
             found.context.meet({"x": WHOLE}, (WHOLE,), {})
-            found.modules[""](found.context.cut({"x": WHOLE})["x"].float()).sum().backward()
+            mine = found.context.cut({"x": WHOLE})["x"].float()
+            # What it is multiplied by is wider, as a rotary table may be.
+            found.modules[""](mine, torch.ones(12)).sum().backward()
     finally:
         Context.attend = attend  # type: ignore[method-assign]
     return str(seen[0].dtype)
