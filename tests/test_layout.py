@@ -170,6 +170,8 @@ def test_the_string_of_a_layout_means_the_same_layout(degrees: dict[str, int], s
         ("dp_replicate=2,sharding=none", 2, False, True, 2),
         ("ddp,sharding=none", 1, False, False, 1),
         ("tp=2", 2, False, False, 1),
+        ("cp=2", 2, True, False, 1),
+        ("cp=2,dp_shard=2", 4, False, True, 2),
     ],
 )
 def test_who_keeps_the_copies_equal(text: str, world_size: int, replicated: bool, fully_sharded: bool, dp: int) -> None:
@@ -188,6 +190,7 @@ def test_who_keeps_the_copies_equal(text: str, world_size: int, replicated: bool
         "dp_replicate=2,dp_shard=2",
         "ddp,recompute=full",
         "fsdp,recompute=selective,offload=activations",
+        "cp=2,dp_shard=2,tp=2",
         "single,recompute=budget,compile=block",
         "pp=2,dp_shard=2,recompute=full",
         "pp=4,schedule=zbv",
@@ -202,7 +205,12 @@ def test_what_this_version_makes(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "world_size", "message"),
     [
-        ("cp=2,ep=2,dp_replicate=2", 4, "cp=2 comes with a later version"),
+        (
+            "cp=2,ep=2,dp_replicate=2",
+            4,
+            "cp=2 with ep=2 comes with a later version (tokens would be counted by more ranks than the data is cut "
+            "over): leave one of them",
+        ),
         (
             "pp=2,dp_replicate=2,ep=2",
             4,
@@ -221,10 +229,11 @@ def test_what_this_version_makes(text: str) -> None:
             "compile=block with ep=2 comes with a later version (how many tokens travel is known to the host alone): "
             "leave one of them",
         ),
+        ("tp=2,compile=block", 2, "compile=block with tp=2 comes with a later version: leave one of them"),
+        ("cp=2,compile=block", 2, "compile=block with cp=2 comes with a later version: leave one of them"),
         ("placement", 1, "placement comes with a later version"),
         ("placement", 1, "placement comes with a later version"),
         ("ddp,offload=all,tp=1", 2, "offload=all comes with a later version"),
-        ("cp=2,offload=parameters", 2, "cp=2 and offload=parameters come with a later version"),
         ("pp=2,compile=block", 2, "compile=block with pp=2 comes with a later version: leave one of them"),
         (
             "pp=2,tp=2,schedule=zbv,recompute=full",

@@ -134,6 +134,9 @@ class LayoutConfig(Section):
     ddp_bucket_mb: float | None = key(
         None, "the size of one gradient message of DDP; not given: torch's", unit="MiB", gt=0
     )
+    context: Literal["ulysses", "ring"] = key(
+        "ulysses", "how the processes of a sequence attend: ulysses swaps positions for heads, ring passes keys around"
+    )
 
     @model_validator(mode="before")
     @classmethod

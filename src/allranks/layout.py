@@ -34,6 +34,7 @@ class Layout:
         ep: processes that share the experts; no factor of the world, it divides dp.
         sharding: what dp_shard shares. "none": `fully_shard` with dp_shard 1, all ranks in dp_replicate. Says nothing
             where there is nothing to share (see `fully_sharded`).
+        context: how the ranks of a sequence attend to each other's positions.
         schedule, recompute, offload, batchnorm, compile, static_graph, gather, ddp_bucket_mb: as in the config.
         kind: "single" is one process on one device; "data_parallel" and "placement" are one process on several.
     """
@@ -53,6 +54,7 @@ class Layout:
     static_graph: bool = False
     gather: Literal["float32", "bfloat16"] | None = None
     ddp_bucket_mb: float | None = None
+    context: Literal["ulysses", "ring"] = "ulysses"
     kind: Kind = "mesh"
 
     @staticmethod
@@ -91,6 +93,11 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def gradient_ranks(self) -> int:
+        """Ranks over which a gradient is summed: those with other samples, and those with other positions of them."""
+        return self.dp * self.cp
+
+    @property
     def fully_sharded(self) -> bool:
         """Whether parameters go through `fully_shard`: dp_shard above 1, or sharding "none" in a world above 1."""
         return self.sharding != "optimizer" and (self.dp_shard > 1 or (self.sharding == "none" and self.dp > 1))
@@ -98,7 +105,7 @@ class Layout:
     @property
     def replicated(self) -> bool:
         """Whether copies of the model are kept equal by DDP."""
-        return self.dp > 1 and not self.fully_sharded
+        return self.gradient_ranks > 1 and not self.fully_sharded
 
     @property
     def num_stages(self) -> int:
@@ -122,19 +129,17 @@ class Layout:
 
     def supported_here(self) -> None:
         """Refuse what this version does not make yet. Raises LayoutError."""
-        later = [f"cp={self.cp}"] if self.cp > 1 else []
+        later: list[str] = []
         later += [self.kind] if self.kind == "placement" else []
         later += [f"offload={self.offload}"] if self.offload in ("parameters", "all") else []
         if later:
             raise LayoutError(f"{' and '.join(later)} {'comes' if len(later) == 1 else 'come'} with a later version")
-        for axis in ("tp", "pp"):
-            if getattr(self, axis) > 1 and self.compile != "none":
-                with_axis = f"{axis}={getattr(self, axis)}"
-                raise LayoutError(
-                    f"compile={self.compile} with {with_axis} comes with a later version: leave one of them"
-                )
+        for axis in ("tp", "cp", "pp"):
+            if (degree := getattr(self, axis)) > 1 and self.compile != "none":
+                both = f"compile={self.compile} with {axis}={degree}"
+                raise LayoutError(f"{both} comes with a later version: leave one of them")
         splits = self.pp > 1 and self.schedule in SPLIT_BACKWARD
-        beside = [f"{axis}={getattr(self, axis)}" for axis in ("tp", "dp_shard") if getattr(self, axis) > 1]
+        beside = [f"{axis}={getattr(self, axis)}" for axis in ("tp", "cp", "dp_shard") if getattr(self, axis) > 1]
         beside += [f"recompute={self.recompute}"] if self.recompute != "none" else []
         if splits and beside:
             raise LayoutError(
@@ -176,7 +181,17 @@ class Layout:
                 yield part.name, value
 
 
-_KEPT_AS_GIVEN = ("schedule", "recompute", "offload", "batchnorm", "compile", "static_graph", "gather", "ddp_bucket_mb")
+_KEPT_AS_GIVEN = (
+    "schedule",
+    "recompute",
+    "offload",
+    "batchnorm",
+    "compile",
+    "static_graph",
+    "gather",
+    "ddp_bucket_mb",
+    "context",
+)
 
 
 def num_processes(config: LayoutConfig, available: int, num_nodes: int = 1) -> int:

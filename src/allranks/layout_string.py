@@ -9,7 +9,7 @@ from allranks.config_sections import AXES, LayoutConfig
 from allranks.errors import ConfigError
 
 MODES = ("sharding", "schedule", "recompute", "offload", "batchnorm", "compile")
-TOML_ONLY = ("static_graph", "gather", "ddp_bucket_mb")
+TOML_ONLY = ("static_graph", "gather", "ddp_bucket_mb", "context")
 
 WORDS: dict[str, dict[str, object]] = {
     "auto": {axis: None for axis in AXES},

@@ -49,7 +49,7 @@ class Hints:
         blocks: modules to be gathered, recomputed and compiled as one unit.
         tensor: module -> how tensor parallelism splits it.
         split_before: modules before which a pipeline may be cut.
-        sequence_dims: batch entry -> the dim of the sequence, for context parallelism.
+        sequence_dims: batch entry ("x", a tuple's "0", a nested "inputs.x") -> the dim of its positions, which cp cuts.
         optional: modules that a forward may leave out on some ranks.
         small: settings that make the model small enough for verify and dryrun.
         init: gives a module that was built without memory its initial values.

@@ -38,7 +38,8 @@ def test_what_is_asked_for_has_to_fit() -> None:
 
 
 def test_only_what_has_a_twin() -> None:
-    for layout in (Layout(recompute="selective"), Layout(offload="activations"), Layout(tp=2, dp_replicate=2)):
+    refused = Layout(recompute="selective"), Layout(offload="activations"), Layout(tp=2, dp_replicate=2), Layout(cp=2)
+    for layout in refused:
         with pytest.raises(LayoutError, match=r"twin|DDP"):
             check_twin(layout)
     check_twin(Layout(tp=2, dp_replicate=2, sharding="none", recompute="full"))

@@ -78,3 +78,10 @@ def test_their_own_plan_cuts_them(pool: Pools, family: str, layout: str, world_s
     name = "model.layers.1.self_attn.k_proj.weight"
     box, _ = ranks[1][0].gradients[name]
     assert (box.offset, box.shape) == ((4, 0), (4, 16)) if world_size == 2 else box.offset[0] in (0, 2, 4, 6)
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("cp=2", 2), ("tp=2,cp=2", 4)])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_they_compute_with_the_positions_of_a_process(pool: Pools, family: str, layout: str, world_size: int) -> None:
+    ranks = pool(world_size).run(record, family, layout)
+    assert not compare(ranks, reference(Causal(family=family), ranks, range(1)))

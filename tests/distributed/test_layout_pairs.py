@@ -26,6 +26,8 @@ LAYOUTS = {
     "pp-fsdp": ("pp=2,dp_shard=2", 4),
     "pp-tp": ("pp=2,tp=2", 4),
     "pp-optimizer": ("pp=2,dp_shard=2,sharding=optimizer", 4),
+    "cp": ("cp=2", 2),
+    "cp-fsdp": ("cp=2,dp_shard=2", 4),
 }
 PAIRS = [
     *((name, "single") for name in LAYOUTS),
@@ -42,6 +44,7 @@ PAIRS = [
     ("tp", "pp-fsdp"),
     ("pp-fsdp", "hsdp"),
     ("pp-tp", "pp-fsdp"),
+    ("cp-fsdp", "tp-fsdp"),
 ]
 SMALL = ("train.global_batch=10", "optimizer.lr=0.01")
 

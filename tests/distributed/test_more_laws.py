@@ -52,11 +52,12 @@ def test_every_layout_feeds_the_same_samples_in_the_same_steps(pool: Pools) -> N
         ("ddp", (0, 1, 2), 3, "train.micro_batch=1"),
         ("dp_replicate=2,dp_shard=2", (0, 1, 2, 3), 4, "train.micro_steps=3"),
         ("dp_replicate=2,tp=2", (0, 2), 4, "train.micro_steps=2"),
+        ("dp_replicate=2,cp=2", (0, 2), 4, "train.micro_steps=2"),
     ):
         overrides = ("train.global_batch=7", "train.seed=5", cut)
-        ranks = pool(world_size).run(record, Tiny(), layout, overrides, "float32", 9)
+        ranks = pool(world_size).run(record, Tiny(kind="tied"), layout, overrides, "float32", 9)
         found.append([fed(ranks, step, data_ranks) for step in range(9)])
-    assert found[0] == found[1] == found[2] == found[3]
+    assert all(other == found[0] for other in found)
     assert [position for step in found[0] for position in step] == list(range(63))
     samples = [sample for step in found[0] for sample in step.values()]
     assert sorted(samples[:61]) == list(range(61))
@@ -247,6 +248,8 @@ RESTARTS = [
     ("dp_shard=3,sharding=optimizer", 3, (SMALL_BUCKETS,)),
     ("tp=2,dp_replicate=2", 4, ("train.micro_steps=3",)),
     ("tp=2,dp_shard=2,recompute=full", 4, ()),
+    ("dp_replicate=2,cp=2", 4, (SMALL_BUCKETS, "train.micro_steps=3")),
+    ("dp_shard=2,cp=2", 4, ("train.micro_steps=3",)),
 ]
 
 

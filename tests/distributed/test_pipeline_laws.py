@@ -43,6 +43,7 @@ LAYOUTS: dict[str, tuple[str, int, int]] = {
     "none": ("pp=2,dp_shard=2,sharding=none", 4, 2),
     "zero1": ("pp=2,dp_shard=2,sharding=optimizer", 4, 2),
     "tp": ("pp=2,tp=2", 4, 2),
+    "cp": ("pp=2,cp=2", 4, 2),
     "recompute": ("pp=2,recompute=full", 2, 2),
     "interleaved-ddp": ("pp=2,dp_replicate=2,schedule=interleaved", 4, 4),
     "interleaved-fsdp": ("pp=2,dp_shard=2,schedule=interleaved", 4, 4),
@@ -194,7 +195,8 @@ def told_by(case: Case) -> list[int]:
     """One of the ranks that see the same samples, for each share of them."""
     text, world_size, _ = LAYOUTS[case.layout]
     layout = Layout.resolve(parse_layout(text), world_size)
-    return list(range(0, layout.dp * layout.tp, layout.tp))
+    apart = layout.tp * layout.cp
+    return list(range(0, layout.dp * apart, apart))
 
 
 def reference(case: Case, ranks: Sequence[Sequence[RecordedStep]]) -> list[ReferenceStep]:

@@ -32,6 +32,14 @@ def test_logits_of_a_position_depend_on_it_and_on_those_before_it_only() -> None
     torch.testing.assert_close(model(TOKENS[:, :5]), logits[:, :5])
 
 
+def test_positions_may_be_given() -> None:
+    model = small()
+    places = torch.tensor([3, 4, 5, 9, 10, 11])
+    shifted = model(TOKENS[:, :6], torch.arange(6) + 5)
+    torch.testing.assert_close(shifted, model(TOKENS[:, :6]))  # they are relative
+    assert float((model(TOKENS[:, :6], places) - shifted).detach().abs().max()) > 1e-6
+
+
 def test_attention_is_the_textbooks() -> None:
     torch.manual_seed(1)
     attention = Attention(hidden=8, num_heads=2, num_kv_heads=2, max_seq=6).double()

@@ -89,7 +89,13 @@ def look(layout: Layout) -> Any:
 
 @pytest.mark.distributed
 def test_boxes_tile_each_tensor_and_say_what_is_held(pool: Pools) -> None:
-    for layout in (Layout(dp_shard=3), Layout(dp_replicate=2, dp_shard=2), Layout(dp_replicate=2, sharding="none")):
+    for layout in (
+        Layout(dp_shard=3),
+        Layout(dp_replicate=2, dp_shard=2),
+        Layout(dp_replicate=2, sharding="none"),
+        Layout(dp_shard=2, cp=2),
+        Layout(dp_replicate=2, cp=2, sharding="none"),
+    ):
         ranks = pool(layout.world_size).run(look, layout)
         for name, whole in ranks[0][0].items():
             boxes: dict[Box, set[int]] = {}
@@ -116,5 +122,7 @@ def test_placements_and_units_are_named(pool: Pools) -> None:
     assert entries["blocks.1.linear.weight"].unit == "blocks.1"
     assert entries["blocks.0.gain"].unit == entries["blocks.2.gain"].unit == "blocks.0+blocks.2"
     assert entries["blocks.2.linear.weight"].alias_of == "blocks.0.linear.weight"
+    entries, _ = pool(4).run(look, Layout(dp_shard=2, cp=2))[3]
+    assert entries["first.weight"].placements == {"dp_shard": "shard(0)", "cp": "shard(0)"}
     (entries, _), *_ = pool(3).run(look, Layout(dp_shard=3))
     assert entries["first.weight"].placements == {"dp_shard": "shard(0)"}

@@ -99,3 +99,36 @@ def data_queue_is_its_own() -> bool:
 @pytest.mark.distributed
 def test_tokens_do_not_wait_behind_ddps_buckets(pool: Pools) -> None:
     assert pool(2).run(data_queue_is_its_own) == [True, True]
+
+
+def reduce_over(layout: Layout) -> tuple[bool, bool, list[int] | None, list[int] | None, list[list[int]]]:
+    """Who tells of samples and of losses; the groups of data and of gradients; those that fully_shard goes over."""
+    mesh = build_mesh(layout, "cpu")
+    groups = mesh.data_group, mesh.gradient_group
+    data, gradient = (None if group is None else dist.get_process_group_ranks(group) for group in groups)
+    shards = mesh.shard_mesh
+    over = [dist.get_process_group_ranks(shards.get_group(dim)) for dim in range(shards.ndim)]
+    return mesh.counts, mesh.adds_loss, data, gradient, over
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("layout", "size", "rank", "expected"),
+    [
+        (Layout(dp_shard=2, cp=2), 4, 3, (False, True, [1, 3], [0, 1, 2, 3], [[0, 1, 2, 3]])),
+        (Layout(dp_shard=2, tp=2), 4, 3, (False, False, [1, 3], [1, 3], [[1, 3]])),
+        (Layout(dp_shard=2, cp=2, tp=2), 8, 2, (False, True, [2, 6], [0, 2, 4, 6], [[0, 2, 4, 6]])),
+        (
+            Layout(dp_replicate=2, dp_shard=2, cp=2),
+            8,
+            4,
+            (True, True, [0, 2, 4, 6], [*range(8)], [[0, 4], [4, 5, 6, 7]]),
+        ),
+        (Layout(dp_replicate=2, dp_shard=2, tp=2), 8, 1, (False, False, [1, 3, 5, 7], [1, 3, 5, 7], [[1, 5], [1, 3]])),
+        (Layout(dp_replicate=2, cp=2, sharding="none"), 4, 2, (True, True, [0, 2], [0, 1, 2, 3], [[0, 1, 2, 3], [2]])),
+    ],
+)
+def test_positions_are_reduced_over_as_samples_are(
+    pool: Pools, layout: Layout, size: int, rank: int, expected: object
+) -> None:
+    assert pool(size).run(reduce_over, layout)[rank] == expected

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from allranks.parallel.precision import choose_precision
-from allranks.parallel.whole import shake, whole_gradients
+from allranks.parallel.whole import shake, square_of, whole_gradients
 
 
 def build() -> Any:
@@ -54,3 +54,9 @@ def test_a_part_gets_its_part_of_the_noise() -> None:
     counts = torch.zeros(2, dtype=torch.int64)
     shake(counts, "a", counts.shape, (slice(None),))
     assert not counts.any()
+
+
+def test_an_output_may_be_any_tree() -> None:
+    leaves = {"logits": torch.full((2,), 3.0), "more": (torch.tensor(4.0), torch.tensor(7), None)}
+    assert square_of(leaves) == torch.tensor(34.0, dtype=torch.float64)
+    assert square_of(None) == 0

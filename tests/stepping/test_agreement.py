@@ -72,3 +72,9 @@ def overtake() -> list[float]:
 @pytest.mark.distributed
 def test_agreements_do_not_mix(pool: Pools) -> None:
     assert pool(2).run(overtake) == [[20.0, 2.0]] * 2
+
+
+def test_a_rank_of_other_positions_adds_its_loss_alone() -> None:
+    given = ballot(1.25, next_targets=7, next_samples=3, interrupt=True, ledger=5)
+    assert Agreement(None, CPU, counts=False).start(given).read() == Agreed(0.0, 0, 0, True, False, 0)
+    assert Agreement(None, CPU, counts=False, adds_loss=True).start(given).read() == Agreed(1.25, 0, 0, True, False, 0)

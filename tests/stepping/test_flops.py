@@ -36,6 +36,14 @@ def test_a_sharded_model_costs_the_same(pool: Pools) -> None:
     assert pool(2).run(flops_of, "fsdp") == pool(2).run(flops_of, "ddp") == [3 * 2 * 28.0] * 2
 
 
+@pytest.mark.distributed
+def test_a_sequence_that_is_cut_costs_the_same(pool: Pools) -> None:
+    def count(layout: str) -> Any:
+        return session_of(Tiny(kind="tied"), config_of(layout, *SMALL)).flops_per_sample
+
+    assert pool(2).run(count, "cp=2") == pool(2).run(count, "ddp")
+
+
 class Additions(Curve):
     def model(self) -> nn.Module:
         return Shift()

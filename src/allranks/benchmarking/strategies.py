@@ -29,7 +29,13 @@ LOSS_TOLERANCE = 1e-4
 """By how much of itself the loss of the first step may differ between the two sides."""
 
 # How the one side is written by hand; what stands in none of them has no twin.
-_TWINS = {"recompute": ("none", "full"), "offload": ("none",), "compile": ("none",), "batchnorm": (None, "sync")}
+_TWINS: dict[str, tuple[object, ...]] = {
+    "recompute": ("none", "full"),
+    "offload": ("none",),
+    "compile": ("none",),
+    "batchnorm": (None, "sync"),
+    "cp": (1,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +150,7 @@ def check_twin(layout: Layout) -> None:
     """Refuse a layout that nobody writes by hand in torch, or that this command has not written. Raises LayoutError."""
     for name, known in _TWINS.items():
         if (value := getattr(layout, name)) not in known:
-            possible = " or ".join(filter(None, known))
+            possible = " or ".join(str(word) for word in known if word)
             raise LayoutError(f"{name}={value} has no twin in raw torch here: it can be {possible}")
     if layout.tp > 1 and layout.replicated:
         raise LayoutError(

@@ -169,9 +169,9 @@ class MoEBlock(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(hidden)
         self.feed_forward = feed_forward
 
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
+    def forward(self, value: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """[batch, seq, hidden] -> the same."""
-        value = value + self.attention(self.attention_norm(value))
+        value = value + self.attention(self.attention_norm(value), positions=positions)
         mixed: torch.Tensor = value + self.feed_forward(self.feed_forward_norm(value))
         return mixed
 
@@ -250,13 +250,17 @@ class MoETransformer(nn.Module):
             ends_residual = name.endswith(("attention.out.weight", "experts.down"))
             nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * num_layers) if ends_residual else INIT_STD)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of the token that follows each position."""
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of the token that follows each position.
+
+        Args:
+            positions: int [seq], where the tokens stand in their sequence; not given: 0, 1, 2 ...
+        """
         if tokens.shape[-1] > self.max_seq:
             raise ValueError(f"a sequence of {tokens.shape[-1]} tokens, but max_seq is {self.max_seq}")
         value = self.embedding(tokens)
         for layer in self.layers:
-            value = layer(value)
+            value = layer(value, positions=positions)
         logits: torch.Tensor = self.output(self.norm(value))
         return logits
 

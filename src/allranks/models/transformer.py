@@ -59,15 +59,15 @@ class Attention(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Attend from every position to itself and those before it."""
+    def forward(self, value: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Attend from every position to itself and those before it; `positions` as in `Transformer`."""
         # The number of heads is left open: tensor parallelism gives this rank some of them.
         query, key, content = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in (self.query(value), self.key(value), self.value(value))
         )
-        seq = query.shape[-2]
-        cos, sin = self.cos[:seq], self.sin[:seq]
+        places = slice(query.shape[-2]) if positions is None else positions
+        cos, sin = self.cos[places], self.sin[places]
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         shared = self.num_kv_heads < self.num_heads
         mixed = functional.scaled_dot_product_attention(query, key, content, is_causal=True, enable_gqa=shared)
@@ -100,9 +100,9 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(hidden)
         self.feed_forward = FeedForward(hidden, ffn)
 
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
+    def forward(self, value: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """[batch, seq, hidden] -> the same."""
-        value = value + self.attention(self.attention_norm(value))
+        value = value + self.attention(self.attention_norm(value), positions=positions)
         mixed: torch.Tensor = value + self.feed_forward(self.feed_forward_norm(value))
         return mixed
 
@@ -168,13 +168,17 @@ class Transformer(nn.Module):
             ends_residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
             nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * num_layers) if ends_residual else INIT_STD)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of the token that follows each position."""
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of the token that follows each position.
+
+        Args:
+            positions: int [seq], where the tokens stand in their sequence; not given: 0, 1, 2 ...
+        """
         if tokens.shape[-1] > self.max_seq:
             raise ValueError(f"a sequence of {tokens.shape[-1]} tokens, but max_seq is {self.max_seq}")
         value = self.embedding(tokens)
         for layer in self.layers:
-            value = layer(value)
+            value = layer(value, positions=positions)
         logits: torch.Tensor = self.output(self.norm(value))
         return logits
 

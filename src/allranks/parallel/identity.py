@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from allranks.parallel.blocks import Unit
-from allranks.parallel.mesh import Mesh
+from allranks.parallel.mesh import Mesh, axes_of
 from allranks.parallel.tensor import Cut
 from allranks.parameter_map import Box, Entry
 
@@ -114,7 +114,7 @@ def _place_of(
         box = Box(tuple(offset), tuple(shape))
         assert tensor.device_mesh.mesh_dim_names is not None
         named = zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True)
-        placements = {axis: _describe(placement) for axis, placement in named}
+        placements = {axis: _describe(placement) for dim, placement in named for axis in axes_of(dim)}
     if cut is not None:
         offset = tuple(start + cut.offset * (dim == cut.dim) for dim, start in enumerate(box.offset))
         box, placements[cut.axis] = Box(offset, box.shape), f"shard({cut.dim})"

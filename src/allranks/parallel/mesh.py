@@ -1,7 +1,7 @@
 """The device mesh of a Layout, and where this rank stands in it."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,12 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 # Outermost first: neighbouring ranks share a tp group, whose traffic is the heaviest and wants the fastest links.
 MESH_AXES = ("pp", *DATA_AXES, "cp", "tp")
 
+# A gradient is summed over other samples, and over other positions of the same ones.
+GRADIENT_AXES = (*DATA_AXES, "cp")
+
+# Two neighbouring axes as one dim of a mesh, for `fully_shard`.
+_FOLDED = {"dp_replicate_cp": ("dp_replicate", "cp"), "dp_shard_cp": ("dp_shard", "cp")}
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -29,6 +35,8 @@ class Mesh:
         data_group: the ranks that see other samples and hold the same part of the model; None where this is one rank.
         expert_group: those of them, next to each other, over which the experts are cut; None without ep.
         twin_group: those of them that hold the same experts; None without ep, and where this is one rank.
+        gradient_group: these, and the ranks that see other positions; None where this is one rank.
+        folded: the same mesh with cp folded into a data axis, where `fully_shard` needs it so.
     """
 
     layout: Layout
@@ -37,6 +45,8 @@ class Mesh:
     data_group: dist.ProcessGroup | None = None
     expert_group: dist.ProcessGroup | None = None
     twin_group: dist.ProcessGroup | None = None
+    gradient_group: dist.ProcessGroup | None = None
+    folded: DeviceMesh | None = None
 
     @property
     def dp(self) -> int:
@@ -51,6 +61,11 @@ class Mesh:
     @property
     def counts(self) -> bool:
         """Whether this rank speaks for its samples: of those that see the same, one tells, which has their loss."""
+        return self.coordinate("cp") == 0 and self.adds_loss
+
+    @property
+    def adds_loss(self) -> bool:
+        """Whether the loss that this rank computes is a part of the world's: each part of a sequence has one."""
         return self.coordinate("tp") == 0 and self.has_output
 
     @property
@@ -62,6 +77,19 @@ class Mesh:
     def first_of_stage(self) -> bool:
         """Whether it is the first of those ranks that hold parts of the same layers."""
         return self.rank == self.peers(("pp",))[0]
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """What `fully_shard` goes over: (copies, shards), or (shards) where there is one copy.
+
+        The ranks of one sequence share a copy's parameters too; under sharding "none" they are copies as well.
+        """
+        mesh = self.device_mesh if self.folded is None else self.folded
+        assert mesh is not None and mesh.mesh_dim_names is not None
+        copies, shards = [name for name in mesh.mesh_dim_names if name.startswith(DATA_AXES)]
+        if mesh.size(mesh.mesh_dim_names.index(copies)) == 1:
+            return mesh[shards]
+        return mesh if mesh.mesh_dim_names == (copies, shards) else mesh[copies, shards]
 
     def coordinate(self, axis: str) -> int:
         """Where this rank stands along `axis`; 0 along one that the layout does not have."""
@@ -113,20 +141,46 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     axes = tuple(axis for axis in MESH_AXES if axis in DATA_AXES or getattr(layout, axis) > 1)
     shape = tuple(getattr(layout, axis) for axis in axes)
     device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=axes)
-    groups = _data_group(layout, device_mesh), *_expert_groups(layout, device_mesh)
-    return Mesh(layout, dist.get_rank(), device_mesh, *groups)
+    data_group = gradient_group = _group_over(DATA_AXES, device_mesh)
+    folded = None
+    if layout.cp > 1:
+        gradient_group = _group_over(GRADIENT_AXES, device_mesh)
+        folded = _fold(layout, device_mesh) if layout.fully_sharded else None
+    experts = _expert_groups(layout, device_mesh)
+    return Mesh(layout, dist.get_rank(), device_mesh, data_group, *experts, gradient_group, folded)
 
 
-def _data_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    if layout.dp == 1:
+def axes_of(dim_name: str) -> tuple[str, ...]:
+    """The layout's axes that a dim of a mesh stands for."""
+    return _FOLDED.get(dim_name, (dim_name,))
+
+
+def _fold(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
+    """`mesh` with cp as a part of dp_shard, its neighbour, or of dp_replicate, where dp_shard is 1."""
+    target = "dp_shard" if layout.dp_shard > 1 else "dp_replicate"
+    assert mesh.mesh_dim_names is not None
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+    folded = {
+        f"{name}_cp" if name == target else name: size * (layout.cp if name == target else 1)
+        for name, size in sizes.items()
+        if name != "cp"
+    }
+    return init_device_mesh(mesh.device_type, tuple(folded.values()), mesh_dim_names=tuple(folded))
+
+
+def _group_over(axes: Sequence[str], mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks that differ from this one along `axes` only, as one group; collective. None where this is one rank."""
+    assert mesh.mesh_dim_names is not None
+    dims = [dim for dim, name in enumerate(mesh.mesh_dim_names) if name in axes and mesh.mesh.shape[dim] > 1]
+    size = math.prod(mesh.mesh.shape[dim] for dim in dims)
+    if size == 1:
         return None
-    if layout.dp == layout.world_size:
+    if size == mesh.mesh.numel():
         return dist.group.WORLD
-    for axis in DATA_AXES:
-        if getattr(layout, axis) == layout.dp:
-            return mesh.get_group(axis)
-    # Both data axes beside others.
-    return _make_groups(_data_ranks(mesh))
+    if len(dims) == 1:
+        return mesh.get_group(dims[0])
+    # Several axes beside others.
+    return _make_groups(mesh.mesh.movedim(dims, [dim - len(dims) for dim in range(len(dims))]).reshape(-1, size))
 
 
 def _expert_groups(layout: Layout, mesh: DeviceMesh) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:

@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from allranks.parallel.balance import find_balances
-from allranks.parallel.batchnorm import Mode, take_over
+from allranks.parallel.batchnorm import BatchNorms, Mode, take_over
 from allranks.parallel.block_modes import change_blocks, changes_blocks
 from allranks.parallel.blocks import Unit, find_blocks, group_units
 from allranks.parallel.checks import cast, check_apart, check_kinds, start_training
+from allranks.parallel.context import Context, share_sequences
 from allranks.parallel.data_parallel import split_over_devices
 from allranks.parallel.expert import ExpertCutter, ExpertGradients
 from allranks.parallel.identity import identify
@@ -69,12 +70,12 @@ def parallelize(
     modules, decisions = build_modules(build, source, seed)
     _prepare(modules, precision, decisions, training=training)
     stages = cut_stages(modules, mesh, device, blocks, split_before, decisions)
-    norms = take_over(modules, mesh, batchnorm, decisions)
+    norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
     check_same_structure(modules, source, device)
     placer, path = Placer(device, source, contiguous=mesh.layout.fully_sharded), Path()
     cuts = _cut_tensors(modules, mesh, tensor, placer, decisions) if mesh.layout.tp > 1 else {}
     experts = _cut_experts(modules, mesh, placer, cuts, decisions) if mesh.layout.ep > 1 else None
-    balances = find_balances(modules, mesh.data_group)
+    balances = find_balances(modules, mesh.gradient_group)
     units = _place_by_units(modules, mesh, precision, placer, blocks, stages, path, decisions)
     entries, tensors = identify(modules, units, mesh, cuts, {} if stages is None else stages.pipeline.ranks)
     if stages is not None:
@@ -87,7 +88,7 @@ def parallelize(
     scalars = _find_scalars(tensors) if mesh.layout.fully_sharded else ()
     cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items() if name in entries}
     who = ParameterMap(entries), tensors, tuple(decisions), find_unused, path, cut_over, norms, stages
-    spread = Spread(modules, mesh, precision, device, *who, _scalars=scalars)
+    spread = Spread(modules, mesh, precision, device, *who, context=context, _scalars=scalars)
     spread.balances, spread.experts = balances, experts
     if mesh.layout.sharding == "optimizer" and mesh.layout.dp_shard > 1:
         spread.row_shards = RowShards(spread.trainable(), spread.map, mesh)
@@ -128,6 +129,13 @@ def _place_by_units(
     for module in modules.values():
         placer.place(module)
     return units
+
+
+def _join_ranks(
+    modules: Mapping[str, nn.Module], mesh: Mesh, batchnorm: Mode | None, decisions: list[Decision]
+) -> tuple[BatchNorms, Context | None]:
+    """Let what looks at other samples, or at other positions, look at those of other ranks."""
+    return take_over(modules, mesh, batchnorm, decisions), share_sequences(modules, mesh, decisions)
 
 
 def _shard_all(

@@ -1,4 +1,4 @@
-"""Copies of the model: DistributedDataParallel over the data-parallel ranks."""
+"""Copies of the model: DistributedDataParallel over the ranks with other samples or other positions."""
 
 import inspect
 from typing import Any
@@ -32,7 +32,7 @@ def replicate(module: nn.Module, mesh: Mesh, device: torch.device, *, find_unuse
     return DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
-        process_group=mesh.data_group,
+        process_group=mesh.gradient_group,
         init_sync=False,
         find_unused_parameters=find_unused,
         gradient_as_bucket_view=True,

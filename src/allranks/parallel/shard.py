@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from allranks.parallel.blocks import Unit
 from allranks.parallel.gloo_ops import gather_through_gloo
 from allranks.parallel.initial import Placer
-from allranks.parallel.mesh import DATA_AXES, Mesh
+from allranks.parallel.mesh import Mesh
 from allranks.parallel.path import Path
 
 
@@ -32,8 +32,7 @@ def shard(
     reduces their gradients.
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
-    assert mesh.device_mesh is not None
-    device_mesh = mesh.device_mesh[DATA_AXES] if mesh.layout.dp_replicate > 1 else mesh.device_mesh["dp_shard"]
+    device_mesh = mesh.shard_mesh
     # None is torch's own choice for full sharding: every unit but the root, whose parameters the backward needs first.
     reshard = None if mesh.layout.sharding == "full" else False
     parts = [[module.get_submodule(name) for name in names] for names in units]

@@ -12,11 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from allranks.parallel.average import average_gradients
 from allranks.parallel.balance import Balances
 from allranks.parallel.batchnorm import BatchNorms
+from allranks.parallel.context import Context
 from allranks.parallel.expert import ExpertGradients
 from allranks.parallel.held_back import check_released, find_held_back
-from allranks.parallel.mesh import DATA_AXES, Mesh
+from allranks.parallel.mesh import GRADIENT_AXES, Mesh
 from allranks.parallel.norm import Groups, clip_gradients
 from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.path import Path
@@ -49,6 +51,7 @@ class Spread:
         batch_norms: what takes its statistics over several ranks.
         balances: routers that count, and move once a step.
         experts: reduces the gradients of experts that are cut; None where none are.
+        context: how sequences are cut over the cp ranks; None where they are not.
     """
 
     modules: dict[str, nn.Module]
@@ -66,13 +69,14 @@ class Spread:
     row_shards: RowShards | None = None
     balances: Balances = field(default_factory=Balances)
     experts: ExpertGradients | None = None
+    context: Context | None = None
     _scalars: tuple[torch.Tensor, ...] = ()
     _held_back: list[Any] = field(default_factory=list)
 
     @property
     def divisor(self) -> int:
-        """What DDP and FSDP2 divide a gradient's sum by: the number of data-parallel ranks."""
-        return self.mesh.dp
+        """What DDP and FSDP2 divide a gradient's sum by: the number of ranks with other samples or other positions."""
+        return self.mesh.layout.gradient_ranks
 
     def trainable(self, which: str | None = None) -> dict[str, torch.Tensor]:
         """Logical name -> trainable parameter, each tied one once; of all modules, or of the one named `which`."""
@@ -177,12 +181,17 @@ class Spread:
         if not gradients:
             return
         flat = torch.stack([gradient.reshape(()) for gradient in gradients])
-        for axis in DATA_AXES:
+        for axis in GRADIENT_AXES:
             if getattr(self.mesh.layout, axis) > 1:
                 dist.all_reduce(flat, group=self.mesh.group(axis))
         flat /= self.divisor
         for parameter, value in zip(self._scalars, flat, strict=True):
             parameter.grad = value.clone()
+
+    def reduce_replicated(self) -> None:
+        """Average the gradients of copies that no DDP keeps equal, since a pipeline is not one forward; collective."""
+        if self.stages is not None and self.mesh.layout.replicated:
+            average_gradients(list(self.trainable().values()), self.mesh.gradient_group, self.divisor)
 
     def expect_unused(self) -> None:
         """From now on a parameter without a gradient holds up no other: DDP is built anew, HSDP reduces each time."""

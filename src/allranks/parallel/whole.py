@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from allranks.parallel.initial import Build
 from allranks.parallel.precision import Precision
@@ -27,10 +28,24 @@ def shake(part: torch.Tensor, name: str, shape: Sequence[int], place: tuple[slic
 
 @dataclass(frozen=True, slots=True)
 class WholeGradients:
-    """What one process computes on some samples: the loss, and the norm of each parameter's gradient by its name."""
+    """What is computed on some samples.
+
+    Attributes:
+        loss: of all of them.
+        norms: of each parameter's gradient, by its name.
+        output: the norm of what the model returned, where it was looked at.
+    """
 
     loss: float
     norms: dict[str, float]
+    output: float = 0.0
+
+
+def square_of(output: object) -> torch.Tensor:
+    """The sum of squares of a model's output, any pytree, 0-dim, float64, on the CPU."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    squares = [leaf.detach().double().square().sum().cpu() for leaf in leaves if leaf.is_floating_point()]
+    return torch.stack([torch.zeros((), dtype=torch.float64), *squares]).sum()
 
 
 def whole_gradients(

@@ -98,18 +98,27 @@ class Agreement:
         group: a process group of its own, over the world; None for one process.
         device: where the vector is reduced (that of the group's backend).
         counts: whether this rank's samples count; not where another rank that sees the same ones tells of them.
+        adds_loss: whether its loss does: it may be that of other positions of the same samples. None: as `counts`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, counts: bool = True) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        counts: bool = True,
+        adds_loss: bool | None = None,
+    ) -> None:
         self._group = group
         self._device = device
         self._counts = counts
+        self._adds_loss = counts if adds_loss is None else adds_loss
 
     def start(self, ballot: Ballot) -> Pending:
         """Begin to agree; collective."""
         if not self._counts:
-            nothing = torch.zeros_like(ballot.loss)
-            ballot = replace(ballot, loss=nothing, next_targets=0, next_samples=0, ledger=0)
+            loss = ballot.loss if self._adds_loss else torch.zeros_like(ballot.loss)
+            ballot = replace(ballot, loss=loss, next_targets=0, next_samples=0, ledger=0)
         if self._group is None and self._device.type == "cpu":
             # One process agrees with itself: a vector would only cost it a tenth of what a small step may cost in all.
             counts = (ballot.next_targets, ballot.next_samples)

@@ -41,8 +41,9 @@ def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessG
     # What a BatchNorm keeps means what the layout says, and what a router counts is added up over the ranks.
     known = {*spread.batch_norms.owners, *spread.balances.names}
     names = [name for name, _ in asked if name not in known]
+    num_ranks = spread.mesh.layout.gradient_ranks
     # Other stages of a pipeline may have some, and no stage runs alone.
-    if spread.mesh.dp == 1 or (not names and spread.stages is None):
+    if num_ranks == 1 or (not names and spread.stages is None):
         return
     half = max(1, len(samples) // 2)
     with generators_kept(spread.bare()):
@@ -51,10 +52,10 @@ def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessG
     flags = [_follows(first[name], second[name], persistent=spread.map[name].persistent) for name in names]
     found = [name for name, flag in zip(names, _on_any_rank(flags, spread.device, group), strict=True) if flag]
     if found:
+        who = "data-parallel ranks sees" if spread.context is None else "ranks sees samples or positions of"
         raise LayoutError(
             f"buffer {found[0]} ({len(found)} in all) changes with the samples of a forward, and each of "
-            f"{spread.mesh.dp} data-parallel ranks sees its own only: only BatchNorm's are "
-            "synchronised; use --layout single"
+            f"{num_ranks} {who} its own only: only BatchNorm's are synchronised; use --layout single"
         )
 
 

@@ -24,7 +24,7 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
 
     Args:
         batches: this rank's share; each rank has equally many, some of them fillers of weight 0, which count nothing.
-        group: the ranks that share the split; None for one.
+        group: the ranks that share the split, or its sequences; None for one.
 
     Returns:
         {"loss": ..., metric: ...}: as `world_means` gives them.
@@ -43,7 +43,9 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
                 output = forward(batch)
             if not spread.mesh.has_output:
                 continue  # the last stage of the pipeline tells
-            loss = (forward.task.loss(output, batch), micro_step.targets or 0)
+            # Targets are counted in whole samples: of the ranks that share a sequence one tells.
+            targets = 0 if spread.mesh.coordinate("cp") else micro_step.targets or 0
+            loss = (forward.task.loss(output, batch), targets)
             terms = {"loss": loss, **_checked(forward.task, forward.task.metrics(output, batch))}
             if not micro_step.weight:
                 continue  # a filler adds nothing, not even 0 * nan
@@ -53,7 +55,7 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
                 held[1] += _number(name, count)
     if spread.stages is not None:
         # The first rank has to hear of it, too: of the ranks with the same samples one tells.
-        return world_means(sums if spread.mesh.counts else {}, dist.group.WORLD, spread.device)
+        return world_means(sums if spread.mesh.adds_loss else {}, dist.group.WORLD, spread.device)
     return world_means(sums, group, spread.device)
 
 

@@ -68,11 +68,12 @@ class Forward:
     inputs: Callable[[object], Arguments]
 
     def place(self, batch: object) -> object:
-        """The batch's tensors on the device (float64 where that is the precision)."""
+        """The batch's tensors on the device (float64 where that is the precision), sequences cut as the layout says."""
         device = self.spread.device
         if device.type != "cpu":
             batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), batch)
-        return self.spread.precision.cast_inputs(batch)
+        batch = self.spread.precision.cast_inputs(batch)
+        return batch if self.spread.context is None else self.spread.context.cut(batch)
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the user's forward."""
@@ -199,4 +200,4 @@ def _must_settle(spread: Spread) -> bool:
     # DDP rebuilds its buckets after its first backward. A static graph cannot begin with a pass that does not reduce.
     layout = spread.mesh.layout
     replicated = any(isinstance(module, DistributedDataParallel) for module in spread.modules.values())
-    return replicated and (layout.dp > RANKS_WITH_ONE_ORDER or layout.static_graph)
+    return replicated and (layout.gradient_ranks > RANKS_WITH_ONE_ORDER or layout.static_graph)

@@ -8,7 +8,7 @@ import torch
 
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import mix, seed_all
-from allranks.parallel.average import average_gradients
+from allranks.errors import LayoutError
 from allranks.parallel.pipeline import Payload
 from allranks.parallel.stage_transport import Signature, signature_of
 from allranks.stepping.passes import Forward, Passes, Scale, StepSums, buffers_kept, ledger_of, micro_forward
@@ -28,7 +28,7 @@ class ScheduledPasses(Passes):
         self._stages = forward.spread.stages
 
     def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
-        placed = [self._forward.place(micro_step.batch) for micro_step in batch.micro_steps]
+        placed = self._place(batch.micro_steps)
         signatures = [signature_of(self._forward.inputs(one)) for one in placed]
         self._make_known(batch.micro_steps, placed, signatures)
         self._spread.synchronise(last=True)
@@ -45,15 +45,25 @@ class ScheduledPasses(Passes):
 
         self._stages.scheduler.run(signatures, compute)
         self._spread.reduce_scalars()
-        if self._spread.mesh.layout.replicated:
-            whole = list(self._spread.trainable().values())
-            average_gradients(whole, self._spread.mesh.data_group, self._spread.divisor)
+        self._spread.reduce_replicated()
         self._stages.reduce_shared()
         # In the order of the micro-steps, whatever the schedule: every last stage has run them so.
         total = torch.zeros((), dtype=torch.float64, device=self._spread.device)
         for loss in losses:
             total = total + loss
         yield StepSums("", total, None, ledger_of(batch))
+
+    def _place(self, micro_steps: Sequence[MicroStep]) -> list[Any]:
+        placed, lengths, context = [], set[int](), self._spread.context
+        for micro_step in micro_steps:
+            placed.append(self._forward.place(micro_step.batch))
+            lengths.add(0 if context is None else context.length)
+        if len(lengths) > 1:
+            raise LayoutError(
+                f"{self._spread.mesh.layout} has sequences of {' and '.join(map(str, sorted(lengths)))} positions in "
+                "one step, whose micro-steps are on their way together: give all samples one length, or leave cp out"
+            )
+        return placed
 
     def _compute(self, micro_step: MicroStep, placed: Any, stage: int, received: Payload) -> Payload:
         """What a stage sends on, or the last one's loss."""

@@ -110,7 +110,7 @@ def assemble(
         observe(_passes(task, meeting.forward, optimizers, processes)),
         optimizers,
         schedule,
-        Agreement(processes.agreement, processes.device, counts=processes.mesh.counts),
+        make_agreement(processes),
         max_norm=config.train.max_norm,
         stop_requested=stop_requested,
         stopwatch=stopwatch,
@@ -130,6 +130,12 @@ def assemble(
         decisions=decisions + _unused(task, config) + _remarks(schedule, config, stream),
         flops_per_sample=meeting.flops_per_sample,
     )
+
+
+def make_agreement(processes: Processes) -> Agreement:
+    """What every step agrees by, on every rank; each loss and each sample is told once."""
+    mesh = processes.mesh
+    return Agreement(processes.agreement, processes.device, counts=mesh.counts, adds_loss=mesh.adds_loss)
 
 
 def _spread(task: Task, config: Config, processes: Processes) -> Spread:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from allranks.data.random_keys import item_key, seed_all
 from allranks.data.second_pass import begin_pass, check_second_pass
 from allranks.data.stream import declared_order
-from allranks.errors import AllranksError, DataError, TaskError
+from allranks.errors import AllranksError, DataError, LayoutError, TaskError
 from allranks.parallel.compiled import uncompiled
+from allranks.parallel.context import Context
 from allranks.parallel.data_parallel import describe_gathering
 from allranks.parallel.spread import Spread
 from allranks.stepping.alike import everyones
@@ -64,7 +65,7 @@ def check_at_start(
 
     Raises:
         TaskError: the Task breaks its contract on them; the user's own line is shown.
-        LayoutError: each rank would learn other buffers from its own samples.
+        LayoutError: each rank would learn other buffers from its own samples; or sequences that cp cannot cut.
         DataError: there are none.
     """
     if has_step(task) and spread.stages is not None:
@@ -73,6 +74,11 @@ def check_at_start(
             "backwards itself: write loss(output, batch), or use another layout"
         )
     if has_step(task):
+        if spread.context is not None:
+            raise LayoutError(
+                f"{spread.mesh.layout} cuts the batch of one forward and one loss, and {type(task).__name__} has a "
+                "step() of its own: leave cp out"
+            )
         unknown = _describe_uncompared(f"{type(task).__name__} has a step() of its own")
         said = (unknown,) if spread.mesh.layout.cuts_model else ()
         return Meeting(task.coupled, Forward(task, spread, lambda batch: (batch,)), None, said)
@@ -99,6 +105,7 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
     batch, module = task.collate(list(samples)), spread.bare()
     inputs, targets = resolve_inputs(task, module, batch), resolve_targets(task, batch)
     forward = Forward(task, spread, inputs.call)
+    said = () if spread.context is None else (_meet_context(spread.context, task, batch, inputs.call),)
     nature = examine_loss(
         task,
         module,
@@ -115,8 +122,11 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
     spread.reshard()
     check_buffers(forward, samples, group)
     coupled = _on_any_rank(nature.kind == "coupled", spread, group)
+    if spread.context is not None:  # each of these ranks has examined other positions
+        coupled = _on_any_rank(coupled, spread, spread.context.group)
     alike = coupled == (nature.kind == "coupled")
     decisions: tuple[Decision, ...] = (
+        *said,
         _describe(task, "inputs", "forward gets", inputs.because),
         _describe(task, "targets", "targets are", targets.because),
         Decision(
@@ -141,6 +151,10 @@ def _from_last_stage(nature: LossNature, spread: Spread) -> LossNature:
         return nature
     told = everyones(asdict(nature), spread.stages.group, spread.device)
     return next(LossNature(**one) for one in told if one["kind"] != "elsewhere")
+
+
+def _meet_context(context: Context, task: Task, batch: Any, inputs: Callable[[Any], Any]) -> Decision:
+    return context.meet(batch, inputs(batch), task.hints().sequence_dims)
 
 
 def _describe_uncompared(because: str) -> Decision:

@@ -4,10 +4,14 @@ Ordinary code between cut layers may look at whole tensors: it splits channels b
 normalises over what is now a part. Nothing raises, and the run merely learns something else. So rank 0 builds the model
 once more, uncut, and loss and gradients of a few samples are compared: a small `verify`, before the first step. Both
 have the same noise on their parameters meanwhile, because what begins at zero would hide what lies behind it.
+
+Where sequences are cut, their parts are compared with the whole: a model that has to know its positions, and a loss
+that looks at several of them, are found in this way.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +20,10 @@ import torch.distributed as dist
 
 from allranks.data.random_keys import seed_all
 from allranks.errors import LayoutError
+from allranks.layout import Layout
 from allranks.parallel.pipeline import Payload
 from allranks.parallel.stage_transport import signature_of
-from allranks.parallel.whole import WholeGradients, whole_gradients
+from allranks.parallel.whole import WholeGradients, square_of, whole_gradients
 from allranks.stepping.loss_check import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.units import format_count
@@ -55,22 +60,44 @@ def check_whole(forward: Forward, samples: Sequence[Any], seed: int, flops_per_s
     batch = forward.task.collate(samples)
     with forward.spread.shaken():
         found = _spread_gradients(forward, batch)
-    told = torch.zeros(3, dtype=torch.float64)
+    told = torch.zeros(7, dtype=torch.float64)
     if forward.spread.mesh.rank == 0:
-        told = torch.tensor(_worst(found, _whole(forward, batch, seed), _tolerance(forward)), dtype=torch.float64)
+        whole, relative = _whole(forward, batch, seed), _tolerance(forward)
+        both = found.loss, whole.loss, found.output, whole.output
+        told = torch.tensor((*_worst(found, whole, relative), *both), dtype=torch.float64)
     told = told.to(forward.spread.device)
     dist.broadcast(told, 0)
-    index, mine, whole = told.tolist()
+    index, mine, expected, *pairs = told.tolist()
     if index >= 0:
         name = ["the loss", *(f"the gradient of {name}" for name in found.norms)][int(index)]
+        same_loss, same_output = (abs(a - b) <= _tolerance(forward) * abs(b) for a, b in (pairs[:2], pairs[2:]))
+        if layout.cp > 1 and same_output and not same_loss:
+            name, (mine, expected) = "the loss", pairs[:2]
         raise LayoutError(
-            f"layout {layout} does not compute what one process computes: {name} is {mine:.6g}, and {whole:.6g} for "
-            "the whole model. Code between the cut layers looks at whole tensors (a number of heads, a norm over all "
-            "channels), or a module there needs a rule: name what to cut, and what is part or replicate, in "
-            "hints().tensor"
+            f"layout {layout} does not compute what one process computes: {name} is {mine:.6g}, and {expected:.6g} for "
+            f"the whole model. {_advise(layout, same_loss=same_loss, same_output=same_output)}"
         )
     what = "the cut model computes what the whole one does"
     return Decision(what, f"loss and {len(found.norms)} gradients of {len(samples)} samples agree")
+
+
+def _advise(layout: Layout, *, same_loss: bool, same_output: bool) -> str:
+    """What may be the cause, and what to do."""
+    if layout.cp == 1 or (layout.tp > 1 and same_loss and same_output):
+        return (
+            "Code between the cut layers looks at whole tensors (a number of heads, a norm over all channels), or a "
+            "module there needs a rule: name what to cut, and what is part or replicate, in hints().tensor"
+        )
+    if same_output and not same_loss:
+        return (
+            f"Its outputs agree, so that loss() looks at more than one position, or at what cp={layout.cp} has not "
+            "cut: shift labels in the dataset, not in loss(), and see that the loss is a sum over positions"
+        )
+    return (
+        f"With cp={layout.cp} forward gets a part of each sequence: what depends on positions needs the argument "
+        "`positions` (or position_ids), which allranks fills; attention has to call "
+        "torch.nn.functional.scaled_dot_product_attention; and all else must look at each position by itself"
+    )
 
 
 def _tolerance(forward: Forward) -> float:
@@ -93,28 +120,34 @@ def _worst(found: WholeGradients, whole: WholeGradients, relative: float) -> tup
 
 def _whole(forward: Forward, batch: Any, seed: int) -> WholeGradients:
     task, precision = forward.task, forward.spread.precision
-    placed = precision.cast_inputs(batch)
+    placed, squares = precision.cast_inputs(batch), list[torch.Tensor]()
 
     def loss_of(module: torch.nn.Module) -> torch.Tensor:
         arguments = forward.inputs(placed)
         with precision.autocast("cpu"):
             output = module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
+        squares.append(square_of(output))
         return task.loss(precision.cast_output(output), placed)
 
     with generators_kept(forward.spread.bare()), torch.enable_grad():
-        return whole_gradients(task.model, precision, partial(seed_all, seed), loss_of)
+        found = whole_gradients(task.model, precision, partial(seed_all, seed), loss_of)
+    return replace(found, output=math.sqrt(squares[0]))
 
 
 def _spread_gradients(forward: Forward, batch: Any) -> WholeGradients:
-    """Loss, and norms over the world; every data rank sees these samples, so their mean is what each has."""
+    """Loss, and norms over the world; every data rank sees these samples, so their mean is what each has.
+
+    Of a sequence that is cut each rank has a part of the loss: it counts as often as the mean divides it.
+    """
     spread = forward.spread
-    module = spread.bare()
+    # DDP has nothing to do where all its ranks have the same; it sums what several parts of a sequence have.
+    module = spread.bare() if spread.context is None else spread.modules[""]
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     spread.synchronise(last=True)
     try:
         with generators_kept(module), buffers_kept(spread, unless=False), torch.enable_grad():
-            loss = _backward(forward, forward.place(batch), module)
+            loss, square = _backward(forward, forward.place(batch), module)
     finally:
         for part, training in modes:
             part.training = training
@@ -123,34 +156,41 @@ def _spread_gradients(forward: Forward, batch: Any) -> WholeGradients:
     # Each of those that hold a part brings its share of the square, and one of those that have the loss brings that.
     nothing = torch.zeros((), dtype=torch.float64, device=spread.device)
     squares = [spread.square_of_gradient(name) if name in spread.map else nothing for name in names]
-    tells = spread.mesh.counts and spread.mesh.dp_rank == 0
-    told = torch.stack([*squares, loss.detach().double() if tells else nothing])
+    tells = spread.mesh.adds_loss and spread.mesh.dp_rank == 0
+    told = torch.stack([*squares, *(part.to(spread.device) if tells else nothing for part in (loss, square))])
     for parameter in spread.trainable().values():
         parameter.grad = None
     spread.reshard()
     dist.all_reduce(told)
-    *norms, _ = told.sqrt().tolist()
-    return WholeGradients(float(told[-1]), dict(zip(names, norms, strict=True)))
+    *norms, _, square = told.sqrt().tolist()
+    return WholeGradients(float(told[-2]), dict(zip(names, norms, strict=True)), square)
 
 
-def _backward(forward: Forward, placed: Any, module: torch.nn.Module) -> torch.Tensor:
-    """The loss, where this rank has it, else zero; its gradients are on the parameters."""
-    spread, loss = forward.spread, torch.zeros((), device=forward.spread.device)
+def _backward(forward: Forward, placed: Any, module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss and the square of the output, where this rank has them, else zeros; gradients are on the parameters.
+
+    DDP and FSDP2 take the mean over the ranks of a sequence, each of which has the loss of its positions.
+    """
+    spread, nothing = forward.spread, torch.zeros((), dtype=torch.float64)
+    cp = spread.mesh.layout.cp
     if spread.stages is None:
         output = spread.precision.cast_output(forward.raw(placed, module))
         loss = forward.task.loss(output, placed)
-        loss.backward()
-        return loss
+        (loss * cp).backward()
+        return loss.detach().double(), square_of(output)
+    found = [(nothing, nothing)]
 
     def compute(index: int, stage: int, received: Payload) -> Payload:
-        nonlocal loss
-        output: Payload = forward.run_stage(placed, stage, received)
+        output: Any = forward.run_stage(placed, stage, received)
         if stage < pipeline.last:
-            return output
+            sent: Payload = output
+            return sent
         loss = forward.task.loss(output, placed)
-        return (loss,)
+        found.append((loss.detach().double(), square_of(output)))
+        return (loss * cp,)
 
     pipeline = spread.stages.pipeline
     spread.stages.scheduler.run([signature_of(forward.inputs(placed))], compute)
+    spread.reduce_replicated()
     spread.stages.reduce_shared()
-    return loss
+    return found[-1]

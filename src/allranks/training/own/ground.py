@@ -104,6 +104,11 @@ def prepare_ground(
     config = _resolve(layout or environment.layout, seed=seed, precision=precision, backend=backend, keep=keep)
     degrees = Layout.resolve(config.layout, environment.world_size, environment.num_nodes)
     degrees.supported_here()
+    if degrees.cp > 1:
+        raise LayoutError(
+            f"cp={degrees.cp} cuts the batches of a Task (allranks train); a loop of your own holds whole ones: "
+            "leave it out"
+        )
     if degrees.pp > 1:
         raise LayoutError(
             f"pp={degrees.pp} orders forwards and backwards itself, which a loop of its own does: write a Task for "
