@@ -206,18 +206,6 @@ def test_what_this_version_makes(text: str) -> None:
     ("text", "world_size", "message"),
     [
         (
-            "cp=2,ep=2,dp_replicate=2",
-            4,
-            "cp=2 with ep=2 comes with a later version (tokens would be counted by more ranks than the data is cut "
-            "over): leave one of them",
-        ),
-        (
-            "pp=2,dp_replicate=2,ep=2",
-            4,
-            "pp=2 with ep=2 comes with a later version (stages of one schedule would exchange tokens at different "
-            "times): leave one of them",
-        ),
-        (
             "dp_shard=4,ep=2,sharding=optimizer",
             4,
             "sharding=optimizer with ep=2 comes with a later version (it shares rows among ranks that hold other "

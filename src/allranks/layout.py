@@ -154,8 +154,6 @@ class Layout:
     def _check_experts(self) -> None:
         """What experts that are cut do not go with. Raises LayoutError."""
         reasons = {
-            f"cp={self.cp}": (self.cp > 1, "tokens would be counted by more ranks than the data is cut over"),
-            f"pp={self.pp}": (self.pp > 1, "stages of one schedule would exchange tokens at different times"),
             "sharding=optimizer": (self.sharding == "optimizer", "it shares rows among ranks that hold other experts"),
             f"compile={self.compile}": (self.compile != "none", "how many tokens travel is known to the host alone"),
         }

@@ -210,8 +210,8 @@ class Pools:
         self._pools: dict[int, Pool] = {}
 
     def __call__(self, world_size: int) -> Pool:
-        """The pool of `world_size` processes (1 to 8)."""
-        assert 1 <= world_size <= 8, f"a pool has 1 to 8 processes, not {world_size}"
+        """The pool of `world_size` processes (1 to 16)."""
+        assert 1 <= world_size <= 16, f"a pool has 1 to 16 processes, not {world_size}"
         if world_size not in self._pools:
             self._pools[world_size] = Pool(self._host, world_size, self._directory)
         return self._pools[world_size]

@@ -55,7 +55,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, layout: 
 def test_the_short_last_batch_of_an_epoch_goes_through_in_turn(tmp_path: Path) -> None:
     """61 samples in batches of 12: the last one has a single sample."""
     common = (STACKED, "train.global_batch=12", "train.epochs=1", "train.precision=float64")
-    for name, layout in {"one": "single", "two": "pp=2", "four": "pp=2,dp_replicate=2"}.items():
+    for name, layout in {"one": "single", "two": "pp=2", "four": "pp=2,dp_shard=2"}.items():
         allranks("train", *common, "--layout", layout, "--run", name, folder=tmp_path)
     assert len(losses(tmp_path / "one")) == 6
     for name in ("two", "four"):

@@ -57,7 +57,7 @@ def run(schedule: str, rows: list[int]) -> Any:
     assert all(map(scheduler.is_known, signatures))
     order.clear()
     losses.clear()
-    scheduler.run(signatures, compute)
+    scheduler.run(signatures, compute, scheduled=scheduler.fits(signatures))
     own = [parameter for stage in pipeline.stages for parameter in pipeline.parameters(stage)]
     named = {id(p): name for name, p in pipeline.module.named_parameters()}
     return {named[id(p)]: p.grad for p in own}, order, losses, bool(scheduler._made)
@@ -109,7 +109,7 @@ def count_kept(schedule: str) -> int:
     counting, signature = False, signature_of((inputs(0),))
     scheduler.forward([signature], compute)
     counting = True
-    scheduler.run([signature] * NUMBER, compute)
+    scheduler.run([signature] * NUMBER, compute, scheduled=True)
     assert waiting == 0
     return most
 

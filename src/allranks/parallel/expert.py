@@ -134,29 +134,34 @@ class ExpertGradients:
         self._members = list(members)
         self._mesh = mesh
 
+    @property
+    def parameters(self) -> dict[int, nn.Parameter]:
+        """Those of them that this rank trains, by id; what other stages of a pipeline hold has no memory here."""
+        owned = (p for member in self._members for _, p in _own(member))
+        return {id(p): p for p in owned if p.requires_grad and not p.is_meta}
+
     def reduce(self) -> None:
         """After a step's last backward; collective.
 
         A rank's gradient is the sum over the samples of its ep group. Those of the other groups are added, and the
-        whole is divided by the number of data-parallel ranks, as DDP and FSDP2 divide (law 3).
+        whole is divided by the number of ranks that DDP and FSDP2 divide by (law 3).
         """
         works = []
-        parameters = {id(p): p for member in self._members for _, p in _own(member) if p.requires_grad}
-        for parameter in parameters.values():
+        for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad /= self._mesh.dp
+            parameter.grad /= self._mesh.layout.gradient_ranks
             if self._mesh.twin_group is not None:
                 works.append(dist.all_reduce(parameter.grad, group=self._mesh.twin_group, async_op=True))
         for work in works:
             assert work is not None
             work.wait()
 
-    def mean(self, value: float) -> float:
+    def mean(self, value: float, device: torch.device) -> float:
         """The mean over the ep group of what each rank has counted of its own experts; collective there."""
         if not self._members:
             return value
-        total = torch.tensor(value, dtype=torch.float64, device=next(self._members[0].parameters()).device)
+        total = torch.tensor(value, dtype=torch.float64, device=device)
         dist.all_reduce(total, group=self._mesh.group("ep"))
         return float(total) / self._mesh.layout.ep
 

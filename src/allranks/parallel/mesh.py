@@ -189,17 +189,25 @@ def _expert_groups(layout: Layout, mesh: DeviceMesh) -> tuple[dist.ProcessGroup 
         return None, None
     # Groups of their own even where they are the whole world: what travels between experts must not wait in one queue
     # with the buckets that DDP reduces meanwhile.
-    ranks = _data_ranks(mesh).reshape(-1, layout.dp // layout.ep, layout.ep)
-    sharing = _make_groups(ranks.flatten(0, 1))
-    return sharing, _make_groups(ranks.mT.flatten(0, 1)) if layout.ep < layout.dp else None
+    sharing = _make_groups(_data_ranks(mesh).reshape(-1, layout.ep))
+    if layout.ep == layout.gradient_ranks:
+        return sharing, None
+    # The ranks of a sequence hold the same experts.
+    ranks = _data_ranks(mesh, "cp").reshape(-1, layout.gradient_ranks // layout.ep, layout.ep)
+    return sharing, _make_groups(ranks.mT.flatten(0, 1))
 
 
-def _data_ranks(mesh: DeviceMesh) -> torch.Tensor:
-    """[others, D]: in each row the ranks that see other samples, in the order of their dp_rank."""
+def _data_ranks(mesh: DeviceMesh, *before: str) -> torch.Tensor:
+    """[others, D]: in each row the ranks that see other samples, in the order of their dp_rank.
+
+    Args:
+        before: axes that a row holds, too, outside of these.
+    """
     assert mesh.mesh_dim_names is not None
-    first = mesh.mesh_dim_names.index(DATA_AXES[0])
-    moved = mesh.mesh.movedim((first, first + 1), (-2, -1))
-    return moved.reshape(-1, math.prod(moved.shape[-2:]))
+    names = mesh.mesh_dim_names
+    dims = [names.index(axis) for axis in (*before, *DATA_AXES) if axis in names]
+    moved = mesh.mesh.movedim(dims, [dim - len(dims) for dim in range(len(dims))])
+    return moved.reshape(-1, math.prod(moved.shape[-len(dims) :]))
 
 
 def _make_groups(ranks: torch.Tensor) -> dist.ProcessGroup:

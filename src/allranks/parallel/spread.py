@@ -191,7 +191,9 @@ class Spread:
     def reduce_replicated(self) -> None:
         """Average the gradients of copies that no DDP keeps equal, since a pipeline is not one forward; collective."""
         if self.stages is not None and self.mesh.layout.replicated:
-            average_gradients(list(self.trainable().values()), self.mesh.gradient_group, self.divisor)
+            apart = {} if self.experts is None else self.experts.parameters
+            whole = [parameter for parameter in self.trainable().values() if id(parameter) not in apart]
+            average_gradients(whole, self.mesh.gradient_group, self.divisor)
 
     def expect_unused(self) -> None:
         """From now on a parameter without a gradient holds up no other: DDP is built anew, HSDP reduces each time."""

@@ -56,14 +56,18 @@ class Scheduler:
                 self._forward(index, stage, signature, compute)
         self._transport.drain()
 
-    def run(self, signatures: Sequence[Signature], compute: Compute) -> None:
+    def fits(self, signatures: Sequence[Signature]) -> bool:
+        """Whether micro-steps like these go through the layout's schedule."""
+        return len(set(signatures)) == 1 and self._mesh.layout.fits_schedule(len(signatures))
+
+    def run(self, signatures: Sequence[Signature], compute: Compute, *, scheduled: bool) -> None:
         """Forwards and backwards; gradients are added to what parameters have; collective along pp.
 
         Args:
             signatures: of each micro-step.
+            scheduled: whether they go as the schedule says, which they have to fit and to be known for; else in turn.
         """
-        alike = len(set(signatures)) == 1 and len(signatures) >= self._mesh.layout.num_stages
-        if alike and self._mesh.layout.fits_schedule(len(signatures)):
+        if scheduled:
             self._run_scheduled(len(signatures), signatures[0], compute)
         else:
             self._run_in_turn(signatures, compute)

@@ -34,7 +34,7 @@ def count_flops(forward: Forward, batch: Any, num_samples: int) -> float | None:
     layout, total = forward.spread.mesh.layout, float(counter.get_total_flops())
     if forward.spread.experts is not None:
         # A rank computes its experts for the tokens of all ranks of its ep group: some for more, some for fewer.
-        total = forward.spread.experts.mean(total)
+        total = forward.spread.experts.mean(total, forward.spread.device)
     # Each rank of a tp group computes its part of every layer that is cut, each of a cp group that of its positions.
     total *= layout.tp * layout.cp
     stages = forward.spread.stages

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import mix, seed_all
@@ -30,7 +31,9 @@ class ScheduledPasses(Passes):
     def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
         placed = self._place(batch.micro_steps)
         signatures = [signature_of(self._forward.inputs(one)) for one in placed]
-        self._make_known(batch.micro_steps, placed, signatures)
+        fits, known = self._decide(signatures)
+        if fits and not known:
+            self._make_known(batch.micro_steps[0], placed[0], signatures[0])
         self._spread.synchronise(last=True)
         losses: list[torch.Tensor] = []
 
@@ -43,7 +46,7 @@ class ScheduledPasses(Passes):
             losses.append(loss.detach().double() * micro_step.weight)
             return (loss * (scale * micro_step.weight),)
 
-        self._stages.scheduler.run(signatures, compute)
+        self._stages.scheduler.run(signatures, compute, scheduled=fits)
         self._spread.reduce_scalars()
         self._spread.reduce_replicated()
         self._stages.reduce_shared()
@@ -76,19 +79,26 @@ class ScheduledPasses(Passes):
                 return found
             return (self._forward.task.loss(output, placed),)
 
-    def _make_known(
-        self, micro_steps: Sequence[MicroStep], placed: Sequence[Any], signatures: Sequence[Signature]
-    ) -> None:
-        """Have every new kind of micro-step pass once, so that schedules know what travels; nothing of it stays."""
-        seen: set[Signature] = set()
-        for micro_step, batch, signature in zip(micro_steps, placed, signatures, strict=True):
-            if signature in seen or self._stages.scheduler.is_known(signature):
-                continue
-            seen.add(signature)
+    def _decide(self, signatures: Sequence[Signature]) -> tuple[bool, bool]:
+        """(whether the micro-steps fit the schedule, whether they are known to it), on all ranks of this stage alike.
 
-            with buffers_kept(self._spread, unless=False):
-                self._stages.scheduler.forward([signature], partial(self._compute_alone, micro_step, batch))
-            self._spread.reshard()
+        Where forwards meet in collectives, a rank with other shapes than the others' must not go another way.
+        """
+        scheduler, layout, norms = self._stages.scheduler, self._spread.mesh.layout, self._spread.batch_norms
+        found = scheduler.fits(signatures), all(map(scheduler.is_known, signatures))
+        group = self._spread.mesh.data_group
+        if group is None or not (layout.fully_sharded or layout.ep > 1 or norms.mode in ("sync", "broadcast")):
+            return found
+        told = torch.tensor([float(flag) for flag in found], device=self._spread.device)
+        dist.all_reduce(told, dist.ReduceOp.MIN, group)
+        fits, known = told.tolist()
+        return bool(fits), bool(known)
+
+    def _make_known(self, micro_step: MicroStep, placed: Any, signature: Signature) -> None:
+        """Have a new kind of micro-step pass once, so that the schedule knows what travels; nothing of it stays."""
+        with buffers_kept(self._spread, unless=False):
+            self._stages.scheduler.forward([signature], partial(self._compute_alone, micro_step, placed))
+        self._spread.reshard()
 
     def _compute_alone(self, micro_step: MicroStep, placed: Any, _: int, stage: int, received: Payload) -> Payload:
         return self._compute(micro_step, placed, stage, received)
