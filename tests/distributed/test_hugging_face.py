@@ -52,10 +52,10 @@ class Causal(Task):
         return functional.cross_entropy(output.logits.flatten(0, -2), batch["y"].flatten(), reduction="sum")
 
 
-def record(family: str, layout: str) -> list[RecordedStep]:
+def record(family: str, layout: str, global_batch: int = 7) -> list[RecordedStep]:
     """In a worker: the steps."""
     optimizer = ("optimizer.name=sgd", "optimizer.lr=0.1", "optimizer.momentum=0.9", "optimizer.weight_decay=0.01")
-    config = config_of(layout, "train.global_batch=7", *optimizer, steps=STEPS)
+    config = config_of(layout, f"train.global_batch={global_batch}", *optimizer, steps=STEPS)
     return record_run(Causal(family=family), config, processes_of(config), STEPS)
 
 
@@ -85,3 +85,15 @@ def test_their_own_plan_cuts_them(pool: Pools, family: str, layout: str, world_s
 def test_they_compute_with_the_positions_of_a_process(pool: Pools, family: str, layout: str, world_size: int) -> None:
     ranks = pool(world_size).run(record, family, layout)
     assert not compare(ranks, reference(Causal(family=family), ranks, range(1)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(("layout", "world_size", "told"), [("pp=2", 2, [0]), ("pp=2,dp_shard=2,tp=2", 8, [0, 2])])
+def test_their_layers_run_in_stages(
+    pool: Pools, family: str, layout: str, world_size: int, told: Sequence[int]
+) -> None:
+    """Masks and rotary tables, which they make outside of their layers, every stage makes by itself."""
+    ranks = pool(world_size).run(record, family, layout, 8)
+    assert not compare(ranks, reference(Causal(family=family), ranks, told))
+    assert ("lm_head.weight" in ranks[0][0].gradients) is False
+    assert "lm_head.weight" in ranks[-1][0].gradients

@@ -14,7 +14,7 @@ from allranks.stepping.passes import PlainPasses
 from allranks.stepping.scheduled import ScheduledPasses
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, parts_of, session_of, step_through, together
-from tests.distributed.tasks import Tiny
+from tests.distributed.tasks import IGNORED, Tiny
 
 pytestmark = pytest.mark.distributed
 
@@ -159,3 +159,33 @@ def test_dropout_is_the_same_in_every_run_and_not_that_of_one_device(pool: Pools
     first, second, alone = pool(2).run(drop, "pp=2"), pool(2).run(drop, "pp=2"), pool(1).run(drop, "single")
     assert first == second and first[0] == first[1] and first[0] != alone[0]
     assert first[0] == pytest.approx(alone[0], rel=0.5)
+
+
+class Ragged(Tiny):
+    """Words of unlike length, padded to the longest of their micro-step: every rank has shapes of its own."""
+
+    def model(self) -> nn.Module:
+        return Tiny(kind="tied").model()
+
+    def dataset(self, split: str) -> Any:
+        whole = Tiny(kind="tied").dataset(split)
+        return [{name: part[: 2 + index % 5] for name, part in whole[index].items()} for index in range(len(whole))]
+
+    def collate(self, samples: Any) -> Any:
+        pad = torch.nn.utils.rnn.pad_sequence
+        padding = {"x": 0, "y": IGNORED}
+        return {n: pad([s[n] for s in samples], batch_first=True, padding_value=p) for n, p in padding.items()}
+
+
+def run_ragged(layout: str) -> list[float]:
+    cut = "train.global_batch=8", "train.micro_steps=2"
+    session = session_of(Ragged(), config_of(layout, *CONFIG[2:], *cut, steps=6))
+    return [stepped.loss for stepped in step_through(session, 6)]
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("pp=2", 2), ("pp=2,dp_shard=2", 4), ("pp=2,dp_replicate=2", 4)])
+def test_ranks_with_other_shapes_go_one_way(pool: Pools, layout: str, world_size: int) -> None:
+    """Some steps go as the schedule says, others in turn; FSDP's gathers meet in all of them."""
+    alone = pool(1).run(run_ragged, "single")[0]
+    for losses in pool(world_size).run(run_ragged, layout, timeout=60):
+        assert losses == pytest.approx(alone, rel=1e-11)
