@@ -22,7 +22,7 @@ def _planned(strategies: list[str] | None, nproc: list[int] | None) -> list[tupl
 def test_by_default_everything_that_fits() -> None:
     planned = _planned(None, None)
     assert planned[0] == ("single", 1)
-    assert len(planned) == 1 + 6 + 8
+    assert len(planned) == 1 + 7 + 9
     assert [world for _, world in planned] == sorted(world for _, world in planned)
     assert ("tp=2,dp_shard=2", 4) in planned and ("tp=2,dp_shard=2", 2) not in planned
     assert {world for _, world in _planned(None, [2])} == {1, 2}
@@ -39,10 +39,12 @@ def test_what_is_asked_for_has_to_fit() -> None:
 
 def test_only_what_has_a_twin() -> None:
     refused = Layout(recompute="selective"), Layout(offload="activations"), Layout(tp=2, dp_replicate=2), Layout(cp=2)
-    for layout in refused:
+    others = Layout(dp_replicate=2, ep=2), Layout(pp=2, dp_shard=2), Layout(pp=2, schedule="zbv")
+    for layout in (*refused, *others):
         with pytest.raises(LayoutError, match=r"twin|DDP"):
             check_twin(layout)
     check_twin(Layout(tp=2, dp_replicate=2, sharding="none", recompute="full"))
+    check_twin(Layout(pp=2, schedule="gpipe"))
 
 
 def test_lists_are_read() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -306,3 +307,21 @@ def test_nothing_is_ever_unpickled(pool: Pools, tmp_path: Path) -> None:
         return seen
 
     assert pool(1).run_alone(case) == [[]]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("tells", [True, False])
+def test_one_rank_of_each_part_of_the_model_vouches_for_it(pool: Pools, tmp_path: Path, tells: bool) -> None:
+    """The second rank alone holds a tensor (it runs another stage), and nobody writes it."""
+
+    def case() -> None:
+        rank = dist.get_rank()
+        pairs = [pair for pair in parts(whole_tensors(), rank, 2) if rank == 1 or pair[0].name != "model.scale"]
+        pairs = [(replace(entry, holders=(0,)) if entry.name == "model.scale" else entry, t) for entry, t in pairs]
+        save_together(tmp_path, pairs=pairs, tells=rank == 0 or tells)
+
+    if tells:
+        assert "'model.scale': 0 of its" in _outcomes(pool, 2, case)[0] and names(tmp_path) == []
+    else:
+        pool(2).run(case)
+        assert "model.scale" not in Checkpoint.open(tmp_path / "step-00000200").manifest.tensors

@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from allranks.benchmarking.subject import LR, MAX_NORM, SAMPLES_A_RANK, SIZES, Tokens, make_model
+from allranks.benchmarking.raw_pipeline import pipeline_steps
+from allranks.benchmarking.subject import LR, MAX_NORM, SIZES, Tokens, make_model, samples_a_step
 from allranks.data.permutation import permute
 from allranks.data.random_keys import epoch_key
 from allranks.layout import Layout
@@ -38,10 +39,13 @@ MESH_AXES = ("dp_replicate", "dp_shard", "tp")
 def raw_steps(layout: Layout, size: str, steps: int, seed: int, device: torch.device) -> Iterator[Callable[[], float]]:
     """`steps` steps of the plain loop; each yields what gives its loss, over the whole batch and per token."""
     mesh = None
-    if layout.world_size > 1:
+    if layout.world_size > 1 and layout.pp == 1:
         shape = (layout.dp_replicate, layout.dp_shard, layout.tp)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_AXES)
     torch.manual_seed(seed)
+    if layout.pp > 1:
+        yield from pipeline_steps(make_model(size), layout, _loader(layout, None, size, steps, seed), device)
+        return
     model = spread(make_model(size).to(device), layout, mesh, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     group = None if mesh is None or layout.dp == 1 else _data_group(layout, mesh)
@@ -115,7 +119,7 @@ def _data_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup:
 def _loader(
     layout: Layout, mesh: DeviceMesh | None, size: str, steps: int, seed: int
 ) -> DataLoader[dict[str, torch.Tensor]]:
-    samples = steps * SAMPLES_A_RANK * layout.dp
+    samples = steps * samples_a_step(layout)
     # In the order of our stream, so that both sides train on the same batches.
     order = permute(samples, epoch_key(seed, 0), np.arange(samples)).tolist()
     dataset = Subset(Tokens(SIZES[size].seq, samples), order)
@@ -123,4 +127,4 @@ def _loader(
         0 if mesh is None else mesh.get_local_rank("dp_replicate") * layout.dp_shard + mesh.get_local_rank("dp_shard")
     )
     sampler: DistributedSampler[dict[str, torch.Tensor]] = DistributedSampler(dataset, layout.dp, rank, shuffle=False)
-    return DataLoader(dataset, batch_size=SAMPLES_A_RANK, sampler=sampler)
+    return DataLoader(dataset, batch_size=samples_a_step(layout) // layout.dp, sampler=sampler)

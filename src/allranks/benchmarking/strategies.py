@@ -17,6 +17,7 @@ STRATEGIES = (
     "dp_replicate=2,dp_shard=2",
     "tp=*",
     "tp=2,dp_shard=2",
+    "pp=*",
 )
 NUM_PROCESSES = (2, 4)
 DDP, FSDP = "ddp", "fsdp"
@@ -35,6 +36,7 @@ _TWINS: dict[str, tuple[object, ...]] = {
     "compile": ("none",),
     "batchnorm": (None, "sync"),
     "cp": (1,),
+    "ep": (1,),
 }
 
 
@@ -152,6 +154,8 @@ def check_twin(layout: Layout) -> None:
         if (value := getattr(layout, name)) not in known:
             possible = " or ".join(str(word) for word in known if word)
             raise LayoutError(f"{name}={value} has no twin in raw torch here: it can be {possible}")
+    if layout.pp > 1 and (layout.pp < layout.world_size or layout.schedule not in ("1f1b", "gpipe")):
+        raise LayoutError(f"layout {layout}: a pipeline has a twin in raw torch here by itself, under 1f1b or gpipe")
     if layout.tp > 1 and layout.replicated:
         raise LayoutError(
             f"layout {layout}: torch's DDP takes no tensors cut over tp; add sharding=none, or a dp_shard"

@@ -18,6 +18,8 @@ SAMPLES_A_RANK = 2
 NUM_ROWS = 64
 MAX_NORM = 1.0
 LR = 3e-4
+MICRO_STEPS = 4
+"""Of a step that goes through a pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,11 @@ class Size:
 
 
 SIZES = {"10m": Size(layers=6, hidden=384, heads=8, seq=128), "tiny": Size(layers=2, hidden=32, heads=4, seq=16)}
+
+
+def samples_a_step(layout: Layout) -> int:
+    """The global batch: SAMPLES_A_RANK on each data-parallel rank in each of the micro-steps that a pipeline needs."""
+    return SAMPLES_A_RANK * layout.dp * (MICRO_STEPS if layout.pp > 1 else 1)
 
 
 def make_model(size: str) -> Transformer:
@@ -78,6 +85,7 @@ class Subject(Task):
 
 
 def make_config(layout: Layout, steps: int) -> Config:
-    """The config of `steps` steps under `layout`, SAMPLES_A_RANK samples on each data-parallel rank."""
-    overrides = [f"train.steps={steps}", f"train.global_batch={SAMPLES_A_RANK * layout.dp}"]
+    """The config of `steps` steps under `layout`, of `samples_a_step` each."""
+    overrides = [f"train.steps={steps}", f"train.global_batch={samples_a_step(layout)}"]
+    overrides += [f"train.micro_steps={MICRO_STEPS}"] if layout.pp > 1 else []
     return resolve_config(task_defaults=Subject.defaults, toml=None, overrides=overrides)

@@ -11,8 +11,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.pipeline import Payload, Pipeline
@@ -128,6 +126,9 @@ class Scheduler:
                 view.compute = None
 
     def _make(self, number: int, signature: Signature) -> tuple[Any, list["_View"]]:
+        # Here, because it brings torch's compiler along, and half a second that only a pipeline should cost.
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
         layout = self._mesh.layout
         views = [_View(self._pipeline, stage) for stage in self._pipeline.stages]
         stages = [self._stage(view, signature) for view in views]
@@ -136,8 +137,10 @@ class Scheduler:
         made: Any = kind(stages[0] if one_each else stages, number, loss_fn=_as_loss, scale_grads=False)
         return made, views
 
-    def _stage(self, view: "_View", signature: Signature) -> PipelineStage:
-        """With the shapes on both sides, so that torch need not try them out."""
+    def _stage(self, view: "_View", signature: Signature) -> Any:
+        """torch's PipelineStage with the shapes on both sides, so that it need not try them out."""
+        from torch.distributed.pipelining import PipelineStage
+
         stage, last = view.stage, self._pipeline.last
 
         def kinds(at: int) -> tuple[torch.Tensor, ...]:
