@@ -30,7 +30,7 @@ def test_the_real_command_says_one_document(tmp_path: Path) -> None:
         (["--layouts", "ddpp"], "ddpp"),
         (["--layouts", "tp=2,dp_shard=2", "--nproc", "2"], "but the world has 2 processes"),
         (["--layouts", "ddp,compile=block"], "no twin"),
-        (["--layouts", "cp=2"], "later version"),
+        (["--layouts", "cp=2"], "no twin in raw torch"),
         (["--layouts", " ; "], "--layouts"),
         (["--nproc", "two"], "--nproc two"),
         (["--nproc", "0"], "--nproc 0"),
