@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from allranks.data.random_keys import mix
-from allranks.errors import TaskError
+from allranks.errors import LayoutError, TaskError
 from allranks.stepping.passes import PlainPasses
 from allranks.stepping.scheduled import ScheduledPasses
 from tests.distributed.pool import Pools
@@ -189,3 +189,25 @@ def test_ranks_with_other_shapes_go_one_way(pool: Pools, layout: str, world_size
     alone = pool(1).run(run_ragged, "single")[0]
     for losses in pool(world_size).run(run_ragged, layout, timeout=60):
         assert losses == pytest.approx(alone, rel=1e-11)
+
+
+class Nothing(Noted):
+    """The first layer is frozen."""
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(Noting(), Noting())
+        model[0].requires_grad_(False)
+        return model
+
+
+def freeze() -> str:
+    try:
+        session_of(Nothing(), config_of("pp=2", *CONFIG))
+    except LayoutError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_stage_without_anything_to_learn_is_refused(pool: Pools) -> None:
+    for told in pool(2).run(freeze):
+        assert "pp=2 leaves process 0 of a pipeline with frozen parameters only" in told

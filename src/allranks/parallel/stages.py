@@ -87,7 +87,7 @@ def cut_stages(
     """The stages of the user's module, as it was built; None where the layout has no pipeline.
 
     Raises:
-        LayoutError: it cannot be cut into so many, or there are several modules.
+        LayoutError: it cannot be cut into so many, there are several modules, or a rank would have nothing to learn.
     """
     layout = mesh.layout
     if layout.pp == 1:
@@ -101,6 +101,13 @@ def cut_stages(
         if parameter.requires_grad:
             names.setdefault(id(parameter), name)
     pipeline = Pipeline(module, plan, mesh)
+    everywhere = frozenset(range(layout.pp))
+    learning = frozenset(rank for name in names.values() for rank in pipeline.ranks.get(name, everywhere))
+    if names and learning < everywhere:
+        raise LayoutError(
+            f"pp={layout.pp} leaves process {min(everywhere - learning)} of a pipeline with frozen parameters only: "
+            "cut the model elsewhere with hints().split_before, or use another layout"
+        )
     scheduler = Scheduler(pipeline, Transport(pipeline, mesh, device), mesh, device)
     begin = ", ".join(plan.points)
     decisions.append(

@@ -43,7 +43,8 @@ class ScheduledPasses(Passes):
             if stage < self._stages.pipeline.last:
                 return output
             (loss,) = output
-            losses.append(loss.detach().double() * micro_step.weight)
+            if micro_step.weight:  # a filler adds nothing, not even 0 * nan
+                losses.append(loss.detach().double())
             return (loss * (scale * micro_step.weight),)
 
         self._stages.scheduler.run(signatures, compute, scheduled=fits)
