@@ -22,7 +22,7 @@ def _planned(strategies: list[str] | None, nproc: list[int] | None) -> list[tupl
 def test_by_default_everything_that_fits() -> None:
     planned = _planned(None, None)
     assert planned[0] == ("single", 1)
-    assert len(planned) == 1 + 7 + 9
+    assert len(planned) == 1 + 7 + 8
     assert [world for _, world in planned] == sorted(world for _, world in planned)
     assert ("tp=2,dp_shard=2", 4) in planned and ("tp=2,dp_shard=2", 2) not in planned
     assert {world for _, world in _planned(None, [2])} == {1, 2}
@@ -39,7 +39,7 @@ def test_what_is_asked_for_has_to_fit() -> None:
 
 def test_only_what_has_a_twin() -> None:
     refused = Layout(recompute="selective"), Layout(offload="activations"), Layout(tp=2, dp_replicate=2), Layout(cp=2)
-    others = Layout(dp_replicate=2, ep=2), Layout(pp=2, dp_shard=2), Layout(pp=2, schedule="zbv")
+    others = Layout(dp_replicate=2, ep=2), Layout(pp=2, dp_shard=2), Layout(pp=2, schedule="zbv"), Layout(pp=4)
     for layout in (*refused, *others):
         with pytest.raises(LayoutError, match=r"twin|DDP"):
             check_twin(layout)
