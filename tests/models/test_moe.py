@@ -232,4 +232,4 @@ def test_more_experts_than_there_are_are_refused() -> None:
 
 def test_it_needs_nothing_of_the_rest() -> None:
     imports = [line for line in inspect.getsource(moe).splitlines() if "import" in line and "allranks" in line]
-    assert imports == ["from allranks.models.transformer import INIT_STD, Attention"]
+    assert imports == ["from allranks.models.transformer import INIT_STD, Attention, Block, Decoder"]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from allranks.errors import LayoutError
+from allranks.models.transformer import Attention, FeedForward
 from allranks.models.transformer import Block as TransformerBlock
 from allranks.parallel import compiled
 from allranks.parallel.compiled import compile_forward, uncompiled
@@ -69,7 +70,7 @@ def test_equal_blocks_share_a_graph_and_many_different_ones_are_all_compiled(poo
 
 def kept_bytes(budget: bool) -> tuple[int, list[torch.Tensor]]:
     torch.manual_seed(0)
-    block = TransformerBlock(64, 4, 4, 192, 32).double()
+    block = TransformerBlock(64, Attention(64, 4, 4, 32), FeedForward(64, 192)).double()
     block.forward = compile_forward("it", block.forward, budget=budget)  # type: ignore[method-assign]
     x = torch.randn(2, 32, 64, dtype=torch.float64)
     kept: dict[int, int] = {}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from allranks.models.transformer import Block
+from allranks.models.transformer import Attention, Block, FeedForward
 from allranks.parallel import offload as offloading
 from allranks.parallel.offload import SMALLEST_BYTES, Offloader
 from allranks.parallel.recompute import recompute
@@ -61,7 +61,7 @@ def apply(modules: Any, smallest_bytes: int = 0, *, again: bool = False) -> Offl
 
 def blocks(count: int = 3) -> nn.ModuleList:
     torch.manual_seed(0)
-    return nn.ModuleList(Block(16, 2, 2, 48, 8) for _ in range(count)).double()
+    return nn.ModuleList(Block(16, Attention(16, 2, 2, 8), FeedForward(16, 48)) for _ in range(count)).double()
 
 
 def run(modules: Any) -> torch.Tensor:
@@ -191,7 +191,9 @@ def test_on_a_gpu_the_copies_are_asynchronous_and_exact() -> None:
     found = []
     for offloaded in (False, True):
         torch.manual_seed(0)
-        modules = nn.ModuleList(Block(256, 4, 4, 768, 256) for _ in range(4)).to(device)
+        modules = nn.ModuleList(Block(256, Attention(256, 4, 4, 256), FeedForward(256, 768)) for _ in range(4)).to(
+            device
+        )
         if offloaded:
             offloader = Offloader(device, 0)
             for module in modules:

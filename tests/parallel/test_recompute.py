@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.errors import LayoutError
-from allranks.models.transformer import Block
+from allranks.models.transformer import Attention, Block, FeedForward
 from allranks.parallel.recompute import recompute, selective
 
 POLICIES: dict[str, tuple[Any, ...]] = {"full": (), "selective": (selective,)}
@@ -137,7 +137,7 @@ def test_gradients_masks_counters_and_generators_are_the_same_to_the_bit(policy:
 def test_autocast_is_kept() -> None:
     def gradients(policy: str | None) -> list[Any]:
         torch.manual_seed(0)
-        block = Block(16, 2, 2, 48, 8)
+        block = Block(16, Attention(16, 2, 2, 8), FeedForward(16, 48))
         if policy is not None:
             apply([block], policy)
         with torch.autocast("cpu", torch.bfloat16):
@@ -151,7 +151,9 @@ def test_autocast_is_kept() -> None:
 
 def transformer_block() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return Block(64, 4, 4, 192, 32).double(), torch.randn(2, 32, 64, dtype=torch.float64, requires_grad=True)
+    return Block(64, Attention(64, 4, 4, 32), FeedForward(64, 192)).double(), torch.randn(
+        2, 32, 64, dtype=torch.float64, requires_grad=True
+    )
 
 
 def kept_by(policy: str | None) -> int:

@@ -9,7 +9,6 @@ Sources: the sparsely-gated mixture of experts (arXiv 1701.06538); dropless expe
 with weights over the chosen, and balance by a bias instead of a loss (arXiv 2408.15664, 2412.19437).
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from allranks.models.transformer import INIT_STD, Attention
+from allranks.models.transformer import INIT_STD, Attention, Block, Decoder
 
 BALANCE_RATE = 1e-3  # arXiv 2408.15664, section 4.3
 ALIGNED_BYTES = 16  # what a grouped product wants its rows to be multiples of
@@ -159,24 +158,7 @@ class MixtureOfExperts(nn.Module):
         return mixed.to(value.dtype).view(value.shape)
 
 
-class MoEBlock(nn.Module):
-    """One layer: attention and a mixture of experts, each behind a norm and around a residual."""
-
-    def __init__(self, attention: Attention, feed_forward: MixtureOfExperts, hidden: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(hidden)
-        self.attention = attention
-        self.feed_forward_norm = nn.RMSNorm(hidden)
-        self.feed_forward = feed_forward
-
-    def forward(self, value: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """[batch, seq, hidden] -> the same."""
-        value = value + self.attention(self.attention_norm(value), positions=positions)
-        mixed: torch.Tensor = value + self.feed_forward(self.feed_forward_norm(value))
-        return mixed
-
-
-class MoETransformer(nn.Module):
+class MoETransformer(Decoder):
     """Tokens [batch, seq] (integers below `vocab_size`, seq at most `max_seq`) -> logits [batch, seq, vocab_size].
 
     In a training loop of one's own, `update_balance()` is called after each optimizer step; allranks does it itself.
@@ -207,6 +189,7 @@ class MoETransformer(nn.Module):
         "norm": "sequence",
         "output": "vocab",
     }
+    residual_ends = ("attention.out.weight", "experts.down")
 
     def __init__(
         self,
@@ -222,50 +205,20 @@ class MoETransformer(nn.Module):
         num_kv_heads: int | None = None,
         rate: float = BALANCE_RATE,
     ) -> None:
-        super().__init__()
-        self.max_seq = max_seq
         width = hidden if ffn is None else ffn
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.embedding = nn.Embedding(vocab_size, hidden)
-        self.layers = nn.ModuleList(
-            MoEBlock(
+        blocks = (
+            Block(
+                hidden,
                 Attention(hidden, num_heads, kv_heads, max_seq),
                 MixtureOfExperts(hidden, width, num_experts, top_k, rate),
-                hidden,
             )
             for _ in range(num_layers)
         )
-        self.norm = nn.RMSNorm(hidden)
-        self.output = nn.Linear(hidden, vocab_size, bias=False)
-        self._set_initial_values(num_layers)
-        if tied:
-            self.output.weight = self.embedding.weight
-
-    def _set_initial_values(self, num_layers: int) -> None:
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                nn.init.ones_(parameter)  # norms
-                continue
-            # every block adds two terms to the residual stream: its variance shall not grow with depth
-            ends_residual = name.endswith(("attention.out.weight", "experts.down"))
-            nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * num_layers) if ends_residual else INIT_STD)
-
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of the token that follows each position.
-
-        Args:
-            positions: int [seq], where the tokens stand in their sequence; not given: 0, 1, 2 ...
-        """
-        if tokens.shape[-1] > self.max_seq:
-            raise ValueError(f"a sequence of {tokens.shape[-1]} tokens, but max_seq is {self.max_seq}")
-        value = self.embedding(tokens)
-        for layer in self.layers:
-            value = layer(value, positions=positions)
-        logits: torch.Tensor = self.output(self.norm(value))
-        return logits
+        super().__init__(vocab_size, hidden, blocks, max_seq=max_seq, tied=tied)
 
     def update_balance(self) -> None:
         """That of every router: once after each optimizer step."""
-        for layer in self.layers:
-            assert isinstance(layer, MoEBlock)
-            layer.feed_forward.router.update_balance()
+        for member in self.modules():
+            if isinstance(member, MixtureOfExperts):
+                member.router.update_balance()

@@ -8,7 +8,7 @@ Sources: "Attention Is All You Need" (arXiv 1706.03762); RMSNorm (arXiv 1910.074
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -93,12 +93,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One layer: attention and feed-forward, each behind a norm and around a residual."""
 
-    def __init__(self, hidden: int, num_heads: int, num_kv_heads: int, ffn: int, max_seq: int) -> None:
+    def __init__(self, hidden: int, attention: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(hidden)
-        self.attention = Attention(hidden, num_heads, num_kv_heads, max_seq)
+        self.attention = attention
         self.feed_forward_norm = nn.RMSNorm(hidden)
-        self.feed_forward = FeedForward(hidden, ffn)
+        self.feed_forward = feed_forward
 
     def forward(self, value: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """[batch, seq, hidden] -> the same."""
@@ -107,7 +107,51 @@ class Block(nn.Module):
         return mixed
 
 
-class Transformer(nn.Module):
+class Decoder(nn.Module):
+    """What stands around the blocks of a decoder-only model: the embedding, a norm and the output layer.
+
+    Attributes:
+        residual_ends: how the names of those parameters end that add to the residual stream.
+    """
+
+    residual_ends: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, vocab_size: int, hidden: int, blocks: Iterable[nn.Module], *, max_seq: int, tied: bool) -> None:
+        super().__init__()
+        self.max_seq = max_seq
+        self.embedding = nn.Embedding(vocab_size, hidden)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = nn.RMSNorm(hidden)
+        self.output = nn.Linear(hidden, vocab_size, bias=False)
+        self._set_initial_values()
+        if tied:
+            self.output.weight = self.embedding.weight
+
+    def _set_initial_values(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                nn.init.ones_(parameter)  # norms
+                continue
+            # every block adds two terms to the residual stream: its variance shall not grow with depth
+            ends_residual = name.endswith(self.residual_ends)
+            nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * len(self.layers)) if ends_residual else INIT_STD)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of the token that follows each position.
+
+        Args:
+            positions: int [seq], where the tokens stand in their sequence; not given: 0, 1, 2 ...
+        """
+        if tokens.shape[-1] > self.max_seq:
+            raise ValueError(f"a sequence of {tokens.shape[-1]} tokens, but max_seq is {self.max_seq}")
+        value = self.embedding(tokens)
+        for layer in self.layers:
+            value = layer(value, positions=positions)
+        logits: torch.Tensor = self.output(self.norm(value))
+        return logits
+
+
+class Transformer(Decoder):
     """Tokens [batch, seq] (integers below `vocab_size`, seq at most `max_seq`) -> logits [batch, seq, vocab_size].
 
     Args:
@@ -135,6 +179,7 @@ class Transformer(nn.Module):
         "norm": "sequence",
         "output": "vocab",
     }
+    residual_ends = ("attention.out.weight", "feed_forward.down.weight")
 
     def __init__(
         self,
@@ -147,40 +192,13 @@ class Transformer(nn.Module):
         tied: bool = True,
         num_kv_heads: int | None = None,
     ) -> None:
-        super().__init__()
-        self.max_seq = max_seq
         width = ffn if ffn is not None else -(-8 * hidden // 48) * 16
-        self.embedding = nn.Embedding(vocab_size, hidden)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.layers = nn.ModuleList(Block(hidden, num_heads, kv_heads, width, max_seq) for _ in range(num_layers))
-        self.norm = nn.RMSNorm(hidden)
-        self.output = nn.Linear(hidden, vocab_size, bias=False)
-        self._set_initial_values(num_layers)
-        if tied:
-            self.output.weight = self.embedding.weight
-
-    def _set_initial_values(self, num_layers: int) -> None:
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                nn.init.ones_(parameter)  # norms
-                continue
-            # every block adds two terms to the residual stream: its variance shall not grow with depth
-            ends_residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
-            nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * num_layers) if ends_residual else INIT_STD)
-
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of the token that follows each position.
-
-        Args:
-            positions: int [seq], where the tokens stand in their sequence; not given: 0, 1, 2 ...
-        """
-        if tokens.shape[-1] > self.max_seq:
-            raise ValueError(f"a sequence of {tokens.shape[-1]} tokens, but max_seq is {self.max_seq}")
-        value = self.embedding(tokens)
-        for layer in self.layers:
-            value = layer(value, positions=positions)
-        logits: torch.Tensor = self.output(self.norm(value))
-        return logits
+        blocks = (
+            Block(hidden, Attention(hidden, num_heads, kv_heads, max_seq), FeedForward(hidden, width))
+            for _ in range(num_layers)
+        )
+        super().__init__(vocab_size, hidden, blocks, max_seq=max_seq, tied=tied)
 
 
 @torch.no_grad()

@@ -11,9 +11,9 @@ from typing import final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from allranks.errors import LayoutError
+from allranks.parallel.average import average_gradients
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.pipeline import Pipeline
 from allranks.parallel.stage_plan import plan_stages
@@ -64,16 +64,7 @@ class Stages:
     def reduce_shared(self) -> None:
         """Sum the gradients of what several stages hold, over those stages; collective along pp."""
         for group, parameters in self._ties:
-            for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            gradients = [_local(parameter.grad) for parameter in parameters]
-            for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-                some = [gradient for gradient in gradients if gradient.dtype is dtype]
-                flat = torch.cat([gradient.reshape(-1) for gradient in some])
-                dist.all_reduce(flat, group=group)
-                for gradient, part in zip(some, flat.split([g.numel() for g in some]), strict=True):
-                    gradient.copy_(part.view(gradient.shape))
+            average_gradients(parameters, group, divisor=1)
 
 
 def cut_stages(
@@ -125,8 +116,3 @@ def _group_over(mesh: Mesh, pp_ranks: Collection[int]) -> dist.ProcessGroup | No
     mine, _ = dist.new_subgroups_by_enumeration([sorted(column) for column in columns.tolist()])
     found: dist.ProcessGroup | None = mine
     return found
-
-
-def _local(value: torch.Tensor | None) -> torch.Tensor:
-    assert value is not None
-    return value._local_tensor if isinstance(value, DTensor) else value
