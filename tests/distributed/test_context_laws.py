@@ -1,6 +1,5 @@
 """Laws 2, 4, 6 and 8 where each sequence is cut over processes (cp)."""
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,12 +34,6 @@ pytestmark = pytest.mark.distributed
 
 STEPS, SEQ, VOCABULARY = 2, 12, 11
 RING = "layout.context=ring"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def dynamo() -> None:
-    """The first optimizer step imports this, which sets an environment variable: before any test looks."""
-    importlib.import_module("torch._dynamo")
 
 
 class Sentences(torch.utils.data.Dataset[Any]):

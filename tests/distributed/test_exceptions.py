@@ -1,6 +1,5 @@
 """Law 4's exceptions: what computes something else by design, beside its own simulation in one process."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,6 @@ class Remembering(Tiny):
 
 
 TASK = Remembering(kind="batchnorm")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def dynamo() -> None:
-    """The first optimizer step imports this, which sets an environment variable: before any test looks."""
-    importlib.import_module("torch._dynamo")
 
 
 def recorded(layout: str) -> list[RecordedStep]:

@@ -1,6 +1,5 @@
 """Law 4 for experts that are cut: the run computes what one device computes, and balances bit by bit alike."""
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,12 +33,6 @@ pytestmark = pytest.mark.distributed
 STEPS = 3
 CLIPPED = "train.max_norm=0.05"  # below every norm that the model has
 TASK = Tiny(kind="moe")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def dynamo() -> None:
-    """The first optimizer step imports this, which sets an environment variable: before any test looks."""
-    importlib.import_module("torch._dynamo")
 
 
 class Case(NamedTuple):

@@ -1,6 +1,5 @@
 """Law 4: whatever the layout, the run computes what one device computes."""
 
-import importlib
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -54,12 +53,6 @@ OPTIMIZERS = {
     "sgd": ("optimizer.name=sgd", "optimizer.lr=0.1", "optimizer.momentum=0.9", "optimizer.weight_decay=0.01"),
     "adamw": ("optimizer.name=adamw", "optimizer.lr=0.001", "optimizer.weight_decay=0.01"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def dynamo() -> None:
-    """The first optimizer step imports this, which sets an environment variable: before any test looks."""
-    importlib.import_module("torch._dynamo")
 
 
 class Case(NamedTuple):

@@ -1,6 +1,5 @@
 """Laws 2, 6, 7, 8 and 12: order, randomness, precision, restart and ledger, on real sessions."""
 
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,12 +27,6 @@ from tests.distributed.sessions import (
 from tests.distributed.tasks import IGNORED, Block, Points, Stack, Tiny, mlp, vector_gain
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module", autouse=True)
-def dynamo() -> None:
-    """torch imports this at the first optimizer step, which sets an environment variable: before any test looks."""
-    importlib.import_module("torch._dynamo")
 
 
 def record(task: Tiny, layout: str, overrides: Sequence[str], precision: str, steps: int) -> list[RecordedStep]:

@@ -1,6 +1,5 @@
 """Modes that change how blocks run compute what the layout computes without them, and say what they do."""
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +17,6 @@ from tests.distributed.sessions import SGD, config_of, parts_of, processes_of, s
 from tests.distributed.tasks import MODELS, WIDTH, CountingTask, Tiny
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def dynamo() -> None:
-    """torch imports this at the first optimizer step, which sets an environment variable: before any test looks."""
-    importlib.import_module("torch._dynamo")
 
 
 def change(module: nn.Module, **modes: Any) -> list[str]:
