@@ -36,9 +36,13 @@ class Balances:
         self._routers = list(routers)
         self._group = group
 
-    @torch.no_grad()
     def finish_step(self) -> None:
         """After a step's last update: add up the counts of all ranks, and let every router move; collective."""
+        if self._routers:
+            self._move()
+
+    @torch.no_grad()
+    def _move(self) -> None:
         # Other stages of a pipeline have what has no memory here, and so have all that reduce with this rank.
         routers = [router for router in self._routers if not router.get_buffer(COUNTS).is_meta]
         if routers and self._group is not None:

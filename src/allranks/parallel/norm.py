@@ -62,11 +62,12 @@ def clip_gradients(
 def _factor(norm: torch.Tensor, max_norm: float | None, scale: torch.Tensor | None) -> torch.Tensor | None:
     if max_norm is None:
         return scale
-    # On the CPU the value is at hand: a pass over all gradients that would multiply by one is saved.
-    if norm.device.type == "cpu" and scale is None and norm.item() + EPSILON <= max_norm:
-        return None
-    clip = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
-    return clip if scale is None else clip * scale
+    if norm.device.type == "cpu" and scale is None:
+        # The value is at hand: a pass over all gradients that would multiply by one is saved, and four small operations.
+        clip = max_norm / (norm.item() + EPSILON)
+        return None if clip >= 1.0 else torch.tensor(clip, dtype=norm.dtype)
+    factor = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
+    return factor if scale is None else factor * scale
 
 
 def _group_by_placing(parameters: Sequence[torch.Tensor], cut_over: Groups) -> dict[Placing, list[torch.Tensor]]:

@@ -172,9 +172,11 @@ def micro_forward(spread: Spread, weight: int) -> Iterator[None]:
     It counts no row in synchronised statistics, and its buffers go back to their values; those which all ranks have
     learnt together take part in what the others have learnt. Collective where all follow the first rank's.
     """
-    counts = weight > 0
-    with spread.batch_norms.counting(counts), buffers_kept(spread, unless=counts, but=spread.batch_norms.alike):
+    if weight > 0:
         yield
+    else:
+        with spread.batch_norms.counting(False), buffers_kept(spread, unless=False, but=spread.batch_norms.alike):
+            yield
     spread.batch_norms.follow_first()
 
 
