@@ -26,12 +26,14 @@ from allranks.errors import AllranksError, TaskError
 from allranks.task_loading import (
     TaskSpec,
     check_settings,
+    describe,
     load_class,
     missing_methods,
     setting_adapter,
     setting_types,
     user_line,
 )
+from allranks.task_world import TaskWorld
 
 __all__ = ["Hints", "Resolved", "Task", "TaskSpec", "has_step", "load_task", "resolve_inputs", "resolve_targets"]
 
@@ -50,7 +52,7 @@ class Hints:
         tensor: module -> how tensor parallelism splits it.
         split_before: modules before which a pipeline may be cut.
         sequence_dims: batch entry ("x", a tuple's "0", a nested "inputs.x") -> the dim of its positions, which cp cuts.
-        optional: modules that a forward may leave out on some ranks.
+        optional: modules that a forward may leave out on some ranks; they get zero gradients then.
         small: settings that make the model small enough for verify and dryrun.
         init: gives a module that was built without memory its initial values.
         batchnorm: whose samples a batch statistic sees, where `layout.batchnorm` does not say it.
@@ -74,10 +76,12 @@ class Task:
     Attributes:
         defaults: config keys that suit this task ("train.epochs": 20); a TOML file and the command line beat them.
         coupled: True where the loss couples the samples of a batch (contrastive), so that a batch cannot be cut freely.
+        world: the rows of the other ranks, for such a loss.
     """
 
     defaults: ClassVar[Mapping[str, object]] = {}
     coupled: ClassVar[bool] = False
+    world: ClassVar[TaskWorld] = TaskWorld()
 
     def __init__(self, **settings: object) -> None:
         """Set the settings, converted to their annotations; TaskError where one is unknown or unfit."""
@@ -286,15 +290,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, tuple | list):
         for part in value:
             yield from _tensors(part)
-
-
-def describe(value: Any, depth: int = 2) -> str:
-    """A batch in words: types, names and shapes, never values of tensors."""
-    if isinstance(value, torch.Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor {list(value.shape)}"
-    if isinstance(value, Mapping) and depth:
-        return "{" + ", ".join(f"{name}: {describe(part, depth - 1)}" for name, part in list(value.items())[:8]) + "}"
-    if isinstance(value, tuple | list) and depth:
-        kind = type(value).__name__
-        return f"a {kind} of {len(value)} ({', '.join(describe(part, depth - 1) for part in value[:3])})"
-    return repr(value) if isinstance(value, int | float | bool | str | None) else f"a {type(value).__name__}"

@@ -153,6 +153,18 @@ def user_line(error: BaseException) -> str:
     return (place + "".join(traceback.format_exception_only(error))).rstrip()
 
 
+def describe(value: Any, depth: int = 2) -> str:
+    """A batch in words: types, names and shapes, never values of tensors."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):  # this module imports no torch
+        return f"a {str(value.dtype).removeprefix('torch.')} {type(value).__name__.lower()} {list(value.shape)}"
+    if isinstance(value, Mapping) and depth:
+        return "{" + ", ".join(f"{name}: {describe(part, depth - 1)}" for name, part in list(value.items())[:8]) + "}"
+    if isinstance(value, tuple | list) and depth:
+        kind = type(value).__name__
+        return f"a {kind} of {len(value)} ({', '.join(describe(part, depth - 1) for part in value[:3])})"
+    return repr(value) if isinstance(value, int | float | bool | str | None) else f"a {type(value).__name__}"
+
+
 def _is_users(filename: str) -> bool:
     ours = str(Path(__file__).parent)
     library = (ours, "<frozen", str(Path(typing.__file__).parent))

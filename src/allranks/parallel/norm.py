@@ -63,7 +63,7 @@ def _factor(norm: torch.Tensor, max_norm: float | None, scale: torch.Tensor | No
     if max_norm is None:
         return scale
     if norm.device.type == "cpu" and scale is None:
-        # The value is at hand: a pass over all gradients that would multiply by one is saved, and four small operations.
+        # The value is at hand: that saves a pass over all gradients that multiplies by one, and some operations.
         clip = max_norm / (norm.item() + EPSILON)
         return None if clip >= 1.0 else torch.tensor(clip, dtype=norm.dtype)
     factor = torch.clamp(max_norm / (norm + EPSILON), max=1.0)

@@ -1,13 +1,14 @@
 """The one code path that applies a Layout to the user's modules (law 10)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from allranks.errors import LayoutError
 from allranks.parallel.balance import find_balances
 from allranks.parallel.batchnorm import BatchNorms, Mode, take_over
 from allranks.parallel.block_modes import change_blocks, changes_blocks
@@ -20,6 +21,7 @@ from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.optimizer_shard import RowShards
+from allranks.parallel.optional import find_optional, give_zeros, never_left_out
 from allranks.parallel.path import Path
 from allranks.parallel.precision import Precision
 from allranks.parallel.replicate import replicate
@@ -31,6 +33,21 @@ from allranks.parallel.tensor_plan import plan_tensor
 from allranks.parameter_map import ParameterMap
 from allranks.task import TensorStyle
 from allranks.verdict import Decision
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """By module, the names of its blocks.
+
+    Attributes:
+        changed: those that are recomputed, offloaded or compiled one by one.
+        gathered: those that are sharded one by one, without what a forward may leave out.
+        hinted: whether `hints().blocks` names them.
+    """
+
+    changed: dict[str, list[str]]
+    gathered: dict[str, list[str]]
+    hinted: bool
 
 
 def parallelize(
@@ -45,6 +62,7 @@ def parallelize(
     split_before: Sequence[str] = (),
     tensor: Mapping[str, TensorStyle] = MappingProxyType({}),
     batchnorm: Mode | None = None,
+    optional: Sequence[str] = (),
     ddp: bool = True,
     find_unused: bool = False,
     training: bool = False,
@@ -59,8 +77,9 @@ def parallelize(
         split_before: `hints().split_before`.
         tensor: `hints().tensor`.
         batchnorm: `hints().batchnorm`, where the layout does not say it.
+        optional: `hints().optional`.
         ddp: whether the backward reduces the gradients of replicated modules; False where the caller does.
-        find_unused: whether a backward may leave parameters without gradient (`hints().optional`).
+        find_unused: whether a backward may leave other parameters than those without gradient.
         training: whether a model that comes in evaluation mode is put into training mode, said so.
 
     Raises:
@@ -76,15 +95,14 @@ def parallelize(
     cuts = _cut_tensors(modules, mesh, tensor, placer, decisions) if mesh.layout.tp > 1 else {}
     experts = _cut_experts(modules, mesh, placer, cuts, decisions) if mesh.layout.ep > 1 else None
     balances = find_balances(modules, mesh.gradient_group)
-    units = _place_by_units(modules, mesh, precision, placer, blocks, stages, path, decisions)
+    blocks_of = _find_blocks(modules, mesh, blocks, optional, decisions)
+    units = _place_by_units(modules, mesh, precision, placer, blocks_of, stages, path, decisions)
     entries, tensors = identify(modules, units, mesh, cuts, {} if stages is None else stages.pipeline.ranks)
     if stages is not None:
         stages.tie(tensors, mesh)
         norms.keep_only(entries)
-    elif mesh.layout.replicated and ddp:
-        modules = {which: replicate(m, mesh, device, find_unused=find_unused) for which, m in modules.items()}
-    elif mesh.layout.kind == "data_parallel":
-        modules = split_over_devices(modules, torch.cuda.device_count(), decisions)
+    else:
+        modules = _copy(modules, mesh, device, decisions, ddp=ddp, find_unused=find_unused)
     scalars = _find_scalars(tensors) if mesh.layout.fully_sharded else ()
     cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items() if name in entries}
     who = ParameterMap(entries), tensors, tuple(decisions), find_unused, path, cut_over, norms, stages
@@ -93,6 +111,23 @@ def parallelize(
     if mesh.layout.sharding == "optimizer" and mesh.layout.dp_shard > 1:
         spread.row_shards = RowShards(spread.trainable(), spread.map, mesh)
     return spread
+
+
+def _copy(
+    modules: dict[str, nn.Module],
+    mesh: Mesh,
+    device: torch.device,
+    decisions: list[Decision],
+    *,
+    ddp: bool,
+    find_unused: bool,
+) -> dict[str, nn.Module]:
+    """Whole copies of the modules, kept equal on other ranks or made anew on this one's devices."""
+    if mesh.layout.replicated and ddp:
+        return {which: replicate(module, mesh, device, find_unused=find_unused) for which, module in modules.items()}
+    if mesh.layout.kind == "data_parallel":
+        return split_over_devices(modules, torch.cuda.device_count(), decisions)
+    return modules
 
 
 def _prepare(
@@ -105,27 +140,55 @@ def _prepare(
         check_kinds(module)
 
 
+def _find_blocks(
+    modules: Mapping[str, nn.Module],
+    mesh: Mesh,
+    hints: Sequence[str],
+    optional: Sequence[str],
+    decisions: list[Decision],
+) -> Blocks:
+    """What is gathered, recomputed or compiled as one; what a forward may leave out gets its zeros from here on."""
+    layout = mesh.layout
+    needed = bool(optional) or layout.fully_sharded or changes_blocks(layout)
+    found = find_blocks(modules, hints) if needed else {which: [] for which in modules}
+    left_out = find_optional(modules, optional)
+    entered = {which: never_left_out(names, left_out[which]) for which, names in found.items()}
+    if optional and layout.pp > 1 and layout.fully_sharded:
+        raise LayoutError(
+            f"hints().optional under pp={layout.pp} with dp_shard={layout.dp_shard} comes with a later version: leave "
+            "one of them"
+        )
+    if optional and layout.pp == 1:
+        for which, module in modules.items():
+            give_zeros(module, left_out[which], entered[which])
+        number = sum(map(len, left_out.values()))
+        what = f"{number} modules get zero gradients where a forward leaves them out"
+        decisions.append(Decision(what, "hints().optional names them"))
+    return Blocks(found, entered if layout.fully_sharded else {}, hinted=bool(hints))
+
+
 def _place_by_units(
     modules: Mapping[str, nn.Module],
     mesh: Mesh,
     precision: Precision,
     placer: Placer,
-    blocks: Sequence[str],
+    blocks: Blocks,
     stages: Stages | None,
     path: Path,
     decisions: list[Decision],
 ) -> dict[str, list[Unit]]:
     """Change blocks as the layout says, give every tensor its place, and cut it there where it is sharded."""
     layout, units = mesh.layout, dict[str, list[Unit]]()
-    found = find_blocks(modules, blocks) if layout.fully_sharded or changes_blocks(layout) else {}
+    changed, gathered = blocks.changed, blocks.gathered
     if stages is not None:
         placer.absent = stages.pipeline.is_absent
         placer.place_all(modules.values())
-        found = {which: list(filter(stages.pipeline.runs, names)) for which, names in found.items()}
-    decisions += change_blocks(modules, found, layout, placer.device)
+        runs = stages.pipeline.runs
+        changed, gathered = ({w: list(filter(runs, names)) for w, names in of.items()} for of in (changed, gathered))
+    decisions += change_blocks(modules, changed, layout, placer.device)
     if layout.fully_sharded:
-        units = _shard_all(modules, mesh, precision, placer, found, path)
-        decisions += [_describe_units(name, cut, bool(blocks)) for name, cut in units.items()]
+        units = _shard_all(modules, mesh, precision, placer, gathered, path)
+        decisions += [_describe_units(name, cut, blocks.hinted) for name, cut in units.items()]
     for module in modules.values():
         placer.place(module)
     return units

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
-from allranks.task import describe
+from allranks.task_loading import describe
 
 SEQUENCE_DIM = 1  # of an entry that nobody has described: [samples, positions, ...]
 

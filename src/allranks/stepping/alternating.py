@@ -21,6 +21,11 @@ from allranks.stepping.passes import Forward, Passes, Scale, StepSums, ledger_of
 
 Yielded = tuple[str, torch.Tensor, int]
 
+COUPLES_OWN_ONLY = (
+    "coupled = True, but nothing is gathered, so each data-parallel rank would couple its own samples only: take the "
+    "rows of all ranks by self.world.gather(rows), or use --nproc 1"
+)
+
 
 class AlternatingPasses(Passes):
     """Rounds of forward, yield, backward over the micro-steps, until the generators end.
@@ -41,6 +46,7 @@ class AlternatingPasses(Passes):
         self._group = group
         if self._spread.experts is not None:
             raise LayoutError(f"ep={self._spread.mesh.layout.ep} with a step() of its own comes with a later version")
+        self._must_gather = forward.task.coupled and forward.spread.mesh.layout.dp > 1
         self._whole = [p for p in self._spread.trainable().values() if not isinstance(p, DTensor)]
 
     def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
@@ -52,6 +58,8 @@ class AlternatingPasses(Passes):
             which, loss, targets = yielded or (None, None, 0)
             everyones = self._reduce(which, targets, turn)
             if which is None or loss is None:
+                if self._must_gather:
+                    raise TaskError(f"{type(self._forward.task).__name__}.step: {COUPLES_OWN_ONLY}")
                 return
             yield StepSums(which, loss, everyones, ledger_of(batch) if turn == 0 else 0)
             self._drop_gradients()
@@ -81,8 +89,9 @@ class AlternatingPasses(Passes):
 
     def _advance(self, generator: Iterator[Yielded], micro_step: MicroStep, turn: int) -> Yielded | None:
         seed_all(mix(micro_step.random_key, turn))
-        with micro_forward(self._spread, micro_step.weight), self._forward.autocast():
+        with micro_forward(self._spread, micro_step.weight) as rows, self._forward.autocast():
             yielded: object = next(generator, None)
+        self._must_gather = self._must_gather and not rows.asked
         if yielded is None:
             return None
         if not isinstance(yielded, tuple) or len(yielded) != 3 or not isinstance(yielded[1], torch.Tensor):

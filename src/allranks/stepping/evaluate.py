@@ -11,9 +11,11 @@ import torch.distributed as dist
 from allranks.data.micro_step import MicroStep
 from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
+from allranks.parallel.gather import RanksRows
 from allranks.parallel.spread import Spread
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.task import Task
+from allranks.task_world import rows_of
 
 
 @torch.no_grad()
@@ -45,8 +47,9 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
                 continue  # the last stage of the pipeline tells
             # Targets are counted in whole samples: of the ranks that share a sequence one tells.
             targets = 0 if spread.mesh.coordinate("cp") else micro_step.targets or 0
-            loss = (forward.task.loss(output, batch), targets)
-            terms = {"loss": loss, **_checked(forward.task, forward.task.metrics(output, batch))}
+            with rows_of(RanksRows(spread.mesh.data_group, counts=micro_step.weight > 0)):
+                loss = (forward.task.loss(output, batch), targets)
+                terms = {"loss": loss, **_checked(forward.task, forward.task.metrics(output, batch))}
             if not micro_step.weight:
                 continue  # a filler adds nothing, not even 0 * nan
             for name, (total, count) in terms.items():

@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 
 from allranks.errors import TaskError
 from allranks.parallel.batchnorm import statistics_fixed
-from allranks.task import Task, describe
-from allranks.task_loading import user_line
+from allranks.task import Task
+from allranks.task_loading import describe, user_line
+from allranks.task_world import Alone, rows_of
 
 NUM_SAMPLES = 5  # cut into 2 and 3: unequal, and no part of one sample, which some models cannot take
 
@@ -30,11 +31,13 @@ SUM_ADVICE = "return the SUM over targets, e.g. reduction='sum' (allranks divide
 class LossNature:
     """What the loss of a Task was found to be: "sum" (a batch may be cut anywhere) or "coupled" (it may not).
 
-    "elsewhere": the last stage of the pipeline has found it, and this rank does not run that.
+    "elsewhere": the last stage of the pipeline has found it, and this rank does not run that. `gathers`: it asks for
+    the rows of the other ranks.
     """
 
     kind: Literal["sum", "coupled", "elsewhere"]
     because: str
+    gathers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +82,9 @@ def examine_loss(
     samples = [samples[index % len(samples)] for index in range(max(3, len(samples)))]
     cut = (len(samples) - 1) // 2
 
-    def call_module(batch: Any) -> Any:
-        arguments = inputs(batch)
-        with autocast():
-            return module(**arguments) if isinstance(arguments, dict) else module(*arguments)
-
     def run(some: Sequence[Any]) -> _Part | None:
         batch = place(task.collate(list(some)))
-        output = (call or call_module)(batch)
+        output = _call(module, inputs(batch), autocast) if call is None else call(batch)
         if output is None and call is not None:
             return None
         output = pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype is compute else t, output)
@@ -95,16 +93,23 @@ def examine_loss(
             sizes["elements of the output"] = float(output.numel())
         return _Part(_checked(task, module, task.loss(output, batch), sizes), sizes)
 
-    with _undisturbed(module):
+    alone = Alone()
+    with _undisturbed(module), rows_of(alone):
         whole, again = run(samples), run(samples)
         if task.coupled:
-            return LossNature("coupled", f"{type(task).__name__} says so (coupled = True)")
+            says = LossNature("coupled", f"{type(task).__name__} says so (coupled = True)", alone.asked)
+            return LossNature("elsewhere", "") if whole is None else says
         found = [_run_part(task, run, part, len(samples)) for part in (samples[:cut], samples[cut:])]
         parts = [part for part in found if part is not None]
         if whole is None or again is None:
             return LossNature("elsewhere", "")
         noise = abs(whole.loss - again.loss)
         return _judge(task, whole, parts, noise, _relative_tolerance(module, compute))
+
+
+def _call(module: nn.Module, arguments: Any, autocast: Callable[[], AbstractContextManager[object]]) -> Any:
+    with autocast():
+        return module(**arguments) if isinstance(arguments, dict) else module(*arguments)
 
 
 def _judge(task: Task, whole: _Part, parts: list[_Part], noise: float, relative: float) -> LossNature:

@@ -17,10 +17,12 @@ from torch.utils import _pytree as pytree
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import seed_all
 from allranks.digest import ledger_sum
+from allranks.parallel.gather import RanksRows
 from allranks.parallel.pipeline import Payload
 from allranks.parallel.spread import Spread
 from allranks.parallel.stage_transport import signature_of
 from allranks.task import Task
+from allranks.task_world import rows_of
 
 Scale = float | torch.Tensor
 Arguments = tuple[object, ...] | Mapping[str, object]
@@ -166,17 +168,20 @@ def ledger_of(batch: StepBatch) -> int:
 
 
 @contextmanager
-def micro_forward(spread: Spread, weight: int) -> Iterator[None]:
+def micro_forward(spread: Spread, weight: int) -> Iterator[RanksRows]:
     """Around the forward of a micro-step: one of weight 0, a filler, leaves no trace.
 
-    It counts no row in synchronised statistics, and its buffers go back to their values; those which all ranks have
-    learnt together take part in what the others have learnt. Collective where all follow the first rank's.
+    It counts no row in synchronised statistics or what a Task gathers, and its buffers go back to their values; those
+    which all ranks have learnt together take part in what the others have learnt. Collective where all follow the first
+    rank's.
     """
-    if weight > 0:
-        yield
-    else:
-        with spread.batch_norms.counting(False), buffers_kept(spread, unless=False, but=spread.batch_norms.alike):
-            yield
+    rows = RanksRows(spread.mesh.data_group, counts=weight > 0)
+    with rows_of(rows):
+        if weight > 0:
+            yield rows
+        else:
+            with spread.batch_norms.counting(False), buffers_kept(spread, unless=False, but=spread.batch_norms.alike):
+                yield rows
     spread.batch_norms.follow_first()
 
 

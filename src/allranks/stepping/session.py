@@ -14,6 +14,7 @@ from allranks.data.loader import Loader
 from allranks.data.random_keys import seed_all
 from allranks.data.stream import DataStream, declared_order
 from allranks.errors import ConfigError, LayoutError
+from allranks.layout import Layout
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.parallel.parallelize import parallelize
@@ -97,7 +98,7 @@ def assemble(
     optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
     meeting = check_at_start(task, spread, dataset, config.train.seed, draws=draws(dataset), group=processes.data_group)
     spread.path.take()  # of the check, which each rank may make on samples of its own
-    _check_coupling(meeting, processes.mesh.dp)
+    _check_coupling(task, meeting, processes.mesh.layout)
     stream = _stream(dataset, config, processes, fixed=meeting.coupled or has_batch_statistics(spread.modules))
     # Where the Task's file lies is each host's own business.
     settings = {key: value for key, value in config.flat().items() if key != "task.spec"}
@@ -151,9 +152,10 @@ def _spread(task: Task, config: Config, processes: Processes) -> Spread:
         split_before=hints.split_before,
         tensor=hints.tensor,
         batchnorm=hints.batchnorm,
+        optional=hints.optional,
         # A step of its own may leave out whole models in a backward; its passes reduce what a loss has touched.
         ddp=not has_step(task),
-        find_unused=bool(hints.optional) or has_step(task),
+        find_unused=has_step(task),
         training=True,
     )
 
@@ -190,13 +192,21 @@ def _passes(task: Task, forward: Forward, optimizers: Optimizers, processes: Pro
     return PlainPasses(forward)
 
 
-def _check_coupling(meeting: Meeting, num_ranks: int) -> None:
-    if not meeting.coupled or num_ranks == 1:
+def _check_coupling(task: Task, meeting: Meeting, layout: Layout) -> None:
+    if not meeting.coupled or layout.dp == 1:
         return
+    if task.coupled and meeting.gathers and layout.cp == 1:
+        return
+    if layout.cp > 1:
+        raise LayoutError(
+            f"the loss of {type(task).__name__} couples samples, and cp={layout.cp} gives each rank other positions of "
+            "them: leave cp out, or use --nproc 1"
+        )
     because = next((d.because for d in meeting.decisions if d.what == COUPLED), "the Task says so")
     raise LayoutError(
-        f"the loss couples the samples of a batch ({because}), and each of {num_ranks} data-parallel ranks would "
-        "couple its own only: losses over the global batch come with a later version; use --nproc 1"
+        f"the loss couples the samples of a batch ({because}), and each of {layout.dp} data-parallel ranks would "
+        "couple its own only: take the rows of all ranks by self.world.gather(rows) and say coupled = True, or use "
+        "--nproc 1"
     )
 
 

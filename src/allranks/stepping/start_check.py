@@ -42,12 +42,14 @@ class Meeting:
 
     Attributes:
         coupled: whether the loss couples the samples of a forward.
+        gathers: whether it asks for the rows of the other ranks; a `step` may, and is watched when it runs.
         forward: the user's forward and loss.
         count_targets: batch -> number of targets; None where `step` counts them itself.
         flops_per_sample: of a forward and a backward; None where they cannot be counted.
     """
 
     coupled: bool
+    gathers: bool
     forward: Forward
     count_targets: Callable[[Any], int] | None
     decisions: tuple[Decision, ...]
@@ -81,7 +83,7 @@ def check_at_start(
             )
         unknown = _describe_uncompared(f"{type(task).__name__} has a step() of its own")
         said = (unknown,) if spread.mesh.layout.cuts_model else ()
-        return Meeting(task.coupled, Forward(task, spread, lambda batch: (batch,)), None, said)
+        return Meeting(task.coupled, task.coupled, Forward(task, spread, lambda batch: (batch,)), None, said)
     if "" not in spread.modules:
         names = ", ".join(spread.modules)
         what = f"model() returned several modules ({names})"
@@ -142,7 +144,7 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
         alike = group is None
         unknown = _describe_uncompared("each data-parallel rank sees samples of its own at the start")
         decisions += (check_whole(forward, samples, seed, flops) if alike else unknown,)
-    return Meeting(coupled, forward, targets.call, decisions, flops)
+    return Meeting(coupled, nature.gathers, forward, targets.call, decisions, flops)
 
 
 def _from_last_stage(nature: LossNature, spread: Spread) -> LossNature:

@@ -10,11 +10,15 @@ def validate(session: Session) -> dict[str, float]:
     if session.validation is None:
         return {}
     cut = session.stream.cut
+    size, micro_batch = cut.global_batch, cut.micro_batch
+    if session.task.coupled:
+        # What a loss or metric sees depends on the number of micro-steps, as in training, and never on that of ranks.
+        size, micro_batch = max(cut.num_ranks, -(-size // cut.num_micro_steps())), None
     batches = evaluation_batches(
         session.validation,
-        batch_size=cut.global_batch,
+        batch_size=size,
         num_ranks=cut.num_ranks,
-        micro_batch=cut.micro_batch,
+        micro_batch=micro_batch,
         dp_rank=session.stream.dp_rank,
         seed=session.config.train.seed,
         collate=session.task.collate,

@@ -5,7 +5,8 @@ from typing import Any, NoReturn, final
 
 from allranks.errors import TaskError
 from allranks.parallel.spread import Spread
-from allranks.task import Task, describe, resolve_inputs, resolve_targets
+from allranks.task import Task, resolve_inputs, resolve_targets
+from allranks.task_loading import describe
 
 
 @final

@@ -1,7 +1,7 @@
 """What a world stands on: its processes, its configuration, and what its calls share."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from allranks.parallel.parallelize import parallelize
 from allranks.parallel.precision import Precision, choose_precision
 from allranks.run import Run
 from allranks.stepping.world import Processes, gather_processes
-from allranks.task import TensorStyle
 from allranks.training.own.models import OwnModels
 from allranks.training.own.run import open_own_run
 from allranks.verdict import Decision
@@ -60,10 +59,8 @@ class Ground:
             batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
         return self.precision.cast_inputs(batch)
 
-    def spread(
-        self, module: nn.Module, *, blocks: Sequence[str], tensor: Mapping[str, TensorStyle], find_unused: bool
-    ) -> nn.Module:
-        """What is to be called for `module`, as `World.parallelize` says; collective."""
+    def spread(self, module: nn.Module, **hints: Any) -> nn.Module:
+        """What is to be called for `module`, as `World.parallelize` says, whose `hints` these are; collective."""
         self.models.check_new(module)
         spread = parallelize(
             lambda: module,
@@ -72,9 +69,7 @@ class Ground:
             self.device,
             source=self.processes.first_source(),
             seed=lambda: None,
-            blocks=blocks,
-            tensor=tensor,
-            find_unused=find_unused,
+            **hints,
         )
         self.decisions.extend(spread.decisions)
         return self.models.add(spread)

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from allranks.errors import LayoutError
+from allranks.parallel.gather import gather_rows
 from allranks.stepping.world import Processes
-from allranks.training.own.gather import gather_rows
 
 
 @final

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from allranks.errors import ConfigError, TaskError
+from allranks.parallel.gather import RanksRows
 from allranks.stepping.agreement import Agreement
 from allranks.stepping.optimizer import Optimizers
 from allranks.task import TensorStyle
 from allranks.training.own.evaluate import Measure, evaluate_own
 from allranks.training.own.forward import call_model, count_targets
-from allranks.training.own.gather import gather_rows
 from allranks.training.own.ground import Ground
 from allranks.training.own.loop import OwnLoop
 from allranks.training.own.optimizer import make_own_optimizer
@@ -80,6 +80,7 @@ class World:
         *,
         blocks: Sequence[str] = (),
         tensor: Mapping[str, TensorStyle] | None = None,
+        optional: Sequence[str] = (),
         find_unused: bool = False,
     ) -> nn.Module:
         """Spread `module` by the layout, and return what to call; rank 0's values, streamed to all; collective.
@@ -90,13 +91,15 @@ class World:
         Args:
             blocks: names of repeated blocks (globs), where they are not found by structure.
             tensor: module (glob) -> how tp cuts it, as in `Hints.tensor`, where it is not found either.
-            find_unused: whether a backward may leave trainable parameters without a gradient.
+            optional: modules (globs) that a forward may leave out on some ranks; they get zero gradients then.
+            find_unused: whether a backward may leave other trainable parameters without a gradient.
 
         Raises:
             TaskError: it is spread already, is a second one to train, or is not the same on every rank.
             LayoutError: it cannot be spread in this way.
         """
-        return self._ground.spread(module, blocks=blocks, tensor=tensor or {}, find_unused=find_unused)
+        hints = {"blocks": blocks, "tensor": tensor or {}, "optional": optional, "find_unused": find_unused}
+        return self._ground.spread(module, **hints)
 
     def optimizer(self, model: nn.Module, kind: Callable[..., Optimizer], **settings: Any) -> Optimizer:
         """`kind(parameters, **settings)` over the model's trainable parameters, as they are spread; fused if possible.
@@ -242,9 +245,13 @@ class World:
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows (dim 0) of all data-parallel ranks, in rank order, with gradients; collective, its backward too.
 
-        Each rank may bring another number of rows; one whose batch only fills its place brings none.
+        Each rank may bring any number. One whose batch only fills its place brings none, and finds its own at the end.
         """
-        return gather_rows(rows if self.weight else rows[:0], self._ground.processes.data_group)
+        return RanksRows(self._ground.processes.data_group, counts=self.weight > 0).gather(rows)
+
+    def offset(self, rows: torch.Tensor) -> int:
+        """The number of rows before this rank's in `gather(rows)`; collective."""
+        return RanksRows(self._ground.processes.data_group, counts=self.weight > 0).offset(rows)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank along an axis of the layout. LayoutError where the layout has no such axis."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from allranks.training.own.gather import gather_rows
+from allranks.parallel.gather import RanksRows, gather_rows
 from tests.distributed.pool import Pools
 from tests.training.own.cases import refusal
 
@@ -68,3 +68,34 @@ def test_one_process_has_all_rows_already() -> None:
     rows = torch.ones(2, 2)
     assert gather_rows(rows, None) is rows
     assert refusal(lambda: gather_rows(torch.ones(()), None)).startswith("TaskError: gather takes rows")
+
+
+def test_where_a_ranks_rows_begin(pool: Pools) -> None:
+    """A filler's rows are nobody's but its own: behind everybody's."""
+
+    def case() -> list[tuple[int, int]]:
+        import torch.distributed as dist
+
+        rank, group = dist.get_rank(), dist.group.WORLD
+        mine = rows_of(rank)
+        worlds = [RanksRows(group), RanksRows(group, counts=rank != 2)]
+        found = [(world.offset(mine), world.gather(mine)) for world in worlds]
+        assert all(torch.equal(whole[at : at + len(mine)], mine) for at, whole in found)
+        return [(at, len(whole)) for at, whole in found]
+
+    assert pool(3).run(case) == [[(0, 5), (0, 2)], [(2, 5), (2, 2)], [(2, 5), (2, 5)]]
+
+
+def test_a_fillers_rows_get_their_gradient_from_its_own_loss_alone(pool: Pools) -> None:
+    def case() -> tuple[torch.Tensor | None, int]:
+        import torch.distributed as dist
+
+        rank = dist.get_rank()
+        mine = torch.full((2, 1), float(rank + 1), requires_grad=True)
+        whole = RanksRows(dist.group.WORLD, counts=rank == 0).gather(mine)
+        (whole.sum() * (1.0 if rank == 0 else 0.0)).backward()
+        return mine.grad, len(whole)
+
+    (first, two), (second, four) = pool(2).run(case)
+    assert (two, four) == (2, 4)
+    assert torch.equal(first, torch.ones(2, 1)) and torch.equal(second, torch.zeros(2, 1))

@@ -1,13 +1,46 @@
 """Rows of all ranks in one tensor, with gradients, however many each rank brings."""
 
 import zlib
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from allranks.errors import TaskError
+
+
+@final
+class RanksRows:
+    """The rows of the ranks of a group, in one forward of theirs.
+
+    Args:
+        group: None for one rank.
+        counts: whether this rank's rows count. Those of a filler do not: no other rank sees them, and it finds its own
+            behind everybody's, so that what compares its samples with all has them among all.
+
+    Attributes:
+        asked: whether anything was gathered.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, counts: bool = True) -> None:
+        self._group = group
+        self._counts = counts
+        self.asked = False
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """`gather_rows` of what counts; collective, and its backward too."""
+        self.asked = True
+        if self._counts:
+            return gather_rows(rows, self._group)
+        return torch.cat([gather_rows(rows[:0], self._group), rows])
+
+    def offset(self, rows: torch.Tensor) -> int:
+        """Where this rank's rows begin in `gather(rows)`; collective."""
+        if self._group is None:
+            return 0
+        counts = _counts(rows if self._counts else rows[:0], self._group)
+        return sum(counts[: dist.get_rank(self._group)]) if self._counts else sum(counts)
 
 
 def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

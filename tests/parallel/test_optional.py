@@ -1,0 +1,194 @@
+"""Modules that a forward may leave out: zero gradients there, and no unit of their own; law 4 for such branches."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from allranks.errors import LayoutError, TaskError
+from allranks.parallel.optional import find_optional, give_zeros, never_left_out
+from allranks.task import Hints
+from allranks.verifying.parity import RecordedStep, compare, fed, record_run
+from allranks.verifying.reference import ReferenceStep, plain_loop
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import config_of, initial_model, processes_of, session_of
+from tests.distributed.tasks import CLASSES, IGNORED, WIDTH, Tiny
+
+STEPS = 3
+
+
+class Branch(nn.Module):
+    """A layer, and a correction that only some samples get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.correction = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden, few = torch.tanh(self.linear(hidden)), hidden[:, 0] > 0.6
+        if few.any():
+            hidden = hidden.index_add(0, few.nonzero()[:, 0], self.correction(hidden[few]))
+        return hidden
+
+
+class Branches(nn.Module):
+    """Each sample goes through one of two branches, which one depends on the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, WIDTH)
+        self.branches = nn.ModuleList(Branch() for _ in range(2))
+        self.blocks = nn.ModuleList(Branch() for _ in range(2))
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        out = torch.zeros_like(hidden)
+        for index, branch in enumerate(self.branches):
+            mine = (x[:, 0] > 0.9) == bool(index)
+            if mine.any():
+                out = out.index_add(0, mine.nonzero()[:, 0], branch(hidden[mine]))
+        for block in self.blocks:
+            out = block(out)
+        found: torch.Tensor = self.last(out)
+        return found
+
+
+OPTIONAL = ("branches.*", "blocks.*.correction")
+
+
+class Branching(Tiny):
+    """Branches, declared."""
+
+    def model(self) -> nn.Module:
+        return Branches()
+
+    def hints(self) -> Hints:
+        return Hints(optional=OPTIONAL)
+
+
+LAYOUTS = [
+    ("single", 1, 7, 1),
+    ("ddp", 2, 5, 1),
+    ("ddp", 3, 5, 3),
+    ("fsdp", 2, 5, 1),
+    ("fsdp", 3, 5, 3),
+    ("fsdp,sharding=grad_op", 2, 5, 3),
+    ("fsdp,recompute=full", 2, 5, 1),
+    ("dp_replicate=2,dp_shard=2", 4, 6, 3),
+    ("dp_shard=2,sharding=optimizer", 2, 5, 1),
+]
+
+
+def record(layout: str, global_batch: int, micro_steps: int) -> tuple[list[RecordedStep], list[str]]:
+    cut = f"train.global_batch={global_batch}", f"train.micro_steps={micro_steps}"
+    config = config_of(layout, *cut, "optimizer.name=adamw", steps=STEPS)
+    processes = processes_of(config)
+    entered = session_of(Branching(), config, processes).spread.decisions
+    return record_run(Branching(), config, processes, STEPS), [str(decision) for decision in entered]
+
+
+def reference(ranks: list[list[RecordedStep]]) -> list[ReferenceStep]:
+    """One device, on which what is left out gets zeros, too."""
+    task = Branching()
+    dataset, model = task.dataset("train"), initial_model(task).double()
+    batches = []
+    for step in range(STEPS):
+        batch = default_collate([dataset[sample] for sample in fed(ranks, step, range(len(ranks))).values()])
+        batches.append((batch | {"x": batch["x"].double()}, int((batch["y"] != IGNORED).sum())))
+
+    def forward(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert isinstance(model, Branches)
+        corrections = [branch.correction for branch in model.blocks if isinstance(branch, Branch)]
+        zeros = [p.sum() * 0 for part in (model.branches, *corrections) for p in part.parameters()]
+        return task.loss(model(batch["x"]), batch) + torch.stack(zeros).sum()
+
+    return plain_loop(model, lambda p: torch.optim.AdamW(p, lr=0.001, weight_decay=0.01), batches, forward)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("layout", "world_size", "global_batch", "micro_steps"), LAYOUTS)
+def test_branches_that_differ_by_rank_are_those_of_one_device(
+    pool: Pools, layout: str, world_size: int, global_batch: int, micro_steps: int
+) -> None:
+    found = pool(world_size).run(record, layout, global_batch, micro_steps)
+    ranks = [steps for steps, _ in found]
+    differences = compare(ranks, reference(ranks), adaptive=True)
+    assert not differences, "; ".join(map(str, differences[:5]))
+    said = "\n".join(found[0][1])
+    assert "4 modules get zero gradients where a forward leaves them out, because hints().optional names them" in said
+    if "fsdp" in layout:
+        assert "2 units and the root of the model" in said  # the blocks, without what is left out
+
+
+@pytest.mark.distributed
+def test_the_ranks_of_these_cases_do_enter_other_branches() -> None:
+    """Else the test above would show nothing."""
+    dataset = Branching().dataset("train")
+    routes = [bool(dataset[index]["x"][0] > 0.9) for index in range(61)]
+    assert 5 < sum(routes) < 20
+
+
+def test_whom_a_pattern_means() -> None:
+    modules: dict[str, nn.Module] = {"": Branches()}
+    assert find_optional(modules, ("blocks.*.correction",)) == {"": ["blocks.0.correction", "blocks.1.correction"]}
+    assert find_optional({"a": Branches(), "b": Branches()}, ("b.branches.1",)) == {"a": [], "b": ["branches.1"]}
+    with pytest.raises(LayoutError, match=r"hints\(\)\.optional: 'branch\.\*' matches no module.*nearest are branches"):
+        find_optional(modules, ("branch.*",))
+
+
+def test_what_is_optional_is_no_unit() -> None:
+    blocks = ["branches.0", "branches.10", "blocks.0", "blocks.0.correction"]
+    assert never_left_out(blocks, ["branches.1", "blocks.0.correction"]) == ["branches.0", "branches.10", "blocks.0"]
+    assert never_left_out(blocks, ["branches", "blocks.0"]) == []
+
+
+class Maybe(nn.Module):
+    """Two layers, the second of which is left out; what it returns is given."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.used, self.unused, self.output = nn.Linear(2, 2), nn.Linear(2, 2), output
+        self.unused.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.output(self.used(x))
+
+
+@pytest.mark.parametrize("output", [lambda x: x, lambda x: {"n": 3, "x": [torch.ones(1, dtype=torch.int64), x]}])
+def test_zeros_where_nothing_was_computed(output: Any) -> None:
+    model = Maybe(output)
+    x = torch.randn(3, 2)
+    before = model(x)
+    give_zeros(model, ["unused"], [])
+    found = model(x)
+    leaf = found if isinstance(found, torch.Tensor) else found["x"][1]
+    assert torch.equal(leaf, before if isinstance(before, torch.Tensor) else before["x"][1])
+    leaf.sum().backward()
+    assert model.unused.weight.grad is not None and not model.unused.weight.grad.any()
+    assert model.unused.bias.grad is None
+    assert model.used.weight.grad is not None and bool(model.used.weight.grad.any())
+    with torch.no_grad():
+        assert not model(x).requires_grad if isinstance(found, torch.Tensor) else True
+
+
+def test_an_output_that_cannot_carry_them_is_refused() -> None:
+    model = Maybe(lambda x: (x > 0).long())
+    give_zeros(model, ["unused"], [])
+    with pytest.raises(TaskError, match=r"hints\(\)\.optional: the model returns no floating-point tensor"):
+        model(torch.randn(1, 2))
+
+
+def pipelined() -> str:
+    try:
+        session_of(Branching(), config_of("pp=2,dp_shard=2", "train.global_batch=8"))
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_in_a_sharded_pipeline_they_are_refused(pool: Pools) -> None:
+    assert "hints().optional under pp=2 with dp_shard=2 comes with a later version" in pool(4).run(pipelined)[0]
