@@ -73,11 +73,8 @@ def parallelize(
         build: the user's `model()`.
         source: who has the initial values.
         seed: seeds the generators, called before `build` (law 5).
-        blocks: `hints().blocks`.
-        split_before: `hints().split_before`.
-        tensor: `hints().tensor`.
-        batchnorm: `hints().batchnorm`, where the layout does not say it.
-        optional: `hints().optional`.
+        blocks, split_before, tensor, optional: of `hints()`.
+        batchnorm: the same, where the layout does not say it.
         ddp: whether the backward reduces the gradients of replicated modules; False where the caller does.
         find_unused: whether a backward may leave other parameters than those without gradient.
         training: whether a model that comes in evaluation mode is put into training mode, said so.
