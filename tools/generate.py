@@ -20,6 +20,7 @@ from allranks.cli.main import app
 from allranks.config_keys import SECTIONS, config_keys
 from allranks.errors import AllranksError
 from tests.guardrails import FLOORS
+from tools.migrations import MIGRATIONS, render_migration
 from tools.pictures import COLLECTIVES, draw
 
 ROOT = Path(__file__).parents[1]
@@ -140,6 +141,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/config.md": render_config,
     "docs/reference/commands.md": render_commands,
     **{f"docs/assets/{name}.svg": partial(draw, name) for name in COLLECTIVES},
+    **{f"docs/how-to/{page}.md": partial(render_migration, page) for page in MIGRATIONS},
 }
 
 
