@@ -56,8 +56,10 @@ def strategies(
     cases = plan_cases(None if layouts is None else read_layouts(layouts), numbers)
     failure: ProcessError | None = None
     with stdout_kept_free(json):
+        from allranks.benchmarking.machine import describe_machine
         from allranks.benchmarking.processes import measure_all
 
+        about = describe_machine()
         try:
             found = measure_all(
                 cases,
@@ -70,10 +72,22 @@ def strategies(
         return print_error(failure, json=json, exit_code=UNDETERMINED)
     rows = summarise(found)
     if json:
-        print_json({"rows": [row.to_json() for row in rows], "targets": targets()})
+        command = render_command(nproc, layouts, turns, quick=quick)
+        print_json(
+            {"command": command, "machine": about, "rows": [row.to_json() for row in rows], "targets": targets()}
+        )
     else:
         print_rows(rows)
     return DIFFERS if any("loss" in row.misses for row in rows) else 0
+
+
+def render_command(nproc: str | None, layouts: str | None, turns: int, *, quick: bool) -> str:
+    """The command line that measures this again."""
+    words = ["allranks bench strategies"]
+    words += [f"--nproc {nproc}"] if nproc else []
+    words += [f'--layouts "{layouts}"'] if layouts else []
+    words += [f"--turns {turns}"] if turns != TURNS else []
+    return " ".join(words + (["--quick"] if quick else []))
 
 
 def targets() -> dict[str, float]:
