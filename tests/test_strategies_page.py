@@ -73,7 +73,7 @@ def test_figures_are_beside_ddp_on_as_many_processes(tmp_path: Path, monkeypatch
         row("cp=2", 2),
     ]
     results = tmp_path / "strategies.json"
-    machine = {"date": "2030-01-02T03:04+00:00", "gpus": [], "cores": 3, "torch": "9.9", "load": 1.5}
+    machine = {"date": "2030-01-02T03:04+00:00", "gpus": [], "cores": 3, "torch": "9.9", "load": 1.5, "load_after": 2.5}
     targets = {"time": 1.03, "memory": 1.02, "of_ddp": 1.25}
     document = {"command": "allranks bench strategies", "machine": machine, "rows": rows, "targets": targets}
     results.write_text(json.dumps(document))
@@ -83,4 +83,9 @@ def test_figures_are_beside_ddp_on_as_many_processes(tmp_path: Path, monkeypatch
     assert "| `single` | 1 | 1.000 | 0.90-1.10 | 0.990 | 200.0 MB | - |" in lines
     assert "| `tp=*` | 2 | not timed: the first losses differ by 1e-02 | | | | |" in lines
     assert not [line for line in lines if line.startswith("| `cp=2` | 2")]
-    assert any("On 2030-01-02: 3 CPU cores" in line and "load of 1.5" in line and "7 turns" in line for line in lines)
+    assert any(
+        "On 2030-01-02: 3 CPU cores" in line
+        and "load of 1.5 at the start, 2.5 at the end" in line
+        and "7 turns" in line
+        for line in lines
+    )

@@ -165,9 +165,12 @@ def _origin(document: Mapping[str, Any]) -> Iterator[str]:
     yield "```"
     yield ""
     turns = max(row["turns"] for row in document["rows"])
+    load = f"{machine['load']} at the start" + (
+        f", {machine['load_after']} at the end" if "load_after" in machine else ""
+    )
     yield (
-        f"On {machine['date'][:10]}: {on}, torch {machine['torch']}, a load of {machine['load']} on the machine at the "
-        f"start, {turns} turns. The quartiles say how far a ratio can be trusted there; run the command again on yours."
+        f"On {machine['date'][:10]}: {on}, torch {machine['torch']}, {turns} turns, the machine under a load of {load}. "
+        f"The quartiles say how far a ratio can be trusted there; run the command again on yours."
     )
 
 
@@ -200,9 +203,10 @@ def _explanation(document: Mapping[str, Any]) -> Iterator[str]:
     targets = document["targets"]
     yield (
         "`raw` is the same strategy written by hand in torch, in the same processes, by turns: a ratio of 1 means that "
-        f"allranks costs nothing. The goals are {targets['time']} in time and {targets['memory']} in memory. The peak is "
-        "of a step, on the process where it is most; `saved` is beside our ddp on as many processes. Times of different "
-        "strategies did not take turns and are not compared here: `allranks bench scaling` does that, on your task."
+        f"allranks costs nothing. The goals are {targets['time']} in time and {targets['memory']} in memory. The peak "
+        "is of a step, on the process where it is most; `saved` is beside our ddp on as many processes. Times of "
+        "different strategies did not take turns and are not compared here: `allranks bench scaling` does that, on "
+        "your task."
     )
     yield ""
     yield (

@@ -36,5 +36,10 @@ def describe_machine(device: str = "auto") -> dict[str, object]:
         "system": f"{platform.system()} {platform.machine()}",
         "cores": num_cores(),
         "gpus": [torch.cuda.get_device_name(index) for index in gpus],
-        "load": round(os.getloadavg()[0], 2),
+        "load": machine_load(),
     }
+
+
+def machine_load() -> float:
+    """Processes that wanted a core, on average over the last minute."""
+    return round(os.getloadavg()[0], 2)

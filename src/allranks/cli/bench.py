@@ -56,7 +56,7 @@ def strategies(
     cases = plan_cases(None if layouts is None else read_layouts(layouts), numbers)
     failure: ProcessError | None = None
     with stdout_kept_free(json):
-        from allranks.benchmarking.machine import describe_machine
+        from allranks.benchmarking.machine import describe_machine, machine_load
         from allranks.benchmarking.processes import measure_all
 
         about = describe_machine()
@@ -73,6 +73,7 @@ def strategies(
     rows = summarise(found)
     if json:
         command = render_command(nproc, layouts, turns, quick=quick)
+        about["load_after"] = machine_load()
         print_json(
             {"command": command, "machine": about, "rows": [row.to_json() for row in rows], "targets": targets()}
         )
