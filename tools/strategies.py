@@ -169,8 +169,8 @@ def _origin(document: Mapping[str, Any]) -> Iterator[str]:
         f", {machine['load_after']} at the end" if "load_after" in machine else ""
     )
     yield (
-        f"On {machine['date'][:10]}: {on}, torch {machine['torch']}, {turns} turns, the machine under a load of {load}. "
-        f"The quartiles say how far a ratio can be trusted there; run the command again on yours."
+        f"On {machine['date'][:10]}: {on}, torch {machine['torch']}, {turns} turns, the machine under a load of "
+        f"{load}. The quartiles say how far a ratio can be trusted there; run the command again on yours."
     )
 
 

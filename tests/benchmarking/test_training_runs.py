@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -69,6 +70,21 @@ def test_runs_take_turns_and_each_is_made_once(monkeypatch: pytest.MonkeyPatch) 
         dict(zip(forth, (1.0, 2.0, 3.0), strict=True)),
         dict(zip(forth, (6.0, 5.0, 4.0), strict=True)),
     ]
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(3, "3"), (None, "7")])
+def test_every_process_gets_its_threads(threads: int | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+
+    def run(arguments: list[str], env: Mapping[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        given.append(env["OMP_NUM_THREADS"])
+        return subprocess.CompletedProcess(arguments, 2, "", "one\nallranks: error: no such thing\n")
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(ConfigError, match=r"exit code 2: no such thing$"):
+        train_once(ONE, Command((), 10, "cpu", threads))
+    assert given == [expected]
 
 
 PROGRAM = f"""
