@@ -20,7 +20,9 @@ from allranks.cli.main import app
 from allranks.config_keys import SECTIONS, config_keys
 from allranks.errors import AllranksError
 from tests.guardrails import FLOORS
+from tools.migrations import MIGRATIONS, render_migration
 from tools.pictures import COLLECTIVES, draw
+from tools.strategies import render_strategies
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "allranks"
@@ -139,7 +141,9 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/errors.md": render_errors,
     "docs/reference/config.md": render_config,
     "docs/reference/commands.md": render_commands,
+    "docs/reference/strategies.md": render_strategies,
     **{f"docs/assets/{name}.svg": partial(draw, name) for name in COLLECTIVES},
+    **{f"docs/how-to/{page}.md": partial(render_migration, page) for page in MIGRATIONS},
 }
 
 

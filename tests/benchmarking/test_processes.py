@@ -19,6 +19,7 @@ def test_on_two_processes_both_sides_train_the_same() -> None:
     assert told == [
         "single",
         "ddp",
+        "dp_shard=*,sharding=optimizer",
         "fsdp",
         "fsdp,sharding=grad_op",
         "fsdp,sharding=none",

@@ -22,7 +22,7 @@ def _planned(strategies: list[str] | None, nproc: list[int] | None) -> list[tupl
 def test_by_default_everything_that_fits() -> None:
     planned = _planned(None, None)
     assert planned[0] == ("single", 1)
-    assert len(planned) == 1 + 7 + 8
+    assert len(planned) == 1 + 8 + 9
     assert [world for _, world in planned] == sorted(world for _, world in planned)
     assert ("tp=2,dp_shard=2", 4) in planned and ("tp=2,dp_shard=2", 2) not in planned
     assert {world for _, world in _planned(None, [2])} == {1, 2}

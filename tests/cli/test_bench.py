@@ -20,6 +20,8 @@ def test_the_real_command_says_one_document(tmp_path: Path) -> None:
     assert row["ratio_q1"] <= row["ratio"] <= row["ratio_q3"]
     assert 0.8 < row["memory_ratio"] < 1.2  # a model of 10M parameters under AdamW is far above what else is allocated
     assert row["raw_bytes"] > 10_000_000 * 4 * 4
+    assert document["command"] == 'allranks bench strategies --layouts "single" --turns 2 --quick'
+    assert {"date", "torch", "cores", "load", "load_after"} <= document["machine"].keys()
     assert document["targets"] == {"time": 1.03, "memory": 1.02, "of_ddp": 1.25}
     assert "single on 1: measured" in ran.stderr
 

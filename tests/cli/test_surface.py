@@ -13,6 +13,9 @@ SURFACE = {
     "allranks new": "PATH --help --json",
     "allranks report": "RUN --help --json",
     "allranks bench": "--help",
+    "allranks bench scaling": (
+        "ARGUMENTS... --device --help --json --layouts --mode --nproc --plot --quick --repeats --steps"
+    ),
     "allranks bench strategies": "--help --json --layouts --nproc --quick --turns",
     "allranks checkpoint": "--help",
     "allranks checkpoint list": "DIRECTORY --help --json",

@@ -3,6 +3,7 @@
 Sources: torch's tutorials on DDP, FSDP2 and tensor parallelism (docs.pytorch.org/tutorials, of torch 2.13).
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -47,7 +48,7 @@ def raw_steps(layout: Layout, size: str, steps: int, seed: int, device: torch.de
         yield from pipeline_steps(make_model(size), layout, _loader(layout, None, size, steps, seed), device)
         return
     model = spread(make_model(size).to(device), layout, mesh, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    optimizer = make_optimizer(model, layout)
     group = None if mesh is None or layout.dp == 1 else _data_group(layout, mesh)
     for sample in _loader(layout, mesh, size, steps, seed):
         batch = {name: part.to(device, non_blocking=True) for name, part in sample.items()}
@@ -81,6 +82,17 @@ def spread(model: Transformer, layout: Layout, mesh: DeviceMesh | None, device: 
         ids = [device.index] if device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     return model
+
+
+def make_optimizer(model: nn.Module, layout: Layout) -> torch.optim.Optimizer:
+    """AdamW; under ZeRO-1 torch's own, which gives whole parameters to ranks."""
+    if layout.sharding == "optimizer" and layout.dp > 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what it scripts while it is imported
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
 
 def cut_layers(model: Transformer, mesh: DeviceMesh) -> None:

@@ -10,6 +10,7 @@ from allranks.layout import Layout, num_processes, parse_layout
 STRATEGIES = (
     "single",
     "ddp",
+    "dp_shard=*,sharding=optimizer",
     "fsdp",
     "fsdp,sharding=grad_op",
     "fsdp,sharding=none",

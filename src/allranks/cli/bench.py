@@ -1,4 +1,4 @@
-"""`allranks bench`: how fast is it, beside the same thing written by hand."""
+"""`allranks bench`: how fast is it, beside the same thing written by hand, and on more processes."""
 
 import sys
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from allranks.cli.bench_scaling import scaling
 from allranks.cli.output import print_error, print_json, stdout_kept_free
 from allranks.errors import ProcessError
 from allranks.units import format_bytes, format_seconds
@@ -18,11 +19,12 @@ QUICK_NPROC = "2"
 DIFFERS, UNDETERMINED = 1, 3
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
+app.command("scaling")(scaling)
 
 
 @app.callback()
 def start(context: typer.Context) -> None:
-    """Measure allranks beside raw torch."""
+    """Measure what strategies cost beside raw torch, and what more processes save."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -54,8 +56,10 @@ def strategies(
     cases = plan_cases(None if layouts is None else read_layouts(layouts), numbers)
     failure: ProcessError | None = None
     with stdout_kept_free(json):
+        from allranks.benchmarking.machine import describe_machine, machine_load
         from allranks.benchmarking.processes import measure_all
 
+        about = describe_machine()
         try:
             found = measure_all(
                 cases,
@@ -68,10 +72,23 @@ def strategies(
         return print_error(failure, json=json, exit_code=UNDETERMINED)
     rows = summarise(found)
     if json:
-        print_json({"rows": [row.to_json() for row in rows], "targets": targets()})
+        command = render_command(nproc, layouts, turns, quick=quick)
+        about["load_after"] = machine_load()
+        print_json(
+            {"command": command, "machine": about, "rows": [row.to_json() for row in rows], "targets": targets()}
+        )
     else:
         print_rows(rows)
     return DIFFERS if any("loss" in row.misses for row in rows) else 0
+
+
+def render_command(nproc: str | None, layouts: str | None, turns: int, *, quick: bool) -> str:
+    """The command line that measures this again."""
+    words = ["allranks bench strategies"]
+    words += [f"--nproc {nproc}"] if nproc else []
+    words += [f'--layouts "{layouts}"'] if layouts else []
+    words += [f"--turns {turns}"] if turns != TURNS else []
+    return " ".join(words + (["--quick"] if quick else []))
 
 
 def targets() -> dict[str, float]:

@@ -29,7 +29,9 @@ app.command("train")(train.train)
 app.command("new")(new.new)
 app.command("report")(report.report)
 app.add_typer(checkpoint.app, name="checkpoint", help="List, show, verify and export checkpoints.")
-app.add_typer(bench.app, name="bench", help="Measure allranks beside raw torch.")
+app.add_typer(
+    bench.app, name="bench", help="Measure what strategies cost beside raw torch, and what more processes save."
+)
 
 
 @app.callback()

@@ -1,0 +1,45 @@
+"""What a measurement was made on, as it stands beside the figures."""
+
+import os
+import platform
+import sys
+from datetime import datetime
+
+import torch
+
+from allranks import __version__
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def num_devices(device: str) -> int:
+    """GPUs, or cores where there is none or `device` is "cpu": how many processes can compute at once."""
+    return (torch.cuda.device_count() if device != "cpu" else 0) or num_cores()
+
+
+def has_gpu(device: str) -> bool:
+    """Whether runs with `--device DEVICE` go on GPUs."""
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def describe_machine(device: str = "auto") -> dict[str, object]:
+    """Date, versions, devices, and how busy the machine is just now; JSON values."""
+    gpus = range(torch.cuda.device_count() if has_gpu(device) else 0)
+    return {
+        "date": datetime.now().astimezone().isoformat(timespec="minutes"),
+        "allranks": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": num_cores(),
+        "gpus": [torch.cuda.get_device_name(index) for index in gpus],
+        "load": machine_load(),
+    }
+
+
+def machine_load() -> float:
+    """Processes that wanted a core, on average over the last minute."""
+    return round(os.getloadavg()[0], 2)

@@ -1,0 +1,91 @@
+"""The page of the strategies: every command runs, every measured figure is from the stored run."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.benchmarking.strategies import STRATEGIES as MEASURED
+from allranks.cli.main import main
+from allranks.config_sections import PROCESS_AXES
+from tests.test_documentation import allranks_problems
+from tools import strategies
+from tools.strategies import RESULTS, STRATEGIES, TASK, Strategy, render_strategies
+
+ROOT = Path(__file__).parents[1]
+DIGITS = str(ROOT / "examples" / "digits" / "task.py")
+PAGE = ROOT / "docs" / "reference" / "strategies.md"
+
+
+def stored() -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(RESULTS.read_text())
+    return document
+
+
+def test_the_page_is_what_the_run_says() -> None:
+    assert PAGE.read_text() == render_strategies()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.layout)
+def test_every_command_is_accepted(strategy: Strategy, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"`{strategy.command}`" in PAGE.read_text()
+    program, *words = shlex.split(strategy.command)
+    assert program == "allranks"
+    many = ["--nproc", "4"] if "dp_replicate=2,dp_shard=*" in words else []
+    shown = main([DIGITS if word == TASK else word for word in words] + many + ["--show", "--json"])
+    out, err = capsys.readouterr()
+    assert shown == 0, err
+    assert json.loads(out)["cut"]["data-parallel ranks"] >= 1
+
+
+def test_every_axis_and_every_measured_strategy_has_its_place() -> None:
+    layouts = " ".join(strategy.layout for strategy in STRATEGIES)
+    assert all(f"{axis}=" in layouts for axis in (*PROCESS_AXES, "ep"))
+    named = {strategy.measured or strategy.layout for strategy in STRATEGIES if not strategy.why_not}
+    assert named == set(MEASURED) == {row["strategy"] for row in stored()["rows"]}
+    assert all((ROOT / f"docs/how-to/{strategy.guide}.md").is_file() for strategy in STRATEGIES if strategy.guide)
+
+
+def test_the_run_says_where_and_how_it_was_made() -> None:
+    document = stored()
+    program, *words = shlex.split(document["command"])
+    assert program == "allranks" and list(allranks_problems(words)) == []
+    assert {"date", "torch", "cores", "load"} <= document["machine"].keys()
+    assert {row["processes"] for row in document["rows"]} == {1, 2, 4}
+    assert all(row["loss_difference"] <= 1e-4 for row in document["rows"])
+
+
+def row(strategy: str, processes: int, **values: object) -> dict[str, object]:
+    figures = {"ratio": 1.0, "ratio_q1": 0.9, "ratio_q3": 1.1, "ours_ms": 100.0, "ours_bytes": 200_000_000}
+    rest = {"memory_ratio": 0.99, "loss_difference": 0.0, "turns": 7}
+    return {"strategy": strategy, "processes": processes, **figures, **rest, **values}
+
+
+def test_figures_are_beside_ddp_on_as_many_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        row("single", 1),
+        row("ddp", 2),
+        row("ddp", 4, ours_ms=50.0, ours_bytes=100_000_000),
+        row("fsdp", 4, ours_ms=75.0, ours_bytes=40_000_000, ratio=1.012),
+        row("tp=*", 2, ratio=None, loss_difference=0.01),
+        row("cp=2", 2),
+    ]
+    results = tmp_path / "strategies.json"
+    machine = {"date": "2030-01-02T03:04+00:00", "gpus": [], "cores": 3, "torch": "9.9", "load": 1.5, "load_after": 2.5}
+    targets = {"time": 1.03, "memory": 1.02, "of_ddp": 1.25}
+    document = {"command": "allranks bench strategies", "machine": machine, "rows": rows, "targets": targets}
+    results.write_text(json.dumps(document))
+    monkeypatch.setattr(strategies, "RESULTS", results)
+    lines = render_strategies().splitlines()
+    assert "| `fsdp` | 4 | 1.012 | 0.90-1.10 | 0.990 | 40.0 MB | 60% |" in lines
+    assert "| `single` | 1 | 1.000 | 0.90-1.10 | 0.990 | 200.0 MB | - |" in lines
+    assert "| `tp=*` | 2 | not timed: the first losses differ by 1e-02 | | | | |" in lines
+    assert not [line for line in lines if line.startswith("| `cp=2` | 2")]
+    assert any(
+        "On 2030-01-02: 3 CPU cores" in line
+        and "load of 1.5 at the start, 2.5 at the end" in line
+        and "7 turns" in line
+        for line in lines
+    )
