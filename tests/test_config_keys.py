@@ -58,7 +58,7 @@ def test_the_keys_are_frozen() -> None:
         "optimizer": "name lr weight_decay momentum beta1 beta2 eps",
         "schedule": "name warmup steps floor",
         "layout": "kind dp_replicate dp_shard tp cp pp ep sharding schedule recompute offload batchnorm compile "
-        "static_graph gather ddp_bucket_mb context",
+        "static_graph gather ddp_bucket_mb ddp_hook powersgd_rank powersgd_start context",
         "data": "workers text",
         "evaluate": "every",
         "checkpoint": "every keep",
@@ -87,6 +87,9 @@ def test_the_keys_are_frozen() -> None:
         "layout.offload": "none",
         "layout.compile": "none",
         "layout.static_graph": False,
+        "layout.ddp_hook": "none",
+        "layout.powersgd_rank": 4,
+        "layout.powersgd_start": 1000,
         "layout.context": "ulysses",
         "data.workers": 0,
         "checkpoint.keep": 2,

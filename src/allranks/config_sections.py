@@ -134,6 +134,11 @@ class LayoutConfig(Section):
     ddp_bucket_mb: float | None = key(
         None, "the size of one gradient message of DDP; not given: torch's", unit="MiB", gt=0
     )
+    ddp_hook: Literal["none", "bfloat16", "float16", "powersgd"] = key(
+        "none", "how the gradients of DDP travel: rounded to a lower type, or as matrices of a low rank"
+    )
+    powersgd_rank: Count = key(4, "the rank of what powersgd sends of each matrix")
+    powersgd_start: CountOrZero = key(1000, "steps before which powersgd sends gradients whole", unit="steps")
     context: Literal["ulysses", "ring"] = key(
         "ulysses", "how the processes of a sequence attend: ulysses swaps positions for heads, ring passes keys around"
     )

@@ -36,6 +36,7 @@ class Layout:
             where there is nothing to share (see `fully_sharded`).
         context: how the ranks of a sequence attend to each other's positions.
         schedule, recompute, offload, batchnorm, compile, static_graph, gather, ddp_bucket_mb: as in the config.
+        ddp_hook, powersgd_rank, powersgd_start: as in the config.
         kind: "single" is one process on one device; "data_parallel" and "placement" are one process on several.
     """
 
@@ -55,6 +56,9 @@ class Layout:
     gather: Literal["float32", "bfloat16"] | None = None
     ddp_bucket_mb: float | None = None
     context: Literal["ulysses", "ring"] = "ulysses"
+    ddp_hook: Literal["none", "bfloat16", "float16", "powersgd"] = "none"
+    powersgd_rank: int = 4
+    powersgd_start: int = 1000
     kind: Kind = "mesh"
 
     @staticmethod
@@ -189,6 +193,9 @@ _KEPT_AS_GIVEN = (
     "gather",
     "ddp_bucket_mb",
     "context",
+    "ddp_hook",
+    "powersgd_rank",
+    "powersgd_start",
 )
 
 

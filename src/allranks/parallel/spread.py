@@ -16,6 +16,7 @@ from allranks.parallel.average import average_gradients
 from allranks.parallel.balance import Balances
 from allranks.parallel.batchnorm import BatchNorms
 from allranks.parallel.context import Context
+from allranks.parallel.ddp_hook import DdpHook
 from allranks.parallel.expert import ExpertGradients
 from allranks.parallel.held_back import check_released, find_held_back
 from allranks.parallel.mesh import GRADIENT_AXES, Mesh
@@ -52,6 +53,7 @@ class Spread:
         balances: routers that count, and move once a step.
         experts: reduces the gradients of experts that are cut; None where none are.
         context: how sequences are cut over the cp ranks; None where they are not.
+        hook: how DDP's gradients travel; None where they go whole.
     """
 
     modules: dict[str, nn.Module]
@@ -70,6 +72,7 @@ class Spread:
     balances: Balances = field(default_factory=Balances)
     experts: ExpertGradients | None = None
     context: Context | None = None
+    hook: DdpHook | None = None
     _scalars: tuple[torch.Tensor, ...] = ()
     _held_back: list[Any] = field(default_factory=list)
 
@@ -200,7 +203,9 @@ class Spread:
         self.find_unused = True
         for which, module in self.modules.items():
             if isinstance(module, DistributedDataParallel):
-                self.modules[which] = replicate(module.module, self.mesh, self.device, find_unused=True)
+                self.modules[which] = again = replicate(module.module, self.mesh, self.device, find_unused=True)
+                if self.hook is not None:
+                    self.hook.attach(again)
 
     def bare(self, which: str = "") -> nn.Module:
         """The module without DDP or DataParallel around it: for a forward whose backward may never come."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from allranks.checkpointing.checking import check_digests, check_files
 from allranks.checkpointing.checkpoint import Checkpoint, Header, check_sizes, prune, verify_files
+from allranks.checkpointing.each import adapt
 from allranks.checkpointing.manifest import encode_state
 from allranks.checkpointing.parts import stored_parts
 from allranks.checkpointing.restore import is_of_one_rank, name_of_rank, restore
@@ -71,7 +72,8 @@ class Contents:
             model += [
                 (replace(entry, name=name_of_rank(f"model.{name}", rank)), own) for rank, own in enumerate(ranks or ())
             ]
-        return model + self.optimizers.parts()
+        hook = self.spread.hook
+        return model + self.optimizers.parts() + ([] if hook is None else hook.parts(self.spread.map))
 
     def aliases(self) -> dict[str, str]:
         """Tied names, by their names in the checkpoint."""
@@ -122,19 +124,22 @@ class Contents:
             live = ((entry, entry.name.removeprefix("model.")) for entry, _ in parts)
             kept = {entry.name: spread.local(name) for entry, name in live if name in spread.map.stored}
             parts = [(entry, kept.get(entry.name, own)) for entry, own in parts if entry.name not in ours]
-        restore(checkpoint, parts, self._all_names(entry.name for entry, _ in stored_parts(parts)) | theirs)
+        adapted = adapt(checkpoint, stored_parts(parts))
+        parts, theirs = adapted.fitting, theirs | adapted.leftover
+        restore(checkpoint, parts, self._all_names(entry.name for entry, _ in parts) | theirs)
         layout = spread.mesh.layout
         if checkpoint.manifest.layout != str(layout):
             group = None if layout.world_size == 1 else dist.group.WORLD
-            check_digests(checkpoint, parts, group, spread.device, without=() if same else theirs)
+            check_digests(checkpoint, parts, group, spread.device, without=theirs - set(ours if same else ()))
         if same:
             values = {entry.name: own for entry, own in parts}
             for name in spread.batch_norms.own_names:
                 spread.local(name).copy_(values[name_of_rank(f"model.{name}", spread.mesh.dp_rank)])
-            return ()
-        number = len({name.rpartition("@")[2] for name in theirs})
+            return adapted.decisions
+        number = len({name.rpartition("@")[2] for name in theirs if is_of_one_rank(name)})
         what = "running batch statistics go on from the mean over the ranks"
-        return (Decision(what, f"{number} data-parallel ranks have saved their own"),) if theirs else ()
+        said = (Decision(what, f"{number} data-parallel ranks have saved their own"),) if number else ()
+        return adapted.decisions + said
 
     def _all_names(self, names: Iterable[str]) -> set[str]:
         return {name for some in self._of_all_stages(list(names)) for name in some}
