@@ -35,6 +35,41 @@ def test_where_there_is_no_ddp_it_is_refused(layout: str, world_size: int) -> No
     assert refusal(layout, world_size) == ""
 
 
+@pytest.mark.parametrize(
+    ("layout", "world_size", "overrides", "message"),
+    [
+        ("fsdp", 2, (), "local_sgd=4 puts the copies of dp_replicate together, and dp_shard=2 has one: leave it out"),
+        ("single", 1, (), "local_sgd=4 puts the copies of dp_replicate together, and single has one: leave it out"),
+        ("ddp,sharding=none", 2, (), "local_sgd=4 leaves copies by themselves, and sharding=none keeps them together"),
+        ("pp=2,dp_replicate=2", 4, (), "local_sgd=4 with pp=2 comes with a later version"),
+        ("dp_replicate=2,ep=2", 2, (), "local_sgd=4 with ep=2 comes with a later version"),
+        (
+            "ddp",
+            2,
+            ("layout.ddp_hook=bfloat16",),
+            "local_sgd=4 with layout.ddp_hook=bfloat16 comes with a later version",
+        ),
+        (
+            "ddp",
+            2,
+            ("train.steps=10",),
+            "train.steps=10: the run ends where the copies are one, every 4 steps: 8 or 12",
+        ),
+        ("ddp", 2, ("evaluate.every=3",), "evaluate.every=3: a model is evaluated where the copies are one, every 4"),
+    ],
+)
+def test_copies_that_cannot_be_by_themselves(
+    layout: str, world_size: int, overrides: tuple[str, ...], message: str
+) -> None:
+    assert message in refusal(layout, world_size, "layout.local_sgd=4", *overrides)
+
+
+def test_copies_by_themselves() -> None:
+    for layout, size in (("ddp", 2), ("dp_replicate=2,dp_shard=2", 4), ("dp_replicate=2,tp=2", 4)):
+        assert refusal(layout, size, "layout.local_sgd=4", "train.steps=8", "evaluate.every=0") == ""
+        assert refusal(layout, size, "layout.local_sgd=4", "train.epochs=3", "evaluate.every=4") == ""
+
+
 def test_what_goes_past_ddp_is_refused() -> None:
     start = "layout.ddp_hook=float16 changes what DDP sends, and with "
     hook = "layout.ddp_hook=float16"

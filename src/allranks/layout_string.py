@@ -12,6 +12,7 @@ MODES = ("sharding", "schedule", "recompute", "offload", "batchnorm", "compile")
 TOML_ONLY = (
     *("static_graph", "gather", "ddp_bucket_mb", "context"),
     *("ddp_hook", "powersgd_rank", "powersgd_start"),
+    *("local_sgd", "outer_lr", "outer_momentum", "outer_nesterov"),
 )
 
 WORDS: dict[str, dict[str, object]] = {

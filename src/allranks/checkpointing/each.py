@@ -18,7 +18,10 @@ from allranks.verdict import Decision
 
 Pair = tuple[Entry, torch.Tensor]
 
-OPTIONAL = ("optimizer.powersgd_error.", "optimizer.powersgd_q.")
+OPTIONAL = (
+    *("optimizer.powersgd_error.", "optimizer.powersgd_q."),
+    *("optimizer.outer_momentum.", "optimizer.copy."),
+)
 """What a run may begin with in the middle, and end with: it belongs to how replicas speak, not to the model."""
 
 

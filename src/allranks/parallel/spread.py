@@ -19,7 +19,7 @@ from allranks.parallel.context import Context
 from allranks.parallel.ddp_hook import DdpHook
 from allranks.parallel.expert import ExpertGradients
 from allranks.parallel.held_back import check_released, find_held_back
-from allranks.parallel.mesh import GRADIENT_AXES, Mesh
+from allranks.parallel.mesh import Mesh
 from allranks.parallel.norm import Groups, clip_gradients
 from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.path import Path
@@ -159,7 +159,7 @@ class Spread:
         sharded = self.mesh.layout.dp_shard > 1
         if self.stages is not None:
             last = True  # a schedule mixes forwards and backwards: each reduces what it has
-        elif last and sharded and self.mesh.layout.dp_replicate > 1:
+        elif last and sharded and self.mesh.layout.copies > 1:
             self._held_back = find_held_back(self.modules.values())
         for module in self.modules.values():
             if isinstance(module, DistributedDataParallel):
@@ -184,9 +184,8 @@ class Spread:
         if not gradients:
             return
         flat = torch.stack([gradient.reshape(()) for gradient in gradients])
-        for axis in GRADIENT_AXES:
-            if getattr(self.mesh.layout, axis) > 1:
-                dist.all_reduce(flat, group=self.mesh.group(axis))
+        for axis in self.mesh.gradient_axes:
+            dist.all_reduce(flat, group=self.mesh.group(axis))
         flat /= self.divisor
         for parameter, value in zip(self._scalars, flat, strict=True):
             parameter.grad = value.clone()

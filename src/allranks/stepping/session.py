@@ -23,6 +23,7 @@ from allranks.stepping.agreement import Agreement
 from allranks.stepping.alike import check_same_start
 from allranks.stepping.alternating import AlternatingPasses
 from allranks.stepping.optimizer import Optimizers, build_optimizers
+from allranks.stepping.outer import OuterOptimizer, make_outer
 from allranks.stepping.passes import Forward, Passes, PlainPasses
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.scheduled import ScheduledPasses
@@ -44,6 +45,7 @@ class Session:
         validation: the validation split, or None.
         decisions: what was chosen, with because.
         flops_per_sample: of a forward and a backward; None where they cannot be counted.
+        outer: what puts the copies of local_sgd together; None without.
     """
 
     task: Task
@@ -59,6 +61,7 @@ class Session:
     validation: Any
     decisions: tuple[Decision, ...]
     flops_per_sample: float | None = None
+    outer: OuterOptimizer | None = None
 
     def loader(self) -> Loader:
         """This rank's batches from the stream's position on."""
@@ -95,6 +98,7 @@ def assemble(
     declared_order(dataset)
     spread = _spread(task, config, processes)
     optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
+    outer = make_outer(spread, has_step=has_step(task), order=declared_order(dataset))
     meeting = check_at_start(task, spread, dataset, config.train.seed, draws=draws(dataset), group=processes.data_group)
     spread.path.take()  # of the check, which each rank may make on samples of its own
     _check_coupling(meeting, processes.mesh.dp)
@@ -104,6 +108,7 @@ def assemble(
     check_same_start(settings, stream.num_samples, processes.world_group, processes.device)
     loading = Loader(stream, workers=config.data.workers).decisions + _describe_cut(stream.cut, spread, config)
     decisions = processes.choice.decisions + spread.decisions + meeting.decisions + loading
+    decisions += () if outer is None else (outer.describe(),)
     schedule = kept_schedule or make_schedule(config, stream)
     step = Step(
         spread,
@@ -114,6 +119,7 @@ def assemble(
         max_norm=config.train.max_norm,
         stop_requested=stop_requested,
         stopwatch=stopwatch,
+        outer=outer,
     )
     return Session(
         task=task,
@@ -129,6 +135,7 @@ def assemble(
         validation=None if has_step(task) else task.dataset("validation"),
         decisions=decisions + _unused(task, config) + _remarks(schedule, config, stream),
         flops_per_sample=meeting.flops_per_sample,
+        outer=outer,
     )
 
 

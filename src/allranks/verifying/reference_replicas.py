@@ -1,9 +1,10 @@
 """What one process computes that plays replicas which send each other less than their gradients: plain torch alone.
 
 `reduced_loop` trains on what a `Reduce` makes of every rank's gradients; the three of them are the laws of
-`layout.ddp_hook`.
+`layout.ddp_hook`. `local_loop` trains copies by themselves, as `layout.local_sgd` does.
 """
 
+import copy
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -50,6 +51,59 @@ def reduced_loop(
         parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
         found.append(ReferenceStep(total, float(norm), gradients, parameters))
     return found
+
+
+def local_loop(
+    model: nn.Module,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    steps: Iterable[tuple[Sequence[Any], int]],
+    forward: Callable[[nn.Module, Any], torch.Tensor],
+    make_outer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    every: int,
+    max_norm: float | None = None,
+) -> list[list[ReferenceStep]]:
+    """Train copies of `model` that are put together after every so many steps; each copy's steps.
+
+    Args:
+        steps: of every step, each copy's batch, and the number of targets of all of them.
+        forward: (model, batch) -> the SUM of the loss over the batch's targets.
+        make_outer: the optimizer whose gradient is what the copies have gone on the average, with the opposite sign.
+        max_norm: each copy clips by its own norm.
+    """
+    outer = make_outer(list(model.parameters()))
+    copies, optimizers, found = list[nn.Module](), list[torch.optim.Optimizer](), list[list[ReferenceStep]]()
+    for index, (batches, targets) in enumerate(steps):
+        if not copies:
+            copies = [copy.deepcopy(model) for _ in batches]
+            optimizers = [make_optimizer(list(one.parameters())) for one in copies]
+            found = [[] for _ in copies]
+        seen = []
+        for one, batch, optimizer in zip(copies, batches, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = forward(one, batch) / targets
+            (loss * len(copies)).backward()
+            gradients = {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}
+            norm = torch.nn.utils.clip_grad_norm_(one.parameters(), float("inf") if max_norm is None else max_norm)
+            optimizer.step()
+            seen.append((float(loss.detach()), float(norm), gradients))
+        if (index + 1) % every == 0:
+            _put_together(model, copies, outer)
+        total = sum(loss for loss, _, _ in seen)
+        for one, steps_of_one, (_, norm_of_one, gradients) in zip(copies, found, seen, strict=True):
+            parameters = {n: p.detach().clone() for n, p in one.named_parameters()}
+            steps_of_one.append(ReferenceStep(total, norm_of_one, gradients, parameters))
+    return found
+
+
+@torch.no_grad()
+def _put_together(model: nn.Module, copies: Sequence[nn.Module], outer: torch.optim.Optimizer) -> None:
+    everyones = [dict(one.named_parameters()) for one in copies]
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.stack([parameter - own[name] for own in everyones]).mean(0)
+    outer.step()
+    for name, parameter in model.named_parameters():
+        for own in everyones:
+            own[name].copy_(parameter)
 
 
 def mean(step: int, ranks: Sequence[Gradients]) -> Gradients:
