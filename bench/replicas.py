@@ -22,9 +22,9 @@ from allranks.stepping.world import gather_processes
 from allranks.training.prepare import resolve_layout
 from allranks.verifying.parity import RecordedStep, record_run
 from allranks.verifying.reference import ReferenceStep
-from allranks.verifying.reference_replicas import Reduce, low_rank, mean, reduced_loop, rounded
+from allranks.verifying.reference_replicas import Reduce, local_loop, low_rank, mean, reduced_loop, rounded
 
-GLOBAL_BATCH, LEARNING_RATE, TIMEOUT_SECONDS = 9, 0.05, 120.0
+GLOBAL_BATCH, LEARNING_RATE, EVERY, TIMEOUT_SECONDS = 9, 0.05, 5, 120.0
 SETTINGS = (
     *("train.precision=float64", f"train.global_batch={GLOBAL_BATCH}", "optimizer.name=sgd"),
     *(f"optimizer.lr={LEARNING_RATE}", "optimizer.momentum=0.9", "optimizer.weight_decay=0"),
@@ -105,6 +105,22 @@ def reduced(make: Callable[[], Reduce]) -> Callable[[Sequence[Sequence[RecordedS
     return simulate
 
 
+def by_themselves(rate: float, momentum: float) -> Callable[[Sequence[Sequence[RecordedStep]]], ReferenceStep]:
+    """The last step of copies that are put together every EVERY steps; the first copy's."""
+
+    def simulate(ranks: Sequence[Sequence[RecordedStep]]) -> ReferenceStep:
+        return local_loop(
+            initial_model(),
+            make_sgd,
+            [([batch_of(step.samples) for step in steps], GLOBAL_BATCH) for steps in zip(*ranks, strict=True)],
+            loss_of,
+            lambda p: torch.optim.SGD(p, lr=rate, momentum=momentum, nesterov=momentum > 0),
+            EVERY,
+        )[0][-1]
+
+    return simulate
+
+
 def run(layout: str, overrides: Sequence[str], num_steps: int) -> list[RecordedStep]:
     """In every process: the steps of a real session."""
     environment = read_environment(os.environ)
@@ -122,16 +138,16 @@ def run(layout: str, overrides: Sequence[str], num_steps: int) -> list[RecordedS
 def measure_replicas(case: Case, num_steps: int) -> tuple[float, float]:
     """(largest difference from the simulation, largest difference from one device), of each tensor's largest."""
     ranks = allranks.launch(run, case.layout, case.overrides, num_steps, nproc=case.num_ranks)
-    found, alone = {name: part for name, (_, part) in ranks[0][-1].parameters.items()}, reduced(lambda: mean)(ranks)
-    pairs = [(case.simulate(ranks).parameters, alone.parameters)]
-    law, single = pairs[0]
-    return _differ(found, law), _differ(found, single)
+    found = {name: part for name, (_, part) in ranks[0][-1].parameters.items()}
+    alone = reduced(lambda: mean)(ranks)
+    return _differ(found, case.simulate(ranks).parameters), _differ(found, alone.parameters)
 
 
 def _differ(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     return max(float((found[name] - value).abs().max() / value.abs().max()) for name, value in expected.items())
 
 
+LOCAL = f"layout.local_sgd={EVERY}"
 POWERSGD = ("layout.ddp_hook=powersgd", "layout.powersgd_rank=2", "layout.powersgd_start=2")
 CASES = (
     Case(
@@ -157,5 +173,21 @@ CASES = (
         layout="ddp",
         overrides=POWERSGD,
         simulate=reduced(lambda: low_rank(2, start=2)),
+    ),
+    Case(
+        what="local SGD",
+        law=f"4 copies by themselves, their mean every {EVERY} steps",
+        num_ranks=4,
+        layout="ddp",
+        overrides=(LOCAL, "layout.outer_lr=1.0", "layout.outer_momentum=0.0"),
+        simulate=by_themselves(1.0, 0.0),
+    ),
+    Case(
+        what="DiLoCo",
+        law=f"4 copies by themselves, SGD with Nesterov momentum over what they have gone every {EVERY} steps",
+        num_ranks=4,
+        layout="ddp",
+        overrides=(LOCAL,),
+        simulate=by_themselves(0.7, 0.9),
     ),
 )
