@@ -36,8 +36,7 @@ class Layout:
             where there is nothing to share (see `fully_sharded`).
         context: how the ranks of a sequence attend to each other's positions.
         schedule, recompute, offload, batchnorm, compile, static_graph, gather, ddp_bucket_mb: as in the config.
-        ddp_hook, powersgd_rank, powersgd_start: as in the config.
-        local_sgd, outer_lr, outer_momentum, outer_nesterov: as in the config.
+        ddp_hook, powersgd_*, local_sgd, outer_*: as in the config, too.
         kind: "single" is one process on one device; "data_parallel" and "placement" are one process on several.
     """
 
@@ -199,22 +198,9 @@ class Layout:
 
 
 _KEPT_AS_GIVEN = (
-    "schedule",
-    "recompute",
-    "offload",
-    "batchnorm",
-    "compile",
-    "static_graph",
-    "gather",
-    "ddp_bucket_mb",
-    "context",
-    "ddp_hook",
-    "powersgd_rank",
-    "powersgd_start",
-    "local_sgd",
-    "outer_lr",
-    "outer_momentum",
-    "outer_nesterov",
+    *("schedule", "recompute", "offload", "batchnorm", "compile", "static_graph", "gather", "ddp_bucket_mb"),
+    *("context", "ddp_hook", "powersgd_rank", "powersgd_start"),
+    *("local_sgd", "outer_lr", "outer_momentum", "outer_nesterov"),
 )
 
 
