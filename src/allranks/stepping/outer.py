@@ -149,7 +149,7 @@ def _is_cut(entry: Entry) -> bool:
 
 
 def make_outer(spread: Spread, *, has_step: bool, order: str) -> OuterOptimizer | None:
-    """The outer optimizer, where the layout asks for one.
+    """The outer optimizer, where the layout asks for one; what it does goes to the decisions of `spread`.
 
     Args:
         has_step: whether the Task has a step of its own.
@@ -174,4 +174,6 @@ def make_outer(spread: Spread, *, has_step: bool, order: str) -> OuterOptimizer 
         raise LayoutError(f"{given} goes with no router that counts over all copies in every step ({name})")
     if order == "sharded":
         raise LayoutError(f"{given} has to know which step is the last, and data that shards itself does not say it")
-    return OuterOptimizer(spread)
+    outer = OuterOptimizer(spread)
+    spread.decisions += (outer.describe(),)
+    return outer

@@ -45,7 +45,6 @@ class Session:
         validation: the validation split, or None.
         decisions: what was chosen, with because.
         flops_per_sample: of a forward and a backward; None where they cannot be counted.
-        outer: what puts the copies of local_sgd together; None without.
     """
 
     task: Task
@@ -61,7 +60,11 @@ class Session:
     validation: Any
     decisions: tuple[Decision, ...]
     flops_per_sample: float | None = None
-    outer: OuterOptimizer | None = None
+
+    @property
+    def outer(self) -> OuterOptimizer | None:
+        """What puts the copies of local_sgd together; None without."""
+        return self.step.outer
 
     def loader(self) -> Loader:
         """This rank's batches from the stream's position on."""
@@ -108,7 +111,6 @@ def assemble(
     check_same_start(settings, stream.num_samples, processes.world_group, processes.device)
     loading = Loader(stream, workers=config.data.workers).decisions + _describe_cut(stream.cut, spread, config)
     decisions = processes.choice.decisions + spread.decisions + meeting.decisions + loading
-    decisions += () if outer is None else (outer.describe(),)
     schedule = kept_schedule or make_schedule(config, stream)
     step = Step(
         spread,
@@ -135,7 +137,6 @@ def assemble(
         validation=None if has_step(task) else task.dataset("validation"),
         decisions=decisions + _unused(task, config) + _remarks(schedule, config, stream),
         flops_per_sample=meeting.flops_per_sample,
-        outer=outer,
     )
 
 

@@ -58,6 +58,8 @@ class Step:
     Args:
         stop_requested: (Ctrl-C, terminate) as this rank has seen them so far.
         stopwatch: told what each part of the step was.
+
+    Attributes:
         outer: puts copies together that are by themselves between its steps; None where there are none.
     """
 
@@ -76,7 +78,7 @@ class Step:
     ) -> None:
         self._spread = spread
         self._ranks = spread.mesh.layout.sample_ranks
-        self._outer = outer
+        self.outer = outer
         self._passes = passes
         self._optimizers = optimizers
         self._schedule = schedule
@@ -116,8 +118,8 @@ class Step:
         if pending is None:
             raise TaskError("step() ended without yielding: yield (name, loss_sum, targets) at least once")
         self._spread.balances.finish_step()
-        if self._outer is not None:
-            self._outer.finish_step(batch.step + 1, last=coming is None)
+        if self.outer is not None:
+            self.outer.finish_step(batch.step + 1, last=coming is None)
             mark("optimizer")
         # Read here where it is at hand: the thread that writes would contend for the interpreter lock with the loop.
         return Outcome(pending, norm.item() if norm.device.type == "cpu" else norm, lr, coming, targets)
