@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from replicas import CASES, measure_replicas
 from torch import nn
 from torch.nn import functional
 
@@ -140,6 +141,10 @@ def main() -> None:
     rows = []
     for mode in LAWS:
         row = measure(mode, num_ranks, steps)
+        rows.append(row)
+        print(f"{row.what:22}{row.error:9.1e}{row.elsewhere:11.1e}  {row.law}", file=out, flush=True)
+    for case in CASES:
+        row = Row(case.what, case.law, *measure_replicas(case, steps))
         rows.append(row)
         print(f"{row.what:22}{row.error:9.1e}{row.elsewhere:11.1e}  {row.law}", file=out, flush=True)
     if arguments.json:

@@ -321,4 +321,5 @@ def test_what_a_resume_may_change_is_frozen() -> None:
         "track.tensorboard",
     }
     meant = {name for name in config_keys() if name.startswith("layout.") and not is_resumable(name)}
-    assert meant == {"layout.batchnorm"}
+    names = "batchnorm ddp_hook powersgd_rank powersgd_start local_sgd outer_lr outer_momentum outer_nesterov"
+    assert meant == {f"layout.{name}" for name in names.split()}

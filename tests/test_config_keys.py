@@ -58,7 +58,8 @@ def test_the_keys_are_frozen() -> None:
         "optimizer": "name lr weight_decay momentum beta1 beta2 eps",
         "schedule": "name warmup steps floor",
         "layout": "kind dp_replicate dp_shard tp cp pp ep sharding schedule recompute offload batchnorm compile "
-        "static_graph gather ddp_bucket_mb context",
+        "static_graph gather ddp_bucket_mb ddp_hook powersgd_rank powersgd_start local_sgd outer_lr outer_momentum "
+        "outer_nesterov context",
         "data": "workers text",
         "evaluate": "every",
         "checkpoint": "every keep",
@@ -87,6 +88,12 @@ def test_the_keys_are_frozen() -> None:
         "layout.offload": "none",
         "layout.compile": "none",
         "layout.static_graph": False,
+        "layout.ddp_hook": "none",
+        "layout.powersgd_rank": 4,
+        "layout.powersgd_start": 1000,
+        "layout.outer_lr": 0.7,
+        "layout.outer_momentum": 0.9,
+        "layout.outer_nesterov": True,
         "layout.context": "ulysses",
         "data.workers": 0,
         "checkpoint.keep": 2,

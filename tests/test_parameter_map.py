@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.parameter_map import Box, Entry, ParameterMap
+from allranks.parameter_map import Box, Entry, ParameterMap, one_of_each
 
 EXTENTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=2)
 
@@ -64,3 +64,9 @@ def test_a_map_stores_each_tied_tensor_once_and_nothing_that_is_not_persistent()
     assert list(tensors.stored) == ["embedding"]
     assert tensors["mask"].kind == "buffer"
     assert repr(tensors) == "<ParameterMap 3 tensors, 1 aliases>"
+
+
+def test_what_each_keeps_is_a_row() -> None:
+    entry = Entry("w", (4, 3), "float32", Box((2, 0), (2, 3)), (0, 1))
+    own = one_of_each(entry, 1, 5, (1,))
+    assert (own.name, own.shape, own.box, own.holders) == ("w@each", (5, 4, 3), Box((1, 2, 0), (1, 2, 3)), (1,))

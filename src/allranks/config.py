@@ -59,8 +59,12 @@ __all__ = [
 RESUMABLE = ("train.steps", "train.epochs", "layout.", "data.workers", "evaluate.every", "checkpoint.", "track.")
 """What a resume may change freely (a trailing dot: the whole section); the rest changes what the run means."""
 
-MEANT = ("layout.batchnorm",)
-"""What changes the meaning all the same: whose samples a batch statistic sees."""
+MEANT = (
+    "layout.batchnorm",
+    *("layout.ddp_hook", "layout.powersgd_rank", "layout.powersgd_start"),
+    *("layout.local_sgd", "layout.outer_lr", "layout.outer_momentum", "layout.outer_nesterov"),
+)
+"""What changes the meaning all the same: whose samples a batch statistic sees, and what replicas send each other."""
 
 
 @final

@@ -134,6 +134,17 @@ class LayoutConfig(Section):
     ddp_bucket_mb: float | None = key(
         None, "the size of one gradient message of DDP; not given: torch's", unit="MiB", gt=0
     )
+    ddp_hook: Literal["none", "bfloat16", "float16", "powersgd"] = key(
+        "none", "how the gradients of DDP travel: rounded to a lower type, or as matrices of a low rank"
+    )
+    powersgd_rank: Count = key(4, "the rank of what powersgd sends of each matrix")
+    powersgd_start: CountOrZero = key(1000, "steps before which powersgd sends gradients whole", unit="steps")
+    local_sgd: Count | None = key(
+        None, "steps that the copies take by themselves before they are put together; not given: none", unit="steps"
+    )
+    outer_lr: float = key(0.7, "of local_sgd: the rate of the step that puts them together; 1: all the way", gt=0)
+    outer_momentum: float = key(0.9, "of local_sgd: momentum of that step; 0: none", ge=0, lt=1)
+    outer_nesterov: bool = key(True, "of local_sgd: whether that momentum is Nesterov's")
     context: Literal["ulysses", "ring"] = key(
         "ulysses", "how the processes of a sequence attend: ulysses swaps positions for heads, ring passes keys around"
     )

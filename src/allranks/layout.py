@@ -36,6 +36,7 @@ class Layout:
             where there is nothing to share (see `fully_sharded`).
         context: how the ranks of a sequence attend to each other's positions.
         schedule, recompute, offload, batchnorm, compile, static_graph, gather, ddp_bucket_mb: as in the config.
+        ddp_hook, powersgd_*, local_sgd, outer_*: as in the config, too.
         kind: "single" is one process on one device; "data_parallel" and "placement" are one process on several.
     """
 
@@ -55,6 +56,13 @@ class Layout:
     gather: Literal["float32", "bfloat16"] | None = None
     ddp_bucket_mb: float | None = None
     context: Literal["ulysses", "ring"] = "ulysses"
+    ddp_hook: Literal["none", "bfloat16", "float16", "powersgd"] = "none"
+    powersgd_rank: int = 4
+    powersgd_start: int = 1000
+    local_sgd: int | None = None
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    outer_nesterov: bool = True
     kind: Kind = "mesh"
 
     @staticmethod
@@ -93,9 +101,19 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def gradient_ranks(self) -> int:
-        """Ranks over which a gradient is summed: those with other samples, and those with other positions of them."""
+    def sample_ranks(self) -> int:
+        """Ranks that see other samples, or other positions of them."""
         return self.dp * self.cp
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model whose gradients are averaged: between two steps of local_sgd each is by itself."""
+        return self.dp_replicate if self.local_sgd is None else 1
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks over which a gradient is summed."""
+        return self.copies * self.dp_shard * self.cp
 
     @property
     def fully_sharded(self) -> bool:
@@ -180,15 +198,9 @@ class Layout:
 
 
 _KEPT_AS_GIVEN = (
-    "schedule",
-    "recompute",
-    "offload",
-    "batchnorm",
-    "compile",
-    "static_graph",
-    "gather",
-    "ddp_bucket_mb",
-    "context",
+    *("schedule", "recompute", "offload", "batchnorm", "compile", "static_graph", "gather", "ddp_bucket_mb"),
+    *("context", "ddp_hook", "powersgd_rank", "powersgd_start"),
+    *("local_sgd", "outer_lr", "outer_momentum", "outer_nesterov"),
 )
 
 

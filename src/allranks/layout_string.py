@@ -9,7 +9,11 @@ from allranks.config_sections import AXES, LayoutConfig
 from allranks.errors import ConfigError
 
 MODES = ("sharding", "schedule", "recompute", "offload", "batchnorm", "compile")
-TOML_ONLY = ("static_graph", "gather", "ddp_bucket_mb", "context")
+TOML_ONLY = (
+    *("static_graph", "gather", "ddp_bucket_mb", "context"),
+    *("ddp_hook", "powersgd_rank", "powersgd_start"),
+    *("local_sgd", "outer_lr", "outer_momentum", "outer_nesterov"),
+)
 
 WORDS: dict[str, dict[str, object]] = {
     "auto": {axis: None for axis in AXES},

@@ -7,7 +7,7 @@ travel beside it.
 
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -81,6 +81,19 @@ class Entry:
     def sharded(self) -> bool:
         """Whether this rank holds less than the whole."""
         return self.box.shape != self.shape
+
+
+EACH = "@each"  # ends the name of a tensor whose first dim counts those who keep something of their own
+
+
+def one_of_each(entry: Entry, index: int, number: int, holders: tuple[int, ...]) -> Entry:
+    """What one of `number` keeps for itself of `entry`: row `index` of a tensor [number, ...] under `NAME@each`.
+
+    Args:
+        holders: the global ranks, ascending, that keep this very row.
+    """
+    box = Box((index, *entry.box.offset), (1, *entry.box.shape))
+    return replace(entry, name=entry.name + EACH, shape=(number, *entry.shape), box=box, holders=holders)
 
 
 class ParameterMap(Mapping[str, Entry]):

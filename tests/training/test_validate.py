@@ -40,6 +40,8 @@ def expected(task: Curve) -> dict[str, float]:
         (1, "single", ("train.global_batch=40", "train.micro_batch=3")),
         (3, "ddp", SMALL),
         (3, "fsdp", ("train.global_batch=4",)),
+        (3, "ddp", ("layout.local_sgd=3", *SMALL)),
+        (4, "dp_replicate=2,dp_shard=2", ("layout.local_sgd=3", *SMALL)),
         (2, "ddp", ("train.global_batch=7", "train.micro_batch=2", "data.workers=1")),
     ],
 )

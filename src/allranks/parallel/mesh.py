@@ -35,7 +35,8 @@ class Mesh:
         data_group: the ranks that see other samples and hold the same part of the model; None where this is one rank.
         expert_group: those of them, next to each other, over which the experts are cut; None without ep.
         twin_group: those of them that hold the same experts; None without ep, and where this is one rank.
-        gradient_group: these, and the ranks that see other positions; None where this is one rank.
+        sample_group: these, and the ranks that see other positions; None where this is one rank.
+        gradient_group: those of them whose gradients are averaged; None where this is one rank.
         folded: the same mesh with cp folded into a data axis, where `fully_shard` needs it so.
     """
 
@@ -47,6 +48,7 @@ class Mesh:
     twin_group: dist.ProcessGroup | None = None
     gradient_group: dist.ProcessGroup | None = None
     folded: DeviceMesh | None = None
+    sample_group: dist.ProcessGroup | None = None
 
     @property
     def dp(self) -> int:
@@ -57,6 +59,11 @@ class Mesh:
     def dp_rank(self) -> int:
         """This rank's coordinate among them."""
         return self.coordinate("dp_replicate") * self.layout.dp_shard + self.coordinate("dp_shard")
+
+    @property
+    def gradient_axes(self) -> tuple[str, ...]:
+        """The axes over which gradients are averaged, as far as the layout has them."""
+        return _gradient_axes(self.layout)
 
     @property
     def counts(self) -> bool:
@@ -87,7 +94,7 @@ class Mesh:
         mesh = self.device_mesh if self.folded is None else self.folded
         assert mesh is not None and mesh.mesh_dim_names is not None
         copies, shards = [name for name in mesh.mesh_dim_names if name.startswith(DATA_AXES)]
-        if mesh.size(mesh.mesh_dim_names.index(copies)) == 1:
+        if mesh.size(mesh.mesh_dim_names.index(copies)) == 1 or self.layout.local_sgd is not None:
             return mesh[shards]
         return mesh if mesh.mesh_dim_names == (copies, shards) else mesh[copies, shards]
 
@@ -141,13 +148,21 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     axes = tuple(axis for axis in MESH_AXES if axis in DATA_AXES or getattr(layout, axis) > 1)
     shape = tuple(getattr(layout, axis) for axis in axes)
     device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=axes)
-    data_group = gradient_group = _group_over(DATA_AXES, device_mesh)
+    data_group = sample_group = _group_over(DATA_AXES, device_mesh)
     folded = None
     if layout.cp > 1:
-        gradient_group = _group_over(GRADIENT_AXES, device_mesh)
+        sample_group = _group_over(GRADIENT_AXES, device_mesh)
         folded = _fold(layout, device_mesh) if layout.fully_sharded else None
+    gradient_group = sample_group
+    if layout.local_sgd is not None:
+        gradient_group = _group_over(_gradient_axes(layout), device_mesh)
     experts = _expert_groups(layout, device_mesh)
-    return Mesh(layout, dist.get_rank(), device_mesh, data_group, *experts, gradient_group, folded)
+    return Mesh(layout, dist.get_rank(), device_mesh, data_group, *experts, gradient_group, folded, sample_group)
+
+
+def _gradient_axes(layout: Layout) -> tuple[str, ...]:
+    among = GRADIENT_AXES if layout.local_sgd is None else GRADIENT_AXES[1:]
+    return tuple(axis for axis in among if getattr(layout, axis) > 1)
 
 
 def axes_of(dim_name: str) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from allranks.parallel.blocks import Unit, find_blocks, group_units
 from allranks.parallel.checks import cast, check_apart, check_kinds, start_training
 from allranks.parallel.context import Context, share_sequences
 from allranks.parallel.data_parallel import split_over_devices
+from allranks.parallel.ddp_hook import make_hook
 from allranks.parallel.expert import ExpertCutter, ExpertGradients
 from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
@@ -83,8 +84,7 @@ def parallelize(
         LayoutError: the modules cannot be spread in this way.
         TaskError: model() is no model, or not the same on every rank.
     """
-    modules, decisions = build_modules(build, source, seed)
-    _prepare(modules, precision, decisions, training=training)
+    modules, decisions = _prepare(*build_modules(build, source, seed), precision, training=training)
     stages = cut_stages(modules, mesh, device, blocks, split_before, decisions)
     norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
     check_same_structure(modules, source, device)
@@ -100,11 +100,12 @@ def parallelize(
         norms.keep_only(entries)
     else:
         modules = _copy(modules, mesh, device, decisions, ddp=ddp, find_unused=find_unused)
+    hook = make_hook(modules, mesh, entries, tensors, decisions) if mesh.layout.ddp_hook != "none" else None
     scalars = _find_scalars(tensors) if mesh.layout.fully_sharded else ()
     cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items() if name in entries}
     who = ParameterMap(entries), tensors, tuple(decisions), find_unused, path, cut_over, norms, stages
     spread = Spread(modules, mesh, precision, device, *who, context=context, _scalars=scalars)
-    spread.balances, spread.experts = balances, experts
+    spread.balances, spread.experts, spread.hook = balances, experts, hook
     if mesh.layout.sharding == "optimizer" and mesh.layout.dp_shard > 1:
         spread.row_shards = RowShards(spread.trainable(), spread.map, mesh)
     return spread
@@ -128,13 +129,14 @@ def _copy(
 
 
 def _prepare(
-    modules: Mapping[str, nn.Module], precision: Precision, decisions: list[Decision], *, training: bool
-) -> None:
+    modules: dict[str, nn.Module], decisions: list[Decision], precision: Precision, *, training: bool
+) -> tuple[dict[str, nn.Module], list[Decision]]:
     for which, module in modules.items():
         if training:
             start_training(which, module, decisions)
         cast(module, precision, decisions)
         check_kinds(module)
+    return modules, decisions
 
 
 def _find_blocks(

@@ -16,9 +16,10 @@ from allranks.parallel.average import average_gradients
 from allranks.parallel.balance import Balances
 from allranks.parallel.batchnorm import BatchNorms
 from allranks.parallel.context import Context
+from allranks.parallel.ddp_hook import DdpHook
 from allranks.parallel.expert import ExpertGradients
 from allranks.parallel.held_back import check_released, find_held_back
-from allranks.parallel.mesh import GRADIENT_AXES, Mesh
+from allranks.parallel.mesh import Mesh
 from allranks.parallel.norm import Groups, clip_gradients
 from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.path import Path
@@ -52,6 +53,7 @@ class Spread:
         balances: routers that count, and move once a step.
         experts: reduces the gradients of experts that are cut; None where none are.
         context: how sequences are cut over the cp ranks; None where they are not.
+        hook: how DDP's gradients travel; None where they go whole.
     """
 
     modules: dict[str, nn.Module]
@@ -70,6 +72,7 @@ class Spread:
     balances: Balances = field(default_factory=Balances)
     experts: ExpertGradients | None = None
     context: Context | None = None
+    hook: DdpHook | None = None
     _scalars: tuple[torch.Tensor, ...] = ()
     _held_back: list[Any] = field(default_factory=list)
 
@@ -156,7 +159,7 @@ class Spread:
         sharded = self.mesh.layout.dp_shard > 1
         if self.stages is not None:
             last = True  # a schedule mixes forwards and backwards: each reduces what it has
-        elif last and sharded and self.mesh.layout.dp_replicate > 1:
+        elif last and sharded and self.mesh.layout.copies > 1:
             self._held_back = find_held_back(self.modules.values())
         for module in self.modules.values():
             if isinstance(module, DistributedDataParallel):
@@ -181,9 +184,8 @@ class Spread:
         if not gradients:
             return
         flat = torch.stack([gradient.reshape(()) for gradient in gradients])
-        for axis in GRADIENT_AXES:
-            if getattr(self.mesh.layout, axis) > 1:
-                dist.all_reduce(flat, group=self.mesh.group(axis))
+        for axis in self.mesh.gradient_axes:
+            dist.all_reduce(flat, group=self.mesh.group(axis))
         flat /= self.divisor
         for parameter, value in zip(self._scalars, flat, strict=True):
             parameter.grad = value.clone()
@@ -200,7 +202,9 @@ class Spread:
         self.find_unused = True
         for which, module in self.modules.items():
             if isinstance(module, DistributedDataParallel):
-                self.modules[which] = replicate(module.module, self.mesh, self.device, find_unused=True)
+                self.modules[which] = again = replicate(module.module, self.mesh, self.device, find_unused=True)
+                if self.hook is not None:
+                    self.hook.attach(again)
 
     def bare(self, which: str = "") -> nn.Module:
         """The module without DDP or DataParallel around it: for a forward whose backward may never come."""

@@ -41,7 +41,7 @@ def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessG
     # What a BatchNorm keeps means what the layout says, and what a router counts is added up over the ranks.
     known = {*spread.batch_norms.owners, *spread.balances.names}
     names = [name for name, _ in asked if name not in known]
-    num_ranks = spread.mesh.layout.gradient_ranks
+    num_ranks = spread.mesh.layout.sample_ranks
     # Other stages of a pipeline may have some, and no stage runs alone.
     if num_ranks == 1 or (not names and spread.stages is None):
         return

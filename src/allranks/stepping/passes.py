@@ -6,7 +6,7 @@ data-parallel ranks, and what follows (agree, clip, update) does not know how th
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -130,10 +130,11 @@ class PlainPasses(Passes):
             self._settle(batch.micro_steps[0])
         total: torch.Tensor | None = None
         last = len(batch.micro_steps) - 1
-        for index, micro_step in enumerate(batch.micro_steps):
-            self._spread.synchronise(index == last)
-            loss = self._backward(micro_step, scale)
-            total = loss if total is None else total + loss
+        with nullcontext() if self._spread.hook is None else self._spread.hook.within(batch.step):
+            for index, micro_step in enumerate(batch.micro_steps):
+                self._spread.synchronise(index == last)
+                loss = self._backward(micro_step, scale)
+                total = loss if total is None else total + loss
         self._spread.check_reduced()
         self._spread.reduce_scalars()
         assert total is not None

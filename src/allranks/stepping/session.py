@@ -24,6 +24,7 @@ from allranks.stepping.agreement import Agreement
 from allranks.stepping.alike import check_same_start
 from allranks.stepping.alternating import AlternatingPasses
 from allranks.stepping.optimizer import Optimizers, build_optimizers
+from allranks.stepping.outer import OuterOptimizer, make_outer
 from allranks.stepping.passes import Forward, Passes, PlainPasses
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.scheduled import ScheduledPasses
@@ -61,6 +62,11 @@ class Session:
     decisions: tuple[Decision, ...]
     flops_per_sample: float | None = None
 
+    @property
+    def outer(self) -> OuterOptimizer | None:
+        """What puts the copies of local_sgd together; None without."""
+        return self.step.outer
+
     def loader(self) -> Loader:
         """This rank's batches from the stream's position on."""
         return Loader(
@@ -96,6 +102,7 @@ def assemble(
     declared_order(dataset)
     spread = _spread(task, config, processes)
     optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
+    outer = make_outer(spread, has_step=has_step(task), order=declared_order(dataset))
     meeting = check_at_start(task, spread, dataset, config.train.seed, draws=draws(dataset), group=processes.data_group)
     spread.path.take()  # of the check, which each rank may make on samples of its own
     _check_coupling(task, meeting, processes.mesh.layout)
@@ -115,6 +122,7 @@ def assemble(
         max_norm=config.train.max_norm,
         stop_requested=stop_requested,
         stopwatch=stopwatch,
+        outer=outer,
     )
     return Session(
         task=task,
@@ -195,6 +203,11 @@ def _passes(task: Task, forward: Forward, optimizers: Optimizers, processes: Pro
 def _check_coupling(task: Task, meeting: Meeting, layout: Layout) -> None:
     if not meeting.coupled or layout.dp == 1:
         return
+    if layout.local_sgd is not None:
+        raise LayoutError(
+            f"the loss of {type(task).__name__} couples samples, and with layout.local_sgd={layout.local_sgd} copies "
+            "train by themselves between two meetings: leave it out, or use --nproc 1"
+        )
     if task.coupled and meeting.gathers and layout.cp == 1:
         return
     if layout.cp > 1:

@@ -204,7 +204,7 @@ def _meet_unused(forward: Forward, batch: Any, group: dist.ProcessGroup | None) 
     """
     spread = forward.spread
     layout = spread.mesh.layout
-    minds = (layout.replicated or (layout.dp_replicate > 1 and layout.dp_shard > 1)) and spread.stages is None
+    minds = (layout.replicated or (layout.copies > 1 and layout.dp_shard > 1)) and spread.stages is None
     if not minds or layout.static_graph or spread.find_unused:
         return ()
     spread.synchronise(last=not layout.replicated)  # else HSDP would keep the gradients for the first step

@@ -11,6 +11,7 @@ from allranks.observing.counters import Stopwatch
 from allranks.parallel.spread import Spread
 from allranks.stepping.agreement import Agreement, Ballot, Pending
 from allranks.stepping.optimizer import Optimizers
+from allranks.stepping.outer import OuterOptimizer
 from allranks.stepping.passes import Passes, Scale
 from allranks.stepping.schedule import Schedule
 
@@ -57,6 +58,9 @@ class Step:
     Args:
         stop_requested: (Ctrl-C, terminate) as this rank has seen them so far.
         stopwatch: told what each part of the step was.
+
+    Attributes:
+        outer: puts copies together that are by themselves between its steps; None where there are none.
     """
 
     def __init__(
@@ -70,8 +74,11 @@ class Step:
         max_norm: float | None,
         stop_requested: Callable[[], tuple[bool, bool]],
         stopwatch: Stopwatch,
+        outer: OuterOptimizer | None = None,
     ) -> None:
         self._spread = spread
+        self._ranks = spread.mesh.layout.sample_ranks
+        self.outer = outer
         self._passes = passes
         self._optimizers = optimizers
         self._schedule = schedule
@@ -111,14 +118,20 @@ class Step:
         if pending is None:
             raise TaskError("step() ended without yielding: yield (name, loss_sum, targets) at least once")
         self._spread.balances.finish_step()
+        if self.outer is not None:
+            self.outer.finish_step(batch.step + 1, last=coming is None)
+            mark("optimizer")
         # Read here where it is at hand: the thread that writes would contend for the interpreter lock with the loop.
         return Outcome(pending, norm.item() if norm.device.type == "cpu" else norm, lr, coming, targets)
 
     def _scale(self, before: Pending) -> Scale:
-        """What makes DDP's and FSDP2's mean over ranks the sum over targets, divided once by their number (law 3)."""
+        """What makes DDP's and FSDP2's mean over ranks the sum over targets, divided once by their number (law 3).
+
+        The gradients of copies that are by themselves have these as their mean.
+        """
         if self._spread.device.type == "cpu":
-            return self._spread.divisor / max(1, before.read().next_targets)
-        return self._spread.divisor / before.next_targets.clamp(min=1.0)
+            return self._ranks / max(1, before.read().next_targets)
+        return self._ranks / before.next_targets.clamp(min=1.0)
 
     def _agree(self, loss: torch.Tensor, ledger: int, upcoming: StepBatch | None) -> Pending:
         interrupt, terminate = self._stop_requested()

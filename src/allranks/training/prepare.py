@@ -18,6 +18,7 @@ from allranks.errors import ConfigError, RunError
 from allranks.layout import Layout, num_processes, render_layout
 from allranks.request import TrainRequest
 from allranks.run import Run
+from allranks.slow_links import check_slow_links
 from allranks.task import Task, TaskSpec, load_task
 from allranks.training.anew import begin_anew, explain_anew, holds_nothing
 from allranks.training.load import make_task
@@ -117,6 +118,7 @@ def resolve_layout(config: Config, world_size: int, nodes: int = 1) -> Layout:
     """The Layout of a world, refused where its degrees do not fit, or leave a rank without a sample."""
     layout = Layout.resolve(config.layout, world_size, nodes)
     layout.supported_here()
+    check_slow_links(config, layout)
     cut_step(config.train, layout)
     return layout
 

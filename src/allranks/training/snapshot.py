@@ -1,7 +1,7 @@
 """Everything that matters, into a checkpoint and back (law 8)."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from allranks.checkpointing.checking import check_digests, check_files
 from allranks.checkpointing.checkpoint import Checkpoint, Header, check_sizes, prune, verify_files
+from allranks.checkpointing.each import adapt
 from allranks.checkpointing.manifest import encode_state
 from allranks.checkpointing.parts import stored_parts
 from allranks.checkpointing.restore import is_of_one_rank, name_of_rank, restore
@@ -21,9 +22,10 @@ from allranks.data.stream import DataStream
 from allranks.errors import CheckpointError, TaskError
 from allranks.parallel.running_statistics import mean_of_ranks
 from allranks.parallel.spread import Spread
-from allranks.parameter_map import Entry
+from allranks.parameter_map import EACH, Entry
 from allranks.stepping.alike import everyones
 from allranks.stepping.optimizer import Optimizers
+from allranks.stepping.outer import OuterOptimizer
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.world import Processes
 from allranks.training.newest import newest_of_run
@@ -49,6 +51,7 @@ class Contents:
     Attributes:
         extra: JSON values beside it, such as the schedule.
         task: whose own state is kept; None for an own loop.
+        outer: of local_sgd; None without.
     """
 
     spread: Spread
@@ -56,8 +59,9 @@ class Contents:
     stream: DataStream
     extra: Mapping[str, Any]
     task: Stateful | None = None
+    outer: OuterOptimizer | None = None
 
-    def parts(self) -> Parts:
+    def parts(self, stored: Collection[str] | None = None) -> Parts:
         """Every tensor under its name in the checkpoint, as this rank holds it; collective where ranks learn their own.
 
         Of running statistics that each data-parallel rank has learnt by itself there is the mean, under the plain name,
@@ -68,10 +72,11 @@ class Contents:
             ranks = by_rank.get(name)
             tensor = self.spread.local(name) if ranks is None else mean_of_ranks(ranks)
             model.append((replace(entry, name=f"model.{name}"), tensor))
-            model += [
-                (replace(entry, name=name_of_rank(f"model.{name}", rank)), own) for rank, own in enumerate(ranks or ())
-            ]
-        return model + self.optimizers.parts()
+            for rank, own in enumerate(ranks or ()):
+                model.append((replace(entry, name=name_of_rank(f"model.{name}", rank)), own))
+        inner = self.optimizers.parts()
+        inner += [] if self.spread.hook is None else self.spread.hook.parts(self.spread.map)
+        return model + inner if self.outer is None else self.outer.parts(model, inner, stored)
 
     def aliases(self) -> dict[str, str]:
         """Tied names, by their names in the checkpoint."""
@@ -101,7 +106,7 @@ class Contents:
         state = checkpoint.manifest.state
         decisions = compare_circumstances(state.get("dataset", {}), checkpoint.manifest.samples, self.stream)
         self.optimizers.materialise()
-        known = {*checkpoint.manifest.tensors, *state["optimizer"]}
+        known = {*(name.removesuffix(EACH) for name in checkpoint.manifest.tensors), *state["optimizer"]}
         self.optimizers.forget_unless(known.__contains__)
         decisions += self._restore(checkpoint)
         self.optimizers.load_numbers(state["optimizer"])
@@ -113,7 +118,7 @@ class Contents:
 
     def _restore(self, checkpoint: Checkpoint) -> tuple[Decision, ...]:
         """Fill every tensor, and compare digests where it was cut otherwise."""
-        parts, spread = self.parts(), self.spread
+        parts, spread = self.parts(checkpoint.manifest.tensors), self.spread
         theirs = {name for name in checkpoint.manifest.tensors if is_of_one_rank(name)}
         ours = {entry.name for entry, _ in parts if is_of_one_rank(entry.name)}
         same = theirs == ours
@@ -122,19 +127,24 @@ class Contents:
             live = ((entry, entry.name.removeprefix("model.")) for entry, _ in parts)
             kept = {entry.name: spread.local(name) for entry, name in live if name in spread.map.stored}
             parts = [(entry, kept.get(entry.name, own)) for entry, own in parts if entry.name not in ours]
-        restore(checkpoint, parts, self._all_names(entry.name for entry, _ in stored_parts(parts)) | theirs)
+        adapted = adapt(checkpoint, stored_parts(parts))
+        parts, theirs = adapted.fitting, theirs | adapted.leftover
+        restore(checkpoint, parts, self._all_names(entry.name for entry, _ in parts) | theirs)
+        if self.outer is not None:
+            self.outer.restored(checkpoint.manifest.tensors)
         layout = spread.mesh.layout
         if checkpoint.manifest.layout != str(layout):
             group = None if layout.world_size == 1 else dist.group.WORLD
-            check_digests(checkpoint, parts, group, spread.device, without=() if same else theirs)
+            check_digests(checkpoint, parts, group, spread.device, without=theirs - set(ours if same else ()))
         if same:
             values = {entry.name: own for entry, own in parts}
             for name in spread.batch_norms.own_names:
                 spread.local(name).copy_(values[name_of_rank(f"model.{name}", spread.mesh.dp_rank)])
-            return ()
-        number = len({name.rpartition("@")[2] for name in theirs})
+            return adapted.decisions
+        number = len({name.rpartition("@")[2] for name in theirs if is_of_one_rank(name)})
         what = "running batch statistics go on from the mean over the ranks"
-        return (Decision(what, f"{number} data-parallel ranks have saved their own"),) if theirs else ()
+        said = (Decision(what, f"{number} data-parallel ranks have saved their own"),) if number else ()
+        return adapted.decisions + said
 
     def _all_names(self, names: Iterable[str]) -> set[str]:
         return {name for some in self._of_all_stages(list(names)) for name in some}

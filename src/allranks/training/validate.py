@@ -26,4 +26,4 @@ def validate(session: Session) -> dict[str, float]:
         count_targets=session.count_targets,
         draws=draws(session.validation),
     )
-    return evaluate(session.forward, batches, session.processes.mesh.gradient_group)
+    return evaluate(session.forward, batches, session.processes.mesh.sample_group)

@@ -1,0 +1,179 @@
+"""Local SGD: copies of the model train by themselves, and every so many steps a second optimizer puts them together.
+
+What the copies have gone since they last were one, on the average, is the gradient of the outer optimizer: SGD with
+Nesterov momentum in DiLoCo (Douillard et al. 2023, arXiv 2311.08105); with a rate of 1 and no momentum it is the plain
+mean of local SGD (Stich 2018, arXiv 1805.09767). Each copy keeps its own inner optimizer state throughout.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from allranks.errors import LayoutError, TaskError
+from allranks.parallel.batchnorm import has_batch_statistics
+from allranks.parallel.spread import Spread
+from allranks.parameter_map import Entry, one_of_each
+from allranks.units import format_bytes
+from allranks.verdict import Decision
+
+Parts = list[tuple[Entry, torch.Tensor]]
+
+MESSAGE_BYTES = 25 * 1024 * 1024  # DDP's own size of a bucket
+MOMENTUM, COPY = "optimizer.outer_momentum", "optimizer.copy"
+
+
+@final
+class OuterOptimizer:
+    """The step that puts the copies together.
+
+    Attributes:
+        apart: whether they have trained by themselves since they last were one.
+        sent_bytes: what this rank has given to reductions between the copies so far.
+    """
+
+    def __init__(self, spread: Spread) -> None:
+        layout = spread.mesh.layout
+        assert layout.local_sgd is not None
+        self._every, self._rate, self._momentum = layout.local_sgd, layout.outer_lr, layout.outer_momentum
+        self._nesterov = layout.outer_nesterov
+        self._spread = spread
+        self._group, self._number = spread.mesh.group("dp_replicate"), layout.dp_replicate
+        self._index = spread.mesh.coordinate("dp_replicate")
+        self._of_this_copy = frozenset(spread.mesh.peers(("dp_replicate",)))
+        names = list(spread.trainable())
+        self._anchors = {name: spread.local(name).clone() for name in names}
+        self._velocities = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
+        self.apart = False
+        self.sent_bytes = 0
+
+    def finish_step(self, step: int, *, last: bool) -> None:
+        """After the update that makes `step` steps: put the copies together where that is due; collective then.
+
+        Args:
+            last: whether the training ends here, so that this round is a short one.
+        """
+        self.apart = True
+        if last or step % self._every == 0:
+            self.synchronise()
+
+    @torch.no_grad()
+    def synchronise(self) -> None:
+        """One outer step from where the copies last were one; collective."""
+        for names in self._messages():
+            live = [self._spread.local(name) for name in names]
+            flat = torch.cat([value.reshape(-1) for value in live])
+            dist.all_reduce(flat, group=self._group)
+            self.sent_bytes += flat.nbytes
+            flat /= self._number
+            means = flat.split([value.numel() for value in live])
+            for name, value, mean in zip(names, live, means, strict=True):
+                self._step(name, mean.view(value.shape))
+                value.copy_(self._anchors[name])
+        self.apart = False
+
+    def parts(self, model: Parts, inner: Parts, stored: Collection[str] | None = None) -> Parts:
+        """What a checkpoint holds, whatever it is in the middle of.
+
+        The model is the one that all copies last agreed on; the inner optimizers' state, and where the copies are now
+        if they are apart, have a row for each copy.
+
+        Args:
+            model: the live model's, named as in the checkpoint.
+            inner: of the inner optimizers.
+            stored: names in a checkpoint that is to be read; None where one is to be written.
+        """
+        reading = stored is not None and any(name.startswith(COPY + ".") for name in stored)
+        found = [self._own(entry, tensor) for entry, tensor in inner]
+        for name in self._anchors:
+            entry = self._spread.map[name]
+            found.append((replace(entry, name=f"{MOMENTUM}.{name}"), self._velocities[name]))
+            if reading or (stored is None and self.apart):
+                found.append(self._own(replace(entry, name=f"{COPY}.{name}"), self._spread.local(name)))
+        agreed = {f"model.{name}": anchor for name, anchor in self._anchors.items()}
+        if stored is None and not self.apart:
+            agreed = {}
+        return [(entry, agreed.get(entry.name, tensor)) for entry, tensor in model] + found
+
+    @torch.no_grad()
+    def restored(self, stored: Collection[str]) -> None:
+        """After the parts of a checkpoint with the names `stored` were filled."""
+        self.apart = any(name.startswith(COPY + ".") for name in stored)
+        if not self.apart:
+            for name, anchor in self._anchors.items():
+                self._spread.local(name).copy_(anchor)
+
+    def describe(self) -> Decision:
+        """What travels between the copies, and what that means."""
+        sent = format_bytes(sum(anchor.nbytes for anchor in self._anchors.values()))
+        what = f"{self._number} copies train by themselves: each process sends {sent} every {self._every} steps"
+        how = f"outer_lr={self._rate:g}, outer_momentum={self._momentum:g}"
+        why = f"layout.local_sgd={self._every} ({how}); DDP would send that in every step, and compute what one does"
+        return Decision(what, why)
+
+    def _step(self, name: str, mean: torch.Tensor) -> None:
+        """As torch.optim.SGD takes it, the gradient being what the copies have gone, with the opposite sign."""
+        anchor, velocity = self._anchors[name], self._velocities[name]
+        gone = anchor - mean
+        velocity.mul_(self._momentum).add_(gone)
+        anchor.sub_(gone.add_(velocity, alpha=self._momentum) if self._nesterov else velocity, alpha=self._rate)
+
+    def _own(self, entry: Entry, tensor: torch.Tensor) -> tuple[Entry, torch.Tensor]:
+        holders = tuple(rank for rank in entry.holders if rank in self._of_this_copy)
+        return one_of_each(entry, self._index, self._number, holders), tensor.unsqueeze(0)
+
+    def _messages(self) -> Iterator[list[str]]:
+        """Names of one kind each, in order, up to MESSAGE_BYTES together.
+
+        What all ranks of a copy hold alike is apart from what they share out: it stands at the same places in the
+        messages of each of them, so that its sums have one order, and it stays alike.
+        """
+        kinds = {name: (anchor.dtype, _is_cut(self._spread.map[name])) for name, anchor in self._anchors.items()}
+        for kind in dict.fromkeys(kinds.values()):
+            names, size = list[str](), 0
+            for name, anchor in self._anchors.items():
+                if kinds[name] != kind:
+                    continue
+                if names and size + anchor.nbytes > MESSAGE_BYTES:
+                    yield names
+                    names, size = [], 0
+                names.append(name)
+                size += anchor.nbytes
+            yield names
+
+
+def _is_cut(entry: Entry) -> bool:
+    return any(placement != "replicate" for placement in entry.placements.values())
+
+
+def make_outer(spread: Spread, *, has_step: bool, order: str) -> OuterOptimizer | None:
+    """The outer optimizer, where the layout asks for one; what it does goes to the decisions of `spread`.
+
+    Args:
+        has_step: whether the Task has a step of its own.
+        order: of the dataset.
+
+    Raises:
+        LayoutError, TaskError: the copies would have to speak in every step.
+    """
+    every = spread.mesh.layout.local_sgd
+    if every is None:
+        return None
+    given = f"layout.local_sgd={every}"
+    if has_step:
+        raise TaskError(f"{given} goes with one forward and one loss, not with a step() of the Task: leave it out")
+    if has_batch_statistics(spread.modules):
+        raise LayoutError(
+            f"{given} lets the copies speak every {every} steps, and BatchNorm looks at the samples of all in every "
+            "forward: use another norm, or leave it out"
+        )
+    if spread.balances.names:
+        name = sorted(spread.balances.names)[0]
+        raise LayoutError(f"{given} goes with no router that counts over all copies in every step ({name})")
+    if order == "sharded":
+        raise LayoutError(f"{given} has to know which step is the last, and data that shards itself does not say it")
+    outer = OuterOptimizer(spread)
+    spread.decisions += (outer.describe(),)
+    return outer

@@ -1,0 +1,237 @@
+"""layout.local_sgd: copies that train by themselves are what a plain loop over copies computes (law 4's exceptions)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from allranks.stepping.session import Session
+from allranks.verifying.parity import RecordedStep, compare, record_run
+from allranks.verifying.reference import ReferenceStep, plain_loop
+from allranks.verifying.reference_replicas import local_loop
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import SGD, config_of, initial_model, parts_of, processes_of, session_of, step_through
+from tests.distributed.tasks import IGNORED, Tiny
+from tests.training.snapshots import contents_of, find, saver_of
+
+pytestmark = pytest.mark.distributed
+
+STEPS, EVERY = 6, 3
+ADAM = ("optimizer.name=adamw", "optimizer.lr=0.001")
+# 13 samples in 2 micro-steps: uneven, and of unevenly many targets.
+BATCH = ("train.global_batch=13", "train.micro_steps=2")
+LOCAL = (f"layout.local_sgd={EVERY}",)
+AVERAGING = ("layout.outer_lr=1.0", "layout.outer_momentum=0.0")
+# (layout, processes, for each copy one process of each share of its samples, the processes of each copy)
+LAYOUTS: dict[str, tuple[str, int, list[list[int]], list[list[int]]]] = {
+    "single": ("ddp", 2, [[0], [1]], [[0], [1]]),
+    "three": ("ddp", 3, [[0], [1], [2]], [[0], [1], [2]]),
+    "shard": ("dp_replicate=2,dp_shard=2", 4, [[0, 1], [2, 3]], [[0, 1], [2, 3]]),
+    "optimizer": ("dp_replicate=2,dp_shard=2,sharding=optimizer", 4, [[0, 1], [2, 3]], [[0, 1], [2, 3]]),
+    "tp": ("dp_replicate=2,tp=2", 4, [[0], [2]], [[0, 1], [2, 3]]),
+    "cp": ("dp_replicate=2,cp=2", 4, [[0], [2]], [[0, 1], [2, 3]]),
+}
+
+
+def recorded(kind: str, layout: str, *overrides: str) -> list[RecordedStep]:
+    config = config_of(layout, *BATCH, *overrides, steps=STEPS)
+    return record_run(Tiny(kind=kind), config, processes_of(config), STEPS)
+
+
+def make_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def batches_of(
+    task: Tiny, ranks: Sequence[Sequence[RecordedStep]], shares: Sequence[Sequence[int]]
+) -> list[tuple[list[Any], int]]:
+    """Of every step each copy's batch, and the targets of all."""
+    steps = []
+    for step in range(STEPS):
+        batches = []
+        for ranks_of_copy in shares:
+            samples = [sample for rank in ranks_of_copy for sample in ranks[rank][step].samples]
+            batch = default_collate([task.dataset("train")[sample] for sample in samples])
+            x = batch["x"].double() if batch["x"].is_floating_point() else batch["x"]
+            batches.append(batch | {"x": x})
+        steps.append((batches, sum(int((batch["y"] != IGNORED).sum()) for batch in batches)))
+    return steps
+
+
+def simulated(
+    kind: str,
+    ranks: Sequence[Sequence[RecordedStep]],
+    shares: Sequence[Sequence[int]],
+    *,
+    rate: float = 0.7,
+    momentum: float = 0.9,
+    nesterov: bool = True,
+    max_norm: float | None = None,
+    every: int = EVERY,
+) -> list[list[ReferenceStep]]:
+    task = Tiny(kind=kind)
+    return local_loop(
+        initial_model(task).double(),
+        make_sgd,
+        batches_of(task, ranks, shares),
+        lambda model, batch: task.loss(model(batch["x"]), batch),
+        lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=momentum, nesterov=nesterov),
+        every,
+        max_norm,
+    )
+
+
+def check(
+    ranks: Sequence[Sequence[RecordedStep]], copies: Sequence[Sequence[int]], expected: list[list[ReferenceStep]]
+) -> None:
+    for members, reference in zip(copies, expected, strict=True):
+        differences = compare([ranks[rank] for rank in members], reference)
+        assert not differences, "; ".join(map(str, differences[:5]))
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("kind", ["transformer", "scalars"])
+def test_copies_are_what_a_loop_over_copies_computes(pool: Pools, case: str, kind: str) -> None:
+    layout, size, shares, copies = LAYOUTS[case]
+    if (kind, case) == ("scalars", "cp"):
+        kind = "tied"
+    ranks = pool(size).run(recorded, kind, layout, *SGD, *LOCAL)
+    expected = simulated(kind, ranks, shares)
+    check(ranks, copies, expected)
+    last = [reference[-2].parameters for reference in expected]
+    assert any(not torch.equal(last[0][name], last[1][name]) for name in last[0]), "the copies are never apart"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "outer"),
+    [
+        (("layout.outer_momentum=0.5", "layout.outer_nesterov=false"), {"momentum": 0.5, "nesterov": False}),
+        (AVERAGING, {"rate": 1.0, "momentum": 0.0, "nesterov": False}),
+        (("train.max_norm=0.05",), {"max_norm": 0.05}),
+    ],
+    ids=str,
+)
+def test_the_outer_optimizer_and_clipping(pool: Pools, overrides: tuple[str, ...], outer: dict[str, Any]) -> None:
+    layout, size, shares, copies = LAYOUTS["shard"]
+    ranks = pool(size).run(recorded, "mlp", layout, *SGD, *LOCAL, *overrides)
+    check(ranks, copies, simulated("mlp", ranks, shares, **outer))
+
+
+def test_put_together_in_every_step_by_the_plain_mean_it_is_ddp(pool: Pools) -> None:
+    """Copies divide by their even share of the step's targets: so their mean is the gradient of the global batch."""
+    plain = ("optimizer.name=sgd", "optimizer.lr=0.1", "layout.local_sgd=1", *AVERAGING)
+    ranks = pool(3).run(recorded, "mlp", "ddp", *plain)
+    task = Tiny(kind="mlp")
+    steps = batches_of(task, ranks, [[0, 1, 2]])
+    reference = plain_loop(
+        initial_model(task).double(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.01),
+        [(batch, targets) for (batch,), targets in steps],
+        lambda model, batch: task.loss(model(batch["x"]), batch),
+    )
+    found = [difference for difference in compare(ranks, reference) if "parameter" in difference.what]
+    assert not found and ranks[0][-1].loss == pytest.approx(reference[-1].loss, rel=1e-12)
+
+
+def everything(session: Session) -> dict[str, torch.Tensor]:
+    """Parameters, inner and outer optimizer state of this rank."""
+    assert session.outer is not None
+    kept = {entry.name: part for entry, part in session.outer.parts([], [])}
+    return kept | {name: part for name, (_, _, part) in parts_of(session).items()}
+
+
+def resumed(directory: Path, layout: str, at: int) -> tuple[bool, list[str], bool]:
+    config = config_of(layout, *BATCH, *ADAM, *LOCAL, steps=2 * STEPS)
+    session, contents = contents_of(Tiny(kind="tied"), config, at)
+    saver_of(session, contents, directory).save(at)
+    apart = session.outer is not None and session.outer.apart
+    list(step_through(session, 2 * STEPS - at - 1))
+    again, contents = contents_of(Tiny(kind="tied"), config, 0)
+    decisions = contents.load(find(directory, again))
+    list(step_through(again, 2 * STEPS - at - 1))
+    ours, theirs = everything(session), everything(again)
+    assert ours.keys() == theirs.keys()
+    alike = all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return alike, [str(decision) for decision in decisions], apart
+
+
+@pytest.mark.parametrize("at", [EVERY, EVERY + 1])
+@pytest.mark.parametrize("case", ["single", "shard", "optimizer"])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(pool: Pools, tmp_path: Path, case: str, at: int) -> None:
+    layout, size, *_ = LAYOUTS[case]
+    assert pool(size).run(resumed, tmp_path, layout, at) == [(True, [], at > EVERY)] * size
+
+
+def save(directory: Path, layout: str, at: int) -> dict[str, torch.Tensor]:
+    config = config_of(layout, *BATCH, *ADAM, *LOCAL, steps=2 * STEPS)
+    session, contents = contents_of(Tiny(kind="mlp"), config, at)
+    saver_of(session, contents, directory).save(at)
+    return {name: part for name, (_, _, part) in parts_of(session).items()}
+
+
+def restored(directory: Path, layout: str, *overrides: str) -> tuple[dict[str, torch.Tensor], list[str], str]:
+    config = config_of(layout, *BATCH, *ADAM, *overrides, steps=2 * STEPS)
+    session, contents = contents_of(Tiny(kind="mlp"), config, 0)
+    checkpoint = find(directory, session)
+    decisions = contents.load(checkpoint)
+    found = {name: part for name, (_, _, part) in parts_of(session).items()}
+    list(step_through(session, 1))
+    return found, [str(decision) for decision in decisions], " ".join(checkpoint.manifest.tensors)
+
+
+def test_another_number_of_copies_begins_with_their_mean(pool: Pools, tmp_path: Path) -> None:
+    saved = pool(2).run(save, tmp_path, "ddp", EVERY + 1)
+    mean = {name: (saved[0][name] + saved[1][name]) / 2 for name in saved[0]}
+    for found, said, names in pool(3).run(restored, tmp_path, "ddp", *LOCAL):
+        kinds = "copy, exp_avg, exp_avg_sq, step go on from the mean"
+        assert said == [f"{kinds}, because 2 have saved their own, and others go on"]
+        assert "optimizer.copy.0.weight@each" in names
+        for name, value in mean.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-14, atol=0)
+
+
+def test_it_may_begin_and_end_with_copies(pool: Pools, tmp_path: Path) -> None:
+    saved = pool(2).run(save, tmp_path, "ddp", EVERY)
+    found, said, names = pool(1).run(restored, tmp_path, "single")[0]
+    assert len(said) == 2 and "outer_momentum of the checkpoint are left out" in said[1]
+    assert "optimizer.copy." not in names, "where the copies are one, none stands apart"
+    for name in ("0.weight", "6.bias"):
+        assert torch.equal(found[name], saved[0][name])
+    mean = (saved[0]["optimizer.exp_avg.0.weight"] + saved[1]["optimizer.exp_avg.0.weight"]) / 2
+    torch.testing.assert_close(found["optimizer.exp_avg.0.weight"], mean, rtol=1e-14, atol=0)
+
+
+def count(layout: str, kind: str) -> Any:
+    """Bytes that were really given to reductions between copies, by what is said, and by the code that does it."""
+    config = config_of(layout, *BATCH, *SGD, *LOCAL, steps=STEPS, precision="float32")
+    session = session_of(Tiny(kind=kind), config)
+    group, counted = session.processes.mesh.group("dp_replicate"), [0]
+    whole, original = session.processes.agreement, torch.distributed.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        used = kwargs.get("group", args[1] if len(args) > 1 else None)
+        counted[0] += tensor.nbytes * (used is group and used is not whole)
+        return original(tensor, *args, **kwargs)
+
+    torch.distributed.all_reduce = counting
+    try:
+        list(step_through(session, STEPS))
+    finally:
+        torch.distributed.all_reduce = original
+    assert session.outer is not None
+    said = next(str(decision) for decision in session.decisions if "layout.local_sgd" in decision.because)
+    return counted[0], session.outer.sent_bytes, said
+
+
+def test_what_travels_is_what_the_start_said(pool: Pools) -> None:
+    numbers = (5 + 1) * 7 + 2 * (7 + 1) * 7 + (7 + 1) * 3
+    for counted, sent, _ in pool(4).run(count, "dp_replicate=2,tp=2", "frozen"):
+        assert counted == sent
+    for counted, sent, said in pool(2).run(count, "ddp", "mlp"):
+        assert counted == sent == 4 * numbers * STEPS // EVERY
+        why = "(outer_lr=0.7, outer_momentum=0.9); DDP would send that in every step, and compute what one does"
+        what = f"2 copies train by themselves: each process sends {4 * numbers} B every {EVERY} steps"
+        assert said == f"{what}, because layout.local_sgd={EVERY} {why}"
