@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from allranks.errors import LayoutError
 from allranks.layout import Layout
+from allranks.parallel.share import Share
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 
@@ -37,6 +38,7 @@ class Mesh:
         twin_group: those of them that hold the same experts; None without ep, and where this is one rank.
         gradient_group: these, and the ranks that see other positions; None where this is one rank.
         folded: the same mesh with cp folded into a data axis, where `fully_shard` needs it so.
+        share: the devices of this process, where it has several; None: it has one, or nobody has said.
     """
 
     layout: Layout
@@ -47,6 +49,7 @@ class Mesh:
     twin_group: dist.ProcessGroup | None = None
     gradient_group: dist.ProcessGroup | None = None
     folded: DeviceMesh | None = None
+    share: Share | None = None
 
     @property
     def dp(self) -> int:

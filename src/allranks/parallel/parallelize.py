@@ -21,6 +21,7 @@ from allranks.parallel.initial import Build, Placer, Source, build_modules, chec
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.path import Path
+from allranks.parallel.placement_plan import begin_placement
 from allranks.parallel.precision import Precision
 from allranks.parallel.replicate import replicate
 from allranks.parallel.shard import shard
@@ -89,7 +90,7 @@ def parallelize(
     cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items() if name in entries}
     who = ParameterMap(entries), tensors, tuple(decisions), find_unused, path, cut_over, norms, stages
     spread = Spread(modules, mesh, precision, device, *who, context=context, _scalars=scalars)
-    spread.balances, spread.experts = balances, experts
+    spread.balances, spread.experts, spread.placement = balances, experts, placer.placement
     if mesh.layout.sharding == "optimizer" and mesh.layout.dp_shard > 1:
         spread.row_shards = RowShards(spread.trainable(), spread.map, mesh)
     return spread
@@ -122,12 +123,16 @@ def _place_by_units(
         placer.absent = stages.pipeline.is_absent
         placer.place_all(modules.values())
         found = {which: list(filter(stages.pipeline.runs, names)) for which, names in found.items()}
+    if layout.kind == "placement":
+        placer.placement = begin_placement(modules, mesh, placer.device, blocks, decisions)
     decisions += change_blocks(modules, found, layout, placer.device)
     if layout.fully_sharded:
         units = _shard_all(modules, mesh, precision, placer, found, path)
         decisions += [_describe_units(name, cut, bool(blocks)) for name, cut in units.items()]
     for module in modules.values():
         placer.place(module)
+    if placer.placement is not None:
+        placer.placement.finish()
     return units
 
 
