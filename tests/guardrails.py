@@ -18,7 +18,8 @@ MAX_FUNCTION_LINES = 60
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(rooms.split())
     for rooms in (
-        "errors units durable lifeline config config_keys config_layers config_sections config_toml layout_string",
+        "errors units durable lifeline config config_keys config_layers config_sections config_toml layout_string "
+        "layout_placement",
         "layout slow_links cluster model_profile named_models parameter_map plan verdict task task_loading task_world "
         "run lease request failure process_environment digest fence fault_points",
         "planning profiling parallel data checkpointing observing launching reporting models",

@@ -1,6 +1,7 @@
 """What a layout string means in a world of a known size, and the equation where it means nothing."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -134,6 +135,8 @@ def test_every_proposal_fits(degrees: dict[str, int], world_size: int, starred: 
         ("hsdp", 7, 2, 6),
         ("data_parallel", 8, 1, 1),
         ("placement", 8, 1, 1),
+        ("placement,dp_replicate=2", 8, 1, 2),
+        ("placement,ddp", 8, 1, 8),
     ],
 )
 def test_the_number_of_processes(text: str, available: int, num_nodes: int, expected: int) -> None:
@@ -219,8 +222,18 @@ def test_what_this_version_makes(text: str) -> None:
         ),
         ("tp=2,compile=block", 2, "compile=block with tp=2 comes with a later version: leave one of them"),
         ("cp=2,compile=block", 2, "compile=block with cp=2 comes with a later version: leave one of them"),
-        ("placement", 1, "placement comes with a later version"),
-        ("placement", 1, "placement comes with a later version"),
+        (
+            "placement,dp_shard=2",
+            2,
+            "dp_shard=2 with placement: each of its processes is one device, and placement takes several; leave one of "
+            "them, or use placement,dp_replicate=N (DDP around it)",
+        ),
+        (
+            "placement,offload=activations",
+            1,
+            "offload=activations with placement: it moves what one device keeps, and placement takes several; leave "
+            "one of them, or use placement,dp_replicate=N (DDP around it)",
+        ),
         ("ddp,offload=all,tp=1", 2, "offload=all comes with a later version"),
         ("pp=2,compile=block", 2, "compile=block with pp=2 comes with a later version: leave one of them"),
         (
@@ -254,6 +267,36 @@ def test_where_stages_run(schedule: str, num_stages: int, ranks: list[int]) -> N
     layout = resolve(f"pp=2,schedule={schedule}", 2)
     assert layout.num_stages == num_stages
     assert [layout.stage_rank(stage) for stage in range(num_stages)] == ranks
+
+
+RULES = {"blocks.0": "cuda:0", "blocks.1": "cuda:1", "head": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("config", "available", "world_size", "text"),
+    [
+        ({"placement": RULES}, 8, 1, "placement"),
+        ({"placement": RULES, "dp_replicate": "*"}, 8, 4, "placement,dp_replicate=4"),
+        ({"placement": RULES, "dp_replicate": "*"}, 1, 1, "placement"),
+        ({"placement": {"blocks": "cpu:1"}, "dp_replicate": "*"}, 2, 2, "placement,dp_replicate=2"),
+        ({"placement": RULES, "kind": "placement"}, 8, 1, "placement"),
+    ],
+)
+def test_rules_mean_several_devices_in_each_process(
+    config: dict[str, object], available: int, world_size: int, text: str
+) -> None:
+    read = LayoutConfig.model_validate(config)
+    assert num_processes(read, available) == world_size
+    layout = Layout.resolve(read, world_size)
+    layout.supported_here()
+    assert (str(layout), dict(layout.placement)) == (text, config["placement"])
+    assert layout.kind == "placement"
+    assert Layout.resolve(parse_layout(text), world_size) == replace(layout, placement=())
+
+
+def test_placement_alone_is_one_process() -> None:
+    with pytest.raises(LayoutError, match="but the world has 2 processes; placement,dp_replicate=2 fits"):
+        resolve("placement", 2)
 
 
 def test_one_process_is_one_stage() -> None:

@@ -67,6 +67,8 @@ def test_a_bad_layout_string_is_named_with_what_is_right(text: str, message: str
         ("hsdp", "dp_replicate=nodes,dp_shard=*"),
         ("data_parallel", "data_parallel"),
         ("placement", "placement"),
+        ("placement,dp_replicate=2", "placement,dp_replicate=2"),
+        ("ddp,placement", "placement,dp_replicate=*"),
         (" tp=2 , dp_shard = 4 ", "dp_shard=4,tp=2"),
         ("fsdp,sharding=grad_op,recompute=full", "dp_shard=*,sharding=grad_op,recompute=full"),
         ("recompute=full", "auto,recompute=full"),

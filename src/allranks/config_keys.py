@@ -171,6 +171,7 @@ def _expect(part: Mapping[str, Any]) -> str:
         "number": "a number",
         "boolean": "true or false",
         "string": "a text",
+        "object": "a table of texts",
         "null": "",
     }
     bounds = (

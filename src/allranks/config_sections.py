@@ -99,7 +99,7 @@ class LayoutConfig(Section):
     """How the work is spread. Either no degree is given (the program chooses) or all are: those not named become 1."""
 
     kind: Literal["mesh", "data_parallel", "placement"] = key(
-        "mesh", "mesh: processes along axes; data_parallel and placement: one process, several devices"
+        "mesh", "mesh: processes along axes; data_parallel and placement: several devices in a process"
     )
     dp_replicate: Count | Literal["*", "nodes"] | None = key(
         None, "copies of the model; '*': what is left, 'nodes': one a node", unit="processes"
@@ -148,12 +148,17 @@ class LayoutConfig(Section):
     context: Literal["ulysses", "ring"] = key(
         "ulysses", "how the processes of a sequence attend: ulysses swaps positions for heads, ring passes keys around"
     )
+    placement: dict[str, str] | None = key(
+        None, "a glob of module or parameter names = a device of the process; layout=placement without it: balanced"
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _fill_degrees(cls, values: object) -> object:
         if isinstance(values, dict) and any(values.get(axis) is not None for axis in AXES):
             return {**values, **{axis: 1 for axis in AXES if values.get(axis) is None}}
+        if isinstance(values, dict) and values.get("placement"):
+            return {**values, "kind": "placement"}  # rules alone mean the devices of one process
         return values
 
     @model_validator(mode="after")
@@ -167,6 +172,11 @@ class LayoutConfig(Section):
     def chosen(self) -> bool:
         """Whether the user named a layout; if not, the program chooses."""
         return self.kind != "mesh" or self.dp_replicate is not None
+
+    @property
+    def placed(self) -> bool:
+        """Whether a process spreads its modules over several devices."""
+        return self.kind == "placement" or bool(self.placement)
 
 
 @final

@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 
 from allranks.config_sections import AXES, PROCESS_AXES, LayoutConfig
 from allranks.errors import LayoutError
+from allranks.layout_placement import devices_named, refuse_beside_placement
 from allranks.layout_string import MODES, parse_layout, render_layout
 
 __all__ = ["AXES", "PROCESS_AXES", "Layout", "num_processes", "parse_layout", "render_layout"]
@@ -37,7 +38,9 @@ class Layout:
         context: how the ranks of a sequence attend to each other's positions.
         schedule, recompute, offload, batchnorm, compile, static_graph, gather, ddp_bucket_mb: as in the config.
         ddp_hook, powersgd_*, local_sgd, outer_*: as in the config, too.
-        kind: "single" is one process on one device; "data_parallel" and "placement" are one process on several.
+        kind: "single" is one process on one device; "data_parallel" is one process on several, and under "placement"
+            each copy of the model is one.
+        placement: (glob of module or parameter names, device) in the user's order; () is balanced by bytes.
     """
 
     dp_replicate: int = 1
@@ -64,6 +67,7 @@ class Layout:
     outer_momentum: float = 0.9
     outer_nesterov: bool = True
     kind: Kind = "mesh"
+    placement: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
     def resolve(config: LayoutConfig, world_size: int, num_nodes: int = 1) -> "Layout":
@@ -72,13 +76,13 @@ class Layout:
         A config that names no layout is `ddp`. Raises LayoutError with the equation and a layout that fits.
         """
         modes: dict[str, Any] = {name: getattr(config, name) for name in _KEPT_AS_GIVEN}
-        if config.kind != "mesh":
+        if config.kind == "data_parallel":
             if world_size != 1:
                 raise LayoutError(
                     f"{config.kind} is one process on several devices, but the world has {world_size} processes"
                 )
             return Layout(**modes, kind=config.kind)
-        degrees = _fill(_written(config, num_nodes), world_size)
+        degrees = _fill(_written(config, num_nodes), world_size, "placement," if config.placed else "")
         dp = degrees["dp_replicate"] * degrees["dp_shard"]
         if dp % degrees["ep"]:
             fits = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
@@ -87,7 +91,8 @@ class Layout:
         _check_sharding(config, degrees, world_size)
         if config.sharding == "none":
             degrees |= {"dp_replicate": dp, "dp_shard": 1}
-        kind: Kind = "single" if world_size == 1 else "mesh"
+        kind: Kind = "placement" if config.placed else "single" if world_size == 1 else "mesh"
+        modes["placement"] = tuple((config.placement or {}).items())
         return replace(Layout(**modes, kind=kind, sharding=config.sharding or "full"), **degrees)
 
     @property
@@ -148,7 +153,6 @@ class Layout:
     def supported_here(self) -> None:
         """Refuse what this version does not make yet. Raises LayoutError."""
         later: list[str] = []
-        later += [self.kind] if self.kind == "placement" else []
         later += [f"offload={self.offload}"] if self.offload in ("parameters", "all") else []
         if later:
             raise LayoutError(f"{' and '.join(later)} {'comes' if len(later) == 1 else 'come'} with a later version")
@@ -168,6 +172,8 @@ class Layout:
             raise LayoutError("recompute=budget leaves the choice to torch.compile: add compile=block")
         if self.ep > 1:
             self._check_experts()
+        if self.kind == "placement":
+            refuse_beside_placement(dict(self._differing()))
 
     def _check_experts(self) -> None:
         """What experts that are cut do not go with. Raises LayoutError."""
@@ -181,9 +187,10 @@ class Layout:
 
     def __str__(self) -> str:
         """The canonical layout string, which `parse_layout` reads back."""
-        if self.kind in ("data_parallel", "placement"):
+        if self.kind == "data_parallel":
             return self.kind
-        degrees = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        degrees = ["placement"] if self.kind == "placement" else []
+        degrees += [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         modes = [f"{name}={value}" for name, value in self._differing() if name in MODES]
         return ",".join((degrees or ["single"]) + modes)
 
@@ -209,8 +216,10 @@ def num_processes(config: LayoutConfig, available: int, num_nodes: int = 1) -> i
 
     Raises LayoutError where the degrees beside the `*` need more than there are.
     """
-    if config.kind != "mesh":
+    if config.kind == "data_parallel":
         return 1
+    if config.placement:
+        available = max(1, available // devices_named(config.placement))
     written = _written(config, num_nodes)
     fixed = _product_of_numbers(written)
     if "*" not in written.values():
@@ -222,20 +231,22 @@ def num_processes(config: LayoutConfig, available: int, num_nodes: int = 1) -> i
 
 def _written(config: LayoutConfig, num_nodes: int) -> dict[str, int | str]:
     """Axis -> degree or "*"; a config that names none is ddp."""
+    if config.kind == "placement" and config.dp_replicate is None:
+        return dict.fromkeys(AXES, 1)
     if not config.chosen:
         return {axis: "*" if axis == "dp_replicate" else 1 for axis in AXES}
     degrees = {axis: getattr(config, axis) for axis in AXES}
     return {axis: num_nodes if degree == "nodes" else degree for axis, degree in degrees.items()}
 
 
-def _fill(written: Mapping[str, int | str], world_size: int) -> dict[str, Any]:
-    """Put what is left in place of the `*`, or raise the equation."""
+def _fill(written: Mapping[str, int | str], world_size: int, prefix: str = "") -> dict[str, Any]:
+    """Put what is left in place of the `*`, or raise the equation; `prefix` of the layout that fits."""
     fixed = _product_of_numbers(written)
     starred = "*" in written.values()
     fits = world_size % fixed == 0 if starred else world_size == fixed
     if not fits:
         right = f"{fixed} * n" if starred else str(fixed)
-        proposal = f"{_propose(written, world_size)} fits"
+        proposal = f"{prefix}{_propose(written, world_size)} fits"
         raise LayoutError(
             f"{_equation(written)} = {right}, but the world has {_count(world_size, 'process')}; {proposal}"
         )

@@ -10,7 +10,7 @@ from allranks.errors import ConfigError
 
 MODES = ("sharding", "schedule", "recompute", "offload", "batchnorm", "compile")
 TOML_ONLY = (
-    *("static_graph", "gather", "ddp_bucket_mb", "context"),
+    *("static_graph", "gather", "ddp_bucket_mb", "context", "placement"),
     *("ddp_hook", "powersgd_rank", "powersgd_start"),
     *("local_sgd", "outer_lr", "outer_momentum", "outer_nesterov"),
 )
@@ -53,11 +53,12 @@ def render_layout(config: LayoutConfig) -> str:
     """The canonical string, which `parse_layout` reads back: degrees that are not 1, then modes that differ."""
     if not config.chosen:
         parts = ["auto"]
-    elif config.kind != "mesh":
+    elif config.kind == "data_parallel":
         parts = [config.kind]
     else:
         degrees = {axis: getattr(config, axis) for axis in AXES}
-        parts = [f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1] or ["single"]
+        parts = [f"{axis}={degree}" for axis, degree in degrees.items() if degree not in (None, 1)]
+        parts = ["placement", *parts] if config.kind == "placement" else parts or ["single"]
     defaults = LayoutConfig()
     modes = {mode: getattr(config, mode) for mode in MODES}
     return ",".join(parts + [f"{mode}={word}" for mode, word in modes.items() if word != getattr(defaults, mode)])

@@ -20,6 +20,7 @@ class TrainRequest:
         resume: the Run directory to continue.
         device: "auto", "cpu" or "cuda".
         show: print config, batch cut and decisions, and stop.
+        show_sharding: make one step, print what it gathered, computed and reduced, and stop.
         json: one JSON document on standard output, everything else on standard error.
         change: keys that a resume may change although they change what the run means.
     """
@@ -33,5 +34,6 @@ class TrainRequest:
     resume: Path | None = None
     device: str = "auto"
     show: bool = False
+    show_sharding: bool = False
     json: bool = False
     change: tuple[str, ...] = ()

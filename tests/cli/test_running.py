@@ -202,7 +202,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (("nofile.py",), 2, ("nofile.py", "allranks new")),
         ((POINTS, "train.global_batch=1", "--nproc", "2"), 2, ("global_batch(1)", "2")),
         ((POINTS, "--layout", "dp_shard=3", "--nproc", "2"), 2, ("dp_shard(3)", "= 3", "2 processes", "dp_shard=2")),
-        ((POINTS, "--layout", "placement"), 2, ("placement comes with a later version",)),
+        ((POINTS, "--layout", "placement,pp=2"), 2, ("pp=2 with placement", "dp_replicate=N")),
         ((POINTS, "train.stepz=3"), 2, ("train.stepz", "train.steps")),
         ((POINTS, "train.steps=many"), 2, ("train.steps", "many")),
         ((POINTS, "task.widht=3"), 2, ("widht", "width")),

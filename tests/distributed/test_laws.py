@@ -43,6 +43,8 @@ LAYOUTS = {
     "tp": ("tp=*", (2, 3, 4)),
     "tp-ddp": ("tp=2,dp_replicate=2", (4,)),
     "tp-fsdp": ("tp=2,dp_shard=2,recompute=full", (4,)),
+    "placement": ("placement", (1,)),
+    "placement-ddp": ("placement,dp_replicate=2", (2,)),
 }
 MICRO_STEPS = (1, 3)
 # 12 divides by every world size, 13 by none; of 5 samples in 3 micro-steps some rank has none (a filler).

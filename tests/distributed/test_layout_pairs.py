@@ -28,6 +28,8 @@ LAYOUTS = {
     "pp-optimizer": ("pp=2,dp_shard=2,sharding=optimizer", 4),
     "cp": ("cp=2", 2),
     "cp-fsdp": ("cp=2,dp_shard=2", 4),
+    "placement": ("placement", 1),
+    "placement-ddp": ("placement,dp_replicate=2", 2),
 }
 PAIRS = [
     *((name, "single") for name in LAYOUTS),
@@ -45,6 +47,7 @@ PAIRS = [
     ("pp-fsdp", "hsdp"),
     ("pp-tp", "pp-fsdp"),
     ("cp-fsdp", "tp-fsdp"),
+    ("placement-ddp", "fsdp"),
 ]
 SMALL = ("train.global_batch=10", "optimizer.lr=0.01")
 

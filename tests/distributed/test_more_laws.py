@@ -243,6 +243,8 @@ RESTARTS = [
     ("tp=2,dp_shard=2,recompute=full", 4, ()),
     ("dp_replicate=2,cp=2", 4, (SMALL_BUCKETS, "train.micro_steps=3")),
     ("dp_shard=2,cp=2", 4, ("train.micro_steps=3",)),
+    ("placement", 1, ("train.micro_steps=3",)),
+    ("placement,dp_replicate=3", 3, (SMALL_BUCKETS,)),
 ]
 
 

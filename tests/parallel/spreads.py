@@ -21,13 +21,14 @@ def seed() -> None:
 
 def spread(build: Any, layout: Layout = SINGLE, precision: str = "float32", **options: Any) -> Spread:
     """`build` under `layout`, in this process or in a worker."""
-    mesh = build_mesh(layout, "cpu")
+    mesh = options.pop("mesh", None) or build_mesh(layout, "cpu")
+    device = options.pop("device", torch.device("cpu"))
     group = dist.group.WORLD if mesh.device_mesh is not None else None
     return parallelize(
         build,
         mesh,
-        choose_precision(precision, None, "cpu"),
-        torch.device("cpu"),
+        choose_precision(precision, None, device.type),
+        device,
         source=Source(group, 0, mesh.rank == 0),
         seed=seed,
         **options,

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from allranks.errors import ConfigError, ProcessError
+from allranks.errors import ConfigError, LayoutError, ProcessError
+from allranks.layout import Layout
 from allranks.parallel import backend
 from allranks.parallel.backend import choose_device, start, stop
 from allranks.process_environment import ALONE, ProcessEnvironment
@@ -61,6 +62,43 @@ def test_the_choice(
     assert [line.split()[0] for line in said] == ["device", "backend", "interface"]
     assert because in said[1]
     assert (choice.interface or "") in said[2]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environment", "rules", "device", "share"),
+    [
+        (8, FOUR, (), "cuda:7", ["cuda:6", "cuda:7"]),
+        (8, replace(FOUR, rank=1, local_rank=1), (("a", "cuda:0"),), "cuda:2", ["cuda:2", "cuda:3"]),
+        (8, replace(FOUR, rank=5, local_rank=1, world_size=8), (), "cuda:3", ["cuda:2", "cuda:3"]),
+        (2, FOUR, (), "cuda:1", ["cuda:1"]),
+        (3, ALONE, (("a", "cuda:1"), ("b", "cpu")), "cuda:1", ["cuda:0", "cuda:1", "cuda:2"]),
+        (2, replace(FOUR, launcher="slurm", own_device=True), (), "cuda:1", ["cuda:0", "cuda:1"]),
+        (0, FOUR, (), "cpu", []),
+    ],
+)
+def test_under_placement_each_process_gets_a_contiguous_share(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    environment: ProcessEnvironment,
+    rules: tuple[tuple[str, str], ...],
+    device: str,
+    share: list[str],
+) -> None:
+    machine(monkeypatch, gpus)
+    choice = choose_device(environment, "auto", "auto", Layout(kind="placement", placement=rules))
+    assert choice.device == torch.device(device)
+    assert choice.share is not None and choice.share.home.device == choice.device
+    assert [str(place.device) for place in choice.share.places if place.device.type == "cuda"] == share
+    assert choose_device(environment, "auto", "auto", Layout()).share is None
+    if share:
+        assert f"{len(share)} GPUs from {share[0]} on, batch and loss on {device}" in str(choice.decisions[0])
+
+
+def test_a_device_outside_of_the_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, 8)
+    layout = Layout(kind="placement", placement=(("a", "cuda:2"),))
+    with pytest.raises(LayoutError, match="names device 'cuda:2', and this process has cuda:0, cuda:1, cpu:0"):
+        choose_device(FOUR, "auto", "auto", layout)
 
 
 def test_without_nccl_gpus_speak_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

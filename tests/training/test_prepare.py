@@ -262,8 +262,8 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
     assert str(resolve_layout(config, 4)) == "dp_replicate=4"
     with pytest.raises(LayoutError, match=r"global_batch\(10\) < .*\(11\)"):
         resolve_layout(config, 11)
-    with pytest.raises(LayoutError, match="placement comes with a later version"):
-        resolve_layout(prepare(replace(FIRST, layout="placement")).config, 1)
+    with pytest.raises(LayoutError, match="tp=2 with placement"):
+        resolve_layout(prepare(replace(FIRST, layout="placement,tp=2")).config, 2)
 
 
 def test_the_cut_as_it_is_shown() -> None:

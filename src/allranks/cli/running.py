@@ -9,7 +9,7 @@ from rich.console import Console
 
 from allranks.cli.output import print_json, stdout_kept_free
 from allranks.config import read_task_spec
-from allranks.errors import WORKER_REFUSED
+from allranks.errors import WORKER_REFUSED, ConfigError
 from allranks.failure import end_process
 from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.request import TrainRequest
@@ -35,6 +35,10 @@ def train(request: TrainRequest) -> int:
         AllranksError: what was asked cannot be done; nothing was started.
     """
     environment = read_environment(os.environ)
+    if request.show_sharding and environment.launcher != "none":
+        raise ConfigError(
+            f"--show-sharding starts its processes itself: leave {environment.launcher} out, say --nproc N"
+        )
     if request.show and environment.rank > 0:
         return 0
     outside = environment.launcher != "none" and not request.show
@@ -67,6 +71,10 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment) -> tuple
     decisions = (*prepared.decisions, decision, chosen)
     if request.show:
         return 0, _show(request, prepared, layout, decisions)
+    if request.show_sharding:
+        from allranks.cli.sharding import show_sharding
+
+        return show_sharding(request, layout, num_processes)
     return _run(request, prepared, num_processes, decisions)
 
 

@@ -18,6 +18,19 @@ _TASK_FILE = re.compile(r".+\.py(:[A-Za-z_]\w*)?")
 _TASK_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
+ShowSharding = Annotated[
+    bool, typer.Option("--show-sharding", help="Make one step, print what it gathers and reduces with bytes, and stop.")
+]
+Change = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY",
+        help="Let a resume change this key, although it changes what the run means.",
+        show_default=False,
+    ),
+]
+
+
 def train(
     arguments: Annotated[
         list[str] | None,
@@ -39,15 +52,9 @@ def train(
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to train.")] = "auto",
     show: Annotated[bool, typer.Option("--show", help="Print config, batch cut and decisions, and stop.")] = False,
+    show_sharding: ShowSharding = False,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Continue the run in this directory.")] = None,
-    change: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            help="Let a resume change this key, although it changes what the run means.",
-            show_default=False,
-        ),
-    ] = None,
+    change: Change = None,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON document on standard output, all else on standard error.")
     ] = False,
@@ -71,6 +78,7 @@ def train(
         resume=resume,
         device=device,
         show=show,
+        show_sharding=show_sharding,
         json=json,
         change=tuple(change or ()),
     )

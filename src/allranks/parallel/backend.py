@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from allranks.errors import ConfigError, ProcessError
+from allranks.layout import Layout
 from allranks.parallel.interface import choose_interface
+from allranks.parallel.share import Share, share_of
 from allranks.parallel.store import open_store
 from allranks.process_environment import ProcessEnvironment
 from allranks.verdict import Decision
@@ -37,32 +39,41 @@ class DeviceChoice:
         backend: "gloo", "nccl" or "mpi"; unused in a world of one process.
         interface: the network interface of gloo and NCCL; None: their own choice.
         decisions: one for each of the above, for the banner.
+        share: under placement the devices of this process.
     """
 
     device: torch.device
     backend: str
     interface: str | None
     decisions: tuple[Decision, ...]
+    share: Share | None = None
 
 
-def choose_device(environment: ProcessEnvironment, requested: str, backend: str) -> DeviceChoice:
+def choose_device(
+    environment: ProcessEnvironment, requested: str, backend: str, layout: Layout | None = None
+) -> DeviceChoice:
     """The DeviceChoice of this process; every rank of a host decides alike. Initialises no device.
 
     Args:
         requested: "auto", "cpu" or "cuda".
         backend: "auto", "nccl", "gloo" or "mpi".
+        layout: under placement a process takes a share of the GPUs.
 
     Raises:
         ConfigError: what is asked for is not there, or NCCL would have to serve two processes on one GPU.
+        LayoutError: a rule of the placement names a device that is not in the share.
     """
     num_gpus = torch.cuda.device_count()
     device, device_decision = _choose_device(environment, requested, num_gpus)
+    share = None
+    if layout is not None and layout.kind == "placement":
+        device, device_decision, share = _take_share(environment, layout, device, device_decision, num_gpus)
     shared = device.type == "cuda" and not environment.own_device and environment.local_world_size > num_gpus
     name, backend_decision = _choose_backend(environment, backend, device, num_gpus if shared else None)
     if environment.world_size == 1:
-        return DeviceChoice(device, name, None, (device_decision,))
+        return DeviceChoice(device, name, None, (device_decision,), share)
     interface, interface_decision = choose_interface(environment)
-    return DeviceChoice(device, name, interface, (device_decision, backend_decision, interface_decision))
+    return DeviceChoice(device, name, interface, (device_decision, backend_decision, interface_decision), share)
 
 
 def _choose_device(environment: ProcessEnvironment, requested: str, num_gpus: int) -> tuple[torch.device, Decision]:
@@ -78,6 +89,22 @@ def _choose_device(environment: ProcessEnvironment, requested: str, num_gpus: in
     index = environment.local_rank % num_gpus
     because = f"local rank {environment.local_rank} of {environment.local_world_size}, and torch sees {num_gpus} GPUs"
     return torch.device("cuda", index), Decision(f"device cuda:{index}", because)
+
+
+def _take_share(
+    environment: ProcessEnvironment, layout: Layout, device: torch.device, decision: Decision, num_gpus: int
+) -> tuple[torch.device, Decision, Share]:
+    """The GPUs of a host are dealt out in contiguous shares, in the order of the local ranks; batch and loss on one."""
+    if device.type != "cuda":
+        return device, decision, share_of(layout)
+    size, start = num_gpus, 0
+    if not environment.own_device:
+        size = max(1, num_gpus // environment.local_world_size)
+        start = environment.local_rank * size % num_gpus
+    share = share_of(layout, tuple(torch.device("cuda", start + index) for index in range(size)))
+    what = f"{size} GPUs from cuda:{start} on, batch and loss on {share.home.device}"
+    because = f"local rank {environment.local_rank} of {environment.local_world_size}, and torch sees {num_gpus} GPUs"
+    return share.home.device, Decision(what, because), share
 
 
 def _choose_backend(

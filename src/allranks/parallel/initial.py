@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from allranks.errors import TaskError
+from allranks.parallel.placement import Placement
 from allranks.verdict import Decision
 
 Build = Callable[[], "nn.Module | Mapping[str, nn.Module]"]
@@ -90,6 +91,7 @@ class Placer:
         cut: (a parameter as it was built, the same with its value on the device) -> the part that this rank keeps.
         absent: whether this rank keeps nothing of a tensor, as it was built; it stays on the meta device then.
         apart: modules whose own parameters FSDP2 leaves as they are.
+        placement: where a process has several devices, which tensor goes to which of them.
     """
 
     device: torch.device
@@ -98,6 +100,7 @@ class Placer:
     cut: Callable[[nn.Parameter, nn.Parameter], nn.Parameter] = lambda built, placed: placed
     absent: Callable[[torch.Tensor], bool] = lambda built: False
     apart: Sequence[nn.Module] = ()
+    placement: Placement | None = None
     _complete: bool = False
     # Old tensors are kept beside the new ones: an id is only unique while its object lives.
     _placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -157,13 +160,14 @@ class Placer:
     def _allocate(self, tensor: torch.Tensor) -> torch.Tensor:
         # Elements that share memory (expanded buffers) could not be written to later, by a restore for one.
         reorder = _overlaps_itself(tensor) or (self.contiguous and not tensor.is_contiguous())
-        if tensor.device == self.device and not reorder:
+        device = self.device if self.placement is None else self.placement.device_of(tensor)
+        if tensor.device == device and not reorder:
             return tensor
         if tensor.is_meta:
             order = torch.contiguous_format if reorder else torch.preserve_format
-            data = torch.empty_like(tensor, device=self.device, memory_format=order)
+            data = torch.empty_like(tensor, device=device, memory_format=order)
         else:
-            data = (tensor.detach().contiguous() if reorder else tensor.detach()).to(self.device)
+            data = (tensor.detach().contiguous() if reorder else tensor.detach()).to(device)
         return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from allranks.errors import LayoutError
 from allranks.layout import Layout
+from allranks.parallel.share import Share
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 
@@ -38,6 +39,7 @@ class Mesh:
         sample_group: these, and the ranks that see other positions; None where this is one rank.
         gradient_group: those of them whose gradients are averaged; None where this is one rank.
         folded: the same mesh with cp folded into a data axis, where `fully_shard` needs it so.
+        share: the devices of this process, where it has several; None: it has one, or nobody has said.
     """
 
     layout: Layout
@@ -49,6 +51,7 @@ class Mesh:
     gradient_group: dist.ProcessGroup | None = None
     folded: DeviceMesh | None = None
     sample_group: dist.ProcessGroup | None = None
+    share: Share | None = None
 
     @property
     def dp(self) -> int:

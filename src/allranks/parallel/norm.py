@@ -5,7 +5,7 @@ it. Sums of squares are kept in float32 at least. torch's own `clip_grad_norm_` 
 tensors.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor, Placement
 
 EPSILON = 1e-6  # in the denominator, as torch.nn.utils.clip_grad_norm_ has it
 
-# Of a DTensor where it lies (None: a plain tensor), and the groups over which what this rank holds was cut before that.
-Placing = tuple[tuple[DeviceMesh, tuple[Placement, ...]] | None, tuple[dist.ProcessGroup, ...]]
+# Of a DTensor where it lies (None: a plain tensor), the groups over which what this rank holds was cut before that, and
+# the device, where a process has several.
+Placing = tuple[tuple[DeviceMesh, tuple[Placement, ...]] | None, tuple[dist.ProcessGroup, ...], Hashable]
 
 Groups = Mapping[int, tuple[dist.ProcessGroup, ...]]
 UNCUT: Groups = MappingProxyType({})
-WHOLE: Placing = (None, ())
+WHOLE: Placing = (None, (), None)
 
 
 def clip_gradients(
@@ -30,6 +31,7 @@ def clip_gradients(
     cut_over: Groups = UNCUT,
     stages: dist.ProcessGroup | None = None,
     told_elsewhere: Collection[int] = (),
+    places: Mapping[int, Hashable] | None = None,
 ) -> torch.Tensor:
     """Multiply every gradient by `scale` * min(1, max_norm / norm), in one pass; collective, no host sync on CUDA.
 
@@ -40,22 +42,25 @@ def clip_gradients(
         cut_over: id of a parameter -> the groups that hold the other parts of it, besides what a DTensor says.
         stages: the ranks of a pipeline, each of which has other parameters.
         told_elsewhere: ids of parameters that another of those ranks counts, too.
+        places: id of a parameter -> its device, where this process has several.
 
     Returns:
-        The norm of the scaled gradients before clipping, a 0-dim tensor, equal on every rank.
+        The norm of the scaled gradients before clipping, a 0-dim tensor, equal on every rank; on the first gradient's
+        device.
     """
-    groups = _group_by_placing(parameters, cut_over)
+    groups = _group_by_placing(parameters, cut_over) if places is None else _group_by_place(parameters, places)
     if stages is None:
         norm = _total_norm(groups)
     else:
         counted = [parameter for parameter in parameters if id(parameter) not in told_elsewhere]
         norm = _over_stages(_total_norm(_group_by_placing(counted, cut_over)), stages, parameters)
     if scale is not None:
+        scale = scale.to(norm.device)
         norm = norm * scale
     factor = _factor(norm, max_norm, scale)
     if factor is not None:
         for gradients in groups.values():
-            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+            torch._foreach_mul_(gradients, factor.to(gradients[0]))
     return norm
 
 
@@ -79,10 +84,21 @@ def _group_by_placing(parameters: Sequence[torch.Tensor], cut_over: Groups) -> d
     for parameter, gradient in pairs:
         over = cut_over.get(id(parameter), ())
         if isinstance(gradient, DTensor):
-            placing: Placing = ((gradient.device_mesh, gradient.placements), over)
+            placing: Placing = ((gradient.device_mesh, gradient.placements), over, None)
             groups.setdefault(placing, []).append(gradient._local_tensor)
         else:
-            groups.setdefault((None, over), []).append(gradient)
+            groups.setdefault((None, over, None), []).append(gradient)
+    return groups
+
+
+def _group_by_place(
+    parameters: Sequence[torch.Tensor], places: Mapping[int, Hashable]
+) -> dict[Placing, list[torch.Tensor]]:
+    """Foreach kernels take the tensors of one device."""
+    groups: dict[Placing, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups.setdefault((None, (), places[id(parameter)]), []).append(parameter.grad)
     return groups
 
 
@@ -92,7 +108,7 @@ def _total_norm(groups: dict[Placing, list[torch.Tensor]]) -> torch.Tensor:
     if list(groups) == [WHOLE]:
         return _local_norm(groups[WHOLE])
     squares = [_sum_over_shards(_local_norm(gradients).square(), placing) for placing, gradients in groups.items()]
-    return torch.stack(squares).sum().sqrt()
+    return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
 
 
 def _over_stages(norm: torch.Tensor, stages: dist.ProcessGroup, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -111,7 +127,7 @@ def _local_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _sum_over_shards(square: torch.Tensor, placing: Placing) -> torch.Tensor:
-    lying, over = placing
+    lying, over, _ = placing
     for group in over:
         dist.all_reduce(square, group=group)
     if lying is not None:

@@ -24,6 +24,7 @@ from allranks.parallel.mesh import Mesh
 from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.optional import find_optional, give_zeros, never_left_out
 from allranks.parallel.path import Path
+from allranks.parallel.placement_plan import begin_placement
 from allranks.parallel.precision import Precision
 from allranks.parallel.replicate import replicate
 from allranks.parallel.shard import shard
@@ -43,12 +44,12 @@ class Blocks:
     Attributes:
         changed: those that are recomputed, offloaded or compiled one by one.
         gathered: those that are sharded one by one, without what a forward may leave out.
-        hinted: whether `hints().blocks` names them.
+        hints: `hints().blocks`.
     """
 
     changed: dict[str, list[str]]
     gathered: dict[str, list[str]]
-    hinted: bool
+    hints: Sequence[str]
 
 
 def parallelize(
@@ -105,7 +106,8 @@ def parallelize(
     cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items() if name in entries}
     who = ParameterMap(entries), tensors, tuple(decisions), find_unused, path, cut_over, norms, stages
     spread = Spread(modules, mesh, precision, device, *who, context=context, _scalars=scalars)
-    spread.balances, spread.experts, spread.hook = balances, experts, hook
+    spread.balances, spread.experts = balances, experts
+    spread.hook, spread.placement = hook, placer.placement
     if mesh.layout.sharding == "optimizer" and mesh.layout.dp_shard > 1:
         spread.row_shards = RowShards(spread.trainable(), spread.map, mesh)
     return spread
@@ -163,7 +165,7 @@ def _find_blocks(
         number = sum(map(len, left_out.values()))
         what = f"{number} modules get zero gradients where a forward leaves them out"
         decisions.append(Decision(what, "hints().optional names them"))
-    return Blocks(found, entered if layout.fully_sharded else {}, hinted=bool(hints))
+    return Blocks(found, entered if layout.fully_sharded else {}, hints)
 
 
 def _place_by_units(
@@ -184,12 +186,16 @@ def _place_by_units(
         placer.place_all(modules.values())
         runs = stages.pipeline.runs
         changed, gathered = ({w: list(filter(runs, names)) for w, names in of.items()} for of in (changed, gathered))
+    if layout.kind == "placement":
+        placer.placement = begin_placement(modules, mesh, placer.device, blocks.hints, decisions)
     decisions += change_blocks(modules, changed, layout, placer.device)
     if layout.fully_sharded:
         units = _shard_all(modules, mesh, precision, placer, gathered, path)
-        decisions += [_describe_units(name, cut, blocks.hinted) for name, cut in units.items()]
+        decisions += [_describe_units(name, cut, bool(blocks.hints)) for name, cut in units.items()]
     for module in modules.values():
         placer.place(module)
+    if placer.placement is not None:
+        placer.placement.finish()
     return units
 
 

@@ -29,9 +29,11 @@ def replicate(module: nn.Module, mesh: Mesh, device: torch.device, *, find_unuse
         return module
     # A cap of None is torch's own: 25 MB, but 1 MB for the first bucket, so that reducing begins early.
     options: dict[str, Any] = {_FORWARD_SYNC: False, "bucket_cap_mb": mesh.layout.ddp_bucket_mb}
+    # With modules on several devices DDP must not move the arguments itself.
+    alone_on_gpu = device.type == "cuda" and {p.device for p in module.parameters()} == {device}
     return DistributedDataParallel(
         module,
-        device_ids=[device.index] if device.type == "cuda" else None,
+        device_ids=[device.index] if alone_on_gpu else None,
         process_group=mesh.gradient_group,
         init_sync=False,
         find_unused_parameters=find_unused,

@@ -23,6 +23,7 @@ from allranks.parallel.mesh import Mesh
 from allranks.parallel.norm import Groups, clip_gradients
 from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.path import Path
+from allranks.parallel.placement import Placement
 from allranks.parallel.precision import Precision
 from allranks.parallel.replicate import replicate
 from allranks.parallel.shard import reshard_all
@@ -54,6 +55,7 @@ class Spread:
         experts: reduces the gradients of experts that are cut; None where none are.
         context: how sequences are cut over the cp ranks; None where they are not.
         hook: how DDP's gradients travel; None where they go whole.
+        placement: which module lies on which of this process's devices; None where it has one.
     """
 
     modules: dict[str, nn.Module]
@@ -73,6 +75,7 @@ class Spread:
     experts: ExpertGradients | None = None
     context: Context | None = None
     hook: DdpHook | None = None
+    placement: Placement | None = None
     _scalars: tuple[torch.Tensor, ...] = ()
     _held_back: list[Any] = field(default_factory=list)
 
@@ -113,7 +116,8 @@ class Spread:
     ) -> torch.Tensor:
         """`clip_gradients` over the whole model; collective."""
         if self.stages is None:
-            return clip_gradients(parameters, max_norm, scale, self.cut_over)
+            places = None if self.placement is None else self.placement.by_parameter
+            return clip_gradients(parameters, max_norm, scale, self.cut_over, places=places)
         elsewhere = self.stages.told_elsewhere
         return clip_gradients(parameters, max_norm, scale, self.cut_over, self.stages.group, elsewhere)
 

@@ -67,7 +67,7 @@ def plan_stages(
     if not split_before:
         # What lies before the first block makes no stage of its own.
         costs[:2], names = [costs[0] + costs[1]], names[1:]
-    starts = _balance(costs, num_stages)
+    starts = cut_evenly(costs, num_stages)
     points = tuple(names[start - 1] for start in starts[1:])
     return StagePlan(points, _assign(module, points), because)
 
@@ -119,7 +119,7 @@ def _cost(module: nn.Module) -> float:
     return float(sum(parameter.numel() for parameter in module.parameters()) - looked_up)
 
 
-def _balance(costs: Sequence[float], num_parts: int) -> list[int]:
+def cut_evenly(costs: Sequence[float], num_parts: int) -> list[int]:
     """Where each of `num_parts` consecutive, non-empty parts of `costs` begins, so that the dearest is cheapest."""
     sums = [0.0]
     for cost in costs:

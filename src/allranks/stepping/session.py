@@ -30,6 +30,7 @@ from allranks.stepping.schedule import Schedule
 from allranks.stepping.scheduled import ScheduledPasses
 from allranks.stepping.start_check import COUPLED, Meeting, check_at_start
 from allranks.stepping.step import Step
+from allranks.stepping.transfer_cost import describe_transfers
 from allranks.stepping.world import Processes
 from allranks.task import Task, has_step
 from allranks.verdict import Decision
@@ -111,6 +112,7 @@ def assemble(
     settings = {key: value for key, value in config.flat().items() if key != "task.spec"}
     check_same_start(settings, stream.num_samples, processes.world_group, processes.device)
     loading = Loader(stream, workers=config.data.workers).decisions + _describe_cut(stream.cut, spread, config)
+    loading += describe_transfers(meeting.transfers, stream.cut)
     decisions = processes.choice.decisions + spread.decisions + meeting.decisions + loading
     schedule = kept_schedule or make_schedule(config, stream)
     step = Step(

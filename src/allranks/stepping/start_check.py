@@ -25,6 +25,7 @@ from allranks.stepping.buffer_check import check_buffers
 from allranks.stepping.flops import count_flops
 from allranks.stepping.loss_check import NUM_SAMPLES, LossNature, examine_loss
 from allranks.stepping.passes import Forward, buffers_kept
+from allranks.stepping.transfer_cost import TransferCost, measure_transfers
 from allranks.stepping.whole_check import check_whole
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
 from allranks.task_loading import user_line
@@ -46,6 +47,7 @@ class Meeting:
         forward: the user's forward and loss.
         count_targets: batch -> number of targets; None where `step` counts them itself.
         flops_per_sample: of a forward and a backward; None where they cannot be counted.
+        transfers: between the devices of this process; None where it has one, or `step` makes its own forwards.
     """
 
     coupled: bool
@@ -54,6 +56,7 @@ class Meeting:
     count_targets: Callable[[Any], int] | None
     decisions: tuple[Decision, ...]
     flops_per_sample: float | None = None
+    transfers: TransferCost | None = None
 
 
 def check_at_start(
@@ -144,7 +147,8 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
         alike = group is None
         unknown = _describe_uncompared("each data-parallel rank sees samples of its own at the start")
         decisions += (check_whole(forward, samples, seed, flops) if alike else unknown,)
-    return Meeting(coupled, nature.gathers, forward, targets.call, decisions, flops)
+    transfers = measure_transfers(forward, samples)
+    return Meeting(coupled, nature.gathers, forward, targets.call, decisions, flops, transfers)
 
 
 def _from_last_stage(nature: LossNature, spread: Spread) -> LossNature:

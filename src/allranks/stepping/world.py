@@ -3,7 +3,7 @@
 import json
 import socket
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -92,7 +92,7 @@ class Processes:
 
 def gather_processes(environment: ProcessEnvironment, choice: DeviceChoice, layout: Layout) -> Processes:
     """The Processes of a world whose backend runs; collective."""
-    mesh = build_mesh(layout, choice.device.type)
+    mesh = replace(build_mesh(layout, choice.device.type), share=choice.share)
     if environment.world_size == 1:
         return Processes(environment, choice, mesh, None, None)
     agreement = dist.new_group(timeout=AGREEMENT_TIMEOUT)

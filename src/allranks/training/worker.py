@@ -56,7 +56,7 @@ def work(assignment: Assignment) -> int:
     environment = read_environment(os.environ)
     prepared = _prepared(assignment)
     layout = resolve_layout(prepared.config, environment.world_size, environment.num_nodes)
-    choice = choose_device(environment, assignment.request.device, prepared.config.train.backend)
+    choice = choose_device(environment, assignment.request.device, prepared.config.train.backend, layout)
     start(environment, choice, timeout_seconds=BACKEND_TIMEOUT_SECONDS)
     try:
         processes = gather_processes(environment, choice, layout)

@@ -109,7 +109,7 @@ def prepare_ground(
             f"pp={degrees.pp} orders forwards and backwards itself, which a loop of its own does: write a Task for "
             "`allranks train`, or use another layout"
         )
-    choice = choose_device(environment, device, config.train.backend)
+    choice = choose_device(environment, device, config.train.backend, degrees)
     owns_group = _start(environment, choice)
     processes = gather_processes(environment, choice, degrees)
     return Ground(
