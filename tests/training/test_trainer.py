@@ -44,6 +44,17 @@ def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(tmp_path: Path
     assert saved(parts) == [7, 9]
 
 
+@pytest.mark.parametrize("task", ["Curve", "Gan", "Tied"])
+def test_an_average_goes_on_bitwise_where_it_stood(tmp_path: Path, task: str) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert start(task, whole, "train.steps=7", "train.ema=0.7") == 0
+    assert start(task, parts, "train.steps=4", "train.ema=0.7") == 0
+    assert train(None, "train.steps=7", resume=parts) == 0
+    same_run(whole, parts, 7)
+    kept = {name: digest for name, digest in digests(parts, 7).items() if name.startswith("ema.")}
+    assert kept and kept != {name: digest for name, digest in digests(parts, 4).items() if name in kept}
+
+
 def test_a_finished_run_resumed_does_nothing_twice(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert start("Curve", run, "train.steps=5") == 0

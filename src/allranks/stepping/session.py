@@ -22,6 +22,7 @@ from allranks.parallel.spread import Spread
 from allranks.stepping.agreement import Agreement
 from allranks.stepping.alike import check_same_start
 from allranks.stepping.alternating import AlternatingPasses
+from allranks.stepping.ema import Ema, describe_ema
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.passes import Forward, Passes, PlainPasses
 from allranks.stepping.schedule import Schedule
@@ -44,6 +45,7 @@ class Session:
         validation: the validation split, or None.
         decisions: what was chosen, with because.
         flops_per_sample: of a forward and a backward; None where they cannot be counted.
+        ema: an average that follows the parameters; None for none.
     """
 
     task: Task
@@ -59,6 +61,12 @@ class Session:
     validation: Any
     decisions: tuple[Decision, ...]
     flops_per_sample: float | None = None
+    ema: Ema | None = None
+
+    @property
+    def beside(self) -> tuple[Ema, ...]:
+        """What has tensors for a checkpoint besides model and optimizers."""
+        return () if self.ema is None else (self.ema,)
 
     def loader(self) -> Loader:
         """This rank's batches from the stream's position on."""
@@ -99,21 +107,22 @@ def assemble(
     spread.path.take()  # of the check, which each rank may make on samples of its own
     _check_coupling(meeting, processes.mesh.dp)
     stream = _stream(dataset, config, processes, fixed=meeting.coupled or has_batch_statistics(spread.modules))
-    # Where the Task's file lies is each host's own business.
-    settings = {key: value for key, value in config.flat().items() if key != "task.spec"}
-    check_same_start(settings, stream.num_samples, processes.world_group, processes.device)
+    _check_alike(config, stream, processes)
     loading = Loader(stream, workers=config.data.workers).decisions + _describe_cut(stream.cut, spread, config)
     decisions = processes.choice.decisions + spread.decisions + meeting.decisions + loading
     schedule = kept_schedule or make_schedule(config, stream)
+    passes = observe(_passes(task, meeting.forward, optimizers, processes))
+    ema = None if config.train.ema is None else Ema(spread, config.train.ema)
     step = Step(
         spread,
-        observe(_passes(task, meeting.forward, optimizers, processes)),
+        passes,
         optimizers,
         schedule,
         make_agreement(processes),
         max_norm=config.train.max_norm,
         stop_requested=stop_requested,
         stopwatch=stopwatch,
+        ema=ema,
     )
     return Session(
         task=task,
@@ -127,9 +136,16 @@ def assemble(
         count_targets=meeting.count_targets,
         step=step,
         validation=None if has_step(task) else task.dataset("validation"),
-        decisions=decisions + _unused(task, config) + _remarks(schedule, config, stream),
+        decisions=decisions + _unused(task, config) + _remarks(task, schedule, config, stream),
         flops_per_sample=meeting.flops_per_sample,
+        ema=ema,
     )
+
+
+def _check_alike(config: Config, stream: DataStream, processes: Processes) -> None:
+    # Where the Task's file lies is each host's own business.
+    settings = {key: value for key, value in config.flat().items() if key != "task.spec"}
+    check_same_start(settings, stream.num_samples, processes.world_group, processes.device)
 
 
 def make_agreement(processes: Processes) -> Agreement:
@@ -214,10 +230,11 @@ def _unused(task: Task, config: Config) -> tuple[Decision, ...]:
     return tuple(found)
 
 
-def _remarks(schedule: Schedule, config: Config, stream: DataStream) -> tuple[Decision, ...]:
+def _remarks(task: Task, schedule: Schedule, config: Config, stream: DataStream) -> tuple[Decision, ...]:
     """What a schedule does that nobody may have meant."""
-    found = []
-    batch, steps = config.train.global_batch, stream.steps_total
+    batch, steps, ema = config.train.global_batch, stream.steps_total, config.train.ema
+    evaluates = config.evaluate.every != 0 and not has_step(task)
+    found = [] if ema is None else [*describe_ema(ema, steps, evaluates=evaluates)]
     falls = schedule.name != "constant"
     if falls and schedule.warmup_samples >= schedule.total_samples:
         what = f"the rate never reaches its peak: warm-up takes {schedule.warmup_samples // batch} steps"

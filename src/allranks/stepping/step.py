@@ -10,6 +10,7 @@ from allranks.errors import TaskError
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.spread import Spread
 from allranks.stepping.agreement import Agreement, Ballot, Pending
+from allranks.stepping.ema import Ema
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.passes import Passes, Scale
 from allranks.stepping.schedule import Schedule
@@ -57,6 +58,7 @@ class Step:
     Args:
         stop_requested: (Ctrl-C, terminate) as this rank has seen them so far.
         stopwatch: told what each part of the step was.
+        ema: an average that follows the parameters; None for none.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Step:
         max_norm: float | None,
         stop_requested: Callable[[], tuple[bool, bool]],
         stopwatch: Stopwatch,
+        ema: Ema | None = None,
     ) -> None:
         self._spread = spread
         self._passes = passes
@@ -79,6 +82,7 @@ class Step:
         self._max_norm = max_norm
         self._stop_requested = stop_requested
         self._stopwatch = stopwatch
+        self._ema = ema
 
     def agree_first(self, batch: StepBatch) -> Pending:
         """The agreement that goes before the first step: it carries that step's targets; collective."""
@@ -110,6 +114,8 @@ class Step:
             mark("optimizer")
         if pending is None:
             raise TaskError("step() ended without yielding: yield (name, loss_sum, targets) at least once")
+        if self._ema is not None:
+            self._ema.update()
         self._spread.balances.finish_step()
         # Read here where it is at hand: the thread that writes would contend for the interpreter lock with the loop.
         return Outcome(pending, norm.item() if norm.device.type == "cpu" else norm, lr, coming, targets)

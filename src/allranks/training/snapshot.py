@@ -1,10 +1,10 @@
 """Everything that matters, into a checkpoint and back (law 8)."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -26,20 +26,11 @@ from allranks.stepping.alike import everyones
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.world import Processes
+from allranks.training.beside import Beside, Stateful, compare_beside
 from allranks.training.newest import newest_of_run
 from allranks.verdict import Decision
 
 Parts = list[tuple[Entry, torch.Tensor]]
-
-
-class Stateful(Protocol):
-    """What a Task offers: JSON values, and taking them back."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON values to remember."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +40,7 @@ class Contents:
     Attributes:
         extra: JSON values beside it, such as the schedule.
         task: whose own state is kept; None for an own loop.
+        beside: what has tensors besides model and optimizer.
     """
 
     spread: Spread
@@ -56,6 +48,7 @@ class Contents:
     stream: DataStream
     extra: Mapping[str, Any]
     task: Stateful | None = None
+    beside: Sequence[Beside] = ()
 
     def parts(self) -> Parts:
         """Every tensor under its name in the checkpoint, as this rank holds it; collective where ranks learn their own.
@@ -71,11 +64,12 @@ class Contents:
             model += [
                 (replace(entry, name=name_of_rank(f"model.{name}", rank)), own) for rank, own in enumerate(ranks or ())
             ]
-        return model + self.optimizers.parts()
+        return model + self.optimizers.parts() + [part for other in self.beside for part in other.parts()]
 
     def aliases(self) -> dict[str, str]:
         """Tied names, by their names in the checkpoint."""
-        return {f"model.{alias}": f"model.{name}" for alias, name in self.spread.map.aliases.items()}
+        tied = {f"model.{alias}": f"model.{name}" for alias, name in self.spread.map.aliases.items()}
+        return tied | {alias: name for other in self.beside for alias, name in other.aliases().items()}
 
     def state(self) -> dict[str, Any]:
         """Everything that is no tensor."""
@@ -113,7 +107,8 @@ class Contents:
 
     def _restore(self, checkpoint: Checkpoint) -> tuple[Decision, ...]:
         """Fill every tensor, and compare digests where it was cut otherwise."""
-        parts, spread = self.parts(), self.spread
+        spread, change = self.spread, compare_beside(self.beside, checkpoint.manifest.tensors)
+        parts = [(entry, own) for entry, own in self.parts() if not entry.name.startswith(change.begins)]
         theirs = {name for name in checkpoint.manifest.tensors if is_of_one_rank(name)}
         ours = {entry.name for entry, _ in parts if is_of_one_rank(entry.name)}
         same = theirs == ours
@@ -122,19 +117,25 @@ class Contents:
             live = ((entry, entry.name.removeprefix("model.")) for entry, _ in parts)
             kept = {entry.name: spread.local(name) for entry, name in live if name in spread.map.stored}
             parts = [(entry, kept.get(entry.name, own)) for entry, own in parts if entry.name not in ours]
-        restore(checkpoint, parts, self._all_names(entry.name for entry, _ in stored_parts(parts)) | theirs)
+        known = self._all_names(entry.name for entry, _ in stored_parts(parts))
+        restore(checkpoint, parts, known | theirs | change.left)
         layout = spread.mesh.layout
         if checkpoint.manifest.layout != str(layout):
             group = None if layout.world_size == 1 else dist.group.WORLD
-            check_digests(checkpoint, parts, group, spread.device, without=() if same else theirs)
+            unread = change.left if same else change.left | theirs
+            check_digests(checkpoint, parts, group, spread.device, without=unread)
+        for other in self.beside:
+            if other.prefix in change.begins:
+                other.begin()
         if same:
             values = {entry.name: own for entry, own in parts}
             for name in spread.batch_norms.own_names:
                 spread.local(name).copy_(values[name_of_rank(f"model.{name}", spread.mesh.dp_rank)])
-            return ()
+            return change.decisions
         number = len({name.rpartition("@")[2] for name in theirs})
         what = "running batch statistics go on from the mean over the ranks"
-        return (Decision(what, f"{number} data-parallel ranks have saved their own"),) if theirs else ()
+        said = (Decision(what, f"{number} data-parallel ranks have saved their own"),) if theirs else ()
+        return change.decisions + said
 
     def _all_names(self, names: Iterable[str]) -> set[str]:
         return {name for some in self._of_all_stages(list(names)) for name in some}

@@ -118,6 +118,7 @@ class _Training:
                 session.stream,
                 extra=schedule_state(session.schedule, config.schedule),
                 task=session.task,
+                beside=session.beside,
             )
             resumed_step = self._resume(contents, checkpoint, skipped)
             ending = self._loop(session, contents, resumed_step)

@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from allranks.errors import ConfigError, TaskError
 from allranks.stepping.agreement import Agreement
+from allranks.stepping.ema import Ema
 from allranks.stepping.optimizer import Optimizers
 from allranks.task import TensorStyle
 from allranks.training.own.evaluate import Measure, evaluate_own
@@ -108,6 +109,14 @@ class World:
         self._optimizers[id(made.by_name[""])] = made
         return made.by_name[""]
 
+    def ema(self, model: nn.Module, decay: float) -> Ema:
+        """An average of the parameters that follows each `step`, and that `resume` keeps: make it before.
+
+        `with average.in_place():` gives the model these values, for `evaluate`; after it come its own again. Raises
+        TaskError, ConfigError: not this world's model; there is one already; no decay between 0 and 1.
+        """
+        return self._step.follow(self._ground.models.of(model), decay)
+
     def stream(
         self,
         dataset: Any,
@@ -164,7 +173,7 @@ class World:
         if not isinstance(stream, Stream) or not stream.belongs_to(loop):  # type: ignore[redundant-expr]
             raise TaskError("world.resume(): pass the stream that world.stream(...) returned")
         state = OwnState(spread, optimizers.by_name[""], others, loop.say)
-        return loop.resume(Contents(spread, optimizers, loop.order, extra={}, task=state))
+        return loop.resume(Contents(spread, optimizers, loop.order, extra={}, task=state, beside=self._step.averages))
 
     def backward(self, loss: torch.Tensor, targets: int) -> None:
         """Accumulate the gradients of `loss`, a SUM over `targets` targets; the step's last batch reduces; collective.
@@ -285,8 +294,6 @@ class World:
 
     def _own(self, optimizer: Optimizer) -> Optimizers:
         if id(optimizer) not in self._optimizers:
-            raise TaskError(
-                f"{type(optimizer).__name__} is not an optimizer of this world: make it by world.optimizer(model, "
-                f"{type(optimizer).__name__}, ...)"
-            )
+            kind = type(optimizer).__name__
+            raise TaskError(f"{kind} is not an optimizer of this world: make it by world.optimizer(model, {kind}, ...)")
         return self._optimizers[id(optimizer)]
