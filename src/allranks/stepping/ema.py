@@ -45,9 +45,13 @@ class Ema:
         self._averages = [part.clone() for part in self._live()]
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take the parameters of a finished optimizer step in."""
-        torch._foreach_lerp_(self._averages, self._live(), self._weight)
+    def update(self, skipped: torch.Tensor | None = None) -> None:
+        """Take the parameters of a finished optimizer step in; not where `skipped`, on the device, is 1.0."""
+        if skipped is None:
+            torch._foreach_lerp_(self._averages, self._live(), self._weight)
+        else:
+            weight = self._weight * (1.0 - skipped)
+            torch._foreach_lerp_(self._averages, self._live(), [weight] * len(self._averages))
 
     @torch.no_grad()
     def begin(self) -> None:

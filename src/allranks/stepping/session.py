@@ -17,7 +17,7 @@ from allranks.errors import ConfigError, LayoutError
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.parallel.parallelize import parallelize
-from allranks.parallel.precision import choose_precision
+from allranks.parallel.precision import choose_precision, warn_of_precision
 from allranks.parallel.spread import Spread
 from allranks.stepping.agreement import Agreement
 from allranks.stepping.alike import check_same_start
@@ -25,6 +25,7 @@ from allranks.stepping.alternating import AlternatingPasses
 from allranks.stepping.ema import Ema, describe_ema
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.passes import Forward, Passes, PlainPasses
+from allranks.stepping.scaler import Scaler
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.scheduled import ScheduledPasses
 from allranks.stepping.start_check import COUPLED, Meeting, check_at_start
@@ -45,7 +46,7 @@ class Session:
         validation: the validation split, or None.
         decisions: what was chosen, with because.
         flops_per_sample: of a forward and a backward; None where they cannot be counted.
-        ema: an average that follows the parameters; None for none.
+        beside: what has tensors for a checkpoint besides model and optimizers.
     """
 
     task: Task
@@ -61,12 +62,12 @@ class Session:
     validation: Any
     decisions: tuple[Decision, ...]
     flops_per_sample: float | None = None
-    ema: Ema | None = None
+    beside: tuple[Ema | Scaler, ...] = ()
 
     @property
-    def beside(self) -> tuple[Ema, ...]:
-        """What has tensors for a checkpoint besides model and optimizers."""
-        return () if self.ema is None else (self.ema,)
+    def ema(self) -> Ema | None:
+        """An average that follows the parameters; None for none."""
+        return next((other for other in self.beside if isinstance(other, Ema)), None)
 
     def loader(self) -> Loader:
         """This rank's batches from the stream's position on."""
@@ -97,10 +98,7 @@ def assemble(
         kept_schedule: that of the first start, where this is a resume.
         observe: wraps the passes, to look at gradients as they are made.
     """
-    if config.train.deterministic:
-        be_deterministic(processes.device)
-    dataset = task.dataset("train")
-    declared_order(dataset)
+    dataset = _open_dataset(task, config, processes.device)
     spread = _spread(task, config, processes)
     optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
     meeting = check_at_start(task, spread, dataset, config.train.seed, draws=draws(dataset), group=processes.data_group)
@@ -109,10 +107,12 @@ def assemble(
     stream = _stream(dataset, config, processes, fixed=meeting.coupled or has_batch_statistics(spread.modules))
     _check_alike(config, stream, processes)
     loading = Loader(stream, workers=config.data.workers).decisions + _describe_cut(stream.cut, spread, config)
-    decisions = processes.choice.decisions + spread.decisions + meeting.decisions + loading
+    warnings = warn_of_precision(spread.precision, processes.device.type)
+    decisions = processes.choice.decisions + warnings + spread.decisions + meeting.decisions + loading
     schedule = kept_schedule or make_schedule(config, stream)
     passes = observe(_passes(task, meeting.forward, optimizers, processes))
     ema = None if config.train.ema is None else Ema(spread, config.train.ema)
+    scaler = Scaler(processes.device, processes.world_group) if spread.precision.scales else None
     step = Step(
         spread,
         passes,
@@ -123,6 +123,7 @@ def assemble(
         stop_requested=stop_requested,
         stopwatch=stopwatch,
         ema=ema,
+        scaler=scaler,
     )
     return Session(
         task=task,
@@ -138,8 +139,16 @@ def assemble(
         validation=None if has_step(task) else task.dataset("validation"),
         decisions=decisions + _unused(task, config) + _remarks(task, schedule, config, stream),
         flops_per_sample=meeting.flops_per_sample,
-        ema=ema,
+        beside=tuple(other for other in (ema, scaler) if other is not None),
     )
+
+
+def _open_dataset(task: Task, config: Config, device: torch.device) -> Any:
+    if config.train.deterministic:
+        be_deterministic(device)
+    dataset = task.dataset("train")
+    declared_order(dataset)
+    return dataset
 
 
 def _check_alike(config: Config, stream: DataStream, processes: Processes) -> None:
@@ -200,6 +209,11 @@ def _describe_cut(cut: Cut, spread: Spread, config: Config) -> tuple[Decision, .
 
 def _passes(task: Task, forward: Forward, optimizers: Optimizers, processes: Processes) -> Passes:
     if has_step(task):
+        if forward.spread.precision.scales:
+            raise ConfigError(
+                f"train.precision=float16 scales one loss a step, and {type(task).__name__} has a step() of its own: "
+                "use bfloat16, which needs no scale"
+            )
         return AlternatingPasses(forward, optimizers, processes.data_group)
     if forward.spread.stages is not None:
         return ScheduledPasses(forward)

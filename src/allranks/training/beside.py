@@ -9,7 +9,7 @@ import torch
 from allranks.parameter_map import Entry
 from allranks.verdict import Decision
 
-PREFIXES = {"ema.": "the average of the parameters"}
+PREFIXES = {"ema.": "the average of the parameters", "scaler.": "the scale of the loss"}
 """Every prefix that a checkpoint may have besides `model.` and `optimizer.`, in words."""
 
 
