@@ -20,7 +20,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     for rooms in (
         "errors units durable lifeline config config_keys config_layers config_sections config_toml layout_string",
         "layout cluster model_profile named_models parameter_map plan verdict task task_loading run lease request "
-        "failure process_environment digest fence fault_points",
+        "losses failure process_environment digest fence fault_points",
         "planning profiling parallel data checkpointing observing launching reporting models",
         "stepping",
         "training rehearsing surviving verifying benchmarking",
@@ -32,7 +32,7 @@ DOORS = (PACKAGE, f"{PACKAGE}.__main__")  # they only open onto other floors
 
 # Thinking needs no torch (style.md, principle 5). Everything of a room, or a single module.
 TORCH_FREE = (
-    *sorted(FLOORS[0] | FLOORS[1] - {"task", "task_loading"}),
+    *sorted(FLOORS[0] | FLOORS[1] - {"task", "task_loading", "losses"}),
     *("planning", "launching", "reporting", "cli", "checkpointing.checkpoint", "observing.journal"),
 )
 

@@ -117,7 +117,9 @@ class Step:
                 pending, targets = self._agree(sums.loss, sums.ledger, coming), sums.targets
             divide = None if sums.targets is None else self._spread.divisor / sums.targets.clamp(min=1.0)
             updated = self._optimizers.parameters(sums.which)
-            norm = self._spread.clip(updated, self._max_norm, divide if scaler is None else 1.0 / scaler.scale)
+            if scaler is not None:
+                divide = self._spread.divisor / scaler.scale
+            norm = self._spread.clip(updated, self._max_norm, divide)
             skipped = None if scaler is None else scaler.judge(norm)
             lr = self._optimizers.step(sums.which, factor, skipped)
             mark("optimizer")
@@ -133,12 +135,11 @@ class Step:
 
     def _scale(self, before: Pending) -> Scale:
         """What makes DDP's and FSDP2's mean over ranks the sum over targets, divided once by their number (law 3)."""
-        scale: Scale
+        # What a gradient has to fit in float16 must not depend on the number of ranks: there they multiply afterwards.
+        divisor = self._spread.divisor if self._scaler is None else self._scaler.scale
         if self._spread.device.type == "cpu":
-            scale = self._spread.divisor / max(1, before.read().next_targets)
-        else:
-            scale = self._spread.divisor / before.next_targets.clamp(min=1.0)
-        return scale if self._scaler is None else scale * self._scaler.scale
+            return divisor / max(1, before.read().next_targets)
+        return divisor / before.next_targets.clamp(min=1.0)
 
     def _agree(self, loss: torch.Tensor, ledger: int, upcoming: StepBatch | None) -> Pending:
         interrupt, terminate = self._stop_requested()
