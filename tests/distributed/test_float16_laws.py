@@ -35,8 +35,9 @@ LAYOUTS = {
     "tp": ("tp=2", 2),
     "pp": ("pp=2", 2),
 }
-# Measured: 3e-8 under ddp and fsdp (sums in another order), 2e-4 where tp and pp round other parts.
-TOLERANCE = {"tp": 4e-3, "pp": 4e-3}
+# Up to two ranks a sum has one order: bit by bit. Measured: 1e-7 where gradients are sharded; 5e-4 under tp and pp,
+# which round other parts.
+TOLERANCE = {"single": 0.0, "ddp": 0.0, "tp": 4e-3, "pp": 4e-3}
 
 
 def weight_of(sample: int) -> float:
@@ -125,7 +126,7 @@ def test_all_ranks_skip_together_and_train_on(pool: Pools, name: str, optimizer:
         found = together([parts[step] for _, parts in ranks])
         for key, value in wanted.parameters.items():
             size = value.abs().max()
-            if optimizer is SGD or name not in TOLERANCE:  # Adam divides noise by eps
+            if optimizer is SGD or name not in ("tp", "pp"):  # Adam divides noise by eps
                 assert (found[key] - value).abs().max() <= TOLERANCE.get(name, 1e-6) * size, (step, key)
 
 
