@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import low_precision
 import torch
 from replicas import CASES, measure_replicas
 from torch import nn
@@ -136,7 +137,7 @@ def main() -> None:
     arguments = parser.parse_args()
     num_ranks, steps = 4, 5 if arguments.quick else 20
     out = sys.stderr if arguments.json else sys.stdout
-    print(f"{num_ranks} processes, {steps} steps, float64", file=out)
+    print(f"{num_ranks} processes, {steps} steps, float64 unless a line says otherwise", file=out)
     print(f"{'':22}{'error':>9}{'elsewhere':>11}  its law", file=out)
     rows = []
     for mode in LAWS:
@@ -147,6 +148,11 @@ def main() -> None:
         row = Row(case.what, case.law, *measure_replicas(case, steps))
         rows.append(row)
         print(f"{row.what:22}{row.error:9.1e}{row.elsewhere:11.1e}  {row.law}", file=out, flush=True)
+    for precision, law in low_precision.LAWS.items():
+        run, simulation, alone, skipped = low_precision.measure_precision(precision, num_ranks, steps)
+        rows.append(Row(precision, law, differ(run, simulation), differ(run, alone)))
+        said = f"; {skipped} of {steps} steps were skipped" if skipped else ""
+        print(f"{precision:22}{rows[-1].error:9.1e}{rows[-1].elsewhere:11.1e}  {law}{said}", file=out, flush=True)
     if arguments.json:
         print(json.dumps({"ranks": num_ranks, "steps": steps, "rows": [asdict(row) for row in rows]}))
 

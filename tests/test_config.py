@@ -74,11 +74,7 @@ BAD_ARGUMENTS = [
     ("schedule.floor=1.5", "schedule.floor = 1.5: expected a number of at least 0 and of at most 1"),
     ("train.precision=bf16", f"train.precision = 'bf16': {PRECISIONS}; did you mean 'bfloat16'?"),
     ("train.precision=16", f"train.precision = 16: {PRECISIONS}"),
-    (
-        "train.precision=float16",
-        "train.precision = 'float16' needs a loss scaler, which comes with a later version; "
-        "use bfloat16, which needs none",
-    ),
+    ("train.ema=1", "train.ema = 1: expected a number above 0 and below 1"),
     ("train.deterministic=1", "train.deterministic = 1: expected true or false"),
     ("train.deterministic=True", "train.deterministic = 'True': expected true or false: write true"),
     ("track.tensorboard=no", "track.tensorboard = 'no': expected true or false"),

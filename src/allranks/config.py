@@ -208,10 +208,6 @@ def _build_section(section: str, model: type[Section], values: Layer) -> Section
             raise ConfigError(f"{', '.join(places)}: {first['msg'].removeprefix('Value error, ')}") from None
         leaf = str(first["loc"][0])
         raise ConfigError(_explain(prefix + leaf, given[leaf])) from None
-    if isinstance(built, TrainConfig) and built.precision == "float16":
-        place = given["precision"].place("train.precision")
-        reason = "needs a loss scaler, which comes with a later version"
-        raise ConfigError(f"{place}: train.precision = 'float16' {reason}; use bfloat16, which needs none")
     return built
 
 

@@ -57,6 +57,13 @@ class TrainConfig(Section):
     precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
         "float32", "the type of the heavy operations; parameters stay float32 (float64 under float64)"
     )
+    ema: float | None = key(
+        None,
+        "what stays, in an optimizer step, of an exponential moving average of the parameters, which validation then "
+        "measures; not given: no average",
+        gt=0,
+        lt=1,
+    )
     max_norm: float | None = key(None, "gradients are scaled down to this norm; not given: no clipping", gt=0)
     deterministic: bool = key(False, "use deterministic kernels only (slower on CUDA)")
     backend: Literal["auto", "nccl", "gloo", "mpi"] = key("auto", "the library that carries messages between processes")

@@ -21,6 +21,7 @@ def _check_local_sgd(config: Config, layout: Layout, every: int) -> None:
         raise LayoutError(f"{given} puts the copies of dp_replicate together, and {layout} has one: leave it out")
     beside = [f"{axis}={getattr(layout, axis)}" for axis in ("pp", "ep") if getattr(layout, axis) > 1]
     beside += [f"layout.ddp_hook={layout.ddp_hook}"] if layout.ddp_hook != "none" else []
+    beside += [f"train.ema={config.train.ema}"] if config.train.ema is not None else []
     beside += ["train.precision=float16"] if config.train.precision == "float16" else []
     if beside:
         raise LayoutError(f"{given} with {' and '.join(beside)} comes with a later version: leave one of them")

@@ -47,6 +47,21 @@ def test_the_exported_file_loads_into_the_model(tmp_path: Path) -> None:
     assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in model.state_dict().items())
 
 
+def test_averages_take_the_place_of_parameters(tmp_path: Path) -> None:
+    model, average = Tied(), torch.randn(3, 4)
+    state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    pairs: Pairs = [(entry(f"model.{name}", value), value) for name, value in state.items()]
+    pairs.append((entry("ema.embedding.weight", average), average))
+    tied = {"model.head.weight": "model.embedding.weight", "ema.head.weight": "ema.embedding.weight"}
+    checkpoint = save_alone(tmp_path, pairs=pairs, aliases=tied)
+    export_model(checkpoint, tmp_path / "raw.safetensors")
+    export_model(checkpoint, tmp_path / "ema.safetensors", ema=True)
+    raw, averaged = (load_file(tmp_path / f"{name}.safetensors") for name in ("raw", "ema"))
+    assert raw.keys() == averaged.keys() == model.state_dict().keys()
+    changed = {name for name, value in raw.items() if not torch.equal(value, averaged[name])}
+    assert changed == {"embedding.weight", "head.weight"} and torch.equal(averaged["head.weight"], average)
+
+
 def test_a_checkpoint_without_a_model_is_refused(tmp_path: Path) -> None:
     value = torch.ones(2)
     checkpoint = save_alone(tmp_path, pairs=[(entry("optimizer.x", value), value)], aliases={})

@@ -21,7 +21,7 @@ SURFACE = {
     "allranks checkpoint list": "DIRECTORY --help --json",
     "allranks checkpoint show": "DIRECTORY --help --json",
     "allranks checkpoint verify": "DIRECTORY --help --json",
-    "allranks checkpoint export": "DIRECTORY OUT --help --json",
+    "allranks checkpoint export": "DIRECTORY OUT --ema --help --json",
 }
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("tutorial/first-run.md", "tutorial/your-own-model.md", "how-to/own-loop.md", "how-to/slow-links.md")
+PAGES = (
+    *("tutorial/first-run.md", "tutorial/your-own-model.md"),
+    *("how-to/own-loop.md", "how-to/slow-links.md", "how-to/precision-and-ema.md"),
+)
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -36,6 +36,14 @@ def test_the_last_state_is_always_said() -> None:
     assert len(file.getvalue().splitlines()) == 1
 
 
+def test_skipped_steps_are_counted() -> None:
+    console, file = plain()
+    line = ProgressLine(10, console=console)
+    line.update(4, 0.5, 10.0, 3)
+    line.close()
+    assert "loss 0.5000  3 skipped  10 samples/s" in file.getvalue()
+
+
 def test_nothing_is_said_where_nothing_happened() -> None:
     console, file = plain()
     ProgressLine(1000, first_step=500, console=console).close()

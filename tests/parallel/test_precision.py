@@ -1,11 +1,13 @@
 """What a precision means: parameters, what autocast lowers, what is gathered."""
 
+import platform
+
 import pytest
 import torch
 from torch import nn
 
 from allranks.errors import ConfigError
-from allranks.parallel.precision import choose_precision
+from allranks.parallel.precision import choose_precision, warn_of_precision
 
 
 @pytest.mark.parametrize(
@@ -17,6 +19,8 @@ from allranks.parallel.precision import choose_precision
         ("float64", "float32", "cpu", torch.float64, None, torch.float64),
         ("bfloat16", None, "cpu", torch.float32, torch.bfloat16, torch.float32),
         ("bfloat16", None, "cuda", torch.float32, torch.bfloat16, torch.bfloat16),
+        ("float16", None, "cpu", torch.float32, torch.float16, torch.float32),
+        ("float16", None, "cuda", torch.float32, torch.float16, torch.float32),
         ("bfloat16", "float32", "cuda", torch.float32, torch.bfloat16, torch.float32),
         ("bfloat16", "bfloat16", "cpu", torch.float32, torch.bfloat16, torch.bfloat16),
     ],
@@ -40,8 +44,8 @@ def test_the_table(
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ConfigError, match="float16 needs a gradient scaler"):
-        choose_precision("float16", None, "cuda")
+    with pytest.raises(ConfigError, match=r"layout\.gather=bfloat16 with train\.precision=float16"):
+        choose_precision("float16", "bfloat16", "cuda")
     with pytest.raises(ConfigError, match=r"layout\.gather=bfloat16 with train\.precision=float32"):
         choose_precision("float32", "bfloat16", "cuda")
 
@@ -73,3 +77,19 @@ def test_without_a_lower_type_nothing_is_touched() -> None:
         assert nn.Linear(3, 2)(torch.randn(4, 3)).dtype is torch.float32
     half = torch.ones(2, dtype=torch.bfloat16)
     assert precision.cast_output(half) is half
+
+
+def test_float16_alone_scales_and_is_warned_of_where_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("float32", "bfloat16", "float16", "float64")
+    chosen = {name: choose_precision(name, None, "cpu") for name in names}
+    assert [name for name in names if chosen[name].scales] == ["float16"]
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    for instructions, warned in (({}, 1), ({"avx512_fp16": True}, 0), ({"amx_fp16": True, "avx512_fp16": False}, 0)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=instructions: found, raising=False)
+        assert len(warn_of_precision(chosen["float16"], "cpu")) == warned
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    (warning,) = warn_of_precision(chosen["float16"], "cpu")
+    assert warning.what == "warning: float16 takes about 19 times as long as float32 here"
+    assert warn_of_precision(chosen["float16"], "cuda") == warn_of_precision(chosen["bfloat16"], "cpu") == ()
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    assert warn_of_precision(chosen["float16"], "cpu") == ()

@@ -17,7 +17,7 @@ def contents_of(task: Any, config: Config, steps: int) -> tuple[Any, Contents]:
     """A session that has made `steps` steps, and what a checkpoint of it holds."""
     session = session_of(task, config)
     extra = schedule_state(session.schedule, config.schedule)
-    contents = Contents(session.spread, session.optimizers, session.stream, extra, task, session.outer)
+    contents = Contents(session.spread, session.optimizers, session.stream, extra, task, session.outer, session.beside)
     for _ in step_through(session, steps) if steps else ():
         pass
     return session, contents

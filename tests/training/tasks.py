@@ -55,6 +55,17 @@ class Curve(Task):
         return {"accuracy": ((output.argmax(1) == batch[1]).sum(), len(batch[1]))}
 
 
+class Overflowing(Curve):
+    """Its loss is infinite in training mode, from the `first`-th time to before the `last`-th."""
+
+    first: int = 8
+    last: int = 10
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        loss = super().loss(output, batch)
+        return loss * float("inf") if output.requires_grad and self.first <= self._losses < self.last else loss
+
+
 class Remembering(Curve):
     """Counts its training losses, and remembers the count in the checkpoint."""
 

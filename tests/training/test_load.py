@@ -44,6 +44,35 @@ def test_a_run_gives_its_model_back(tmp_path: Path, task: str, precision: str, d
     assert evaluated(model, dtype) == pytest.approx(metrics["loss"], rel=1e-12 if dtype is torch.float64 else 1e-5)
 
 
+def test_the_average_is_what_validation_has_measured(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=3", "train.ema=0.5", "train.precision=float64") == 0
+    averaged, raw = (load(run, ema=ema) for ema in (True, False))
+    measured = events(run, "evaluation")[-1]["metrics"]["loss"]
+    assert evaluated(averaged, torch.float64) == pytest.approx(measured, rel=1e-12)  # type: ignore[arg-type]
+    assert evaluated(raw, torch.float64) != pytest.approx(measured, rel=1e-6)  # type: ignore[arg-type]
+    said = [decision["what"] for decision in events(run, "decision")]
+    assert "validation measures the average of the parameters, with the model's own buffers" in said
+    assert "at the end 12% of the average is still the initial values" in said
+
+
+def test_averages_of_several_models_come_by_name_and_tied(tmp_path: Path) -> None:
+    assert start("Gan", tmp_path / "gan", "train.steps=2", "train.ema=0.5") == 0
+    raw, averaged = load(tmp_path / "gan"), load(tmp_path / "gan", ema=True)
+    assert isinstance(raw, dict) and isinstance(averaged, dict)
+    assert not torch.equal(raw["critic"].weight, averaged["critic"].weight)  # type: ignore[arg-type]
+    assert start("Tied", tmp_path / "tied", "train.steps=2", "train.ema=0.5") == 0
+    tied: Any = load(tmp_path / "tied", ema=True)
+    assert tied.again.weight is tied.middle.weight
+
+
+def test_a_run_without_an_average_has_none_to_give(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=2") == 0
+    with pytest.raises(CheckpointError, match=r"step-00000002 holds no average of the parameters: it is kept where"):
+        load(run, ema=True)
+
+
 def test_tied_weights_are_tied_and_complex_buffers_stay_complex(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert start("Tied", run, "train.steps=2", "train.precision=float64") == 0

@@ -9,6 +9,7 @@ import torch
 
 from allranks.request import TrainRequest
 from allranks.run import Run
+from allranks.training.load import load
 from allranks.training.prepare import open_run, prepare
 from allranks.training.screen import Screen, step_shape
 from allranks.training.trainer import Ending
@@ -65,6 +66,16 @@ def test_the_summary_is_of_what_was_saved_and_only_at_the_end(run: Run, capsys: 
     shown = capsys.readouterr().out
     assert "[bold]in evaluation mode[/bold]" in shown and "allranks report" in shown
     assert shown.index("the weights sum") < shown.index("done, every step was made")
+
+
+def test_the_summary_is_of_the_average_where_there_is_one(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "averaged"
+    assert start("Curve", path, "train.steps=2", "train.ema=0.5") == 0
+    capsys.readouterr()
+    Screen(json=False).close_run(Run.open(path), Summing(), Ending("done", 2, {}))
+    shown = capsys.readouterr().out
+    sums = [Summing().summary(load(path, ema=ema)) for ema in (True, False)]  # type: ignore[arg-type]
+    assert sums[0].splitlines()[0] in shown and sums[1].splitlines()[0] not in shown
 
 
 def shape_of(task: Any, num_ranks: int, *overrides: str) -> Any:

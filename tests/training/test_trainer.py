@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from allranks.config import resolve_config
+from allranks.errors import ConfigError
 from allranks.observing.counters import Stopwatch
 from allranks.run import Run
 from allranks.training.snapshot import Contents, Saver
@@ -42,6 +43,59 @@ def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(tmp_path: Path
     assert train(None, "train.steps=9", resume=parts) == 0
     same_run(whole, parts, 9)
     assert saved(parts) == [7, 9]
+
+
+@pytest.mark.parametrize("task", ["Curve", "Gan", "Tied"])
+def test_an_average_goes_on_bitwise_where_it_stood(tmp_path: Path, task: str) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert start(task, whole, "train.steps=7", "train.ema=0.7") == 0
+    assert start(task, parts, "train.steps=4", "train.ema=0.7") == 0
+    assert train(None, "train.steps=7", resume=parts) == 0
+    same_run(whole, parts, 7)
+    kept = {name: digest for name, digest in digests(parts, 7).items() if name.startswith("ema.")}
+    assert kept and kept != {name: digest for name, digest in digests(parts, 4).items() if name in kept}
+
+
+def verdicts(run: Path) -> list[str]:
+    return [event["what"] for event in events(run, "verdict")]
+
+
+def test_a_step_that_overflows_is_skipped_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, half = tmp_path / "run", "train.precision=float16"
+    assert start("Overflowing", run, "train.steps=9", half) == 0
+    steps = Run.open(run).steps()
+    skipped = [step["step"] for step in steps if "skipped" in step]
+    assert len(skipped) == 2 and steps[-1]["skipped_steps"] == 2
+    assert [step["loss_scale"] for step in steps] == [
+        2.0 ** (16 - sum(s < step["step"] for s in skipped)) for step in steps
+    ]
+    assert [step["loss"] is None for step in steps] == [step["step"] in skipped for step in steps]
+    assert verdicts(run) == [], "what was skipped has left nothing"
+    out, err = capsys.readouterr()
+    assert "2 skipped" in out + err
+    assert start("Overflowing", tmp_path / "wide", "train.steps=9") == 0
+    assert any(what.startswith("the loss is inf from step") for what in verdicts(tmp_path / "wide"))
+
+
+def test_a_scale_that_falls_too_far_is_told_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert start("Overflowing", run, "train.steps=28", "train.precision=float16", "task.last=99") == 0
+    (what,) = verdicts(run)
+    assert what.startswith("the scale of the loss has fallen to 0.5 at step ")
+
+
+def test_a_scale_goes_on_bitwise_where_it_stood(tmp_path: Path) -> None:
+    whole, parts, half = tmp_path / "whole", tmp_path / "parts", "train.precision=float16"
+    assert start("Remembering", whole, "train.steps=7", half) == 0
+    assert start("Remembering", parts, "train.steps=4", half) == 0
+    assert train(None, "train.steps=7", resume=parts) == 0
+    same_run(whole, parts, 7)
+    assert {"scaler.scale", "scaler.good_steps", "scaler.skipped_steps"} <= digests(parts, 7).keys()
+
+
+def test_float16_wants_one_loss_a_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"float16 scales one loss a step, and Gan has a step\(\) of its own"):
+        start("Gan", tmp_path / "run", "train.steps=2", "train.precision=float16")
 
 
 def test_a_finished_run_resumed_does_nothing_twice(tmp_path: Path) -> None:

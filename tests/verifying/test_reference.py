@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import allranks.verifying.reference
-from allranks.verifying.reference import plain_loop, rankwise_loop
+from allranks.verifying.reference import plain_loop, rankwise_loop, scaled_loop
 
 
 def model() -> nn.Linear:
@@ -107,3 +107,20 @@ def test_one_process_plays_two_ranks() -> None:
     assert step.loss == pytest.approx(float((rows @ weight.T + bias).square().sum()) / 4, rel=1e-12)
     assert buffers[0]["0.running_mean"].tolist() == [2.0, 4.0] and buffers[1]["0.running_mean"].tolist() == [2.0, 4.0]
     assert [int(own["0.num_batches_tracked"]) for own in buffers] == [1, 2]
+
+
+def test_in_float16_a_step_that_overflows_is_skipped() -> None:
+    """A rank's gradient of the bias is twice the scale: it leaves float16 at the first two scales."""
+    x = torch.full((4, 2), 0.5)
+
+    def total(module: nn.Module, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = module(batch).float().sum()
+        return loss
+
+    trained = model().float()
+    before = trained.weight.detach().clone()
+    steps = scaled_loop(trained, lambda p: torch.optim.SGD(p, lr=0.5), [([x, x], 2)] * 4, total)
+    assert [step.scale for step in steps] == [2.0**16, 2.0**15, 2.0**14, 2.0**14]
+    assert [step.skipped for step in steps] == [True, True, False, False]
+    assert torch.equal(steps[1].parameters["weight"], before)
+    assert torch.allclose(steps[2].parameters["weight"], before - 0.5 * 2.0)

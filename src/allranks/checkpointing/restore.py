@@ -94,6 +94,28 @@ def read_whole(
     return {name.removeprefix(prefix): whole[owners[name]] for name in wanted}
 
 
+def read_model_values(checkpoint: Checkpoint, which: str = "", *, ema: bool = False) -> dict[str, torch.Tensor]:
+    """The model's tensors, or those of the one called `which`, whole on the host, by their names in it.
+
+    Args:
+        checkpoint: an open one.
+        which: of several models.
+        ema: parameters are the averages that were kept of them.
+
+    Raises:
+        CheckpointError: it holds no averages, or a file is damaged.
+    """
+    below = f"{which}." if which else ""
+    values = read_whole(checkpoint, f"model.{below}")
+    if not ema:
+        return values
+    if not any(name.startswith("ema.") for name in checkpoint.manifest.tensors):
+        raise CheckpointError(
+            f"{checkpoint.path} holds no average of the parameters: it is kept where train.ema is set"
+        )
+    return values | read_whole(checkpoint, f"ema.{below}")
+
+
 class _Piece:
     """What a part of the checkpoint and a local tensor have in common: a run of the file's bytes, and where they go."""
 

@@ -102,6 +102,7 @@ def verify(directory: Directory, json: Json = False) -> int:
 def export(
     directory: Directory,
     out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write; it must not exist.")],
+    ema: Annotated[bool, typer.Option("--ema", help="The average of the parameters that train.ema kept.")] = False,
     json: Json = False,
 ) -> int:
     """Write the model as one safetensors file.
@@ -116,7 +117,7 @@ def export(
     from allranks.cli.checkpoint_tensors import export_model
 
     try:
-        names = export_model(_open(path), out)
+        names = export_model(_open(path), out, ema=ema)
     except CheckpointError as error:
         return _print_damage(path, str(error), json=json)
     document = {"checkpoint": str(path), "file": str(out), "bytes": out.stat().st_size, "tensors": names}

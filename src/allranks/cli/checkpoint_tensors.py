@@ -18,22 +18,24 @@ def check_everything(checkpoint: "Checkpoint") -> None:
     check_files(checkpoint)
 
 
-def export_model(checkpoint: "Checkpoint", out: Path) -> list[str]:
+def export_model(checkpoint: "Checkpoint", out: Path, *, ema: bool = False) -> list[str]:
     """Write the model's tensors to one safetensors file, whole or not at all; returns their names.
+
+    With `ema` parameters are the averages that were kept of them.
 
     A tied tensor is written under each of its names, so that `load_state_dict` takes the file as it is.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or holds no model.
+        CheckpointError: the checkpoint is damaged, or holds no model or no averages.
         ConfigError: the file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from allranks.checkpointing.restore import read_whole
+    from allranks.checkpointing.restore import read_model_values
     from allranks.durable import replacing
 
-    tensors = read_whole(checkpoint)
+    tensors = read_model_values(checkpoint, ema=ema)
     if not tensors:
         raise CheckpointError(f"{checkpoint.path} holds no tensor of a model: there is nothing to export")
     aliases = {alias.removeprefix("model.") for alias in checkpoint.manifest.aliases}

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from allranks.losses import ChunkedHead
+
 ROTARY_BASE = 10_000.0
 INIT_STD = 0.02  # GPT-2's
 
@@ -116,13 +118,23 @@ class Decoder(nn.Module):
 
     residual_ends: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, vocab_size: int, hidden: int, blocks: Iterable[nn.Module], *, max_seq: int, tied: bool) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden: int,
+        blocks: Iterable[nn.Module],
+        *,
+        max_seq: int,
+        tied: bool,
+        chunk: int | None = None,
+    ) -> None:
         super().__init__()
         self.max_seq = max_seq
         self.embedding = nn.Embedding(vocab_size, hidden)
         self.layers = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(hidden)
-        self.output = nn.Linear(hidden, vocab_size, bias=False)
+        head = nn.Linear(hidden, vocab_size, bias=False)
+        self.output = head if chunk is None else ChunkedHead(hidden, vocab_size, chunk=chunk)
         self._set_initial_values()
         if tied:
             self.output.weight = self.embedding.weight
@@ -136,19 +148,24 @@ class Decoder(nn.Module):
             ends_residual = name.endswith(self.residual_ends)
             nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * len(self.layers)) if ends_residual else INIT_STD)
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None = None, targets: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Logits of the token that follows each position.
 
         Args:
             positions: int [seq], where the tokens stand in their sequence; not given: 0, 1, 2 ...
+            targets: int [batch, seq], for a model that was made with `chunk`: then the losses of the positions come
+                instead of logits, [batch, seq]; 0 where a target is -100.
         """
         if tokens.shape[-1] > self.max_seq:
             raise ValueError(f"a sequence of {tokens.shape[-1]} tokens, but max_seq is {self.max_seq}")
         value = self.embedding(tokens)
         for layer in self.layers:
             value = layer(value, positions=positions)
-        logits: torch.Tensor = self.output(self.norm(value))
-        return logits
+        normed = self.norm(value)
+        found: torch.Tensor = self.output(normed) if targets is None else self.output(normed, targets)
+        return found
 
 
 class Transformer(Decoder):
@@ -163,6 +180,7 @@ class Transformer(Decoder):
         max_seq: the longest sequence.
         tied: whether the output layer is the embedding's own matrix.
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many.
+        chunk: positions whose logits are held at once where forward is given `targets`; by default it takes none.
     """
 
     # How tensor parallelism cuts it, in the words of `allranks.Hints.tensor`.
@@ -191,6 +209,7 @@ class Transformer(Decoder):
         max_seq: int = 1024,
         tied: bool = True,
         num_kv_heads: int | None = None,
+        chunk: int | None = None,
     ) -> None:
         width = ffn if ffn is not None else -(-8 * hidden // 48) * 16
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -198,7 +217,7 @@ class Transformer(Decoder):
             Block(hidden, Attention(hidden, num_heads, kv_heads, max_seq), FeedForward(hidden, width))
             for _ in range(num_layers)
         )
-        super().__init__(vocab_size, hidden, blocks, max_seq=max_seq, tied=tied)
+        super().__init__(vocab_size, hidden, blocks, max_seq=max_seq, tied=tied, chunk=chunk)
 
 
 @torch.no_grad()

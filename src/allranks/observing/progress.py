@@ -37,6 +37,7 @@ class ProgressLine:
         self._step = self._origin = self._printed = first_step
         self._loss: float | None = None
         self._samples_per_second = 0.0
+        self._skipped = 0
         self._start = time.perf_counter()
         self._next_time = self._start + PLAIN_SECONDS
         self._part = max(1, -(-total_steps // PLAIN_PARTS)) if total_steps else 0
@@ -48,11 +49,12 @@ class ProgressLine:
             )
             self._live.start()
 
-    def update(self, step: int, loss: float | None, samples_per_second: float) -> None:
-        """Step `step` is done; `loss` is the newest that is known."""
+    def update(self, step: int, loss: float | None, samples_per_second: float, skipped: int = 0) -> None:
+        """Step `step` is done; `loss` is the newest that is known; `skipped` steps so far have changed nothing."""
         self._step = step
         self._loss = loss
         self._samples_per_second = samples_per_second
+        self._skipped = skipped
         if self._live is None and (step >= self._next_step or time.perf_counter() >= self._next_time):
             self._print()
 
@@ -76,6 +78,8 @@ class ProgressLine:
             parts.append(f"{100 * self._step // self._total}%")
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4f}")
+        if self._skipped:
+            parts.append(f"{self._skipped} skipped")
         if self._step > self._origin:
             parts.append(f"{format_count(self._samples_per_second)} samples/s")
         if self._total and self._step > self._origin:

@@ -56,10 +56,15 @@ class RowShards:
 
         Collective: every rank has gradients for the same ones. Afterwards none has any.
         """
-        for bucket in _buckets([p for p in parameters if p.dim() and p.numel() and p.grad is not None]):
-            self._gather(bucket)
+        self.gather([parameter for parameter in parameters if parameter.grad is not None])
         for parameter in parameters:
             parameter.grad = self.rows[self._names[id(parameter)]].grad = None
+
+    @torch.no_grad()
+    def gather(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Make these parameters whole again, from the rows that each rank has changed; collective."""
+        for bucket in _buckets([parameter for parameter in parameters if parameter.dim() and parameter.numel()]):
+            self._gather(bucket)
 
     def _gather(self, parameters: Sequence[torch.Tensor]) -> None:
         lengths = [-(-len(parameter) // self._size) * parameter[0].numel() for parameter in parameters]

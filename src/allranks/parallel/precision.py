@@ -1,5 +1,6 @@
 """What a precision means (law 7): float32 parameters everywhere, autocast's table for what runs in the lower type."""
 
+import platform
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -8,6 +9,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
 from allranks.errors import ConfigError
+from allranks.verdict import Decision
+
+FLOAT16_TIMES = 19
+"""As long as in float32 a layer 512 wide takes in float16 on an x86 processor without instructions for it, measured by
+bench/precision.py on 2026-11-20 (AMD EPYC, torch 2.13.0, one thread); a layer 1024 wide takes 47 times as long."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +21,7 @@ class Precision:
     """How the forward runs and how parameters are stored.
 
     Attributes:
-        name: "float32", "bfloat16" or "float64".
+        name: "float32", "bfloat16", "float16" or "float64".
         parameters: the dtype of parameters, gradients, reductions and optimizer state.
         compute: the dtype of autocast, or None where nothing is lowered.
         gather: the dtype in which FSDP gathers parameters.
@@ -25,6 +31,11 @@ class Precision:
     parameters: torch.dtype
     compute: torch.dtype | None
     gather: torch.dtype
+
+    @property
+    def scales(self) -> bool:
+        """Whether gradients could leave the range of the lower type, so that the loss is scaled before its backward."""
+        return self.compute is torch.float16
 
     def autocast(self, device_type: str) -> AbstractContextManager[object]:
         """The context in which the user's forward runs."""
@@ -57,14 +68,29 @@ def choose_precision(name: str, gather: str | None, device_type: str) -> Precisi
     """The Precision of `train.precision` and `layout.gather` on a device type.
 
     `gather` defaults to bfloat16 on CUDA under bfloat16, because it halves the traffic, and to the parameters' dtype
-    elsewhere. ConfigError for a precision that this version does not train in.
+    elsewhere. ConfigError where the two do not go together.
     """
-    if name == "float16":
-        raise ConfigError("train.precision=float16 needs a gradient scaler, which comes later: use bfloat16 or float32")
     parameters = torch.float64 if name == "float64" else torch.float32
-    compute = torch.bfloat16 if name == "bfloat16" else None
+    compute = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
     if gather is None:
-        gather = "bfloat16" if compute is not None and device_type == "cuda" else "float32"
-    if gather == "bfloat16" and compute is None:
+        gather = "bfloat16" if name == "bfloat16" and device_type == "cuda" else "float32"
+    if gather == "bfloat16" and name != "bfloat16":
         raise ConfigError(f"layout.gather=bfloat16 with train.precision={name}: it belongs to train.precision=bfloat16")
     return Precision(name, parameters, compute, torch.bfloat16 if gather == "bfloat16" else parameters)
+
+
+def warn_of_precision(precision: Precision, device_type: str) -> tuple[Decision, ...]:
+    """Say where a precision takes longer than float32 instead of less."""
+    if not precision.scales or device_type != "cpu" or _has_half_instructions():
+        return ()
+    what = f"warning: float16 takes about {FLOAT16_TIMES} times as long as float32 here"
+    because = "this processor has no instructions for it (bench/precision.py has measured that); bfloat16 takes half"
+    return (Decision(what, because),)
+
+
+def _has_half_instructions() -> bool:
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True  # ARM processors have had them for years
+    # torch 2.11 does not tell: the warning is then said once too often, on the newest Intel processors.
+    found = getattr(torch.cpu, "get_capabilities", dict[str, object])()
+    return bool(found.get("avx512_fp16") or found.get("amx_fp16"))

@@ -13,6 +13,7 @@ from allranks.config import OptimizerConfig
 from allranks.errors import TaskError
 from allranks.parallel.spread import Spread
 from allranks.parameter_map import Box, Entry
+from allranks.stepping.scaler import skips_on_device
 
 Parameters = Sequence[torch.Tensor] | Mapping[str, Sequence[torch.Tensor]]
 MakeOptimizer = Callable[[Parameters], Optimizer | Mapping[str, Optimizer] | None]
@@ -44,17 +45,29 @@ class Optimizers:
             self._updated[which] = list({id(parameter): self._whole[id(parameter)] for parameter in found}.values())
         return self._updated[which]
 
-    def step(self, which: str, factor: float) -> float:
-        """One update at `factor` of the peak learning rate, then no gradients; returns the first group's rate."""
+    def step(self, which: str, factor: float, skipped: torch.Tensor | None = None) -> float:
+        """One update at `factor` of the peak learning rate, then no gradients; returns the first group's rate.
+
+        Args:
+            skipped: 1.0 where nothing but the gradients is to go, else 0.0; None: it is not.
+        """
         optimizers = [(self.by_name[name], self._peaks[name]) for name in self._named(which)]
         for optimizer, peaks in optimizers:
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
-        self.update(which)
+        self.update(which, skipped)
         return float(optimizers[0][0].param_groups[0]["lr"])
 
-    def update(self, which: str) -> None:
+    def update(self, which: str, skipped: torch.Tensor | None = None) -> None:
         """One update at the present learning rates, then no gradients; collective where the optimizer is sharded."""
+        optimizers = [self.by_name[name] for name in self._named(which)]
+        if skipped is not None and skips_on_device(optimizers, skipped.device):
+            for optimizer in optimizers:
+                optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        elif skipped is not None and bool(skipped):
+            for parameter in self.parameters(which):
+                parameter.grad = None
+            return
         rows = self._spread.row_shards
         if rows is not None:
             rows.lend(self.parameters(which))

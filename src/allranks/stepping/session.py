@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from allranks.config import Config, OptimizerConfig
-from allranks.data.cut import Cut, cut_step
+from allranks.config import Config
+from allranks.data.cut import cut_step
 from allranks.data.loader import Loader
 from allranks.data.random_keys import seed_all
 from allranks.data.stream import DataStream, declared_order
-from allranks.errors import ConfigError, LayoutError
-from allranks.layout import Layout
+from allranks.errors import ConfigError
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.parallel.parallelize import parallelize
@@ -23,14 +22,16 @@ from allranks.parallel.spread import Spread
 from allranks.stepping.agreement import Agreement
 from allranks.stepping.alike import check_same_start
 from allranks.stepping.alternating import AlternatingPasses
+from allranks.stepping.ema import Ema
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.outer import OuterOptimizer, make_outer
 from allranks.stepping.passes import Forward, Passes, PlainPasses
+from allranks.stepping.remarks import say_at_start
+from allranks.stepping.scaler import Scaler
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.scheduled import ScheduledPasses
-from allranks.stepping.start_check import COUPLED, Meeting, check_at_start
+from allranks.stepping.start_check import check_at_start, check_coupling
 from allranks.stepping.step import Step
-from allranks.stepping.transfer_cost import describe_transfers
 from allranks.stepping.world import Processes
 from allranks.task import Task, has_step
 from allranks.verdict import Decision
@@ -47,6 +48,7 @@ class Session:
         validation: the validation split, or None.
         decisions: what was chosen, with because.
         flops_per_sample: of a forward and a backward; None where they cannot be counted.
+        beside: what has tensors for a checkpoint besides model and optimizers.
     """
 
     task: Task
@@ -62,6 +64,12 @@ class Session:
     validation: Any
     decisions: tuple[Decision, ...]
     flops_per_sample: float | None = None
+    beside: tuple[Ema | Scaler, ...] = ()
+
+    @property
+    def ema(self) -> Ema | None:
+        """An average that follows the parameters; None for none."""
+        return next((other for other in self.beside if isinstance(other, Ema)), None)
 
     @property
     def outer(self) -> OuterOptimizer | None:
@@ -97,27 +105,22 @@ def assemble(
         kept_schedule: that of the first start, where this is a resume.
         observe: wraps the passes, to look at gradients as they are made.
     """
-    if config.train.deterministic:
-        be_deterministic(processes.device)
-    dataset = task.dataset("train")
-    declared_order(dataset)
+    dataset = _open_dataset(task, config, processes.device)
     spread = _spread(task, config, processes)
     optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
     outer = make_outer(spread, has_step=has_step(task), order=declared_order(dataset))
     meeting = check_at_start(task, spread, dataset, config.train.seed, draws=draws(dataset), group=processes.data_group)
     spread.path.take()  # of the check, which each rank may make on samples of its own
-    _check_coupling(task, meeting, processes.mesh.layout)
+    check_coupling(task, meeting, processes.mesh.layout)
     stream = _stream(dataset, config, processes, fixed=meeting.coupled or has_batch_statistics(spread.modules))
-    # Where the Task's file lies is each host's own business.
-    settings = {key: value for key, value in config.flat().items() if key != "task.spec"}
-    check_same_start(settings, stream.num_samples, processes.world_group, processes.device)
-    loading = Loader(stream, workers=config.data.workers).decisions + _describe_cut(stream.cut, spread, config)
-    loading += describe_transfers(meeting.transfers, stream.cut)
-    decisions = processes.choice.decisions + spread.decisions + meeting.decisions + loading
+    _check_alike(config, stream, processes)
     schedule = kept_schedule or make_schedule(config, stream)
+    passes = observe(_passes(task, meeting.forward, optimizers, processes))
+    ema = None if config.train.ema is None else Ema(spread, config.train.ema)
+    scaler = Scaler(processes.device, processes.world_group) if spread.precision.scales else None
     step = Step(
         spread,
-        observe(_passes(task, meeting.forward, optimizers, processes)),
+        passes,
         optimizers,
         schedule,
         make_agreement(processes),
@@ -125,6 +128,8 @@ def assemble(
         stop_requested=stop_requested,
         stopwatch=stopwatch,
         outer=outer,
+        ema=ema,
+        scaler=scaler,
     )
     return Session(
         task=task,
@@ -138,9 +143,24 @@ def assemble(
         count_targets=meeting.count_targets,
         step=step,
         validation=None if has_step(task) else task.dataset("validation"),
-        decisions=decisions + _unused(task, config) + _remarks(schedule, config, stream),
+        decisions=processes.choice.decisions + say_at_start(task, config, spread, meeting, stream, schedule),
         flops_per_sample=meeting.flops_per_sample,
+        beside=tuple(other for other in (ema, scaler) if other is not None),
     )
+
+
+def _open_dataset(task: Task, config: Config, device: torch.device) -> Any:
+    if config.train.deterministic:
+        be_deterministic(device)
+    dataset = task.dataset("train")
+    declared_order(dataset)
+    return dataset
+
+
+def _check_alike(config: Config, stream: DataStream, processes: Processes) -> None:
+    # Where the Task's file lies is each host's own business.
+    settings = {key: value for key, value in config.flat().items() if key != "task.spec"}
+    check_same_start(settings, stream.num_samples, processes.world_group, processes.device)
 
 
 def make_agreement(processes: Processes) -> Agreement:
@@ -181,81 +201,17 @@ def _stream(dataset: Any, config: Config, processes: Processes, *, fixed: bool) 
     )
 
 
-def _describe_cut(cut: Cut, spread: Spread, config: Config) -> tuple[Decision, ...]:
-    """How a step goes through a pipeline, and how long its stages wait."""
-    layout, number = spread.mesh.layout, cut.num_micro_steps()
-    if spread.stages is None:
-        return ()
-    what = f"a step passes the {layout.num_stages} stages in {number} micro-steps of {cut.micro_batch} samples"
-    # Each process runs its stages for every micro-step, and waits for those before and after it (arXiv 2104.04473).
-    work = number * layout.num_stages // layout.pp
-    waits = f"schedule={layout.schedule} waits {(layout.pp - 1) / (work + layout.pp - 1):.0%} of the time or less"
-    given = config.train.micro_steps or config.train.micro_batch
-    return (Decision(what, waits if given else f"train.micro_steps is not given; {waits}"),)
-
-
 def _passes(task: Task, forward: Forward, optimizers: Optimizers, processes: Processes) -> Passes:
     if has_step(task):
+        if forward.spread.precision.scales:
+            raise ConfigError(
+                f"train.precision=float16 scales one loss a step, and {type(task).__name__} has a step() of its own: "
+                "use bfloat16, which needs no scale"
+            )
         return AlternatingPasses(forward, optimizers, processes.data_group)
     if forward.spread.stages is not None:
         return ScheduledPasses(forward)
     return PlainPasses(forward)
-
-
-def _check_coupling(task: Task, meeting: Meeting, layout: Layout) -> None:
-    if not meeting.coupled or layout.dp == 1:
-        return
-    if layout.local_sgd is not None:
-        raise LayoutError(
-            f"the loss of {type(task).__name__} couples samples, and with layout.local_sgd={layout.local_sgd} copies "
-            "train by themselves between two meetings: leave it out, or use --nproc 1"
-        )
-    if task.coupled and meeting.gathers and layout.cp == 1:
-        return
-    if layout.cp > 1:
-        raise LayoutError(
-            f"the loss of {type(task).__name__} couples samples, and cp={layout.cp} gives each rank other positions of "
-            "them: leave cp out, or use --nproc 1"
-        )
-    because = next((d.because for d in meeting.decisions if d.what == COUPLED), "the Task says so")
-    raise LayoutError(
-        f"the loss couples the samples of a batch ({because}), and each of {layout.dp} data-parallel ranks would "
-        "couple its own only: take the rows of all ranks by self.world.gather(rows) and say coupled = True, or use "
-        "--nproc 1"
-    )
-
-
-def _unused(task: Task, config: Config) -> tuple[Decision, ...]:
-    """What was given and has no effect with this Task, said instead of ignored."""
-    found = []
-    if type(task).optimizer is not Task.optimizer:
-        given, usual = config.optimizer.model_dump(), OptimizerConfig().model_dump()
-        names = ", ".join(f"optimizer.{name}" for name, value in given.items() if value != usual[name])
-        if names:
-            found.append(Decision(f"{names} has no effect", f"{type(task).__name__}.optimizer() makes the optimizer"))
-    if has_step(task):
-        what = "nothing is evaluated while it trains, and metrics() is not called"
-        found.append(Decision(what, f"{type(task).__name__} has a step() of its own"))
-    return tuple(found)
-
-
-def _remarks(schedule: Schedule, config: Config, stream: DataStream) -> tuple[Decision, ...]:
-    """What a schedule does that nobody may have meant."""
-    found = []
-    batch, steps = config.train.global_batch, stream.steps_total
-    falls = schedule.name != "constant"
-    if falls and schedule.warmup_samples >= schedule.total_samples:
-        what = f"the rate never reaches its peak: warm-up takes {schedule.warmup_samples // batch} steps"
-        found.append(
-            Decision(what, f"the schedule ends at step {schedule.total_samples // batch}: see schedule.warmup")
-        )
-    if falls and steps is not None and schedule.total_samples // batch < steps:
-        what = f"from step {schedule.total_samples // batch} on the rate is {schedule.floor:g} of its peak"
-        because = (
-            "the schedule of the first start ends there; `--change schedule.steps schedule.steps=N` makes it N steps"
-        )
-        found.append(Decision(what, because))
-    return tuple(found)
 
 
 def be_deterministic(device: torch.device) -> None:

@@ -16,6 +16,7 @@ from allranks.data.random_keys import item_key, seed_all
 from allranks.data.second_pass import begin_pass, check_second_pass
 from allranks.data.stream import declared_order
 from allranks.errors import AllranksError, DataError, LayoutError, TaskError
+from allranks.layout import Layout
 from allranks.parallel.compiled import uncompiled
 from allranks.parallel.context import Context
 from allranks.parallel.data_parallel import describe_gathering
@@ -225,6 +226,30 @@ def _meet_unused(forward: Forward, batch: Any, group: dist.ProcessGroup | None) 
     others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
     because = f"{unused[0] if unused else 'a parameter of another process'}{others} got none on the first samples"
     return (Decision("every backward is searched for parameters without gradient", because),)
+
+
+def check_coupling(task: Task, meeting: Meeting, layout: Layout) -> None:
+    """Refuse a loss that couples samples where each rank would couple its own only. Raises LayoutError."""
+    if not meeting.coupled or layout.dp == 1:
+        return
+    if layout.local_sgd is not None:
+        raise LayoutError(
+            f"the loss of {type(task).__name__} couples samples, and with layout.local_sgd={layout.local_sgd} copies "
+            "train by themselves between two meetings: leave it out, or use --nproc 1"
+        )
+    if task.coupled and meeting.gathers and layout.cp == 1:
+        return
+    if layout.cp > 1:
+        raise LayoutError(
+            f"the loss of {type(task).__name__} couples samples, and cp={layout.cp} gives each rank other positions of "
+            "them: leave cp out, or use --nproc 1"
+        )
+    because = next((d.because for d in meeting.decisions if d.what == COUPLED), "the Task says so")
+    raise LayoutError(
+        f"the loss couples the samples of a batch ({because}), and each of {layout.dp} data-parallel ranks would "
+        "couple its own only: take the rows of all ranks by self.world.gather(rows) and say coupled = True, or use "
+        "--nproc 1"
+    )
 
 
 def first_samples(dataset: Any, seed: int) -> tuple[list[Any], float]:

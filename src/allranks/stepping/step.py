@@ -10,9 +10,11 @@ from allranks.errors import TaskError
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.spread import Spread
 from allranks.stepping.agreement import Agreement, Ballot, Pending
+from allranks.stepping.ema import Ema
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.outer import OuterOptimizer
 from allranks.stepping.passes import Passes, Scale
+from allranks.stepping.scaler import Scaler, Scaling
 from allranks.stepping.schedule import Schedule
 
 
@@ -26,6 +28,7 @@ class Outcome:
         lr: of the last optimizer that was due.
         upcoming: the coming step's batch, None at the end.
         targets: the world's targets of the first loss, where they were counted in the step itself; else None.
+        scaling: of the loss, under float16.
     """
 
     pending: Pending
@@ -33,6 +36,7 @@ class Outcome:
     lr: float
     upcoming: StepBatch | None
     targets: torch.Tensor | None = None
+    scaling: Scaling | None = None
 
     def values(self, before: Pending, samples: int) -> dict[str, float | str]:
         """Loss per target, gradient norm and ledger (16 hex digits) of this step; waits for its reduction.
@@ -45,10 +49,12 @@ class Outcome:
         agreed = self.pending.read()
         targets = before.read().next_targets if self.targets is None else float(self.targets)
         tokens: dict[str, float | str] = {"tokens": targets} if targets > samples else {}
+        scaling = {} if self.scaling is None else self.scaling.values()
         return tokens | {
             "loss": agreed.loss / max(1.0, targets),
             "grad_norm": float(self.grad_norm),
             "ledger": f"{agreed.ledger:016x}",
+            **scaling,
         }
 
 
@@ -58,6 +64,8 @@ class Step:
     Args:
         stop_requested: (Ctrl-C, terminate) as this rank has seen them so far.
         stopwatch: told what each part of the step was.
+        ema: an average that follows the parameters; None for none.
+        scaler: scales the loss, and says which steps are skipped; None for neither.
 
     Attributes:
         outer: puts copies together that are by themselves between its steps; None where there are none.
@@ -75,6 +83,8 @@ class Step:
         stop_requested: Callable[[], tuple[bool, bool]],
         stopwatch: Stopwatch,
         outer: OuterOptimizer | None = None,
+        ema: Ema | None = None,
+        scaler: Scaler | None = None,
     ) -> None:
         self._spread = spread
         self._ranks = spread.mesh.layout.sample_ranks
@@ -86,6 +96,8 @@ class Step:
         self._max_norm = max_norm
         self._stop_requested = stop_requested
         self._stopwatch = stopwatch
+        self._ema = ema
+        self._scaler = scaler
 
     def agree_first(self, batch: StepBatch) -> Pending:
         """The agreement that goes before the first step: it carries that step's targets; collective."""
@@ -102,7 +114,7 @@ class Step:
         mark = self._stopwatch.mark
         factor = self._schedule.factor(batch.position, batch.size)
         pending: Pending | None = None
-        scale = self._scale(before)
+        scale, scaler = self._scale(before), self._scaler
         mark("agreement")
         for sums in self._passes.run(batch, scale):
             mark("forward_backward")
@@ -112,26 +124,35 @@ class Step:
                 pending, targets = self._agree(sums.loss, sums.ledger, coming), sums.targets
             divide = None if sums.targets is None else self._spread.divisor / sums.targets.clamp(min=1.0)
             updated = self._optimizers.parameters(sums.which)
+            if scaler is not None:
+                divide = self._spread.divisor / scaler.scale
             norm = self._spread.clip(updated, self._max_norm, divide)
-            lr = self._optimizers.step(sums.which, factor)
+            skipped = None if scaler is None else scaler.judge(norm)
+            lr = self._optimizers.step(sums.which, factor, skipped)
             mark("optimizer")
         if pending is None:
             raise TaskError("step() ended without yielding: yield (name, loss_sum, targets) at least once")
+        if self._ema is not None:
+            self._ema.update(skipped)
+        scaling = None if scaler is None or skipped is None else scaler.update(skipped)
         self._spread.balances.finish_step()
         if self.outer is not None:
             self.outer.finish_step(batch.step + 1, last=coming is None)
             mark("optimizer")
         # Read here where it is at hand: the thread that writes would contend for the interpreter lock with the loop.
-        return Outcome(pending, norm.item() if norm.device.type == "cpu" else norm, lr, coming, targets)
+        told = norm.item() if norm.device.type == "cpu" else norm
+        return Outcome(pending, told, lr, coming, targets, scaling)
 
     def _scale(self, before: Pending) -> Scale:
         """What makes DDP's and FSDP2's mean over ranks the sum over targets, divided once by their number (law 3).
 
         The gradients of copies that are by themselves have these as their mean.
         """
+        # What a gradient has to fit in float16 must not depend on the number of ranks: there they multiply afterwards.
+        divisor = self._ranks if self._scaler is None else self._scaler.scale
         if self._spread.device.type == "cpu":
-            return self._ranks / max(1, before.read().next_targets)
-        return self._ranks / before.next_targets.clamp(min=1.0)
+            return divisor / max(1, before.read().next_targets)
+        return divisor / before.next_targets.clamp(min=1.0)
 
     def _agree(self, loss: torch.Tensor, ledger: int, upcoming: StepBatch | None) -> Pending:
         interrupt, terminate = self._stop_requested()

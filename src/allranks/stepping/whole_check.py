@@ -33,7 +33,7 @@ LARGEST_FLOPS = 2e12  # of the comparison on one core: some ten seconds to a min
 NUM_SAMPLES = 2
 
 # What sums in another order leave between two norms. What is wrong by a factor, or a head too wide, is far beyond.
-_RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 6e-2}
+_RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 6e-2}
 _OF_LARGEST = 1e-3
 # A router may send a token elsewhere for a rounding; a gradient that is wrong by a factor is still beyond this.
 _ROUTED = 0.1

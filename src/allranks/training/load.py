@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from allranks.checkpointing.checkpoint import Checkpoint
-from allranks.checkpointing.restore import read_whole
+from allranks.checkpointing.restore import read_model_values
 from allranks.config import Config
 from allranks.errors import CheckpointError, ConfigError, TaskError
 from allranks.run import Run
@@ -16,10 +16,8 @@ from allranks.task import Task, load_task
 from allranks.task_loading import setting_types
 from allranks.training.newest import newest_of_run
 
-PREFIX = "model."
 
-
-def load(path: str | Path, task: Task | str | None = None) -> nn.Module | dict[str, nn.Module]:
+def load(path: str | Path, task: Task | str | None = None, *, ema: bool = False) -> nn.Module | dict[str, nn.Module]:
     """The model that a run trained, on the CPU, in evaluation mode; several by name where the Task has several.
 
     Warns where a newer checkpoint of the run is damaged and an older one is taken.
@@ -28,9 +26,10 @@ def load(path: str | Path, task: Task | str | None = None) -> nn.Module | dict[s
         path: a Run directory (its newest good checkpoint), or one `step-*` directory.
         task: the Task, or its spec, which in a Run gets the run's settings. A Run names its own; a bare checkpoint
             names no code, so there it is required.
+        ema: with the average of the parameters that `train.ema` kept, which validation has measured.
 
     Raises:
-        RunError, CheckpointError: there is no run, or no whole checkpoint.
+        RunError, CheckpointError: there is no run, or no whole checkpoint, or it holds no average.
         TaskError: `task` is missing, cannot be loaded, or makes another model than the checkpoint holds.
     """
     path = Path(path)
@@ -41,21 +40,22 @@ def load(path: str | Path, task: Task | str | None = None) -> nn.Module | dict[s
             raise CheckpointError(f"{run.checkpoints} holds no checkpoint yet: nothing to load")
         for reason in skipped:
             warnings.warn(f"{checkpoint.path.name} is loaded, not the newest: {reason}", stacklevel=2)
-        return read_model(checkpoint, task if isinstance(task, Task) else make_task(task or run.task, run.config()))
+        made = task if isinstance(task, Task) else make_task(task or run.task, run.config())
+        return read_model(checkpoint, made, ema=ema)
     checkpoint = Checkpoint.open(path)
     if task is None:
         raise TaskError(f"{path} is a checkpoint, which names no code: say load(path, task='file.py:Name')")
-    return read_model(checkpoint, load_task(task) if isinstance(task, str) else task)
+    return read_model(checkpoint, load_task(task) if isinstance(task, str) else task, ema=ema)
 
 
-def read_model(checkpoint: Checkpoint, task: Task) -> nn.Module | dict[str, nn.Module]:
-    """The Task's model with the values of `checkpoint`."""
+def read_model(checkpoint: Checkpoint, task: Task, *, ema: bool = False) -> nn.Module | dict[str, nn.Module]:
+    """The Task's model with the values of `checkpoint`, or with the averages in it."""
     # The initial values are replaced: no random number of the caller's is spent on them.
     with torch.random.fork_rng(devices=()):
         built = task.model()
     modules = {"": built} if isinstance(built, nn.Module) else dict(built)
     for which, module in modules.items():
-        _load_strictly(module, read_whole(checkpoint, f"{PREFIX}{which}." if which else PREFIX), checkpoint)
+        _load_strictly(module, read_model_values(checkpoint, which, ema=ema), checkpoint)
         module.eval()
     return built if isinstance(built, nn.Module) else modules
 

@@ -54,8 +54,8 @@ class Screen:
     def _summarise(self, run: Run, task: Task) -> None:
         if type(task).summary is Task.summary:
             return
-        # From the disk, not from memory: what is shown is what was saved.
-        model = load(run.path, task)
+        # From the disk, not from memory: what is shown is what was saved. The average, where validation measured that.
+        model = load(run.path, task, ema=run.config().train.ema is not None)
         text = task.summary(model) if not isinstance(model, dict) else ""
         if text:
             self.say("\n" + text)

@@ -1,10 +1,10 @@
 """Everything that matters, into a checkpoint and back (law 8)."""
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -28,20 +28,11 @@ from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.outer import OuterOptimizer
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.world import Processes
+from allranks.training.beside import Beside, Stateful, compare_beside
 from allranks.training.newest import newest_of_run
 from allranks.verdict import Decision
 
 Parts = list[tuple[Entry, torch.Tensor]]
-
-
-class Stateful(Protocol):
-    """What a Task offers: JSON values, and taking them back."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON values to remember."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +43,7 @@ class Contents:
         extra: JSON values beside it, such as the schedule.
         task: whose own state is kept; None for an own loop.
         outer: of local_sgd; None without.
+        beside: what has tensors besides model and optimizer.
     """
 
     spread: Spread
@@ -60,6 +52,7 @@ class Contents:
     extra: Mapping[str, Any]
     task: Stateful | None = None
     outer: OuterOptimizer | None = None
+    beside: Sequence[Beside] = ()
 
     def parts(self, stored: Collection[str] | None = None) -> Parts:
         """Every tensor under its name in the checkpoint, as this rank holds it; collective where ranks learn their own.
@@ -74,13 +67,15 @@ class Contents:
             model.append((replace(entry, name=f"model.{name}"), tensor))
             for rank, own in enumerate(ranks or ()):
                 model.append((replace(entry, name=name_of_rank(f"model.{name}", rank)), own))
-        inner = self.optimizers.parts()
-        inner += [] if self.spread.hook is None else self.spread.hook.parts(self.spread.map)
-        return model + inner if self.outer is None else self.outer.parts(model, inner, stored)
+        inner = self.optimizers.parts() + (self.spread.hook.parts(self.spread.map) if self.spread.hook else [])
+        if self.outer is not None:
+            return self.outer.parts(model, inner, stored)
+        return model + inner + [part for other in self.beside for part in other.parts()]
 
     def aliases(self) -> dict[str, str]:
         """Tied names, by their names in the checkpoint."""
-        return {f"model.{alias}": f"model.{name}" for alias, name in self.spread.map.aliases.items()}
+        tied = {f"model.{alias}": f"model.{name}" for alias, name in self.spread.map.aliases.items()}
+        return tied | {alias: name for other in self.beside for alias, name in other.aliases().items()}
 
     def state(self) -> dict[str, Any]:
         """Everything that is no tensor."""
@@ -118,7 +113,9 @@ class Contents:
 
     def _restore(self, checkpoint: Checkpoint) -> tuple[Decision, ...]:
         """Fill every tensor, and compare digests where it was cut otherwise."""
-        parts, spread = self.parts(checkpoint.manifest.tensors), self.spread
+        spread, stored = self.spread, checkpoint.manifest.tensors
+        change = compare_beside(self.beside, stored)
+        parts = [(entry, own) for entry, own in self.parts(stored) if not entry.name.startswith(change.begins)]
         theirs = {name for name in checkpoint.manifest.tensors if is_of_one_rank(name)}
         ours = {entry.name for entry, _ in parts if is_of_one_rank(entry.name)}
         same = theirs == ours
@@ -129,22 +126,25 @@ class Contents:
             parts = [(entry, kept.get(entry.name, own)) for entry, own in parts if entry.name not in ours]
         adapted = adapt(checkpoint, stored_parts(parts))
         parts, theirs = adapted.fitting, theirs | adapted.leftover
-        restore(checkpoint, parts, self._all_names(entry.name for entry, _ in parts) | theirs)
+        restore(checkpoint, parts, self._all_names(entry.name for entry, _ in parts) | theirs | change.left)
         if self.outer is not None:
-            self.outer.restored(checkpoint.manifest.tensors)
-        layout = spread.mesh.layout
-        if checkpoint.manifest.layout != str(layout):
-            group = None if layout.world_size == 1 else dist.group.WORLD
-            check_digests(checkpoint, parts, group, spread.device, without=theirs - set(ours if same else ()))
+            self.outer.restored(stored)
+        if checkpoint.manifest.layout != str(spread.mesh.layout):
+            group = None if spread.mesh.layout.world_size == 1 else dist.group.WORLD
+            unread = change.left | (theirs - set(ours if same else ()))
+            check_digests(checkpoint, parts, group, spread.device, without=unread)
+        for other in self.beside:
+            if other.prefix in change.begins:
+                other.begin()
         if same:
             values = {entry.name: own for entry, own in parts}
             for name in spread.batch_norms.own_names:
                 spread.local(name).copy_(values[name_of_rank(f"model.{name}", spread.mesh.dp_rank)])
-            return adapted.decisions
+            return change.decisions + adapted.decisions
         number = len({name.rpartition("@")[2] for name in theirs if is_of_one_rank(name)})
         what = "running batch statistics go on from the mean over the ranks"
         said = (Decision(what, f"{number} data-parallel ranks have saved their own"),) if number else ()
-        return adapted.decisions + said
+        return change.decisions + adapted.decisions + said
 
     def _all_names(self, names: Iterable[str]) -> set[str]:
         return {name for some in self._of_all_stages(list(names)) for name in some}

@@ -17,6 +17,9 @@ from allranks.stepping.step import Outcome
 from allranks.training.snapshot import Saver
 from allranks.training.validate import validate
 
+SMALLEST_SCALE = 1.0
+"""Below it gradients are not finite for another reason than the scale, which then makes them smaller than they are."""
+
 Reason = Literal["done", "interrupted", "terminated"]
 
 
@@ -158,21 +161,36 @@ class Trainer:
         def ready() -> Mapping[str, Value]:
             # On the recorder's thread: the loop waits for nothing here.
             values = outcome.values(before, batch.size)
-            if not self._told_of_nonfinite and not isfinite(float(values["loss"])):
-                self._tell_of_nonfinite(step, float(values["loss"]))
+            self._watch(step, values)
             if self._progress is not None:
-                self._progress.update(step, float(values["loss"]), batch.size / seconds)
+                skipped = int(values.get("skipped_steps", 0))
+                self._progress.update(step, float(values["loss"]), batch.size / seconds, skipped)
             return values
 
         flops = None if self._flops_per_sample is None else self._flops_per_sample * batch.size
         self._recorder.record(StepRecord(step, samples, batch.size, outcome.lr, seconds, ready, flops))
 
-    def _tell_of_nonfinite(self, step: int, loss: float) -> None:
-        """Once: every step after it is most likely lost, too."""
+    def _watch(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Tell once of a loss that is no number, and of a scale that has fallen too far: all after it is lost, too.
+
+        A step that was skipped has left nothing: its loss may be what it is.
+        """
+        if self._told_of_nonfinite:
+            return
+        loss, scale = float(values["loss"]), float(values.get("loss_scale", 1.0))
+        if scale < SMALLEST_SCALE:
+            what = (
+                f"the scale of the loss has fallen to {scale:g} at step {step}: gradients are not finite at any scale"
+            )
+            self._tell_of_nonfinite(what, "stop it; look at the data of these steps, or take train.precision=bfloat16")
+        elif not isfinite(loss) and "skipped" not in values:
+            what = f"the loss is {loss} from step {step} on: what is trained from here is most likely worthless"
+            remedy = "stop it; resume from a checkpoint before that step with a lower optimizer.lr, or train.max_norm"
+            self._tell_of_nonfinite(what, remedy)
+
+    def _tell_of_nonfinite(self, what: str, remedy: str) -> None:
         assert self._recorder is not None
         self._told_of_nonfinite = True
-        what = f"the loss is {loss} from step {step} on: what is trained from here is most likely worthless"
-        remedy = "stop it; resume from a checkpoint before that step with a lower optimizer.lr, or with train.max_norm"
         self._recorder.write("verdict", kind="not_finite", what=what, evidence=[], next=remedy)
         if self._progress is not None:
             self._progress.say(f"warning: {what}; {remedy}")

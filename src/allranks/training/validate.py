@@ -1,12 +1,17 @@
 """The validation split, measured exactly."""
 
+from contextlib import nullcontext
+
 from allranks.data.evaluation import evaluation_batches
 from allranks.stepping.evaluate import evaluate
 from allranks.stepping.session import Session, draws
 
 
 def validate(session: Session) -> dict[str, float]:
-    """Mean loss per target and the Task's metrics over the validation split; {} where there is none; collective."""
+    """Mean loss per target and the Task's metrics over the validation split; {} where there is none; collective.
+
+    Of the average of the parameters, where the run has one (`train.ema`).
+    """
     if session.validation is None:
         return {}
     cut = session.stream.cut
@@ -26,4 +31,5 @@ def validate(session: Session) -> dict[str, float]:
         count_targets=session.count_targets,
         draws=draws(session.validation),
     )
-    return evaluate(session.forward, batches, session.processes.mesh.sample_group)
+    with nullcontext() if session.ema is None else session.ema.in_place():
+        return evaluate(session.forward, batches, session.processes.mesh.sample_group)

@@ -119,6 +119,7 @@ class _Training:
                 extra=schedule_state(session.schedule, config.schedule),
                 task=session.task,
                 outer=session.outer,
+                beside=session.beside,
             )
             resumed_step = self._resume(contents, checkpoint, skipped)
             ending = self._loop(session, contents, resumed_step)

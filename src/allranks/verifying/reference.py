@@ -67,6 +67,54 @@ def plain_loop(
     return steps
 
 
+@dataclass(frozen=True)
+class ScaledStep:
+    """One step of the plain loop in float16.
+
+    Attributes:
+        scale: of the loss, that the step used.
+        skipped: whether it left everything as it was.
+        parameters: after it.
+    """
+
+    scale: float
+    skipped: bool
+    parameters: dict[str, torch.Tensor]
+
+
+def scaled_loop(
+    model: nn.Module,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    steps: Iterable[tuple[Sequence[Any], int]],
+    forward: Callable[[nn.Module, Any], torch.Tensor],
+    max_norm: float | None = None,
+) -> list[ScaledStep]:
+    """Train in float16 with torch's own autocast and scaler, where each rank's share of a step rounds by itself.
+
+    Args:
+        steps: of every step the batch of each rank, and the step's number of targets.
+        forward: (model, batch) -> the SUM of the loss over the batch's targets, in float32.
+    """
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    kind = next(model.parameters()).device.type
+    scaler, found = torch.amp.GradScaler(kind), []
+    for batches, targets in steps:
+        optimizer.zero_grad()
+        scale = scaler.get_scale() if scaler._scale is not None else 2.0**16
+        for batch in batches:
+            with torch.autocast(kind, torch.float16):
+                loss = forward(model, batch)
+            scaler.scale(loss / max(1, targets)).backward()
+        scaler.unscale_(optimizer)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        found.append(ScaledStep(scale, scaler.get_scale() < scale, parameters))
+    return found
+
+
 def rankwise_loop(
     model: nn.Module,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],

@@ -10,9 +10,10 @@ from torch import nn
 import allranks
 from allranks.data.random_keys import random_key, seed_all
 from allranks.run import Run
+from allranks.verifying.reference import plain_loop
 from tests.distributed.pool import Pools
 from tests.distributed.tasks import MODELS, Words
-from tests.training.own.cases import Net, Samples, count, everything, loss_of, refusal, sgd
+from tests.training.own.cases import Net, Samples, batches, built, count, everything, loss_of, refusal, sgd
 
 
 def one_loop(folder: str, layout: str, lines: Callable[..., object], **cutting: Any) -> str:
@@ -266,3 +267,56 @@ def test_experts_balance_in_a_loop_of_ones_own(pool: Pools, tmp_path: Path) -> N
             for value, expected in zip(found, alone, strict=True):
                 if value.shape == expected.shape:
                     torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+
+
+def averaged(folder: str, layout: str, stop: int = 6) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Steps up to `stop` with an average: what a rank holds of it, and an evaluation with it and without."""
+
+    def measure(model: nn.Module) -> Callable[[Any], dict[str, tuple[Any, Any]]]:
+        return lambda batch: {"loss": (loss_of(model, batch), count(batch))}
+
+    with allranks.join(layout=layout, precision="float64", run=folder) as world:
+        model = world.parallelize(built(7))
+        optimizer = world.optimizer(model, sgd)
+        average = world.ema(model, decay=0.75)
+        stream = world.stream(Samples(), global_batch=10, steps=stop, seed=3)
+        world.resume(model, optimizer, stream)
+        for batch in stream:
+            good(world, model, optimizer, batch)
+        with average.in_place():
+            found = [world.evaluate(Samples(), measure(model), batch=10)["loss"]]
+        found.append(world.evaluate(Samples(), measure(model), batch=10)["loss"])
+        return {entry.name: part.clone() for entry, part in average.parts()}, found
+
+
+def test_an_average_follows_the_steps_and_goes_on_after_a_resume(pool: Pools, tmp_path: Path) -> None:
+    ((expected, measured),) = pool(1).run(averaged, str(tmp_path / "one"), "single")
+    assert measured[0] != measured[1]
+    first, *_ = batches(global_batch=10, steps=6)
+    model = built(7).double()
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def finish(trained: nn.Module) -> None:
+        for value, parameter in zip(values, trained.parameters(), strict=True):
+            value.lerp_(parameter.detach(), 0.25)
+
+    plain_loop(model, sgd, [(batch, count(batch)) for batch in first], loss_of, finish=finish)
+    named = {f"ema.{name}": value for (name, _), value in zip(model.named_parameters(), values, strict=True)}
+    assert all(torch.allclose(expected[name], value, rtol=1e-11, atol=1e-14) for name, value in named.items())
+    for found, numbers in pool(2).run(averaged, str(tmp_path / "two"), "ddp"):
+        assert all(torch.allclose(found[name], value, rtol=1e-11, atol=1e-14) for name, value in expected.items())
+        assert all(abs(a - b) <= 1e-11 * abs(b) for a, b in zip(numbers, measured, strict=True))
+    pool(1).run(averaged, str(tmp_path / "parts"), "single", 3)
+    ((resumed, _),) = pool(1).run(averaged, str(tmp_path / "parts"), "single")
+    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+
+
+def test_an_average_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    with allranks.join(run=tmp_path / "run") as world:
+        model = world.parallelize(Net())
+        assert refusal(lambda: world.ema(model, 1.0)) == (
+            "ConfigError: world.ema(decay=1.0): expected a number between 0 and 1, such as 0.999"
+        )
+        assert "not the model of this world" in refusal(lambda: world.ema(Net(), 0.9))
+        world.ema(model, 0.9)
+        assert "was called already" in refusal(lambda: world.ema(model, 0.9))

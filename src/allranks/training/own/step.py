@@ -14,10 +14,12 @@ import torch
 
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import seed_all
-from allranks.errors import TaskError
+from allranks.errors import ConfigError, TaskError
 from allranks.observing.counters import Stopwatch
 from allranks.observing.recorder import Value
+from allranks.parallel.spread import Spread
 from allranks.stepping.agreement import Agreed, Agreement, Ballot, Pending
+from allranks.stepping.ema import Ema
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.passes import ledger_of, micro_forward
 from allranks.training.own.buckets import check_all_reached, must_settle, settle_buckets
@@ -72,6 +74,7 @@ class OwnStep:
     Attributes:
         weight: 1, or 0 while the micro-batch that is out only fills this rank's place.
         stop_requested: (Ctrl-C, terminate) as this rank has seen them so far.
+        averages: what follows the parameters; at most one.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class OwnStep:
     ) -> None:
         self.weight = 1
         self.stop_requested: Callable[[], tuple[bool, bool]] = lambda: (False, False)
+        self.averages: list[Ema] = []
         self._models = models
         self._agreement = agreement
         self._device = device
@@ -101,6 +105,15 @@ class OwnStep:
     def between_steps(self) -> bool:
         """Whether parameters, buffers and position stand at the end of a step."""
         return self._turn is None or self._turn.state == "stepped"
+
+    def follow(self, spread: Spread, decay: float) -> Ema:
+        """Average the parameters from here on. Raises TaskError, ConfigError: see `World.ema`."""
+        if self.averages:
+            raise TaskError("world.ema() was called already: a world has one average of its model")
+        if not 0 < decay < 1:
+            raise ConfigError(f"world.ema(decay={decay}): expected a number between 0 and 1, such as 0.999")
+        self.averages.append(Ema(spread, decay))
+        return self.averages[0]
 
     def begin(self, batch: StepBatch, more: int, started: float) -> None:
         """The step of `batch` begins, requested at `started`; `more`: this rank's samples after it, 0 at its end."""
@@ -210,6 +223,8 @@ class OwnStep:
         optimizer = optimizers.by_name[""]
         lr = float(optimizer.param_groups[0]["lr"])
         optimizers.update("")
+        for average in self.averages:
+            average.update()
         self._models.trained.balances.finish_step()
         self._models.reshard()
         self._stopwatch.mark("optimizer")

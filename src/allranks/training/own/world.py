@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from allranks.errors import ConfigError, TaskError
 from allranks.parallel.gather import RanksRows
 from allranks.stepping.agreement import Agreement
+from allranks.stepping.ema import Ema
 from allranks.stepping.optimizer import Optimizers
 from allranks.task import TensorStyle
 from allranks.training.own.evaluate import Measure, evaluate_own
@@ -111,6 +112,14 @@ class World:
         self._optimizers[id(made.by_name[""])] = made
         return made.by_name[""]
 
+    def ema(self, model: nn.Module, decay: float) -> Ema:
+        """An average of the parameters that follows each `step`, and that `resume` keeps: make it before.
+
+        `with average.in_place():` gives the model these values, for `evaluate`; after it come its own again. Raises
+        TaskError, ConfigError: not this world's model; there is one already; no decay between 0 and 1.
+        """
+        return self._step.follow(self._ground.models.of(model), decay)
+
     def stream(
         self,
         dataset: Any,
@@ -167,7 +176,7 @@ class World:
         if not isinstance(stream, Stream) or not stream.belongs_to(loop):  # type: ignore[redundant-expr]
             raise TaskError("world.resume(): pass the stream that world.stream(...) returned")
         state = OwnState(spread, optimizers.by_name[""], others, loop.say)
-        return loop.resume(Contents(spread, optimizers, loop.order, extra={}, task=state))
+        return loop.resume(Contents(spread, optimizers, loop.order, extra={}, task=state, beside=self._step.averages))
 
     def backward(self, loss: torch.Tensor, targets: int) -> None:
         """Accumulate the gradients of `loss`, a SUM over `targets` targets; the step's last batch reduces; collective.
@@ -226,14 +235,11 @@ class World:
         workers: int = 0,
         collate: Callable[[list[Any]], Any] = default_collate,
     ) -> dict[str, float]:
-        """Every sample of `dataset` once, none twice, the model in evaluation mode; recorded; collective.
+        """{name: the world's sum / count} over all of `dataset`, each once, in evaluation mode; recorded; collective.
 
         Args:
             measure: batch -> {name: (sum, count)}, the same names on every rank; called without gradients.
             batch: samples at a time over the whole world; `micro_batch` in a forward.
-
-        Returns:
-            {name: the world's sum / the world's count}.
         """
         started = time.perf_counter()
         loading = {"batch_size": batch, "micro_batch": micro_batch, "workers": workers, "collate": collate}
@@ -243,10 +249,7 @@ class World:
         return found
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows (dim 0) of all data-parallel ranks, in rank order, with gradients; collective, its backward too.
-
-        Each rank may bring any number. One whose batch only fills its place brings none, and finds its own at the end.
-        """
+        """The rows of all data-parallel ranks, in their order, with gradients, a filler's own last; collective."""
         return RanksRows(self._ground.processes.data_group, counts=self.weight > 0).gather(rows)
 
     def offset(self, rows: torch.Tensor) -> int:
@@ -292,8 +295,6 @@ class World:
 
     def _own(self, optimizer: Optimizer) -> Optimizers:
         if id(optimizer) not in self._optimizers:
-            raise TaskError(
-                f"{type(optimizer).__name__} is not an optimizer of this world: make it by world.optimizer(model, "
-                f"{type(optimizer).__name__}, ...)"
-            )
+            kind = type(optimizer).__name__
+            raise TaskError(f"{kind} is not an optimizer of this world: make it by world.optimizer(model, {kind}, ...)")
         return self._optimizers[id(optimizer)]

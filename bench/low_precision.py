@@ -1,0 +1,106 @@
+"""The lines of law 4's table that are precisions: what `bench/exceptions.py` measures of float16 and bfloat16.
+
+A small model is trained by `allranks train`'s own session over several processes, then by plain torch in one process
+that rounds each rank's share by itself: torch's autocast, and for float16 torch's GradScaler.
+"""
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import default_collate
+
+import allranks
+from allranks.config import resolve_config
+from allranks.data.random_keys import seed_all
+from allranks.launching.environment import read_environment
+from allranks.layout import Layout
+from allranks.observing.counters import Stopwatch
+from allranks.parallel.backend import choose_device, start, stop
+from allranks.stepping.session import assemble
+from allranks.stepping.world import gather_processes
+from allranks.task import Task
+from allranks.verifying.reference import plain_loop, rankwise_loop, scaled_loop
+
+GLOBAL_BATCH, LR = 12, 0.001
+LAWS = {
+    "float16": "each rank's share in float16, gradients summed in float32, torch's GradScaler",
+    "bfloat16": "each rank's share in bfloat16, gradients summed in float32",
+}
+Values = dict[str, torch.Tensor]
+
+
+class Signals(Task):
+    """A class for each of 512 rows of 32 values; one row in 17 weighs 100 times as much, and overflows float16."""
+
+    def dataset(self, split: str) -> Any:
+        rows = torch.randn(512, 32, generator=torch.Generator().manual_seed(3))
+        return [{"x": row, "y": index % 5, "w": 100.0 if index % 17 == 3 else 1.0} for index, row in enumerate(rows)]
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 5)
+        )
+
+    def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (functional.cross_entropy(output, batch["y"], reduction="none") * batch["w"]).sum()
+
+
+def train(precision: str, steps: int) -> tuple[Values, int, list[list[int]]]:
+    """In every process: parameters at the end, steps that were skipped, and its samples in each step."""
+    given = (f"train.steps={steps}", f"train.global_batch={GLOBAL_BATCH}", f"train.precision={precision}")
+    sgd = ("optimizer.name=sgd", f"optimizer.lr={LR}", "optimizer.momentum=0.9", "optimizer.weight_decay=0")
+    config = resolve_config(task_defaults={}, toml=None, overrides=[*given, *sgd], layout="ddp")
+    environment = read_environment(os.environ)
+    choice = choose_device(environment, "cpu", "gloo")
+    start(environment, choice, timeout_seconds=600)
+    try:
+        processes = gather_processes(environment, choice, Layout.resolve(config.layout, environment.world_size))
+        session = assemble(Signals(), config, processes, Stopwatch(), lambda: (False, False))
+        samples, skipped = [], 0.0
+        with session.loader() as loader:
+            batch = next(loader, None)
+            before = session.step.agree_first(batch)
+            while batch is not None:
+                outcome = session.step.run(batch, before, lambda: next(loader, None))
+                session.stream.take(batch)
+                samples.append([int(sample) for m in batch.micro_steps if m.weight for sample in m.samples])
+                skipped = 0.0 if outcome.scaling is None else outcome.scaling.values()["skipped_steps"]
+                before, batch = outcome.pending, outcome.upcoming
+        return {name: session.spread.local(name).clone() for name in session.spread.map}, int(skipped), samples
+    finally:
+        stop()
+
+
+def measure_precision(precision: str, num_ranks: int, steps: int) -> tuple[Values, Values, Values, int]:
+    """Parameters of rank 0 at the end, those of the simulation, of one device in float32, and the steps skipped."""
+    ranks = allranks.launch(train, precision, steps, nproc=num_ranks)
+    task, lowered = Signals(), torch.bfloat16 if precision == "bfloat16" else torch.float16
+    dataset = task.dataset("train")
+    fed = [[default_collate([dataset[s] for s in own[step]]) for _, _, own in ranks] for step in range(steps)]
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=LR, momentum=0.9, fused=True)
+
+    def model() -> nn.Module:
+        seed_all(0)
+        return task.model()
+
+    def loss_of(module: nn.Module, batch: Any) -> torch.Tensor:
+        return task.loss(module(batch["x"]).float(), batch)
+
+    def lowered_loss(module: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", lowered):
+            output = module(batch["x"])
+        return task.loss(output.float(), batch)
+
+    if precision == "float16":
+        found = scaled_loop(model(), make, [(batches, GLOBAL_BATCH) for batches in fed], loss_of)[-1].parameters
+    else:
+        work = [([batches], GLOBAL_BATCH) for batches in fed]
+        found = rankwise_loop(model(), make, work, lowered_loss, num_ranks)[0][-1].parameters
+    whole = [({key: torch.cat([b[key] for b in batches]) for key in batches[0]}, GLOBAL_BATCH) for batches in fed]
+    alone = plain_loop(model(), make, whole, loss_of)[-1].parameters
+    return ranks[0][0], found, alone, ranks[0][1]

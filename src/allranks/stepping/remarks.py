@@ -1,0 +1,72 @@
+"""What is said of a training before its first step, besides what its parts have decided themselves."""
+
+from allranks.config import Config, OptimizerConfig
+from allranks.data.cut import Cut
+from allranks.data.loader import Loader
+from allranks.data.stream import DataStream
+from allranks.parallel.precision import warn_of_precision
+from allranks.parallel.spread import Spread
+from allranks.stepping.ema import describe_ema
+from allranks.stepping.schedule import Schedule
+from allranks.stepping.start_check import Meeting
+from allranks.stepping.transfer_cost import describe_transfers
+from allranks.task import Task, has_step
+from allranks.verdict import Decision
+
+
+def say_at_start(
+    task: Task, config: Config, spread: Spread, meeting: Meeting, stream: DataStream, schedule: Schedule
+) -> tuple[Decision, ...]:
+    """Every decision of the session's parts, and remarks on what has no effect or an unlikely one, in reading order."""
+    loading = Loader(stream, workers=config.data.workers).decisions + _describe_cut(stream.cut, spread, config)
+    loading += describe_transfers(meeting.transfers, stream.cut)
+    warnings = warn_of_precision(spread.precision, spread.device.type)
+    remarks = _unused(task, config) + _remarks(task, schedule, config, stream)
+    return warnings + spread.decisions + meeting.decisions + loading + remarks
+
+
+def _describe_cut(cut: Cut, spread: Spread, config: Config) -> tuple[Decision, ...]:
+    """How a step goes through a pipeline, and how long its stages wait."""
+    layout, number = spread.mesh.layout, cut.num_micro_steps()
+    if spread.stages is None:
+        return ()
+    what = f"a step passes the {layout.num_stages} stages in {number} micro-steps of {cut.micro_batch} samples"
+    # Each process runs its stages for every micro-step, and waits for those before and after it (arXiv 2104.04473).
+    work = number * layout.num_stages // layout.pp
+    waits = f"schedule={layout.schedule} waits {(layout.pp - 1) / (work + layout.pp - 1):.0%} of the time or less"
+    given = config.train.micro_steps or config.train.micro_batch
+    return (Decision(what, waits if given else f"train.micro_steps is not given; {waits}"),)
+
+
+def _unused(task: Task, config: Config) -> tuple[Decision, ...]:
+    """What was given and has no effect with this Task, said instead of ignored."""
+    found = []
+    if type(task).optimizer is not Task.optimizer:
+        given, usual = config.optimizer.model_dump(), OptimizerConfig().model_dump()
+        names = ", ".join(f"optimizer.{name}" for name, value in given.items() if value != usual[name])
+        if names:
+            found.append(Decision(f"{names} has no effect", f"{type(task).__name__}.optimizer() makes the optimizer"))
+    if has_step(task):
+        what = "nothing is evaluated while it trains, and metrics() is not called"
+        found.append(Decision(what, f"{type(task).__name__} has a step() of its own"))
+    return tuple(found)
+
+
+def _remarks(task: Task, schedule: Schedule, config: Config, stream: DataStream) -> tuple[Decision, ...]:
+    """What a schedule does that nobody may have meant."""
+    batch, steps, ema = config.train.global_batch, stream.steps_total, config.train.ema
+    evaluates = config.evaluate.every != 0 and not has_step(task)
+    found = [] if ema is None else [*describe_ema(ema, steps, evaluates=evaluates)]
+    falls = schedule.name != "constant"
+    if falls and schedule.warmup_samples >= schedule.total_samples:
+        what = f"the rate never reaches its peak: warm-up takes {schedule.warmup_samples // batch} steps"
+        found.append(
+            Decision(what, f"the schedule ends at step {schedule.total_samples // batch}: see schedule.warmup")
+        )
+    if falls and steps is not None and schedule.total_samples // batch < steps:
+        what = f"from step {schedule.total_samples // batch} on the rate is {schedule.floor:g} of its peak"
+        because = (
+            "the schedule of the first start ends there; `--change schedule.steps schedule.steps=N` makes it N steps"
+        )
+        found.append(Decision(what, because))
+    return tuple(found)

@@ -1,0 +1,95 @@
+"""A model that computes its loss in chunks computes, in every layout, what one device does with whole logits."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import default_collate
+
+from allranks.errors import LayoutError
+from allranks.models.transformer import Transformer
+from allranks.training.validate import validate
+from allranks.verifying.parity import RecordedStep, compare, fed, record_run
+from allranks.verifying.reference import plain_loop
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import SGD, config_of, initial_model, processes_of, session_of
+from tests.distributed.tasks import IGNORED, Tiny, Words
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+OVERRIDES = (*SGD[:2], "optimizer.weight_decay=0", "train.global_batch=12", "train.micro_steps=2")
+LAYOUTS = {
+    "single": ("single", 1),
+    "ddp": ("ddp", 2),
+    "fsdp": ("fsdp", 2),
+    "grad_op": ("fsdp,sharding=grad_op", 3),
+    "recompute": ("fsdp,recompute=full", 2),
+    "pp": ("pp=2", 2),
+    "cp": ("cp=2", 2),
+}
+
+
+class Chunked(Tiny):
+    """The model is given the targets, and returns losses."""
+
+    tied: bool = True
+
+    def model(self) -> nn.Module:
+        return Transformer(11, 2, 48, 24, ffn=12, max_seq=6, num_kv_heads=12, tied=self.tied, chunk=5)
+
+    def dataset(self, split: str) -> Any:
+        return Words()
+
+    def inputs(self, batch: Any) -> Any:
+        return {"tokens": batch["x"], "targets": batch["y"]}
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        found: torch.Tensor = output.sum()
+        return found
+
+    def metrics(self, output: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
+        return {}
+
+
+def record(layout: str, tied: bool) -> tuple[list[RecordedStep], dict[str, float]]:
+    config = config_of(layout, *OVERRIDES, steps=STEPS)
+    processes = processes_of(config)
+    steps = record_run(Chunked(tied=tied), config, processes, STEPS)
+    return steps, validate(session_of(Chunked(tied=tied), config, processes))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_it_computes_what_one_device_does_with_whole_logits(pool: Pools, name: str, tied: bool) -> None:
+    layout, size = LAYOUTS[name]
+    ranks = pool(size).run(record, layout, tied)
+    steps, measured = [steps for steps, _ in ranks], [metrics["loss"] for _, metrics in ranks]
+    task = Chunked(tied=tied)
+    dataset, model = task.dataset("train"), initial_model(task).double()
+    data_ranks = range(0, size, 2) if name in ("pp", "cp") else range(size)
+    whole = [default_collate([dataset[s] for s in fed(steps, step, data_ranks).values()]) for step in range(STEPS)]
+
+    def loss(module: nn.Module, batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(module(batch["x"]).flatten(0, 1), batch["y"].flatten(), reduction="sum")
+
+    everything = default_collate([dataset[index] for index in range(len(dataset))])
+    with torch.no_grad():
+        expected = float(loss(model, everything)) / int((everything["y"] != IGNORED).sum())
+    assert measured == [pytest.approx(expected, rel=1e-12)] * size
+    work = [(batch, int((batch["y"] != IGNORED).sum())) for batch in whole]
+    reference = plain_loop(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), work, loss)
+    assert compare(steps, reference) == []
+
+
+def refused() -> str:
+    with pytest.raises(LayoutError) as caught:
+        session_of(Chunked(), config_of("tp=2"))
+    return str(caught.value)
+
+
+def test_under_tp_it_is_refused(pool: Pools) -> None:
+    for message in pool(2).run(refused):
+        assert message.startswith("vocab cuts nn.Linear or nn.Embedding, and output is ChunkedHead")
