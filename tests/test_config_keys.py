@@ -58,7 +58,7 @@ def test_the_keys_are_frozen() -> None:
         "optimizer": "name lr weight_decay momentum beta1 beta2 eps",
         "schedule": "name warmup steps floor",
         "layout": "kind dp_replicate dp_shard tp cp pp ep sharding schedule recompute offload batchnorm compile "
-        "static_graph gather ddp_bucket_mb context",
+        "static_graph gather ddp_bucket_mb context placement",
         "data": "workers text",
         "evaluate": "every",
         "checkpoint": "every keep",
