@@ -59,7 +59,7 @@ def test_the_keys_are_frozen() -> None:
         "schedule": "name warmup steps floor",
         "layout": "kind dp_replicate dp_shard tp cp pp ep sharding schedule recompute offload batchnorm compile "
         "static_graph gather ddp_bucket_mb ddp_hook powersgd_rank powersgd_start local_sgd outer_lr outer_momentum "
-        "outer_nesterov context",
+        "outer_nesterov context placement",
         "data": "workers text",
         "evaluate": "every",
         "checkpoint": "every keep",

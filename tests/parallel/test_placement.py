@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from allranks.layout import Layout
+from allranks.parallel import placement
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.share import share_of
 from allranks.parallel.spread import Spread
@@ -195,6 +197,38 @@ def test_clipping_sums_over_the_devices() -> None:
     for name, parameter in made.trainable().items():
         other = alone.trainable()[name].grad
         assert parameter.grad is not None and other is not None and torch.allclose(parameter.grad, other, rtol=1e-5)
+
+
+def test_foreach_kernels_get_the_tensors_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = on(chain, {"[01]": "cpu:0", "[23]": "cpu:1"})
+    run(made, torch.ones(2, 3))
+    seen: list[int] = []
+    norm: Any = torch._foreach_norm
+
+    def count(gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(len(gradients))
+        return norm(gradients, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_foreach_norm", count)
+    made.clip(list(made.trainable().values()), 1.0, None)
+    assert seen == [4, 4]
+
+
+def test_only_code_between_devices_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, depths = [], []
+    look = placement._Aligned.__torch_function__
+
+    def count(self: Any, func: Any, *args: Any) -> Any:
+        looked.append(func)
+        depths.append(len(_get_current_function_mode_stack()))
+        return look(self, func, *args)
+
+    monkeypatch.setattr(placement._Aligned, "__torch_function__", count)
+    run(on(chain, {"[01]": "cpu:0", "[23]": "cpu:1"}), torch.ones(2, 3))
+    assert looked == [], "each linear layer lies on one device"
+    run(on(Blocks, {"blocks.*.other": "cpu:1"}), torch.ones(2, 3))
+    assert len(looked) == 6, "two sums and a tanh in each of two blocks"
+    assert set(depths) == {0}, "and once, though the model and its block are both on several"
 
 
 @pytest.mark.gpu

@@ -131,7 +131,7 @@ def test_what_lies_where_is_said() -> None:
     one, other, loss, nothing = spread(with_scalars, Layout(kind="placement", placement=rules)).decisions
     assert one.what == "cpu:0 holds 660 B (blocks.0, blocks.2, last)"
     assert one.because == "what no rule names lies on the first device"
-    assert str(other) == "cpu:1 holds 448 B (first, blocks.1), because [layout.placement] says so of first, blocks.1"
+    assert str(other) == "cpu:1 holds 452 B (first, blocks.1), because [layout.placement] says so of first, blocks.1"
     assert loss.what == "loss() gets output and batch on cpu:1"
     assert loss.because == "that is the last device in use, where the output mostly is already"
     assert nothing.what == "placement changes nothing here"
