@@ -105,8 +105,10 @@ def nearest_keys(name: str) -> list[str]:
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
     if same_leaf:
         return same_leaf[:2]
-    if near := difflib.get_close_matches(tidy, known, n=1, cutoff=0.75):
-        return near
+    if near := difflib.get_close_matches(tidy, known, n=2, cutoff=0.75):
+        # Of two the second counts where it is as near as the first: beta is beta1 or beta2.
+        ratios = [difflib.SequenceMatcher(None, key, tidy).ratio() for key in near]
+        return [key for key, ratio in zip(near, ratios, strict=True) if ratio == ratios[0]]
     leaves = difflib.get_close_matches(leaf, {key.rpartition(".")[2] for key in known}, n=1, cutoff=0.7)
     return [key for key in known if key.rpartition(".")[2] in leaves][:2]
 
