@@ -13,7 +13,7 @@ DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "task.py")
 
 @pytest.mark.distributed
 def test_digits_on_one_process_and_on_two(tmp_path: Path) -> None:
-    ran = allranks("bench", "scaling", DIGITS, "--quick", "--json", "--plot", "plot.svg", folder=tmp_path)
+    ran = allranks("bench", "scaling", DIGITS, "--quick", "--json", "--plot", "plot.html", folder=tmp_path)
     document = json.loads(ran.stdout)
     one, two = document["rows"]
     assert (one["layout"], two["layout"], two["processes"], two["mode"]) == ("single", "dp_replicate=2", 2, "strong")
@@ -28,8 +28,8 @@ def test_digits_on_one_process_and_on_two(tmp_path: Path) -> None:
     assert document["machine"]["cores"] >= 1
     assert document["decisions"][0]["what"].endswith("in each process")
     assert "2/2  dp_replicate=2 on 2 processes, 32 samples a step: " in ran.stderr
-    assert (tmp_path / "plot.svg").read_text().startswith("<svg")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.svg"]
+    assert (tmp_path / "plot.html").read_text().startswith("<html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.html"]
 
 
 @pytest.mark.distributed
@@ -53,8 +53,8 @@ def test_a_task_that_fails_is_undetermined(tmp_path: Path) -> None:
         (["--steps", "5"], "--steps"),
         (["--repeats", "0"], "--repeats"),
         (["--mode", "week"], "week"),
-        (["--plot", "plot.png"], "ends in .svg"),
-        (["--plot", "no/such/plot.svg"], "no/such is no directory"),
+        (["--plot", "plot.png"], "ends in .html"),
+        (["--plot", "no/such/plot.html"], "no/such is no directory"),
         (["train.steps=5"], "--steps"),
         (["train.epochs=5"], "--steps"),
         (["two words"], "two words"),

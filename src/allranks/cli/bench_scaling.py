@@ -52,7 +52,7 @@ Steps = Annotated[int, typer.Option(metavar="N", min=10, help="Steps of each run
 Repeats = Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each, by turns.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to train.")]
 Plot = Annotated[
-    Path | None, typer.Option(metavar="FILE.svg", help="Draw speed-up, efficiency and memory.", show_default=False)
+    Path | None, typer.Option(metavar="FILE.html", help="Draw speed-up, efficiency and memory.", show_default=False)
 ]
 Quick = Annotated[
     bool,
@@ -132,8 +132,8 @@ def _check_words(arguments: Sequence[str]) -> tuple[str, ...]:
 def _check_plot(plot: Path | None) -> None:
     if plot is None:
         return
-    if plot.suffix != ".svg":
-        raise ConfigError(f"--plot {plot}: expected a name that ends in .svg")
+    if plot.suffix != ".html":
+        raise ConfigError(f"--plot {plot}: expected a name that ends in .html")
     if not plot.parent.is_dir() or not os.access(plot.parent, os.W_OK):
         raise ConfigError(f"--plot {plot}: {plot.parent} is no directory that can be written")
 

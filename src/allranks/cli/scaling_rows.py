@@ -75,8 +75,8 @@ def _cells(row: "Row") -> tuple[str, ...]:
 
 
 def render_plot(rows: "Sequence[Row]") -> str:
-    """Speed-up, efficiency and memory per process over the processes, a line for each strategy and mode, as SVG."""
-    from allranks.reporting.charts import Panel, render_svg
+    """Speed-up, efficiency and memory per process over the processes, a line for each strategy, as an HTML page."""
+    from allranks.reporting.charts import Panel, render_page
 
     several = len({row.mode for row in rows}) > 1
     lines: dict[str, list[Row]] = {}
@@ -93,7 +93,7 @@ def render_plot(rows: "Sequence[Row]") -> str:
         return {name: [(row.processes, getattr(row, value) * scale) for row in mine] for name, mine in lines.items()}
 
     x = "processes"
-    return render_svg(
+    return render_page(
         "What more processes do",
         [
             Panel("speed-up", x, "times", series("speedup"), ideal),
