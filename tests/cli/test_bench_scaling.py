@@ -28,7 +28,7 @@ def test_digits_on_one_process_and_on_two(tmp_path: Path) -> None:
     assert document["machine"]["cores"] >= 1
     assert document["decisions"][0]["what"].endswith("in each process")
     assert "2/2  dp_replicate=2 on 2 processes, 32 samples a step: " in ran.stderr
-    assert (tmp_path / "plot.html").read_text().startswith("<html>")
+    assert (tmp_path / "plot.html").read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.html"]
 
 

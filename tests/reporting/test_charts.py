@@ -4,9 +4,8 @@ import re
 
 from allranks.reporting.charts import Panel, draw, render_page
 
-SPEED = Panel(
-    "speed-up", "processes", "times", {"ddp": [(1, 1.0), (2, 1.5)], "<tp>": [(2, 1.2)]}, ideal=[(1, 1), (2, 2)]
-)
+TIMES = {"ddp": [(1, 1.0), (2, 1.5)], "<tp>": [(2, 1.2)]}
+SPEED = Panel("speed-up", "processes", "times", TIMES, ideal=[(1, 1), (2, 2)])
 SHARE = Panel("efficiency", "processes", "", {"<tp>": [(2, 0.6)], "other": [(4, 0.5)]}, percent=True)
 
 
@@ -38,5 +37,5 @@ def test_a_series_has_one_colour_and_one_line_in_the_legend() -> None:
 
 def test_the_page_asks_nobody_for_anything() -> None:
     page = render_page("What more processes do", [SPEED])
-    assert page.startswith("<html>") and "Plotly.newPlot" in page
+    assert page.startswith("<!doctype html>") and "Plotly.newPlot" in page
     assert not re.search(r"<(script|link)[^>]+(src|href)=", page)
