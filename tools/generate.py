@@ -22,6 +22,7 @@ from allranks.errors import AllranksError
 from tests.guardrails import FLOORS
 from tools.migrations import MIGRATIONS, render_migration
 from tools.pictures import COLLECTIVES, draw
+from tools.step_picture import draw_step
 from tools.strategies import render_strategies
 
 ROOT = Path(__file__).parents[1]
@@ -143,6 +144,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/commands.md": render_commands,
     "docs/reference/strategies.md": render_strategies,
     **{f"docs/assets/{name}.svg": partial(draw, name) for name in COLLECTIVES},
+    "docs/assets/sharding.svg": lambda: draw_step((ROOT / "docs" / "how-to" / "sharding.md").read_text()),
     **{f"docs/how-to/{page}.md": partial(render_migration, page) for page in MIGRATIONS},
 }
 
