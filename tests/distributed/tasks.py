@@ -183,6 +183,20 @@ def moe() -> nn.Module:
     return MoETransformer(11, 2, 48, 24, num_experts=4, top_k=2, ffn=5, max_seq=6, num_kv_heads=12, rate=0.01)
 
 
+class Encoder(nn.Module):
+    """torch's own encoder: attention with packed projections, norms behind the residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=12, dropout=0.0, batch_first=True)
+        self.words, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.encoder = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.encoder(self.words(x)))
+        return found
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "tied": Tied,
@@ -193,8 +207,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "transformer": transformer,
     "moe": moe,
     "batchnorm": Convolved,
+    "encoder": Encoder,
 }
-OF_WORDS = ("tied", "transformer", "moe")
+OF_WORDS = ("tied", "transformer", "moe", "encoder")
 
 # Where tensor parallelism finds nothing to cut by itself.
 TENSOR: dict[str, dict[str, TensorStyle]] = {
@@ -203,6 +218,7 @@ TENSOR: dict[str, dict[str, TensorStyle]] = {
     "frozen": {"blocks.*.linear": "vocab", "first": "vocab"},
     "sharing": {"blocks.*.linear": "vocab"},
     "batchnorm": {"middle": "vocab"},
+    "encoder": {"words": "vocab", "head": "vocab"},
 }
 
 

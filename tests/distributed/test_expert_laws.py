@@ -16,17 +16,15 @@ from allranks.verifying.reference import ReferenceStep, plain_loop
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import (
     SGD,
-    Parts,
     config_of,
     initial_model,
     parts_of,
     processes_of,
     session_of,
     step_through,
-    together,
 )
 from tests.distributed.tasks import IGNORED, Tiny
-from tests.training.snapshots import contents_of, find, saver_of
+from tests.training.snapshots import check_exchange, contents_of, find, saver_of
 
 pytestmark = pytest.mark.distributed
 
@@ -172,30 +170,13 @@ LAYOUTS = {
 PAIRS = [("ep", "single"), ("single", "ep-ddp"), ("ep-ddp", "fsdp"), ("fsdp", "ep-fsdp"), ("ep-fsdp", "ep")]
 
 
-def save(directory: Path, layout: str) -> Parts:
-    """In a worker: three steps, of which an odd number moves the bias somewhere else, and a checkpoint."""
-    session, contents = contents_of(TASK, config_of(layout, *SMALL), STEPS)
-    saver_of(session, contents, directory).save(STEPS)
-    return parts_of(session)
-
-
-def load(directory: Path, layout: str) -> tuple[Parts, int]:
-    """In a worker: what it holds after the restore, and the position."""
-    session, contents = contents_of(TASK, config_of(layout, *SMALL), 0)
-    contents.load(find(directory, session))
-    return parts_of(session), session.stream.position
-
-
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
 def test_one_layout_loads_what_another_saved(pool: Pools, tmp_path: Path, one: str, other: str) -> None:
-    (before_layout, before_size), (after_layout, after_size) = LAYOUTS[one], LAYOUTS[other]
-    before = together(pool(before_size).run(save, tmp_path, before_layout))
-    ranks: list[Any] = pool(after_size).run(load, tmp_path, after_layout)
-    after = together([parts for parts, _ in ranks])
-    assert after.keys() == before.keys() and len(before) > 60
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    assert before["layers.0.feed_forward.router.bias"].abs().max() > 0
-    assert [position for _, position in ranks] == [30] * after_size
+    """After three steps, of which an odd number moves the bias somewhere else."""
+    both = [(config_of(layout, *SMALL), size) for layout, size in (LAYOUTS[one], LAYOUTS[other])]
+    exchanged = check_exchange(pool, tmp_path, TASK, both[0], both[1], STEPS)
+    assert len(exchanged) > 60
+    assert exchanged["layers.0.feed_forward.router.bias"].abs().max() > 0
 
 
 def resumed(directory: Path, layout: str) -> bool:

@@ -1,15 +1,13 @@
 """A checkpoint of one layout loads under any other: every tensor bit by bit, and proven by its digest."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tests.distributed.pool import Pools
-from tests.distributed.sessions import Parts, config_of, parts_of, together
+from tests.distributed.sessions import config_of
 from tests.distributed.tasks import Tiny
-from tests.training.snapshots import contents_of, find, saver_of
+from tests.training.snapshots import check_exchange
 
 pytestmark = pytest.mark.distributed
 
@@ -52,26 +50,8 @@ PAIRS = [
 SMALL = ("train.global_batch=10", "optimizer.lr=0.01")
 
 
-def save(directory: Path, layout: str) -> Parts:
-    """In a worker: two steps, and a checkpoint."""
-    session, contents = contents_of(Tiny(kind="transformer"), config_of(layout, *SMALL), 2)
-    saver_of(session, contents, directory).save(2)
-    return parts_of(session)
-
-
-def load(directory: Path, layout: str) -> tuple[Parts, int]:
-    """In a worker: what it holds after the restore, and the position."""
-    session, contents = contents_of(Tiny(kind="transformer"), config_of(layout, *SMALL), 0)
-    contents.load(find(directory, session))
-    return parts_of(session), session.stream.position
-
-
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
 def test_one_layout_loads_what_another_saved(pool: Pools, tmp_path: Path, one: str, other: str) -> None:
-    (before_layout, before_size), (after_layout, after_size) = LAYOUTS[one], LAYOUTS[other]
-    before = together(pool(before_size).run(save, tmp_path, before_layout))
-    ranks: list[Any] = pool(after_size).run(load, tmp_path, after_layout)
-    after = together([parts for parts, _ in ranks])
-    assert after.keys() == before.keys() and len(before) > 60
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    assert [position for _, position in ranks] == [20] * after_size
+    both = [(config_of(layout, *SMALL), size) for layout, size in (LAYOUTS[one], LAYOUTS[other])]
+    exchanged = check_exchange(pool, tmp_path, Tiny(kind="transformer"), both[0], both[1], steps=2)
+    assert len(exchanged) > 60

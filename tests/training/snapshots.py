@@ -10,7 +10,8 @@ import torch
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.config import CheckpointConfig, Config
 from allranks.training.snapshot import Contents, Saver, find_checkpoint, schedule_state
-from tests.distributed.sessions import parts_of, session_of, step_through
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import Parts, parts_of, session_of, step_through, together
 
 
 def contents_of(task: Any, config: Config, steps: int) -> tuple[Any, Contents]:
@@ -41,3 +42,30 @@ def unchanged(session: Any) -> Iterator[None]:
     before = {name: tensor.clone() for name, (_, _, tensor) in parts_of(session).items()}
     yield
     assert all(torch.equal(parts_of(session)[name][2], tensor) for name, tensor in before.items())
+
+
+def saved_parts(directory: Path, task: Any, config: Config, steps: int) -> Parts:
+    """In a worker: `steps` steps and a checkpoint, and what this rank holds then."""
+    session, contents = contents_of(task, config, steps)
+    saver_of(session, contents, directory).save(steps)
+    return parts_of(session)
+
+
+def loaded_parts(directory: Path, task: Any, config: Config) -> tuple[Parts, int]:
+    """In a worker: what this rank holds after the restore, and the position."""
+    session, contents = contents_of(task, config, 0)
+    contents.load(find(directory, session))
+    return parts_of(session), session.stream.position
+
+
+def check_exchange(
+    pool: Pools, directory: Path, task: Any, one: tuple[Config, int], other: tuple[Config, int], steps: int
+) -> dict[str, torch.Tensor]:
+    """What one layout (config, world size) saves after `steps` steps another loads, bit by bit: all of it, by name."""
+    before = together(pool(one[1]).run(saved_parts, directory, task, one[0], steps))
+    ranks: list[Any] = pool(other[1]).run(loaded_parts, directory, task, other[0])
+    after = together([parts for parts, _ in ranks])
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert [position for _, position in ranks] == [steps * one[0].train.global_batch] * other[1]
+    return before
