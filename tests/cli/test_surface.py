@@ -9,7 +9,7 @@ from allranks.cli.main import app
 
 SURFACE = {
     "allranks": "--help --version",
-    "allranks train": "ARGUMENTS... --change --device --help --json --layout --nproc --resume --run --run-dir --show",
+    "allranks train": "ARGUMENTS... --change --device --help --json --layout --nproc --resume --run --run-dir --show --show-sharding",
     "allranks new": "PATH --help --json",
     "allranks report": "RUN --help --json",
     "allranks bench": "--help",
