@@ -9,7 +9,9 @@ from allranks.cli.main import app
 
 SURFACE = {
     "allranks": "--help --version",
-    "allranks train": "ARGUMENTS... --change --device --help --json --layout --nproc --resume --run --run-dir --show --show-sharding",
+    "allranks train": (
+        "ARGUMENTS... --change --device --help --json --layout --nproc --resume --run --run-dir --show --show-sharding"
+    ),
     "allranks new": "PATH --help --json",
     "allranks report": "RUN --help --json",
     "allranks bench": "--help",
