@@ -37,6 +37,19 @@ def test_the_gan_example_trains_both_of_its_models(tmp_path: Path) -> None:
     assert tuple(drawn.shape) == (3, 64)
 
 
+def test_the_vision_example_learns_as_on_one_device(tmp_path: Path) -> None:
+    """BatchNorm over two processes: the losses are those of one."""
+    few = ("train.steps=40", "train.precision=float64")
+    losses = []
+    for layout in (("single",), ("ddp", "--nproc", "2")):
+        folder = tmp_path / layout[0]
+        folder.mkdir()
+        events = train(path_of("vision"), "--layout", *layout, *few, folder=folder)
+        assert last(events, "evaluation")["metrics"]["accuracy"] > 0.9
+        losses.append([event["loss"] for event in events if event["event"] == "step"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-8)
+
+
 @pytest.mark.parametrize("layout", ["ddp", "tp=2"])
 def test_the_recommender_example_ranks_what_it_never_saw(tmp_path: Path, layout: str) -> None:
     events = train(path_of("recommender"), "--layout", layout, "--nproc", "2", "train.epochs=5", folder=tmp_path)

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     *("tutorial/first-run.md", "tutorial/your-own-model.md"),
     *("how-to/own-loop.md", "how-to/slow-links.md", "how-to/precision-and-ema.md"),
+    "explanation/questions.md",
 )
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
