@@ -189,7 +189,7 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=12, dropout=0.0, batch_first=True)
-        self.words, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.words, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
         self.encoder = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

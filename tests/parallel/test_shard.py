@@ -94,3 +94,45 @@ def test_cut_units_are_not_kept_whole(pool: Pools) -> None:
     assert first == 0
     assert second > 0
     assert (third, root) == (0, 0)
+
+
+class InPlace(nn.Module):
+    """Its blocks and its end return views, which its forward and its loss change in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        for block in self.blocks:
+            x = block(x)  # three dims: a matrix product, seen as three
+            x += 1.0
+        return [self.last(x)]
+
+
+def change_in_place(dims: tuple[int, ...]) -> tuple[bool, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    module, policy = InPlace(), choose_precision("float32", None, "cpu").fsdp_policy()
+    placer = Placer(torch.device("cpu"), Source())
+    shard(module, UNITS, build_mesh(Layout(dp_shard=2), "cpu"), policy, placer)
+    (output,) = module(torch.ones(*dims))
+    output /= 2.0
+    output.sum().backward()
+    found = {}
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        found[name] = parameter.grad.full_tensor()
+    return output._base is None, found
+
+
+@pytest.mark.parametrize("dims", [(4, 5), (2, 4, 5)])
+def test_what_is_changed_in_place_still_learns(pool: Pools, dims: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module = InPlace()
+    (output,) = module(torch.ones(*dims))
+    (output / 2.0).sum().backward()
+    for own_memory, found in pool(2).run(change_in_place, dims):
+        assert own_memory
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, msg=name)

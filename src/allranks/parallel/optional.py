@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError, TaskError
@@ -103,9 +102,7 @@ class _Touch:
                 f"hints().optional: {owner} returns no floating-point tensor, on which the gradients of what it leaves "
                 "out could depend"
             )
-        touched: torch.Tensor = _Zeros.apply(leaves[at], *parameters)  # type: ignore[no-untyped-call]
-        # FSDP2 takes no view of an output: an operation in its place would lose the hook of the backward.
-        leaves[at] = touched.clone() if isinstance(module, FSDPModule) else touched
+        leaves[at] = _Zeros.apply(leaves[at], *parameters)  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(leaves, spec)
 
 

@@ -1,9 +1,12 @@
 """The dp_shard axis: FSDP2 (`torch.distributed.fsdp.fully_shard`) unit by unit."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils import _pytree as pytree
 
 from allranks.parallel.blocks import Unit
 from allranks.parallel.gloo_ops import gather_through_gloo
@@ -39,6 +42,7 @@ def shard(
     for part in (*parts, [module]):
         for member in part:
             placer.place(member)
+            member.register_forward_hook(_give_own_memory)
         # Nor is cut what other stages of a pipeline hold.
         alone = {p for member in part for p in member.parameters() if placer.stays(p) or p.is_meta}
         target = part if len(part) > 1 else part[0]
@@ -48,6 +52,19 @@ def shard(
     for name in (*(name for names in units for name in names), ""):
         if path is not None:
             path.follow(module.get_submodule(name), name)
+
+
+def _give_own_memory(module: nn.Module, arguments: Any, output: Any) -> Any:
+    """A forward hook, before FSDP2's: what is a view of something else becomes a tensor of its own.
+
+    FSDP2 notices the backward by a hook on the output, and an operation in place on a view (`output /= 2` in `loss`)
+    would drop that without a word: the unit's gradients would never be reduced, and nothing would be learnt.
+    """
+    if not torch.is_grad_enabled():
+        return output
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t if t._base is None or not t.requires_grad else t.clone(), output
+    )
 
 
 def reshard_all(module: nn.Module) -> None:
