@@ -146,7 +146,9 @@ def test_ctrl_c_ends_the_processes_and_reaches_the_caller(tmp_path: Path) -> Non
     program = f"""
 import allranks, os, time
 def work():
-    open("{tmp_path}/" + os.environ["RANK"], "w").write(str(os.getpid()))
+    # A file that is closed where it is forgotten may swallow the Ctrl-C that comes meanwhile: Python's finalizers do.
+    with open("{tmp_path}/" + os.environ["RANK"], "w") as file:
+        file.write(str(os.getpid()))
     time.sleep(600)
 try:
     allranks.launch(work, nproc=2)
