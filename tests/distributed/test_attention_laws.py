@@ -15,9 +15,9 @@ from allranks.training.validate import validate
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import plain_loop
 from tests.distributed.pool import Pools
-from tests.distributed.sessions import config_of, initial_model, processes_of, session_of
+from tests.distributed.sessions import config_of, initial_model, processes_of, session_of, together
 from tests.distributed.tasks import IGNORED, NUM_SAMPLES
-from tests.training.snapshots import check_exchange
+from tests.training.snapshots import check_exchange, loaded_parts, saved_parts
 
 pytestmark = pytest.mark.distributed
 
@@ -128,6 +128,7 @@ def test_it_computes_what_one_device_does(pool: Pools, name: str, optimizer: Seq
     assert compare(ranks, reference, adaptive=optimizer is ADAMW) == []
 
 
+LOCAL_TP = config_of("tp=2", *OVERRIDES, *SGD)
 PAIRS = [
     *((name, "single") for name in LAYOUTS if name != "tp-recompute"),
     ("single", "tp"),
@@ -149,6 +150,19 @@ def test_one_layout_loads_what_another_saved(pool: Pools, tmp_path: Path, one: s
     assert exchanged["encoder.layers.0.self_attn.in_proj_weight"].shape == (3 * CHANNELS, CHANNELS)
     state = exchanged["optimizer.exp_avg.decoder.layers.1.multihead_attn.in_proj_bias"]
     assert state.shape == (3 * CHANNELS,) and state.abs().max() > 0
+
+
+def test_copies_that_train_by_themselves_go_on_from_their_mean(pool: Pools, tmp_path: Path) -> None:
+    """Of what each keeps, a packed matrix is cut like any other, with a row for the copy in front."""
+    apart = config_of("dp_replicate=2,tp=2", *OVERRIDES, *SGD, "layout.local_sgd=3")
+    ranks = pool(4).run(saved_parts, tmp_path, Translation(), apart, 2)
+    copies = [together(ranks[:2]), together(ranks[2:])]
+    after = together([parts for parts, _ in pool(2).run(loaded_parts, tmp_path, Translation(), LOCAL_TP)])
+    momentum = {name: value for name, value in after.items() if name.startswith("optimizer.momentum_buffer.")}
+    assert "optimizer.momentum_buffer.encoder.layers.0.self_attn.in_proj_weight" in momentum
+    for name, value in momentum.items():
+        assert not torch.equal(copies[0][name], copies[1][name])
+        torch.testing.assert_close(value, (copies[0][name] + copies[1][name]) / 2, rtol=1e-12, atol=1e-15)
 
 
 def losses(layout: str) -> list[float]:
