@@ -142,14 +142,26 @@ PAIRS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def alone(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """What one device holds after two steps."""
+    directory = tmp_path_factory.mktemp("alone")
+    return together(pool(1).run(saved_parts, directory, Translation(), config_of("single", *OVERRIDES, *ADAMW), 2))
+
+
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
-def test_one_layout_loads_what_another_saved(pool: Pools, tmp_path: Path, one: str, other: str) -> None:
+def test_one_layout_loads_what_another_saved(
+    pool: Pools, tmp_path: Path, alone: dict[str, torch.Tensor], one: str, other: str
+) -> None:
+    """Bit by bit; and each row is in its place, where two that are wrong alike would agree."""
     layouts = LAYOUTS | {"single": ("single", 1), "fsdp": ("fsdp", 3)}
     both = [(config_of(layout, *OVERRIDES, *ADAMW), size) for layout, size in (layouts[one], layouts[other])]
     exchanged = check_exchange(pool, tmp_path, Translation(), both[0], both[1], steps=2)
     assert exchanged["encoder.layers.0.self_attn.in_proj_weight"].shape == (3 * CHANNELS, CHANNELS)
     state = exchanged["optimizer.exp_avg.decoder.layers.1.multihead_attn.in_proj_bias"]
     assert state.shape == (3 * CHANNELS,) and state.abs().max() > 0
+    for name in (name for name in alone if name.startswith("optimizer.exp_avg.")):
+        torch.testing.assert_close(exchanged[name], alone[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_copies_that_train_by_themselves_go_on_from_their_mean(pool: Pools, tmp_path: Path) -> None:

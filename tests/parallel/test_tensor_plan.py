@@ -100,6 +100,11 @@ def test_a_layer_with_a_feed_forward_of_its_own_keeps_it_whole() -> None:
 
 def test_attention_that_is_more_than_its_heads_stays_whole() -> None:
     more = [nn.MultiheadAttention(4, 2, add_bias_kv=True), nn.MultiheadAttention(4, 2, add_zero_attn=True)]
+    plan = plan_tensor({"": model_of(Feed(), *more)}, {}, 2)
+    assert plan.because == (
+        "these linear layers follow each other in pairs; layers.1 stays whole: it has add_bias_kv, keys and values "
+        "beside the heads'"
+    )
     assert styles(model_of(Feed(), OwnForward(4, 2), with_own_projection(), *more)) == {
         "layers.0.up": "colwise",
         "layers.0.down": "rowwise",

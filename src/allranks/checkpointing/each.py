@@ -12,7 +12,6 @@ import torch
 
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.index import Index, read_index
-from allranks.checkpointing.parts import unpacked
 from allranks.checkpointing.restore import fill
 from allranks.parameter_map import EACH, Box, Entry
 from allranks.verdict import Decision
@@ -57,8 +56,7 @@ def adapt(checkpoint: Checkpoint, parts: Iterable[Pair]) -> Adapted:
             fitting.append((entry, tensor))
         elif source is not None and _counts(entry, source, tensors[source].shape):
             index = index or read_index(checkpoint.path, checkpoint.manifest)
-            for piece, part in unpacked(entry, tensor):
-                _read(checkpoint, index, source, piece, part)
+            _read(checkpoint, index, source, entry, tensor)
             read.add(source)
         elif name.startswith(OPTIONAL):
             begun.add(name)

@@ -107,7 +107,9 @@ def _resolve(named: Mapping[str, nn.Module], hints: Mapping[str, TensorStyle]) -
     found = {"heads": "attention is cut between its heads"} if "heads" in pairs.values() else {}
     if "colwise" in pairs.values():
         found["pairs"] = "these linear layers follow each other in pairs"
-    return TensorPlan(pairs, ", and ".join(found.values()), frozenset(pairs))
+    attention = {name: module for name, module in named.items() if isinstance(module, nn.MultiheadAttention)}
+    whole = next((f"; {name} stays whole: it {why}" for name, m in attention.items() if (why := why_not_heads(m))), "")
+    return TensorPlan(pairs, ", and ".join(found.values()) + whole, frozenset(pairs))
 
 
 def _own_plan(module: nn.Module) -> dict[str, TensorStyle]:
