@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-from allranks.task import Task
+from allranks.task import Hints, Task, TensorStyle
 from allranks.training.validate import validate
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import plain_loop
@@ -77,8 +77,23 @@ class Translator(nn.Module):
         return output
 
 
+# What docs/how-to/split-layers.md shows.
+RULES: dict[str, TensorStyle] = {
+    "words": "vocab",
+    "*.self_attn": "heads",
+    "*.multihead_attn": "heads",
+    "*.linear1": "colwise",
+    "*.linear2": "rowwise",
+    "head": "vocab",
+}
+
+
 class Translation(Task):
     dropout: float = 0.0
+    ruled: bool = False
+
+    def hints(self) -> Hints:
+        return Hints(tensor=RULES if self.ruled else {})
 
     def model(self) -> nn.Module:
         return Translator(self.dropout)
@@ -90,20 +105,30 @@ class Translation(Task):
         return functional.cross_entropy(output.flatten(0, -2), batch["y"].flatten(), reduction="sum")
 
 
-def record(layout: str, optimizer: Sequence[str]) -> tuple[list[RecordedStep], dict[str, float], list[str]]:
+def record(
+    layout: str, optimizer: Sequence[str], ruled: bool
+) -> tuple[list[RecordedStep], dict[str, float], list[str]]:
     """In a worker: some steps, and what an evaluation of an untrained model finds."""
     config = config_of(layout, *OVERRIDES, *optimizer, "train.max_norm=0.05", steps=STEPS)
     processes = processes_of(config)
-    steps = record_run(Translation(), config, processes, STEPS)
-    fresh = session_of(Translation(), config, processes)
+    steps = record_run(Translation(ruled=ruled), config, processes, STEPS)
+    fresh = session_of(Translation(ruled=ruled), config, processes)
     return steps, validate(fresh), [str(decision) for decision in fresh.spread.decisions]
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_computes_what_one_device_does(pool: Pools, name: str, optimizer: Sequence[str]) -> None:
+    check(pool, name, optimizer, ruled=False)
+
+
+def test_by_hints_it_does_too(pool: Pools) -> None:
+    check(pool, "tp-fsdp", SGD, ruled=True)
+
+
+def check(pool: Pools, name: str, optimizer: Sequence[str], *, ruled: bool) -> None:
     layout, size = LAYOUTS[name]
-    recorded = pool(size).run(record, layout, optimizer, timeout=120)
+    recorded = pool(size).run(record, layout, optimizer, ruled, timeout=120)
     ranks = [steps for steps, _, _ in recorded]
     task = Translation()
     dataset, model = task.dataset("train"), initial_model(task).double()
@@ -115,8 +140,9 @@ def test_it_computes_what_one_device_does(pool: Pools, name: str, optimizer: Seq
         model.train()
     for _, measured, decisions in recorded:
         assert measured["loss"] == pytest.approx(expected, rel=1e-12)
-        # self-attention in all four layers, the decoder's two more, and two linear layers in each
-        assert any("14 layers are cut over tp=2" in decision for decision in decisions), decisions
+        # self-attention in all four layers, the decoder's two more, and two linear layers in each; and both ends
+        cut = f"{16 if ruled else 14} layers are cut over tp=2"
+        assert any(cut in decision for decision in decisions), decisions
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         if optimizer is SGD:
