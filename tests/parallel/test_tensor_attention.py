@@ -180,7 +180,7 @@ def test_dropout_draws_apart_by_head_and_alike_afterwards(pool: Pools, need_weig
     assert (first.std() > 0.01) and torch.equal(later, later_too)
 
 
-def evaluated(padded: bool) -> tuple[float, float]:
+def evaluated(padded: bool, tensor: Any) -> tuple[float, float]:
     """In a worker: in evaluation, where torch takes its fused path on one device, the largest differences of outputs at
     positions with words; and whether that path does make a difference, where sequences are padded."""
 
@@ -189,7 +189,7 @@ def evaluated(padded: bool) -> tuple[float, float]:
         layer = nn.TransformerEncoderLayer(E, HEADS, 10, dropout=0.3, batch_first=True)
         return nn.TransformerEncoder(layer, 2, enable_nested_tensor=padded).eval()
 
-    whole, cut = build().double(), spread(build, Layout(tp=2), "float64").modules[""].eval()
+    whole, cut = build().double(), spread(build, Layout(tp=2), "float64", tensor=tensor).modules[""].eval()
     mask = {"src_key_padding_mask": PADDING} if padded else {}
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # nested tensors are a prototype
         expected, found = whole(X, **mask), cut(X, **mask)
@@ -197,9 +197,10 @@ def evaluated(padded: bool) -> tuple[float, float]:
     return float((expected - found)[words].abs().max()), float(expected[~words].abs().sum())
 
 
+@pytest.mark.parametrize("tensor", [{}, {"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"}])
 @pytest.mark.parametrize("padded", [False, True])
-def test_evaluation_is_that_of_one_device(pool: Pools, padded: bool) -> None:
-    for difference, behind in pool(2).run(evaluated, padded):
+def test_evaluation_is_that_of_one_device(pool: Pools, padded: bool, tensor: Any) -> None:
+    for difference, behind in pool(2).run(evaluated, padded, tensor):
         assert difference < 1e-13
         assert behind == 0.0  # of padding torch's fused path makes zeros, which no loss may look at
 
