@@ -70,3 +70,29 @@ def test_what_each_keeps_is_a_row() -> None:
     entry = Entry("w", (4, 3), "float32", Box((2, 0), (2, 3)), (0, 1))
     own = one_of_each(entry, 1, 5, (1,))
     assert (own.name, own.shape, own.box, own.holders) == ("w@each", (5, 4, 3), Box((1, 2, 0), (1, 2, 3)), (1,))
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 12), st.integers(0, 12))
+def test_a_packed_box_is_some_rows_of_each_matrix(packed: int, rows: int, start: int, extent: int) -> None:
+    """However it is cut: its pieces hold what it indexes, each where it lies, and nothing twice."""
+    whole = [[10 * row + column for column in range(2)] for row in range(packed * rows)]
+    start = min(start, packed * rows)
+    part = Box((start, 0), (min(extent, packed * rows - start), 2), packed)
+    index, columns = part.place((packed * rows, 2))
+    assert columns == slice(0, 2)
+    # Row r of matrix m counts as row packed * r + m.
+    counted = [whole[m * rows + r] for r in range(rows) for m in range(packed)][start : start + part.shape[0]]
+    held = [whole[row] for row in index] if isinstance(index, list) else whole[index]
+    assert held == counted
+    pieces = part.pieces((packed * rows, 2))
+    assert pieces and all(piece.packed == 1 for piece, _ in pieces)
+    found = [counted[rows_at] for _, (rows_at, _) in pieces]
+    assert found == [whole[piece.offset[0] : piece.offset[0] + piece.shape[0]] for piece, _ in pieces]
+    assert sorted(row for rows_of_one in found for row in rows_of_one) == sorted(counted)
+
+
+def test_one_of_each_keeps_what_is_packed() -> None:
+    shared = entry("w", shape=(6, 3), box=Box((3, 0), (3, 3), packed=3))
+    own = one_of_each(shared, 1, 5, (1,))
+    assert own.box.place(own.shape) == (slice(1, 2), [1, 3, 5], slice(0, 3))
+    assert [piece.offset for piece, _ in own.box.pieces(own.shape)] == [(1, 1, 0), (1, 3, 0), (1, 5, 0)]

@@ -12,15 +12,10 @@ import allranks
 
 
 def imports():
-    """(file, module imported) of every file in the standard library, with a number for each file and module."""
-    root = Path(sysconfig.get_path("stdlib"))
+    """(file, module imported) of the standard library's own files, with a number for each file and module."""
     found = set()
-    for path in sorted(path for path in root.rglob("*.py") if not {"site-packages", "test"} & set(path.parts)):
-        try:
-            tree = ast.parse(path.read_bytes())
-        except SyntaxError:
-            continue
-        for node in ast.walk(tree):
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Import):
                 found |= {(path, alias.name) for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -48,7 +43,7 @@ class TwoTables(nn.Module):
 
 class Recommender(allranks.Task):
     width: int = 16
-    defaults = {"train.epochs": 10, "train.global_batch": 256, "optimizer.lr": 0.01}
+    defaults = {"train.epochs": 10, "train.global_batch": 128, "optimizer.lr": 0.01}
 
     def __init__(self, **settings):
         super().__init__(**settings)

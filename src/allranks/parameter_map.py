@@ -13,10 +13,18 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a logical tensor: `offset[d] <= index[d] < offset[d] + shape[d]` in every dim."""
+    """A rectangular part of a logical tensor: `offset[d] <= index[d] < offset[d] + shape[d]` in every dim.
+
+    Attributes:
+        packed: of how many matrices, one behind the other along `packed_dim`, the tensor consists (query, key and value
+            of attention). Their rows count in turn here: of three, row r of matrix m is row 3 * r + m. So a range of
+            rows is some rows of each, and a part of some heads is one box.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    packed: int = 1
+    packed_dim: int = 0
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> "Box":
@@ -32,13 +40,40 @@ class Box:
         return product
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The common part, in the logical tensor's coordinates, or None where they do not meet."""
+        """The common part, in the logical tensor's coordinates, or None where they do not meet; neither is packed."""
+        assert self.packed == other.packed == 1, "rows that count in turn have no box in common with others: see pieces"
         offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         ends = (
             min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         )
         shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
         return Box(offset, shape) if all(extent > 0 for extent in shape) else None
+
+    def pieces(self, whole: tuple[int, ...]) -> "list[tuple[Box, tuple[slice, ...]]]":
+        """(box that is not packed, where it lies in this one's tensor) of all that it holds, of a tensor of `whole`."""
+        if self.packed == 1:
+            return [(self, tuple(slice(0, extent) for extent in self.shape))]
+        dim, found = self.packed_dim, []
+        first, end, rows = self.offset[dim], self.offset[dim] + self.shape[dim], whole[dim] // self.packed
+        for which in range(self.packed):
+            start = first + (which - first) % self.packed
+            number = len(range(start, end, self.packed))
+            offset, shape, place = list(self.offset), list(self.shape), [slice(0, extent) for extent in self.shape]
+            offset[dim], shape[dim] = which * rows + start // self.packed, number
+            place[dim] = slice(start - first, self.shape[dim], self.packed)
+            # Of nothing one piece stays, which has the name.
+            if number or (which == 0 and self.shape[dim] == 0):
+                found.append((Box(tuple(offset), tuple(shape)), tuple(place)))
+        return found
+
+    def place(self, whole: tuple[int, ...]) -> tuple[slice | list[int], ...]:
+        """What indexes it in a tensor of shape `whole`, in the order in which it is held."""
+        found: list[slice | list[int]] = [slice(a, a + n) for a, n in zip(self.offset, self.shape, strict=True)]
+        if self.packed > 1:
+            dim, rows = self.packed_dim, whole[self.packed_dim] // self.packed
+            counted = range(self.offset[dim], self.offset[dim] + self.shape[dim])
+            found[dim] = [row % self.packed * rows + row // self.packed for row in counted]
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +127,8 @@ def one_of_each(entry: Entry, index: int, number: int, holders: tuple[int, ...])
     Args:
         holders: the global ranks, ascending, that keep this very row.
     """
-    box = Box((index, *entry.box.offset), (1, *entry.box.shape))
+    own = entry.box
+    box = Box((index, *own.offset), (1, *own.shape), own.packed, own.packed_dim + 1 if own.packed > 1 else 0)
     return replace(entry, name=entry.name + EACH, shape=(number, *entry.shape), box=box, holders=holders)
 
 

@@ -40,7 +40,7 @@ __all__ = ["Hints", "Resolved", "Task", "TaskSpec", "has_step", "load_task", "re
 DEMO = "allranks.training.demo:Text"
 IGNORED_LABEL = -100  # torch's default ignore_index: such a label is no target
 
-TensorStyle = Literal["colwise", "rowwise", "vocab", "sequence", "part", "replicate"]
+TensorStyle = Literal["colwise", "rowwise", "heads", "vocab", "sequence", "part", "replicate"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ def test_digits_on_one_process_and_on_two(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.html"]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_task_that_fails_is_undetermined(tmp_path: Path) -> None:
     arguments = ("bench", "scaling", POINTS, "task.boom_rank=1", "--nproc", "1,2", "--layouts", "ddp", "--mode", "weak")

@@ -112,7 +112,7 @@ def together(ranks: Sequence[Parts]) -> dict[str, torch.Tensor]:
     for name, (shape, dtype) in kinds.items():
         whole, filled = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
         for _, box, local in (parts[name] for parts in ranks if name in parts):
-            place = tuple(slice(start, start + extent) for start, extent in zip(box.offset, box.shape, strict=True))
+            place = box.place(shape)
             assert torch.equal(whole[place][filled[place]], local[filled[place]]), f"two ranks hold different {name}"
             whole[place], filled[place] = local, True
         assert filled.all(), f"no rank holds some part of {name}"

@@ -132,6 +132,7 @@ CASES = [
     Case("dp_shard=2,cp=2,sharding=optimizer"),
     Case("tp=2,cp=2", micro_steps=3),
     Case("tp=2,cp=2,recompute=full", (RING,)),
+    Case("tp=2,cp=2", (RING,), kind="encoder"),
 ]
 LARGE = [
     Case("dp_replicate=2,dp_shard=2,cp=2", micro_steps=3),

@@ -34,6 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_the_commands_of_the_page(folder: Path) -> None:
     lines = [line.split() for block in blocks("bash") for line in block.splitlines()]
     assert len(lines) == 5

@@ -146,8 +146,12 @@ def test_the_diff_applies(page: str) -> None:
     assert apply(read_diff(page), (scripts / "before.py").read_text()) == (scripts / "after.py").read_text()
 
 
+SHORT = "migrate-from-ddp-script"
+RUN = [page if page == SHORT else pytest.param(page, marks=pytest.mark.full) for page in CASES]
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("page", CASES)
+@pytest.mark.parametrize("page", RUN)
 def test_both_scripts_train_the_same(page: str, tmp_path: Path) -> None:
     case, before = CASES[page], (ROOT / "examples/migrate" / MIGRATIONS[page] / "before.py").read_text()
     after = apply(read_diff(page), before)

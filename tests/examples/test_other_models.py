@@ -28,6 +28,7 @@ def test_the_contrastive_example_compares_with_the_samples_of_all_processes(tmp_
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
+@pytest.mark.full
 def test_the_gan_example_trains_both_of_its_models(tmp_path: Path) -> None:
     events = train(path_of("gan"), "--layout", "fsdp", "--nproc", "2", "train.steps=30", folder=tmp_path)
     losses = [event["loss"] for event in events if event["event"] == "step"]
@@ -37,6 +38,7 @@ def test_the_gan_example_trains_both_of_its_models(tmp_path: Path) -> None:
     assert tuple(drawn.shape) == (3, 64)
 
 
+@pytest.mark.full
 def test_the_vision_example_learns_as_on_one_device(tmp_path: Path) -> None:
     """BatchNorm over two processes: the losses are those of one."""
     few = ("train.steps=40", "train.precision=float64")
@@ -50,7 +52,7 @@ def test_the_vision_example_learns_as_on_one_device(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-8)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "tp=2"])
+@pytest.mark.parametrize("layout", ["tp=2", pytest.param("ddp", marks=pytest.mark.full)])
 def test_the_recommender_example_ranks_what_it_never_saw(tmp_path: Path, layout: str) -> None:
-    events = train(path_of("recommender"), "--layout", layout, "--nproc", "2", "train.epochs=5", folder=tmp_path)
-    assert last(events, "evaluation")["metrics"]["ranked_right"] > 0.7
+    events = train(path_of("recommender"), "--layout", layout, "--nproc", "2", folder=tmp_path)
+    assert last(events, "evaluation")["metrics"]["ranked_right"] > 0.65

@@ -46,7 +46,7 @@ def gradient_errors(cut: Spread, whole: nn.Module) -> list[float]:
     errors = []
     for name, parameter in whole.named_parameters():
         box, found = cut.map[name].box, cut.tensors[name].grad
-        place = tuple(slice(start, start + extent) for start, extent in zip(box.offset, box.shape, strict=True))
+        place = box.place(tuple(parameter.shape))
         if parameter.grad is not None:
             assert found is not None, name
             errors.append(float((found - parameter.grad[place]).abs().max()))

@@ -57,6 +57,98 @@ def test_a_list_is_no_sequence() -> None:
         styles(model_of(nn.Linear(4, 4), nn.Linear(4, 4)))
 
 
+def encoder_layer(**options: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(12, 6, 10, **options)
+
+
+class OwnForward(nn.MultiheadAttention):
+    def forward(self, *given: Any, **options: Any) -> Any:
+        return super().forward(*given, **options)
+
+
+def with_own_projection() -> nn.Module:
+    module = nn.MultiheadAttention(4, 2)
+    module.out_proj = nn.Linear(4, 4)  # type: ignore[assignment]
+    return module
+
+
+class OwnFeedForward(nn.TransformerEncoderLayer):
+    def _ff_block(self, x: Any) -> Any:
+        return self.linear2(self.linear1(x).softmax(-1))
+
+
+def test_torchs_attention_and_the_pairs_of_its_layers_are_found() -> None:
+    pair = {"linear1": "colwise", "linear2": "rowwise"}
+    assert styles(encoder_layer()) == {"self_attn": "heads", **pair}
+    assert styles(encoder_layer(activation=nn.GELU())) == {"self_attn": "heads", **pair}
+    decoder = nn.TransformerDecoderLayer(12, 6, 10, activation="gelu")
+    assert styles(decoder, 3) == {"self_attn": "heads", "multihead_attn": "heads", **pair}
+    plan = plan_tensor({"": encoder_layer()}, {}, 2)
+    assert plan.because == "attention is cut between its heads, and these linear layers follow each other in pairs"
+    alone = plan_tensor({"one": nn.MultiheadAttention(4, 2)}, {}, 2)
+    assert (dict(alone.styles), alone.because) == ({"one": "heads"}, "attention is cut between its heads")
+
+
+@pytest.mark.parametrize("activation", [lambda x: x.softmax(-1), nn.Softmax(-1), nn.PReLU(10)])
+def test_an_activation_that_may_look_at_its_neighbours_parts_the_pair_of_a_layer(activation: Any) -> None:
+    assert styles(encoder_layer(activation=activation)) == {"self_attn": "heads"}
+
+
+def test_a_layer_with_a_feed_forward_of_its_own_keeps_it_whole() -> None:
+    assert styles(OwnFeedForward(12, 6, 10)) == {"self_attn": "heads"}
+
+
+def test_attention_that_is_more_than_its_heads_stays_whole() -> None:
+    more = [nn.MultiheadAttention(4, 2, add_bias_kv=True), nn.MultiheadAttention(4, 2, add_zero_attn=True)]
+    plan = plan_tensor({"": model_of(Feed(), *more)}, {}, 2)
+    assert plan.because == (
+        "these linear layers follow each other in pairs; layers.1 stays whole: it has add_bias_kv, keys and values "
+        "beside the heads'"
+    )
+    assert styles(model_of(Feed(), OwnForward(4, 2), with_own_projection(), *more)) == {
+        "layers.0.up": "colwise",
+        "layers.0.down": "rowwise",
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "style", "message"),
+    [
+        (
+            nn.MultiheadAttention(4, 2, add_bias_kv=True),
+            "heads",
+            "layers.0 has add_bias_kv, keys and values beside the",
+        ),
+        (
+            nn.MultiheadAttention(4, 2, add_zero_attn=True),
+            "heads",
+            "layers.0 has add_zero_attn, keys and values beside",
+        ),
+        (OwnForward(4, 2), "heads", "layers.0 is OwnForward, which has a forward of its own: replicate it"),
+        (with_own_projection(), "heads", "layers.0 has an out_proj of its own, Linear: replicate it"),
+        (nn.Linear(4, 4), "heads", "heads cuts nn.MultiheadAttention, and layers.0 is Linear: replicate it"),
+        (nn.MultiheadAttention(4, 2), "colwise", 'layers.0 is MultiheadAttention: attention\'s style is "heads"'),
+        (nn.MultiheadAttention(6, 3), "heads", "layers.0 has num_heads=3, which tp(2) does not divide; tp can be 1, 3"),
+    ],
+)
+def test_attention_that_cannot_be_cut_is_refused(module: nn.Module, style: str, message: str) -> None:
+    with pytest.raises(LayoutError, match=re.escape(message)):
+        styles(model_of(module), hints={"layers.0": style})
+
+
+def test_the_output_projection_alone_is_not_cut() -> None:
+    message = 'layers.0.out_proj is NonDynamicallyQuantizableLinear: it lies in layers.0, whose style is "heads"'
+    with pytest.raises(LayoutError, match=re.escape(message)):
+        styles(model_of(nn.MultiheadAttention(4, 2)), hints={"layers.0.out_proj": "rowwise"})
+
+
+def test_heads_that_structure_finds_have_to_divide() -> None:
+    with pytest.raises(
+        LayoutError, match=re.escape("self_attn has num_heads=6, which tp(4) does not divide; tp can be")
+    ):
+        styles(encoder_layer(), 4)
+
+
 def test_the_reference_model_brings_its_plan() -> None:
     plan = plan_tensor({"": Transformer(11, 2, 24, 4)}, {}, 2)
     assert plan.sequence and plan.because == "the model carries its own plan"

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ _WORD_BYTES = 4
 
 
 def stored_parts(parts: Parts) -> list[tuple[Entry, torch.Tensor]]:
-    """Those that a checkpoint holds: persistent, and each tied tensor under its own name only.
+    """Those that a checkpoint holds: persistent, each tied tensor under its own name only, and none packed.
 
     Raises:
         CheckpointError: a tensor is not what its Entry says, or of a dtype that has no place in a file.
@@ -35,7 +36,7 @@ def stored_parts(parts: Parts) -> list[tuple[Entry, torch.Tensor]]:
             )
         if dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_quantized:
             raise CheckpointError(f"{entry.name!r}: a {tensor.layout} tensor of {dtype} has no place in a checkpoint")
-    return stored
+    return [piece for entry, tensor in stored for piece in _unpacked(entry, tensor)]
 
 
 def tensor_digest(tensor: torch.Tensor, offset: Sequence[int]) -> int:
@@ -58,3 +59,10 @@ def tensor_digest(tensor: torch.Tensor, offset: Sequence[int]) -> int:
         position = (*position[:-1], position[-1] * (size // _WORD_BYTES))
     arange = partial(torch.arange, device=local.device)
     return part_digest(words, position, arange, HOST_BLOCK if local.is_cpu else DEVICE_BLOCK)
+
+
+def _unpacked(entry: Entry, tensor: torch.Tensor) -> list[tuple[Entry, torch.Tensor]]:
+    """It, or where its box is packed, views of it in boxes as a checkpoint has them."""
+    if entry.box.packed == 1:
+        return [(entry, tensor)]
+    return [(replace(entry, box=box), tensor.detach()[place]) for box, place in entry.box.pieces(entry.shape)]

@@ -117,7 +117,7 @@ def _place_of(
         placements = {axis: _describe(placement) for dim, placement in named for axis in axes_of(dim)}
     if cut is not None:
         offset = tuple(start + cut.offset * (dim == cut.dim) for dim, start in enumerate(box.offset))
-        box, placements[cut.axis] = Box(offset, box.shape), f"shard({cut.dim})"
+        box, placements[cut.axis] = Box(offset, box.shape, cut.packed), f"shard({cut.dim})"
     # Ranks that differ from this one only along axes that do not cut the tensor hold the same box.
     cutting = [axis for axis, placement in placements.items() if placement != "replicate"]
     holders = mesh.peers(cutting, pp_ranks)

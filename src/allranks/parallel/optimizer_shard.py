@@ -14,7 +14,7 @@ from torch import nn
 
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.tensor_ops import gather_parts, part_bounds
-from allranks.parameter_map import Box, Entry
+from allranks.parameter_map import Entry
 
 BUCKET_BYTES = 25 * 1024 * 1024  # gathered at once: DDP's own size
 
@@ -85,7 +85,8 @@ def _entry_of_rows(entry: Entry, start: int, end: int, mesh: Mesh) -> Entry:
     placements = {**entry.placements, "dp_shard": "shard(0)"}
     alike = mesh.peers([axis for axis, placement in placements.items() if placement != "replicate"])
     holders = tuple(rank for rank in entry.holders if rank in alike)
-    return replace(entry, box=Box(offset, (end - start, *entry.box.shape[1:])), placements=placements, holders=holders)
+    box = replace(entry.box, offset=offset, shape=(end - start, *entry.box.shape[1:]))
+    return replace(entry, box=box, placements=placements, holders=holders)
 
 
 def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -31,7 +31,7 @@ from allranks.parallel.shard import shard
 from allranks.parallel.spread import Spread
 from allranks.parallel.stages import Stages, cut_stages
 from allranks.parallel.tensor import Cut, TensorCutter
-from allranks.parallel.tensor_plan import plan_tensor
+from allranks.parallel.tensor_plan import CUT, plan_tensor
 from allranks.parameter_map import ParameterMap
 from allranks.task import TensorStyle
 from allranks.verdict import Decision
@@ -236,7 +236,7 @@ def _cut_tensors(
         decisions.append(Decision("activations are not cut along the sequence", "pp passes whole ones on"))
     cutter = TensorCutter(modules, plan, mesh.group("tp"))
     cutter.install()
-    num_cut = sum(style in ("colwise", "rowwise", "vocab") for style in plan.styles.values())
+    num_cut = sum(style in CUT for style in plan.styles.values())
     along = ", and activations along the sequence" if plan.sequence else ""
     decisions.append(Decision(f"{num_cut} layers are cut over tp={mesh.layout.tp}{along}", plan.because))
     placer.cut = cutter

@@ -144,8 +144,7 @@ class Spread:
         kept = {name: self.local(name).clone() for name in names}
         for name in names:
             entry = self.map[name]
-            box = zip(entry.box.offset, entry.box.shape, strict=True)
-            shake(self.local(name), name, entry.shape, tuple(slice(start, start + extent) for start, extent in box))
+            shake(self.local(name), name, entry.shape, entry.box.place(entry.shape))
         try:
             yield
         finally:

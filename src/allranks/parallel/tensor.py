@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
+from allranks.parallel.tensor_attention import PACKED, attend_with_heads, leave_fused_path
 from allranks.parallel.tensor_flow import CHANNELS, Flow
 from allranks.parallel.tensor_ops import enter, gather, part_bounds
 from allranks.parallel.tensor_plan import TensorPlan
@@ -30,7 +31,13 @@ _DIM: Mapping[tuple[TensorStyle, str], int] = {
     ("rowwise", "weight"): 1,
     ("vocab", "weight"): 0,
     ("vocab", "bias"): 0,
+    ("heads", "in_proj_weight"): 0,
+    ("heads", "in_proj_bias"): 0,
+    ("heads", "q_proj_weight"): 0,
+    ("heads", "k_proj_weight"): 0,
+    ("heads", "v_proj_weight"): 0,
 }
+_IN_TURN = ("in_proj_weight", "in_proj_bias")  # of query, key and value, whose rows a rank keeps in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +49,14 @@ class Cut:
         dim: along which dim.
         offset: where this rank's part begins.
         shape: of the whole.
+        packed: of how many matrices along that dim the whole consists, whose rows count in turn (see `Box`).
     """
 
     axis: str
     dim: int
     offset: int
     shape: tuple[int, ...]
+    packed: int = 1
 
 
 @final
@@ -70,6 +79,10 @@ class TensorCutter:
         }
         self._roots = list(modules.values())
         owners = {id(self._named[name]): style for name, style in plan.styles.items()}
+        attention = [self._named[name] for name, style in plan.styles.items() if style == "heads"]
+        self._projections = {id(member.get_submodule("out_proj")) for member in attention}
+        owners |= dict.fromkeys(self._projections, "rowwise")
+        self._packed = {id(p): PACKED for member in attention for n, p in member._parameters.items() if n in _IN_TURN}
         self._dims = {
             id(parameter): _DIM[style, name]
             for member in self._named.values()
@@ -83,9 +96,18 @@ class TensorCutter:
         dim = self._dims.get(id(parameter))
         if dim is None:
             return whole
-        start, end = part_bounds(whole.shape[dim], self._size, self._rank)
-        part = whole.detach().narrow(dim, start, end - start).clone(memory_format=torch.contiguous_format)
+        start, end, packed = self._bounds(parameter, dim)
+        value = whole.detach()
+        if packed > 1:
+            value = value.unflatten(dim, (packed, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+        part = value.narrow(dim, start, end - start).clone(memory_format=torch.contiguous_format)
         return nn.Parameter(part, requires_grad=whole.requires_grad)
+
+    def _bounds(self, parameter: nn.Parameter, dim: int) -> tuple[int, int, int]:
+        """Where this rank's part begins and ends, and how many matrices' rows count in turn there."""
+        packed = self._packed.get(id(parameter), 1)
+        start, end = part_bounds(parameter.shape[dim] // packed, self._size, self._rank)
+        return start * packed, end * packed, packed
 
     def find_cuts(self) -> dict[str, Cut]:
         """Logical name of a parameter -> how it will be cut; asked before placing replaces the parameters."""
@@ -94,15 +116,16 @@ class TensorCutter:
             for name, parameter in member._parameters.items():
                 dim = None if parameter is None else self._dims.get(id(parameter))
                 if parameter is not None and dim is not None:
-                    start, _ = part_bounds(parameter.shape[dim], self._size, self._rank)
+                    start, _, packed = self._bounds(parameter, dim)
                     logical = f"{prefix}.{name}" if prefix else name
-                    found[logical] = Cut("tp", dim, start, tuple(parameter.shape))
+                    found[logical] = Cut("tp", dim, start, tuple(parameter.shape), packed)
         return found
 
     def install(self) -> None:
         """Let every module of the plan compute with its part."""
         flow = Flow(self._group, sequence=self._plan.sequence)
-        done: set[int] = set()
+        done = set(self._projections)  # attention computes with them in its own forward
+        leave_fused_path(self._named, self._plan.styles.keys())
         for name, member in self._named.items():
             style = self._plan.styles.get(name)
             if style in ("sequence", "part"):
@@ -141,6 +164,7 @@ def _override(module: nn.Module, style: TensorStyle | None, flow: Flow, done: se
     forwards: dict[TensorStyle | None, Callable[..., Any]] = {
         "colwise": _colwise,
         "rowwise": _rowwise,
+        "heads": _heads,
         "vocab": _vocab_embedding if isinstance(module, nn.Embedding) else _vocab_linear,
         "sequence": partial(_on_part, original=module.forward),
         "part": partial(_on_part, original=module.forward),
@@ -171,6 +195,11 @@ def _rowwise(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
     # On cut positions each rank has a partial sum of the bias's gradient.
     bias = enter(module.bias, flow.group) if flow.sequence else module.bias
     return found + bias.to(found.dtype)
+
+
+def _heads(module: Any, flow: Flow, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    found, weights = attend_with_heads(module, flow, *args, **kwargs)
+    return _rowwise(module.out_proj, flow, found), weights
 
 
 def _vocab_linear(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:

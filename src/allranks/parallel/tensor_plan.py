@@ -2,6 +2,7 @@
 
     colwise     nn.Linear: each rank has some of the outputs; what follows works on them alone
     rowwise     nn.Linear: each rank has some of the inputs; the ranks' sums are added up
+    heads       nn.MultiheadAttention: each rank has some of the heads; the ranks' sums are added up
     vocab       nn.Embedding or nn.Linear: each rank has some of the rows; the output is whole
     sequence    any module: runs on some of the positions (norms and dropout between the cut layers)
     part        any module: runs on what a colwise layer has left (a norm over each head's channels)
@@ -22,6 +23,7 @@ from torch import nn
 
 from allranks.errors import LayoutError
 from allranks.parallel.blocks import CONTAINERS
+from allranks.parallel.tensor_attention import has_feed_forward, why_not_heads
 from allranks.task import TensorStyle
 
 STYLES: tuple[TensorStyle, ...] = get_args(TensorStyle)
@@ -35,7 +37,7 @@ _FOREIGN: Mapping[str, TensorStyle] = {
     "replicated_with_grad_allreduce": "part",
 }
 
-_CUT = ("colwise", "rowwise", "vocab")
+CUT = ("colwise", "rowwise", "heads", "vocab")
 _SHOWN = 8
 
 
@@ -77,7 +79,7 @@ def plan_tensor(modules: Mapping[str, nn.Module], hints: Mapping[str, TensorStyl
     # Before the sizes, of which more would fit than heads allow.
     _check_heads(named, plan, degree)
     for name, style in plan.styles.items():
-        if style in _CUT and name not in plan.uneven:
+        if style in CUT and name not in plan.uneven:
             _check_size(name, named[name], style, degree)
     if plan.sequence:
         _check_covered(named, plan)
@@ -98,10 +100,16 @@ def _resolve(named: Mapping[str, nn.Module], hints: Mapping[str, TensorStyle]) -
     pairs = {name: style for prefix, module in named.items() for name, style in _find_pairs(prefix, module)}
     if not pairs:
         raise LayoutError(
-            "tp finds nothing to cut: no two linear layers follow each other in an MLP, and the model carries no plan; "
+            "tp finds nothing to cut: no two linear layers follow each other in an MLP, nn.MultiheadAttention is not "
+            "there to be cut between its heads, and the model carries no plan; "
             'name them: Hints(tensor={"layers.*.up": "colwise", "layers.*.down": "rowwise"})'
         )
-    return TensorPlan(pairs, "these linear layers follow each other in pairs", frozenset(pairs))
+    found = {"heads": "attention is cut between its heads"} if "heads" in pairs.values() else {}
+    if "colwise" in pairs.values():
+        found["pairs"] = "these linear layers follow each other in pairs"
+    attention = {name: module for name, module in named.items() if isinstance(module, nn.MultiheadAttention)}
+    whole = next((f"; {name} stays whole: it {why}" for name, m in attention.items() if (why := why_not_heads(m))), "")
+    return TensorPlan(pairs, ", and ".join(found.values()) + whole, frozenset(pairs))
 
 
 def _own_plan(module: nn.Module) -> dict[str, TensorStyle]:
@@ -142,7 +150,16 @@ def _match(named: Mapping[str, nn.Module], rules: Mapping[str, TensorStyle], sou
 
 
 def _find_pairs(prefix: str, module: nn.Module) -> Iterator[tuple[str, TensorStyle]]:
-    """Two linear layers with only element-wise modules between them: the outputs of one are the inputs of the other."""
+    """Two linear layers with only element-wise modules between them: the outputs of one are the inputs of the other.
+
+    And torch's attention, and the pair in a layer of torch's encoder or decoder.
+    """
+    if not why_not_heads(module):
+        yield prefix, "heads"
+        return
+    if has_feed_forward(module):
+        yield from ((f"{prefix}.linear1".lstrip("."), "colwise"), (f"{prefix}.linear2".lstrip("."), "rowwise"))
+        return
     if isinstance(module, CONTAINERS) and not isinstance(module, nn.Sequential):
         return
     first: str | None = None
@@ -183,10 +200,19 @@ def _check_apart(plan: TensorPlan) -> None:
 
 
 def _check_kind(name: str, module: nn.Module, style: TensorStyle) -> None:
+    if style == "heads" and (reason := why_not_heads(module)):
+        raise LayoutError(f"heads cuts nn.MultiheadAttention, and {name or 'the model'} {reason}: replicate it")
     fit = {"colwise": (nn.Linear,), "rowwise": (nn.Linear,), "vocab": (nn.Linear, nn.Embedding)}.get(style)
     if fit is not None and type(module) not in fit:
         kinds = " or ".join(f"nn.{kind.__name__}" for kind in fit)
-        raise LayoutError(f"{style} cuts {kinds}, and {name} is {type(module).__name__}: name the layers themselves")
+        advice = "name the layers themselves"
+        if isinstance(module, nn.MultiheadAttention):
+            advice = 'attention\'s style is "heads"'
+        elif isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            advice = f'it lies in {name.rpartition(".")[0]}, whose style is "heads"'
+        elif isinstance(module, fit):
+            advice = f"it computes in its own way; build an nn.{fit[0].__name__} there (a Transformer without chunk=)"
+        raise LayoutError(f"{style} cuts {kinds}, and {name} is {type(module).__name__}: {advice}")
     if (
         style == "vocab"
         and isinstance(module, nn.Embedding)
@@ -196,8 +222,8 @@ def _check_kind(name: str, module: nn.Module, style: TensorStyle) -> None:
 
 
 def _check_size(name: str, module: nn.Module, style: TensorStyle, degree: int) -> None:
-    # Rows of a vocabulary are looked up one by one, so their parts may differ in size.
-    if style == "vocab":
+    # Rows of a vocabulary are looked up one by one, so their parts may differ in size; heads have been counted.
+    if style in ("vocab", "heads"):
         return
     assert isinstance(module, nn.Linear)
     extent = module.out_features if style == "colwise" else module.in_features
@@ -209,6 +235,7 @@ def _check_size(name: str, module: nn.Module, style: TensorStyle, degree: int) -
 def _check_heads(named: Mapping[str, nn.Module], plan: TensorPlan, degree: int) -> None:
     """Attention is cut between heads: whoever owns a layer that is cut by columns may say how many there are."""
     parents = {name.rpartition(".")[0] for name, style in plan.styles.items() if style == "colwise"}
+    parents |= {name for name, style in plan.styles.items() if style == "heads"}
     for parent in sorted(parents):
         for holder in (named[parent], getattr(named[parent], "config", None)):
             for attribute, value in sorted(vars(holder).items()) if holder is not None else ():

@@ -14,7 +14,7 @@ from allranks.parallel.precision import Precision
 NOISE = 0.01
 
 
-def shake(part: torch.Tensor, name: str, shape: Sequence[int], place: tuple[slice, ...]) -> None:
+def shake(part: torch.Tensor, name: str, shape: Sequence[int], place: tuple[slice | list[int], ...]) -> None:
     """Add to a part of a parameter, in place, noise that depends on nothing but the name and the place in the whole.
 
     What is zero at the start (a projection back into the residual stream, a gate, LoRA's B) hides every gradient behind

@@ -212,7 +212,7 @@ def _error(name: str, whole: torch.Tensor, ranks: Sequence[Parts], counted: torc
     """The largest difference of any rank's part, where `counted`; infinite where a part is missing or not finite."""
     missing, error = torch.ones_like(whole, dtype=torch.bool), 0.0
     for box, part in (parts[name] for parts in ranks if name in parts):
-        place = tuple(slice(start, start + extent) for start, extent in zip(box.offset, box.shape, strict=True))
+        place = box.place(tuple(whole.shape))
         missing[place] = False
         difference = (part - whole[place]).abs()
         if counted is not None:
