@@ -20,6 +20,7 @@ def test_digits_on_two_processes(tmp_path: Path) -> None:
     assert losses[-1] < 0.2 < losses[0]
 
 
+@pytest.mark.full
 def test_digits_in_one_process_with_settings(tmp_path: Path) -> None:
     task = str(EXAMPLES / "digits" / "task.py")
     events = train(f"{task}:Digits", "--layout", "single", "task.width=32", "train.epochs=3", folder=tmp_path)

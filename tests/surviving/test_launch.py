@@ -142,11 +142,13 @@ def test_a_program_without_a_main_guard_or_a_file(tmp_path: Path, way: str) -> N
     assert done.stdout == "[10, 15]\n", done.stderr
 
 
-def test_ctrl_c_ends_the_processes_and_reaches_the_caller(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_ctrl_c_ends_the_processes_and_reaches_the_caller(tmp_path: Path, background: bool) -> None:
+    """Also where a shell has started the program in its background, and so with SIGINT ignored."""
     program = f"""
 import allranks, os, time
 def work():
-    # A file that is closed where it is forgotten may swallow the Ctrl-C that comes meanwhile: Python's finalizers do.
+    # A file that is closed where it is forgotten would swallow a Ctrl-C that comes meanwhile, as finalizers do.
     with open("{tmp_path}/" + os.environ["RANK"], "w") as file:
         file.write(str(os.getpid()))
     time.sleep(600)
@@ -157,7 +159,12 @@ except KeyboardInterrupt:
 """
     command = [sys.executable, "-c", program]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.SIG_DFL),
     )
     wait_until(lambda: process.poll() is not None or len([one for one in tmp_path.iterdir() if one.read_text()]) == 2)
     os.killpg(process.pid, signal.SIGINT)

@@ -70,7 +70,10 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | None = None, l
 
 def answer(payload: bytes, reply: Connection) -> int:
     """Run in each process: call the function, and send what it returns or raises."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the user's function may be interrupted anywhere
+    # The user's function may be interrupted anywhere. What runs in the background of a shell ignores Ctrl-C, and so do
+    # the processes it starts: but what is passed on to this one is meant.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     try:
         function, args = cloudpickle.loads(payload)
         reply.send_bytes(VALUE + cloudpickle.dumps(function(*args)))
