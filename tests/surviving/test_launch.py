@@ -146,7 +146,8 @@ def test_a_program_without_a_main_guard_or_a_file(tmp_path: Path, way: str) -> N
 def test_ctrl_c_ends_the_processes_and_reaches_the_caller(tmp_path: Path, background: bool) -> None:
     """Also where a shell has started the program in its background, and so with SIGINT ignored."""
     program = f"""
-import allranks, os, time
+import allranks, os, signal, time
+signal.signal(signal.SIGINT, signal.{"SIG_IGN" if background else "default_int_handler"})
 def work():
     # A file that is closed where it is forgotten would swallow a Ctrl-C that comes meanwhile, as finalizers do.
     with open("{tmp_path}/" + os.environ["RANK"], "w") as file:
@@ -159,12 +160,7 @@ except KeyboardInterrupt:
 """
     command = [sys.executable, "-c", program]
     process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.SIG_DFL),
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     wait_until(lambda: process.poll() is not None or len([one for one in tmp_path.iterdir() if one.read_text()]) == 2)
     os.killpg(process.pid, signal.SIGINT)
