@@ -105,7 +105,7 @@ class Clock(Passes):
     """Passes that note when the first counted step begins."""
 
     def __init__(self, synchronise: Callable[[], None]) -> None:
-        self.began = 0.0
+        self.began = self.ended = 0.0
         self._synchronise = synchronise
         self._count = 0
         self._inner: Passes | None = None
@@ -115,11 +115,20 @@ class Clock(Passes):
         self._inner = inner
         return self
 
+    def begin(self) -> None:
+        """The counted steps begin."""
+        self._synchronise()
+        self.began = time.perf_counter()
+
+    def end(self) -> None:
+        """They have ended."""
+        self._synchronise()
+        self.ended = time.perf_counter()
+
     def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
         """As the inner one."""
         if self._count == WARM_STEPS:
-            self._synchronise()
-            self.began = time.perf_counter()
+            self.begin()
         self._count += 1
         assert self._inner is not None
         return self._inner.run(batch, scale)
@@ -169,7 +178,8 @@ def train_ours(task: Language, size: Size, device: torch.device, steps: int, clo
     recorder = Recorder(journal, tensorboard=folder / "tensorboard", inline=device.type == "cpu")
     session = assemble(task, config, processes, stopwatch, lambda: (False, False), observe=clock.around)
     Trainer(session, _NoSaver(), stopwatch, recorder, None).train()
-    recorder.close()
+    clock.end()
+    recorder.close()  # once a run: no part of a step
 
 
 def measure(kind: str, name: str, device: torch.device, steps: int) -> dict[str, float]:
@@ -177,18 +187,13 @@ def measure(kind: str, name: str, device: torch.device, steps: int) -> dict[str,
     size, task, total = SIZES[name], Language(size=name), steps + WARM_STEPS
     synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     clock = Clock(synchronise)
-
-    def begin() -> None:
-        synchronise()
-        clock.began = time.perf_counter()
-
     with tempfile.TemporaryDirectory() as folder:
         if kind == "raw":
-            train_raw(task, size, device, total, begin)
+            train_raw(task, size, device, total, clock.begin)
+            clock.end()
         else:
             train_ours(task, size, device, total, clock, Path(folder))
-        synchronise()
-        seconds = (time.perf_counter() - clock.began) / steps
+    seconds = (clock.ended - clock.began) / steps
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     parameters = sum(p.numel() for p in task.model().parameters())
     return {"seconds": seconds, "peak_bytes": float(peak), "parameters": float(parameters)}
