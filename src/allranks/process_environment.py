@@ -1,5 +1,7 @@
 """ProcessEnvironment: who started this process, and which of how many it is."""
 
+import os
+import sys
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -43,3 +45,8 @@ class ProcessEnvironment:
 
 
 ALONE = ProcessEnvironment("none", rank=0, local_rank=0, world_size=1, local_world_size=1)
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

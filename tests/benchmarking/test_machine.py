@@ -5,7 +5,8 @@ from datetime import datetime
 
 import torch
 
-from allranks.benchmarking.machine import describe_machine, has_gpu, num_cores, num_devices
+from allranks.benchmarking.machine import describe_machine, has_gpu, num_devices
+from allranks.process_environment import num_cores
 
 
 def test_it_is_one_json_object() -> None:

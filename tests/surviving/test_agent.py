@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from allranks.surviving.agent import num_cores, run_workers
+from allranks.process_environment import num_cores
+from allranks.surviving.agent import run_workers
 from allranks.surviving.forkserver import StartMethod, choose_start_method
 from allranks.surviving.outcome import Outcome
 from allranks.verdict import Decision

@@ -2,17 +2,12 @@
 
 import os
 import platform
-import sys
 from datetime import datetime
 
 import torch
 
 from allranks import __version__
-
-
-def num_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+from allranks.process_environment import num_cores
 
 
 def num_devices(device: str) -> int:

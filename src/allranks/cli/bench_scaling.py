@@ -12,6 +12,7 @@ from allranks.cli.output import print_error, print_json
 from allranks.cli.scaling_rows import print_rows, render_plot
 from allranks.cli.train import read_arguments
 from allranks.errors import ConfigError, ProcessError
+from allranks.process_environment import num_cores
 from allranks.units import format_seconds
 
 if TYPE_CHECKING:
@@ -97,9 +98,7 @@ def scaling(
     points = scaling.plan_points(strategies, sizes, modes, training_runs.ask_config(words, device))
     most = max(point.layout.world_size for point in points)
     gpu = machine.has_gpu(device)
-    threads, decisions = scaling.decide_threads(
-        most, machine.num_cores(), os.environ.get("OMP_NUM_THREADS", ""), gpu=gpu
-    )
+    threads, decisions = scaling.decide_threads(most, num_cores(), os.environ.get("OMP_NUM_THREADS", ""), gpu=gpu)
     for decision in decisions:
         print(f"- {decision}", file=sys.stderr)
     about = machine.describe_machine(device)

@@ -24,6 +24,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from allranks.failure import DONE, RAISED, STOPS, TRANSIENT, clear_failures, read_failures
+from allranks.process_environment import num_cores
 from allranks.surviving.child import Entry, WorkerStart
 from allranks.surviving.forkserver import StartMethod, choose_start_method
 from allranks.surviving.interrupts import Interrupts
@@ -81,11 +82,6 @@ def run_workers(
     with agent.interrupts:
         agent.run(ROLE)
     return agent.outcome()
-
-
-def num_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _spec(nproc: int, run_id: str, max_restarts: int) -> WorkerSpec:

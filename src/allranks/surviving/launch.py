@@ -16,6 +16,7 @@ from allranks.errors import AllranksError, ConfigError, ProcessError
 from allranks.failure import INTERRUPTED, Failure
 from allranks.launching.environment import read_environment
 from allranks.layout import Layout, num_processes, parse_layout
+from allranks.process_environment import num_cores
 
 VALUE, ERROR = b"V", b"E"
 MODULES = ("allranks.surviving.launch", "allranks.parallel.backend")  # what every process imports anyway
@@ -88,8 +89,6 @@ def answer(payload: bytes, reply: Connection) -> int:
 
 def _choose_nproc(nproc: int | None, layout: str | None) -> int:
     import torch
-
-    from allranks.surviving.agent import num_cores
 
     if nproc is not None and nproc < 1:
         raise ConfigError(f"nproc={nproc}: expected at least 1 process")
