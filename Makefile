@@ -10,7 +10,7 @@ test: ## the tests that a change must pass
 	@tools/setup.sh dev
 	@$(PYTHON_BIN) -m pytest
 
-test-full: ## the long tests too; PART=i/n runs one of n parts; what passed on this very tree is not run again
+test-full: ## the long tests too; PART=i/n runs one of n parts; what passed on this very source is not run again
 	@tools/setup.sh dev
 	@$(PYTHON_BIN) -m pytest --full $(if $(PART),--part $(PART))
 

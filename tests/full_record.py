@@ -1,15 +1,17 @@
 """`pytest --full --part i/n`: the long tests too, split over n runs, with a record in `.full/` to resume from.
 
-A test is in part crc32(node id) % n + 1, whatever other tests there are. The record names the commit and a digest of
-the tree; a test that passed on this very tree, in whichever part, is not run again.
+A test is in part crc32(node id) % n + 1, whatever other tests there are. The record names the commit and, for every
+test, a digest of what it stands on: the whole tree but for the test modules that it does not import. A test that passed
+on this very digest, in whichever part, is not run again: after a repair in one test module only that module is.
 """
 
+import ast
 import hashlib
 import json
 import subprocess
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +40,60 @@ def git(root: Path, *arguments: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def tree_digest(root: Path) -> str | None:
-    """A digest of every file that git tracks or would track; None outside a git work tree."""
-    listed = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    if listed is None:
-        return None
-    digest = hashlib.sha256()
-    for name in sorted(filter(None, listed.split("\0"))):
-        path = root / name
-        if path.is_file():
-            digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
-    return digest.hexdigest()
+def digest(files: Mapping[str, str]) -> str:
+    """One digest of names and the digests of their contents."""
+    return hashlib.sha256("".join(f"{name}\0{files[name]}\0" for name in sorted(files)).encode()).hexdigest()
 
 
-def passed_on(tree: str | None, records: Iterable[Path]) -> set[str]:
-    """The node ids that passed on this very tree, in any of the records."""
+def is_test_module(name: str) -> bool:
+    """Whether a path of the tree is a module of tests."""
+    return Path(name).name.startswith("test_") and name.endswith(".py")
+
+
+class Tree:
+    """Every file that git tracks or would track, with a digest of its contents; none outside a git work tree."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        listed = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard") or ""
+        names = [name for name in listed.split("\0") if name and (root / name).is_file()]
+        files = {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in names}
+        self._tests = {name: file for name, file in files.items() if is_test_module(name)}
+        self._common = digest({name: file for name, file in files.items() if name not in self._tests})
+        self._known: dict[str, str | None] = {}
+
+    def stands_on(self, node_id: str) -> str | None:
+        """The digest of all that a test's result may depend on; None outside a git work tree."""
+        module = node_id.partition("::")[0]
+        if module not in self._known:
+            seen = self._imported(module)
+            files = {name: self._tests[name] for name in seen}
+            self._known[module] = digest(files | {"": self._common}) if seen else None
+        return self._known[module]
+
+    def _imported(self, module: str) -> set[str]:
+        """A test module and the test modules that it imports, at any distance."""
+        seen: set[str] = set()
+        ahead = [module]
+        while ahead:
+            name = ahead.pop()
+            if name in seen or name not in self._tests:
+                continue
+            seen.add(name)
+            for node in ast.walk(ast.parse((self._root / name).read_text())):
+                if isinstance(node, ast.ImportFrom):
+                    ahead += [f"{'/'.join((node.module or '').split('.'))}.py"]
+        return seen
+
+
+def passed_on(tree: Tree, records: Iterable[Path]) -> set[str]:
+    """The node ids that passed on what they stand on now, in any of the records."""
     passed: set[str] = set()
     for path in records:
-        record = json.loads(path.read_text())
-        if tree is not None and record["tree"] == tree:
-            passed |= {name for name, result in record["results"].items() if result["outcome"] == "passed"}
+        for name, result in json.loads(path.read_text())["results"].items():
+            stood = result.get("tree")
+            if result["outcome"] == "passed" and stood is not None and stood == tree.stands_on(name):
+                passed.add(name)
     return passed
 
 
@@ -67,13 +103,12 @@ class FullRecord:
     def __init__(self, root: Path, part: int, count: int) -> None:
         self._path = root / ".full" / f"part-{part}-of-{count}.json"
         self._part, self._count = part, count
-        self._tree = tree_digest(root)
+        self._tree = Tree(root)
         self._earlier = passed_on(self._tree, sorted(self._path.parent.glob("part-*.json")))
         self._skipped = 0
         self.record: dict[str, Any] = {
             "commit": (git(root, "rev-parse", "HEAD") or "unknown").strip(),
             "dirty": git(root, "status", "--porcelain") != "",
-            "tree": self._tree,
             "part": f"{part}/{count}",
             "started": time.time(),
             "ended": None,
@@ -98,7 +133,11 @@ class FullRecord:
         """Record each test as it ends; one that fails in set-up or tear-down has failed."""
         previous = self.record["results"].get(report.nodeid, {"outcome": "passed", "seconds": 0.0})
         outcome = previous["outcome"] if report.passed else report.outcome
-        self.record["results"][report.nodeid] = {"outcome": outcome, "seconds": previous["seconds"] + report.duration}
+        self.record["results"][report.nodeid] = {
+            "outcome": outcome,
+            "seconds": previous["seconds"] + report.duration,
+            "tree": self._tree.stands_on(report.nodeid),
+        }
         if report.when == "teardown":
             self.write()
 

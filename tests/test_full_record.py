@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.full_record import FullRecord, parse_part, part_of, passed_on, tree_digest
+from tests.full_record import FullRecord, Tree, parse_part, part_of, passed_on
 from tests.test_leaks import run_pytest
 
 SAMPLE = """
@@ -43,26 +43,48 @@ def test_every_test_is_in_exactly_one_part_and_stays_there() -> None:
     assert part_of("tests/test_x.py::test_0", 4) == parts[0]
 
 
-def test_the_digest_sees_every_file_that_counts(tmp_path: Path) -> None:
-    assert tree_digest(tmp_path) is None
+def test_a_result_stands_on_every_file_but_other_test_modules(tmp_path: Path) -> None:
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "test_a.py").write_text("from tests.test_b import x\n")
+    (tests / "test_b.py").write_text("from tests.test_c import x\n")
+    (tests / "test_c.py").write_text("x = 1\n")
+    assert Tree(tmp_path).stands_on("tests/test_a.py::test") is None
     make_repository(tmp_path)
-    empty = tree_digest(tmp_path)
-    (tmp_path / "repaired").touch()
-    assert tree_digest(tmp_path) == empty
-    (tmp_path / "new.py").write_text("x = 1\n")
-    changed = tree_digest(tmp_path)
-    assert changed != empty
-    (tmp_path / "new.py").write_text("x = 2\n")
-    assert tree_digest(tmp_path) not in (empty, changed)
+
+    def stands() -> dict[str, str | None]:
+        tree = Tree(tmp_path)
+        return {name: tree.stands_on(f"tests/test_{name}.py::test[1]") for name in "abc"}
+
+    def changed(path: Path, text: str) -> set[str]:
+        before = stands()
+        path.write_text(text)
+        after = stands()
+        return {name for name in "abc" if before[name] != after[name]}
+
+    assert changed(tmp_path / "repaired", "ignored") == set()
+    assert changed(tmp_path / "new.py", "x = 1\n") == set("abc")
+    assert changed(tmp_path / "new.py", "x = 2\n") == set("abc")
+    assert changed(tests / "helper.py", "x = 2\n") == set("abc")
+    assert changed(tests / "test_c.py", "x = 2\n") == set("abc")
+    assert changed(tests / "test_b.py", "from tests.test_c import y\n") == {"a", "b"}
+    assert changed(tests / "test_a.py", "x = 1\n") == {"a"}
+    assert changed(tests / "test_b.py", "x = 1\n") == {"b"}
 
 
-def test_only_what_passed_on_this_very_tree_counts(tmp_path: Path) -> None:
+def test_only_what_passed_on_the_same_source_counts(tmp_path: Path) -> None:
+    make_repository(tmp_path)
+    (tmp_path / "test_x.py").write_text("")
+    stood = Tree(tmp_path).stands_on("test_x.py::a")
+    outcomes = {"a": ("passed", stood), "b": ("failed", stood), "c": ("skipped", stood), "d": ("passed", "other")}
+    results = {f"test_x.py::{name}": {"outcome": how, "tree": tree} for name, (how, tree) in outcomes.items()}
     path = tmp_path / "part-1-of-1.json"
-    results = {"a": {"outcome": "passed"}, "b": {"outcome": "failed"}, "c": {"outcome": "skipped"}}
-    path.write_text(json.dumps({"tree": "t", "results": results}))
-    assert passed_on("t", [path]) == {"a"}
-    assert passed_on("other", [path]) == set()
-    assert passed_on(None, [path]) == set()
+    path.write_text(json.dumps({"results": results}))
+    (tmp_path / ".gitignore").write_text(".full/\n__pycache__/\nrepaired\npart*\n")
+    path.write_text(path.read_text().replace(str(stood), str(Tree(tmp_path).stands_on("test_x.py::a"))))
+    assert passed_on(Tree(tmp_path), [path]) == {"test_x.py::a"}
+    (tmp_path / "new.py").touch()
+    assert passed_on(Tree(tmp_path), [path]) == set()
 
 
 def test_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
