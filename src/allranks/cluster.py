@@ -1,0 +1,84 @@
+"""Cluster: the devices that a plan is for, and the links between them. Values only; nothing here looks at a machine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator (or, on a machine without any, one process's share of the CPU).
+
+    Attributes:
+        name: as in a cluster string, "a100-80g".
+        label: for people, "NVIDIA A100 80 GB SXM".
+        memory_bytes: what is built in; what a process may use of it is planning's business.
+        memory_bandwidth: bytes/s, as the vendor prints it or as measured.
+        peak_flops: precision ("bfloat16", "float16", "float32", "float64", "float8", "float4") -> dense FLOP/s.
+        matmul_flops: precision -> the best measured rate of a matrix product, FLOP/s; absent where nobody measured.
+        measured: whether the figures were measured on this very machine (`doctor --calibrate`).
+    """
+
+    name: str
+    label: str
+    memory_bytes: float
+    memory_bandwidth: float
+    peak_flops: Mapping[str, float]
+    matmul_flops: Mapping[str, float] = field(default_factory=dict)
+    measured: bool = False
+    source: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What carries messages between devices.
+
+    Attributes:
+        bandwidth: bytes/s that one device can send (and at the same time receive).
+        latency_seconds: of one hop.
+        measured: collective -> group size -> ((bytes, seconds), ...) in rising order of bytes: measured times of
+            all_reduce, all_gather, reduce_scatter, all_to_all (bytes: of the whole, unsharded tensor) and send
+            (bytes sent); {} where nobody measured.
+    """
+
+    name: str
+    bandwidth: float
+    latency_seconds: float
+    measured: Mapping[str, Mapping[int, tuple[tuple[float, float], ...]]] = field(default_factory=dict)
+    source: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes of equal devices.
+
+    Attributes:
+        nodes, devices_per_node: how many.
+        inside: the link between devices of one `domain`; between: the link between domains.
+        domain: devices that `inside` joins: a node's, or more (72 in a GB200 NVL72 rack).
+        host_memory_bytes, host_bandwidth: of a node, and between a device and its host in bytes/s; None where unknown.
+        device_hour_price, currency, device_watts: None unless the user's file or a dated source gives them.
+        price_source: where the price and the watts come from.
+    """
+
+    name: str
+    nodes: int
+    devices_per_node: int
+    device: Device
+    inside: Link
+    between: Link
+    domain: int
+    host_memory_bytes: float | None = None
+    host_bandwidth: float | None = None
+    device_hour_price: float | None = None
+    currency: str = "USD"
+    device_watts: float | None = None
+    price_source: str = ""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in the cluster."""
+        return self.nodes * self.devices_per_node
