@@ -133,6 +133,11 @@ class Estimate:
         """Whether the expected peak, with what the interval adds, stays below the capacity."""
         return self.peak_bytes.high <= self.capacity_bytes
 
+    @property
+    def may_fit(self) -> bool:
+        """Whether the interval of the peak holds the capacity: neither a fit nor a miss is certain."""
+        return self.peak_bytes.low <= self.capacity_bytes < self.peak_bytes.high
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -147,10 +152,59 @@ class Refusal:
 @final
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """An Estimate in its place, with the one line that says why there."""
+    """An Estimate in its place, with the one line that says why there.
+
+    Attributes:
+        family: the plain strategy that it is the best of ("ddp", "fsdp", "tp" ...); "" where it has its place by its
+            own time and memory.
+    """
 
     estimate: Estimate
     because: str
+    family: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """One change, and what it does to the best.
+
+    Attributes:
+        change: as a user writes it, "recompute=full".
+        estimate: the best with that change alone; None where it is refused.
+        because: the difference in memory and time, or the reason of the refusal.
+    """
+
+    change: str
+    estimate: Estimate | None
+    because: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What a number of tokens takes: time, and where somebody gave price and watts, money and energy.
+
+    Attributes:
+        tokens: to train on; samples of a model without tokens.
+        steps: optimizer steps; seconds: all of them, without failures.
+        device_hours: of all devices together.
+        money, kilowatt_hours: None where nobody knows price or watts; because says so, or where they come from.
+    """
+
+    tokens: float
+    steps: int
+    seconds: Span
+    device_hours: float
+    money: float | None
+    currency: str
+    kilowatt_hours: float | None
+    because: str
+
+    @property
+    def days(self) -> float:
+        """As expected."""
+        return self.seconds.expected / 86400
 
 
 @final
@@ -159,8 +213,13 @@ class Plan:
     """The best, its runners-up (the Pareto front of time and memory first), and who was refused.
 
     Attributes:
-        model, cluster: their names; searched: how many Choices were estimated.
+        model, cluster: their names; num_devices of the latter; parameters of the former.
+        seq: positions of a sample; 0 where it has none.
+        searched: how many Choices were estimated.
         best: None where nothing fits; closest: then what came nearest.
+        what_ifs: one change each, of the best or the closest.
+        bill: of the best, where a number of tokens was given.
+        notes: what was decided for the user, and why.
     """
 
     model: str
@@ -171,3 +230,13 @@ class Plan:
     refusals: tuple[Refusal, ...]
     closest: Ranked | None = None
     notes: tuple[str, ...] = field(default=())
+    num_devices: int = 1
+    parameters: int = 0
+    seq: int = 0
+    what_ifs: tuple[WhatIf, ...] = ()
+    bill: Bill | None = None
+
+    @property
+    def leading(self) -> Ranked | None:
+        """The best, or where nothing fits what came nearest."""
+        return self.best or self.closest
