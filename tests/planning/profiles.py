@@ -25,7 +25,7 @@ def decoder(
     kv = kv_heads * width
 
     def matrix(name: str, out: int, into: int, cut: Any) -> Operation:
-        size = {"parameters": out * into, "parameter_bytes": 4.0 * out * into}
+        size: dict[str, Any] = {"parameters": out * into, "parameter_bytes": 4.0 * out * into}
         moved = 2.0 * seq * (out + into)
         saved = {"saved_bytes": 2.0 * seq * into, "moved_bytes": moved, "output_bytes": 2.0 * seq * out}
         return Operation(name, "matmul", 2.0 * seq * out * into, (seq, out, into), cut=cut, **size, **saved)

@@ -1,1 +1,0 @@
-"""Task and Cluster -> Plan: memory, time, rules and the search. No torch."""
