@@ -1,0 +1,241 @@
+"""A device and a link as they stand in TOML, units in the names of the keys; impossible figures are refused."""
+
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Annotated, Any, Literal, Self, final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from allranks.cluster import Device, Link
+
+GIGA, TERA, MICRO, MEBI, BITS = Decimal(10**9), Decimal(10**12), Decimal("1e-6"), Decimal(2**20), Decimal(8)
+
+MOST_MEMORY_GB = 10_000
+MOST_BANDWIDTH_GB = 100_000
+MOST_TFLOPS = 100_000
+MOST_LINK_GB = 2_000  # NVLink 6 has 1800 in one direction
+MOST_LATENCY_MICROSECONDS = 100_000
+FAST_TFLOPS, SLOW_GB = 20, 50  # a device of so many TFLOP/s reads its memory faster than that
+
+Precision = Literal["bfloat16", "float16", "float32", "float64", "float8", "float4"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast"]
+
+
+def _is_number(value: object) -> object:
+    """TOML knows numbers from text: "80" and true are no numbers."""
+    if isinstance(value, bool | str):
+        raise ValueError("a number is expected")
+    return value
+
+
+# Decimal from the text of the file to the value in bytes or seconds: no figure is rounded twice, so that a file that
+# was written reads back bit for bit.
+Figure = Annotated[Decimal, BeforeValidator(_is_number), Field(gt=0)]
+
+
+class Table(BaseModel):
+    """A table of a cluster file: an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@final
+class DeviceTable(Table):
+    """One device. Its memory is given in one of three units."""
+
+    name: str
+    label: str = ""
+    memory_gb: Figure | None = Field(None, description="memory, in units of 1e9 bytes")
+    memory_mib: Figure | None = Field(None, description="the same as nvidia-smi prints it, in units of 2**20 bytes")
+    bandwidth_gb_per_s: Figure = Field(description="of its memory")
+    peak_tflops: dict[Precision, Figure] = Field(description="dense, by precision")
+    matmul_tflops: dict[Precision, Figure] = Field(default_factory=dict, description="best measured, by precision")
+    matmul_shapes_tflops: dict[Precision, list[tuple[int, int, int, Figure]]] = Field(
+        default_factory=dict, description="measured, by precision: [rows, inner, columns, TFLOP/s]"
+    )
+    kernel_microseconds: Figure | None = Field(None, description="least time of one kernel in a row of them")
+    update_gparameters_per_s: Figure | None = Field(None, description="fused AdamW, 1e9 parameters a second")
+    measured: bool = False
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if (self.memory_gb is None) == (self.memory_mib is None):
+            raise ValueError("give memory_gb or memory_mib, one of them")
+        if self.memory_bytes > MOST_MEMORY_GB * GIGA:
+            given = self.memory_gb if self.memory_gb is not None else self.memory_mib
+            assert given is not None
+            unit = "memory_gb" if self.memory_gb is not None else "memory_mib"
+            raise ValueError(f"{unit} = {given} is more than any device has{_in_bytes(given)}")
+        if self.bandwidth_gb_per_s > MOST_BANDWIDTH_GB:
+            given = self.bandwidth_gb_per_s
+            raise ValueError(f"bandwidth_gb_per_s = {given} is more than any memory has{_in_bytes(given)}")
+        if not self.peak_tflops:
+            raise ValueError("peak_tflops is empty: give at least one precision, such as { bfloat16 = 312 }")
+        for precision, rate in self.peak_tflops.items():
+            if rate > MOST_TFLOPS:
+                raise ValueError(f"peak_tflops.{precision} = {rate} is more than any device has{_in_flops(rate)}")
+        for precision, rate in self.matmul_tflops.items():
+            if rate > self.peak_tflops.get(precision, rate):
+                raise ValueError(
+                    f"matmul_tflops.{precision} = {rate} is above peak_tflops.{precision} ="
+                    f" {self.peak_tflops[precision]}: nothing runs faster than its peak; one of them is wrong"
+                )
+        fastest = max(self.peak_tflops.values())
+        if fastest > FAST_TFLOPS and self.bandwidth_gb_per_s < SLOW_GB:
+            value = self.bandwidth_gb_per_s
+            raise ValueError(
+                f"bandwidth_gb_per_s = {value} is less than any device of {fastest} TFLOP/s has; did you mean"
+                f" {value} TB/s = {_plain(value * 1000)} GB/s?"
+            )
+        return self
+
+    @property
+    def memory_bytes(self) -> Decimal:
+        """The memory, whichever unit it was given in."""
+        return self.memory_gb * GIGA if self.memory_gb is not None else (self.memory_mib or Decimal(0)) * MEBI
+
+    def to_device(self) -> Device:
+        """The value, in bytes, seconds and FLOP/s."""
+        return Device(
+            name=self.name,
+            label=self.label or self.name,
+            memory_bytes=float(self.memory_bytes),
+            memory_bandwidth=float(self.bandwidth_gb_per_s * GIGA),
+            peak_flops=_scaled(self.peak_tflops, TERA),
+            matmul_flops=_scaled(self.matmul_tflops, TERA),
+            measured=self.measured,
+            source=self.source,
+            matmul_shapes={
+                precision: tuple((m, k, n, float(rate * TERA)) for m, k, n, rate in rows)
+                for precision, rows in self.matmul_shapes_tflops.items()
+            },
+            kernel_seconds=None if self.kernel_microseconds is None else float(self.kernel_microseconds * MICRO),
+            update_rate=None if self.update_gparameters_per_s is None else float(self.update_gparameters_per_s * GIGA),
+        )
+
+    @staticmethod
+    def from_device(device: Device) -> dict[str, Any]:
+        """What `to_device` reads back as the same value, bit for bit; None where there is nothing to say."""
+        return {
+            "name": device.name,
+            "label": device.label,
+            "memory_gb": exactly(device.memory_bytes, GIGA),
+            "bandwidth_gb_per_s": exactly(device.memory_bandwidth, GIGA),
+            "kernel_microseconds": exactly(device.kernel_seconds, MICRO),
+            "update_gparameters_per_s": exactly(device.update_rate, GIGA),
+            "measured": device.measured,
+            "source": device.source,
+            "peak_tflops": {name: exactly(rate, TERA) for name, rate in device.peak_flops.items()},
+            "matmul_tflops": {name: exactly(rate, TERA) for name, rate in device.matmul_flops.items()},
+            "matmul_shapes_tflops": {
+                name: [[m, k, n, exactly(rate, TERA)] for m, k, n, rate in rows]
+                for name, rows in device.matmul_shapes.items()
+            },
+        }
+
+
+@final
+class LinkTable(Table):
+    """One link. Its bandwidth is given in one of two units."""
+
+    name: str
+    label: str = ""
+    bandwidth_gb_per_s: Figure | None = Field(None, description="bytes: what one device sends in one direction")
+    gbit_per_s: Figure | None = Field(None, description="the same in bits, as network adapters are sold")
+    latency_microseconds: Figure = Field(description="of one hop")
+    bytes_microseconds: dict[Collective, dict[int, list[tuple[Figure, Figure]]]] = Field(
+        default_factory=dict, description="measured: collective -> group size -> [bytes, microseconds]"
+    )
+    measured: bool = False
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if (self.bandwidth_gb_per_s is None) == (self.gbit_per_s is None):
+            raise ValueError("give bandwidth_gb_per_s or gbit_per_s, one of them")
+        if self.bandwidth > MOST_LINK_GB * GIGA:
+            given = self.bandwidth_gb_per_s if self.bandwidth_gb_per_s is not None else self.gbit_per_s
+            unit = "bandwidth_gb_per_s" if self.bandwidth_gb_per_s is not None else "gbit_per_s"
+            assert given is not None
+            raise ValueError(f"{unit} = {given} is more than any link of one device has{_in_bytes(given)}")
+        if self.latency_microseconds > MOST_LATENCY_MICROSECONDS:
+            value = self.latency_microseconds
+            raise ValueError(
+                f"latency_microseconds = {value} is {_plain(value / 10**6)} s a hop; did you mean {value} nanoseconds ="
+                f" {_plain(value / 1000)} microseconds?"
+            )
+        for collective, groups in self.bytes_microseconds.items():
+            for size, rows in groups.items():
+                sizes = [row[0] for row in rows]
+                if size < 2 or sizes != sorted(set(sizes)):
+                    raise ValueError(
+                        f"bytes_microseconds.{collective}.{size}: a group has at least 2 devices,"
+                        " and its rows rise in bytes"
+                    )
+        return self
+
+    @property
+    def bandwidth(self) -> Decimal:
+        """Bytes/s, whichever unit it was given in."""
+        if self.bandwidth_gb_per_s is not None:
+            return self.bandwidth_gb_per_s * GIGA
+        return (self.gbit_per_s or Decimal(0)) * GIGA / BITS
+
+    def to_link(self) -> Link:
+        """The value, in bytes and seconds."""
+        return Link(
+            name=self.name,
+            bandwidth=float(self.bandwidth),
+            latency_seconds=float(self.latency_microseconds * MICRO),
+            measured={
+                collective: {
+                    size: tuple((float(count), float(time * MICRO)) for count, time in rows)
+                    for size, rows in groups.items()
+                }
+                for collective, groups in self.bytes_microseconds.items()
+            },
+            source=self.source,
+        )
+
+    @staticmethod
+    def from_link(link: Link) -> dict[str, Any]:
+        """What `to_link` reads back as the same value, bit for bit."""
+        return {
+            "name": link.name,
+            "bandwidth_gb_per_s": exactly(link.bandwidth, GIGA),
+            "latency_microseconds": exactly(link.latency_seconds, MICRO),
+            "source": link.source,
+            "bytes_microseconds": {
+                collective: {
+                    str(size): [[exactly(count, Decimal(1)), exactly(time, MICRO)] for count, time in rows]
+                    for size, rows in groups.items()
+                }
+                for collective, groups in link.measured.items()
+            },
+        }
+
+
+def exactly(value: float | None, unit: Decimal) -> Decimal | None:
+    """`value` counted in `unit`, a power of ten: the decimal that `float(decimal * unit)` makes `value` again."""
+    return None if value is None else (Decimal(repr(value)) / unit).normalize()
+
+
+def _scaled(rates: Mapping[Precision, Decimal], unit: Decimal) -> dict[str, float]:
+    return {precision: float(rate * unit) for precision, rate in rates.items()}
+
+
+def _in_bytes(given: Decimal) -> str:
+    if given < 10**6:
+        return "; did you mean MB or Mbit? Divide by 1000"
+    return f"; did you mean bytes? {_plain(given)} bytes are {_plain(given / GIGA)} GB"
+
+
+def _in_flops(given: Decimal) -> str:
+    if given < 10**9:
+        return f"; did you mean GFLOP/s? {_plain(given)} GFLOP/s are {_plain(given / 1000)} TFLOP/s"
+    return f"; did you mean FLOP/s? {_plain(given)} FLOP/s are {_plain(given / TERA)} TFLOP/s"
+
+
+def _plain(value: Decimal) -> str:
+    return f"{float(value):.6g}"
