@@ -1,0 +1,1 @@
+"""Task and Cluster -> Plan: memory, time, rules and the search. No torch."""
