@@ -1,0 +1,242 @@
+"""Published runs as the planner sees them: a row's model, hardware and framework as ModelProfile, Cluster and Setting."""
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from allranks.cluster import Cluster, Device, Link
+from allranks.model_profile import ModelProfile
+from allranks.model_shape import ModelShape
+from allranks.planning.setting import Mechanisms, Setting
+
+Row = Mapping[str, Any]
+GIB = float(2**30)
+
+# Dense peaks from the vendors' data sheets, FLOP/s; memory in bytes and bytes/s.
+A100 = {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}
+HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float8": 1979e12, "float32": 67e12}
+BLACKWELL = {"bfloat16": 2250e12, "float16": 2250e12, "float8": 4500e12, "float4": 9000e12, "float32": 80e12}
+GRACE = {"bfloat16": 2500e12, "float16": 2500e12, "float8": 5000e12, "float4": 10000e12, "float32": 80e12}
+DEVICES: dict[str, tuple[str, float, Mapping[str, float]]] = {
+    "V100-32GB-SXM": ("v100", 0.9e12, {"float16": 125e12, "float32": 15.7e12}),
+    "A100-40GB-SXM": ("a100-40g", 1.555e12, A100),
+    "A100-80GB-SXM": ("a100-80g", 2.039e12, A100),
+    "H100-80GB-SXM": ("h100", 3.35e12, HOPPER),
+    "H100-96GB-HBM2e": ("h100-96g", 2.4e12, HOPPER),
+    "B200-SXM": ("b200", 8e12, BLACKWELL),
+    "B300-SXM": ("b300", 8e12, BLACKWELL),
+    "GB200": ("gb200", 8e12, GRACE),
+    "GB300": ("gb300", 8e12, GRACE),
+}
+
+
+@cache
+def _cluster(
+    gpu: str, memory: float, nodes: int, per_node: int, inside: float, between: float, domain: int, bandwidth: float
+) -> Cluster:
+    name, memory_bandwidth, peaks = DEVICES[gpu]
+    device = Device(name, gpu, memory * GIB, bandwidth or memory_bandwidth, peaks)
+    return Cluster(
+        name=f"{nodes}x{per_node}:{name}", nodes=nodes, devices_per_node=per_node, device=device,
+        inside=Link("nvlink", inside, 3e-6), between=Link("network", between, 1e-5), domain=domain,
+    )  # fmt: skip
+
+
+DEFAULT_NICS = {"a100": 25e9, "h100": 50e9, "b200": 50e9, "gb200": 50e9, "gb300": 100e9, "b300": 100e9, "v100": 12.5e9}
+
+
+def cluster_of(row: Row) -> Cluster:
+    """The row's hardware; a network that the source does not give is the usual one of that device's servers."""
+    hardware = row["hardware"]
+    gpu, per_node = hardware["gpu"], hardware["gpus_per_node"]
+    devices = hardware["n_gpus"]
+    per_node = min(per_node, devices)
+    name = DEVICES[gpu][0].split("-")[0]
+    between = hardware.get("inter_Gbps_per_gpu")
+    between = between / 8 * 1e9 if between else DEFAULT_NICS[name]
+    domain = hardware.get("nvlink_domain") or (72 if gpu.startswith("GB") else per_node)
+    bandwidth = (hardware.get("hbm_TBps") or 0) * 1e12
+    return _cluster(
+        gpu, hardware["mem_gb"], math.ceil(devices / per_node), per_node, hardware["intra_GBps_per_dir"] * 1e9, between,
+        domain, bandwidth,
+    )  # fmt: skip
+
+
+@cache
+def _profile(shape: ModelShape, seq: int, precision: str, fused: bool) -> ModelProfile:
+    return shape.profile(seq, precision, fused)
+
+
+def shape_of(row: Row) -> ModelShape | None:
+    """The row's model; None where the row does not give its sizes."""
+    model = row["model"]
+    if not all(model.get(key) for key in ("layers", "hidden", "heads")):
+        return None
+    hidden = model["hidden"]
+    gpt = model["arch"] == "gpt" and not model.get("gated")
+    gated = bool(model.get("gated")) or model["arch"] not in ("gpt", "nemotron", "nemotron-h")
+    dropout = gpt and row["source"] not in (
+        "llm-foundry",
+        "mcore-h100-weak",
+        "mcore-h100-strong",
+        "dgxc-benchmarking",
+        "llm.c",
+        "nanogpt",
+    )
+    given: dict[str, Any] = {}
+    if model.get("experts"):
+        given = {
+            "experts": model["experts"], "top_k": model["top_k"], "expert_ffn": model.get("moe_ffn") or model.get("ffn") or 0,
+            "shared_ffn": model.get("shared_ffn") or (model.get("shared_experts") or 0) * (model.get("moe_ffn") or 0),
+            "dense_layers": model.get("dense_layers") or 0, "every": model.get("moe_every") or 1,
+        }  # fmt: skip
+    if model.get("kv_lora"):
+        given |= {
+            "query_rank": model.get("q_lora") or 0, "kv_rank": model["kv_lora"], "query_dim": model["qk_head_dim"],
+            "rope_dim": model["qk_rope"], "value_dim": model["v_head_dim"],
+        }  # fmt: skip
+    return ModelShape(
+        name=model["name"], layers=model["layers"], hidden=hidden, heads=model["heads"],
+        kv_heads=0 if model.get("kv_lora") else model.get("kv_heads") or 0, ffn=model.get("ffn") or given.get("expert_ffn") or 4 * hidden,
+        vocab=model.get("vocab") or 51200, seq=model["seq_len"], gated=gated, head_dim=model.get("head_dim") or 0,
+        positions="learned" if gpt and "alibi" not in str(model.get("pos")) else "none" if gpt else "rotary",
+        tied=gpt, bias=gpt, dropout=dropout, **given,
+    )  # fmt: skip
+
+
+def precision_of(row: Row) -> str:
+    """As `train.precision`."""
+    text = row["precision"].lower()
+    if "fp4" in text:
+        return "float4"
+    return "float8" if "fp8" in text or "float8" in text else "bfloat16"
+
+
+OLD = Mechanisms(
+    name="Megatron-LM", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
+    gather_bytes=2, reduce_bytes=2, overlap_data=0.0, scattered_sends=True, attention_dropout=True,
+    dispatch_seconds=1.0e-5, fused_loss=True,
+)  # fmt: skip
+DEEPSPEED = Mechanisms(
+    name="Megatron-DeepSpeed", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=16,
+    gather_bytes=2, reduce_bytes=2, overlap_data=0.0, attention_dropout=True, dispatch_seconds=3.0e-5,
+    collective_kernels=8.0,
+)  # fmt: skip
+CORE = Mechanisms(
+    name="Megatron-Core", fusion=0.6, weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, gather_bytes=2,
+    reduce_bytes=4, overlap_data=0.9, overlap_tensor=0.6, overlap_pipeline=0.7, sequence_parallel=True,
+    dispatch_seconds=6e-6, fused_loss=True, scattered_sends=True,
+)  # fmt: skip
+TITAN = Mechanisms(name="torchtitan", gather_bytes=2, reduce_bytes=4, sequence_parallel=True, dispatch_seconds=6e-6)
+FOUNDRY = Mechanisms(name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6)
+ZERO = Mechanisms(
+    name="DeepSpeed ZeRO-3", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
+    gather_bytes=2, reduce_bytes=2, overlap_data=0.8, attention_dropout=True,
+)  # fmt: skip
+JAX = Mechanisms(name="JAX", fusion=0.6, weight_bytes=4, gather_bytes=2, reduce_bytes=4, dispatch_seconds=0.0)
+
+
+def mechanisms_of(row: Row) -> Mechanisms:
+    """What is known of the row's framework."""
+    from dataclasses import replace
+
+    name, source, sp = row["framework"], row["source"], bool(row["parallel"].get("sp"))
+    if name.startswith("Megatron-DeepSpeed"):
+        if source == "bloom-prequel":
+            bf16 = "fp32 gradient" in row["precision"]
+            return replace(DEEPSPEED, dispatch_seconds=1.5e-5, gradient_bytes=6.0 if bf16 else 2.0)
+        return DEEPSPEED
+    if "ZeRO-3" in name:
+        return ZERO
+    if name in ("Megatron-LM", "Megatron-LM fork"):
+        return replace(OLD, sequence_parallel=sp)
+    if "torchtitan" in name:
+        notes = str(row.get("notes"))
+        return replace(
+            TITAN, fusion=0.6 if "torch.compile" in notes else 1.0, overlap_tensor=0.5 if "async TP" in notes else 0.0
+        )
+    if "llm-foundry" in name:
+        return FOUNDRY
+    if "JAX" in name:
+        return JAX
+    if "FSDP1" in name:
+        return FOUNDRY
+    if name in ("llm.c", "picotron") or "nanoGPT" in name or "Meta" in name:
+        return replace(CORE, name=name, sequence_parallel=False)
+    return CORE
+
+
+def chunks_of(row: Row) -> int:
+    """Virtual stages; "one layer per chunk" is as many as a stage has layers."""
+    vp, pp, layers = row["parallel"].get("vp"), row["parallel"]["pp"], row["model"].get("layers") or 1
+    if isinstance(vp, str):
+        return max(1, round((layers + 2) / pp))
+    if vp is None and str(row["parallel"].get("schedule")).startswith("interleaved") and pp > 1:
+        return max(1, min(layers // pp, 4))
+    return int(vp or 1) if pp > 1 else 1
+
+
+def setting_of(row: Row) -> Setting | None:
+    """The row's configuration; None where it leaves a degree or the batch open."""
+    parallel = row["parallel"]
+    if any(parallel.get(key) is None for key in ("dp", "tp", "pp", "gbs")):
+        return None
+    dp, cp = parallel["dp"], parallel.get("cp") or 1
+    zero = parallel.get("zero") or 0
+    if parallel.get("fsdp"):
+        zero = 3
+    ranks = dp * cp
+    recompute = str(row.get("recompute"))
+    mode = "full" if recompute.startswith("full") else "selective" if recompute.startswith("selective") else "none"
+    if row.get("task") in ("sft", "lora") and mode == "none":
+        mode = "none"
+    schedule = str(parallel.get("schedule") or "1f1b")
+    schedule = "interleaved" if schedule.startswith("interleaved") else schedule.split("(")[0]
+    return Setting(
+        global_batch=parallel["gbs"], micro_batch=parallel.get("mbs") or 1, dp=dp, tp=parallel["tp"], cp=cp,
+        pp=parallel["pp"], ep=parallel.get("ep") or 1, shard=ranks if zero else 1, zero=zero, chunks=chunks_of(row),
+        schedule=schedule, recompute=mode, precision=precision_of(row), frozen=row.get("task") == "lora",
+        mechanisms=mechanisms_of(row),
+    )  # fmt: skip
+
+
+def profile_of(row: Row) -> ModelProfile | None:
+    """The row's model for its samples."""
+    shape = shape_of(row)
+    if shape is None:
+        return None
+    setting = setting_of(row)
+    fused = setting is not None and setting.mechanisms.fusion < 1
+    return _profile(shape, row["model"]["seq_len"], precision_of(row), fused)
+
+
+def rows_of(document: Mapping[str, Any]) -> Iterator[Row]:
+    """Every row of a file; the single-node table's too, written out as rows."""
+    yield from document["rows"]
+    table = document.get("single_node_a100")
+    if not table:
+        return
+    for number, values in enumerate(table["data"]):
+        cells = dict(zip(table["columns"], values, strict=True))
+        hidden = cells["hidden"]
+        yield {
+            "id": f"vtrain-single-{number}", "source": "vtrain-single", "quality": "A", "complete": True,
+            "model": {
+                "name": f"gpt-{hidden}-{cells['layers']}", "arch": "gpt", "layers": cells["layers"], "hidden": hidden,
+                "heads": cells["heads"], "kv_heads": cells["heads"], "ffn": 4 * hidden, "gated": False,
+                "seq_len": cells["seq"], "vocab": 51200,
+            },
+            "hardware": {
+                "gpu": "A100-80GB-SXM", "mem_gb": 80, "n_gpus": cells["gpus"], "gpus_per_node": 8,
+                "intra_GBps_per_dir": 300, "inter_Gbps_per_gpu": None,
+            },
+            "parallel": {
+                "dp": cells["dp"], "tp": cells["tp"], "pp": cells["pp"], "cp": 1, "ep": 1, "vp": None, "sp": False,
+                "zero": 0, "schedule": "1f1b" if cells["pp"] > 1 else None, "mbs": cells["mbs"], "gbs": cells["gbs"],
+            },
+            "precision": "fp16", "recompute": "full", "framework": "Megatron-DeepSpeed", "tags": [],
+            "metrics": {"step_time_s": cells["iteration_ms"] / 1e3},
+            "calculon_pred_s": cells["calculon_pred_ms"] / 1e3,
+            "rank_group": f"single:{cells['gpus']}-{cells['gbs']}-{hidden}-{cells['layers']}-{cells['seq']}",
+        }  # fmt: skip

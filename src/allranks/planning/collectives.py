@@ -1,0 +1,102 @@
+"""Seconds of a collective among ranks that lie `stride` apart on the nodes of a Cluster."""
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+from allranks.cluster import Cluster, Link
+from allranks.planning.constants import Constants
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks of one axis: `size` of them, `stride` apart.
+
+    Attributes:
+        near: how many of them share a domain (the fast links).
+        link: that the group's slowest step takes.
+        bandwidth: bytes/s that a ring over the group reaches per rank, efficiencies counted.
+        latency_seconds: of one collective, whatever its size.
+    """
+
+    size: int
+    near: int
+    link: Link
+    bandwidth: float
+    latency_seconds: float
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the group leaves the domain."""
+        return self.near < self.size
+
+
+def group_of(cluster: Cluster, constants: Constants, size: int, stride: int) -> Group:
+    """The group of `size` ranks, `stride` apart, that starts at rank 0.
+
+    A ring that leaves the node enters and leaves each node once; its channels share the network cards next to the
+    `near` ranks it has there (NCCL's rings; Narayanan et al. 2104.04473, section 3). So it is as fast as `near` cards,
+    and never faster than the links inside.
+    """
+    near = min(size, max(1, cluster.domain // stride))
+    inside = cluster.inside.bandwidth * constants.inside
+    latency = constants.base_seconds + constants.hop_seconds * (near - 1)
+    if near >= size:
+        return Group(size, size, cluster.inside, inside, latency)
+    bandwidth = min(inside, cluster.between.bandwidth * constants.between * near)
+    nodes = size / near
+    # Rings add a hop for each node, trees a hop for each doubling: NCCL takes the better.
+    hop = max(cluster.between.latency_seconds, 5e-6)
+    latency += hop * min(nodes, 4 * math.log2(nodes) + 2)
+    return Group(size, near, cluster.between, bandwidth, latency)
+
+
+def all_reduce_seconds(group: Group, num_bytes: float) -> float:
+    """2 (n - 1) / n of the tensor passes each rank (Thakur et al. 2005; NCCL's bus bandwidth)."""
+    return _measured(group, "all_reduce", num_bytes) or _ring(group, num_bytes, 2.0)
+
+
+def all_gather_seconds(group: Group, num_bytes: float) -> float:
+    """(n - 1) / n of the whole tensor of `num_bytes` passes each rank; reduce-scatter takes as long."""
+    return _measured(group, "all_gather", num_bytes) or _ring(group, num_bytes, 1.0)
+
+
+def all_to_all_seconds(group: Group, num_bytes: float) -> float:
+    """Each rank sends `num_bytes` (n - 1) / n: to peers in its domain by the fast links, to the others by its own card."""
+    if group.size < 2 or not num_bytes:
+        return 0.0
+    outside = num_bytes * (group.size - group.near) / group.size
+    inside = num_bytes * (group.near - 1) / group.size
+    if not group.crosses:
+        return inside / group.bandwidth + group.latency_seconds
+    return outside / (group.bandwidth / group.near) + group.latency_seconds
+
+
+def send_seconds(group: Group, num_bytes: float, adjacent_crosses: bool) -> float:
+    """One message to the next rank of the group."""
+    if group.size < 2:
+        return 0.0
+    bandwidth = group.bandwidth / group.near if adjacent_crosses else group.bandwidth
+    return num_bytes / bandwidth + 1e-5
+
+
+def _ring(group: Group, num_bytes: float, passes: float) -> float:
+    if group.size < 2 or not num_bytes:
+        return 0.0
+    return passes * (group.size - 1) / group.size * num_bytes / group.bandwidth + group.latency_seconds
+
+
+def _measured(group: Group, collective: str, num_bytes: float) -> float:
+    """Read from the link's table where somebody measured this collective in a group of this size; 0 where nobody did."""
+    table = group.link.measured.get(collective, {}).get(group.size) if group.near in (1, group.size) else None
+    if not table or not num_bytes:
+        return 0.0
+    sizes = [size for size, _ in table]
+    if num_bytes <= sizes[0]:
+        return table[0][1]
+    if num_bytes >= sizes[-1]:
+        return table[-1][1] * num_bytes / sizes[-1]
+    upper = next(index for index, size in enumerate(sizes) if size >= num_bytes)
+    (size0, time0), (size1, time1) = table[upper - 1], table[upper]
+    return time0 + (time1 - time0) * (num_bytes - size0) / (size1 - size0)

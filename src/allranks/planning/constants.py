@@ -1,0 +1,60 @@
+"""Constants: the few figures per device that no data sheet gives, from data/constants.json with their sources."""
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, final
+
+from allranks.cluster import Device
+
+FILE = Path(__file__).parent / "data" / "constants.json"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What a device family reaches of its data sheet while it trains.
+
+    Attributes:
+        units: processors that work on the tiles of a matrix product (streaming multiprocessors); from the data sheet.
+        matmul, matmul_low: share of the peak that a large product reaches in 16 bits, and in 8 or 4.
+        attention: share of the 16-bit peak that fused attention reaches in the forward; its backward 0.8 of that.
+        memory: share of the memory's bandwidth that elementwise kernels reach.
+        inside, between: share of a link's bandwidth that large collectives reach, in a node and between nodes.
+        base_seconds, hop_seconds: of a collective inside a node: what it takes at least, and for each further rank.
+        spread: 90% of published runs lie within this factor of the estimate, see estimate.py.
+    """
+
+    units: int
+    matmul: float
+    matmul_low: float
+    attention: float
+    memory: float
+    inside: float
+    between: float
+    base_seconds: float
+    hop_seconds: float
+    spread: float = 1.16
+
+
+@cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(FILE.read_text())
+    return table
+
+
+def constants_of(device: Device) -> Constants:
+    """Those of the device's family (the longest name in the table that its name begins with), else the defaults.
+
+    Where somebody measured a matrix product on the device, its rate takes the place of a family that is not known.
+    """
+    table = _table()["devices"]
+    name = device.name.lower()
+    family = max((key for key in table if name.startswith(key)), key=len, default="")
+    known = Constants(**{**table["default"], **table.get(family, {})})
+    peak = device.peak_flops.get("bfloat16") or device.peak_flops.get("float16")
+    measured = device.matmul_flops.get("bfloat16") or device.matmul_flops.get("float16")
+    if peak and measured and (not family or device.measured):
+        known = replace(known, matmul=min(1.0, measured / peak))
+    return known

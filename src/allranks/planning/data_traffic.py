@@ -1,0 +1,90 @@
+"""What data parallelism and the optimizer add to a step: gathers, reductions, and the update, with what overlap hides."""
+
+from dataclasses import dataclass
+from typing import final
+
+from allranks.planning.block_cost import Axes
+from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds
+from allranks.planning.compute import moving_seconds
+from allranks.planning.setting import Setting
+
+UPDATE_BYTES = 34.0
+"""Read and written per parameter by a fused Adam: gradient, weight, two moments, and the copy in lower precision; the
+norm reads the gradient once more."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DataCost:
+    """Seconds of one step: all of the communication, what is exposed of it, and the update."""
+
+    seconds: float
+    exposed: float
+    update: float
+    sent_bytes: float
+    count: int
+
+
+def data_cost(
+    setting: Setting,
+    axes: Axes,
+    parameters: float,
+    expert_parameters: float,
+    units: int,
+    forward: float,
+    backward: float,
+) -> DataCost:
+    """Of a rank that holds `parameters` in `units` blocks and takes `forward` and `backward` for one micro-step.
+
+    Unsharded: one all-reduce of the gradients (2006.15704), behind the last backward where it overlaps. ZeRO 1 and 2:
+    a reduce-scatter and a gather of the weights (1910.02054, section 7). ZeRO 3 gathers each unit for forward and
+    backward of every micro-step (2304.11277, section 3.3), and hides what the unit before computes.
+    """
+    how, ranks = setting.mechanisms, setting.dp * setting.cp
+    whole = parameters + expert_parameters
+    shard = max(1, setting.shard)
+    sharded = parameters / shard + expert_parameters / max(1.0, shard / setting.ep)
+    held = sharded if setting.zero >= 1 else whole
+    update = moving_seconds(axes.machine, UPDATE_BYTES * held, 10) if not setting.frozen else 0.0
+    if ranks == 1:
+        return DataCost(0.0, 0.0, update, 0.0, 0)
+    # Experts are copied on ranks / ep of the data-parallel ranks alone.
+    reduced = parameters + expert_parameters * (1.0 if setting.ep == 1 else max(0.0, 1 - setting.ep / ranks))
+    if setting.frozen:
+        reduced *= 0.01
+    if setting.zero >= 3:
+        return _sharded_cost(setting, axes, reduced, units, forward, backward, update)
+    bytes_reduced = reduced * how.reduce_bytes
+    if setting.zero >= 1:
+        scatter = all_gather_seconds(axes.data, bytes_reduced)
+        gather = all_gather_seconds(axes.data, reduced * how.gather_bytes)
+        hidden = min(how.overlap_data * scatter, backward) + min(how.overlap_data * gather, forward)
+        seconds = scatter + gather
+        sent = bytes_reduced + reduced * how.gather_bytes
+        return DataCost(seconds, seconds - hidden, update, sent, 2 * units)
+    seconds = all_reduce_seconds(axes.data, bytes_reduced)
+    hidden = min(how.overlap_data * seconds, backward)
+    return DataCost(seconds, seconds - hidden, update, 2 * bytes_reduced, units)
+
+
+def _sharded_cost(
+    setting: Setting, axes: Axes, parameters: float, units: int, forward: float, backward: float, update: float
+) -> DataCost:
+    how, steps, units = setting.mechanisms, setting.micro_steps, max(1, units)
+    gather = all_gather_seconds(axes.shard, parameters / units * how.gather_bytes) * units
+    reduce = all_gather_seconds(axes.shard, parameters / units * how.reduce_bytes) * units
+    copies = setting.dp * setting.cp // max(1, setting.shard)
+    if copies > 1:
+        reduce += all_reduce_seconds(axes.data, parameters / max(1, setting.shard) * how.reduce_bytes)
+    reductions = steps if how.reduces_every_micro_step else 1
+    first = gather / units
+    plain_forward = max(0.0, how.overlap_data * gather - forward) + (1 - how.overlap_data) * gather
+    both = gather + reduce
+    plain_backward = max(0.0, how.overlap_data * both - backward) + (1 - how.overlap_data) * both
+    only = max(0.0, how.overlap_data * gather - backward) + (1 - how.overlap_data) * gather
+    exposed = (
+        steps * (plain_forward + first) + reductions * (plain_backward + reduce / units) + (steps - reductions) * only
+    )
+    total = 2 * steps * gather + reductions * reduce
+    sent = parameters * (2 * steps * how.gather_bytes + reductions * how.reduce_bytes)
+    return DataCost(total, min(exposed, total), update, sent, units * (2 * steps + reductions))

@@ -1,0 +1,223 @@
+"""estimate: what a Choice costs on a Cluster. Pure: the same arguments give the same Estimate."""
+
+from dataclasses import dataclass
+from typing import final
+
+from allranks.cluster import Cluster
+from allranks.model_profile import ModelProfile
+from allranks.plan import Choice, Estimate, MemoryUse, Span, StepTime, Traffic
+from allranks.planning.block_cost import Axes, BlockCost, axes_of, block_cost
+from allranks.planning.collectives import send_seconds
+from allranks.planning.data_traffic import DataCost, data_cost
+from allranks.planning.memory import memory_use
+from allranks.planning.pipeline import pipeline_seconds, stages_of
+from allranks.planning.setting import Setting, setting_of
+
+MEMORY_SPREAD = (0.93, 1.05)
+"""A published peak lies between these times the estimate in 90% of the cases; see docs/explanation/planner.md."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a Setting costs: an Estimate without its Choice."""
+
+    memory: MemoryUse
+    stages: dict[int, MemoryUse]
+    peak_bytes: Span
+    capacity_bytes: float
+    time: StepTime
+    step_seconds: Span
+    traffic: tuple[Traffic, ...]
+    mfu: float
+
+
+def estimate(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
+    """Memory, time and traffic of one optimizer step under `choice`."""
+    cost = estimate_setting(profile, cluster, setting_of(choice))
+    seconds = cost.step_seconds.expected
+    samples = choice.global_batch / seconds if seconds else 0.0
+    return Estimate(
+        choice=choice,
+        memory=cost.memory,
+        stages=cost.stages,
+        peak_bytes=cost.peak_bytes,
+        capacity_bytes=cost.capacity_bytes,
+        time=cost.time,
+        step_seconds=cost.step_seconds,
+        traffic=cost.traffic,
+        mfu=cost.mfu,
+        samples_per_second=samples,
+        tokens_per_second=samples * profile.tokens,
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A profile's blocks under one Setting; kept for the next call that differs in nothing that they depend on."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    axes: Axes
+    costs: tuple[BlockCost, ...]
+
+
+_CACHE: dict[tuple[object, ...], _Parts] = {}
+_CACHE_SIZE = 20_000
+
+
+def _parts(profile: ModelProfile, cluster: Cluster, setting: Setting) -> _Parts:
+    key = (
+        id(profile), id(cluster), setting.tp, setting.cp, setting.ep, setting.dp, setting.pp, setting.shard,
+        setting.micro_batch, setting.recompute, setting.precision, setting.ring, setting.frozen, setting.mechanisms,
+    )  # fmt: skip
+    found = _CACHE.get(key)
+    if found is not None:  # it holds its profile and cluster, so their ids are not given to others
+        return found
+    axes = axes_of(cluster, setting)
+    costs = tuple(block_cost(block, setting, axes, profile.experts) for block in profile.blocks)
+    if len(_CACHE) >= _CACHE_SIZE:
+        _CACHE.clear()
+    parts = _CACHE[key] = _Parts(profile, cluster, axes, costs)
+    return parts
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    forward: float
+    backward: float
+    weight: float
+    again: float
+    tensor: float
+    context: float
+    expert: float
+    host: float
+
+
+def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting) -> _Stage:
+    """Seconds of one micro-step on one stage; where the host is slower than the device, the difference is host."""
+    how = setting.mechanisms
+    sums = [0.0] * 8
+    for count, cost in zip(held, costs, strict=True):
+        if count:
+            exposed = (1 - how.overlap_tensor) * (cost.tensor + cost.tensor_again)
+            kernels = cost.kernels * (3 + (1 if cost.again > 0.5 * cost.forward else 0))
+            dispatched = (kernels + cost.collectives * 3 * how.collective_kernels) * how.dispatch_seconds
+            device = cost.forward + cost.backward + cost.weight + cost.again + exposed
+            parts = (
+                *(cost.forward, cost.backward, cost.weight, cost.again, exposed, cost.context, cost.expert),
+                max(0.0, dispatched - device),
+            )
+            sums = [total + count * part for total, part in zip(sums, parts, strict=True)]
+    return _Stage(*sums)
+
+
+def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting) -> Cost:
+    """The same for a Setting, which may be another framework's."""
+    parts = _parts(profile, cluster, setting)
+    layers = stages_of(profile, setting.pp, setting.chunks)
+    stages = [_stage(held, parts.costs, setting) for held in layers]
+    forward = [s.forward + s.tensor / 3 + (s.context + s.expert) / 2 + s.host / 3 for s in stages]
+    backward = [s.backward + s.again + s.tensor * 2 / 3 + (s.context + s.expert) / 2 + s.host * 2 / 3 for s in stages]
+    weight = [s.weight for s in stages]
+    send = _send(profile, setting, parts.axes)
+    if setting.pp > 1:
+        forward = [f + send for f in forward]
+        backward = [b + send for b in backward]
+    steady, bubble = pipeline_seconds(setting.schedule, forward, backward, weight, setting.chunks, setting.micro_steps)
+    worst = max(range(len(stages)), key=lambda i: forward[i] + backward[i] + weight[i])
+    data = _data(parts, setting, layers, forward, backward, weight)
+    time = _step_time(stages[worst], setting, bubble, data, send)
+    return _cost(profile, cluster, setting, parts, layers, time, data, steady)
+
+
+def _send(profile: ModelProfile, setting: Setting, axes: Axes) -> float:
+    """Exposed seconds of one hop from stage to stage."""
+    if setting.pp == 1:
+        return 0.0
+    block = next((b for b in profile.blocks if b.repeated), profile.blocks[0])
+    how = setting.mechanisms
+    size = block.input_bytes * setting.micro_batch / setting.cp
+    size /= setting.tp if setting.sequence_parallel or how.scattered_sends else 1
+    hops = setting.chunks * (1 - how.overlap_pipeline)
+    return send_seconds(axes.pipeline, size, axes.pipeline.crosses) * hops
+
+
+def _data(
+    parts: _Parts, setting: Setting, layers: tuple[tuple[int, ...], ...], forward: list[float], backward: list[float],
+    weight: list[float],
+) -> DataCost:  # fmt: skip
+    """Of the stage whose data-parallel traffic is the most: the first or the last."""
+    candidates = []
+    for stage in {0, len(layers) - 1}:
+        held = layers[stage]
+        dense = sum(n * cost.parameters for n, cost in zip(held, parts.costs, strict=True))
+        expert = sum(n * cost.expert_parameters for n, cost in zip(held, parts.costs, strict=True))
+        candidates.append(
+            data_cost(setting, parts.axes, dense, expert, sum(held), forward[stage], backward[stage] + weight[stage])
+        )
+    return max(candidates, key=lambda cost: cost.exposed + cost.update)
+
+
+def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, send: float) -> StepTime:
+    steps = setting.micro_steps
+    return StepTime(
+        compute=steps * (stage.forward + stage.backward + stage.weight + stage.host),
+        recompute=steps * stage.again,
+        tensor=steps * stage.tensor,
+        context=steps * stage.context,
+        expert=steps * stage.expert,
+        data=data.exposed,
+        pipeline=2 * steps * send,
+        bubble=bubble,
+        optimizer=data.update,
+    )
+
+
+def _cost(
+    profile: ModelProfile, cluster: Cluster, setting: Setting, parts: _Parts, layers: tuple[tuple[int, ...], ...],
+    time: StepTime, data: DataCost, steady: float,
+) -> Cost:  # fmt: skip
+    ends = sorted({0, len(layers) // 2, len(layers) - 1})
+    stages = {stage: memory_use(profile, setting, parts.costs, layers[stage], stage) for stage in ends}
+    memory = max(stages.values(), key=lambda use: use.total)
+    seconds = time.total
+    spread = parts.axes.machine.constants.spread
+    peak = parts.axes.machine.peak("bfloat16" if setting.precision in ("float8", "float4") else setting.precision)
+    devices = setting.dp * setting.tp * setting.cp * setting.pp
+    mfu = 3 * profile.flops * setting.global_batch / (seconds * devices * peak) if seconds else 0.0
+    low, high = MEMORY_SPREAD
+    return Cost(
+        memory=memory,
+        stages=stages,
+        peak_bytes=Span(memory.total * low, memory.total, memory.total * high),
+        capacity_bytes=cluster.device.memory_bytes,
+        time=time,
+        step_seconds=Span(seconds / spread, seconds, seconds * spread),
+        traffic=_traffic(setting, parts, layers, data, time),
+        mfu=mfu,
+    )
+
+
+def _traffic(
+    setting: Setting, parts: _Parts, layers: tuple[tuple[int, ...], ...], data: DataCost, time: StepTime
+) -> tuple[Traffic, ...]:
+    held, steps, axes = layers[0], setting.micro_steps, parts.axes
+    rows = []
+    for axis, degree, group, size, exposed in (
+        ("tp", setting.tp, axes.tensor, "tensor_bytes", time.tensor),
+        ("cp", setting.cp, axes.context, "context_bytes", time.context),
+        ("ep", setting.ep, axes.expert, "expert_bytes", time.expert),
+    ):
+        if degree > 1:
+            sent = steps * sum(n * getattr(cost, size) for n, cost in zip(held, parts.costs, strict=True))
+            count = steps * sum(n for n in held) * 4
+            rows.append(Traffic(axis, group.link.name, sent, count, exposed, 0.0))
+    if setting.pp > 1:
+        rows.append(Traffic("pp", axes.pipeline.link.name, 0.0, 2 * steps, time.pipeline, 0.0))
+    if data.seconds:
+        link = axes.data.link.name
+        rows.append(Traffic("dp", link, data.sent_bytes, data.count, data.seconds, data.seconds - data.exposed))
+    return tuple(rows)

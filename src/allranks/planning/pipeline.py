@@ -1,0 +1,117 @@
+"""A pipeline: which blocks a stage holds, how many micro-steps are under way in it, and how long a step takes."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from allranks.model_profile import ModelProfile
+
+TWO_SIDED = ("zbv", "dualpipev")
+SPLIT = ("zb-1p", "zb-2p", "zbv", "interleaved_zb", "dualpipev")
+
+
+@lru_cache(maxsize=4096)
+def shared_out(
+    counts: tuple[int, ...], repeated: tuple[bool, ...], pp: int, chunks: int
+) -> tuple[tuple[int, ...], ...]:
+    """How many of each kind of block every stage holds; what is not repeated stays at the ends.
+
+    Where the repeated blocks do not divide, the ends hold fewer: they have the embedding and the logits (Llama 3
+    2407.21783, section 3.3.2, takes one layer from the first and one from the last stage).
+    """
+    total = sum(count for count, again in zip(counts, repeated, strict=True) if again)
+    shares = _shares(total, pp, chunks)
+    ends = 0
+    for kind, again in enumerate(repeated):
+        if again:
+            break
+        ends = kind + 1
+    stages = [[0] * len(counts) for _ in range(pp)]
+    stage, room = 0, shares[0]
+    for kind, count in enumerate(counts):
+        if not repeated[kind]:
+            stages[0 if kind < ends else -1][kind] = count
+            continue
+        while count:
+            while room == 0 and stage < pp - 1:
+                stage += 1
+                room = shares[stage]
+            taken = min(count, room) if stage < pp - 1 else count
+            stages[stage][kind] += taken
+            count, room = count - taken, room - taken
+    return tuple(tuple(stage) for stage in stages)
+
+
+def _shares(total: int, pp: int, chunks: int) -> list[int]:
+    parts = pp * chunks
+    if total % parts == 0 or pp == 1:
+        return [total // pp] * (pp - 1) + [total - total // pp * (pp - 1)]
+    if (total + 2) % parts == 0 or (total + 2) % pp == 0:
+        each = (total + 2) // pp
+        return [each - 1] + [each] * (pp - 2) + [each - 1]
+    if (total + 1) % pp == 0:
+        each = (total + 1) // pp
+        return [each] * (pp - 1) + [each - 1]
+    each, more = divmod(total, pp)
+    # The longer stages stand in the middle, away from the embedding and the logits.
+    shares = [each] * pp
+    for place in range(more):
+        shares[(place + (pp - more) // 2) % pp] += 1
+    return shares
+
+
+def stages_of(profile: ModelProfile, pp: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """The same for a profile."""
+    blocks = profile.blocks
+    return shared_out(tuple(b.count for b in blocks), tuple(b.repeated for b in blocks), pp, chunks)
+
+
+def under_way(schedule: str, stage: int, pp: int, chunks: int, micro_steps: int) -> float:
+    """Micro-steps whose activations a stage holds at most, in units of the whole rank's layers.
+
+    1F1B: pp - stage (PipeDream-flush; 2104.04473, section 2.2.1). Interleaved: 1 + (pp - 1) / (pp * chunks) times pp on
+    the first rank (2205.05198, section 4.2.3). GPipe: all. ZB-H2 doubles 1F1B's, ZB-H1 keeps it (2401.10241, table 1);
+    ZB-V and DualPipeV hold pp of whole ranks on each (2405.15362).
+    """
+    if pp == 1:
+        return 1.0
+    if schedule == "gpipe" or schedule == "looped_bfs":
+        return float(micro_steps)
+    if schedule in TWO_SIDED:
+        return float(min(micro_steps, pp + (schedule == "dualpipev")))
+    if schedule == "zb-2p":
+        return float(min(micro_steps, 2 * pp - 1))
+    if chunks > 1 or schedule.startswith("interleaved"):
+        warm = 2 * (pp - stage - 1) + (chunks - 1) * pp + 1
+        return min(float(micro_steps), warm / chunks)
+    return float(min(micro_steps, pp - stage))
+
+
+def pipeline_seconds(
+    schedule: str,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weight: Sequence[float],
+    chunks: int,
+    micro_steps: int,
+) -> tuple[float, float]:
+    """(Seconds of all micro-steps on the slowest stage, what the pipeline adds to fill and to drain).
+
+    1F1B and GPipe: the other stages' forward and backward once (2104.04473, section 2.2.1). Interleaved: that over
+    `chunks` (section 2.2.2). Zero bubble, 2401.10241, table 1: ZB-H1 leaves (pp - 1)(F + B - W), ZB-H2
+    (pp - 1)(F + B - 2W); ZB-V as ZB-H2 (2405.15362).
+    """
+    pp = len(forward)
+    whole = [f + b + w for f, b, w in zip(forward, backward, weight, strict=True)]
+    slowest = max(whole)
+    steady = micro_steps * slowest
+    if pp == 1:
+        return steady, 0.0
+    others = sum(whole) - slowest
+    weights = sum(weight) - max(weight)
+    if schedule == "zb-1p":
+        return steady, max(0.0, others - 2 * weights)
+    if schedule in SPLIT:
+        return steady, max(0.0, (others - 3 * weights) / chunks)
+    if schedule == "gpipe":
+        return steady, others
+    return steady, others / chunks

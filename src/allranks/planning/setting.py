@@ -1,0 +1,152 @@
+"""Setting: one configuration with the mechanisms of the framework that runs it; ours, or a published run's."""
+
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+from allranks.plan import Choice
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Mechanisms:
+    """What a framework does, as its documents or its code say; nothing here is fitted to runs but `dispatch_seconds`.
+
+    Attributes:
+        fused_attention: attention that keeps no scores (FlashAttention 2205.14135); else they are written and kept.
+        fusion: share of a profile's elementwise traffic that is left where kernels are fused.
+        weight_bytes, gradient_bytes, optimizer_bytes: kept per parameter (the optimizer's with its master weights).
+        gather_bytes, reduce_bytes: per parameter on the wire.
+        overlap_data, overlap_tensor, overlap_pipeline: share of that communication that may run behind computation.
+        reduces_every_micro_step: sharded gradients are reduced after each micro-step, not after the last.
+        dispatch_seconds: of the host, for one kernel.
+        context_bytes: of the driver, the libraries and their communicators, outside the allocator.
+        slack: share by which the allocator's blocks exceed what is in use.
+        logits_float32: the logits are copied to float32; fused_loss: the softmax takes the logits' place.
+        sequence_parallel: norms and dropouts see 1/tp of the positions (2205.05198, section 4.2.2).
+        scattered_sends: stages send 1/tp of an activation (2104.04473, section 4.1).
+    """
+
+    name: str = "allranks"
+    fused_attention: bool = True
+    fusion: float = 1.0
+    weight_bytes: float = 4.0
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 8.0
+    gather_bytes: float = 4.0
+    reduce_bytes: float = 4.0
+    overlap_data: float = 0.9
+    overlap_tensor: float = 0.0
+    overlap_pipeline: float = 0.0
+    reduces_every_micro_step: bool = True
+    dispatch_seconds: float = 8e-6
+    context_bytes: float = 2.0e9
+    slack: float = 0.05
+    logits_float32: bool = True
+    fused_loss: bool = False
+    sequence_parallel: bool = False
+    scattered_sends: bool = False
+    low_linear: bool = True
+    low_dispatch: bool = False
+    collective_kernels: float = 4.0
+    cast_bytes: float = 0.0
+    attention_dropout: bool = False
+    experts_inside_tensor: bool = False
+    tensor_in_experts: bool = False
+
+    def expert_tensor(self, tp: int) -> int:
+        """Ranks that share one expert's matrices, besides ep."""
+        return tp if self.tensor_in_experts else 1
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Degrees, modes and mechanisms: what `estimate_setting` needs besides profile and cluster.
+
+    Attributes:
+        shard: ranks that share a copy's parameters, of the dp * cp that see other samples or positions.
+        zero: 0 nothing is shared, 1 the optimizer, 2 gradients too, 3 parameters too (ZeRO 1910.02054).
+        chunks: of the model on a pipeline rank.
+        schedule: "1f1b", "gpipe", "interleaved", "zb-1p", "zb-2p", ...
+        offload: "none", "parameters", "activations", "all".
+        frozen: whether only added low-rank matrices learn (LoRA 2106.09685).
+    """
+
+    global_batch: int
+    micro_batch: int
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    shard: int = 1
+    zero: int = 0
+    chunks: int = 1
+    schedule: str = "1f1b"
+    recompute: Recompute = "none"
+    precision: str = "bfloat16"
+    ring: bool = True
+    offload: str = "none"
+    frozen: bool = False
+    mechanisms: Mechanisms = field(default_factory=Mechanisms)
+
+    @property
+    def micro_steps(self) -> int:
+        """Forwards per optimizer step on one data-parallel rank."""
+        return max(1, -(-self.global_batch // (self.dp * self.micro_batch)))
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether norms and dropouts are cut by tp."""
+        return self.mechanisms.sequence_parallel and self.tp > 1
+
+
+LOW = ("bfloat16", "float16")
+
+
+def mechanisms_of(choice: Choice) -> Mechanisms:
+    """What torch's FSDP2, DDP, DTensor and pipelining do as allranks sets them up (law 7: float32 parameters)."""
+    layout = choice.layout
+    lowered = choice.precision != "float32" and choice.precision != "float64"
+    wide = 8.0 if choice.precision == "float64" else 4.0
+    gather = 2.0 if lowered and layout.gather != "float32" else wide
+    return Mechanisms(
+        weight_bytes=wide,
+        gradient_bytes=wide,
+        optimizer_bytes=2 * wide,
+        gather_bytes=gather,
+        reduce_bytes=2.0 if layout.ddp_hook in LOW else wide,
+        fusion=0.6 if layout.compile == "block" else 1.0,
+    )
+
+
+def setting_of(choice: Choice) -> Setting:
+    """The Setting that a Choice means."""
+    layout = choice.layout
+    zero, shard = 0, 1
+    if layout.dp_shard > 1:
+        zero = {"full": 3, "grad_op": 2, "optimizer": 1, "none": 0}[layout.sharding]
+        shard = layout.dp_shard
+    recompute: Recompute = (
+        "none" if layout.recompute == "none" else "full" if layout.recompute == "full" else "selective"
+    )
+    return Setting(
+        global_batch=choice.global_batch,
+        micro_batch=choice.micro_batch,
+        dp=layout.dp,
+        tp=layout.tp,
+        cp=layout.cp,
+        pp=layout.pp,
+        ep=layout.ep,
+        shard=shard,
+        zero=zero,
+        chunks=max(choice.chunks, layout.num_stages // layout.pp),
+        schedule=layout.schedule,
+        recompute=recompute,
+        precision=choice.precision,
+        ring=layout.context == "ring",
+        offload=layout.offload,
+        mechanisms=mechanisms_of(choice),
+    )
