@@ -220,6 +220,7 @@ class Plan:
         what_ifs: one change each, of the best or the closest.
         bill: of the best, where a number of tokens was given.
         notes: what was decided for the user, and why.
+        unmet: limits of time or money that the best does not keep, one line each.
     """
 
     model: str
@@ -235,6 +236,7 @@ class Plan:
     seq: int = 0
     what_ifs: tuple[WhatIf, ...] = ()
     bill: Bill | None = None
+    unmet: tuple[str, ...] = ()
 
     @property
     def leading(self) -> Ranked | None:

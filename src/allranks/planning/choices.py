@@ -32,6 +32,8 @@ class Space:
         profiles: of the model, by precision; those that are open.
         modes: what the user fixed of "recompute", "offload", "schedule" and "sharding".
         micro_batch: fixed too, or None.
+        micro_steps: of a task whose statistics or loss depend on them (law 2): the micro-batch follows.
+        layout: the one that the user wrote; None where the search takes any.
     """
 
     profiles: Mapping[str, ModelProfile]
@@ -39,6 +41,8 @@ class Space:
     global_batch: int
     micro_batch: int | None = None
     modes: Mapping[str, str] = field(default_factory=dict)
+    micro_steps: int | None = None
+    layout: Layout | None = None
 
     def options(self, mode: str, all_of_them: tuple[str, ...]) -> tuple[str, ...]:
         """The one that the user fixed, or all."""
@@ -50,6 +54,8 @@ class Space:
         if self.micro_batch is not None:
             return [self.micro_batch]
         share = -(-self.global_batch // layout.dp)
+        if self.micro_steps is not None:
+            return [-(-share // self.micro_steps)]
         found = set(divisors(share))
         if layout.pp == 1:
             found |= {2**place for place in range(share.bit_length()) if 2**place <= share}
@@ -133,10 +139,20 @@ def kept_modes(space: Space) -> tuple[tuple[str, str], ...]:
     return tuple(product(space.options("recompute", RECOMPUTES), space.options("offload", OFFLOADS)))
 
 
-def every_choice(space: Space) -> Iterator[tuple[ModelProfile, Choice]]:
+def of_layout(space: Space, layout: Layout, refusals: dict[tuple[str, str], Refusal]) -> Iterator[Choice]:
+    """The choices that have this very layout, in every open precision and micro-batch; refused ones are noted."""
+    for precision, profile in space.profiles.items():
+        for micro_batch in space.micro_batches(layout):
+            choice = Choice(layout, space.global_batch, micro_batch, precision, layout.num_stages // layout.pp)
+            if (refusal := check(profile, space.cluster, choice)) is None:
+                yield choice
+            else:
+                refusals.setdefault((refusal.rule, refusal.layout), refusal)
+
+
+def every_choice(space: Space) -> Iterator[Choice]:
     """All of them, one by one: what the search has to find the best of."""
     for precision, profile in space.profiles.items():
         for layout in layouts(space.cluster, profile):
             for group in groups(space, precision, layout, SCHEDULES, {}):
-                for choice in members(space, group):
-                    yield profile, choice
+                yield from members(space, group)

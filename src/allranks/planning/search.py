@@ -14,7 +14,7 @@ from allranks.cluster import Cluster
 from allranks.layout import SPLIT_BACKWARD, Layout
 from allranks.model_profile import ModelProfile
 from allranks.plan import Choice, Estimate, Refusal
-from allranks.planning.choices import RECOMPUTES, Group, Space, groups, kept_modes, layouts, members, splits
+from allranks.planning.choices import RECOMPUTES, Group, Space, groups, kept_modes, layouts, members, of_layout, splits
 from allranks.planning.estimate import estimate
 
 Estimator = Callable[[ModelProfile, Cluster, Choice], Estimate]
@@ -71,7 +71,9 @@ class Search:
     found: Found = field(default_factory=Found)
 
     def run(self) -> Found:
-        """Search all of the space."""
+        """Search all of the space; where its layout is fixed, weigh what is left."""
+        if self.space.layout is not None:
+            return self.weigh(of_layout(self.space, self.space.layout, self.found.refusals))
         for precision in self._fastest_first():
             waves: dict[int, list[Layout]] = {}
             for layout in layouts(self.space.cluster, self.space.profiles[precision]):
@@ -81,11 +83,15 @@ class Search:
                 self._search_wave(precision, wave, hopeless)
         return self.found
 
-    def weigh(self, choices: Iterable[tuple[ModelProfile, Choice]]) -> Found:
+    def weigh(self, choices: Iterable[Choice]) -> Found:
         """Estimate all of these, without pruning."""
-        for profile, choice in choices:
-            self._estimate(profile, choice)
+        for choice in choices:
+            self.estimate(choice)
         return self.found
+
+    def estimate(self, choice: Choice) -> Estimate:
+        """What a choice costs, kept for the next one who asks."""
+        return self._estimate(self.space.profiles[choice.precision], choice)
 
     def _fastest_first(self) -> list[str]:
         """Precisions by the device's rate: what it is slow at is then seldom worth more than a look."""
@@ -137,7 +143,9 @@ class Search:
         """Members with little memory, that with the least first in most models."""
         shared = splits(self.space, group.plain.layout)
         most = shared[-1].dp_shard
-        kept = sorted(kept_modes(self.space), key=lambda pair: -RECOMPUTES.index(pair[0]) if pair[0] in RECOMPUTES else 0)
+        kept = sorted(
+            kept_modes(self.space), key=lambda pair: -RECOMPUTES.index(pair[0]) if pair[0] in RECOMPUTES else 0
+        )
         moved = [pair for pair in kept if pair[1] != "none"] or kept
         some = [layout for layout in shared if layout.dp_shard == most]
         for choice in members(self.space, group, some, tuple(dict.fromkeys((*moved, *kept)))):
