@@ -67,7 +67,7 @@ class Question:
 
 
 def fixed_micro_steps(profile: ModelProfile) -> int | None:
-    """Forwards a step, where nobody says how many, of a model whose result depends on which samples share one (law 2)."""
+    """Forwards a step of a model whose result depends on which samples share one, where nobody says (law 2)."""
     return 1 if profile.stateful or profile.coupled else None
 
 
