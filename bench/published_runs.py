@@ -8,6 +8,7 @@ from typing import Any
 from allranks.cluster import Cluster, Device, Link
 from allranks.model_profile import ModelProfile
 from allranks.model_shape import ModelShape
+from allranks.planning.estimate import Cost
 from allranks.planning.setting import Mechanisms, Setting
 
 Row = Mapping[str, Any]
@@ -116,23 +117,25 @@ def precision_of(row: Row) -> str:
 OLD = Mechanisms(
     name="Megatron-LM", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
     gather_bytes=2, reduce_bytes=2, overlap_data=0.0, scattered_sends=True, attention_dropout=True,
-    dispatch_seconds=1.0e-5, fused_loss=True,
+    dispatch_seconds=1.0e-5, logits_copies=0.75, selective="attention", accumulate_bytes=8,
+    temporary_gradient_bytes=2, pipeline_outputs=False,
 )  # fmt: skip
 DEEPSPEED = Mechanisms(
     name="Megatron-DeepSpeed", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=16,
     gather_bytes=2, reduce_bytes=2, overlap_data=0.0, attention_dropout=True, dispatch_seconds=3.0e-5,
-    collective_kernels=8.0,
+    collective_kernels=8.0, selective="attention", accumulate_bytes=8, temporary_gradient_bytes=2, bucket_bytes=2e9,
 )  # fmt: skip
 CORE = Mechanisms(
     name="Megatron-Core", fusion=0.6, weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, gather_bytes=2,
     reduce_bytes=4, overlap_data=0.9, overlap_tensor=0.6, overlap_pipeline=0.7, sequence_parallel=True,
-    dispatch_seconds=6e-6, fused_loss=True, scattered_sends=True,
+    dispatch_seconds=6e-6, logits_copies=0.75, scattered_sends=True, selective="attention", attention="vendor",
+    accumulate_bytes=8, temporary_gradient_bytes=4, pipeline_outputs=False,
 )  # fmt: skip
 TITAN = Mechanisms(name="torchtitan", gather_bytes=2, reduce_bytes=4, sequence_parallel=True, dispatch_seconds=6e-6)
 FOUNDRY = Mechanisms(name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6)
 ZERO = Mechanisms(
     name="DeepSpeed ZeRO-3", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
-    gather_bytes=2, reduce_bytes=2, overlap_data=0.8, attention_dropout=True,
+    gather_bytes=2, reduce_bytes=2, overlap_data=0.8, attention_dropout=True, bucket_bytes=2e9,
 )  # fmt: skip
 JAX = Mechanisms(name="JAX", fusion=0.6, weight_bytes=4, gather_bytes=2, reduce_bytes=4, dispatch_seconds=0.0)
 
@@ -209,6 +212,31 @@ def profile_of(row: Row) -> ModelProfile | None:
     setting = setting_of(row)
     fused = setting is not None and setting.mechanisms.fusion < 1
     return _profile(shape, row["model"]["seq_len"], precision_of(row), fused)
+
+
+def run_of(row: Row) -> tuple[ModelProfile, Cluster, Setting] | None:
+    """What `estimate_setting` takes; None where the row leaves a size or a degree open."""
+    profile, setting = profile_of(row), setting_of(row)
+    if profile is None or setting is None:
+        return None
+    return profile, cluster_of(row), setting
+
+
+def memory_of(row: Row, cost: Cost) -> tuple[float | None, float]:
+    """(What the row's source measured or None, the estimate of the same) in bytes.
+
+    nvidia-smi sees the whole process (bloom-prequel); torch's peak of reserved memory sees no context; SimuMax prints
+    the peak of what was allocated, on each rank.
+    """
+    metrics, memory = row["metrics"], cost.memory
+    if metrics.get("mem_gib_reserved"):
+        return metrics["mem_gib_peak"] * GIB, memory.total - memory.framework
+    if metrics.get("mem_gib_peak"):
+        return metrics["mem_gib_peak"] * GIB, memory.total - cost.context_bytes
+    if not metrics.get("mem_gb_peak"):
+        return None, memory.total
+    allocated = row["framework"] == "Megatron-LM fork"
+    return metrics["mem_gb_peak"] * 1e9, memory.total - (memory.framework if allocated else 0.0)
 
 
 def rows_of(document: Mapping[str, Any]) -> Iterator[Row]:

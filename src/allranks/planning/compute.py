@@ -68,7 +68,9 @@ def matmul_seconds(machine: Machine, rows: float, out: float, into: float, preci
     return max(flops / (machine.rate(precision) * best * depth), moved / machine.bandwidth) + KERNEL_SECONDS
 
 
-def attention_seconds(machine: Machine, flops: float, head_dim: float, causal: bool, precision: str) -> float:
+def attention_seconds(
+    machine: Machine, flops: float, head_dim: float, causal: bool, precision: str, kernel: str = "vendor"
+) -> float:
     """Fused attention's forward over `flops` (both products, over all positions).
 
     FlashAttention-2 2307.08691: causal attention skips the blocks above the diagonal; the rate rises with head_dim.
@@ -76,7 +78,8 @@ def attention_seconds(machine: Machine, flops: float, head_dim: float, causal: b
     if precision in ("float8", "float4"):
         precision = "bfloat16"
     done = flops * (0.5 if causal else 1.0)
-    rate = machine.peak(precision) * machine.constants.attention * head_share(head_dim)
+    share = machine.constants.attention if kernel == "vendor" else machine.constants.flash2
+    rate = machine.peak(precision) * share * head_share(head_dim)
     return done / rate + KERNEL_SECONDS
 
 

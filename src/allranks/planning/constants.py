@@ -19,7 +19,8 @@ class Constants:
     Attributes:
         units: processors that work on the tiles of a matrix product (streaming multiprocessors); from the data sheet.
         matmul, matmul_low: share of the peak that a large product reaches in 16 bits, and in 8 or 4.
-        attention: share of the 16-bit peak that fused attention reaches in the forward; its backward 0.8 of that.
+        attention, flash2: share of the 16-bit peak that the vendor's fused attention and FlashAttention-2 reach in the
+            forward; their backward 0.8 of that.
         memory: share of the memory's bandwidth that elementwise kernels reach.
         inside, between: share of a link's bandwidth that large collectives reach, in a node and between nodes.
         base_seconds, hop_seconds: of a collective inside a node: what it takes at least, and for each further rank.
@@ -30,6 +31,7 @@ class Constants:
     matmul: float
     matmul_low: float
     attention: float
+    flash2: float
     memory: float
     inside: float
     between: float
@@ -44,15 +46,20 @@ def _table() -> dict[str, Any]:
     return table
 
 
+@cache
+def constants_of_name(name: str) -> tuple[str, Constants]:
+    """(The entry of the table whose name `name` begins with or "", its constants)."""
+    table = _table()["devices"]
+    family = max((key for key in table if name.startswith(key)), key=len, default="")
+    return family, Constants(**{**table["default"], **table.get(family, {})})
+
+
 def constants_of(device: Device) -> Constants:
     """Those of the device's family (the longest name in the table that its name begins with), else the defaults.
 
     Where somebody measured a matrix product on the device, its rate takes the place of a family that is not known.
     """
-    table = _table()["devices"]
-    name = device.name.lower()
-    family = max((key for key in table if name.startswith(key)), key=len, default="")
-    known = Constants(**{**table["default"], **table.get(family, {})})
+    family, known = constants_of_name(device.name.lower())
     peak = device.peak_flops.get("bfloat16") or device.peak_flops.get("float16")
     measured = device.matmul_flops.get("bfloat16") or device.matmul_flops.get("float16")
     if peak and measured and (not family or device.measured):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import final
 
-from allranks.planning.block_cost import Axes
+from allranks.planning.axis_traffic import Axes
 from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds
 from allranks.planning.compute import moving_seconds
 from allranks.planning.setting import Setting

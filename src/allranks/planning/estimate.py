@@ -6,7 +6,8 @@ from typing import final
 from allranks.cluster import Cluster
 from allranks.model_profile import ModelProfile
 from allranks.plan import Choice, Estimate, MemoryUse, Span, StepTime, Traffic
-from allranks.planning.block_cost import Axes, BlockCost, axes_of, block_cost
+from allranks.planning.axis_traffic import Axes, axes_of
+from allranks.planning.block_cost import BlockCost, block_cost
 from allranks.planning.collectives import send_seconds
 from allranks.planning.data_traffic import DataCost, data_cost
 from allranks.planning.memory import memory_use
@@ -26,6 +27,7 @@ class Cost:
     stages: dict[int, MemoryUse]
     peak_bytes: Span
     capacity_bytes: float
+    context_bytes: float
     time: StepTime
     step_seconds: Span
     traffic: tuple[Traffic, ...]
@@ -151,7 +153,7 @@ def _data(
 ) -> DataCost:  # fmt: skip
     """Of the stage whose data-parallel traffic is the most: the first or the last."""
     candidates = []
-    for stage in {0, len(layers) - 1}:
+    for stage in sorted({0, len(layers) - 1}):
         held = layers[stage]
         dense = sum(n * cost.parameters for n, cost in zip(held, parts.costs, strict=True))
         expert = sum(n * cost.expert_parameters for n, cost in zip(held, parts.costs, strict=True))
@@ -180,7 +182,9 @@ def _cost(
     profile: ModelProfile, cluster: Cluster, setting: Setting, parts: _Parts, layers: tuple[tuple[int, ...], ...],
     time: StepTime, data: DataCost, steady: float,
 ) -> Cost:  # fmt: skip
-    ends = sorted({0, len(layers) // 2, len(layers) - 1})
+    # Of equal stages the first holds the most micro-steps.
+    first = {held: stage for stage, held in reversed(tuple(enumerate(layers)))}
+    ends = sorted({0, len(layers) // 2, len(layers) - 1, *first.values()})
     stages = {stage: memory_use(profile, setting, parts.costs, layers[stage], stage) for stage in ends}
     memory = max(stages.values(), key=lambda use: use.total)
     seconds = time.total
@@ -194,6 +198,7 @@ def _cost(
         stages=stages,
         peak_bytes=Span(memory.total * low, memory.total, memory.total * high),
         capacity_bytes=cluster.device.memory_bytes,
+        context_bytes=setting.mechanisms.context_bytes,
         time=time,
         step_seconds=Span(seconds / spread, seconds, seconds * spread),
         traffic=_traffic(setting, parts, layers, data, time),

@@ -16,14 +16,39 @@ def memory_use(
 
     Weights, gradients and optimizer: ZeRO 1910.02054, section 5, with the stage's bytes per parameter in `mechanisms`.
     Activations: 2205.05198, section 4, from the profile's saved bytes. Gathered blocks: FSDP keeps two whole (2304.11277,
-    section 3.4).
+    section 3.4). The peak is where the loss has its logits, or where the backward of the largest block works.
     """
     how = setting.mechanisms
-    dense = sum(count * cost.parameters for cost, count in zip(costs, held, strict=True))
-    expert = sum(count * cost.expert_parameters for cost, count in zip(costs, held, strict=True))
-    shard = max(1, setting.shard)
-    expert_shard = max(1.0, shard / setting.ep) if setting.ep > 1 else float(shard)
-    shared = dense / shard + expert / expert_shard
+    here = [(count, cost) for cost, count in zip(costs, held, strict=True) if count]
+    weights, gradients, optimizer = _state_bytes(setting, here)
+    times = under_way(setting.schedule, stage, setting.pp, setting.chunks, setting.micro_steps)
+    kept = sum(count * cost.kept_bytes for count, cost in here) * times
+    if setting.pp > 1 and how.pipeline_outputs:
+        kept += times * setting.chunks * max(cost.entry_bytes for _, cost in here)
+    if setting.offload in ("activations", "all"):
+        kept = 0.0
+    working = max(cost.working_bytes for _, cost in here)
+    logits = max(cost.logits_bytes for _, cost in here)
+    gathered = _gathered_bytes(setting, here)
+    loose = kept + max(working, logits) + gathered
+    return MemoryUse(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=kept + (working if working > logits else 0.0),
+        logits=logits if logits >= working else 0.0,
+        gathered=gathered,
+        communication=how.bucket_bytes if setting.dp > 1 else 0.0,
+        framework=how.context_bytes + how.slack * loose,
+    )
+
+
+def _state_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> tuple[float, float, float]:
+    """(Weights, gradients, optimizer) of the parameters that a rank keeps from step to step."""
+    how, shard = setting.mechanisms, max(1, setting.shard)
+    dense = sum(count * cost.parameters for count, cost in here)
+    expert = sum(count * cost.expert_parameters for count, cost in here)
+    shared = dense / shard + expert / (max(1.0, shard / setting.ep) if setting.ep > 1 else shard)
     whole = dense + expert
     trained = 0.0 if setting.frozen else 1.0
     weights = (shared if setting.zero >= 3 else whole) * how.weight_bytes
@@ -31,31 +56,13 @@ def memory_use(
     optimizer = (shared if setting.zero >= 1 else whole) * how.optimizer_bytes * trained
     if setting.offload in ("parameters", "all"):
         weights = optimizer = 0.0
-    times = under_way(setting.schedule, stage, setting.pp, setting.chunks, setting.micro_steps)
-    kept = sum(count * cost.kept_bytes for cost, count in zip(costs, held, strict=True)) * times
-    if setting.offload in ("activations", "all"):
-        kept = 0.0
-    working = max((cost.working_bytes for cost, count in zip(costs, held, strict=True) if count), default=0.0)
-    logits = max((cost.logits_bytes for cost, count in zip(costs, held, strict=True) if count), default=0.0)
-    gathered = 0.0
+    return weights, gradients, optimizer
+
+
+def _gathered_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> float:
+    """Whole blocks beside their shards: two gathered ones, and the gradients of one that are being reduced."""
+    how = setting.mechanisms
     if setting.zero >= 3:
-        largest = max(
-            (c.parameters + c.expert_parameters for c, count in zip(costs, held, strict=True) if count), default=0
-        )
-        gathered = 2 * largest * how.gather_bytes + largest * how.reduce_bytes
-    elif setting.zero >= 1 or how.gather_bytes < how.weight_bytes:
-        gathered = whole * how.cast_bytes
-    total = MemoryUse(
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=kept + working,
-        logits=logits,
-        gathered=gathered,
-        framework=how.context_bytes,
-    )
-    slack = how.slack * (total.total - how.context_bytes)
-    return MemoryUse(
-        weights=total.weights, gradients=total.gradients, optimizer=total.optimizer, activations=total.activations,
-        logits=total.logits, gathered=total.gathered, communication=0.0, framework=total.framework + slack,
-    )  # fmt: skip
+        largest = max(cost.parameters + cost.expert_parameters for _, cost in here)
+        return 2 * largest * how.gather_bytes + largest * how.reduce_bytes
+    return sum(count * (cost.parameters + cost.expert_parameters) for count, cost in here) * how.cast_bytes

@@ -22,8 +22,16 @@ class Mechanisms:
         reduces_every_micro_step: sharded gradients are reduced after each micro-step, not after the last.
         dispatch_seconds: of the host, for one kernel.
         context_bytes: of the driver, the libraries and their communicators, outside the allocator.
-        slack: share by which the allocator's blocks exceed what is in use.
-        logits_float32: the logits are copied to float32; fused_loss: the softmax takes the logits' place.
+        bucket_bytes: in which gradients and weights travel.
+        slack: share by which the allocator's blocks exceed the activations that are in use.
+        logits_copies: how often the loss holds 8 bytes a logit at its peak: 1.5 is torch's cross entropy on float32
+            logits (log-softmax, its gradient, and the gradient of what it picks: 12 bytes), 0.5 a fused one.
+        selective: what recompute="selective" repeats: attention's scores (Megatron-LM) or every second product (torch).
+        attention: whose kernels: the vendor's (cuDNN) or FlashAttention-2.
+        accumulate_bytes: moved per weight when a micro-step's gradient is added to the sum.
+        temporary_gradient_bytes: per weight of one product, before that.
+        contention: share of the communication behind computation by which computation gets slower.
+        pipeline_outputs: a stage keeps its outputs until their backward, beside its inputs.
         sequence_parallel: norms and dropouts see 1/tp of the positions (2205.05198, section 4.2.2).
         scattered_sends: stages send 1/tp of an activation (2104.04473, section 4.1).
     """
@@ -42,9 +50,15 @@ class Mechanisms:
     reduces_every_micro_step: bool = True
     dispatch_seconds: float = 8e-6
     context_bytes: float = 2.0e9
-    slack: float = 0.05
-    logits_float32: bool = True
-    fused_loss: bool = False
+    bucket_bytes: float = 0.0
+    slack: float = 0.12
+    logits_copies: float = 1.5
+    selective: Literal["attention", "products"] = "products"
+    attention: Literal["vendor", "flash2"] = "flash2"
+    accumulate_bytes: float = 12.0
+    temporary_gradient_bytes: float = 6.0
+    contention: float = 0.0
+    pipeline_outputs: bool = True
     sequence_parallel: bool = False
     scattered_sends: bool = False
     low_linear: bool = True

@@ -1,0 +1,125 @@
+"""Fits the constants of planning/data/constants.json to the calibration rows, and prints them.
+
+    python bench/fit_constants.py [FILE ...] [--rounds N] [--write]
+
+The least sum of |log(predicted / published)| of the step time over the rows that `calibration_rows` names, each source
+with the same weight per device, by coordinate search; a constant moves between bounds that physics gives. What a data
+sheet says (peaks, bandwidths, processors) is not fitted, nor is anything by model, by source or by layout.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from plan_accuracy import Judged, judge
+from published_runs import DEVICES, Row, rows_of
+
+from allranks.planning import constants, estimate
+
+# Sources that no constant has seen, whole.
+HELD_OUT = frozenset(
+    (
+        *("korthikanti-table5", "megatron-sc21-table2", "torchtitan-405b-2024", "torchtitan-a100-2024", "nemo-longseq"),
+        *("mcore-h100-weak", "mcore-h100-strong", "fsdp-aws-2022", "deepspeed-azure-2022", "llm.c", "nanogpt"),
+    )
+)
+BOUNDS = {
+    "matmul": (0.3, 0.95),
+    "matmul_low": (0.2, 0.9),
+    "attention": (0.15, 0.9),
+    "memory": (0.5, 0.95),
+    "inside": (0.3, 0.95),
+    "between": (0.3, 0.95),
+    "kernel_seconds": (1e-6, 8e-6),
+}
+
+
+def is_calibration(row: Row) -> bool:
+    """Half of the rows of quality A and B of the sources that are not held out, by the digest of their names."""
+    if row["source"] in HELD_OUT or row["quality"] == "C" or not row["metrics"].get("step_time_s"):
+        return False
+    return hashlib.sha256(row["id"].encode()).digest()[0] % 2 == 0
+
+
+def loss(judged: Iterable[Judged]) -> float:
+    """Mean over sources of the mean |log(predicted / published)|."""
+    sources: dict[str, list[float]] = {}
+    for one in judged:
+        if one.published_seconds:
+            sources.setdefault(one.row["source"], []).append(abs(math.log(one.seconds / one.published_seconds)))
+    weights = {name: math.sqrt(len(errors)) for name, errors in sources.items()}
+    return sum(weights[n] * sum(e) / len(e) for n, e in sources.items()) / sum(weights.values())
+
+
+def search(start: float, bounds: tuple[float, float], value: Callable[[float], float]) -> float:
+    """The best of a geometric grid around `start` that closes in on it."""
+    best, least, width = start, value(start), 1.25
+    for _ in range(4):
+        for factor in (1 / width, 1 / math.sqrt(width), math.sqrt(width), width):
+            candidate = min(bounds[1], max(bounds[0], best * factor))
+            if (found := value(candidate)) < least - 1e-6:
+                best, least = candidate, found
+                break
+        else:
+            width = math.sqrt(width)
+    return best
+
+
+def fit(rows: Sequence[Row], rounds: int, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Family -> constants."""
+    table: dict[str, dict[str, Any]] = constants._table()["devices"]
+    families: dict[str, list[Row]] = {}
+    for row in rows:
+        families.setdefault(family_of(row), []).append(row)
+    for family, members in families.items():
+        for _ in range(rounds):
+            for name in names:
+                given = table[family].get(name, table["default"][name])
+
+                def value(candidate: float, name: str = name, family: str = family, members: list[Row] = members) -> float:
+                    table[family][name] = candidate
+                    constants.constants_of_name.cache_clear()
+                    estimate._CACHE.clear()
+                    return loss(judge(members))
+
+                table[family][name] = round(search(given, BOUNDS[name], value), 9)
+        value(table[family][name])
+        print(f"{family}: {len(members)} rows, loss {loss(judge(members)):.3f}", {n: table[family].get(n) for n in names}, flush=True)
+    return table
+
+
+def family_of(row: Row) -> str:
+    """The entry of constants.json that the row's device takes."""
+    name = DEVICES[row["hardware"]["gpu"]][0]
+    return max((key for key in constants._table()["devices"] if name.startswith(key)), key=len)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--names", default="matmul,matmul_low,attention")
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    rows = [row for file in arguments.files for row in rows_of(json.loads(file.read_text())) if is_calibration(row)]
+    if arguments.only:
+        rows = [row for row in rows if family_of(row) in arguments.only.split(",")]
+    table = fit(rows, arguments.rounds, arguments.names.split(","))
+    if arguments.write:
+        constants.FILE.write_text(dump(table))
+    return 0
+
+
+def dump(table: Any) -> str:
+    """One line a device."""
+    lines = ",\n".join(f'    "{name}": {json.dumps(values)}' for name, values in table.items())
+    return '{\n  "devices": {\n' + lines + "\n  }\n}\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,133 @@
+"""What tp, cp and ep send for one block and one micro-step on one rank: seconds before any overlap, bytes, collectives."""
+
+from dataclasses import dataclass
+from typing import final
+
+from allranks.cluster import Cluster
+from allranks.model_profile import Block, Operation
+from allranks.planning.collectives import Group, all_gather_seconds, all_reduce_seconds, all_to_all_seconds, group_of
+from allranks.planning.compute import Machine
+from allranks.planning.constants import constants_of
+from allranks.planning.operation_times import attention_times, is_product
+from allranks.planning.setting import Mechanisms, Setting
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The groups of a Setting on a Cluster, and the machine they join."""
+
+    machine: Machine
+    tensor: Group
+    context: Group
+    expert: Group
+    data: Group
+    shard: Group
+    pipeline: Group
+
+
+def axes_of(cluster: Cluster, setting: Setting) -> Axes:
+    """tp innermost, then cp, then data, pp outermost: the order of the mesh (and of Megatron-LM, 2104.04473)."""
+    constants = constants_of(cluster.device)
+    inner = setting.tp * setting.cp
+
+    def group(size: int, stride: int) -> Group:
+        return group_of(cluster, constants, size, stride)
+
+    return Axes(
+        machine=Machine(cluster.device, constants),
+        tensor=group(setting.tp, 1),
+        context=group(setting.cp, setting.tp),
+        expert=group(setting.ep, 1 if setting.mechanisms.experts_inside_tensor else inner),
+        data=group(setting.dp * setting.cp, setting.tp),
+        shard=group(max(1, setting.shard), setting.tp),
+        pipeline=group(setting.pp, inner * setting.dp),
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AxisTraffic:
+    """Seconds and bytes of forward and backward together; `collectives` of the forward."""
+
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    tensor_bytes: float = 0.0
+    context_bytes: float = 0.0
+    expert_bytes: float = 0.0
+    collectives: int = 0
+
+
+def axis_traffic(block: Block, setting: Setting, axes: Axes) -> AxisTraffic:
+    """Of one block.
+
+    tp: one all-reduce per row-cut product and direction (Shoeybi et al. 1909.08053), or a gather and a scatter of the
+    same bytes (2205.05198). cp: keys and values go around the ring (2310.01889). ep: tokens to their experts and back
+    (GShard 2006.16668), by all-to-all.
+    """
+    tensor = tensor_bytes = context = context_bytes = 0.0
+    collectives = 0
+    for operation in block.operations:
+        size, passes = _tensor_bytes(operation, setting)
+        if size:
+            tensor += passes * _tensor_seconds(axes.tensor, size, setting.mechanisms)
+            tensor_bytes += 2 * passes * size
+            collectives += 1
+        if setting.cp > 1 and operation.kind == "attention":
+            size = _key_value_bytes(operation, setting)
+            context_bytes += 3 * size
+            context += _context_seconds(operation, size, setting, axes)
+    expert_bytes = _expert_bytes(block, setting)
+    expert = 4 * all_to_all_seconds(axes.expert, expert_bytes)
+    collectives += 2 if expert_bytes else 0
+    return AxisTraffic(tensor, context, expert, tensor_bytes, context_bytes, 4 * expert_bytes, collectives)
+
+
+def _tensor_bytes(operation: Operation, setting: Setting) -> tuple[float, float]:
+    """(Bytes that tp's ranks sum or gather for an operation, in how many directions)."""
+    batch = setting.micro_batch / setting.cp
+    if setting.tp == 1:
+        return 0.0, 0.0
+    if operation.cut == "row":
+        return operation.output_bytes * batch, 2.0
+    if operation.cut == "vocab" and operation.kind == "embedding":
+        return operation.output_bytes * batch, 1.0
+    if operation.cut == "vocab" and operation.kind == "matmul":
+        return operation.saved_bytes * batch, 1.0
+    return 0.0, 0.0
+
+
+def _tensor_seconds(group: Group, num_bytes: float, how: Mechanisms) -> float:
+    if how.sequence_parallel:
+        return 2 * all_gather_seconds(group, num_bytes)
+    return all_reduce_seconds(group, num_bytes)
+
+
+def _key_value_bytes(operation: Operation, setting: Setting) -> float:
+    if len(operation.shape) != 5:
+        return 0.0
+    _, keys, _, kv_heads, dim = operation.shape
+    return 2.0 * 2.0 * keys * max(1.0, kv_heads / setting.tp) * dim * setting.micro_batch
+
+
+def _context_seconds(operation: Operation, size: float, setting: Setting, axes: Axes) -> float:
+    """What a ring does not hide behind its own attention: each pass brings a part while the last one is used."""
+    seconds = all_gather_seconds(axes.context, size)
+    work = attention_times(operation, setting, axes.machine)
+    if not setting.ring:
+        return 3 * seconds
+    return max(0.0, seconds - work.forward) + max(0.0, 2 * seconds - work.backward)
+
+
+def _expert_bytes(block: Block, setting: Setting) -> float:
+    """Of one all-to-all: each token goes to its top_k experts; forward and backward have two each."""
+    if setting.ep == 1:
+        return 0.0
+    first = next((o for o in block.operations if o.cut == "expert" and is_product(o)), None)
+    if first is None:
+        return 0.0
+    how = setting.mechanisms
+    width = 1.0 if setting.precision == "float8" and how.low_dispatch else 2.0
+    cut = setting.cp * (setting.tp if how.sequence_parallel else 1)
+    return float(first.shape[0]) * first.shape[2] * width * setting.micro_batch / cut

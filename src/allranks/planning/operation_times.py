@@ -1,0 +1,140 @@
+"""Seconds of one operation on one rank: forward, gradient of its input, gradient of its weights, after the axes' cut."""
+
+from dataclasses import dataclass
+from typing import final
+
+from allranks.model_profile import Operation
+from allranks.planning.compute import Machine, attention_seconds, matmul_seconds, moving_seconds
+from allranks.planning.setting import Setting
+
+KERNELS = {"matmul": 2, "conv": 2, "attention": 2, "norm": 1, "elementwise": 2, "embedding": 2, "loss": 8, "route": 10}
+"""Kernels that the host starts for one operation's forward, casts included; its backward starts twice as many."""
+UNFUSED_KERNELS = 8
+ATTENTION_BACKWARD = 2.5
+"""FlashAttention recomputes the scores: five products to the forward's two (2307.08691, section 3.1)."""
+BACKWARD_SHARE = 0.8
+"""What fused attention's backward reaches of its forward's rate (2307.08691, figures 5 and 6; 2407.08608, figures 5, 6)."""
+MOVED_BACKWARD = 2.0
+LOW = ("float8", "float4")
+
+# Unfused attention, bytes moved per score in 16 bits: products write and read it (4), the masked softmax reads and
+# writes (4), dropout too with its mask (5). Kept for the backward: softmax, dropout's output and mask (2205.05198, eq. 1).
+SCORE_MOVED, SCORE_MOVED_DROPOUT = 8.0, 13.0
+SCORE_KEPT, SCORE_KEPT_DROPOUT = 2.0, 5.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Share:
+    """By how much the axes divide an operation's work, its weights, and what it keeps."""
+
+    work: float
+    weights: float
+    kept: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a forward, of the gradients of inputs, and of those of weights."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+def share_of(operation: Operation, setting: Setting) -> Share:
+    """tp cuts matrices and heads (1909.08053), cp positions, ep experts; sequence parallelism the rest (2205.05198)."""
+    tp, cp = setting.tp, setting.cp
+    spread = tp if setting.sequence_parallel else 1
+    if operation.cut in ("row", "heads"):
+        return Share(tp * cp, tp, tp * cp)
+    if operation.cut in ("column", "vocab"):
+        # A matrix's input is whole on every rank, or its positions are shared and gathered again (2205.05198, 4.2.2);
+        # what stands between the matrices is cut as they are.
+        whole = operation.kind in ("matmul", "embedding")
+        return Share(tp * cp, tp, cp * (spread if whole else tp))
+    if operation.cut == "sequence":
+        return Share(spread * cp, 1, spread * cp)
+    if operation.cut == "expert":
+        weights = setting.ep * setting.mechanisms.expert_tensor(setting.tp)
+        return Share(tp * cp, weights, tp * cp if setting.sequence_parallel or operation.kind != "matmul" else cp)
+    return Share(cp, 1, cp * spread)
+
+
+def is_product(operation: Operation) -> bool:
+    """Whether it is a matrix product whose shape is known."""
+    return operation.kind in ("matmul", "conv") and len(operation.shape) == 3
+
+
+def operation_times(operation: Operation, setting: Setting, machine: Machine, experts: int) -> Times:
+    """Seconds of one operation on one rank, for one micro-step."""
+    if operation.kind == "attention":
+        return attention_times(operation, setting, machine)
+    if is_product(operation):
+        return _product_times(operation, setting, machine, experts)
+    share, how = share_of(operation, setting), setting.mechanisms
+    moved = operation.moved_bytes * setting.micro_batch / share.work
+    if operation.kind in ("elementwise", "norm"):
+        moved *= how.fusion
+    forward = moving_seconds(machine, moved, KERNELS.get(operation.kind, 1)) if moved else 0.0
+    if operation.kind in ("scan", "conv", "route"):
+        forward += operation.flops * setting.micro_batch / share.work / machine.rate(setting.precision)
+    return Times(forward, forward * MOVED_BACKWARD, 0.0)
+
+
+def _product_times(operation: Operation, setting: Setting, machine: Machine, experts: int) -> Times:
+    how, cut = setting.mechanisms, operation.cut
+    rows, out, into = (float(size) for size in operation.shape)
+    rows *= setting.micro_batch / setting.cp
+    groups = 1.0
+    if cut in ("column", "vocab"):
+        out /= setting.tp
+    elif cut == "row":
+        into /= setting.tp
+    elif cut == "expert":
+        groups = max(1.0, experts / setting.ep)
+        rows = rows / setting.tp / groups
+    elif how.sequence_parallel:
+        rows /= setting.tp
+    low = setting.precision in LOW and cut not in ("vocab", "") and how.low_linear
+    precision = "bfloat16" if setting.precision in LOW and not low else setting.precision
+    forward = matmul_seconds(machine, rows, out, into, precision, groups)
+    backward = matmul_seconds(machine, rows, into, out, precision, groups) if operation.input_gradient else 0.0
+    weight = 0.0
+    if operation.trained and not setting.frozen:
+        weight = matmul_seconds(machine, out, into, rows, precision, groups)
+        weight += moving_seconds(machine, how.accumulate_bytes * groups * out * into, 0)
+    if low:
+        # Each operand is read in 16 bits and written in 8, once as it is and once transposed (Transformer Engine).
+        forward += moving_seconds(machine, 4.0 * groups * rows * into)
+        backward += moving_seconds(machine, 4.0 * groups * rows * out)
+    return Times(forward, backward, weight)
+
+
+def attention_times(operation: Operation, setting: Setting, machine: Machine) -> Times:
+    """Fused attention by its rate, unfused by its products and by the traffic of the scores."""
+    cut, batch, how = setting.tp * setting.cp, setting.micro_batch, setting.mechanisms
+    queries, keys, heads, _, dim = operation.shape if len(operation.shape) == 5 else (1, 1, 1, 1, 128)
+    if how.fused_attention:
+        flops = operation.flops * batch / cut
+        forward = attention_seconds(machine, flops, dim, operation.causal, setting.precision, how.attention)
+        return Times(forward, forward * ATTENTION_BACKWARD / BACKWARD_SHARE, 0.0)
+    products = batch * heads / setting.tp
+    one = matmul_seconds(machine, queries / setting.cp, keys, dim, setting.precision, products)
+    two = matmul_seconds(machine, queries / setting.cp, dim, keys, setting.precision, products)
+    moved = SCORE_MOVED_DROPOUT if how.attention_dropout else SCORE_MOVED
+    softmax = moving_seconds(machine, num_scores(operation, setting) * (moved - 4.0), 3)
+    return Times(one + two + softmax, 2 * (one + two) + softmax * 1.3, 0.0)
+
+
+def num_scores(operation: Operation, setting: Setting) -> float:
+    """Of one rank and micro-step: query positions times key positions times heads."""
+    queries, keys, heads = operation.shape[:3]
+    return setting.micro_batch * heads * queries * float(keys) / (setting.tp * setting.cp)
+
+
+def kept_score_bytes(operation: Operation, setting: Setting) -> float:
+    """What unfused attention keeps of its scores for the backward (2205.05198, equation 1)."""
+    each = SCORE_KEPT_DROPOUT if setting.mechanisms.attention_dropout else SCORE_KEPT
+    return each * num_scores(operation, setting)
