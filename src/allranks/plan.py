@@ -78,11 +78,12 @@ class StepTime:
     optimizer: float = 0.0
     input: float = 0.0
     checkpoint: float = 0.0
+    offload: float = 0.0
 
     @property
     def total(self) -> float:
         """Of all causes."""
-        work = self.compute + self.recompute + self.optimizer + self.input + self.checkpoint
+        work = self.compute + self.recompute + self.optimizer + self.input + self.checkpoint + self.offload
         return work + self.tensor + self.context + self.expert + self.data + self.pipeline + self.bubble
 
 
@@ -114,6 +115,8 @@ class Estimate:
         peak_bytes, step_seconds: with their 90% intervals; capacity_bytes: what a device has for the process.
         mfu: model FLOPs (forward and backward once, without recomputation; attention not halved) over the peak.
         samples_per_second, tokens_per_second: of the whole cluster.
+        host_bytes, host_capacity_bytes: what the processes of a node keep in its memory, and what there is of it for
+            them; None where nobody knows.
     """
 
     choice: Choice
@@ -127,11 +130,18 @@ class Estimate:
     mfu: float
     samples_per_second: float
     tokens_per_second: float
+    host_bytes: float = 0.0
+    host_capacity_bytes: float | None = None
 
     @property
     def fits(self) -> bool:
-        """Whether the expected peak, with what the interval adds, stays below the capacity."""
-        return self.peak_bytes.high <= self.capacity_bytes
+        """Whether the expected peak, with what the interval adds, stays below the capacity, and the host has room."""
+        return self.peak_bytes.high <= self.capacity_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether what is moved to the host has room there."""
+        return self.host_capacity_bytes is None or self.host_bytes <= self.host_capacity_bytes
 
     @property
     def may_fit(self) -> bool:

@@ -10,8 +10,9 @@ from allranks.planning.axis_traffic import Axes, axes_of
 from allranks.planning.block_cost import BlockCost, block_cost
 from allranks.planning.collectives import send_seconds
 from allranks.planning.data_traffic import DataCost, data_cost
+from allranks.planning.host_traffic import host_bytes, host_capacity_bytes, host_seconds, moves
 from allranks.planning.memory import memory_use
-from allranks.planning.pipeline import pipeline_seconds, stages_of
+from allranks.planning.pipeline import pipeline_seconds, stages_of, under_way
 from allranks.planning.setting import Setting, setting_of
 
 MEMORY_SPREAD = (0.93, 1.05)
@@ -32,6 +33,7 @@ class Cost:
     step_seconds: Span
     traffic: tuple[Traffic, ...]
     mfu: float
+    host_bytes: float = 0.0
 
 
 def estimate(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
@@ -51,6 +53,8 @@ def estimate(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimat
         mfu=cost.mfu,
         samples_per_second=samples,
         tokens_per_second=samples * profile.tokens,
+        host_bytes=cost.host_bytes,
+        host_capacity_bytes=host_capacity_bytes(cluster),
     )
 
 
@@ -131,7 +135,10 @@ def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting) 
     steady, bubble = pipeline_seconds(setting.schedule, forward, backward, weight, setting.chunks, setting.micro_steps)
     worst = max(range(len(stages)), key=lambda i: forward[i] + backward[i] + weight[i])
     data = _data(parts, setting, layers, forward, backward, weight)
-    time = _step_time(stages[worst], setting, bubble, data, send)
+    waits = host_seconds(
+        profile, cluster, setting, parts.costs, layers[worst], forward[worst], backward[worst] + weight[worst]
+    )
+    time = _step_time(stages[worst], setting, bubble, data, send, waits)
     return _cost(profile, cluster, setting, parts, layers, time, data, steady)
 
 
@@ -163,7 +170,9 @@ def _data(
     return max(candidates, key=lambda cost: cost.exposed + cost.update)
 
 
-def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, send: float) -> StepTime:
+def _step_time(
+    stage: _Stage, setting: Setting, bubble: float, data: DataCost, send: float, waits: float
+) -> StepTime:
     steps = setting.micro_steps
     return StepTime(
         compute=steps * (stage.forward + stage.backward + stage.weight + stage.host),
@@ -175,6 +184,7 @@ def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, s
         pipeline=2 * steps * send,
         bubble=bubble,
         optimizer=data.update,
+        offload=waits,
     )
 
 
@@ -203,7 +213,18 @@ def _cost(
         step_seconds=Span(seconds / spread, seconds, seconds * spread),
         traffic=_traffic(setting, parts, layers, data, time),
         mfu=mfu,
+        host_bytes=_host_bytes(profile, cluster, setting, parts, layers[0]),
     )
+
+
+def _host_bytes(
+    profile: ModelProfile, cluster: Cluster, setting: Setting, parts: _Parts, held: tuple[int, ...]
+) -> float:
+    """Of a node whose devices all are of the first stage, which has the most micro-steps under way."""
+    if not moves(setting):
+        return 0.0
+    times = under_way(setting.schedule, 0, setting.pp, setting.chunks, setting.micro_steps)
+    return cluster.devices_per_node * host_bytes(profile, parts.costs, held, times)
 
 
 def _traffic(

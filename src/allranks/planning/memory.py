@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from allranks.model_profile import ModelProfile
 from allranks.plan import MemoryUse
 from allranks.planning.block_cost import BlockCost
+from allranks.planning.host_traffic import moves, staying_bytes
 from allranks.planning.pipeline import under_way
 from allranks.planning.setting import Setting
 
@@ -25,8 +26,8 @@ def memory_use(
     kept = sum(count * cost.kept_bytes for count, cost in here) * times
     if setting.pp > 1 and how.pipeline_outputs:
         kept += times * setting.chunks * max(cost.entry_bytes for _, cost in here)
-    if setting.offload in ("activations", "all"):
-        kept = 0.0
+    if moves(setting):
+        kept = staying_bytes(profile, costs, held, times)
     working = max(cost.working_bytes for _, cost in here)
     logits = max(cost.logits_bytes for _, cost in here)
     gathered = _gathered_bytes(setting, here)

@@ -17,6 +17,7 @@ CAUSES = {
     "optimizer": "the optimizer",
     "input": "the input",
     "checkpoint": "checkpoints",
+    "offload": "moves to the host",
 }
 HOLDINGS = {
     "weights": "weights",
@@ -74,6 +75,9 @@ def why_not(other: Estimate, best: Estimate | None) -> str:
 def why_unfit(other: Estimate) -> str:
     """What it needs beside what a device has, and what needs the most."""
     peak, capacity = other.peak_bytes, other.capacity_bytes
+    if peak.high <= capacity and other.host_capacity_bytes is not None:
+        size, room = format_bytes(other.host_bytes), format_bytes(other.host_capacity_bytes)
+        return f"does not fit: {size} of activations in a host's memory, which has {room} for them"
     name, most = next(iter(bytes_by_category(other.memory).items()))
     if other.may_fit:
         return (

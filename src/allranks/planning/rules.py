@@ -174,6 +174,11 @@ def blocks(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal |
     layout = choice.layout
     if layout.offload == "activations" and cluster.device.name.startswith("cpu"):
         return Refusal("blocks", "offload=activations", "the device is the host's own CPU: there is nowhere to move to")
+    unknown = {"host_memory_gb": cluster.host_memory_bytes, "host_bandwidth_gb_per_s": cluster.host_bandwidth}
+    missing = " and ".join(key for key, known in unknown.items() if not known)
+    if layout.offload == "activations" and missing:
+        because = f"nobody says what the hosts of {cluster.name} have room for: give {missing} in a cluster file"
+        return Refusal("blocks", "offload=activations", because)
     modes = {"recompute": layout.recompute, "offload": layout.offload, "compile": layout.compile}
     written = next((f"{name}={value}" for name, value in modes.items() if value != "none"), "")
     if written and not profile.num_repeated:
