@@ -126,8 +126,15 @@ class Search:
             if not self._may_fit(group):
                 too_large[choice.layout.schedule] = choice.micro_batch
                 continue
-            plain = self._estimate(group.profile, choice)
-            yield group, least_seconds(plain)
+            yield group, least_seconds(self._weigh_plain(group))
+
+    def _weigh_plain(self, group: Group) -> Estimate:
+        """The plain member, which counts as found where no fixed mode leaves it out."""
+        modes, layout = self.space.modes, group.plain.layout
+        shared = layout.dp > 1 and "sharding" in modes
+        if shared or any(modes.get(mode, "none") != "none" for mode in ("recompute", "offload")):
+            return self.estimator(group.profile, self.space.cluster, group.plain)
+        return self._estimate(group.profile, group.plain)
 
     def _may_fit(self, group: Group) -> bool:
         """Whether the member with the least memory fits; where it nearly does, whether another one does."""
