@@ -6,9 +6,9 @@ from decimal import Decimal
 from allranks.cluster import Cluster, Link
 from allranks.errors import ConfigError
 from allranks.planning.catalog import CatalogDevice, fabric_names, find_link, nearest, tidy
+from allranks.planning.cluster_limits import MOST_GBIT
 
-MOST_GBIT = 1600
-"""Gbit/s of one device between nodes, above which no adapter is sold."""
+MOST_DEVICES = 10_000_000
 
 CUSTOM_LATENCY_SECONDS = 4.7e-6  # as the catalog's InfiniBand and RoCE
 _GBIT = re.compile(r"(\d+(?:\.\d+)?)g")
@@ -35,6 +35,14 @@ def build_cluster(name: str, nodes: int, devices: int, found: CatalogDevice, fab
         host_bandwidth=found.host_bandwidth,
         notes=tuple(notes),
     )
+
+
+def check_count(nodes: int, devices: int) -> None:
+    """Raises ConfigError where so many nodes of so many devices are none, or more than a plan takes."""
+    if nodes * devices == 0:
+        raise ConfigError(f"{nodes} nodes of {devices} devices are no devices; give at least 1 of each")
+    if nodes * devices > MOST_DEVICES:
+        raise ConfigError(f"{nodes * devices} devices are more than the {MOST_DEVICES} that a plan takes")
 
 
 def domain_of(nodes: int, devices: int, found: CatalogDevice) -> int:

@@ -1,21 +1,34 @@
 """A Cluster as a TOML file: read with every figure checked, written so that it reads back bit for bit."""
 
-import re
-from collections.abc import Mapping
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
 
 import tomli_w
-from pydantic import Field, ValidationError
+from pydantic import Field, model_validator
 
 from allranks.cluster import Cluster, Device, Link
-from allranks.config_toml import find_line, read_toml
+from allranks.config_toml import read_toml
 from allranks.durable import replacing
 from allranks.errors import ConfigError
-from allranks.planning.assembly import MOST_GBIT, build_cluster, find_fabric
-from allranks.planning.catalog import CatalogDevice, find_device, find_link, nearest
-from allranks.planning.cluster_tables import GIGA, DeviceTable, Figure, LinkTable, Table, exactly
+from allranks.planning.assembly import build_cluster, check_count, find_fabric
+from allranks.planning.catalog import CatalogDevice, find_device, find_link
+from allranks.planning.cluster_limits import (
+    GIGA,
+    MOST_HOST_GB,
+    MOST_LINK_GB,
+    TERA,
+    check_between,
+    check_inside,
+    check_most,
+    check_sparse,
+    check_watts,
+)
+from allranks.planning.cluster_tables import DeviceTable, Figure, LinkTable, Table, exactly
+from allranks.planning.wrong_keys import LIKE, NEEDED, WrongKey, as_toml, naming, validate
 
 HEADING = "# A cluster of allranks. GB are 1e9 bytes; docs/reference/clusters.md says what each key means.\n\n"
 LATENCY_MICROSECONDS = {"inside": Decimal("3.4"), "between": Decimal("4.7")}  # NVLink and InfiniBand of the catalog
@@ -31,17 +44,39 @@ OTHER_UNITS = {
 class ClusterTable(Table):
     """What stands above the tables of a cluster file; `device`, `inside` and `between` are read on their own."""
 
-    name: str | None = None
-    nodes: int = Field(ge=1, strict=True)
-    devices_per_node: int = Field(ge=1, strict=True)
-    domain: int | None = Field(None, ge=1, strict=True)
-    host_memory_gb: Figure | None = None
-    host_bandwidth_gb_per_s: Figure | None = None
-    price_per_device_hour: Figure | None = None
-    currency: str = "USD"
-    watts_per_device: Figure | None = None
-    price_source: str = ""
-    notes: list[str] = Field(default_factory=list)
+    name: str | None = Field(None, description="what a plan calls it; by default the file's name")
+    nodes: int = Field(ge=1, strict=True, description="machines")
+    devices_per_node: int = Field(ge=1, strict=True, description="GPUs of one, or processes on a CPU")
+    domain: int | None = Field(
+        None, ge=1, strict=True, description="devices that `inside` joins: whole nodes; by default one, or the rack's"
+    )
+    host_memory_gb: Figure | None = Field(None, description="of a node, in units of 1e9 bytes")
+    host_bandwidth_gb_per_s: Figure | None = Field(None, description="between a device and its host, one direction")
+    price_per_device_hour: Figure | None = Field(None, description="without it no plan speaks of money")
+    currency: str = Field("USD", description="of the price")
+    watts_per_device: Figure | None = Field(None, description="under load; without it no plan speaks of energy")
+    price_source: str = Field("", description="where price and watts come from, with a date")
+    notes: list[str] = Field(default_factory=list, description="what a plan repeats: assumptions, with because")
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        limits = {
+            "host_memory_gb": (MOST_HOST_GB, "any host has"),
+            "host_bandwidth_gb_per_s": (MOST_LINK_GB, "any device gets from its host"),
+        }
+        for key, (most, what) in limits.items():
+            if (given := getattr(self, key)) is not None:
+                check_most(key, given, given, most, what)
+        if self.watts_per_device is not None:
+            check_watts(self.watts_per_device)
+        per_node, num_devices = self.devices_per_node, self.nodes * self.devices_per_node
+        check_count(self.nodes, per_node)
+        if self.domain is not None and (self.domain % per_node or self.domain > num_devices):
+            raise ValueError(
+                f"domain = {self.domain} devices are no whole nodes of {per_node}, at most {num_devices} in all;"
+                f" {per_node} where a link ends with its node"
+            )
+        return self
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -49,11 +84,20 @@ def read_cluster(path: Path) -> Cluster:
     values = read_toml(path, parse_float=Decimal)
     try:
         return _to_cluster(values, path.stem)
-    except _WrongKey as error:
-        leaf = error.key.rpartition(".")[2]
-        raise ConfigError(f"{path}{find_line(path, leaf)}: {error}") from None
+    except WrongKey as error:
+        raise ConfigError(f"{path}{error.line(path)}: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def preflight(path: Path) -> None:
+    """Before hours of work: can `write_cluster` write there? Raises ConfigError where it cannot."""
+    if path.is_dir():
+        raise ConfigError(f"'{path}' is a directory; name a file with --output FILE.toml")
+    with _refusing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
 
 
 def write_cluster(cluster: Cluster, path: Path) -> None:
@@ -61,12 +105,20 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
 
     Raises ConfigError where it cannot be written.
     """
-    try:
+    with _refusing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as draft:
             draft.write_text(render_cluster(cluster), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another file with --out FILE") from None
+        raise ConfigError(
+            f"'{path}' cannot be written: {error.strerror}; name another with --output FILE.toml"
+        ) from None
 
 
 def render_cluster(cluster: Cluster) -> str:
@@ -90,46 +142,31 @@ def render_cluster(cluster: Cluster) -> str:
     return HEADING + tomli_w.dumps(_without_nothing(values))
 
 
-class _WrongKey(ConfigError):
-    """A ConfigError that knows its key, so that the line can be named."""
-
-    def __init__(self, key: str, message: str) -> None:
-        super().__init__(message)
-        self.key = key
-
-
 def _to_cluster(values: Mapping[str, Any], stem: str) -> Cluster:
     given = dict(values)
     device, inside, between = (given.pop(name, None) for name in ("device", "inside", "between"))
-    table = _validate(ClusterTable, given, "", known=(*ClusterTable.model_fields, "device", "inside", "between"))
+    known = (*ClusterTable.model_fields, "device", "inside", "between")
+    table = validate(ClusterTable, given, "", known=known, missing=NEEDED)
     if device is None:
-        raise _WrongKey("device", 'device is missing: device = "a100-80g", or a [device] table')
-    base = _catalog_base(device)
+        raise WrongKey("device", 'device is missing: device = "a100-80g", or a [device] table')
+    with naming("device"):
+        base = _catalog_base(device)
+        built = _to_device(device, base)
     name = table.name or stem
-    links: dict[str, Any] = {}
-    for which, link in (("inside", inside), ("between", between)):
-        links[which] = None if link is None else _to_link(which, link)
-    if base is not None:
-        drawn = build_cluster(name, table.nodes, table.devices_per_node, base, None)
-        links = {which: link or getattr(drawn, which) for which, link in links.items()}
-    for which, link in links.items():
-        if link is None:
-            raise _WrongKey(which, f"{which} is missing, and the catalog cannot say it: the device has no `like`")
-    _check_domain(table)
-    several = table.nodes > 1
-    if several:
-        _check_between(links["between"], table.devices_per_node)
+    drawn = None if base is None else build_cluster(name, table.nodes, table.devices_per_node, base, None)
+    links = {which: _to_link(which, link, drawn) for which, link in (("inside", inside), ("between", between))}
+    _check_links(table, built, links, between)
     scale = {key: getattr(table, key) for key in ("host_memory_gb", "host_bandwidth_gb_per_s")}
     amounts = {key: None if value is None else float(value * GIGA) for key, value in scale.items()}
-    assumed = drawn.notes if base is not None and between is None and not table.notes else ()
+    assumed = drawn.notes if drawn is not None and between is None and not table.notes else ()
     return Cluster(
         name=name,
         nodes=table.nodes,
         devices_per_node=table.devices_per_node,
-        device=_to_device(device, base),
+        device=built,
         inside=links["inside"],
         between=links["between"],
-        domain=table.domain or (drawn.domain if base is not None else table.devices_per_node),
+        domain=table.domain or (drawn.domain if drawn is not None else table.devices_per_node),
         host_memory_bytes=amounts["host_memory_gb"],
         host_bandwidth=amounts["host_bandwidth_gb_per_s"] or (base.host_bandwidth if base is not None else None),
         device_hour_price=_float(table.price_per_device_hour),
@@ -140,31 +177,23 @@ def _to_cluster(values: Mapping[str, Any], stem: str) -> Cluster:
     )
 
 
-def _check_domain(table: ClusterTable) -> None:
-    if table.domain is None:
-        return
-    per_node, num_devices = table.devices_per_node, table.nodes * table.devices_per_node
-    if table.domain % per_node or table.domain > num_devices:
-        raise _WrongKey(
-            "domain",
-            f"domain = {table.domain} devices are no whole nodes of {per_node}, at most {num_devices} in all;"
-            f" {per_node} where a link ends with its node",
-        )
+def _check_links(table: ClusterTable, device: Device, links: Mapping[str, Link], between: Any) -> None:
+    """What only shows beside the device, and beside how many there are; what was measured is believed."""
+    if table.devices_per_node > 1 and not device.measured:
+        with naming("inside"):
+            check_inside(_in(links["inside"].bandwidth, GIGA), _in(max(device.peak_flops.values()), TERA))
+    if table.nodes > 1:
+        given_in_bits = isinstance(between, Mapping) and "gbit_per_s" in between
+        with naming("between"):
+            check_between(
+                _in(links["between"].bandwidth, GIGA),
+                given_in_bits=given_in_bits,
+                devices_per_node=table.devices_per_node,
+            )
 
 
-def _check_between(link: Link, per_node: int) -> None:
-    """A figure of bytes that is a figure of bits, or one of a node that is one of a device."""
-    gbit = link.bandwidth * 8 / 1e9
-    if gbit <= MOST_GBIT:
-        return
-    as_bytes = f"{link.bandwidth / 1e9:.6g}"
-    advice = f"did you mean {as_bytes} Gbit/s = {link.bandwidth / 8e9:.6g} GB/s?"
-    if link.bandwidth / 1e9 > MOST_GBIT or gbit / per_node in (100, 200, 400, 800):
-        advice = f"is it that of a node? {gbit:.6g} Gbit/s over {per_node} devices are {gbit / per_node:.6g} a device"
-    raise _WrongKey(
-        "between",
-        f"between: {as_bytes} GB/s ({gbit:.6g} Gbit/s) a device is more than any network adapter sold; {advice}",
-    )
+def _in(value: float, unit: Decimal) -> Decimal:
+    return Decimal(repr(value)) / unit
 
 
 def _catalog_base(device: Any) -> CatalogDevice | None:
@@ -172,7 +201,7 @@ def _catalog_base(device: Any) -> CatalogDevice | None:
     if name is None:
         return None
     if not isinstance(name, str):
-        raise _WrongKey("device", f"device = {name!r}: the name of a device, or a table, is expected")
+        raise WrongKey("device", f"device = {as_toml(name)}: the name of a device, or a table, is expected")
     return find_device(name)
 
 
@@ -182,24 +211,38 @@ def _to_device(given: Any, base: CatalogDevice | None) -> Device:
         return base.device
     own = {key: value for key, value in given.items() if key != "like"}
     below = {} if base is None else DeviceTable.from_device(base.device)
-    hint = "" if base is not None else '; or say like = "a100-80g" to take from the catalog what is not given'
-    table: DeviceTable = _validate(DeviceTable, _over(below, own), "device", hint=hint)
+    if "peak_tflops" in own:
+        below.pop("matmul_tflops", None)  # of another peak
+    known = ("like", *DeviceTable.model_fields)
+    table = validate(DeviceTable, _over(below, own), "device", known=known, missing=LIKE)
+    if base is not None:
+        catalog = {name: _in(rate, TERA) for name, rate in base.device.peak_flops.items()}
+        check_sparse(base.device.name, table.peak_tflops, catalog)
     return table.to_device()
 
 
-def _to_link(which: str, given: Any) -> Link:
-    if isinstance(given, str):
-        return find_fabric(given) if which == "between" else find_link(given)
+def _to_link(which: str, given: Any, drawn: Cluster | None) -> Link:
+    """`inside` or `between`: a name, a table, or what the catalog draws for the device."""
+    if given is None and drawn is not None:
+        return drawn.inside if which == "inside" else drawn.between
+    if given is None:
+        example = "nvlink4" if which == "inside" else "ndr400"
+        raise WrongKey(which, f'{which} is missing: {which} = "{example}", or a table [{which}]')
+    like = given.get("like") if isinstance(given, Mapping) else given
+    with naming(which):
+        if like is not None and not isinstance(like, str):
+            raise WrongKey(which, f"{which} = {as_toml(like)}: the name of a link, or a table, is expected")
+        found = None if like is None else find_fabric(like) if which == "between" else find_link(like)
     if not isinstance(given, Mapping):
-        raise _WrongKey(which, f"{which} = {given!r}: the name of a link, or a table, is expected")
+        assert found is not None
+        return found
     own = {key: value for key, value in given.items() if key != "like"}
     below: dict[str, Any] = {"name": which, "latency_microseconds": LATENCY_MICROSECONDS[which]}
-    if "like" in given:
-        below = LinkTable.from_link(find_link(str(given["like"])))
+    if found is not None:
+        below = LinkTable.from_link(found)
         if own.keys() & {"bandwidth_gb_per_s", "gbit_per_s"}:
             below.pop("bytes_microseconds")  # of another bandwidth
-    table: LinkTable = _validate(LinkTable, _over(below, own), which)
-    return table.to_link()
+    return validate(LinkTable, _over(below, own), which, known=("like", *LinkTable.model_fields)).to_link()
 
 
 def _over(below: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,34 +254,6 @@ def _over(below: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in own.items()
     }
     return {**kept, **merged}
-
-
-def _validate(model: Any, values: Mapping[str, Any], where: str, *, known: tuple[str, ...] = (), hint: str = "") -> Any:
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        path = [str(part) for part in first["loc"] if str(part) != "[key]"]
-        key = ".".join(filter(None, [where, *path]))
-        raise _WrongKey(key, _explain(first, key, known or tuple(model.model_fields), hint)) from None
-
-
-def _explain(error: Any, key: str, known: tuple[str, ...], hint: str) -> str:
-    message = str(error["msg"]).removeprefix("Value error, ")
-    match error["type"]:
-        case "extra_forbidden":
-            return f"unknown key '{key}'{nearest_key(key, known)}"
-        case "missing":
-            return f"{key} is missing{hint}"
-    if not re.search(r"^\w+\.?\w* = ", message) and not isinstance(error["input"], Mapping):
-        return f"{key} = {error['input']}: {message[:1].lower()}{message[1:]}"
-    return f"{key}: {message}" if key else message
-
-
-def nearest_key(key: str, known: tuple[str, ...]) -> str:
-    """What the nearest key to the last word of `key` is, of a file's `known` ones."""
-    leaf = key.rpartition(".")[2].lower()
-    return nearest(leaf, {name.replace("_", "-") for name in known}, sorted(known)).replace("-", "_")
 
 
 def _without_nothing(values: Mapping[str, Any]) -> dict[str, Any]:

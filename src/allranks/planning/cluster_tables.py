@@ -2,23 +2,24 @@
 
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Annotated, Any, Literal, Self, final
+from typing import Annotated, Any, Self, final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from allranks.cluster import Device, Link
+from allranks.planning.cluster_limits import (
+    GIGA,
+    TERA,
+    Collective,
+    Precision,
+    check_device,
+    check_link,
+    check_measured,
+    check_times,
+    check_too_slow,
+)
 
-GIGA, TERA, MICRO, MEBI, BITS = Decimal(10**9), Decimal(10**12), Decimal("1e-6"), Decimal(2**20), Decimal(8)
-
-MOST_MEMORY_GB = 10_000
-MOST_BANDWIDTH_GB = 100_000
-MOST_TFLOPS = 100_000
-MOST_LINK_GB = 2_000  # NVLink 6 has 1800 in one direction
-MOST_LATENCY_MICROSECONDS = 100_000
-FAST_TFLOPS, SLOW_GB = 20, 50  # a device of so many TFLOP/s reads its memory faster than that
-
-Precision = Literal["bfloat16", "float16", "float32", "float64", "float8", "float4"]
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast"]
+MICRO, MEBI, BITS = Decimal("1e-6"), Decimal(2**20), Decimal(8)
 
 
 def _is_number(value: object) -> object:
@@ -41,7 +42,7 @@ class Table(BaseModel):
 
 @final
 class DeviceTable(Table):
-    """One device. Its memory is given in one of three units."""
+    """One device. Its memory is given in one of two units."""
 
     name: str
     label: str = ""
@@ -62,32 +63,13 @@ class DeviceTable(Table):
     def _is_possible(self) -> Self:
         if (self.memory_gb is None) == (self.memory_mib is None):
             raise ValueError("give memory_gb or memory_mib, one of them")
-        if self.memory_bytes > MOST_MEMORY_GB * GIGA:
-            given = self.memory_gb if self.memory_gb is not None else self.memory_mib
-            assert given is not None
-            unit = "memory_gb" if self.memory_gb is not None else "memory_mib"
-            raise ValueError(f"{unit} = {given} is more than any device has{_in_bytes(given)}")
-        if self.bandwidth_gb_per_s > MOST_BANDWIDTH_GB:
-            given = self.bandwidth_gb_per_s
-            raise ValueError(f"bandwidth_gb_per_s = {given} is more than any memory has{_in_bytes(given)}")
-        if not self.peak_tflops:
-            raise ValueError("peak_tflops is empty: give at least one precision, such as { bfloat16 = 312 }")
-        for precision, rate in self.peak_tflops.items():
-            if rate > MOST_TFLOPS:
-                raise ValueError(f"peak_tflops.{precision} = {rate} is more than any device has{_in_flops(rate)}")
-        for precision, rate in self.matmul_tflops.items():
-            if rate > self.peak_tflops.get(precision, rate):
-                raise ValueError(
-                    f"matmul_tflops.{precision} = {rate} is above peak_tflops.{precision} ="
-                    f" {self.peak_tflops[precision]}: nothing runs faster than its peak; one of them is wrong"
-                )
-        fastest = max(self.peak_tflops.values())
-        if fastest > FAST_TFLOPS and self.bandwidth_gb_per_s < SLOW_GB:
-            value = self.bandwidth_gb_per_s
-            raise ValueError(
-                f"bandwidth_gb_per_s = {value} is less than any device of {fastest} TFLOP/s has; did you mean"
-                f" {value} TB/s = {_plain(value * 1000)} GB/s?"
-            )
+        given = self.memory_gb if self.memory_gb is not None else self.memory_mib
+        assert given is not None
+        memory = ("memory_gb" if self.memory_gb is not None else "memory_mib", given, self.memory_bytes / GIGA)
+        check_device(memory, self.bandwidth_gb_per_s, self.peak_tflops)
+        check_measured(self.peak_tflops, self.matmul_tflops, self.matmul_shapes_tflops)
+        if not self.measured:
+            check_too_slow(memory, self.bandwidth_gb_per_s, self.peak_tflops)
         return self
 
     @property
@@ -147,32 +129,17 @@ class LinkTable(Table):
     bytes_microseconds: dict[Collective, dict[int, list[tuple[Figure, Figure]]]] = Field(
         default_factory=dict, description="measured: collective -> group size -> [bytes, microseconds]"
     )
-    measured: bool = False
     source: str = ""
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
         if (self.bandwidth_gb_per_s is None) == (self.gbit_per_s is None):
             raise ValueError("give bandwidth_gb_per_s or gbit_per_s, one of them")
-        if self.bandwidth > MOST_LINK_GB * GIGA:
-            given = self.bandwidth_gb_per_s if self.bandwidth_gb_per_s is not None else self.gbit_per_s
-            unit = "bandwidth_gb_per_s" if self.bandwidth_gb_per_s is not None else "gbit_per_s"
-            assert given is not None
-            raise ValueError(f"{unit} = {given} is more than any link of one device has{_in_bytes(given)}")
-        if self.latency_microseconds > MOST_LATENCY_MICROSECONDS:
-            value = self.latency_microseconds
-            raise ValueError(
-                f"latency_microseconds = {value} is {_plain(value / 10**6)} s a hop; did you mean {value} nanoseconds ="
-                f" {_plain(value / 1000)} microseconds?"
-            )
-        for collective, groups in self.bytes_microseconds.items():
-            for size, rows in groups.items():
-                sizes = [row[0] for row in rows]
-                if size < 2 or sizes != sorted(set(sizes)):
-                    raise ValueError(
-                        f"bytes_microseconds.{collective}.{size}: a group has at least 2 devices,"
-                        " and its rows rise in bytes"
-                    )
+        key = "bandwidth_gb_per_s" if self.bandwidth_gb_per_s is not None else "gbit_per_s"
+        given = self.bandwidth_gb_per_s if self.bandwidth_gb_per_s is not None else self.gbit_per_s
+        assert given is not None
+        check_link(key, given, self.bandwidth / GIGA, self.latency_microseconds)
+        check_times(self.bandwidth / GIGA, self.bytes_microseconds)
         return self
 
     @property
@@ -223,19 +190,3 @@ def exactly(value: float | None, unit: Decimal) -> Decimal | None:
 
 def _scaled(rates: Mapping[Precision, Decimal], unit: Decimal) -> dict[str, float]:
     return {precision: float(rate * unit) for precision, rate in rates.items()}
-
-
-def _in_bytes(given: Decimal) -> str:
-    if given < 10**6:
-        return "; did you mean MB or Mbit? Divide by 1000"
-    return f"; did you mean bytes? {_plain(given)} bytes are {_plain(given / GIGA)} GB"
-
-
-def _in_flops(given: Decimal) -> str:
-    if given < 10**9:
-        return f"; did you mean GFLOP/s? {_plain(given)} GFLOP/s are {_plain(given / 1000)} TFLOP/s"
-    return f"; did you mean FLOP/s? {_plain(given)} FLOP/s are {_plain(given / TERA)} TFLOP/s"
-
-
-def _plain(value: Decimal) -> str:
-    return f"{float(value):.6g}"

@@ -5,13 +5,12 @@ from pathlib import Path
 
 from allranks.cluster import Cluster
 from allranks.errors import ConfigError
-from allranks.planning.assembly import build_cluster, find_fabric
+from allranks.planning.assembly import build_cluster, check_count, find_fabric
 from allranks.planning.catalog import find_device, tidy
 from allranks.planning.cluster_file import read_cluster
 from allranks.planning.this_machine import cpu_cluster, local_cluster
 
 FORM = "[NODESx]DEVICES:DEVICE[@FABRIC], e.g. 8x8:a100-80g@hdr200"
-MOST_DEVICES = 10_000_000
 _STRING = re.compile(
     r"(?:(?P<nodes>\d+)\s*x\s*)?(?P<devices>\d+)\s*:\s*(?P<device>[^@:]+?)(?:@(?P<fabric>[^@]*))?", re.IGNORECASE
 )
@@ -40,18 +39,11 @@ def _from_string(text: str) -> Cluster:
     if match is None:
         raise ConfigError(f"cluster '{text}': {_explain(text)}")
     nodes, devices = int(match["nodes"] or 1), int(match["devices"])
-    if nodes * devices == 0:
-        raise ConfigError(
-            f"cluster '{text}': {nodes} nodes of {devices} devices are no devices; at least 1:{match['device']}"
-        )
-    if nodes * devices > MOST_DEVICES:
-        raise ConfigError(
-            f"cluster '{text}': {nodes * devices} devices are more than the {MOST_DEVICES} that a plan takes"
-        )
     fabric = match["fabric"]
     if fabric is not None and not fabric.strip():
         raise ConfigError(f"cluster '{text}': no fabric behind '@'; e.g. @hdr200, or @400g for 400 Gbit/s a device")
     try:
+        check_count(nodes, devices)
         if tidy(match["device"]) == "cpu":
             return cpu_cluster(nodes, devices, None if fabric is None else find_fabric(fabric), name=text)
         return build_cluster(text, nodes, devices, find_device(match["device"]), fabric)

@@ -54,10 +54,32 @@ def look() -> MachineFacts:
 
 def calibrated_path(kind: str, count: int, facts: MachineFacts | None = None) -> Path:
     """Where the measured Cluster of `count` devices of this machine is kept; `kind` is a device's name, or "cpu"."""
-    facts = facts or look()
-    root = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "allranks" / "clusters"
-    words = f"{kind}-x{count}-{facts.processor}-{facts.cores}cores"
-    return root / (re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") + ".toml")
+    return clusters_directory() / f"{_slug(kind)}-x{count}-{_machine_slug(facts or look())}.toml"
+
+
+def calibrated_files(facts: MachineFacts | None = None) -> list[Path]:
+    """The cluster files that were measured on machines like this one."""
+    end = f"-{_machine_slug(facts or look())}.toml"
+    return sorted(path for path in clusters_directory().glob("*.toml") if path.name.endswith(end))
+
+
+def clusters_directory() -> Path:
+    """The user's configuration directory (XDG base directory specification), `allranks/clusters` in it."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "allranks" / "clusters"
+
+
+def _cpu_files(facts: MachineFacts) -> list[tuple[Path, re.Match[str]]]:
+    """The measured files of processes on the CPU, each with the match whose first group is their number."""
+    found = [(path, re.match(r"cpu-x(\d+)-", path.name)) for path in calibrated_files(facts)]
+    return [(path, match) for path, match in found if match is not None]
+
+
+def _machine_slug(facts: MachineFacts) -> str:
+    return f"{_slug(facts.processor)}-{facts.cores}cores"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def local_cluster() -> Cluster:
@@ -77,7 +99,7 @@ def local_cluster() -> Cluster:
     count, name = len(facts.devices), find_device_by_driver_name(kinds[0])
     measured = calibrated_path(name or kinds[0], count)
     if measured.is_file():
-        return replace(read_cluster(measured), name="local")
+        return replace(_kept(measured), name="local")
     if name is None:
         raise ConfigError(
             f"cluster 'local': '{kinds[0]}' is not in the catalog; measure it: allranks doctor --calibrate"
@@ -87,16 +109,27 @@ def local_cluster() -> Cluster:
     return replace(found, host_memory_bytes=facts.memory_bytes, notes=(*found.notes, note))
 
 
-def cpu_cluster(nodes: int, devices: int, fabric: Link | None, *, name: str) -> Cluster:
-    """Nodes like this machine, `devices` processes on each: as measured with as many, or a guess that says so."""
-    measured = calibrated_path("cpu", devices)
-    if measured.is_file():
-        found = read_cluster(measured)
-        notes = found.notes if nodes == 1 else (*found.notes, _fabric_note(fabric))
-        return replace(found, name=name, nodes=nodes, between=fabric or found.between, notes=notes)
+def cpu_cluster(nodes: int, devices: int, fabric: Link | None, *, name: str, calibrated: bool = True) -> Cluster:
+    """Nodes like this machine, `devices` processes on each: as measured with as many or about as many, or a guess.
+
+    Args:
+        calibrated: whether measured figures are looked for. What the figures are is in the notes.
+    """
     facts = look()
-    share = min(1.0, facts.cores / devices)
-    cores = max(1, facts.cores // devices) * share
+    found = _measured_cpu(devices, facts) if calibrated else None
+    if found is None:
+        found = _guess_cpu(devices, facts)
+    notes = found.notes if nodes == 1 else (*found.notes, _fabric_note(fabric))
+    return replace(found, name=name, nodes=nodes, between=fabric or found.between, notes=notes)
+
+
+def guess_link() -> Link:
+    """What gloo over the loopback of any machine reaches, with care."""
+    return Link("loopback", LOOPBACK_BANDWIDTH, LOOPBACK_LATENCY, source="a careful guess for gloo on one machine")
+
+
+def _guess_cpu(devices: int, facts: MachineFacts) -> Cluster:
+    cores = _cores_each(devices, facts)
     device = Device(
         name="cpu",
         label=f"{facts.processor}, one of {devices} processes",
@@ -105,23 +138,64 @@ def cpu_cluster(nodes: int, devices: int, fabric: Link | None, *, name: str) -> 
         peak_flops={precision: rate * cores for precision, rate in CORE_FLOPS.items()},
         source="a careful guess for one core of this machine",
     )
-    link = Link("loopback", LOOPBACK_BANDWIDTH, LOOPBACK_LATENCY, source="a careful guess for gloo on one machine")
     note = (
         f"figures of the processor are a careful guess, because {devices} processes were not measured on this machine:"
         f" allranks doctor --calibrate --nproc {devices}"
     )
     return Cluster(
-        name=name,
-        nodes=nodes,
+        name="local",
+        nodes=1,
         devices_per_node=devices,
         device=device,
-        inside=link,
-        between=fabric or link,
+        inside=guess_link(),
+        between=guess_link(),
         domain=devices,
         host_memory_bytes=facts.memory_bytes,
         host_bandwidth=HOST_COPY_BANDWIDTH,
-        notes=(note,) if nodes == 1 else (note, _fabric_note(fabric)),
+        notes=(note,),
     )
+
+
+def _measured_cpu(devices: int, facts: MachineFacts) -> Cluster | None:
+    """What was measured with so many processes, or with the nearest number, its rates shared anew."""
+    counts = {int(match[1]): path for path, match in _cpu_files(facts)}
+    if not counts:
+        return None
+    nearest = min(counts, key=lambda count: (abs(count - devices), count))
+    found = _kept(counts[nearest])
+    if nearest == devices:
+        return found
+    share = _cores_each(devices, facts) / _cores_each(nearest, facts)
+    moved = min(1.0, nearest / devices)
+    old = found.device
+    device = replace(
+        old,
+        label=f"{facts.processor}, one of {devices} processes",
+        memory_bytes=float(int(facts.memory_bytes / devices)),
+        memory_bandwidth=old.memory_bandwidth * moved,
+        peak_flops={name: rate * share for name, rate in old.peak_flops.items()},
+        matmul_flops={name: rate * share for name, rate in old.matmul_flops.items()},
+        matmul_shapes={
+            name: tuple((m, k, n, rate * share) for m, k, n, rate in rows) for name, rows in old.matmul_shapes.items()
+        },
+        update_rate=None if old.update_rate is None else old.update_rate * moved,
+    )
+    note = (
+        f"figures are those of {nearest} processes, the cores shared by {devices}, because {devices} were not measured:"
+        f" allranks doctor --calibrate --nproc {devices}"
+    )
+    return replace(found, devices_per_node=devices, domain=devices, device=device, notes=(*found.notes, note))
+
+
+def _kept(path: Path) -> Cluster:
+    """A measured Cluster, and why it is taken."""
+    found = read_cluster(path)
+    return replace(found, notes=(*found.notes, f"figures as measured, because this machine's are kept in {path}"))
+
+
+def _cores_each(processes: int, facts: MachineFacts) -> float:
+    """The cores that one of so many processes computes with: whole ones, or a part of one."""
+    return float(facts.cores // processes) if processes <= facts.cores else facts.cores / processes
 
 
 def _fabric_note(fabric: Link | None) -> str:
