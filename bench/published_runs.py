@@ -132,13 +132,16 @@ CORE = Mechanisms(
     dispatch_seconds=6e-6, logits_copies=0.75, scattered_sends=True, selective="attention", attention="vendor",
     accumulate_bytes=8, temporary_gradient_bytes=4, pipeline_outputs=False,
 )  # fmt: skip
+NEMO = replace(CORE, name="NeMo", gradient_bytes=2, reduce_bytes=2)  # its recipes: grad_reduce_in_fp32=False
 TITAN = Mechanisms(name="torchtitan", gather_bytes=2, reduce_bytes=4, sequence_parallel=True, dispatch_seconds=6e-6)
 FOUNDRY = Mechanisms(name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6)
 ZERO = Mechanisms(
     name="DeepSpeed ZeRO-3", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
     gather_bytes=2, reduce_bytes=2, overlap_data=0.8, attention_dropout=True, bucket_bytes=2e9,
 )  # fmt: skip
-JAX = Mechanisms(name="JAX", fusion=0.6, weight_bytes=4, gather_bytes=2, reduce_bytes=4, dispatch_seconds=0.0)
+JAX = Mechanisms(
+    name="JAX", fusion=0.6, gather_bytes=2, reduce_bytes=4, dispatch_seconds=0.0, attention="vendor",
+)  # fmt: skip
 
 
 def mechanisms_of(row: Row) -> Mechanisms:
@@ -166,7 +169,7 @@ def mechanisms_of(row: Row) -> Mechanisms:
         return FOUNDRY
     if name in ("llm.c", "picotron") or "nanoGPT" in name or "Meta" in name:
         return replace(CORE, name=name, sequence_parallel=False)
-    return CORE
+    return NEMO if "NeMo" in name or "Bridge" in name else CORE
 
 
 def chunks_of(row: Row) -> int:
@@ -242,10 +245,11 @@ def run_of(row: Row) -> tuple[ModelProfile, Cluster, Setting] | None:
     cluster = cluster_of(row)
     if states_recompute(row):
         return profile, cluster, setting
-    for recompute in ("none", "selective", "full"):
-        tried = replace(setting, recompute=recompute)
+    grace = row["hardware"]["gpu"].startswith("GB") and setting.zero == 3  # recipes keep activations on the host there
+    for recompute, offload in (("none", "none"), *((("none", "activations"),) if grace else ()), ("full", "none")):
+        tried = replace(setting, recompute=recompute, offload=offload)
         cost = estimate_setting(profile, cluster, tried)
-        if cost.memory.total <= cost.capacity_bytes:
+        if cost.memory.total <= 1.05 * cost.capacity_bytes:
             return profile, cluster, tried
     return profile, cluster, setting
 
