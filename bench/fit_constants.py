@@ -28,6 +28,8 @@ HELD_OUT = frozenset(
     )
 )
 BOUNDS = {
+    "flash2": (0.15, 0.9),
+    "contention": (0.0, 0.6),
     "matmul": (0.3, 0.95),
     "matmul_low": (0.2, 0.9),
     "attention": (0.15, 0.9),

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from allranks.cluster import Cluster, Device, Link
 from allranks.model_profile import ModelProfile
 from allranks.model_shape import ModelShape
-from allranks.planning.estimate import Cost
-from allranks.planning.setting import Mechanisms, Setting
+from allranks.planning.estimate import Cost, estimate_setting
+from allranks.planning.setting import Mechanisms, Recompute, Setting
 
 Row = Mapping[str, Any]
 GIB = float(2**30)
@@ -131,19 +132,20 @@ CORE = Mechanisms(
     dispatch_seconds=6e-6, logits_copies=0.75, scattered_sends=True, selective="attention", attention="vendor",
     accumulate_bytes=8, temporary_gradient_bytes=4, pipeline_outputs=False,
 )  # fmt: skip
+NEMO = replace(CORE, name="NeMo", gradient_bytes=2, reduce_bytes=2)  # its recipes: grad_reduce_in_fp32=False
 TITAN = Mechanisms(name="torchtitan", gather_bytes=2, reduce_bytes=4, sequence_parallel=True, dispatch_seconds=6e-6)
 FOUNDRY = Mechanisms(name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6)
 ZERO = Mechanisms(
     name="DeepSpeed ZeRO-3", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
     gather_bytes=2, reduce_bytes=2, overlap_data=0.8, attention_dropout=True, bucket_bytes=2e9,
 )  # fmt: skip
-JAX = Mechanisms(name="JAX", fusion=0.6, weight_bytes=4, gather_bytes=2, reduce_bytes=4, dispatch_seconds=0.0)
+JAX = Mechanisms(
+    name="JAX", fusion=0.6, gather_bytes=2, reduce_bytes=4, dispatch_seconds=0.0, attention="vendor",
+)  # fmt: skip
 
 
 def mechanisms_of(row: Row) -> Mechanisms:
     """What is known of the row's framework."""
-    from dataclasses import replace
-
     name, source, sp = row["framework"], row["source"], bool(row["parallel"].get("sp"))
     if name.startswith("Megatron-DeepSpeed"):
         if source == "bloom-prequel":
@@ -167,7 +169,7 @@ def mechanisms_of(row: Row) -> Mechanisms:
         return FOUNDRY
     if name in ("llm.c", "picotron") or "nanoGPT" in name or "Meta" in name:
         return replace(CORE, name=name, sequence_parallel=False)
-    return CORE
+    return NEMO if "NeMo" in name or "Bridge" in name else CORE
 
 
 def chunks_of(row: Row) -> int:
@@ -180,28 +182,46 @@ def chunks_of(row: Row) -> int:
     return int(vp or 1) if pp > 1 else 1
 
 
+def micro_batch_of(row: Row) -> int:
+    """The row's own; else torchtitan's default under a pipeline (as many micro-batches as stages); else 1."""
+    parallel = row["parallel"]
+    if parallel.get("mbs"):
+        return int(parallel["mbs"])
+    if "torchtitan" in row["framework"] and parallel["pp"] > 1:
+        return max(1, int(parallel["gbs"] / parallel["dp"] / parallel["pp"]))
+    return 1
+
+
 def setting_of(row: Row) -> Setting | None:
     """The row's configuration; None where it leaves a degree or the batch open."""
     parallel = row["parallel"]
     if any(parallel.get(key) is None for key in ("dp", "tp", "pp", "gbs")):
         return None
-    dp, cp = parallel["dp"], parallel.get("cp") or 1
-    zero = parallel.get("zero") or 0
-    if parallel.get("fsdp"):
-        zero = 3
-    ranks = dp * cp
-    recompute = str(row.get("recompute"))
-    mode = "full" if recompute.startswith("full") else "selective" if recompute.startswith("selective") else "none"
-    if row.get("task") in ("sft", "lora") and mode == "none":
-        mode = "none"
+    dp, cp, pp = parallel["dp"], parallel.get("cp") or 1, parallel["pp"]
+    zero = 3 if parallel.get("fsdp") else parallel.get("zero") or 0
     schedule = str(parallel.get("schedule") or "1f1b")
-    schedule = "interleaved" if schedule.startswith("interleaved") else schedule.split("(")[0]
+    how = mechanisms_of(row)
+    keeps = "torchtitan" in row["framework"] and zero == 3 and pp > 1
+    if keeps:  # its pipelines gather once a step, and reduce once
+        how = replace(how, reduces_every_micro_step=False)
     return Setting(
-        global_batch=parallel["gbs"], micro_batch=parallel.get("mbs") or 1, dp=dp, tp=parallel["tp"], cp=cp,
-        pp=parallel["pp"], ep=parallel.get("ep") or 1, shard=ranks if zero else 1, zero=zero, chunks=chunks_of(row),
-        schedule=schedule, recompute=mode, precision=precision_of(row), frozen=row.get("task") == "lora",
-        mechanisms=mechanisms_of(row),
+        global_batch=parallel["gbs"], micro_batch=micro_batch_of(row), dp=dp, tp=parallel["tp"], cp=cp, pp=pp,
+        ep=parallel.get("ep") or 1, shard=dp * cp if zero else 1, zero=zero, chunks=chunks_of(row),
+        schedule="interleaved" if schedule.startswith("interleaved") else schedule.split("(")[0],
+        recompute=recompute_of(row), precision=precision_of(row), frozen=row.get("task") == "lora",
+        keeps_gathered=keeps, mechanisms=how,
     )  # fmt: skip
+
+
+def recompute_of(row: Row) -> Recompute:
+    """"recipe-defined" and the like are none."""
+    text = str(row.get("recompute"))
+    return "full" if text.startswith("full") else "selective" if text.startswith("selective") else "none"
+
+
+def states_recompute(row: Row) -> bool:
+    """Whether the source says what is computed again."""
+    return bool(row.get("recompute")) and "recipe" not in str(row["recompute"])
 
 
 def profile_of(row: Row) -> ModelProfile | None:
@@ -215,11 +235,23 @@ def profile_of(row: Row) -> ModelProfile | None:
 
 
 def run_of(row: Row) -> tuple[ModelProfile, Cluster, Setting] | None:
-    """What `estimate_setting` takes; None where the row leaves a size or a degree open."""
+    """What `estimate_setting` takes; None where the row leaves a size or a degree open.
+
+    Where the source does not say what is computed again, it is the least that fits: none, selective, full.
+    """
     profile, setting = profile_of(row), setting_of(row)
     if profile is None or setting is None:
         return None
-    return profile, cluster_of(row), setting
+    cluster = cluster_of(row)
+    if states_recompute(row):
+        return profile, cluster, setting
+    grace = row["hardware"]["gpu"].startswith("GB") and setting.zero == 3  # recipes keep activations on the host there
+    for recompute, offload in (("none", "none"), *((("none", "activations"),) if grace else ()), ("full", "none")):
+        tried = replace(setting, recompute=recompute, offload=offload)
+        cost = estimate_setting(profile, cluster, tried)
+        if cost.memory.total <= 1.05 * cost.capacity_bytes:
+            return profile, cluster, tried
+    return profile, cluster, setting
 
 
 def memory_of(row: Row, cost: Cost) -> tuple[float | None, float]:

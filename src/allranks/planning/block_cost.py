@@ -10,6 +10,7 @@ from allranks.planning.operation_times import (
     KERNELS,
     UNFUSED_KERNELS,
     Times,
+    in_low_precision,
     is_product,
     kept_score_bytes,
     operation_times,
@@ -81,6 +82,8 @@ class _Sums:
         else:
             self.dense += held
         kept = operation.saved_bytes * setting.micro_batch / share.kept
+        if is_product(operation) and in_low_precision(operation, setting):
+            kept /= 2  # the operand is kept in 8 bits (Transformer Engine)
         if operation.kind == "loss":
             self.logits += kept * setting.mechanisms.logits_copies
             return

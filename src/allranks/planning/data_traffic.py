@@ -77,14 +77,22 @@ def _sharded_cost(
     if copies > 1:
         reduce += all_reduce_seconds(axes.data, parameters / max(1, setting.shard) * how.reduce_bytes)
     reductions = steps if how.reduces_every_micro_step else 1
-    first = gather / units
-    plain_forward = max(0.0, how.overlap_data * gather - forward) + (1 - how.overlap_data) * gather
-    both = gather + reduce
-    plain_backward = max(0.0, how.overlap_data * both - backward) + (1 - how.overlap_data) * both
-    only = max(0.0, how.overlap_data * gather - backward) + (1 - how.overlap_data) * gather
-    exposed = (
-        steps * (plain_forward + first) + reductions * (plain_backward + reduce / units) + (steps - reductions) * only
-    )
-    total = 2 * steps * gather + reductions * reduce
-    sent = parameters * (2 * steps * how.gather_bytes + reductions * how.reduce_bytes)
-    return DataCost(total, min(exposed, total), update, sent, units * (2 * steps + reductions))
+    forwards = reductions if setting.keeps_gathered else steps
+    again = 0 if setting.keeps_gathered else steps
+    # A unit's gather hides behind the unit before, its reduction behind the unit after; the first and the last cannot.
+    in_forward = _exposed(gather, forward, how.overlap_data) + gather / units
+    in_backward = _exposed(gather + reduce, backward, how.overlap_data) + reduce / units
+    only = _exposed(gather, backward, how.overlap_data)
+    if setting.keeps_gathered:
+        in_backward, only = _exposed(reduce, backward, how.overlap_data) + reduce / units, 0.0
+    exposed = forwards * in_forward + reductions * in_backward + (steps - reductions) * only
+    total = (forwards + again) * gather + reductions * reduce
+    exposed = min(exposed, total)
+    exposed += how.contention * (total - exposed)
+    sent = parameters * ((forwards + again) * how.gather_bytes + reductions * how.reduce_bytes)
+    return DataCost(total, exposed, update, sent, units * (forwards + again + reductions))
+
+
+def _exposed(communication: float, computation: float, overlap: float) -> float:
+    """What is left of a communication that runs behind a computation as far as the framework lets it."""
+    return max(0.0, overlap * communication - computation) + (1 - overlap) * communication

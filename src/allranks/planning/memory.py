@@ -63,6 +63,9 @@ def _state_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> tup
 def _gathered_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> float:
     """Whole blocks beside their shards: two gathered ones, and the gradients of one that are being reduced."""
     how = setting.mechanisms
+    if setting.keeps_gathered:
+        whole = sum(count * (cost.parameters + cost.expert_parameters) for count, cost in here)
+        return whole * (how.gather_bytes + (0.0 if how.reduces_every_micro_step else how.reduce_bytes))
     if setting.zero >= 3:
         largest = max(cost.parameters + cost.expert_parameters for _, cost in here)
         return 2 * largest * how.gather_bytes + largest * how.reduce_bytes

@@ -67,6 +67,11 @@ def is_product(operation: Operation) -> bool:
     return operation.kind in ("matmul", "conv") and len(operation.shape) == 3
 
 
+def in_low_precision(operation: Operation, setting: Setting) -> bool:
+    """Whether a product's operands are float8 or float4: the linear layers of blocks, not the output layer, not routers."""
+    return setting.precision in LOW and operation.cut not in ("vocab", "") and setting.mechanisms.low_linear
+
+
 def operation_times(operation: Operation, setting: Setting, machine: Machine, experts: int) -> Times:
     """Seconds of one operation on one rank, for one micro-step."""
     if operation.kind == "attention":
@@ -97,7 +102,7 @@ def _product_times(operation: Operation, setting: Setting, machine: Machine, exp
         rows = rows / setting.tp / groups
     elif how.sequence_parallel:
         rows /= setting.tp
-    low = setting.precision in LOW and cut not in ("vocab", "") and how.low_linear
+    low = in_low_precision(operation, setting)
     precision = "bfloat16" if setting.precision in LOW and not low else setting.precision
     forward = matmul_seconds(machine, rows, out, into, precision, groups)
     backward = matmul_seconds(machine, rows, into, out, precision, groups) if operation.input_gradient else 0.0

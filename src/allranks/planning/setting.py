@@ -85,6 +85,8 @@ class Setting:
         chunks: of the model on a pipeline rank.
         schedule: "1f1b", "gpipe", "interleaved", "zb-1p", "zb-2p", ...
         offload: "none", "parameters", "activations", "all".
+        keeps_gathered: weights that zero=3 gathers for a forward stay until its backward (FSDP's SHARD_GRAD_OP); where
+            `reduces_every_micro_step` is not so, gathered weights and whole gradients stay for the whole step.
         frozen: whether only added low-rank matrices learn (LoRA 2106.09685).
     """
 
@@ -104,6 +106,7 @@ class Setting:
     ring: bool = True
     offload: str = "none"
     frozen: bool = False
+    keeps_gathered: bool = False
     mechanisms: Mechanisms = field(default_factory=Mechanisms)
 
     @property
@@ -141,7 +144,7 @@ def setting_of(choice: Choice) -> Setting:
     layout = choice.layout
     zero, shard = 0, 1
     if layout.dp_shard > 1:
-        zero = {"full": 3, "grad_op": 2, "optimizer": 1, "none": 0}[layout.sharding]
+        zero = {"full": 3, "grad_op": 3, "optimizer": 1, "none": 0}[layout.sharding]
         shard = layout.dp_shard
     recompute: Recompute = (
         "none" if layout.recompute == "none" else "full" if layout.recompute == "full" else "selective"
@@ -162,5 +165,6 @@ def setting_of(choice: Choice) -> Setting:
         precision=choice.precision,
         ring=layout.context == "ring",
         offload=layout.offload,
+        keeps_gathered=zero == 3 and layout.sharding == "grad_op",
         mechanisms=mechanisms_of(choice),
     )
