@@ -66,6 +66,7 @@ def cluster(nodes: int = 1, devices: int = 8, *, memory_bytes: float = 80e9, **c
     device = Device("toy", "Toy", memory_bytes, 1e12, peaks)
     inside, between = Link("inside", 100e9, 1e-6), Link("between", 10e9, 1e-5)
     about: dict[str, Any] = {"device": device, "inside": inside, "between": between, "domain": devices}
+    about |= {"host_memory_bytes": 2e12, "host_bandwidth": 20e9}
     return Cluster(f"{nodes}x{devices}:toy", nodes, devices, **{**about, **changes})
 
 

@@ -66,6 +66,19 @@ def test_a_rule_refuses_with_its_numbers(
 
 
 @pytest.mark.parametrize(
+    ("hosts", "missing"),
+    [
+        ({"host_memory_bytes": None}, "give host_memory_gb in"),
+        ({"host_bandwidth": None}, "give host_bandwidth_gb_per_s in"),
+        ({"host_memory_bytes": None, "host_bandwidth": None}, "give host_memory_gb and host_bandwidth_gb_per_s in"),
+    ],
+)
+def test_offload_wants_to_know_the_hosts(hosts: dict[str, Any], missing: str) -> None:
+    found = rules.check(decoder(), cluster(**hosts), choose(dp_replicate=8, offload="activations"))
+    assert found is not None and found.rule == "blocks" and missing in found.because
+
+
+@pytest.mark.parametrize(
     "layout",
     [
         {"dp_replicate": 8},

@@ -76,7 +76,7 @@ def test_the_best_of_all_is_found_for_any_model(
     slow: float, hosts: bool,
 ) -> None:  # fmt: skip
     profile = decoder(layers=layers, heads=heads, hidden=16 * heads, vocab=vocab, seq=seq, experts=experts)
-    there = cluster(nodes, devices, memory_bytes=memory, **(HOSTS if hosts else {}))
+    there = cluster(nodes, devices, memory_bytes=memory, **({} if hosts else {"host_memory_bytes": None}))
     there = replace(there, between=replace(there.between, bandwidth=slow * there.between.bandwidth))
     assert_same_best(Space({"bfloat16": profile, "float32": replace(profile, precision="float32")}, there, batch))
 

@@ -47,7 +47,7 @@ def largest(does: Callable[[int], bool], step: int, most: int) -> int:
     low, high = 0, step
     while high <= most and does(high):
         low, high = high, 2 * high
-    high = min(high, most + step)
+    high = min(high, (most // step + 1) * step)
     while high - low > step:
         middle = (low + high) // 2 // step * step
         low, high = (middle, high) if does(middle) else (low, middle)
