@@ -28,6 +28,7 @@ HELD_OUT = frozenset(
     )
 )
 BOUNDS = {
+    "depth": (16, 400),
     "flash2": (0.15, 0.9),
     "contention": (0.0, 0.6),
     "matmul": (0.3, 0.95),

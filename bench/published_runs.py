@@ -123,8 +123,8 @@ OLD = Mechanisms(
 )  # fmt: skip
 DEEPSPEED = Mechanisms(
     name="Megatron-DeepSpeed", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=16,
-    gather_bytes=2, reduce_bytes=2, overlap_data=0.0, attention_dropout=True, dispatch_seconds=3.0e-5,
-    collective_kernels=8.0, selective="attention", accumulate_bytes=8, temporary_gradient_bytes=2, bucket_bytes=2e9,
+    gather_bytes=2, reduce_bytes=2, overlap_data=0.0, attention_dropout=True, dispatch_seconds=3.4e-5,
+    collective_kernels=1.0, selective="attention", accumulate_bytes=8, temporary_gradient_bytes=2, bucket_bytes=2e9,
 )  # fmt: skip
 CORE = Mechanisms(
     name="Megatron-Core", fusion=0.6, weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, gather_bytes=2,
@@ -134,7 +134,7 @@ CORE = Mechanisms(
 )  # fmt: skip
 NEMO = replace(CORE, name="NeMo", gradient_bytes=2, reduce_bytes=2)  # its recipes: grad_reduce_in_fp32=False
 TITAN = Mechanisms(name="torchtitan", gather_bytes=2, reduce_bytes=4, sequence_parallel=True, dispatch_seconds=6e-6)
-FOUNDRY = Mechanisms(name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6)
+FOUNDRY = Mechanisms(name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6, logits_copies=0.5)
 ZERO = Mechanisms(
     name="DeepSpeed ZeRO-3", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
     gather_bytes=2, reduce_bytes=2, overlap_data=0.8, attention_dropout=True, bucket_bytes=2e9,
@@ -151,7 +151,7 @@ def mechanisms_of(row: Row) -> Mechanisms:
         if source == "bloom-prequel":
             bf16 = "fp32 gradient" in row["precision"]
             return replace(DEEPSPEED, dispatch_seconds=1.5e-5, gradient_bytes=6.0 if bf16 else 2.0)
-        return DEEPSPEED
+        return DEEPSPEED if row["parallel"].get("zero") else replace(DEEPSPEED, optimizer_bytes=12, step_bytes=4)
     if "ZeRO-3" in name:
         return ZERO
     if name in ("Megatron-LM", "Megatron-LM fork"):
@@ -260,15 +260,15 @@ def memory_of(row: Row, cost: Cost) -> tuple[float | None, float]:
     nvidia-smi sees the whole process (bloom-prequel); torch's peak of reserved memory sees no context; SimuMax prints
     the peak of what was allocated, on each rank.
     """
-    metrics, memory = row["metrics"], cost.memory
+    metrics, used = row["metrics"], cost.memory.total - cost.context_bytes
     if metrics.get("mem_gib_reserved"):
-        return metrics["mem_gib_peak"] * GIB, memory.total - memory.framework
+        return metrics["mem_gib_peak"] * GIB, used
     if metrics.get("mem_gib_peak"):
-        return metrics["mem_gib_peak"] * GIB, memory.total - cost.context_bytes
+        return metrics["mem_gib_peak"] * GIB, used + cost.slack_bytes
     if not metrics.get("mem_gb_peak"):
-        return None, memory.total
+        return None, cost.peak_bytes.expected
     allocated = row["framework"] == "Megatron-LM fork"
-    return metrics["mem_gb_peak"] * 1e9, memory.total - (memory.framework if allocated else 0.0)
+    return metrics["mem_gb_peak"] * 1e9, used if allocated else cost.peak_bytes.expected
 
 
 def rows_of(document: Mapping[str, Any]) -> Iterator[Row]:

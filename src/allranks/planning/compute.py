@@ -14,8 +14,10 @@ Best Practices Guide gives 2 to 5 us)."""
 # Source: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/ (tile and wave
 # quantization; smaller tiles load more per product).
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75), (64, 64, 0.6))
-DEPTH = 160.0
-"""Inner features at which prologue and epilogue of a tile take as long as its products."""
+UNALIGNED = 8.0
+"""By how much a product is slower whose rows are no multiple of 16 bytes: tensor cores take it in pieces or not at all.
+NVIDIA's guide (tensor core requirements); BLOOM's chronicles: heads of 108 features make a 13824-wide step 1.4 times
+as long as heads of 144."""
 
 
 @final
@@ -61,10 +63,12 @@ def matmul_seconds(machine: Machine, rows: float, out: float, into: float, preci
         waves = -(-tiles // units)
         share = reached * rows * out * batch / (waves * units * high * wide)
         best = max(best, share)
-    depth = into / (into + DEPTH)
+    depth = into / (into + machine.constants.depth)
     flops = 2.0 * rows * out * into * batch
     width = {"float64": 8, "float32": 4, "float8": 1, "float4": 0.5}.get(precision, 2)
     moved = batch * (width * (rows * into + into * out) + max(2.0, width) * rows * out)
+    if width * out % 16 or width * into % 16:
+        flops *= UNALIGNED
     return max(flops / (machine.rate(precision) * best * depth), moved / machine.bandwidth) + KERNEL_SECONDS
 
 

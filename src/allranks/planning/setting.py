@@ -22,6 +22,7 @@ class Mechanisms:
         reduces_every_micro_step: sharded gradients are reduced after each micro-step, not after the last.
         dispatch_seconds: of the host, for one kernel.
         context_bytes: of the driver, the libraries and their communicators, outside the allocator.
+        step_bytes: per parameter while the optimizer steps.
         bucket_bytes: in which gradients and weights travel.
         slack: share by which the allocator's blocks exceed the activations that are in use.
         logits_copies: how often the loss holds 8 bytes a logit at its peak: 1.5 is torch's cross entropy on float32
@@ -50,6 +51,7 @@ class Mechanisms:
     reduces_every_micro_step: bool = True
     dispatch_seconds: float = 8e-6
     context_bytes: float = 2.0e9
+    step_bytes: float = 0.0
     bucket_bytes: float = 0.0
     slack: float = 0.12
     logits_copies: float = 1.5
