@@ -118,7 +118,7 @@ def precision_of(row: Row) -> str:
 OLD = Mechanisms(
     name="Megatron-LM", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
     gather_bytes=2, reduce_bytes=2, overlap_data=0.0, scattered_sends=True, attention_dropout=True,
-    dispatch_seconds=1.0e-5, logits_copies=0.75, selective="attention", accumulate_bytes=8,
+    dispatch_seconds=1.0e-5, logits_copies=0.75, selective="attention", accumulate_bytes=0,
     temporary_gradient_bytes=2, pipeline_outputs=False,
 )  # fmt: skip
 DEEPSPEED = Mechanisms(
@@ -128,11 +128,14 @@ DEEPSPEED = Mechanisms(
 )  # fmt: skip
 CORE = Mechanisms(
     name="Megatron-Core", fusion=0.6, weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, gather_bytes=2,
-    reduce_bytes=4, overlap_data=0.9, overlap_tensor=0.6, overlap_pipeline=0.7, sequence_parallel=True,
+    reduce_bytes=4, overlap_data=0.9, overlap_tensor=0.0, overlap_pipeline=0.7, sequence_parallel=True,
     dispatch_seconds=6e-6, logits_copies=0.75, scattered_sends=True, selective="attention", attention="vendor",
     accumulate_bytes=8, temporary_gradient_bytes=4, pipeline_outputs=False,
 )  # fmt: skip
-NEMO = replace(CORE, name="NeMo", gradient_bytes=2, reduce_bytes=2)  # its recipes: grad_reduce_in_fp32=False
+FLAGS = replace(CORE, overlap_tensor=0.6, accumulate_bytes=0)  # --tp-comm-overlap, gradient_accumulation_fusion
+NEMO = replace(  # its recipes: grad_reduce_in_fp32=False, tp_comm_overlap, gradient_accumulation_fusion, DeepEP
+    CORE, name="NeMo", gradient_bytes=2, reduce_bytes=2, overlap_tensor=0.6, accumulate_bytes=0, sends_once=True,
+)  # fmt: skip
 TITAN = Mechanisms(name="torchtitan", gather_bytes=2, reduce_bytes=4, sequence_parallel=True, dispatch_seconds=6e-6)
 FOUNDRY = Mechanisms(name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6, logits_copies=0.5)
 ZERO = Mechanisms(
@@ -154,7 +157,7 @@ def mechanisms_of(row: Row) -> Mechanisms:
         return DEEPSPEED if row["parallel"].get("zero") else replace(DEEPSPEED, optimizer_bytes=12, step_bytes=4)
     if "ZeRO-3" in name:
         return ZERO
-    if name in ("Megatron-LM", "Megatron-LM fork"):
+    if name in ("Megatron-LM", "Megatron-LM fork") and row["hardware"]["gpu"][0] in "AV":  # before FlashAttention
         return replace(OLD, sequence_parallel=sp)
     if "torchtitan" in name:
         notes = str(row.get("notes"))
@@ -169,7 +172,9 @@ def mechanisms_of(row: Row) -> Mechanisms:
         return FOUNDRY
     if name in ("llm.c", "picotron") or "nanoGPT" in name or "Meta" in name:
         return replace(CORE, name=name, sequence_parallel=False)
-    return NEMO if "NeMo" in name or "Bridge" in name else CORE
+    if "NeMo" in name or "Bridge" in name:
+        return NEMO
+    return FLAGS if "Megatron-Core" in name else CORE
 
 
 def chunks_of(row: Row) -> int:

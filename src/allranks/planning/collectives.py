@@ -62,15 +62,18 @@ def all_gather_seconds(group: Group, num_bytes: float) -> float:
     return _measured(group, "all_gather", num_bytes) or _ring(group, num_bytes, 1.0)
 
 
-def all_to_all_seconds(group: Group, num_bytes: float) -> float:
-    """Each rank sends `num_bytes` (n - 1) / n: to peers in its domain by the fast links, to the others by its own card."""
+def all_to_all_seconds(group: Group, num_bytes: float, outside_share: float = 1.0) -> float:
+    """Each rank sends `num_bytes` (n - 1) / n: to peers in its domain by the fast links, to the others by its own card.
+
+    `outside_share` of what goes to other nodes goes over the network, where the rest is a copy that the node makes.
+    """
     if group.size < 2 or not num_bytes:
         return 0.0
     outside = num_bytes * (group.size - group.near) / group.size
     inside = num_bytes * (group.near - 1) / group.size
     if not group.crosses:
         return inside / group.bandwidth + group.latency_seconds
-    return outside / (group.bandwidth / group.near) + group.latency_seconds
+    return outside_share * outside / (group.bandwidth / group.near) + group.latency_seconds
 
 
 def send_seconds(group: Group, num_bytes: float, adjacent_crosses: bool) -> float:

@@ -14,6 +14,9 @@ Best Practices Guide gives 2 to 5 us)."""
 # Source: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/ (tile and wave
 # quantization; smaller tiles load more per product).
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75), (64, 64, 0.6))
+GROUPED = 0.8
+"""What a product of many experts in one kernel reaches of one product's rate (MegaBlocks 2211.15841, figure 9, and
+calibration)."""
 UNALIGNED = 8.0
 """By how much a product is slower whose rows are no multiple of 16 bytes: tensor cores take it in pieces or not at all.
 NVIDIA's guide (tensor core requirements); BLOOM's chronicles: heads of 108 features make a 13824-wide step 1.4 times

@@ -29,9 +29,11 @@ class Mechanisms:
             logits (log-softmax, its gradient, and the gradient of what it picks: 12 bytes), 0.5 a fused one.
         selective: what recompute="selective" repeats: attention's scores (Megatron-LM) or every second product (torch).
         attention: whose kernels: the vendor's (cuDNN) or FlashAttention-2.
-        accumulate_bytes: moved per weight when a micro-step's gradient is added to the sum.
+        accumulate_bytes: moved per weight when a micro-step's gradient is added to the sum; 0 where the product does it.
         temporary_gradient_bytes: per weight of one product, before that.
         contention: share of the communication behind computation by which computation gets slower.
+        sends_once: a token goes to each node once, whatever number of its experts are there (DeepSeek-V3 2412.19437,
+            section 3.2.2).
         pipeline_outputs: a stage keeps its outputs until their backward, beside its inputs.
         sequence_parallel: norms and dropouts see 1/tp of the positions (2205.05198, section 4.2.2).
         scattered_sends: stages send 1/tp of an activation (2104.04473, section 4.1).
@@ -61,6 +63,7 @@ class Mechanisms:
     temporary_gradient_bytes: float = 6.0
     contention: float = 0.0
     pipeline_outputs: bool = True
+    sends_once: bool = False
     sequence_parallel: bool = False
     scattered_sends: bool = False
     low_linear: bool = True
