@@ -71,7 +71,7 @@ def _profile(shape: ModelShape, seq: int, precision: str, fused: bool) -> ModelP
 
 
 def shape_of(row: Row) -> ModelShape | None:
-    """The row's model; None where the row does not give its sizes."""
+    """The row's model, its vocabulary padded as all these frameworks pad it; None where the row does not give its sizes."""
     model = row["model"]
     if not all(model.get(key) for key in ("layers", "hidden", "heads")):
         return None
@@ -101,7 +101,7 @@ def shape_of(row: Row) -> ModelShape | None:
     return ModelShape(
         name=model["name"], layers=model["layers"], hidden=hidden, heads=model["heads"],
         kv_heads=0 if model.get("kv_lora") else model.get("kv_heads") or 0, ffn=model.get("ffn") or given.get("expert_ffn") or 4 * hidden,
-        vocab=model.get("vocab") or 51200, seq=model["seq_len"], gated=gated, head_dim=model.get("head_dim") or 0,
+        vocab=-(-(model.get("vocab") or 51200) // 128) * 128, seq=model["seq_len"], gated=gated, head_dim=model.get("head_dim") or 0,
         positions="learned" if gpt and "alibi" not in str(model.get("pos")) else "none" if gpt else "rotary",
         tied=gpt, bias=gpt, dropout=dropout, **given,
     )  # fmt: skip
@@ -140,7 +140,7 @@ TITAN = Mechanisms(name="torchtitan", gather_bytes=2, reduce_bytes=4, sequence_p
 FOUNDRY = Mechanisms(name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6, logits_copies=0.5)
 ZERO = Mechanisms(
     name="DeepSpeed ZeRO-3", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
-    gather_bytes=2, reduce_bytes=2, overlap_data=0.8, attention_dropout=True, bucket_bytes=2e9,
+    gather_bytes=2, reduce_bytes=2, overlap_data=0.8, attention_dropout=True, bucket_bytes=2e9, messages=12,
 )  # fmt: skip
 JAX = Mechanisms(
     name="JAX", fusion=0.6, gather_bytes=2, reduce_bytes=4, dispatch_seconds=0.0, attention="vendor",
@@ -203,6 +203,9 @@ def setting_of(row: Row) -> Setting | None:
     if any(parallel.get(key) is None for key in ("dp", "tp", "pp", "gbs")):
         return None
     dp, cp, pp = parallel["dp"], parallel.get("cp") or 1, parallel["pp"]
+    if parallel["gbs"] < dp and dp % parallel["gbs"] == 0:
+        # A source that prints more replicas than samples has counted ranks of the context axis among them.
+        dp, cp = parallel["gbs"], cp * dp // parallel["gbs"]
     zero = 3 if parallel.get("fsdp") else parallel.get("zero") or 0
     schedule = str(parallel.get("schedule") or "1f1b")
     how = mechanisms_of(row)

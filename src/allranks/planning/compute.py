@@ -17,10 +17,10 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75), (6
 GROUPED = 0.8
 """What a product of many experts in one kernel reaches of one product's rate (MegaBlocks 2211.15841, figure 9, and
 calibration)."""
-UNALIGNED = 8.0
-"""By how much a product is slower whose rows are no multiple of 16 bytes: tensor cores take it in pieces or not at all.
-NVIDIA's guide (tensor core requirements); BLOOM's chronicles: heads of 108 features make a 13824-wide step 1.4 times
-as long as heads of 144."""
+UNALIGNED, UNALIGNED_BATCH = 2.0, 8.0
+"""By how much a product is slower whose rows are no multiple of 16 bytes: one large product, and the batched ones of
+heads. NVIDIA's guide (tensor core requirements); BLOOM's chronicles: heads of 108 features make a step 1.4 times as
+long as heads of 144; nanoGPT pads 50257 words to 50304 for a quarter of a small model's step."""
 
 
 @final
@@ -71,7 +71,7 @@ def matmul_seconds(machine: Machine, rows: float, out: float, into: float, preci
     width = {"float64": 8, "float32": 4, "float8": 1, "float4": 0.5}.get(precision, 2)
     moved = batch * (width * (rows * into + into * out) + max(2.0, width) * rows * out)
     if width * out % 16 or width * into % 16:
-        flops *= UNALIGNED
+        flops *= UNALIGNED_BATCH if batch > 1 else UNALIGNED
     return max(flops / (machine.rate(precision) * best * depth), moved / machine.bandwidth) + KERNEL_SECONDS
 
 

@@ -20,6 +20,7 @@ class Mechanisms:
         gather_bytes, reduce_bytes: per parameter on the wire.
         overlap_data, overlap_tensor, overlap_pipeline: share of that communication that may run behind computation.
         reduces_every_micro_step: sharded gradients are reduced after each micro-step, not after the last.
+        messages: gathers and reductions of one block: one where its parameters travel as one buffer.
         dispatch_seconds: of the host, for one kernel.
         context_bytes: of the driver, the libraries and their communicators, outside the allocator.
         step_bytes: per parameter while the optimizer steps.
@@ -51,6 +52,7 @@ class Mechanisms:
     overlap_tensor: float = 0.0
     overlap_pipeline: float = 0.0
     reduces_every_micro_step: bool = True
+    messages: float = 1.0
     dispatch_seconds: float = 8e-6
     context_bytes: float = 2.0e9
     step_bytes: float = 0.0
