@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plan_accuracy import Judged, judge
-from published_runs import DEVICES, Row, rows_of
+from published_runs import DEVICES, Row, mechanisms_of, precision_of, rows_of
 
 from allranks.planning import constants, estimate
 
@@ -28,6 +28,7 @@ HELD_OUT = frozenset(
     )
 )
 BOUNDS = {
+    "depth": (16, 400),
     "flash2": (0.15, 0.9),
     "contention": (0.0, 0.6),
     "matmul": (0.3, 0.95),
@@ -54,20 +55,20 @@ def loss(judged: Iterable[Judged]) -> float:
         if one.published_seconds:
             sources.setdefault(one.row["source"], []).append(abs(math.log(one.seconds / one.published_seconds)))
     weights = {name: math.sqrt(len(errors)) for name, errors in sources.items()}
-    return sum(weights[n] * sum(e) / len(e) for n, e in sources.items()) / sum(weights.values())
+    total = sum(weights[name] * sum(errors) / len(errors) for name, errors in sources.items())
+    return total / sum(weights.values()) if weights else 0.0
 
 
 def search(start: float, bounds: tuple[float, float], value: Callable[[float], float]) -> float:
     """The best of a geometric grid around `start` that closes in on it."""
-    best, least, width = start, value(start), 1.25
-    for _ in range(4):
-        for factor in (1 / width, 1 / math.sqrt(width), math.sqrt(width), width):
-            candidate = min(bounds[1], max(bounds[0], best * factor))
-            if (found := value(candidate)) < least - 1e-6:
+    best, least, step = start, value(start), 1.3
+    while step > 1.008:
+        for factor in (1 / step, step):
+            while (candidate := min(bounds[1], max(bounds[0], best * factor))) != best:
+                if (found := value(candidate)) >= least - 1e-6:
+                    break
                 best, least = candidate, found
-                break
-        else:
-            width = math.sqrt(width)
+        step = step**0.5
     return best
 
 
@@ -78,8 +79,9 @@ def fit(rows: Sequence[Row], rounds: int, names: Sequence[str]) -> dict[str, dic
     for row in rows:
         families.setdefault(family_of(row), []).append(row)
     for family, members in families.items():
+        weighty = [name for name in names if sees(members, name)]
         for _ in range(rounds):
-            for name in names:
+            for name in weighty:
                 given = table[family].get(name, table["default"][name])
 
                 def value(candidate: float, name: str = name, family: str = family, members: list[Row] = members) -> float:
@@ -88,10 +90,21 @@ def fit(rows: Sequence[Row], rounds: int, names: Sequence[str]) -> dict[str, dic
                     estimate._CACHE.clear()
                     return loss(judge(members))
 
-                table[family][name] = round(search(given, BOUNDS[name], value), 9)
-        value(table[family][name])
+                table[family][name] = round(search(given, BOUNDS[name], value), 3)
+        estimate._CACHE.clear()
+        constants.constants_of_name.cache_clear()
         print(f"{family}: {len(members)} rows, loss {loss(judge(members)):.3f}", {n: table[family].get(n) for n in names}, flush=True)
     return table
+
+
+def sees(rows: Sequence[Row], name: str) -> bool:
+    """Whether any of the rows depends on a constant."""
+    precisions = {precision_of(row) in ("float8", "float4") for row in rows}
+    kernels = {mechanisms_of(row).attention for row in rows if mechanisms_of(row).fused_attention}
+    return {
+        "matmul": False in precisions, "matmul_low": True in precisions, "attention": "vendor" in kernels,
+        "flash2": "flash2" in kernels,
+    }.get(name, True)  # fmt: skip
 
 
 def family_of(row: Row) -> str:
@@ -105,10 +118,13 @@ def main() -> int:
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
+    parser.add_argument("--experts", action="store_true")
     parser.add_argument("--names", default="matmul,matmul_low,attention")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     rows = [row for file in arguments.files for row in rows_of(json.loads(file.read_text())) if is_calibration(row)]
+    if not arguments.experts:
+        rows = [row for row in rows if not row["model"].get("experts")]
     if arguments.only:
         rows = [row for row in rows if family_of(row) in arguments.only.split(",")]
     table = fit(rows, arguments.rounds, arguments.names.split(","))

@@ -71,7 +71,7 @@ def _profile(shape: ModelShape, seq: int, precision: str, fused: bool) -> ModelP
 
 
 def shape_of(row: Row) -> ModelShape | None:
-    """The row's model; None where the row does not give its sizes."""
+    """The row's model, its vocabulary padded as all these frameworks pad it; None where the row does not give its sizes."""
     model = row["model"]
     if not all(model.get(key) for key in ("layers", "hidden", "heads")):
         return None
@@ -101,7 +101,7 @@ def shape_of(row: Row) -> ModelShape | None:
     return ModelShape(
         name=model["name"], layers=model["layers"], hidden=hidden, heads=model["heads"],
         kv_heads=0 if model.get("kv_lora") else model.get("kv_heads") or 0, ffn=model.get("ffn") or given.get("expert_ffn") or 4 * hidden,
-        vocab=model.get("vocab") or 51200, seq=model["seq_len"], gated=gated, head_dim=model.get("head_dim") or 0,
+        vocab=-(-(model.get("vocab") or 51200) // 128) * 128, seq=model["seq_len"], gated=gated, head_dim=model.get("head_dim") or 0,
         positions="learned" if gpt and "alibi" not in str(model.get("pos")) else "none" if gpt else "rotary",
         tied=gpt, bias=gpt, dropout=dropout, **given,
     )  # fmt: skip
@@ -118,26 +118,29 @@ def precision_of(row: Row) -> str:
 OLD = Mechanisms(
     name="Megatron-LM", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
     gather_bytes=2, reduce_bytes=2, overlap_data=0.0, scattered_sends=True, attention_dropout=True,
-    dispatch_seconds=1.0e-5, logits_copies=0.75, selective="attention", accumulate_bytes=8,
+    dispatch_seconds=1.0e-5, logits_copies=0.75, selective="attention", accumulate_bytes=0,
     temporary_gradient_bytes=2, pipeline_outputs=False,
 )  # fmt: skip
 DEEPSPEED = Mechanisms(
     name="Megatron-DeepSpeed", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=16,
-    gather_bytes=2, reduce_bytes=2, overlap_data=0.0, attention_dropout=True, dispatch_seconds=3.0e-5,
-    collective_kernels=8.0, selective="attention", accumulate_bytes=8, temporary_gradient_bytes=2, bucket_bytes=2e9,
+    gather_bytes=2, reduce_bytes=2, overlap_data=0.0, attention_dropout=True, dispatch_seconds=3.4e-5,
+    collective_kernels=1.0, selective="attention", accumulate_bytes=8, temporary_gradient_bytes=2, bucket_bytes=2e9,
 )  # fmt: skip
 CORE = Mechanisms(
     name="Megatron-Core", fusion=0.6, weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, gather_bytes=2,
-    reduce_bytes=4, overlap_data=0.9, overlap_tensor=0.6, overlap_pipeline=0.7, sequence_parallel=True,
+    reduce_bytes=4, overlap_data=0.9, overlap_tensor=0.0, overlap_pipeline=0.7, sequence_parallel=True,
     dispatch_seconds=6e-6, logits_copies=0.75, scattered_sends=True, selective="attention", attention="vendor",
     accumulate_bytes=8, temporary_gradient_bytes=4, pipeline_outputs=False,
 )  # fmt: skip
-NEMO = replace(CORE, name="NeMo", gradient_bytes=2, reduce_bytes=2)  # its recipes: grad_reduce_in_fp32=False
+FLAGS = replace(CORE, overlap_tensor=0.6, accumulate_bytes=0)  # --tp-comm-overlap, gradient_accumulation_fusion
+NEMO = replace(  # its recipes: grad_reduce_in_fp32=False, tp_comm_overlap, gradient_accumulation_fusion, DeepEP
+    CORE, name="NeMo", gradient_bytes=2, reduce_bytes=2, overlap_tensor=0.6, accumulate_bytes=0, sends_once=True,
+)  # fmt: skip
 TITAN = Mechanisms(name="torchtitan", gather_bytes=2, reduce_bytes=4, sequence_parallel=True, dispatch_seconds=6e-6)
-FOUNDRY = Mechanisms(name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6)
+FOUNDRY = Mechanisms(name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6, logits_copies=0.5)
 ZERO = Mechanisms(
     name="DeepSpeed ZeRO-3", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
-    gather_bytes=2, reduce_bytes=2, overlap_data=0.8, attention_dropout=True, bucket_bytes=2e9,
+    gather_bytes=2, reduce_bytes=2, overlap_data=0.8, attention_dropout=True, bucket_bytes=2e9, messages=12,
 )  # fmt: skip
 JAX = Mechanisms(
     name="JAX", fusion=0.6, gather_bytes=2, reduce_bytes=4, dispatch_seconds=0.0, attention="vendor",
@@ -151,10 +154,10 @@ def mechanisms_of(row: Row) -> Mechanisms:
         if source == "bloom-prequel":
             bf16 = "fp32 gradient" in row["precision"]
             return replace(DEEPSPEED, dispatch_seconds=1.5e-5, gradient_bytes=6.0 if bf16 else 2.0)
-        return DEEPSPEED
+        return DEEPSPEED if row["parallel"].get("zero") else replace(DEEPSPEED, optimizer_bytes=12, step_bytes=4)
     if "ZeRO-3" in name:
         return ZERO
-    if name in ("Megatron-LM", "Megatron-LM fork"):
+    if name in ("Megatron-LM", "Megatron-LM fork") and row["hardware"]["gpu"][0] in "AV":  # before FlashAttention
         return replace(OLD, sequence_parallel=sp)
     if "torchtitan" in name:
         notes = str(row.get("notes"))
@@ -169,7 +172,9 @@ def mechanisms_of(row: Row) -> Mechanisms:
         return FOUNDRY
     if name in ("llm.c", "picotron") or "nanoGPT" in name or "Meta" in name:
         return replace(CORE, name=name, sequence_parallel=False)
-    return NEMO if "NeMo" in name or "Bridge" in name else CORE
+    if "NeMo" in name or "Bridge" in name:
+        return NEMO
+    return FLAGS if "Megatron-Core" in name else CORE
 
 
 def chunks_of(row: Row) -> int:
@@ -198,6 +203,9 @@ def setting_of(row: Row) -> Setting | None:
     if any(parallel.get(key) is None for key in ("dp", "tp", "pp", "gbs")):
         return None
     dp, cp, pp = parallel["dp"], parallel.get("cp") or 1, parallel["pp"]
+    if parallel["gbs"] < dp and dp % parallel["gbs"] == 0:
+        # A source that prints more replicas than samples has counted ranks of the context axis among them.
+        dp, cp = parallel["gbs"], cp * dp // parallel["gbs"]
     zero = 3 if parallel.get("fsdp") else parallel.get("zero") or 0
     schedule = str(parallel.get("schedule") or "1f1b")
     how = mechanisms_of(row)
@@ -260,15 +268,15 @@ def memory_of(row: Row, cost: Cost) -> tuple[float | None, float]:
     nvidia-smi sees the whole process (bloom-prequel); torch's peak of reserved memory sees no context; SimuMax prints
     the peak of what was allocated, on each rank.
     """
-    metrics, memory = row["metrics"], cost.memory
+    metrics, used = row["metrics"], cost.memory.total - cost.context_bytes
     if metrics.get("mem_gib_reserved"):
-        return metrics["mem_gib_peak"] * GIB, memory.total - memory.framework
+        return metrics["mem_gib_peak"] * GIB, used
     if metrics.get("mem_gib_peak"):
-        return metrics["mem_gib_peak"] * GIB, memory.total - cost.context_bytes
+        return metrics["mem_gib_peak"] * GIB, used + cost.slack_bytes
     if not metrics.get("mem_gb_peak"):
-        return None, memory.total
+        return None, cost.peak_bytes.expected
     allocated = row["framework"] == "Megatron-LM fork"
-    return metrics["mem_gb_peak"] * 1e9, memory.total - (memory.framework if allocated else 0.0)
+    return metrics["mem_gb_peak"] * 1e9, used if allocated else cost.peak_bytes.expected
 
 
 def rows_of(document: Mapping[str, Any]) -> Iterator[Row]:

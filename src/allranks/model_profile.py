@@ -34,6 +34,7 @@ class Operation:
         cut: see Cut.
         active: how much of `flops` and of the activations one sample really uses, for experts (top_k / experts of
             `parameters`); 1 elsewhere. `flops` and bytes are already those of the experts used.
+        chosen: experts that a token goes to (top_k).
     """
 
     name: str
@@ -49,6 +50,7 @@ class Operation:
     input_gradient: bool = True
     cut: Cut = ""
     active: float = 1.0
+    chosen: int = 1
     causal: bool = False
 
 

@@ -179,4 +179,5 @@ class ShapeBlocks:
         return Operation(
             name, "matmul", 2.0 * rows * out * into, (rows, out, into), self.width * float(rows) * (out + into), saved,
             self.width * float(rows) * out, size, 4.0 * size, cut="expert", active=shape.top_k / shape.experts,
+            chosen=shape.top_k,
         )  # fmt: skip

@@ -79,7 +79,7 @@ def axis_traffic(block: Block, setting: Setting, axes: Axes) -> AxisTraffic:
             context_bytes += 3 * size
             context += _context_seconds(operation, size, setting, axes)
     expert_bytes = _expert_bytes(block, setting)
-    expert = 4 * all_to_all_seconds(axes.expert, expert_bytes)
+    expert = 4 * all_to_all_seconds(axes.expert, expert_bytes, _distinct_share(block, setting, axes.expert))
     collectives += 2 if expert_bytes else 0
     return AxisTraffic(tensor, context, expert, tensor_bytes, context_bytes, 4 * expert_bytes, collectives)
 
@@ -131,3 +131,12 @@ def _expert_bytes(block: Block, setting: Setting) -> float:
     width = 1.0 if setting.precision == "float8" and how.low_dispatch else 2.0
     cut = setting.cp * (setting.tp if how.sequence_parallel else 1)
     return float(first.shape[0]) * first.shape[2] * width * setting.micro_batch / cut
+
+
+def _distinct_share(block: Block, setting: Setting, group: Group) -> float:
+    """Nodes that a token's experts lie on, over the number of its experts; each is on any node with equal chance."""
+    chosen = next((o.chosen for o in block.operations if o.cut == "expert" and o.chosen > 1), 1)
+    if not setting.mechanisms.sends_once or not group.crosses or chosen == 1:
+        return 1.0
+    nodes = group.size / group.near
+    return nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen

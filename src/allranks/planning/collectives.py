@@ -8,6 +8,10 @@ from allranks.cluster import Cluster, Link
 from allranks.planning.constants import Constants
 
 
+NETWORK_HOP_SECONDS = 1.4e-5
+"""From node to node in a ring of NCCL's simple protocol (nccl/src/graph/tuning.cc)."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -17,7 +21,7 @@ class Group:
         near: how many of them share a domain (the fast links).
         link: that the group's slowest step takes.
         bandwidth: bytes/s that a ring over the group reaches per rank, efficiencies counted.
-        latency_seconds: of one collective, whatever its size.
+        latency_seconds: of one all-reduce or all-to-all, whatever its size; ring_seconds: of one gather or scatter.
     """
 
     size: int
@@ -25,6 +29,7 @@ class Group:
     link: Link
     bandwidth: float
     latency_seconds: float
+    ring_seconds: float
 
     @property
     def crosses(self) -> bool:
@@ -43,34 +48,37 @@ def group_of(cluster: Cluster, constants: Constants, size: int, stride: int) -> 
     inside = cluster.inside.bandwidth * constants.inside
     latency = constants.base_seconds + constants.hop_seconds * (near - 1)
     if near >= size:
-        return Group(size, size, cluster.inside, inside, latency)
+        return Group(size, size, cluster.inside, inside, latency, latency)
     bandwidth = min(inside, cluster.between.bandwidth * constants.between * near)
+    # A ring takes a hop for each node, a tree one for each doubling; NCCL has trees for all-reduces alone.
+    hop = max(cluster.between.latency_seconds, NETWORK_HOP_SECONDS)
     nodes = size / near
-    # Rings add a hop for each node, trees a hop for each doubling: NCCL takes the better.
-    hop = max(cluster.between.latency_seconds, 5e-6)
-    latency += hop * min(nodes, 4 * math.log2(nodes) + 2)
-    return Group(size, near, cluster.between, bandwidth, latency)
+    ring = constants.base_seconds + nodes * (hop + constants.hop_seconds * (near - 1))
+    return Group(size, near, cluster.between, bandwidth, latency + hop * min(nodes, 2 * math.log2(nodes) + 2), ring)
 
 
 def all_reduce_seconds(group: Group, num_bytes: float) -> float:
     """2 (n - 1) / n of the tensor passes each rank (Thakur et al. 2005; NCCL's bus bandwidth)."""
-    return _measured(group, "all_reduce", num_bytes) or _ring(group, num_bytes, 2.0)
+    return _measured(group, "all_reduce", num_bytes) or _ring(group, num_bytes, 2.0, group.latency_seconds)
 
 
 def all_gather_seconds(group: Group, num_bytes: float) -> float:
     """(n - 1) / n of the whole tensor of `num_bytes` passes each rank; reduce-scatter takes as long."""
-    return _measured(group, "all_gather", num_bytes) or _ring(group, num_bytes, 1.0)
+    return _measured(group, "all_gather", num_bytes) or _ring(group, num_bytes, 1.0, group.ring_seconds)
 
 
-def all_to_all_seconds(group: Group, num_bytes: float) -> float:
-    """Each rank sends `num_bytes` (n - 1) / n: to peers in its domain by the fast links, to the others by its own card."""
+def all_to_all_seconds(group: Group, num_bytes: float, outside_share: float = 1.0) -> float:
+    """Each rank sends `num_bytes` (n - 1) / n: to peers in its domain by the fast links, to the others by its own card.
+
+    `outside_share` of what goes to other nodes goes over the network, where the rest is a copy that the node makes.
+    """
     if group.size < 2 or not num_bytes:
         return 0.0
     outside = num_bytes * (group.size - group.near) / group.size
     inside = num_bytes * (group.near - 1) / group.size
     if not group.crosses:
         return inside / group.bandwidth + group.latency_seconds
-    return outside / (group.bandwidth / group.near) + group.latency_seconds
+    return outside_share * outside / (group.bandwidth / group.near) + group.latency_seconds
 
 
 def send_seconds(group: Group, num_bytes: float, adjacent_crosses: bool) -> float:
@@ -81,10 +89,10 @@ def send_seconds(group: Group, num_bytes: float, adjacent_crosses: bool) -> floa
     return num_bytes / bandwidth + 1e-5
 
 
-def _ring(group: Group, num_bytes: float, passes: float) -> float:
+def _ring(group: Group, num_bytes: float, passes: float, latency: float) -> float:
     if group.size < 2 or not num_bytes:
         return 0.0
-    return passes * (group.size - 1) / group.size * num_bytes / group.bandwidth + group.latency_seconds
+    return passes * (group.size - 1) / group.size * num_bytes / group.bandwidth + latency
 
 
 def _measured(group: Group, collective: str, num_bytes: float) -> float:

@@ -14,8 +14,13 @@ Best Practices Guide gives 2 to 5 us)."""
 # Source: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/ (tile and wave
 # quantization; smaller tiles load more per product).
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75), (64, 64, 0.6))
-DEPTH = 160.0
-"""Inner features at which prologue and epilogue of a tile take as long as its products."""
+GROUPED = 0.8
+"""What a product of many experts in one kernel reaches of one product's rate (MegaBlocks 2211.15841, figure 9, and
+calibration)."""
+UNALIGNED, UNALIGNED_BATCH = 2.0, 8.0
+"""By how much a product is slower whose rows are no multiple of 16 bytes: one large product, and the batched ones of
+heads. NVIDIA's guide (tensor core requirements); BLOOM's chronicles: heads of 108 features make a step 1.4 times as
+long as heads of 144; nanoGPT pads 50257 words to 50304 for a quarter of a small model's step."""
 
 
 @final
@@ -61,10 +66,12 @@ def matmul_seconds(machine: Machine, rows: float, out: float, into: float, preci
         waves = -(-tiles // units)
         share = reached * rows * out * batch / (waves * units * high * wide)
         best = max(best, share)
-    depth = into / (into + DEPTH)
+    depth = into / (into + machine.constants.depth)
     flops = 2.0 * rows * out * into * batch
     width = {"float64": 8, "float32": 4, "float8": 1, "float4": 0.5}.get(precision, 2)
     moved = batch * (width * (rows * into + into * out) + max(2.0, width) * rows * out)
+    if width * out % 16 or width * into % 16:
+        flops *= UNALIGNED_BATCH if batch > 1 else UNALIGNED
     return max(flops / (machine.rate(precision) * best * depth), moved / machine.bandwidth) + KERNEL_SECONDS
 
 

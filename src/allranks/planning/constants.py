@@ -23,6 +23,7 @@ class Constants:
             forward; their backward 0.8 of that.
         memory: share of the memory's bandwidth that elementwise kernels reach.
         inside, between: share of a link's bandwidth that large collectives reach, in a node and between nodes.
+        depth: inner features at which prologue and epilogue of a tile take as long as its products.
         base_seconds, hop_seconds: of a collective inside a node: what it takes at least, and for each further rank.
         spread: 90% of published runs lie within this factor of the estimate, see estimate.py.
     """
@@ -35,6 +36,7 @@ class Constants:
     memory: float
     inside: float
     between: float
+    depth: float
     base_seconds: float
     hop_seconds: float
     spread: float = 1.16

@@ -70,7 +70,8 @@ def data_cost(
 def _sharded_cost(
     setting: Setting, axes: Axes, parameters: float, units: int, forward: float, backward: float, update: float
 ) -> DataCost:
-    how, steps, units = setting.mechanisms, setting.micro_steps, max(1, units)
+    how, steps = setting.mechanisms, setting.micro_steps
+    units = max(1, units) * how.messages
     gather = all_gather_seconds(axes.shard, parameters / units * how.gather_bytes) * units
     reduce = all_gather_seconds(axes.shard, parameters / units * how.reduce_bytes) * units
     copies = setting.dp * setting.cp // max(1, setting.shard)
@@ -90,7 +91,7 @@ def _sharded_cost(
     exposed = min(exposed, total)
     exposed += how.contention * (total - exposed)
     sent = parameters * ((forwards + again) * how.gather_bytes + reductions * how.reduce_bytes)
-    return DataCost(total, exposed, update, sent, units * (forwards + again + reductions))
+    return DataCost(total, exposed, update, sent, round(units) * (forwards + again + reductions))
 
 
 def _exposed(communication: float, computation: float, overlap: float) -> float:

@@ -32,25 +32,41 @@ def memory_use(
     logits = max(cost.logits_bytes for _, cost in here)
     gathered = _gathered_bytes(setting, here)
     loose = kept + max(working, logits) + gathered
+    # The update starts when the activations are gone.
+    updating = max(0.0, _shared_parameters(setting, here) * how.step_bytes - loose)
     return MemoryUse(
         weights=weights,
         gradients=gradients,
-        optimizer=optimizer,
+        optimizer=optimizer + updating,
         activations=kept + (working if working > logits else 0.0),
         logits=logits if logits >= working else 0.0,
         gathered=gathered,
         communication=how.bucket_bytes if setting.dp > 1 else 0.0,
-        framework=how.context_bytes + how.slack * loose,
+        framework=how.context_bytes,
     )
+
+
+def slack_bytes(setting: Setting, use: MemoryUse, capacity_bytes: float) -> float:
+    """What torch's caching allocator holds beyond what is in use; it gives it back where the device runs full.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
+    """
+    loose = setting.mechanisms.slack * (use.activations + use.logits + use.gathered)
+    return min(loose, max(0.0, capacity_bytes - use.total))
+
+
+def _shared_parameters(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> float:
+    """Whose optimizer state the rank holds."""
+    shard = max(1, setting.shard) if setting.zero >= 1 else 1
+    dense = sum(count * cost.parameters for count, cost in here)
+    expert = sum(count * cost.expert_parameters for count, cost in here)
+    return dense / shard + expert / (max(1.0, shard / setting.ep) if setting.ep > 1 else shard)
 
 
 def _state_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> tuple[float, float, float]:
     """(Weights, gradients, optimizer) of the parameters that a rank keeps from step to step."""
-    how, shard = setting.mechanisms, max(1, setting.shard)
-    dense = sum(count * cost.parameters for count, cost in here)
-    expert = sum(count * cost.expert_parameters for count, cost in here)
-    shared = dense / shard + expert / (max(1.0, shard / setting.ep) if setting.ep > 1 else shard)
-    whole = dense + expert
+    how, shared = setting.mechanisms, _shared_parameters(setting, here)
+    whole = sum(count * (cost.parameters + cost.expert_parameters) for count, cost in here)
     trained = 0.0 if setting.frozen else 1.0
     weights = (shared if setting.zero >= 3 else whole) * how.weight_bytes
     gradients = (shared if setting.zero >= 2 else whole) * how.gradient_bytes * trained

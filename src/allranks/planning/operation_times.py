@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import final
 
 from allranks.model_profile import Operation
-from allranks.planning.compute import Machine, attention_seconds, matmul_seconds, moving_seconds
+from allranks.planning.compute import GROUPED, Machine, attention_seconds, matmul_seconds, moving_seconds
 from allranks.planning.setting import Setting
 
-KERNELS = {"matmul": 2, "conv": 2, "attention": 2, "norm": 1, "elementwise": 2, "embedding": 2, "loss": 8, "route": 10}
-"""Kernels that the host starts for one operation's forward, casts included; its backward starts twice as many."""
+KERNELS = {"matmul": 2, "conv": 2, "attention": 2, "norm": 1, "elementwise": 2, "embedding": 2, "loss": 8, "route": 120}
+"""Kernels that the host starts for one operation's forward, casts included; its backward starts twice as many. A router
+counts, sorts, permutes, waits for its counts and sends (Megatron-Core's and torchtitan's token dispatchers)."""
 UNFUSED_KERNELS = 8
 ATTENTION_BACKWARD = 2.5
 """FlashAttention recomputes the scores: five products to the forward's two (2307.08691, section 3.1)."""
@@ -102,13 +103,14 @@ def _product_times(operation: Operation, setting: Setting, machine: Machine, exp
         rows = rows / setting.tp / groups
     elif how.sequence_parallel:
         rows /= setting.tp
+    work = 1.0 / GROUPED if groups > 1 else 1.0
     low = in_low_precision(operation, setting)
     precision = "bfloat16" if setting.precision in LOW and not low else setting.precision
-    forward = matmul_seconds(machine, rows, out, into, precision, groups)
-    backward = matmul_seconds(machine, rows, into, out, precision, groups) if operation.input_gradient else 0.0
+    forward = work * matmul_seconds(machine, rows, out, into, precision, groups)
+    backward = work * matmul_seconds(machine, rows, into, out, precision, groups) if operation.input_gradient else 0.0
     weight = 0.0
     if operation.trained and not setting.frozen:
-        weight = matmul_seconds(machine, out, into, rows, precision, groups)
+        weight = work * matmul_seconds(machine, out, into, rows, precision, groups)
         weight += moving_seconds(machine, how.accumulate_bytes * groups * out * into, 0)
     if low:
         # Each operand is read in 16 bits and written in 8, once as it is and once transposed (Transformer Engine).

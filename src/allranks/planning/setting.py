@@ -20,17 +20,21 @@ class Mechanisms:
         gather_bytes, reduce_bytes: per parameter on the wire.
         overlap_data, overlap_tensor, overlap_pipeline: share of that communication that may run behind computation.
         reduces_every_micro_step: sharded gradients are reduced after each micro-step, not after the last.
+        messages: gathers and reductions of one block: one where its parameters travel as one buffer.
         dispatch_seconds: of the host, for one kernel.
         context_bytes: of the driver, the libraries and their communicators, outside the allocator.
+        step_bytes: per parameter while the optimizer steps.
         bucket_bytes: in which gradients and weights travel.
         slack: share by which the allocator's blocks exceed the activations that are in use.
         logits_copies: how often the loss holds 8 bytes a logit at its peak: 1.5 is torch's cross entropy on float32
             logits (log-softmax, its gradient, and the gradient of what it picks: 12 bytes), 0.5 a fused one.
         selective: what recompute="selective" repeats: attention's scores (Megatron-LM) or every second product (torch).
         attention: whose kernels: the vendor's (cuDNN) or FlashAttention-2.
-        accumulate_bytes: moved per weight when a micro-step's gradient is added to the sum.
+        accumulate_bytes: moved per weight when a micro-step's gradient is added to the sum; 0 where the product does it.
         temporary_gradient_bytes: per weight of one product, before that.
         contention: share of the communication behind computation by which computation gets slower.
+        sends_once: a token goes to each node once, whatever number of its experts are there (DeepSeek-V3 2412.19437,
+            section 3.2.2).
         pipeline_outputs: a stage keeps its outputs until their backward, beside its inputs.
         sequence_parallel: norms and dropouts see 1/tp of the positions (2205.05198, section 4.2.2).
         scattered_sends: stages send 1/tp of an activation (2104.04473, section 4.1).
@@ -48,8 +52,10 @@ class Mechanisms:
     overlap_tensor: float = 0.0
     overlap_pipeline: float = 0.0
     reduces_every_micro_step: bool = True
+    messages: float = 1.0
     dispatch_seconds: float = 8e-6
     context_bytes: float = 2.0e9
+    step_bytes: float = 0.0
     bucket_bytes: float = 0.0
     slack: float = 0.12
     logits_copies: float = 1.5
@@ -59,6 +65,7 @@ class Mechanisms:
     temporary_gradient_bytes: float = 6.0
     contention: float = 0.0
     pipeline_outputs: bool = True
+    sends_once: bool = False
     sequence_parallel: bool = False
     scattered_sends: bool = False
     low_linear: bool = True
