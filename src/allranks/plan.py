@@ -223,7 +223,7 @@ class Plan:
     """The best, its runners-up (the Pareto front of time and memory first), and who was refused.
 
     Attributes:
-        model, cluster: their names; num_devices of the latter; parameters of the former.
+        model, cluster: their names; num_devices of the latter, on so many equal nodes; parameters of the former.
         seq: positions of a sample; 0 where it has none.
         searched: how many Choices were estimated.
         best: None where nothing fits; closest: then what came nearest.
@@ -242,6 +242,7 @@ class Plan:
     closest: Ranked | None = None
     notes: tuple[str, ...] = field(default=())
     num_devices: int = 1
+    nodes: int = 1
     parameters: int = 0
     seq: int = 0
     what_ifs: tuple[WhatIf, ...] = ()
