@@ -50,7 +50,7 @@ def test_a_change_is_weighed_as_if_the_user_had_chosen_it(change: str, fields: d
 
 def test_because_is_the_difference_in_memory_and_speed() -> None:
     first, full = weigh(), weigh(recompute="full")
-    size = (full.peak_bytes.expected - first.peak_bytes.expected) / 1e9
+    size = (full.memory.total - first.memory.total) / 1e9
     speed = full.samples_per_second / first.samples_per_second - 1
     assert size < 0 and speed < 0
     assert what_if("recompute=full", first, QUESTION).because.startswith(f"-{-size:.1f} GB, {speed:+.0%} speed")

@@ -95,8 +95,9 @@ def run_toml(choice: Choice, task: str | None, micro_steps: int | None, settings
         **tables.get("train", {}), "global_batch": choice.global_batch, **cut, "precision": choice.precision
     }  # fmt: skip
     tables["layout"] = {**tables.get("layout", {}), **layout_table(choice.layout)}
-    named = "" if task is None else f"task = {_quoted(task)}\n\n"
-    return named + render_toml(tables)
+    if task is not None:
+        tables = {"task": {"spec": task, **tables.pop("task", {})}, **tables}
+    return render_toml(tables)
 
 
 def layout_table(layout: Layout) -> dict[str, object]:
@@ -120,7 +121,3 @@ def write_text(path: Path, text: str) -> None:
             draft.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another place") from None
-
-
-def _quoted(text: str) -> str:
-    return render_toml({"x": {"y": text}}).partition(" = ")[2].strip()

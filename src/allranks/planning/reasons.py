@@ -52,8 +52,8 @@ def why_first(best: Estimate, num_fitting: int) -> str:
     spent = f"{CAUSES[cause]} {_share(most, best.time.total)} of the step"
     if others and others[0][1] > NOTICED * best.time.total:
         spent += f", {CAUSES[others[0][0]]} {_share(others[0][1], best.time.total)}"
-    left = best.capacity_bytes - best.peak_bytes.high
-    return f"{of_how_many}: {spent}; {format_bytes(left)} to spare at the upper bound"
+    used = f"{format_bytes(best.memory.total)} in use of {format_bytes(best.capacity_bytes)}"
+    return f"{of_how_many}: {spent}; {used}"
 
 
 def why_not(other: Estimate, best: Estimate | None) -> str:
@@ -63,7 +63,7 @@ def why_not(other: Estimate, best: Estimate | None) -> str:
     if best is None or other.choice == best.choice:
         return "fits"
     slower = other.step_seconds.expected / best.step_seconds.expected - 1
-    saved = best.peak_bytes.expected - other.peak_bytes.expected
+    saved = best.memory.total - other.memory.total
     memory = f"{format_bytes(abs(saved))} {'less' if saved > 0 else 'more'} memory"
     if abs(slower) < NOTICED:
         return f"as fast within {NOTICED:.0%}, {memory}"
@@ -93,7 +93,7 @@ def why_unfit(other: Estimate) -> str:
 
 def difference(other: Estimate, first: Estimate) -> str:
     """`-39.0 GB, -11% speed`: what a change does to memory and to samples per second, and whether it still fits."""
-    size = other.peak_bytes.expected - first.peak_bytes.expected
+    size = other.memory.total - first.memory.total
     speed = other.samples_per_second / first.samples_per_second - 1 if first.samples_per_second else 0.0
     fit = "" if other.fits == first.fits else ", then it fits" if other.fits else ", then it does not fit"
     return f"{'+' if size >= 0 else '-'}{format_bytes(abs(size))}, {speed:+.0%} speed{fit}"

@@ -112,6 +112,8 @@ def _figures(found: Estimate) -> RenderableType:
 def _where_it_goes(found: Estimate) -> list[RenderableType]:
     seconds = {name: value for name, value in asdict(found.time).items() if value > 0}
     sizes = {name: value for name, value in asdict(found.memory).items() if value > 0}
+    if (loose := found.peak_bytes.expected - found.memory.total) > 0:
+        sizes["allocator's spare"] = loose
     return [
         *(Text(), Text("Where the step goes"), _bars(seconds, {k: format_seconds(v) for k, v in seconds.items()})),
         *(Text(), Text("What fills the memory"), _bars(sizes, {k: format_bytes(v) for k, v in sizes.items()})),
