@@ -60,7 +60,9 @@ def test_limits_are_kept_or_said() -> None:
     assert unmet_limits(None, missed) == ()
 
 
-@pytest.mark.parametrize(("limit", "name"), [({"limit_seconds": 1.0}, "--deadline"), ({"limit_money": 1.0}, "--budget")])
+@pytest.mark.parametrize(
+    ("limit", "name"), [({"limit_seconds": 1.0}, "--deadline"), ({"limit_money": 1.0}, "--budget")]
+)
 def test_a_limit_without_tokens_is_refused(limit: dict[str, float], name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} needs --tokens"):
         check_limits(replace(QUESTION, **limit))

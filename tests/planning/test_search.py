@@ -110,9 +110,7 @@ def test_a_layout_that_the_user_wrote_is_weighed_alone() -> None:
 
 
 def test_a_written_layout_that_no_rule_lets_in_is_refused() -> None:
-    space = Space(
-        {"bfloat16": find_model("gpt2").profile(1024)}, find_cluster("10:a100-80g"), 20, layout=Layout(tp=10)
-    )
+    space = Space({"bfloat16": find_model("gpt2").profile(1024)}, find_cluster("10:a100-80g"), 20, layout=Layout(tp=10))
     found = Search(space).run()
     assert found.best is None and found.nearest is None
     assert [refusal.because for refusal in found.refusals.values()] == [
