@@ -19,6 +19,9 @@ MEMORY_LOW, MEMORY_HIGH = 0.94, 1.03
 it: a fit is what fits with that much more. See docs/explanation/planner.md."""
 USABLE = 0.985
 """Of a device's memory: the driver keeps the rest (an A100 80 GB gives 79.15 GiB to torch, an H100 79.1)."""
+MEETING = 6.0
+"""Host and device wait for each other where neither is clearly the faster: the step is the norm of this order of both,
+12% above them where they are equal."""
 
 
 @final
@@ -114,7 +117,7 @@ def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting
             device = cost.forward + cost.backward + cost.weight + cost.again + exposed
             parts = (
                 *(cost.forward, cost.backward, cost.weight, cost.again, exposed, cost.context, cost.expert),
-                max(0.0, dispatched - device),
+                (device**MEETING + dispatched**MEETING) ** (1 / MEETING) - device,
             )
             sums = [total + count * part for total, part in zip(sums, parts, strict=True)]
     return _Stage(*sums)
