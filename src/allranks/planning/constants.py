@@ -25,7 +25,7 @@ class Constants:
         inside, between: share of a link's bandwidth that large collectives reach, in a node and between nodes.
         depth: inner features at which prologue and epilogue of a tile take as long as its products.
         base_seconds, hop_seconds: of a collective inside a node: what it takes at least, and for each further rank.
-        spread: 90% of published runs lie within this factor of the estimate, see estimate.py.
+        family: entry of the table; "" where nothing but the defaults is known.
     """
 
     units: int
@@ -39,7 +39,7 @@ class Constants:
     depth: float
     base_seconds: float
     hop_seconds: float
-    spread: float = 1.16
+    family: str = ""
 
 
 @cache
@@ -53,7 +53,7 @@ def constants_of_name(name: str) -> tuple[str, Constants]:
     """(The entry of the table whose name `name` begins with or "", its constants)."""
     table = _table()["devices"]
     family = max((key for key in table if name.startswith(key)), key=len, default="")
-    return family, Constants(**{**table["default"], **table.get(family, {})})
+    return family, Constants(**{**table["default"], **table.get(family, {}), "family": family})
 
 
 def constants_of(device: Device) -> Constants:
