@@ -33,7 +33,7 @@ BOUNDS = {
     "contention": (0.0, 0.6),
     "matmul": (0.3, 0.95),
     "matmul_low": (0.2, 0.9),
-    "attention": (0.15, 0.9),
+    "attention": (0.15, 0.65),
     "memory": (0.5, 0.95),
     "inside": (0.3, 0.95),
     "between": (0.3, 0.95),

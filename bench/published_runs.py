@@ -260,7 +260,7 @@ def run_of(row: Row) -> tuple[ModelProfile, Cluster, Setting] | None:
     for recompute, offload in (("none", "none"), *((("none", "activations"),) if grace else ()), ("full", "none")):
         tried = replace(setting, recompute=recompute, offload=offload)
         cost = estimate_setting(profile, cluster, tried)
-        if cost.memory.total <= 1.05 * cost.capacity_bytes:
+        if cost.memory.total <= 1.15 * cost.capacity_bytes:
             return profile, cluster, tried
     return profile, cluster, setting
 

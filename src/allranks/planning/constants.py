@@ -62,8 +62,11 @@ def constants_of(device: Device) -> Constants:
     Where somebody measured a matrix product on the device, its rate takes the place of a family that is not known.
     """
     family, known = constants_of_name(device.name.lower())
-    peak = device.peak_flops.get("bfloat16") or device.peak_flops.get("float16")
-    measured = device.matmul_flops.get("bfloat16") or device.matmul_flops.get("float16")
+    peak = device.peak_flops.get("bfloat16") or device.peak_flops.get("float16") or device.peak_flops.get("float32")
+    rates = device.matmul_flops
+    measured = rates.get("bfloat16") or rates.get("float16") or rates.get("float32")
     if peak and measured and (not family or device.measured):
         known = replace(known, matmul=min(1.0, measured / peak))
+    if device.measured:  # what was measured is what is reached, not what a data sheet promises
+        known = replace(known, memory=1.0, inside=1.0, between=1.0)
     return known

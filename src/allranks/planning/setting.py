@@ -142,6 +142,8 @@ def mechanisms_of(choice: Choice) -> Mechanisms:
         optimizer_bytes=2 * wide,
         gather_bytes=gather,
         reduce_bytes=2.0 if layout.ddp_hook in LOW else wide,
+        # Autocast keeps its copies of the weights until the backward; FSDP gathers in that type instead.
+        cast_bytes=2.0 if lowered and not layout.fully_sharded else 0.0,
         fusion=0.6 if layout.compile == "block" else 1.0,
     )
 
