@@ -126,6 +126,7 @@ DEEPSPEED = Mechanisms(
     name="Megatron-DeepSpeed", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=16,
     gather_bytes=2, reduce_bytes=4, overlap_data=0.0, attention_dropout=True, dispatch_seconds=3.4e-5,
     collective_kernels=1.0, selective="attention", accumulate_bytes=8, temporary_gradient_bytes=2, bucket_bytes=2e9,
+    overlap_pipeline=0.6,
 )  # fmt: skip
 CORE = Mechanisms(
     name="Megatron-Core", fusion=0.6, weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, gather_bytes=2,
@@ -154,7 +155,10 @@ def mechanisms_of(row: Row) -> Mechanisms:
     if name.startswith("Megatron-DeepSpeed"):
         if source == "bloom-prequel":
             bf16 = "fp32 gradient" in row["precision"]
-            return replace(DEEPSPEED, dispatch_seconds=1.5e-5, gradient_bytes=6.0 if bf16 else 2.0)
+            # Omni-Path knows no GPUDirect: what a stage sends passes through the host.
+            return replace(
+                DEEPSPEED, dispatch_seconds=1.5e-5, gradient_bytes=6.0 if bf16 else 2.0, overlap_pipeline=0.0
+            )
         return DEEPSPEED if row["parallel"].get("zero") else replace(
             DEEPSPEED, optimizer_bytes=12, step_bytes=4, reduce_bytes=2
         )
