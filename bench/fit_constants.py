@@ -16,7 +16,8 @@ from typing import Any
 
 from calibration_rows import DATA, is_calibration
 from plan_accuracy import Judged, judge
-from published_runs import DEVICES, Row, mechanisms_of, precision_of, rows_of
+from frameworks import mechanisms_of
+from published_runs import DEVICES, Row, precision_of, rows_of
 
 from allranks.planning import constants, estimate
 
@@ -70,7 +71,9 @@ def fit(rows: Sequence[Row], rounds: int, names: Sequence[str]) -> dict[str, dic
             for name in weighty:
                 given = table[family].get(name, table["default"][name])
 
-                def value(candidate: float, name: str = name, family: str = family, members: list[Row] = members) -> float:
+                def value(
+                    candidate: float, name: str = name, family: str = family, members: list[Row] = members
+                ) -> float:
                     table[family][name] = candidate
                     constants.constants_of_name.cache_clear()
                     estimate._CACHE.clear()
@@ -79,7 +82,11 @@ def fit(rows: Sequence[Row], rounds: int, names: Sequence[str]) -> dict[str, dic
                 table[family][name] = round(search(given, BOUNDS[name], value), 3)
         estimate._CACHE.clear()
         constants.constants_of_name.cache_clear()
-        print(f"{family}: {len(members)} rows, loss {loss(judge(members)):.3f}", {n: table[family].get(n) for n in names}, flush=True)
+        print(
+            f"{family}: {len(members)} rows, loss {loss(judge(members)):.3f}",
+            {n: table[family].get(n) for n in names},
+            flush=True,
+        )
     return table
 
 

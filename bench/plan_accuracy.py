@@ -256,7 +256,17 @@ def markdown(report: Mapping[str, Any], judged: Sequence[Judged]) -> list[str]:
     lines = ["| | " + " | ".join(HEADS.values()) + " |", "|---" * (len(HEADS) + 1) + "|"]
     for name, figures in lines_of(report):
         lines.append(f"| {name} | " + " | ".join(cell(head, figures[head]) for head in HEADS) + " |")
-    heads = ("row", "published s", "predicted s", "error", "Calculon s", "published GiB", "predicted GiB", "fits", "fitted")
+    heads = (
+        "row",
+        "published s",
+        "predicted s",
+        "error",
+        "Calculon s",
+        "published GiB",
+        "predicted GiB",
+        "fits",
+        "fitted",
+    )
     lines += ["", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     return lines + [f"| {' | '.join(cells(one))} |" for one in judged]
 

@@ -112,8 +112,8 @@ class _Sums:
             self.kept_selective += kept
             self.again_selective += times.forward if unfused else 0.0
         elif is_product(operation):
-            self.kept_selective += KEPT_PRODUCTS * operation.output_bytes * setting.micro_batch / _result_cut(
-                operation, setting
+            self.kept_selective += (
+                KEPT_PRODUCTS * operation.output_bytes * setting.micro_batch / _result_cut(operation, setting)
             )
             self.again_selective += (1 - KEPT_PRODUCTS) * times.forward
         elif operation.kind == "attention" and not unfused:

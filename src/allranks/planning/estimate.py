@@ -20,6 +20,8 @@ MEMORY_LOW, MEMORY_HIGH = 0.94, 1.03
 it: a fit is what fits with that much more. See docs/explanation/planner.md."""
 USABLE = 0.985
 """Of a device's memory: the driver keeps the rest (an A100 80 GB gives 79.15 GiB to torch, an H100 79.1)."""
+HOST_BANDWIDTH = 2.0e10
+"""Bytes/s between a device and its host where nobody gave them: PCIe 4.0 x16 as reached."""
 MEETING = 6.0
 """Host and device wait for each other where neither is clearly the faster: the step is the norm of this order of both,
 12% above them where they are equal."""
@@ -139,7 +141,9 @@ def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting) 
     _, bubble = pipeline_seconds(setting.schedule, forward, backward, weight, setting.chunks, setting.micro_steps)
     worst = max(range(len(stages)), key=lambda i: forward[i] + backward[i] + weight[i])
     data = _data(parts, setting, layers, forward, backward, weight)
-    time = _step_time(stages[worst], setting, bubble, data, send)
+    kept = sum(n * cost.kept_bytes for n, cost in zip(layers[worst], parts.costs, strict=True))
+    offload = _offload(setting, cluster, kept, forward[worst], backward[worst] + weight[worst])
+    time = _step_time(stages[worst], setting, bubble, data, send, offload)
     return _cost(profile, cluster, setting, parts, layers, time, data, stages[worst].host)
 
 
@@ -153,6 +157,14 @@ def _send(profile: ModelProfile, setting: Setting, axes: Axes) -> float:
     size /= setting.tp if setting.sequence_parallel or how.scattered_sends else 1
     hops = setting.chunks * (1 - how.overlap_pipeline)
     return send_seconds(axes.pipeline, size, axes.pipeline.crosses) * hops
+
+
+def _offload(setting: Setting, cluster: Cluster, kept_bytes: float, forward: float, backward: float) -> float:
+    """Seconds of a micro-step that wait for activations on their way to the host and back (ZeRO-Infinity 2104.07857)."""
+    if setting.offload not in ("activations", "all"):
+        return 0.0
+    one_way = kept_bytes / (cluster.host_bandwidth or HOST_BANDWIDTH)
+    return max(0.0, one_way - forward) + max(0.0, one_way - backward)
 
 
 def _data(
@@ -171,7 +183,7 @@ def _data(
     return max(candidates, key=lambda cost: cost.exposed + cost.update)
 
 
-def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, send: float) -> StepTime:
+def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, send: float, offload: float) -> StepTime:
     steps = setting.micro_steps
     return StepTime(
         compute=steps * (stage.forward + stage.backward + stage.weight + stage.host),
@@ -183,6 +195,7 @@ def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, s
         pipeline=2 * steps * send,
         bubble=bubble,
         optimizer=data.update,
+        offload=steps * offload,
     )
 
 
