@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from calibration_rows import DATA, is_calibration
-from plan_accuracy import Judged, judge
 from frameworks import mechanisms_of
+from plan_accuracy import Judged, judge
 from published_runs import DEVICES, Row, precision_of, rows_of
 
 from allranks.planning import constants, estimate

@@ -1,4 +1,4 @@
-"""Published runs as the planner sees them: a row's model, hardware and framework as ModelProfile, Cluster and Setting."""
+"""Published runs as the planner sees them: a row as ModelProfile, Cluster and Setting."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -156,7 +156,7 @@ def setting_of(row: Row) -> Setting | None:
     return Setting(
         global_batch=parallel["gbs"], micro_batch=micro_batch_of(row), dp=dp, tp=parallel["tp"], cp=cp, pp=pp,
         ep=parallel.get("ep") or 1, shard=dp * cp if zero else 1, zero=zero, chunks=chunks_of(row),
-        schedule="interleaved" if schedule.startswith("interleaved") else schedule.split("(")[0],
+        schedule="interleaved" if schedule.startswith("interleaved") else schedule.split("(", maxsplit=1)[0],
         recompute=recompute_of(row), precision=precision_of(row), frozen=row.get("task") == "lora",
         keeps_gathered=keeps, mechanisms=how,
     )  # fmt: skip

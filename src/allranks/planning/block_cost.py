@@ -1,4 +1,4 @@
-"""What one micro-step of one block costs on one rank: seconds by cause and bytes kept, after tp, cp and ep have cut it."""
+"""What one micro-step of one block costs on one rank: seconds by cause and bytes kept, after the axes' cuts."""
 
 from dataclasses import dataclass
 from typing import final
@@ -93,7 +93,7 @@ class _Sums:
         self._selective(operation, setting, times, kept, unfused)
 
     def _transient(self, operation: Operation, setting: Setting, held: float) -> None:
-        """While the gradient of one product is made: its output's, its input's, and its weights' before they are added."""
+        """While one product's gradients are made: its output's, its input's, and its weights' before they are added."""
         if not is_product(operation):
             return
         _, out, into = operation.shape

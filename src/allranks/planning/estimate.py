@@ -160,7 +160,7 @@ def _send(profile: ModelProfile, setting: Setting, axes: Axes) -> float:
 
 
 def _offload(setting: Setting, cluster: Cluster, kept_bytes: float, forward: float, backward: float) -> float:
-    """Seconds of a micro-step that wait for activations on their way to the host and back (ZeRO-Infinity 2104.07857)."""
+    """Seconds of a micro-step that wait for activations on the way to the host and back (ZeRO-Infinity 2104.07857)."""
     if setting.offload not in ("activations", "all"):
         return 0.0
     one_way = kept_bytes / (cluster.host_bandwidth or HOST_BANDWIDTH)
