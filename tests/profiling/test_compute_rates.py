@@ -35,11 +35,11 @@ def test_what_a_plan_cannot_do_without_comes_first() -> None:
 def test_a_product_is_the_one_of_its_key() -> None:
     for case in compute_cases(CPU, quick=True):
         match case.key:
-            case ("matmul", str(precision), rows, inner, columns):
+            case ("matmul", str(precision), int(rows), int(inner), int(columns)):
                 product = case.call()
                 assert isinstance(product, torch.Tensor)
                 assert (product.shape, product.dtype) == ((rows, columns), PRECISIONS[precision])
-                assert product[0, 0] == 1 and inner  # ones by 1 / inner
+                assert inner > 0 and torch.isfinite(product).all()
 
 
 def test_a_copy_and_an_update_have_the_size_of_their_keys() -> None:

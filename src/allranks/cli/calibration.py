@@ -127,8 +127,8 @@ def finish_cluster(begun: Start, found: "Sequence[Figures]", *, quick: bool) -> 
 
     today = date.today().isoformat()
     how = "allranks doctor --calibrate" + (" --quick" if quick else "")
-    threads = found[0].num_threads
-    source = f"measured on {today} by {how}, torch {torch.__version__}, processes at once: {begun.nproc}, threads of each: {threads}"
+    many = f"processes at once: {begun.nproc}, threads of each: {found[0].num_threads}"
+    source = f"measured on {today} by {how}, torch {torch.__version__}, {many}"
     link = to_link(found, begun.cluster.inside)
     inside = replace(link, source=source) if link.measured else link
     notes = []
