@@ -1,6 +1,6 @@
 """From what the processes measured to a device and a link, and the measuring itself on two real processes."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +13,7 @@ from allranks.errors import ProcessError
 from allranks.parallel.gloo_ops import exchange_and_sum, gather_by_broadcasts
 from allranks.profiling import calibrate, compute_rates
 from allranks.profiling.calibrate import Figures, host_bandwidth, measure, tidy, to_device, to_link
+from allranks.profiling.rounds import CROWDED_SECONDS, SAMPLE_SECONDS, Case, Pace
 from tests.distributed.pool import Pools
 
 LIKE = Device("cpu", "a processor", 16e9, 1.0, {})
@@ -101,6 +102,27 @@ def _measure() -> tuple[list[Any], int, int]:
         found = measure(cpu, rank, size, quick=True, gather=gather, scatter=scatter)
     assert all(seconds > 0 for seconds in found.seconds.values())
     return list(found.seconds), found.num_left_out, found.num_threads
+
+
+@pytest.mark.parametrize(("cores", "sample"), [(1, CROWDED_SECONDS), (2, SAMPLE_SECONDS)])
+def test_processes_that_share_a_core_are_timed_over_several_of_their_turns(cores: int, sample: float) -> None:
+    samples: list[float] = []
+
+    def note(cases: Sequence[Case], rounds: int, pace: Pace) -> dict[Hashable, float]:
+        samples.append(pace.sample_seconds)
+        return {}
+
+    def nothing(*_: object) -> None: ...
+
+    with (
+        patch.object(calibrate, "num_cores", lambda: cores),
+        patch.object(calibrate, "take_rounds", note),
+        patch.object(calibrate, "open_groups", lambda *_: {}),
+        patch.object(calibrate, "collective_cases", lambda *_, **__: []),
+        patch.object(calibrate, "compute_cases", lambda *_, **__: []),
+    ):
+        measure(torch.device("cpu"), 0, 2, quick=True, gather=nothing, scatter=nothing)
+    assert samples == [sample, SAMPLE_SECONDS]
 
 
 @pytest.mark.distributed

@@ -96,6 +96,15 @@ def test_the_device_ends_before_the_clock_does(clock: Clock) -> None:
     assert measured(clock, [clock.work("a", 0.1)], 1, how) == {"a": pytest.approx(0.5)}
 
 
-@pytest.mark.parametrize(("seconds", "calls"), [(1e-6, MOST_REPEATS), (0.0, MOST_REPEATS), (1e-4, 20), (1.0, 1)])
-def test_repeats(seconds: float, calls: int) -> None:
-    assert repeats(seconds) == calls
+@pytest.mark.parametrize(
+    ("seconds", "sample", "calls"),
+    [(1e-9, 2e-3, MOST_REPEATS), (0.0, 2e-3, MOST_REPEATS), (1e-4, 2e-3, 20), (1e-4, 60e-3, 600), (1.0, 60e-3, 1)],
+)
+def test_repeats(seconds: float, sample: float, calls: int) -> None:
+    assert repeats(seconds, sample) == calls
+
+
+def test_a_sample_is_as_long_as_it_is_told(clock: Clock) -> None:
+    how = Pace(lambda: None, lambda: None, together, 1e9, 1.0, sample_seconds=0.5)
+    measured(clock, [clock.work("a", 0.1)], 1, how)
+    assert len(clock.calls) == 2 + 5

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from allranks.cluster import Device, Link
 from allranks.errors import ProcessError
+from allranks.process_environment import num_cores
 from allranks.profiling.collective_times import Gather, Scatter, collective_cases, open_groups
 from allranks.profiling.compute_rates import compute_cases
-from allranks.profiling.rounds import Pace, take_rounds
+from allranks.profiling.rounds import CROWDED_SECONDS, SAMPLE_SECONDS, Pace, take_rounds
 
 ROUNDS, QUICK_ROUNDS = 9, 3
 BUDGET_SECONDS, QUICK_BUDGET_SECONDS = 45.0, 8.0
@@ -61,7 +62,9 @@ def measure(
     rounds = QUICK_ROUNDS if quick else ROUNDS
     pace = _pace(device, world_size, quick=quick)
     cases = list(compute_cases(device, quick=quick))
-    seconds, num_cases = take_rounds(cases, rounds, pace), len(cases)
+    crowded = device.type == "cpu" and world_size > num_cores()
+    alone = replace(pace, sample_seconds=CROWDED_SECONDS if crowded else SAMPLE_SECONDS)
+    seconds, num_cases = take_rounds(cases, rounds, alone), len(cases)
     if world_size > 1:
         groups = open_groups(world_size, rank)
         cases = list(collective_cases(groups, device, quick=quick, gather=gather, scatter=scatter))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import final
 
 SAMPLE_SECONDS = 2e-3  # what a clock that is disturbed by microseconds measures well
-MOST_REPEATS = 256
+CROWDED_SECONDS = 60e-3  # several turns of a process that shares its core: less would be timed between two turns
+MOST_REPEATS = 20_000
 MOST_FIRST = 4  # times what a call may take, for the first one: a library may start in it
 
 
@@ -38,6 +39,7 @@ class Pace:
         agree: the largest of the numbers that the processes give; collective.
         budget_seconds: after which no further case and no further round begins.
         most_seconds: of one call; a case that takes longer is left out.
+        sample_seconds: about how long one sample is.
     """
 
     barrier: Callable[[], None]
@@ -45,6 +47,7 @@ class Pace:
     agree: Callable[[Sequence[float]], list[float]]
     budget_seconds: float
     most_seconds: float
+    sample_seconds: float = SAMPLE_SECONDS
 
 
 def take_rounds(cases: Sequence[Case], rounds: int, pace: Pace) -> dict[Hashable, float]:
@@ -71,14 +74,14 @@ def _choose(cases: Sequence[Case], began: float, pace: Pace) -> Iterator[tuple[C
             continue
         seconds, spent = pace.agree([once(case, 1, pace), time.perf_counter() - began])
         if seconds < pace.most_seconds or case.needed:
-            yield case, repeats(seconds)
+            yield case, repeats(seconds, pace.sample_seconds)
         if spent > pace.budget_seconds:
             return
 
 
-def repeats(seconds: float) -> int:
+def repeats(seconds: float, sample_seconds: float) -> int:
     """Calls in one sample, where one takes `seconds`."""
-    return max(1, min(MOST_REPEATS, round(SAMPLE_SECONDS / max(seconds, 1e-9))))
+    return max(1, min(MOST_REPEATS, round(sample_seconds / max(seconds, 1e-9))))
 
 
 def once(case: Case, times: int, pace: Pace) -> float:
