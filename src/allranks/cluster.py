@@ -18,6 +18,10 @@ class Device:
         peak_flops: precision ("bfloat16", "float16", "float32", "float64", "float8", "float4") -> dense FLOP/s.
         matmul_flops: precision -> the best measured rate of a matrix product, FLOP/s; absent where nobody measured.
         measured: whether the figures were measured on this very machine (`doctor --calibrate`).
+        matmul_shapes: precision -> ((rows, inner, columns, FLOP/s), ...): products (rows x inner) @ (inner x columns).
+        kernel_seconds: the least time of one kernel in a row of them, its launch included; None where nobody measured.
+        update_rate: parameters/s of a fused AdamW step with float32 state; None where nobody measured.
+        source: where the figures come from.
     """
 
     name: str
@@ -28,6 +32,9 @@ class Device:
     matmul_flops: Mapping[str, float] = field(default_factory=dict)
     measured: bool = False
     source: str = ""
+    matmul_shapes: Mapping[str, tuple[tuple[int, int, int, float], ...]] = field(default_factory=dict)
+    kernel_seconds: float | None = None
+    update_rate: float | None = None
 
 
 @final
@@ -41,6 +48,7 @@ class Link:
         measured: collective -> group size -> ((bytes, seconds), ...) in rising order of bytes: measured times of
             all_reduce, all_gather, reduce_scatter, all_to_all (bytes: of the whole, unsharded tensor) and send
             (bytes sent); {} where nobody measured.
+        source: where the figures come from.
     """
 
     name: str
@@ -62,6 +70,7 @@ class Cluster:
         host_memory_bytes, host_bandwidth: of a node, and between a device and its host in bytes/s; None where unknown.
         device_hour_price, currency, device_watts: None unless the user's file or a dated source gives them.
         price_source: where the price and the watts come from.
+        notes: what was assumed where nothing was said, each with its because, for the user to read once.
     """
 
     name: str
@@ -77,6 +86,7 @@ class Cluster:
     currency: str = "USD"
     device_watts: float | None = None
     price_source: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def num_devices(self) -> int:
