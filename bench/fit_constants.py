@@ -2,50 +2,37 @@
 
     python bench/fit_constants.py [FILE ...] [--rounds N] [--write]
 
-The least sum of |log(predicted / published)| of the step time over the rows that `calibration_rows` names, each source
+The least sum of |log(predicted / published)| of the step time over the rows that calibration_rows.py names, each source
 with the same weight per device, by coordinate search; a constant moves between bounds that physics gives. What a data
 sheet says (peaks, bandwidths, processors) is not fitted, nor is anything by model, by source or by layout.
 """
 
 import argparse
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from calibration_rows import DATA, is_calibration
+from frameworks import mechanisms_of
 from plan_accuracy import Judged, judge
-from published_runs import DEVICES, Row, mechanisms_of, precision_of, rows_of
+from published_runs import DEVICES, Row, precision_of, rows_of
 
 from allranks.planning import constants, estimate
 
-# Sources that no constant has seen, whole.
-HELD_OUT = frozenset(
-    (
-        *("korthikanti-table5", "megatron-sc21-table2", "torchtitan-405b-2024", "torchtitan-a100-2024", "nemo-longseq"),
-        *("mcore-h100-weak", "mcore-h100-strong", "fsdp-aws-2022", "deepspeed-azure-2022", "llm.c", "nanogpt"),
-    )
-)
 BOUNDS = {
     "depth": (16, 400),
     "flash2": (0.15, 0.9),
     "contention": (0.0, 0.6),
     "matmul": (0.3, 0.95),
     "matmul_low": (0.2, 0.9),
-    "attention": (0.15, 0.9),
+    "attention": (0.15, 0.65),
     "memory": (0.5, 0.95),
     "inside": (0.3, 0.95),
     "between": (0.3, 0.95),
     "kernel_seconds": (1e-6, 8e-6),
 }
-
-
-def is_calibration(row: Row) -> bool:
-    """Half of the rows of quality A and B of the sources that are not held out, by the digest of their names."""
-    if row["source"] in HELD_OUT or row["quality"] == "C" or not row["metrics"].get("step_time_s"):
-        return False
-    return hashlib.sha256(row["id"].encode()).digest()[0] % 2 == 0
 
 
 def loss(judged: Iterable[Judged]) -> float:
@@ -84,7 +71,9 @@ def fit(rows: Sequence[Row], rounds: int, names: Sequence[str]) -> dict[str, dic
             for name in weighty:
                 given = table[family].get(name, table["default"][name])
 
-                def value(candidate: float, name: str = name, family: str = family, members: list[Row] = members) -> float:
+                def value(
+                    candidate: float, name: str = name, family: str = family, members: list[Row] = members
+                ) -> float:
                     table[family][name] = candidate
                     constants.constants_of_name.cache_clear()
                     estimate._CACHE.clear()
@@ -93,7 +82,11 @@ def fit(rows: Sequence[Row], rounds: int, names: Sequence[str]) -> dict[str, dic
                 table[family][name] = round(search(given, BOUNDS[name], value), 3)
         estimate._CACHE.clear()
         constants.constants_of_name.cache_clear()
-        print(f"{family}: {len(members)} rows, loss {loss(judge(members)):.3f}", {n: table[family].get(n) for n in names}, flush=True)
+        print(
+            f"{family}: {len(members)} rows, loss {loss(judge(members)):.3f}",
+            {n: table[family].get(n) for n in names},
+            flush=True,
+        )
     return table
 
 
@@ -115,16 +108,13 @@ def family_of(row: Row) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("files", nargs="*", type=Path, default=[DATA])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
-    parser.add_argument("--experts", action="store_true")
-    parser.add_argument("--names", default="matmul,matmul_low,attention")
+    parser.add_argument("--names", default="matmul,matmul_low,attention,flash2")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     rows = [row for file in arguments.files for row in rows_of(json.loads(file.read_text())) if is_calibration(row)]
-    if not arguments.experts:
-        rows = [row for row in rows if not row["model"].get("experts")]
     if arguments.only:
         rows = [row for row in rows if family_of(row) in arguments.only.split(",")]
     table = fit(rows, arguments.rounds, arguments.names.split(","))

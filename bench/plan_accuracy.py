@@ -6,19 +6,21 @@ FILE is of the schema of bench/data/published-runs.json. Prints for each source 
 of the step time, mean error of memory, rows that ran out of memory and were called a fit, rows that ran and were called
 unfit, mean regret of taking the configuration that is predicted to be the fastest of those that were compared, how many
 published times lie in the 90% interval, and the interval's median high/low. `--rows` prints predicted beside published
-for every row. Which rows calibration used stands in bench/data/calibration-rows.json; fit_constants.py used no others.
+for every row. Which rows calibration used says
+calibration_rows.py; fit_constants.py used no others.
 """
 
 import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from published_runs import Row, memory_of, rows_of, run_of
+from calibration_rows import FITTED, is_calibration
+from published_runs import Row, memory_of, precision_of, rows_of, run_of, states_recompute
 
 from allranks.planning.estimate import Cost, estimate_setting
 
@@ -94,7 +96,6 @@ def summary(judged: Sequence[Judged]) -> dict[str, Any]:
         "rows": len(judged),
         "step_mape": statistics.fmean(errors) if errors else None,
         "step_median": statistics.median(errors) if errors else None,
-        "step_bias": statistics.fmean(one.error for one in timed) if timed else None,
         "memory_mape": statistics.fmean(abs(one.memory_error) for one in weighed) if weighed else None,
         "memory_rows": len(weighed),
         "false_fits": sum(one.ran_out and one.fits for one in judged),
@@ -132,34 +133,96 @@ def by_source(judged: Iterable[Judged]) -> dict[str, list[Judged]]:
     return sources
 
 
+def scaled(judged: Sequence[Judged]) -> float | None:
+    """Mean error of the step time once each device and framework has one factor of its own: the median of its rows."""
+    groups: dict[tuple[str, str], list[Judged]] = defaultdict(list)
+    for one in judged:
+        if one.published_seconds:
+            groups[one.row["hardware"]["gpu"], one.row["framework"]].append(one)
+    errors = []
+    for group in groups.values():
+        factor = statistics.median(1 + one.error for one in group)
+        errors += [abs((1 + one.error) / factor - 1) for one in group]
+    return statistics.fmean(errors) if errors else None
+
+
+def is_stated(row: Row) -> bool:
+    """Whether a row computes in 16 bits and its source states micro-batch, recompute and schedule."""
+    parallel = row["parallel"]
+    scheduled = parallel["pp"] == 1 or parallel.get("schedule")
+    return bool(precision_of(row) == "bfloat16" and parallel.get("mbs") and states_recompute(row) and scheduled)
+
+
+SUBSETS: dict[str, Callable[[Row], bool]] = {
+    "stated": is_stated,
+    "calibration": is_calibration,
+    "held_out": lambda row: not is_calibration(row),
+    "held_out_stated": lambda row: is_stated(row) and not is_calibration(row),
+    "held_out_sources": lambda row: row["source"] not in FITTED,
+    "quality_c": lambda row: row["quality"] == "C",
+}
+"""Parts of all rows: 16 bits with micro-batch, recompute and schedule stated; rows that constants were fitted to, and
+that they were not; sources of which they have seen none; what the table's compiler calls suspicious."""
+
+
+def report_on(judged: Sequence[Judged]) -> dict[str, Any]:
+    """Everything that this program prints, as data."""
+    parts = {name: [one for one in judged if chosen(one.row)] for name, chosen in SUBSETS.items()}
+    return {
+        "sources": {name: summary(rows) for name, rows in by_source(judged).items()},
+        "all": summary(judged),
+        "subsets": {name: {**summary(rows), "step_mape_scaled": scaled(rows)} for name, rows in parts.items()},
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rows", action="store_true")
+    parser.add_argument("--markdown", action="store_true", help="the tables of docs/explanation/planner-accuracy.md")
     arguments = parser.parse_args()
-    rows: list[Row] = []
-    for file in arguments.files:
-        rows += rows_of(json.loads(file.read_text()))
+    rows = [row for file in arguments.files for row in rows_of(json.loads(file.read_text()))]
     judged = judge(rows)
-    sources = by_source(judged)
-    report = {"sources": {name: summary(rows) for name, rows in sources.items()}, "all": summary(judged)}
+    report = report_on(judged)
     if arguments.json:
         print(json.dumps(report, indent=1))
-        return 0
-    print_table(report)
-    if arguments.rows:
-        for one in judged:
-            print(one.row["id"], one.published_seconds, round(one.seconds, 4))
+    elif arguments.markdown:
+        print("\n".join(markdown(report, judged)))
+    else:
+        print("\n".join(text(report)))
+        if arguments.rows:
+            print("\n".join(" ".join(cells(one)) for one in judged))
     return 0
 
 
-def print_table(report: Mapping[str, Any]) -> None:
+HEADS = {
+    "rows": "rows",
+    "step_mape": "step",
+    "step_median": "median",
+    "memory_mape": "memory",
+    "false_fits": "false fits",
+    "false_refusals": "false refusals",
+    "mean_regret": "regret",
+    "coverage": "coverage",
+    "interval_width": "high/low",
+}
+
+
+def text(report: Mapping[str, Any]) -> list[str]:
     """One line a source."""
-    heads = ("rows", "step_mape", "step_median", "step_bias", "memory_mape", "false_fits", "false_refusals", "mean_regret", "coverage", "interval_width")
-    print(f"{'source':<24}" + "".join(f"{name.replace('step_', '').replace('_', ' ')[:12]:>14}" for name in heads))
-    for name, figures in [*report["sources"].items(), ("all", report["all"])]:
-        print(f"{name:<24}" + "".join(f"{cell(name, figures[name]):>14}" for name in heads))
+    lines = [f"{'source':<24}" + "".join(f"{head:>15}" for head in HEADS.values())]
+    for name, figures in lines_of(report):
+        lines.append(f"{name:<24}" + "".join(f"{cell(head, figures[head]):>15}" for head in HEADS))
+    scaled_error = cell("step_mape", report["subsets"]["stated"]["step_mape_scaled"])
+    lines.append(f"stated, with one factor for each device and framework: step {scaled_error}")
+    return lines
+
+
+def lines_of(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Sources, all, then the subsets that have rows."""
+    subsets = [(name, figures) for name, figures in report["subsets"].items() if figures["rows"]]
+    return [*report["sources"].items(), ("all", report["all"]), *subsets]
 
 
 def cell(name: str, value: float | None) -> str:
@@ -169,6 +232,43 @@ def cell(name: str, value: float | None) -> str:
     if name in ("rows", "false_fits", "false_refusals"):
         return str(value)
     return f"{value:.2f}" if name == "interval_width" else f"{value:.1%}"
+
+
+def cells(one: Judged) -> list[str]:
+    """A row's name, what was published, what is predicted (and Calculon's prediction), and the same of memory."""
+    calculon = one.row.get("calculon_pred_s")
+    published, weighed = one.published_seconds, one.published_bytes
+    return [
+        one.row["id"],
+        f"{published:.4g}" if published else "out of memory" if one.ran_out else "-",
+        f"{one.seconds:.4g}",
+        f"{one.error:+.1%}" if published else "-",
+        f"{calculon:.4g}" if calculon else "-",
+        f"{weighed / GIB:.1f}" if weighed else "-",
+        f"{one.predicted_bytes / GIB:.1f}",
+        "yes" if one.fits else "no",
+        "yes" if is_calibration(one.row) else "no",
+    ]
+
+
+def markdown(report: Mapping[str, Any], judged: Sequence[Judged]) -> list[str]:
+    """The page's tables: one line a source, then one line a row."""
+    lines = ["| | " + " | ".join(HEADS.values()) + " |", "|---" * (len(HEADS) + 1) + "|"]
+    for name, figures in lines_of(report):
+        lines.append(f"| {name} | " + " | ".join(cell(head, figures[head]) for head in HEADS) + " |")
+    heads = (
+        "row",
+        "published s",
+        "predicted s",
+        "error",
+        "Calculon s",
+        "published GiB",
+        "predicted GiB",
+        "fits",
+        "fitted",
+    )
+    lines += ["", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    return lines + [f"| {' | '.join(cells(one))} |" for one in judged]
 
 
 if __name__ == "__main__":

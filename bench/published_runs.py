@@ -1,4 +1,4 @@
-"""Published runs as the planner sees them: a row's model, hardware and framework as ModelProfile, Cluster and Setting."""
+"""Published runs as the planner sees them: a row as ModelProfile, Cluster and Setting."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -6,11 +6,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from frameworks import mechanisms_of
+
 from allranks.cluster import Cluster, Device, Link
 from allranks.model_profile import ModelProfile
 from allranks.model_shape import ModelShape
 from allranks.planning.estimate import Cost, estimate_setting
-from allranks.planning.setting import Mechanisms, Recompute, Setting
+from allranks.planning.setting import Recompute, Setting
 
 Row = Mapping[str, Any]
 GIB = float(2**30)
@@ -41,6 +43,7 @@ def _cluster(
     device = Device(name, gpu, memory * GIB, bandwidth or memory_bandwidth, peaks)
     return Cluster(
         name=f"{nodes}x{per_node}:{name}", nodes=nodes, devices_per_node=per_node, device=device,
+        host_bandwidth=3.6e11 if gpu.startswith("GB") else None,  # NVLink-C2C, 900 GB/s for two devices, both ways
         inside=Link("nvlink", inside, 3e-6), between=Link("network", between, 1e-5), domain=domain,
     )  # fmt: skip
 
@@ -115,68 +118,6 @@ def precision_of(row: Row) -> str:
     return "float8" if "fp8" in text or "float8" in text else "bfloat16"
 
 
-OLD = Mechanisms(
-    name="Megatron-LM", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
-    gather_bytes=2, reduce_bytes=2, overlap_data=0.0, scattered_sends=True, attention_dropout=True,
-    dispatch_seconds=1.0e-5, logits_copies=0.75, selective="attention", accumulate_bytes=0,
-    temporary_gradient_bytes=2, pipeline_outputs=False,
-)  # fmt: skip
-DEEPSPEED = Mechanisms(
-    name="Megatron-DeepSpeed", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=16,
-    gather_bytes=2, reduce_bytes=2, overlap_data=0.0, attention_dropout=True, dispatch_seconds=3.4e-5,
-    collective_kernels=1.0, selective="attention", accumulate_bytes=8, temporary_gradient_bytes=2, bucket_bytes=2e9,
-)  # fmt: skip
-CORE = Mechanisms(
-    name="Megatron-Core", fusion=0.6, weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, gather_bytes=2,
-    reduce_bytes=4, overlap_data=0.9, overlap_tensor=0.0, overlap_pipeline=0.7, sequence_parallel=True,
-    dispatch_seconds=6e-6, logits_copies=0.75, scattered_sends=True, selective="attention", attention="vendor",
-    accumulate_bytes=8, temporary_gradient_bytes=4, pipeline_outputs=False,
-)  # fmt: skip
-FLAGS = replace(CORE, overlap_tensor=0.6, accumulate_bytes=0)  # --tp-comm-overlap, gradient_accumulation_fusion
-NEMO = replace(  # its recipes: grad_reduce_in_fp32=False, tp_comm_overlap, gradient_accumulation_fusion, DeepEP
-    CORE, name="NeMo", gradient_bytes=2, reduce_bytes=2, overlap_tensor=0.6, accumulate_bytes=0, sends_once=True,
-)  # fmt: skip
-TITAN = Mechanisms(name="torchtitan", gather_bytes=2, reduce_bytes=4, sequence_parallel=True, dispatch_seconds=6e-6)
-FOUNDRY = Mechanisms(name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6, logits_copies=0.5)
-ZERO = Mechanisms(
-    name="DeepSpeed ZeRO-3", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
-    gather_bytes=2, reduce_bytes=2, overlap_data=0.8, attention_dropout=True, bucket_bytes=2e9, messages=12,
-)  # fmt: skip
-JAX = Mechanisms(
-    name="JAX", fusion=0.6, gather_bytes=2, reduce_bytes=4, dispatch_seconds=0.0, attention="vendor",
-)  # fmt: skip
-
-
-def mechanisms_of(row: Row) -> Mechanisms:
-    """What is known of the row's framework."""
-    name, source, sp = row["framework"], row["source"], bool(row["parallel"].get("sp"))
-    if name.startswith("Megatron-DeepSpeed"):
-        if source == "bloom-prequel":
-            bf16 = "fp32 gradient" in row["precision"]
-            return replace(DEEPSPEED, dispatch_seconds=1.5e-5, gradient_bytes=6.0 if bf16 else 2.0)
-        return DEEPSPEED if row["parallel"].get("zero") else replace(DEEPSPEED, optimizer_bytes=12, step_bytes=4)
-    if "ZeRO-3" in name:
-        return ZERO
-    if name in ("Megatron-LM", "Megatron-LM fork") and row["hardware"]["gpu"][0] in "AV":  # before FlashAttention
-        return replace(OLD, sequence_parallel=sp)
-    if "torchtitan" in name:
-        notes = str(row.get("notes"))
-        return replace(
-            TITAN, fusion=0.6 if "torch.compile" in notes else 1.0, overlap_tensor=0.5 if "async TP" in notes else 0.0
-        )
-    if "llm-foundry" in name:
-        return FOUNDRY
-    if "JAX" in name:
-        return JAX
-    if "FSDP1" in name:
-        return FOUNDRY
-    if name in ("llm.c", "picotron") or "nanoGPT" in name or "Meta" in name:
-        return replace(CORE, name=name, sequence_parallel=False)
-    if "NeMo" in name or "Bridge" in name:
-        return NEMO
-    return FLAGS if "Megatron-Core" in name else CORE
-
-
 def chunks_of(row: Row) -> int:
     """Virtual stages; "one layer per chunk" is as many as a stage has layers."""
     vp, pp, layers = row["parallel"].get("vp"), row["parallel"]["pp"], row["model"].get("layers") or 1
@@ -215,14 +156,14 @@ def setting_of(row: Row) -> Setting | None:
     return Setting(
         global_batch=parallel["gbs"], micro_batch=micro_batch_of(row), dp=dp, tp=parallel["tp"], cp=cp, pp=pp,
         ep=parallel.get("ep") or 1, shard=dp * cp if zero else 1, zero=zero, chunks=chunks_of(row),
-        schedule="interleaved" if schedule.startswith("interleaved") else schedule.split("(")[0],
+        schedule="interleaved" if schedule.startswith("interleaved") else schedule.split("(", maxsplit=1)[0],
         recompute=recompute_of(row), precision=precision_of(row), frozen=row.get("task") == "lora",
         keeps_gathered=keeps, mechanisms=how,
     )  # fmt: skip
 
 
 def recompute_of(row: Row) -> Recompute:
-    """"recipe-defined" and the like are none."""
+    """ "recipe-defined" and the like are none."""
     text = str(row.get("recompute"))
     return "full" if text.startswith("full") else "selective" if text.startswith("selective") else "none"
 
@@ -245,21 +186,35 @@ def profile_of(row: Row) -> ModelProfile | None:
 def run_of(row: Row) -> tuple[ModelProfile, Cluster, Setting] | None:
     """What `estimate_setting` takes; None where the row leaves a size or a degree open.
 
-    Where the source does not say what is computed again, it is the least that fits: none, selective, full.
+    Where the source does not say what is computed again, it is the least that fits: none or full.
     """
     profile, setting = profile_of(row), setting_of(row)
     if profile is None or setting is None:
         return None
     cluster = cluster_of(row)
+    setting = _with_micro_batch(row, profile, cluster, setting)
     if states_recompute(row):
         return profile, cluster, setting
     grace = row["hardware"]["gpu"].startswith("GB") and setting.zero == 3  # recipes keep activations on the host there
     for recompute, offload in (("none", "none"), *((("none", "activations"),) if grace else ()), ("full", "none")):
         tried = replace(setting, recompute=recompute, offload=offload)
         cost = estimate_setting(profile, cluster, tried)
-        if cost.memory.total <= 1.05 * cost.capacity_bytes:
+        if cost.memory.total <= 1.15 * cost.capacity_bytes:
             return profile, cluster, tried
     return profile, cluster, setting
+
+
+def _with_micro_batch(row: Row, profile: ModelProfile, cluster: Cluster, setting: Setting) -> Setting:
+    """Where the source states no micro-batch: the fastest of 1, 2 and 4 that divides the batch and fits."""
+    if row["parallel"].get("mbs") or ("torchtitan" in row["framework"] and setting.pp > 1):
+        return setting
+    tried = [setting]
+    for size in (2, 4):
+        if setting.global_batch % (setting.dp * size) == 0:
+            bigger = replace(setting, micro_batch=size)
+            cost = estimate_setting(profile, cluster, bigger)
+            tried += [bigger] if cost.memory.total <= cost.capacity_bytes else []
+    return min(tried, key=lambda one: estimate_setting(profile, cluster, one).time.total)
 
 
 def memory_of(row: Row, cost: Cost) -> tuple[float | None, float]:

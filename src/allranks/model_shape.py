@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 from allranks.errors import ConfigError
-from allranks.model_profile import ModelProfile
-from allranks.shape_blocks import WIDTHS, ShapeBlocks
+from allranks.model_profile import Block, ModelProfile, Operation
+from allranks.shape_operations import WIDTHS, SampleOperations
 
 
 @final
@@ -102,7 +102,7 @@ class ModelShape:
         length = seq or self.seq
         if length < 1:
             raise ConfigError(f"{self.name}: seq={seq}, but a sample has at least one position")
-        writer = ShapeBlocks(self, length, WIDTHS.get(precision, 2), fused)
+        writer = _Writer(self, self._operations(length, WIDTHS.get(precision, 2), fused))
         sparse = 0
         if self.experts:
             sparse = sum(1 for layer in range(self.dense_layers, self.layers) if (layer + 1) % self.every == 0)
@@ -129,3 +129,141 @@ class ModelShape:
             digest=f"{self}|{length}|{precision}|{fused}",
             facts={"top_k": float(self.top_k), "dropout": float(self.dropout)},
         )
+
+    def _operations(self, seq: int, width: int, fused: bool) -> SampleOperations:
+        return SampleOperations(seq, self.hidden, width, self.bias, self.gated, self.dropout, fused)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """Writes the blocks of a shape with the operations of its samples."""
+
+    shape: ModelShape
+    made: SampleOperations
+
+    def embedding(self) -> Block:
+        shape = self.shape
+        table = shape.vocab * shape.hidden
+        learned = self.made.seq * shape.hidden if shape.positions == "learned" else 0
+        moved = self.made.rows(shape.hidden) * (4 if shape.dropout else 2)
+        saved = 8.0 * self.made.seq + (self.made.seq * shape.hidden if shape.dropout else 0)
+        rows = Operation(
+            "embedding",
+            "embedding",
+            0.0,
+            (),
+            moved,
+            saved,
+            self.made.rows(shape.hidden),
+            table,
+            4.0 * table,
+            cut="vocab",
+        )
+        added = Operation("positions", "embedding", 0.0, (), 0.0, 0.0, 0.0, learned, 4.0 * learned)
+        return Block("embedding", (rows, added) if learned else (rows,), 1, 8.0 * self.made.seq)
+
+    def layer(self, count: int, experts: bool) -> Block:
+        shape = self.shape
+        operations = [self.made.norm("norm1"), *(self._latent() if shape.kv_rank else self._attention())]
+        operations += [self.made.residual("residual1"), self.made.norm("norm2")]
+        operations += self._experts() if experts else self.made.feed_forward("mlp", shape.ffn)
+        operations.append(self.made.residual("residual2"))
+        name = "experts.*" if experts else "layers.*"
+        return Block(name, tuple(operations), count, self.made.rows(shape.hidden), repeated=True)
+
+    def head(self) -> Block:
+        shape = self.shape
+        logits = self.made.matmul(
+            "head", shape.vocab, shape.hidden, "vocab", saved=self.made.rows(shape.hidden), bias=False
+        )
+        if shape.tied:
+            logits = Operation(
+                logits.name, "matmul", logits.flops, logits.shape, logits.moved_bytes, logits.saved_bytes,
+                logits.output_bytes, cut="vocab",
+            )  # fmt: skip
+        scores = float(self.made.seq) * shape.vocab
+        # The logits in the lower type and in float32; torch's cross entropy keeps its softmax beside them.
+        loss = Operation(
+            "loss",
+            "loss",
+            5.0 * scores,
+            (),
+            scores * (2 * self.made.width + 12),
+            scores * 8,
+            4.0 * self.made.seq,
+            cut="vocab",
+        )
+        return Block("head", (self.made.norm("norm"), logits, loss), 1, self.made.rows(shape.hidden))
+
+    def _attention(self) -> list[Operation]:
+        shape, dim = self.shape, self.shape.dim
+        queries, keys = shape.heads * dim, shape.num_kv_heads * dim
+        made = self.made.matmul(
+            "attention.qkv", queries + 2 * keys, shape.hidden, "column", self.made.rows(shape.hidden)
+        )
+        operations = [made]
+        if shape.positions == "rotary":
+            operations.append(self.made.rotary(queries + keys))
+        operations.append(
+            self.made.scores(shape.heads, shape.num_kv_heads, queries + 2 * keys, queries, (dim, dim), shape.causal)
+        )
+        operations.append(self.made.matmul("attention.out", shape.hidden, queries, "row"))
+        return operations
+
+    def _latent(self) -> list[Operation]:
+        """Attention through low-rank queries, keys and values (DeepSeek-V2 2405.04434, equations 9 to 19)."""
+        shape, dim = self.shape, self.shape.dim
+        nope, value = dim - shape.rope_dim, shape.value_dim or dim
+        hidden, queries = shape.hidden, shape.heads * dim
+        saved = self.made.rows(hidden)
+        operations = []
+        if shape.query_rank:
+            operations.append(self.made.matmul("attention.query_down", shape.query_rank, hidden, "", saved))
+            rank = 2 * self.made.rows(shape.query_rank)
+            operations.append(self.made.matmul("attention.query_up", queries, shape.query_rank, "column", rank))
+        else:
+            operations.append(self.made.matmul("attention.query", queries, hidden, "column", saved))
+        down = shape.kv_rank + shape.rope_dim
+        operations.append(self.made.matmul("attention.kv_down", down, hidden, "", 0.0))
+        up, kept = shape.heads * (nope + value), 2 * self.made.rows(shape.kv_rank)
+        operations.append(self.made.matmul("attention.kv_up", up, shape.kv_rank, "column", kept))
+        operations.append(self.made.rotary(2 * queries))
+        operations.append(
+            self.made.scores(
+                shape.heads,
+                shape.num_kv_heads,
+                2 * queries + shape.heads * value,
+                shape.heads * value,
+                (dim, value),
+                shape.causal,
+            )
+        )
+        operations.append(self.made.matmul("attention.out", hidden, shape.heads * value, "row"))
+        return operations
+
+    def _experts(self) -> list[Operation]:
+        shape = self.shape
+        width, times = shape.expert_ffn or shape.ffn, shape.top_k
+        parts = (3 if shape.gated else 2) * shape.hidden * width
+        seq, chances = self.made.seq, float(self.made.seq * shape.experts)
+        router = Operation(
+            "router", "route", 2.0 * chances * shape.hidden, (seq, shape.experts, shape.hidden),
+            self.made.rows(shape.hidden) + 12.0 * chances, 8.0 * chances, 4.0 * chances, shape.experts * shape.hidden, 4.0 * shape.experts * shape.hidden,
+        )  # fmt: skip
+        # Permuted on the way in and back: read and written each time; the permuted copy is what the experts keep.
+        moved = self.made.rows(shape.hidden) * times * 4
+        spread = Operation(
+            "dispatch", "elementwise", 0.0, (), moved, 0.0, self.made.rows(shape.hidden) * times, cut="expert"
+        )
+        up = self.made.expert(
+            "experts.up", width * (2 if shape.gated else 1), shape.hidden, self.made.rows(shape.hidden) * times,
+            shape.experts, times,
+        )  # fmt: skip
+        down = self.made.expert(
+            "experts.down", shape.hidden, width, self.made.rows(shape.hidden) * times, shape.experts, times
+        )
+        assert up.parameters + down.parameters == shape.experts * parts
+        between = self.made.activation("experts", self.made.rows(width) * times, "expert")
+        shared = self.made.feed_forward("shared", shape.shared_ffn) if shape.shared_ffn else []
+        return [router, spread, up, between, down, *shared]

@@ -76,14 +76,14 @@ class StepTime:
     pipeline: float = 0.0
     bubble: float = 0.0
     optimizer: float = 0.0
+    offload: float = 0.0
     input: float = 0.0
     checkpoint: float = 0.0
-    offload: float = 0.0
 
     @property
     def total(self) -> float:
         """Of all causes."""
-        work = self.compute + self.recompute + self.optimizer + self.input + self.checkpoint + self.offload
+        work = self.compute + self.recompute + self.optimizer + self.offload + self.input + self.checkpoint
         return work + self.tensor + self.context + self.expert + self.data + self.pipeline + self.bubble
 
 

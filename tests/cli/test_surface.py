@@ -18,6 +18,7 @@ SURFACE = {
         "--tokens --top-k --vocab --watts --what-if"
     ),
     "allranks new": "PATH --help --json",
+    "allranks doctor": "--calibrate --device --help --json --nproc --output --quick",
     "allranks report": "RUN --help --json",
     "allranks bench": "--help",
     "allranks bench scaling": (

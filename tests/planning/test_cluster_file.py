@@ -1,6 +1,7 @@
 """Cluster files: what may be left out, what is refused and how, and that what was written reads back bit for bit."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,24 @@ def test_a_refusal_names_the_line_the_key_the_value_and_the_next_move(
 )
 def test_a_device_by_name_or_like_one_is_refused(device: str, message: str, tmp_path: Path) -> None:
     assert message in refusal(tmp_path, f"nodes = 1\ndevices_per_node = 8\ndevice = {device}\n")
+
+
+def test_the_files_of_the_documentation(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "describe-your-cluster.md").read_text()
+    short, over, own = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert read(tmp_path, short).device == find_cluster("8x8:a100-80g").device
+    priced = read(tmp_path, over)
+    assert (priced.device_hour_price, priced.device_watts, priced.between.bandwidth) == (1.79, 400.0, 6.25e9)
+    assert priced.device.memory_bytes == 81000 * 2**20 < find_device("a100-80g").device.memory_bytes
+    assert read(tmp_path, own).device.peak_flops == {"bfloat16": 256e12, "float32": 64e12}
+    sparse = 'nodes = 1\ndevices_per_node = 8\n[device]\nlike = "h100"\npeak_tflops.bfloat16 = 1979\n'
+    wrong = [
+        own.replace('"roce200"', "{ bandwidth_gb_per_s = 400 }"),
+        own.replace("memory_gb = 64", "memory_gb = 64000"),
+        sparse,
+    ]
+    (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    assert shown.splitlines() == [f"ours.toml {refusal(tmp_path, text)}" for text in wrong]
 
 
 def test_a_device_is_needed(tmp_path: Path) -> None:

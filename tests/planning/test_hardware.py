@@ -70,6 +70,9 @@ def test_a_node_larger_than_the_vendors_is_said() -> None:
         ("8:h100:4", "not understood"),
         ("99999999x8:h100", "more than the 10000000"),
         ("here/there", "no such file"),
+        ("h" * 5000, "not understood"),
+        ("9" * 5000 + ":h100", "not understood"),
+        ("8:h100\0", "unknown device"),
     ],
 )
 def test_a_wrong_string_gets_one_line(text: str, message: str) -> None:

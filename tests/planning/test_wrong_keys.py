@@ -74,6 +74,12 @@ def test_the_line_of_the_key_or_of_its_table(key: str, line: str, tmp_path: Path
     assert WrongKey(key, "wrong").line(path) == line
 
 
+def test_the_key_is_nearer_than_a_table_that_comes_later(tmp_path: Path) -> None:
+    path = tmp_path / "boxes.toml"
+    path.write_text("[box.lid]\nwidth_cm = 1\n[box]\nheight_cm = 2\n")
+    assert WrongKey("box.lid.width_cm", "wrong").line(path) == " line 2"
+
+
 def test_words_with_underscores() -> None:
     assert nearest_word("memry_gb", ["memory_gb", "label"]) == "; did you mean 'memory_gb'?"
     assert nearest_word("zzz", ["memory_gb", "label"]) == "; there are label, memory_gb"

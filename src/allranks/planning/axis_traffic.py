@@ -1,4 +1,4 @@
-"""What tp, cp and ep send for one block and one micro-step on one rank: seconds before any overlap, bytes, collectives."""
+"""What tp, cp and ep send for one block, one micro-step and one rank: seconds before any overlap, and bytes."""
 
 from dataclasses import dataclass
 from typing import final

@@ -1,4 +1,4 @@
-"""What one micro-step of one block costs on one rank: seconds by cause and bytes kept, after tp, cp and ep have cut it."""
+"""What one micro-step of one block costs on one rank: seconds by cause and bytes kept, after the axes' cuts."""
 
 from dataclasses import dataclass
 from typing import final
@@ -93,7 +93,7 @@ class _Sums:
         self._selective(operation, setting, times, kept, unfused)
 
     def _transient(self, operation: Operation, setting: Setting, held: float) -> None:
-        """While the gradient of one product is made: its output's, its input's, and its weights' before they are added."""
+        """While one product's gradients are made: its output's, its input's, and its weights' before they are added."""
         if not is_product(operation):
             return
         _, out, into = operation.shape
@@ -112,8 +112,8 @@ class _Sums:
             self.kept_selective += kept
             self.again_selective += times.forward if unfused else 0.0
         elif is_product(operation):
-            self.kept_selective += KEPT_PRODUCTS * operation.output_bytes * setting.micro_batch / _result_cut(
-                operation, setting
+            self.kept_selective += (
+                KEPT_PRODUCTS * operation.output_bytes * setting.micro_batch / _result_cut(operation, setting)
             )
             self.again_selective += (1 - KEPT_PRODUCTS) * times.forward
         elif operation.kind == "attention" and not unfused:

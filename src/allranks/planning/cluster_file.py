@@ -50,7 +50,7 @@ class ClusterTable(Table):
     domain: int | None = Field(
         None, ge=1, strict=True, description="devices that `inside` joins: whole nodes; by default one, or the rack's"
     )
-    host_memory_gb: Figure | None = Field(None, description="of a node, in units of 1e9 bytes")
+    host_memory_gb: Figure | None = Field(None, description="memory of a node")
     host_bandwidth_gb_per_s: Figure | None = Field(None, description="between a device and its host, one direction")
     price_per_device_hour: Figure | None = Field(None, description="without it no plan speaks of money")
     currency: str = Field("USD", description="of the price")
@@ -116,9 +116,9 @@ def _refusing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            f"'{path}' cannot be written: {error.strerror}; name another with --output FILE.toml"
-        ) from None
+        in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = "what should hold it is a file" if in_the_way else error.strerror
+        raise ConfigError(f"'{path}' cannot be written: {reason}; name another with --output FILE.toml") from None
 
 
 def render_cluster(cluster: Cluster) -> str:

@@ -44,20 +44,22 @@ class Table(BaseModel):
 class DeviceTable(Table):
     """One device. Its memory is given in one of two units."""
 
-    name: str
-    label: str = ""
-    memory_gb: Figure | None = Field(None, description="memory, in units of 1e9 bytes")
-    memory_mib: Figure | None = Field(None, description="the same as nvidia-smi prints it, in units of 2**20 bytes")
+    name: str = Field(description="as in a cluster string")
+    label: str = Field("", description="for people; by default the name")
+    memory_gb: Figure | None = Field(None, description="built-in memory; this or `memory_mib`")
+    memory_mib: Figure | None = Field(None, description="the same as nvidia-smi prints it")
     bandwidth_gb_per_s: Figure = Field(description="of its memory")
-    peak_tflops: dict[Precision, Figure] = Field(description="dense, by precision")
-    matmul_tflops: dict[Precision, Figure] = Field(default_factory=dict, description="best measured, by precision")
-    matmul_shapes_tflops: dict[Precision, list[tuple[int, int, int, Figure]]] = Field(
-        default_factory=dict, description="measured, by precision: [rows, inner, columns, TFLOP/s]"
+    peak_tflops: dict[Precision, Figure] = Field(description="by precision: the dense peak of one device")
+    matmul_tflops: dict[Precision, Figure] = Field(
+        default_factory=dict, description="by precision: the best product that was measured"
     )
-    kernel_microseconds: Figure | None = Field(None, description="least time of one kernel in a row of them")
-    update_gparameters_per_s: Figure | None = Field(None, description="fused AdamW, 1e9 parameters a second")
-    measured: bool = False
-    source: str = ""
+    matmul_shapes_tflops: dict[Precision, list[tuple[int, int, int, Figure]]] = Field(
+        default_factory=dict, description="by precision: measured `[rows, inner, columns, TFLOP/s]`"
+    )
+    kernel_microseconds: Figure | None = Field(None, description="the least time of one kernel in a row of them")
+    update_gparameters_per_s: Figure | None = Field(None, description="how many a fused AdamW steps")
+    measured: bool = Field(False, description="on the very machine: then it is believed, however slow")
+    source: str = Field("", description="where the figures come from")
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
@@ -121,15 +123,17 @@ class DeviceTable(Table):
 class LinkTable(Table):
     """One link. Its bandwidth is given in one of two units."""
 
-    name: str
-    label: str = ""
-    bandwidth_gb_per_s: Figure | None = Field(None, description="bytes: what one device sends in one direction")
+    name: str = Field(description="for people and plans")
+    label: str = Field("", description="not read; for people")
+    bandwidth_gb_per_s: Figure | None = Field(
+        None, description="what one device sends in one direction, while it receives as much; this or `gbit_per_s`"
+    )
     gbit_per_s: Figure | None = Field(None, description="the same in bits, as network adapters are sold")
     latency_microseconds: Figure = Field(description="of one hop")
     bytes_microseconds: dict[Collective, dict[int, list[tuple[Figure, Figure]]]] = Field(
-        default_factory=dict, description="measured: collective -> group size -> [bytes, microseconds]"
+        default_factory=dict, description="measured, by collective and group size: `[bytes of the whole tensor, us]`"
     )
-    source: str = ""
+    source: str = Field("", description="where the figures come from")
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

@@ -7,7 +7,6 @@ from typing import final
 from allranks.cluster import Cluster, Link
 from allranks.planning.constants import Constants
 
-
 NETWORK_HOP_SECONDS = 1.4e-5
 """From node to node in a ring of NCCL's simple protocol (nccl/src/graph/tuning.cc)."""
 
@@ -96,7 +95,7 @@ def _ring(group: Group, num_bytes: float, passes: float, latency: float) -> floa
 
 
 def _measured(group: Group, collective: str, num_bytes: float) -> float:
-    """Read from the link's table where somebody measured this collective in a group of this size; 0 where nobody did."""
+    """From the link's table where somebody measured this collective in a group of this size; 0 where nobody did."""
     table = group.link.measured.get(collective, {}).get(group.size) if group.near in (1, group.size) else None
     if not table or not num_bytes:
         return 0.0

@@ -25,7 +25,7 @@ class Constants:
         inside, between: share of a link's bandwidth that large collectives reach, in a node and between nodes.
         depth: inner features at which prologue and epilogue of a tile take as long as its products.
         base_seconds, hop_seconds: of a collective inside a node: what it takes at least, and for each further rank.
-        spread: 90% of published runs lie within this factor of the estimate, see estimate.py.
+        family: entry of the table; "" where nothing but the defaults is known.
     """
 
     units: int
@@ -39,7 +39,7 @@ class Constants:
     depth: float
     base_seconds: float
     hop_seconds: float
-    spread: float = 1.16
+    family: str = ""
 
 
 @cache
@@ -53,7 +53,7 @@ def constants_of_name(name: str) -> tuple[str, Constants]:
     """(The entry of the table whose name `name` begins with or "", its constants)."""
     table = _table()["devices"]
     family = max((key for key in table if name.startswith(key)), key=len, default="")
-    return family, Constants(**{**table["default"], **table.get(family, {})})
+    return family, Constants(**{**table["default"], **table.get(family, {}), "family": family})
 
 
 def constants_of(device: Device) -> Constants:
@@ -62,8 +62,11 @@ def constants_of(device: Device) -> Constants:
     Where somebody measured a matrix product on the device, its rate takes the place of a family that is not known.
     """
     family, known = constants_of_name(device.name.lower())
-    peak = device.peak_flops.get("bfloat16") or device.peak_flops.get("float16")
-    measured = device.matmul_flops.get("bfloat16") or device.matmul_flops.get("float16")
+    peak = device.peak_flops.get("bfloat16") or device.peak_flops.get("float16") or device.peak_flops.get("float32")
+    rates = device.matmul_flops
+    measured = rates.get("bfloat16") or rates.get("float16") or rates.get("float32")
     if peak and measured and (not family or device.measured):
         known = replace(known, matmul=min(1.0, measured / peak))
+    if device.measured:  # what was measured is what is reached, not what a data sheet promises
+        known = replace(known, memory=1.0, inside=1.0, between=1.0)
     return known

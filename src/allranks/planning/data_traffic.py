@@ -1,4 +1,4 @@
-"""What data parallelism and the optimizer add to a step: gathers, reductions, and the update, with what overlap hides."""
+"""What data parallelism and the optimizer add to a step: gathers, reductions, the update; and what overlap hides."""
 
 from dataclasses import dataclass
 from typing import final
@@ -71,9 +71,9 @@ def _sharded_cost(
     setting: Setting, axes: Axes, parameters: float, units: int, forward: float, backward: float, update: float
 ) -> DataCost:
     how, steps = setting.mechanisms, setting.micro_steps
-    units = max(1, units) * how.messages
-    gather = all_gather_seconds(axes.shard, parameters / units * how.gather_bytes) * units
-    reduce = all_gather_seconds(axes.shard, parameters / units * how.reduce_bytes) * units
+    messages = max(1, units) * how.messages
+    gather = all_gather_seconds(axes.shard, parameters / messages * how.gather_bytes) * messages
+    reduce = all_gather_seconds(axes.shard, parameters / messages * how.reduce_bytes) * messages
     copies = setting.dp * setting.cp // max(1, setting.shard)
     if copies > 1:
         reduce += all_reduce_seconds(axes.data, parameters / max(1, setting.shard) * how.reduce_bytes)
@@ -81,17 +81,17 @@ def _sharded_cost(
     forwards = reductions if setting.keeps_gathered else steps
     again = 0 if setting.keeps_gathered else steps
     # A unit's gather hides behind the unit before, its reduction behind the unit after; the first and the last cannot.
-    in_forward = _exposed(gather, forward, how.overlap_data) + gather / units
-    in_backward = _exposed(gather + reduce, backward, how.overlap_data) + reduce / units
+    in_forward = _exposed(gather, forward, how.overlap_data) + gather / messages
+    in_backward = _exposed(gather + reduce, backward, how.overlap_data) + reduce / messages
     only = _exposed(gather, backward, how.overlap_data)
     if setting.keeps_gathered:
-        in_backward, only = _exposed(reduce, backward, how.overlap_data) + reduce / units, 0.0
+        in_backward, only = _exposed(reduce, backward, how.overlap_data) + reduce / messages, 0.0
     exposed = forwards * in_forward + reductions * in_backward + (steps - reductions) * only
     total = (forwards + again) * gather + reductions * reduce
     exposed = min(exposed, total)
     exposed += how.contention * (total - exposed)
     sent = parameters * ((forwards + again) * how.gather_bytes + reductions * how.reduce_bytes)
-    return DataCost(total, exposed, update, sent, round(units) * (forwards + again + reductions))
+    return DataCost(total, exposed, update, sent, round(messages) * (forwards + again + reductions))
 
 
 def _exposed(communication: float, computation: float, overlap: float) -> float:

@@ -14,12 +14,16 @@ from allranks.planning.host_traffic import host_bytes, host_capacity_bytes, host
 from allranks.planning.memory import memory_use, slack_bytes
 from allranks.planning.pipeline import pipeline_seconds, stages_of, under_way
 from allranks.planning.setting import Setting, setting_of
+from allranks.planning.uncertainty import spread_of
 
 MEMORY_LOW, MEMORY_HIGH = 0.94, 1.03
 """90% of the published peaks lie above the first times the estimate, and 90% of what was needed below the second times
 it: a fit is what fits with that much more. See docs/explanation/planner.md."""
 USABLE = 0.985
 """Of a device's memory: the driver keeps the rest (an A100 80 GB gives 79.15 GiB to torch, an H100 79.1)."""
+MEETING = 6.0
+"""Host and device wait for each other where neither is clearly the faster: the step is the norm of this order of both,
+12% above them where they are equal."""
 
 
 @final
@@ -118,7 +122,7 @@ def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting
             device = cost.forward + cost.backward + cost.weight + cost.again + exposed
             parts = (
                 *(cost.forward, cost.backward, cost.weight, cost.again, exposed, cost.context, cost.expert),
-                max(0.0, dispatched - device),
+                (device**MEETING + dispatched**MEETING) ** (1 / MEETING) - device,
             )
             sums = [total + count * part for total, part in zip(sums, parts, strict=True)]
     return _Stage(*sums)
@@ -136,14 +140,14 @@ def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting) 
     if setting.pp > 1:
         forward = [f + send for f in forward]
         backward = [b + send for b in backward]
-    steady, bubble = pipeline_seconds(setting.schedule, forward, backward, weight, setting.chunks, setting.micro_steps)
+    _, bubble = pipeline_seconds(setting.schedule, forward, backward, weight, setting.chunks, setting.micro_steps)
     worst = max(range(len(stages)), key=lambda i: forward[i] + backward[i] + weight[i])
     data = _data(parts, setting, layers, forward, backward, weight)
     waits = host_seconds(
         profile, cluster, setting, parts.costs, layers[worst], forward[worst], backward[worst] + weight[worst]
     )
     time = _step_time(stages[worst], setting, bubble, data, send, waits)
-    return _cost(profile, cluster, setting, parts, layers, time, data, steady)
+    return _cost(profile, cluster, setting, parts, layers, time, data, stages[worst].host)
 
 
 def _send(profile: ModelProfile, setting: Setting, axes: Axes) -> float:
@@ -194,7 +198,7 @@ def _step_time(
 
 def _cost(
     profile: ModelProfile, cluster: Cluster, setting: Setting, parts: _Parts, layers: tuple[tuple[int, ...], ...],
-    time: StepTime, data: DataCost, steady: float,
+    time: StepTime, data: DataCost, host_seconds: float,
 ) -> Cost:  # fmt: skip
     # Of equal stages the first holds the most micro-steps.
     first = {held: stage for stage, held in reversed(tuple(enumerate(layers)))}
@@ -202,7 +206,9 @@ def _cost(
     stages = {stage: memory_use(profile, setting, parts.costs, layers[stage], stage) for stage in ends}
     memory = max(stages.values(), key=lambda use: use.total)
     seconds = time.total
-    spread = parts.axes.machine.constants.spread
+    host = setting.micro_steps * host_seconds / seconds if seconds else 0.0
+    known = cluster.device.measured or parts.axes.machine.constants.family != ""
+    spread = spread_of(time, profile, setting, known, host)
     peak = parts.axes.machine.peak("bfloat16" if setting.precision in ("float8", "float4") else setting.precision)
     devices = setting.dp * setting.tp * setting.cp * setting.pp
     mfu = 3 * profile.flops * setting.global_batch / (seconds * devices * peak) if seconds else 0.0

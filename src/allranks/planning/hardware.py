@@ -1,5 +1,6 @@
 """A cluster string or a cluster file into a Cluster; what was assumed on the way is in its notes."""
 
+import os
 import re
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from allranks.planning.this_machine import cpu_cluster, local_cluster
 
 FORM = "[NODESx]DEVICES:DEVICE[@FABRIC], e.g. 8x8:a100-80g@hdr200"
 _STRING = re.compile(
-    r"(?:(?P<nodes>\d+)\s*x\s*)?(?P<devices>\d+)\s*:\s*(?P<device>[^@:]+?)(?:@(?P<fabric>[^@]*))?", re.IGNORECASE
+    r"(?:(?P<nodes>\d{1,12})\s*x\s*)?(?P<devices>\d{1,12})\s*:\s*(?P<device>[^@:]+?)(?:@(?P<fabric>[^@]*))?",
+    re.IGNORECASE,
 )
 
 
@@ -29,7 +31,7 @@ def find_cluster(text: str) -> Cluster:
     text = text.strip()
     if text.lower() == "local":
         return local_cluster()
-    if text.lower().endswith(".toml") or Path(text).is_file():
+    if text.lower().endswith(".toml") or os.path.isfile(text):  # pathlib's raises where a name is too long
         return read_cluster(Path(text))
     return _from_string(text)
 

@@ -1,4 +1,4 @@
-"""Seconds of one operation on one rank: forward, gradient of its input, gradient of its weights, after the axes' cut."""
+"""Seconds of one operation on one rank: forward, gradient of its input, gradient of its weights."""
 
 from dataclasses import dataclass
 from typing import final
@@ -14,12 +14,12 @@ UNFUSED_KERNELS = 8
 ATTENTION_BACKWARD = 2.5
 """FlashAttention recomputes the scores: five products to the forward's two (2307.08691, section 3.1)."""
 BACKWARD_SHARE = 0.8
-"""What fused attention's backward reaches of its forward's rate (2307.08691, figures 5 and 6; 2407.08608, figures 5, 6)."""
+"""What fused attention's backward reaches of its forward's rate (2307.08691 and 2407.08608, figures 5 and 6)."""
 MOVED_BACKWARD = 2.0
 LOW = ("float8", "float4")
 
 # Unfused attention, bytes moved per score in 16 bits: products write and read it (4), the masked softmax reads and
-# writes (4), dropout too with its mask (5). Kept for the backward: softmax, dropout's output and mask (2205.05198, eq. 1).
+# writes (4), dropout too with its mask (5). Kept: softmax, dropout's output and mask (2205.05198, equation 1).
 SCORE_MOVED, SCORE_MOVED_DROPOUT = 8.0, 13.0
 SCORE_KEPT, SCORE_KEPT_DROPOUT = 2.0, 5.0
 
@@ -69,7 +69,7 @@ def is_product(operation: Operation) -> bool:
 
 
 def in_low_precision(operation: Operation, setting: Setting) -> bool:
-    """Whether a product's operands are float8 or float4: the linear layers of blocks, not the output layer, not routers."""
+    """Whether a product's operands are float8 or float4: the blocks' linear layers, not the output layer, no router."""
     return setting.precision in LOW and operation.cut not in ("vocab", "") and setting.mechanisms.low_linear
 
 

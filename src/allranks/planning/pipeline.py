@@ -31,13 +31,14 @@ def shared_out(
         if not repeated[kind]:
             stages[0 if kind < ends else -1][kind] = count
             continue
-        while count:
+        left = count
+        while left:
             while room == 0 and stage < pp - 1:
                 stage += 1
                 room = shares[stage]
-            taken = min(count, room) if stage < pp - 1 else count
+            taken = min(left, room) if stage < pp - 1 else left
             stages[stage][kind] += taken
-            count, room = count - taken, room - taken
+            left, room = left - taken, room - taken
     return tuple(tuple(stage) for stage in stages)
 
 

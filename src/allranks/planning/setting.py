@@ -30,7 +30,7 @@ class Mechanisms:
             logits (log-softmax, its gradient, and the gradient of what it picks: 12 bytes), 0.5 a fused one.
         selective: what recompute="selective" repeats: attention's scores (Megatron-LM) or every second product (torch).
         attention: whose kernels: the vendor's (cuDNN) or FlashAttention-2.
-        accumulate_bytes: moved per weight when a micro-step's gradient is added to the sum; 0 where the product does it.
+        accumulate_bytes: moved per weight when a micro-step's gradient is added to the sum; 0 where the product adds.
         temporary_gradient_bytes: per weight of one product, before that.
         contention: share of the communication behind computation by which computation gets slower.
         sends_once: a token goes to each node once, whatever number of its experts are there (DeepSeek-V3 2412.19437,
@@ -142,6 +142,8 @@ def mechanisms_of(choice: Choice) -> Mechanisms:
         optimizer_bytes=2 * wide,
         gather_bytes=gather,
         reduce_bytes=2.0 if layout.ddp_hook in LOW else wide,
+        # Autocast keeps its copies of the weights until the backward; FSDP gathers in that type instead.
+        cast_bytes=2.0 if lowered and not layout.fully_sharded else 0.0,
         fusion=0.6 if layout.compile == "block" else 1.0,
     )
 

@@ -1,0 +1,100 @@
+"""SampleOperations: the operations that transformers are made of, for samples of so many positions."""
+
+from dataclasses import dataclass
+from typing import Literal, final
+
+from allranks.model_profile import Operation
+
+WIDTHS = {"float64": 8, "float32": 4, "float8": 2, "float4": 2}
+"""Bytes of one activation; float8 and float4 lower the operands of matrix products alone."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SampleOperations:
+    """Operations on `seq` positions of `hidden` features.
+
+    Attributes:
+        width: bytes of an activation.
+        bias, gated, dropout: as in ModelShape.
+        fused: whether elementwise operations are fused into few kernels, which keep and move less.
+    """
+
+    seq: int
+    hidden: int
+    width: int
+    bias: bool
+    gated: bool
+    dropout: bool
+    fused: bool
+
+    def rows(self, features: float) -> float:
+        """Bytes of `features` at every position."""
+        return float(self.width) * self.seq * features
+
+    def norm(self, name: str) -> Operation:
+        """LayerNorm with a bias, RMSNorm without."""
+        hidden, size = self.hidden, self.hidden * (2 if self.bias else 1)
+        moved = self.rows(hidden) * 2
+        return Operation(
+            name, "norm", 5.0 * self.seq * hidden, (), moved, self.rows(hidden), self.rows(hidden), size, 4.0 * size,
+            cut="sequence",
+        )  # fmt: skip
+
+    def residual(self, name: str) -> Operation:
+        """What is added to the residual stream, dropped out before where the shape says so."""
+        hidden = self.hidden
+        moved, saved = self.rows(hidden) * 3, 0.0
+        if self.dropout:
+            saved = float(self.seq * hidden)  # the mask, one byte each
+            moved += saved if self.fused else saved + self.rows(hidden) * 2
+        return Operation(name, "elementwise", 0.0, (), moved, saved, self.rows(hidden), cut="sequence")
+
+    def matmul(
+        self, name: str, out: int, into: int, cut: Literal["", "column", "row", "vocab"], saved: float = 0.0,
+        bias: bool | None = None,
+    ) -> Operation:  # fmt: skip
+        """A linear layer; `saved` bytes of its input that no operation before has counted."""
+        bias = self.bias if bias is None else bias
+        size = out * into + (out if bias else 0)
+        flops = 2.0 * self.seq * out * into
+        moved = self.rows(out + into)
+        return Operation(
+            name, "matmul", flops, (self.seq, out, into), moved, saved, self.rows(out), size, 4.0 * size, cut=cut
+        )
+
+    def activation(self, name: str, one: float, cut: Literal["column", "expert"]) -> Operation:
+        """Between the matrices: gelu keeps input and output, silu(gate) * up keeps four tensors, three where fused."""
+        kept = (3 if self.fused else 4) if self.gated else 2
+        moved = (3 if self.fused else 5) if self.gated else 2
+        return Operation(f"{name}.activation", "elementwise", 0.0, (), one * moved, one * kept, one, cut=cut)
+
+    def scores(
+        self, heads: int, kv_heads: int, read: int, output: int, dims: tuple[int, int], causal: bool
+    ) -> Operation:
+        """Attention over `read` features of queries, keys and values; `dims` of a head's keys and values."""
+        flops = 2.0 * self.seq * self.seq * heads * sum(dims)
+        kept = self.rows(read + output) + 4.0 * self.seq * heads
+        return Operation(
+            "attention.scores", "attention", flops, (self.seq, self.seq, heads, kv_heads, dims[0]),
+            self.rows(read + output), kept, self.rows(output), cut="heads", causal=causal,
+        )  # fmt: skip
+
+    def rotary(self, features: int) -> Operation:
+        """Queries and keys turned by their positions."""
+        moved = self.rows(features) * (2 if self.fused else 5)
+        return Operation("attention.rotary", "elementwise", 0.0, (), moved, 0.0, 0.0, cut="heads")
+
+    def feed_forward(self, name: str, ffn: int) -> list[Operation]:
+        """Two matrices and what stands between them, three where it is gated."""
+        up = self.matmul(f"{name}.up", ffn * (2 if self.gated else 1), self.hidden, "column", self.rows(self.hidden))
+        down = self.matmul(f"{name}.down", self.hidden, ffn, "row")
+        return [up, self.activation(name, self.rows(ffn), "column"), down]
+
+    def expert(self, name: str, out: int, into: int, saved: float, experts: int, top_k: int) -> Operation:
+        """One matrix of every expert, of which each position uses `top_k`."""
+        rows, size = self.seq * top_k, experts * out * into
+        return Operation(
+            name, "matmul", 2.0 * rows * out * into, (rows, out, into), self.width * float(rows) * (out + into), saved,
+            self.width * float(rows) * out, size, 4.0 * size, cut="expert", active=top_k / experts, chosen=top_k,
+        )  # fmt: skip
