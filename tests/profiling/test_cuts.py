@@ -38,7 +38,7 @@ def cuts_of(make: Any, shape: tuple[int, ...], **known: Any) -> list[tuple[str, 
     calls = seen.recording.calls
     found = find_cuts(calls, structure)
     assert all(not cut for call, cut in zip(calls, found, strict=True) if call.backward)
-    asked = ("native_layer_norm", "addmm", "_scaled_dot_product_flash_attention_for_cpu", "gelu", "add", "mul", "relu")
+    asked = ("native_layer_norm", "addmm", "mm", "_scaled_dot_product_flash_attention_for_cpu", "gelu", "add", "relu")
     return [
         (c.op.removeprefix("_")[:10], cut)
         for c, cut in zip(calls, found, strict=True)
