@@ -17,8 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from allranks.errors import TaskError
 from allranks.model_profile import ModelProfile
+from allranks.profiling.cache import ProfileCache, with_digest
 from allranks.stepping.profile import trace_measured, trace_module, trace_task
-from allranks.task import Task
+from allranks.stepping.profiled_step import record
+from allranks.task import Task, load_task
+from allranks.verdict import Decision
 from tests.profiling.reality import look
 from tests.profiling.subjects import CLASSES, SEQ, VOCAB, WIDTH, Adversaries, Images, Vectors, Words, mlp
 
@@ -108,7 +111,7 @@ def test_a_longer_sequence_is_another_trace() -> None:
 def test_real_steps_give_the_same_profile(make: str) -> None:
     traced, measured = trace_task(Vectors(make=make)), trace_measured(Vectors(make=make))
     assert measured.source == "measured"
-    assert replace(measured, source="traced") == traced
+    assert with_digest(replace(measured, source="traced")) == traced
 
 
 @pytest.mark.parametrize(
@@ -174,9 +177,70 @@ def test_a_trace_draws_nothing() -> None:
     assert torch.equal(before[2], after[2])
 
 
+USERS = """
+from torch import nn
+from tests.profiling.subjects import Vectors
+
+class Users(Vectors):
+    width: int = 7
+
+    def model(self):
+        return nn.Sequential(nn.Linear(24, self.width), nn.ReLU(), nn.Linear(self.width, 5))
+"""
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A step that was recorded, for each."""
+    found: list[object] = []
+
+    def watched(*given: Any) -> Any:
+        found.append(given[-1])
+        return record(*given)
+
+    monkeypatch.setattr("allranks.stepping.profile.record", watched)
+    return found
+
+
+def test_a_model_is_read_once(tmp_path: Path, recorded: list[object]) -> None:
+    """Another setting, precision or line of the user's file is another model, and so is a broken entry."""
+    file = tmp_path / "task_to_cache.py"
+    file.write_text(USERS)
+    cache = ProfileCache(tmp_path / "profiles")
+    task = load_task(str(file))
+
+    def trace(task: Task, precision: str = "bfloat16") -> tuple[ModelProfile, bool]:
+        del recorded[:]
+        return trace_task(task, precision, cache=cache), bool(recorded)
+
+    first, is_new = trace(task)
+    assert is_new
+    assert trace(load_task(str(file))) == (first, False)
+    assert trace(load_task(str(file), {"width": 8}))[1]
+    assert trace(task, "float32")[1]
+    assert trace(task) == (first, False)
+    file.write_text(USERS.replace("nn.ReLU()", "nn.Tanh()"))
+    assert trace(task)[1]
+    for entry in (tmp_path / "profiles").iterdir():
+        entry.write_text("{")
+    assert trace(task) == (first, True)
+    assert trace(task) == (first, False)
+
+
+def test_a_model_of_no_file_is_read_each_time(tmp_path: Path, recorded: list[object]) -> None:
+    told: list[Decision] = []
+    made = type("Made", (Vectors,), {"__module__": "no_file_of_a_notebook"})
+    for _ in range(2):
+        trace_task(made(), cache=ProfileCache(tmp_path), tell=told.append)
+    assert len(recorded) == 4
+    assert str(told[0]).endswith("not kept for the next time, because part of its code is in no file")
+    assert not list(tmp_path.iterdir())
+
+
 GIANT = """
 import resource
 from torch import nn
+from allranks.profiling.cache import ProfileCache, with_digest
 from allranks.stepping.profile import trace_measured, trace_module, trace_task
 from tests.profiling.subjects import Vectors
 

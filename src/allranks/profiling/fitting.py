@@ -4,11 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import final
+from typing import Literal, final
 
 from torch import nn
 
 from allranks.model_profile import Block, ModelProfile, Operation
+from allranks.profiling.cache import with_digest
 from allranks.profiling.recording import Recording
 from allranks.profiling.segments import Piece, Segment, cut_into_segments
 from allranks.profiling.structure import Structure
@@ -25,7 +26,7 @@ class Seen:
 
 
 def build_profile(
-    structure: Structure, seen: Sequence[Seen], *, precision: str, source: str, digest: str = ""
+    structure: Structure, seen: Sequence[Seen], *, precision: str, source: Literal["traced", "measured"]
 ) -> ModelProfile:
     """The profile from one or two recordings.
 
@@ -40,7 +41,7 @@ def build_profile(
     attention = [p.shape for s in parts[-1] for p in s.pieces if p.kind == "attention" and p.shape]
     seq = max((shape[0] for shape in attention), default=0)
     blocks = [_block(structure, fit, alike, seq or tokens) for alike in zip(*parts, strict=True)]
-    return ModelProfile(
+    found = ModelProfile(
         name=structure.name,
         blocks=tuple(_join_equal(blocks)),
         precision=precision,
@@ -56,9 +57,9 @@ def build_profile(
         context_parallel=bool(attention) and not structure.stateful and not structure.coupled,
         coupled=structure.coupled,
         source=source,
-        digest=digest,
         facts=_facts(structure, fit, [one.recording for one in seen]),
     )
+    return with_digest(found)
 
 
 @final

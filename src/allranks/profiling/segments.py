@@ -156,4 +156,6 @@ def _add_unread(segments: list[Segment], structure: Structure, units: Units, see
         segment = next((found for found in segments if found.unit == unit), None)
         if segment is None:
             segments.append(segment := Segment(unit, unit in units.blocks))
-        segment.pieces.append(Piece("unread", path[-1], "elementwise", "", parameters=[name]))
+        if not (segment.pieces and segment.pieces[-1].name == "unread" and segment.pieces[-1].place == path[-1]):
+            segment.pieces.append(Piece("unread", path[-1], "elementwise", ""))
+        segment.pieces[-1].parameters.append(name)
