@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shlex
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -166,7 +168,7 @@ def _write(request: PlanRequest, subject: Subject, plan: Plan) -> None:
     if request.html is not None:
         from allranks.reporting.plan_page import write_plan_page
 
-        write_plan_page(plan, request.html)
+        write_plan_page(plan, request.html, shlex.join(["allranks", *sys.argv[1:]]))
 
 
 def _beside(task: str | None, folder: Path) -> str | None:
