@@ -26,7 +26,7 @@ TIME = StepTime(
 )
 TRAFFIC = (
     Traffic("pp", "hdr200", 1.7e10, 512, 0.9, 0.55),
-    Traffic("dp_shard", "hdr200", 3.5e10, 96, 1.6, 1.2),
+    Traffic("dp", "hdr200", 3.5e10, 96, 1.6, 1.2),
     Traffic("tp", "nvlink3", 1.1e12, 20480, 5.2, 1.1),
 )
 
@@ -43,7 +43,9 @@ def make_estimate(
     seq: int = 8192,
 ) -> Estimate:
     """An Estimate whose sums agree with its parts."""
-    stages = {0: memory, layout.pp // 2: replace(memory, activations=0.6 * memory.activations)} if layout.pp > 1 else {}
+    stages = {0: memory}
+    if layout.pp > 1:
+        stages[layout.pp // 2] = replace(memory, activations=0.6 * memory.activations)
     total, seconds = memory.total, time.total
     rate = global_batch / seconds
     return Estimate(

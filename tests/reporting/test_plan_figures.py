@@ -1,11 +1,14 @@
 """The figures hold the plan's values: every part, the interval, the capacity, every micro-step."""
 
 import re
+from dataclasses import fields
 
 import pytest
 
+from allranks.layout import Layout
 from allranks.plan import MemoryUse, StepTime
-from allranks.reporting.plan_figures import CAUSES, COLOURS, HOLDINGS, draw_memory, draw_timeline, draw_times, parts_of
+from allranks.reporting.page import COLOURS
+from allranks.reporting.plan_figures import CAUSES, HOLDINGS, draw_memory, draw_timeline, draw_times, parts_of
 from allranks.reporting.plotly_bundle import read_asset
 from allranks.reporting.timeline import make_timeline
 from tests.reporting import plans
@@ -16,6 +19,7 @@ ESTIMATE = plans.make_estimate()
 def test_parts_have_the_noun_s_values_and_a_colour_each() -> None:
     for whole, labels in ((plans.MEMORY, HOLDINGS), (plans.TIME, CAUSES)):
         parts = parts_of(whole)
+        assert [part.name for part in parts] == [part.name for part in fields(whole)]
         assert [part.label for part in parts] == list(labels.values())
         assert sum(part.size for part in parts) == pytest.approx(whole.total)
         assert len({part.colour for part in parts}) == len(parts)
@@ -85,6 +89,22 @@ def test_times_have_a_row_for_each_configuration() -> None:
     assert sum(values["best"] for values in bars.values()) == pytest.approx(ESTIMATE.time.total)
     assert figure.layout.yaxis.categoryarray == ("best", "no. 2") and figure.layout.yaxis.autorange == "reversed"
     assert figure.layout.xaxis.range[1] > 46.0 and figure.layout.xaxis.title.text == "s"
+
+
+def test_a_step_that_takes_much_longer_is_cut_and_named() -> None:
+    long, longer = (plans.make_estimate(time=StepTime(compute=seconds)) for seconds in (60.0, 600.0))
+    figure = draw_times({"best": ESTIMATE, "no. 2": long, "no. 3": longer})
+    assert figure.layout.xaxis.range[1] == pytest.approx(1.06 * 69.0)
+    assert [(note.y, note.text) for note in figure.layout.annotations] == [("no. 3", "<b>10 min 00 s →</b>")]
+
+
+def test_long_steps_are_in_minutes() -> None:
+    figure = draw_times({"closest": plans.make_estimate(time=StepTime(compute=6000.0))})
+    assert figure.layout.xaxis.title.text == "min" and figure.data[0].x[0] == pytest.approx(100.0)
+
+
+def test_stages_are_those_of_a_pipeline() -> None:
+    assert draw_memory(plans.make_estimate(Layout(dp_shard=64))).layout.yaxis.categoryarray == ("fullest",)
 
 
 def test_short_steps_are_in_milliseconds() -> None:

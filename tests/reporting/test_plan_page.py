@@ -113,6 +113,31 @@ def test_what_may_fit_is_called_unsure() -> None:
     assert "Not sure to fit" in text and "not sure41.2%" in text
 
 
+def test_limits_that_are_not_kept_stand_in_the_verdict() -> None:
+    text = read(replace(plans.pipelined(), unmet=("takes 150 d, more than the 30 d of --deadline",))).text
+    assert "Not met: takes 150 d, more than" in text[: text.index("Memory of a device")]
+
+
+def test_what_the_host_keeps_is_said() -> None:
+    best = replace(plans.make_estimate(), host_bytes=3e11, host_capacity_bytes=2e12)
+    text = read(replace(plans.pipelined(), best=Ranked(best, "fast"))).text
+    assert "keep 300.0 GB in its host memory, of 2.0 TB" in text
+    full = replace(best, host_capacity_bytes=2e11)
+    text = read(replace(plans.pipelined(), best=None, closest=Ranked(full, "no room"))).text
+    assert "Does not fit: the host memory of a node is too small." in text
+
+
+def test_how_positions_are_exchanged_is_said_beside_the_layout() -> None:
+    best = plans.make_estimate(Layout(cp=4, dp_shard=16, context="ring"))
+    assert "Best: dp_shard=16,cp=4 context=ring" in read(replace(plans.pipelined(), best=Ranked(best, "fast"))).text
+    assert "context=" not in read(plans.pipelined()).text
+
+
+def test_data_axes_have_the_link_of_dp() -> None:
+    text = read(plans.pipelined()).text
+    assert "dp_shard=2 32 groups of 2 ranks, over 2 nodes; over hdr200." in text
+
+
 def test_one_device_has_samples_and_no_axes() -> None:
     text = read(plans.single()).text
     assert "samples a second23.7k" in text and "tokens" not in text
@@ -167,10 +192,11 @@ def test_every_string_is_escaped() -> None:
         notes=(EVIL,),
         what_ifs=(replace(plan.what_ifs[1], change=EVIL, because=EVIL),),
         bill=replace(plan.bill, currency=EVIL, because=EVIL),
+        unmet=(EVIL,),
     )
     page = render_plan_page(evil, EVIL)
     assert "<script>alert" not in page
-    assert read(evil, EVIL).text.count(EVIL) >= 14
+    assert read(evil, EVIL).text.count(EVIL) >= 15
 
 
 def test_ranked_are_named_by_their_place() -> None:

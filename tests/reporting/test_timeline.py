@@ -124,7 +124,8 @@ def test_every_second_of_the_estimate_is_drawn() -> None:
     time = StepTime(**{name: float(place + 1) for place, name in enumerate(names)})
     found = timeline("1f1b", 4, pp=1, time=time)
     assert found.seconds + sum(seconds for _, seconds in found.after) == pytest.approx(time.total - time.bubble)
-    assert dict(found.after) == {name: getattr(time, name) for name in ("data", "optimizer", "input", "checkpoint")}
+    besides = ("data", "optimizer", "input", "checkpoint", "offload")
+    assert dict(found.after) == {name: getattr(time, name) for name in besides}
 
 
 def test_what_is_computed_again_belongs_to_the_backward() -> None:

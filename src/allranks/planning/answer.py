@@ -46,6 +46,7 @@ def make_plan(question: Question) -> Plan:
         closest=None if found.best or found.nearest is None else Ranked(found.nearest, why_unfit(found.nearest)),
         notes=(*question.notes, *question.cluster.notes),
         num_devices=question.cluster.num_devices,
+        nodes=question.cluster.nodes,
         parameters=profile.parameters,
         seq=profile.seq,
         what_ifs=tuple(what_if(change, first, question) for change in dict.fromkeys(changes) if first is not None),

@@ -8,6 +8,12 @@ from allranks.reporting.plotly_bundle import SCRIPT, read_asset
 if TYPE_CHECKING:
     from markupsafe import Markup
 
+COLOURS = (
+    *("#3b82c4", "#c8741a", "#3f9355", "#c9504c", "#8a6ccc", "#1f939e"),
+    *("#c962a0", "#75808a", "#958724", "#8f6d58", "#5f6bd3", "#a3775f"),
+)
+"""At least 3 to 1 against the light and the dark background."""
+
 CLEAR = "rgba(0,0,0,0)"
 CONFIG = {"displayModeBar": False, "displaylogo": False, "responsive": True}
 

@@ -5,14 +5,9 @@ from dataclasses import dataclass, fields
 from typing import Any, final
 
 from allranks.plan import Estimate, MemoryUse, StepTime
+from allranks.reporting.page import COLOURS
 from allranks.reporting.timeline import Timeline
 from allranks.units import format_bytes, format_seconds
-
-COLOURS = (
-    *("#3b82c4", "#c8741a", "#3f9355", "#c9504c", "#8a6ccc", "#1f939e"),
-    *("#c962a0", "#75808a", "#958724", "#8f6d58", "#5f6bd3"),
-)
-"""At least 3 to 1 against the page's light and dark background."""
 
 HOLDINGS = {
     "weights": "weights",
@@ -36,9 +31,13 @@ CAUSES = {
     "optimizer": "optimizer",
     "input": "input",
     "checkpoint": "checkpoints",
+    "offload": "moves to the host",
 }
 KINDS = {"forward": "forward", "backward": "backward", "weight": "backward of the weights"}
 ROW, MARGIN = 38, 64  # pixels
+
+CUT = 3.0
+"""A step that takes so many times the first one's is cut off at the figure's edge, and its time stands there."""
 
 
 @final
@@ -57,14 +56,14 @@ def parts_of(whole: MemoryUse | StepTime) -> tuple[Part, ...]:
     labels = HOLDINGS if isinstance(whole, MemoryUse) else CAUSES
     names = [part.name for part in fields(whole)]
     return tuple(
-        Part(name, labels[name], colour, float(getattr(whole, name)))
-        for name, colour in zip(names, COLOURS, strict=False)
+        Part(name, labels[name], COLOURS[place], float(getattr(whole, name))) for place, name in enumerate(names)
     )
 
 
 def draw_memory(estimate: Estimate) -> Any:
     """Bytes by category on the fullest rank and on the stages, the interval of the peak, and the device's capacity."""
-    rows = {"fullest": estimate.memory} | {f"stage {stage}": use for stage, use in sorted(estimate.stages.items())}
+    stages = sorted(estimate.stages.items()) if estimate.choice.layout.pp > 1 else []
+    rows = {"fullest": estimate.memory} | {f"stage {stage}": use for stage, use in stages}
     figure = _stack({name: parts_of(use) for name, use in rows.items()}, 1e-9, format_bytes)
     peak = estimate.peak_bytes
     _add_interval(figure, "fullest", (peak.low, peak.expected, peak.high), 1e-9, format_bytes)
@@ -80,23 +79,30 @@ def draw_memory(estimate: Estimate) -> Any:
 
 def draw_times(estimates: Mapping[str, Estimate]) -> Any:
     """Seconds of a step by cause, one row for each name, with the interval of the whole."""
-    longest = max(estimate.step_seconds.high for estimate in estimates.values())
-    scale, unit = (1.0, "s") if longest >= 1 else (1e3, "ms")
+    first, *others = (estimate.step_seconds.high for estimate in estimates.values())
+    longest = max([first, *(high for high in others if high <= CUT * first)])
+    scale, unit = _time_unit(longest)
     figure = _stack({name: parts_of(estimate.time) for name, estimate in estimates.items()}, scale, format_seconds)
     for name, estimate in estimates.items():
         seconds = estimate.step_seconds
         _add_interval(figure, name, (seconds.low, seconds.expected, seconds.high), scale, format_seconds)
+        if seconds.high > longest:
+            told = f"<b>{format_seconds(seconds.expected)} →</b>"
+            figure.add_annotation(
+                x=1, xref="paper", xanchor="right", y=name, text=told, showarrow=False, bgcolor="#3b4551",
+                font={"color": "#ffffff"}, name="cut",
+            )  # fmt: skip
     figure.update_xaxes(title_text=unit, range=[0, longest * scale * 1.06])
     return figure
 
 
 def draw_timeline(timeline: Timeline, num_ranks: int) -> Any:
-    """One row for each rank of the pipeline; further chunks of a rank are paler."""
+    """One row for each place in the pipeline; further stages of a place are paler."""
     from plotly.graph_objects import Figure
 
     end = timeline.seconds + sum(seconds for _, seconds in timeline.after)
-    scale, unit = (1.0, "s") if end >= 1 else (1e3, "ms")
-    names = [f"rank {rank}" for rank in range(num_ranks)] if num_ranks > 1 else ["device"]
+    scale, unit = _time_unit(end)
+    names = [f"pp {rank}" for rank in range(num_ranks)] if num_ranks > 1 else ["device"]
     figure = Figure()
     colours = dict(zip(KINDS, COLOURS, strict=False))
     for kind, chunk in sorted({(bar.action.kind, bar.action.stage // num_ranks) for bar in timeline.bars}):
@@ -125,6 +131,11 @@ def draw_timeline(timeline: Timeline, num_ranks: int) -> Any:
     figure.update_layout(barmode="overlay", bargap=0.12, dragmode="zoom")
     figure.update_xaxes(title_text=unit, range=[0, end * scale], fixedrange=False)
     return figure
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    """What seconds are multiplied with on an axis that ends there, and the name of that unit."""
+    return (1 / 60, "min") if seconds > 600 else (1.0, "s") if seconds >= 1 else (1e3, "ms")
 
 
 def _short(value: float) -> float:

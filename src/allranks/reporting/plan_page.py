@@ -7,10 +7,10 @@ from typing import Any, final
 
 from allranks.durable import replacing, write_synced
 from allranks.errors import ConfigError
-from allranks.plan import Estimate, Plan, Ranked, Refusal, Span
+from allranks.plan import Estimate, Plan, Ranked, Refusal, Span, Traffic
 from allranks.reporting.axis_places import Axis, Node, devices_on_node, place_axes, show_nodes
-from allranks.reporting.page import draw_figure, render_template
-from allranks.reporting.plan_figures import COLOURS, KINDS, Part, draw_memory, draw_timeline, draw_times, parts_of
+from allranks.reporting.page import COLOURS, draw_figure, render_template
+from allranks.reporting.plan_figures import KINDS, Part, draw_memory, draw_timeline, draw_times, parts_of
 from allranks.reporting.timeline import Timeline, make_timeline
 from allranks.units import format_bytes, format_count, format_seconds
 
@@ -122,10 +122,15 @@ def show_axes(plan: Plan, estimate: Estimate) -> tuple[AxisView, ...]:
         AxisView(
             axis,
             show_nodes(axis, layout.world_size, plan.nodes, per_node),
-            tuple(dict.fromkeys(row.link for row in estimate.traffic if row.axis == axis.name)),
+            tuple(dict.fromkeys(row.link for row in estimate.traffic if _carries(row, axis.name))),
         )
         for axis in place_axes(layout, per_node)
     )
+
+
+def _carries(row: Traffic, axis: str) -> bool:
+    """Whether the row is of this axis; "dp" is of both data axes."""
+    return row.axis == axis or axis.startswith(f"{row.axis}_")
 
 
 def _present(parts: Sequence[Part]) -> tuple[Part, ...]:

@@ -158,7 +158,7 @@ def make_timeline(choice: Choice, time: StepTime) -> Timeline | None:
     orders = [order_actions(layout, rank, shown) for rank in range(layout.pp)]
     bars, seconds = run_actions(orders, layout.num_stages, lengths.__getitem__)
     busy = shown * (layout.num_stages // layout.pp) * (forward + backward)
-    causes = ("data", "optimizer", "input", "checkpoint")
+    causes = ("data", "optimizer", "input", "checkpoint", "offload")
     after = tuple((cause, getattr(time, cause)) for cause in causes if getattr(time, cause) > 0)
     return Timeline(bars, shown, choice.micro_steps, seconds, seconds - busy, after)
 
