@@ -115,6 +115,8 @@ class Estimate:
         peak_bytes, step_seconds: with their 90% intervals; capacity_bytes: what a device has for the process.
         mfu: model FLOPs (forward and backward once, without recomputation; attention not halved) over the peak.
         samples_per_second, tokens_per_second: of the whole cluster.
+        host_bytes, host_capacity_bytes: what the processes of a node keep in its memory, and what there is of it for
+            them; None where nobody knows.
     """
 
     choice: Choice
@@ -128,11 +130,23 @@ class Estimate:
     mfu: float
     samples_per_second: float
     tokens_per_second: float
+    host_bytes: float = 0.0
+    host_capacity_bytes: float | None = None
 
     @property
     def fits(self) -> bool:
-        """Whether the expected peak, with what the interval adds, stays below the capacity."""
-        return self.peak_bytes.high <= self.capacity_bytes
+        """Whether the expected peak, with what the interval adds, stays below the capacity, and the host has room."""
+        return self.peak_bytes.high <= self.capacity_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether what is moved to the host has room there."""
+        return self.host_capacity_bytes is None or self.host_bytes <= self.host_capacity_bytes
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether the interval of the peak holds the capacity: neither a fit nor a miss is certain."""
+        return self.peak_bytes.low <= self.capacity_bytes < self.peak_bytes.high
 
 
 @final
@@ -148,10 +162,59 @@ class Refusal:
 @final
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """An Estimate in its place, with the one line that says why there."""
+    """An Estimate in its place, with the one line that says why there.
+
+    Attributes:
+        family: the plain strategy that it is the best of ("ddp", "fsdp", "tp" ...); "" where it has its place by its
+            own time and memory.
+    """
 
     estimate: Estimate
     because: str
+    family: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """One change, and what it does to the best.
+
+    Attributes:
+        change: as a user writes it, "recompute=full".
+        estimate: the best with that change alone; None where it is refused.
+        because: the difference in memory and time, or the reason of the refusal.
+    """
+
+    change: str
+    estimate: Estimate | None
+    because: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What a number of tokens takes: time, and where somebody gave price and watts, money and energy.
+
+    Attributes:
+        tokens: to train on; samples of a model without tokens.
+        steps: optimizer steps; seconds: all of them, without failures.
+        device_hours: of all devices together.
+        money, kilowatt_hours: None where nobody knows price or watts; because says so, or where they come from.
+    """
+
+    tokens: float
+    steps: int
+    seconds: Span
+    device_hours: float
+    money: float | None
+    currency: str
+    kilowatt_hours: float | None
+    because: str
+
+    @property
+    def days(self) -> float:
+        """As expected."""
+        return self.seconds.expected / 86400
 
 
 @final
@@ -160,8 +223,14 @@ class Plan:
     """The best, its runners-up (the Pareto front of time and memory first), and who was refused.
 
     Attributes:
-        model, cluster: their names; searched: how many Choices were estimated.
+        model, cluster: their names; num_devices of the latter, on so many equal nodes; parameters of the former.
+        seq: positions of a sample; 0 where it has none.
+        searched: how many Choices were estimated.
         best: None where nothing fits; closest: then what came nearest.
+        what_ifs: one change each, of the best or the closest.
+        bill: of the best, where a number of tokens was given.
+        notes: what was decided for the user, and why.
+        unmet: limits of time or money that the best does not keep, one line each.
     """
 
     model: str
@@ -172,3 +241,15 @@ class Plan:
     refusals: tuple[Refusal, ...]
     closest: Ranked | None = None
     notes: tuple[str, ...] = field(default=())
+    num_devices: int = 1
+    nodes: int = 1
+    parameters: int = 0
+    seq: int = 0
+    what_ifs: tuple[WhatIf, ...] = ()
+    bill: Bill | None = None
+    unmet: tuple[str, ...] = ()
+
+    @property
+    def leading(self) -> Ranked | None:
+        """The best, or where nothing fits what came nearest."""
+        return self.best or self.closest

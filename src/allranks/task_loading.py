@@ -153,6 +153,12 @@ def user_line(error: BaseException) -> str:
     return (place + "".join(traceback.format_exception_only(error))).rstrip()
 
 
+def user_place(error: BaseException) -> str:
+    """The same line's place alone, `file.py:12`; "" where none of it is the user's."""
+    users = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return f"{Path(users[-1].filename).name}:{users[-1].lineno}" if users else ""
+
+
 def describe(value: Any, depth: int = 2) -> str:
     """A batch in words: types, names and shapes, never values of tensors."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):  # this module imports no torch

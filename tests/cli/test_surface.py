@@ -12,6 +12,11 @@ SURFACE = {
     "allranks train": (
         "ARGUMENTS... --change --device --help --json --layout --nproc --resume --run --run-dir --show --show-sharding"
     ),
+    "allranks plan": (
+        "ARGUMENTS... --budget --cluster --deadline --experts --explain --ffn --global-batch --gpus --guide --heads "
+        "--help --hidden --html --json --kv-heads --layers --layout --micro-batch --precision --price --save --seq "
+        "--tokens --top-k --vocab --watts --what-if"
+    ),
     "allranks new": "PATH --help --json",
     "allranks doctor": "--calibrate --device --help --json --nproc --output --quick",
     "allranks report": "RUN --help --json",

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from allranks import __version__
-from allranks.cli import bench, checkpoint, doctor, new, report, train
+from allranks.cli import bench, checkpoint, doctor, new, plan, report, train
 from allranks.cli.output import print_error
 from allranks.errors import AllranksError, ConfigError
 
@@ -26,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 app.command("train")(train.train)
+app.command("plan")(plan.plan)
 app.command("new")(new.new)
 app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)

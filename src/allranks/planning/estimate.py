@@ -10,8 +10,9 @@ from allranks.planning.axis_traffic import Axes, axes_of
 from allranks.planning.block_cost import BlockCost, block_cost
 from allranks.planning.collectives import send_seconds
 from allranks.planning.data_traffic import DataCost, data_cost
+from allranks.planning.host_traffic import host_bytes, host_capacity_bytes, host_seconds, moves
 from allranks.planning.memory import memory_use, slack_bytes
-from allranks.planning.pipeline import pipeline_seconds, stages_of
+from allranks.planning.pipeline import pipeline_seconds, stages_of, under_way
 from allranks.planning.setting import Setting, setting_of
 from allranks.planning.uncertainty import spread_of
 
@@ -20,8 +21,6 @@ MEMORY_LOW, MEMORY_HIGH = 0.94, 1.03
 it: a fit is what fits with that much more. See docs/explanation/planner.md."""
 USABLE = 0.985
 """Of a device's memory: the driver keeps the rest (an A100 80 GB gives 79.15 GiB to torch, an H100 79.1)."""
-HOST_BANDWIDTH = 2.0e10
-"""Bytes/s between a device and its host where nobody gave them: PCIe 4.0 x16 as reached."""
 MEETING = 6.0
 """Host and device wait for each other where neither is clearly the faster: the step is the norm of this order of both,
 12% above them where they are equal."""
@@ -42,6 +41,7 @@ class Cost:
     step_seconds: Span
     traffic: tuple[Traffic, ...]
     mfu: float
+    host_bytes: float = 0.0
 
 
 def estimate(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
@@ -61,6 +61,8 @@ def estimate(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimat
         mfu=cost.mfu,
         samples_per_second=samples,
         tokens_per_second=samples * profile.tokens,
+        host_bytes=cost.host_bytes,
+        host_capacity_bytes=host_capacity_bytes(cluster),
     )
 
 
@@ -141,9 +143,10 @@ def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting) 
     _, bubble = pipeline_seconds(setting.schedule, forward, backward, weight, setting.chunks, setting.micro_steps)
     worst = max(range(len(stages)), key=lambda i: forward[i] + backward[i] + weight[i])
     data = _data(parts, setting, layers, forward, backward, weight)
-    kept = sum(n * cost.kept_bytes for n, cost in zip(layers[worst], parts.costs, strict=True))
-    offload = _offload(setting, cluster, kept, forward[worst], backward[worst] + weight[worst])
-    time = _step_time(stages[worst], setting, bubble, data, send, offload)
+    waits = host_seconds(
+        profile, cluster, setting, parts.costs, layers[worst], forward[worst], backward[worst] + weight[worst]
+    )
+    time = _step_time(stages[worst], setting, bubble, data, send, waits)
     return _cost(profile, cluster, setting, parts, layers, time, data, stages[worst].host)
 
 
@@ -157,14 +160,6 @@ def _send(profile: ModelProfile, setting: Setting, axes: Axes) -> float:
     size /= setting.tp if setting.sequence_parallel or how.scattered_sends else 1
     hops = setting.chunks * (1 - how.overlap_pipeline)
     return send_seconds(axes.pipeline, size, axes.pipeline.crosses) * hops
-
-
-def _offload(setting: Setting, cluster: Cluster, kept_bytes: float, forward: float, backward: float) -> float:
-    """Seconds of a micro-step that wait for activations on the way to the host and back (ZeRO-Infinity 2104.07857)."""
-    if setting.offload not in ("activations", "all"):
-        return 0.0
-    one_way = kept_bytes / (cluster.host_bandwidth or HOST_BANDWIDTH)
-    return max(0.0, one_way - forward) + max(0.0, one_way - backward)
 
 
 def _data(
@@ -183,7 +178,9 @@ def _data(
     return max(candidates, key=lambda cost: cost.exposed + cost.update)
 
 
-def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, send: float, offload: float) -> StepTime:
+def _step_time(
+    stage: _Stage, setting: Setting, bubble: float, data: DataCost, send: float, waits: float
+) -> StepTime:
     steps = setting.micro_steps
     return StepTime(
         compute=steps * (stage.forward + stage.backward + stage.weight + stage.host),
@@ -195,7 +192,7 @@ def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, s
         pipeline=2 * steps * send,
         bubble=bubble,
         optimizer=data.update,
-        offload=steps * offload,
+        offload=waits,
     )
 
 
@@ -229,7 +226,18 @@ def _cost(
         step_seconds=Span(seconds / spread, seconds, seconds * spread),
         traffic=_traffic(setting, parts, layers, data, time),
         mfu=mfu,
+        host_bytes=_host_bytes(profile, cluster, setting, parts, layers[0]),
     )
+
+
+def _host_bytes(
+    profile: ModelProfile, cluster: Cluster, setting: Setting, parts: _Parts, held: tuple[int, ...]
+) -> float:
+    """Of a node whose devices all are of the first stage, which has the most micro-steps under way."""
+    if not moves(setting):
+        return 0.0
+    times = under_way(setting.schedule, 0, setting.pp, setting.chunks, setting.micro_steps)
+    return cluster.devices_per_node * host_bytes(profile, parts.costs, held, times)
 
 
 def _traffic(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from allranks.model_profile import ModelProfile
 from allranks.plan import MemoryUse
 from allranks.planning.block_cost import BlockCost
+from allranks.planning.host_traffic import moves, staying_bytes
 from allranks.planning.pipeline import under_way
 from allranks.planning.setting import Setting
 
@@ -24,11 +25,11 @@ def memory_use(
     times = under_way(setting.schedule, stage, setting.pp, setting.chunks, setting.micro_steps)
     kept = sum(count * cost.kept_bytes for count, cost in here) * times
     if setting.pp > 1 and how.pipeline_outputs:
-        kept += times * setting.chunks * max(cost.entry_bytes for _, cost in here)
-    if setting.offload in ("activations", "all"):
-        kept = 0.0
-    working = max(cost.working_bytes for _, cost in here)
-    logits = max(cost.logits_bytes for _, cost in here)
+        kept += times * setting.chunks * max((cost.entry_bytes for _, cost in here), default=0.0)
+    if moves(setting):
+        kept = staying_bytes(profile, costs, held, times)
+    working = max((cost.working_bytes for _, cost in here), default=0.0)
+    logits = max((cost.logits_bytes for _, cost in here), default=0.0)
     gathered = _gathered_bytes(setting, here)
     loose = kept + max(working, logits) + gathered
     # The update starts when the activations are gone.
@@ -82,6 +83,6 @@ def _gathered_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> 
         whole = sum(count * (cost.parameters + cost.expert_parameters) for count, cost in here)
         return whole * (how.gather_bytes + (0.0 if how.reduces_every_micro_step else how.reduce_bytes))
     if setting.zero >= 3:
-        largest = max(cost.parameters + cost.expert_parameters for _, cost in here)
+        largest = max((cost.parameters + cost.expert_parameters for _, cost in here), default=0.0)
         return 2 * largest * how.gather_bytes + largest * how.reduce_bytes
     return sum(count * (cost.parameters + cost.expert_parameters) for count, cost in here) * how.cast_bytes

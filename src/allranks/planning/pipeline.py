@@ -63,7 +63,9 @@ def _shares(total: int, pp: int, chunks: int) -> list[int]:
 def stages_of(profile: ModelProfile, pp: int, chunks: int) -> tuple[tuple[int, ...], ...]:
     """The same for a profile."""
     blocks = profile.blocks
-    return shared_out(tuple(b.count for b in blocks), tuple(b.repeated for b in blocks), pp, chunks)
+    # A model in which nothing repeats is cut between its parts.
+    repeated = tuple(b.repeated if profile.num_repeated else b.parameters > 0 for b in blocks)
+    return shared_out(tuple(b.count for b in blocks), repeated, pp, chunks)
 
 
 def under_way(schedule: str, stage: int, pp: int, chunks: int, micro_steps: int) -> float:

@@ -1,0 +1,82 @@
+"""`allranks plan`: will it fit, which layout, how fast, how much, and why not the others."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from allranks.errors import ConfigError
+from allranks.plan_request import PlanRequest
+
+
+def _option(name: str, text: str, metavar: str = "N", panel: str | None = None) -> Any:
+    return typer.Option(name, metavar=metavar, help=text, show_default=False, rich_help_panel=panel)
+
+
+def _size(name: str, text: str) -> Any:
+    return _option(name, f"Of a model without a name: {text}.")
+
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="TASK|NAME|config.json [RUN.toml] [KEY=VALUE]",
+        help="What to plan: a Task (file.py, file.py:Name, package.module:Name), a name such as llama3-8b, or a "
+        "Hugging Face config.json; for a Task also a config file and config keys.",
+        show_default=False,
+    ),
+]
+CLUSTER = _option("--cluster", "8x8:a100-80g, 4:h100@ndr400, 1x2:cpu, local or a TOML file; several: compared.", "C")
+PRECISION = _option("--precision", "bfloat16, float16, float32, float64, several with commas, or any.", "P")
+LAYOUT = _option("--layout", "Weigh this layout; auto,recompute=full: fix a mode, search the rest.", "L")
+SEQ = _option("--seq", "Positions of a sample (32k); ?: as many as fit.", "N|?")
+WHAT_IF = _option("--what-if", "One more change to look at: recompute=full, tp=4, seq=32768.", "KEY=VALUE")
+JSON = typer.Option("--json", help="One JSON document on standard output, all else on standard error.")
+
+
+def plan(
+    arguments: Arguments = None,
+    cluster: Annotated[list[str] | None, CLUSTER] = None,
+    seq: Annotated[str | None, SEQ] = None,
+    global_batch: Annotated[int | None, _option("--global-batch", "Samples per optimizer step.")] = None,
+    micro_batch: Annotated[int | None, _option("--micro-batch", "Samples per forward; not given: searched.")] = None,
+    precision: Annotated[str | None, PRECISION] = None,
+    gpus: Annotated[str | None, _option("--gpus", "Devices of this kind; ?: as few as do.", "N|?")] = None,
+    layout: Annotated[str | None, LAYOUT] = None,
+    what_if: Annotated[list[str] | None, WHAT_IF] = None,
+    tokens: Annotated[str | None, _option("--tokens", "To train on (15T): time, money, energy.")] = None,
+    deadline: Annotated[str | None, _option("--deadline", "The time for them: 30d, 12h.", "TIME")] = None,
+    budget: Annotated[float | None, _option("--budget", "The money for them.", "MONEY")] = None,
+    price: Annotated[float | None, _option("--price", "Of one device for an hour.", "MONEY")] = None,
+    watts: Annotated[float | None, _option("--watts", "Of one device.", "W")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="The decision guide and the blocks, in numbers.")] = False,
+    guide: Annotated[bool, typer.Option("--guide", help="The decision guide, without a model.")] = False,
+    save: Annotated[Path | None, _option("--save", "Write plan.json and RUN.toml there.", "DIR")] = None,
+    html: Annotated[Path | None, _option("--html", "Write the plan as one page.", "FILE")] = None,
+    layers: Annotated[int | None, _size("--layers", "its blocks")] = None,
+    hidden: Annotated[int | None, _size("--hidden", "its width")] = None,
+    heads: Annotated[int | None, _size("--heads", "attention heads")] = None,
+    kv_heads: Annotated[int | None, _size("--kv-heads", "key-value heads")] = None,
+    ffn: Annotated[int | None, _size("--ffn", "the feed-forward's width, else 4 * hidden")] = None,
+    vocab: Annotated[int | None, _size("--vocab", "vocabulary")] = None,
+    experts: Annotated[int | None, _size("--experts", "experts of a layer")] = None,
+    top_k: Annotated[int | None, _size("--top-k", "experts that a position uses")] = None,
+    json: Annotated[bool, JSON] = False,
+) -> int:
+    """Say before anything is rented whether a model fits, which layout is the fastest, how fast, and why not others.
+
+    Exit code 0: it fits; 1: it does not, or not within the limits; 2: refused.
+    """
+    options = dict(locals())
+    if options.pop("guide") and not cluster:
+        from allranks.planning.guide import render_guide
+
+        print(render_guide())
+        return 0
+    if not cluster:
+        raise ConfigError(
+            "plan needs --cluster: 8x8:a100-80g, local or a TOML file; `allranks plan --guide` needs none"
+        )
+    from allranks.cli.planning import answer
+
+    return answer(PlanRequest.of({**options, "explain": explain or guide}))

@@ -1,0 +1,119 @@
+"""What `allranks plan` plans: a name, a shape, a Hugging Face config.json, or a user's Task, each as a Subject."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from allranks.cli.train import read_arguments
+from allranks.config_sections import LayoutConfig
+from allranks.errors import ConfigError
+from allranks.model_profile import ModelProfile
+from allranks.plan_request import PlanRequest
+from allranks.planning.question import MakeProfile
+
+if TYPE_CHECKING:
+    from allranks.model_shape import ModelShape
+
+
+@final
+@dataclass(frozen=True)
+class Subject:
+    """A model, and what its own config says about a run of it.
+
+    Attributes:
+        make_profile: see Question.
+        seq: positions of a sample where nobody names another; 0: it has none.
+        task: its spec; None for a model by its sizes.
+        global_batch, micro_batch, micro_steps, precision, layout: of the Task's config; None where nothing says so.
+        settings: what the user gave for the Task, by full key, for RUN.toml.
+    """
+
+    make_profile: MakeProfile
+    seq: int
+    task: str | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    micro_steps: int | None = None
+    precision: str | None = None
+    layout: LayoutConfig | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
+def find_subject(request: PlanRequest) -> Subject:
+    """The model that `request` names. Raises ConfigError or TaskError, with the nearest names for an unknown one."""
+    words = request.arguments
+    if request.sizes:
+        return _of_shape(_shape_with_sizes(words, request.sizes))
+    if not words:
+        raise ConfigError(
+            "plan needs a model: a Task, a name such as llama3-8b, a config.json, or --layers --hidden --heads"
+        )
+    if words[0].endswith(".json"):
+        return _of_shape(_from_config(Path(words[0]), words[1:]))
+    if _is_task(words):
+        return _of_task(request)
+    from allranks.named_models import find_model
+
+    _refuse_more(words[1:], words[0])
+    return _of_shape(find_model(words[0]))
+
+
+def _is_task(words: tuple[str, ...]) -> bool:
+    first = words[0]
+    return ".py" in first or ":" in first or first.endswith(".toml") or "=" in first
+
+
+def _of_shape(shape: "ModelShape") -> Subject:
+    def make(seq: int | None, precision: str) -> ModelProfile:
+        return shape.profile(seq, precision)
+
+    return Subject(make, shape.seq)
+
+
+def _shape_with_sizes(words: tuple[str, ...], sizes: Mapping[str, int]) -> "ModelShape":
+    from allranks.named_models import change, find_model, shape_of
+
+    if not words:
+        return shape_of(**sizes)
+    if words[0].endswith(".json"):
+        return change(_from_config(Path(words[0]), words[1:]), **sizes)
+    if _is_task(words):
+        raise ConfigError(f"{', '.join(f'--{name}' for name in sizes)}: {words[0]} is a Task, which has its own sizes")
+    _refuse_more(words[1:], words[0])
+    return find_model(words[0], **sizes)
+
+
+def _refuse_more(words: tuple[str, ...], name: str) -> None:
+    if words:
+        raise ConfigError(f"'{words[0]}' behind the model {name}: config files and keys belong to a Task")
+
+
+def _from_config(path: Path, more: tuple[str, ...]) -> "ModelShape":
+    from allranks.named_models import from_hugging_face
+
+    _refuse_more(more, str(path))
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.json")], 1)
+        raise ConfigError(f"{path}: no such file{f'; did you mean {near[0]}?' if near else ''}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: not a Hugging Face config.json: it holds no table of keys")
+    try:
+        return from_hugging_face(values, path.stem if path.stem != "config" else path.absolute().parent.name)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _of_task(request: PlanRequest) -> Subject:
+    """A Task is traced: torch is imported here, and the user's code runs."""
+    from allranks.cli.planned_task import task_facts
+
+    spec, toml, overrides = read_arguments(request.arguments)
+    facts: dict[str, Any] = task_facts(spec, toml, overrides)
+    return Subject(**facts)

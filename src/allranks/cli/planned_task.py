@@ -1,0 +1,66 @@
+"""A user's Task as the planner sees it: its config read as `train` reads it, its model traced without memory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from allranks.config import Config
+from allranks.errors import ConfigError
+from allranks.model_profile import ModelProfile
+from allranks.request import TrainRequest
+
+
+def task_facts(spec: str | None, toml: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """The fields of a Subject, by name.
+
+    Raises:
+        TaskError, ConfigError: as `allranks train`; also where the model cannot be traced.
+    """
+    from allranks.training.prepare import prepare
+
+    request = TrainRequest(task_spec=spec, toml=toml, overrides=tuple(overrides))
+    prepared = prepare(request)
+    config, given = prepared.config, _given(toml, overrides)
+    profiles: dict[str, ModelProfile] = {}
+
+    def make(seq: int | None, precision: str) -> ModelProfile:
+        from allranks.stepping.profile import trace_task
+
+        if precision not in profiles:
+            profiles[precision] = trace_task(prepared.task, precision)
+        if seq is not None and seq != profiles[precision].seq:
+            raise ConfigError(
+                f"seq={seq}: a Task's samples are as long as its dataset makes them"
+                f" ({profiles[precision].seq} positions); give the task's own setting, e.g. task.seq={seq}"
+            )
+        return profiles[precision]
+
+    return {
+        "make_profile": make,
+        "seq": 0,
+        "task": prepared.spec or (None if spec is None and toml is None else spec),
+        "global_batch": config.train.global_batch,
+        "micro_batch": config.train.micro_batch if "train.micro_batch" in given else None,
+        "micro_steps": _micro_steps(prepared.task, config),
+        "precision": config.train.precision if "train.precision" in given else None,
+        "layout": config.layout if config.layout.chosen else None,
+        "settings": {name: value for name, value in config.flat().items() if name in given and _is_kept(name)},
+    }
+
+
+def _given(toml: Path | None, overrides: Sequence[str]) -> set[str]:
+    """The full keys that the user gave; what the Task's defaults say is not among them."""
+    from allranks.config_layers import read_overrides, read_toml_layer
+
+    return {*(read_toml_layer(toml) if toml is not None else {}), *read_overrides(overrides)}
+
+
+def _is_kept(name: str) -> bool:
+    return not name.startswith("layout.") and name not in ("task.spec", "train.micro_batch", "train.micro_steps")
+
+
+def _micro_steps(task: Any, config: Config) -> int | None:
+    """How many forwards a step has by declaration: of a task whose loss couples samples, or that names them."""
+    if config.train.micro_steps is not None:
+        return config.train.micro_steps
+    return 1 if task.coupled else None

@@ -1,0 +1,179 @@
+"""From a PlanRequest to a printed Plan and an exit code."""
+
+import json
+import os
+import re
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+from allranks.cli.output import print_json, stdout_kept_free
+from allranks.cli.planned_model import Subject, find_subject
+from allranks.cluster import Cluster
+from allranks.errors import ConfigError
+from allranks.layout import parse_layout
+from allranks.layout_string import layout_values
+from allranks.plan import Plan
+from allranks.plan_request import PlanRequest
+from allranks.planning.answer import make_plan, plan_gpus, plan_seq
+from allranks.planning.document import PLAN_FILE, RUN_FILE, plan_document, run_toml, write_text
+from allranks.planning.hardware import find_cluster
+from allranks.planning.question import Question, choose_precisions, fixed_micro_steps, usual_batch
+from allranks.planning.scale import cluster_of
+
+ASK = "?"
+FITS, NOT, REFUSED = 0, 1, 2
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_THOUSANDS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_POSITIONS = {"": 1, "k": 1024, "m": 1024**2}
+_TIMES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_MODES = ("recompute", "sharding", "offload", "schedule")
+
+
+@final
+@dataclass(frozen=True)
+class Asked:
+    """A question, and whether it asks for the fewest devices or the longest samples."""
+
+    question: Question
+    gpus: bool
+    seq: bool
+
+    def plan(self) -> Plan:
+        """The plan that answers."""
+        if self.gpus:
+            return plan_gpus(self.question)
+        return plan_seq(self.question) if self.seq else make_plan(self.question)
+
+
+def answer(request: PlanRequest) -> int:
+    """Print the plan of each cluster; the exit code of the best of them.
+
+    Raises:
+        AllranksError: what is asked cannot be answered.
+    """
+    with stdout_kept_free(request.json):
+        clusters = [find_cluster(text) for text in request.cluster]
+        subject = find_subject(request)
+        plans = [ask(request, subject, cluster).plan() for cluster in clusters]
+        best = min(plans, key=_order)
+        _write(request, subject, best)
+    if request.json:
+        print_json(_document(plans, best))
+    else:
+        _print(request, subject, plans, best)
+    return exit_code(best)
+
+
+def exit_code(plan: Plan) -> int:
+    """0 fits, 1 does not or not within the limits, 2 every layout is refused."""
+    if plan.leading is None:
+        return REFUSED
+    return FITS if plan.best is not None and not plan.unmet else NOT
+
+
+def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
+    """The question that `request` puts for one cluster. Raises ConfigError for a value of another form."""
+    if request.gpus is not None and request.gpus != ASK:
+        cluster = cluster_of(cluster, int(read_number(request.gpus, {"": 1}, "--gpus")))
+    cluster = replace(
+        cluster,
+        device_hour_price=cluster.device_hour_price if request.price is None else request.price,
+        device_watts=cluster.device_watts if request.watts is None else request.watts,
+    )
+    precisions, notes = choose_precisions(request.precision or subject.precision, cluster)
+    seq = None if request.seq in (None, ASK) else int(read_number(request.seq or "", _POSITIONS, "--seq"))
+    batch = request.global_batch if request.global_batch is not None else subject.global_batch
+    if batch is None:
+        batch, note = usual_batch(seq or subject.seq)
+        notes = (*notes, note)
+    if batch < 1 or (request.micro_batch is not None and request.micro_batch < 1):
+        raise ConfigError("--global-batch and --micro-batch are whole numbers of at least 1")
+    question = Question(
+        make_profile=subject.make_profile,
+        cluster=cluster,
+        global_batch=batch,
+        precisions=precisions,
+        seq=seq,
+        micro_batch=request.micro_batch if request.micro_batch is not None else subject.micro_batch,
+        micro_steps=subject.micro_steps,
+        tokens=None if request.tokens is None else read_number(request.tokens, _THOUSANDS, "--tokens"),
+        limit_seconds=None if request.deadline is None else read_number(request.deadline, _TIMES, "--deadline"),
+        limit_money=request.budget,
+        what_ifs=request.what_if,
+        notes=notes,
+    )
+    question = _with_layout(question, request, subject)
+    return Asked(question, gpus=request.gpus == ASK, seq=request.seq == ASK)
+
+
+def _with_layout(question: Question, request: PlanRequest, subject: Subject) -> Question:
+    """The layout that the user wrote, or the modes alone where the degrees are left open."""
+    if request.layout is None:
+        return replace(question, layout=subject.layout)
+    config = parse_layout(request.layout)
+    if config.chosen:
+        return replace(question, layout=config)
+    values = layout_values(request.layout)
+    return replace(question, modes={name: str(values[name]) for name in _MODES if values.get(name) is not None})
+
+
+def read_number(text: str, suffixes: dict[str, Any], option: str) -> float:
+    """`15T`, `32k`, `30d`. Raises ConfigError with the forms that there are."""
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None or match[2].lower() not in suffixes or float(match[1]) <= 0:
+        forms = ", ".join(f"30{suffix}" for suffix in suffixes)
+        raise ConfigError(f"{option} {text}: not understood; write {forms}")
+    return float(match[1]) * float(suffixes[match[2].lower()])
+
+
+def _order(plan: Plan) -> tuple[bool, bool, float]:
+    """The one that fits, keeps the limits and is the fastest comes first."""
+    pace = plan.leading.estimate.samples_per_second if plan.leading else 0.0
+    return plan.best is None, bool(plan.unmet), -pace
+
+
+def _document(plans: list[Plan], best: Plan) -> dict[str, Any]:
+    document = plan_document(best)
+    return document if len(plans) == 1 else {**document, "clusters": [plan_document(plan) for plan in plans]}
+
+
+def _print(request: PlanRequest, subject: Subject, plans: list[Plan], best: Plan) -> None:
+    from allranks.reporting.plan_text import render_comparison, render_plan
+
+    print(render_plan(best))
+    if len(plans) > 1:
+        print("\n" + render_comparison(plans))
+    if request.explain:
+        from allranks.planning.guide import render_explanation
+
+        print("\n" + render_explanation(best, subject.make_profile))
+    if request.save is not None:
+        task = "" if subject.task else "TASK "
+        print(f"\nNext\n  allranks train {task}{request.save / RUN_FILE}")
+
+
+def _write(request: PlanRequest, subject: Subject, plan: Plan) -> None:
+    """plan.json, RUN.toml and the page, as far as they are asked for."""
+    if request.save is not None:
+        if plan.leading is None:
+            raise ConfigError(f"--save {request.save}: every layout is refused, so there is nothing to save")
+        choice = plan.leading.estimate.choice
+        micro_steps = subject.micro_steps or fixed_micro_steps(subject.make_profile(None, choice.precision))
+        text = run_toml(choice, _beside(subject.task, request.save), micro_steps, dict(subject.settings))
+        write_text(request.save / PLAN_FILE, json.dumps(plan_document(plan), indent=2, allow_nan=False) + "\n")
+        write_text(request.save / RUN_FILE, text)
+    if request.html is not None:
+        from allranks.reporting.plan_page import write_plan_page
+
+        write_plan_page(plan, request.html, shlex.join(["allranks", *sys.argv[1:]]))
+
+
+def _beside(task: str | None, folder: Path) -> str | None:
+    """A task's file relative to the folder of RUN.toml, so that both can be moved together."""
+    if task is None or ".py" not in task:
+        return task
+    place, colon, name = task.partition(".py")
+    return os.path.relpath(f"{place}.py", folder.absolute()) + (name if colon else "")

@@ -1,0 +1,133 @@
+"""A Question into a Plan: search, the plain families, what-ifs, the bill; and how many devices or positions do."""
+
+from dataclasses import replace
+
+from allranks.plan import Estimate, Plan, Ranked, Refusal
+from allranks.planning.bills import bill_of, check_limits, unmet_limits
+from allranks.planning.changes import usual_changes, what_if
+from allranks.planning.families import plain_families
+from allranks.planning.question import Question
+from allranks.planning.reasons import why_first, why_not, why_unfit
+from allranks.planning.scale import cluster_of, largest, sizes_of
+from allranks.planning.search import Found, Search, front
+
+SHOWN = 6
+"""Runners-up of the Pareto front that a plan keeps."""
+
+SEQ_STEP, SEQ_MOST = 1024, 2**24
+
+
+def make_plan(question: Question) -> Plan:
+    """The plan that answers `question`.
+
+    Raises:
+        LayoutError: the layout that the user wrote does not fit the cluster.
+        ConfigError: a limit or a what-if that cannot be computed.
+    """
+    check_limits(question)
+    space = question.space()
+    search = Search(space)
+    search.run()
+    families, refused = plain_families(search)
+    found = search.found
+    profile = next(iter(space.profiles.values()))
+    first = found.best or found.nearest
+    bill = None
+    if question.tokens is not None and found.best is not None:
+        bill = bill_of(found.best, question.tokens, profile.tokens, question.cluster)
+    changes = () if first is None else (*usual_changes(first, question), *question.what_ifs)
+    return Plan(
+        model=profile.name,
+        cluster=question.cluster.name,
+        searched=len(found.estimates),
+        best=_best(found),
+        others=_others(found, families),
+        refusals=_refusals(found, refused),
+        closest=None if found.best or found.nearest is None else Ranked(found.nearest, why_unfit(found.nearest)),
+        notes=(*question.notes, *question.cluster.notes),
+        num_devices=question.cluster.num_devices,
+        nodes=question.cluster.nodes,
+        parameters=profile.parameters,
+        seq=profile.seq,
+        what_ifs=tuple(what_if(change, first, question) for change in dict.fromkeys(changes) if first is not None),
+        bill=bill,
+        unmet=unmet_limits(bill, question),
+    )
+
+
+def plan_gpus(question: Question) -> Plan:
+    """The plan on the fewest devices that fit and keep the limits; on the closest where no number does."""
+    check_limits(question)
+    refused_last, closest = "", None
+    for number in sizes_of(question.cluster):
+        there = question.on(cluster_of(question.cluster, number))
+        why = _why_not_enough(there)
+        if why is None:
+            because = f", because {refused_last}" if refused_last else ""
+            return make_plan(replace(there, notes=(*question.notes, f"{number} devices are the fewest{because}")))
+        if why[0] is not None and (closest is None or why[0] < closest[0]):
+            closest = (why[0], number, why[1])
+        refused_last = f"{number} do not do: {why[1]}"
+    number = question.cluster.num_devices if closest is None else closest[1]
+    note = f"no number of devices does; {number} come closest: {refused_last if closest is None else closest[2]}"
+    return make_plan(replace(question.on(cluster_of(question.cluster, number)), notes=(*question.notes, note)))
+
+
+def _why_not_enough(question: Question) -> tuple[float | None, str] | None:
+    """None where the cluster does; else how far it is from that (bytes, seconds or money, less is closer) and why."""
+    space = question.space()
+    found = Search(space).run()
+    if found.best is None:
+        if found.nearest is None:
+            refusal = next(iter(found.refusals.values()), None)
+            return None, "every layout is refused" if refusal is None else refusal.because
+        return 1e30 + found.nearest.peak_bytes.high, why_unfit(found.nearest)
+    if question.tokens is None:
+        return None
+    profile = next(iter(space.profiles.values()))
+    bill = bill_of(found.best, question.tokens, profile.tokens, question.cluster)
+    unmet = unmet_limits(bill, question)
+    over = bill.seconds.expected / question.limit_seconds if question.limit_seconds else 0.0
+    if question.limit_money and bill.money is not None:
+        over = max(over, bill.money / question.limit_money)
+    return (over, unmet[0]) if unmet else None
+
+
+def plan_seq(question: Question) -> Plan:
+    """The plan of the longest samples that fit, in steps of 1024 positions; of the shortest where none does."""
+    longest = largest(lambda length: _fits(replace(question, seq=length)), SEQ_STEP, SEQ_MOST)
+    if longest == 0:
+        note = f"samples of {SEQ_STEP} positions do not fit, and no longer ones"
+        return make_plan(replace(question, seq=SEQ_STEP, notes=(*question.notes, note)))
+    beyond = Search(replace(question, seq=longest + SEQ_STEP).space()).run().nearest
+    why = "the next is refused" if beyond is None else f"at {longest + SEQ_STEP} it {why_unfit(beyond)}"
+    note = f"{longest} positions are the most (in steps of {SEQ_STEP}), because {why}"
+    return make_plan(replace(question, seq=longest, notes=(*question.notes, note)))
+
+
+def _fits(question: Question) -> bool:
+    return Search(question.space()).run().best is not None
+
+
+def _best(found: Found) -> Ranked | None:
+    if found.best is None:
+        return None
+    return Ranked(found.best, why_first(found.best, sum(one.fits for one in found.estimates.values())))
+
+
+def _others(found: Found, families: list[Ranked]) -> tuple[Ranked, ...]:
+    """The Pareto front behind the best, then the best of each plain family; every choice once."""
+    runners: list[Estimate] = front(one for one in found.estimates.values() if one.fits)
+    taken = {found.best.choice} if found.best is not None else set()
+    others: list[Ranked] = []
+    for one in runners:
+        if one.choice not in taken and len(others) < SHOWN:
+            taken.add(one.choice)
+            others.append(Ranked(one, why_not(one, found.best)))
+    return (*others, *families)
+
+
+def _refusals(found: Found, first: list[Refusal]) -> tuple[Refusal, ...]:
+    """What the families were refused for first, then the rest; every rule and layout once."""
+    every = {(refusal.rule, refusal.layout): refusal for refusal in (*first, *found.refusals.values())}
+    return tuple(every.values())

@@ -1,0 +1,158 @@
+"""What there is to choose from: every configuration that the engine runs on a cluster, in groups that cost alike.
+
+A group fixes what a forward and a backward cost: degrees, schedule, micro-batch, precision. Its members differ in who
+holds the state and what is kept: sharding, recompute, offload.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, final
+
+from allranks.cluster import Cluster
+from allranks.layout import ONE_STAGE_EACH, SPLIT_BACKWARD, Layout, Sharding
+from allranks.model_profile import ModelProfile
+from allranks.plan import Choice, Refusal
+from allranks.planning.rules import check, divisors
+
+SCHEDULES = (*ONE_STAGE_EACH, "interleaved", "looped_bfs", *SPLIT_BACKWARD)
+RECOMPUTES = ("none", "selective", "full")
+OFFLOADS = ("none", "activations")
+CONTEXTS = ("ulysses", "ring")
+SHARED: tuple[Sharding, ...] = ("full", "grad_op", "optimizer")
+"""`none` is left out: it computes and keeps what DDP does."""
+
+
+@final
+@dataclass(frozen=True)
+class Space:
+    """Everything that a search may take.
+
+    Attributes:
+        profiles: of the model, by precision; those that are open.
+        modes: what the user fixed of "recompute", "offload", "schedule" and "sharding".
+        micro_batch: fixed too, or None.
+        micro_steps: of a task whose statistics or loss depend on them (law 2): the micro-batch follows.
+        layout: the one that the user wrote; None where the search takes any.
+    """
+
+    profiles: Mapping[str, ModelProfile]
+    cluster: Cluster
+    global_batch: int
+    micro_batch: int | None = None
+    modes: Mapping[str, str] = field(default_factory=dict)
+    micro_steps: int | None = None
+    layout: Layout | None = None
+
+    def options(self, mode: str, all_of_them: tuple[str, ...]) -> tuple[str, ...]:
+        """The one that the user fixed, or all."""
+        fixed = self.modes.get(mode)
+        return all_of_them if fixed is None else (fixed,)
+
+    def micro_batches(self, layout: Layout) -> list[int]:
+        """What divides a data-parallel rank's share of the batch, ascending; powers of two where no pipeline asks."""
+        if self.micro_batch is not None:
+            return [self.micro_batch]
+        share = -(-self.global_batch // layout.dp)
+        if self.micro_steps is not None:
+            return [-(-share // self.micro_steps)]
+        found = set(divisors(share))
+        if layout.pp == 1:
+            found |= {2**place for place in range(share.bit_length()) if 2**place <= share}
+        return sorted(found)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Choices that differ in sharding, recompute and offload alone; `plain` has none of these."""
+
+    profile: ModelProfile
+    plain: Choice
+
+
+def layouts(cluster: Cluster, profile: ModelProfile) -> Iterator[Layout]:
+    """Every way to write the devices as dp_replicate * tp * cp * pp, with each ep; cp ascending."""
+    total = cluster.num_devices
+    for cp in divisors(total):
+        for pp, tp in product(divisors(total // cp), repeat=2):
+            dp, left = divmod(total, cp * pp * tp)
+            if left == 0:
+                for ep in divisors(dp) if profile.experts else (1,):
+                    kinds = CONTEXTS if cp > 1 else CONTEXTS[:1]
+                    for kind in kinds:
+                        yield make_layout(dp_replicate=dp, tp=tp, cp=cp, pp=pp, ep=ep, context=kind)
+
+
+def make_layout(**degrees: Any) -> Layout:
+    """A Layout of these degrees and modes; of one process it is `single`."""
+    layout = Layout(**degrees)
+    return replace(layout, kind="single") if layout.world_size == 1 else layout
+
+
+def groups(
+    space: Space, precision: str, layout: Layout, schedules: tuple[str, ...], refusals: dict[tuple[str, str], Refusal]
+) -> Iterator[Group]:
+    """The groups of a layout without modes; what a rule refuses is noted in `refusals`."""
+    profile = space.profiles[precision]
+    for schedule in space.options("schedule", schedules) if layout.pp > 1 else ("1f1b",):
+        made = replace(layout, schedule=schedule)
+        chunks = made.num_stages // made.pp
+        for micro_batch in space.micro_batches(made):
+            choice = Choice(made, space.global_batch, micro_batch, precision, chunks)
+            refusal = check(profile, space.cluster, choice)
+            if refusal is None:
+                yield Group(profile, choice)
+                continue
+            refusals.setdefault((refusal.rule, refusal.layout), refusal)
+            if refusal.rule != "pipeline_batch":
+                break  # another micro-batch does not help
+
+
+def splits(space: Space, layout: Layout) -> list[Layout]:
+    """Whole copies, and every way to share one copy's state among some or all of the data-parallel ranks."""
+    found = [layout]
+    for shards in divisors(layout.dp)[1:]:
+        for sharding in space.options("sharding", SHARED):
+            changes: dict[str, Any] = {"dp_replicate": layout.dp // shards, "dp_shard": shards, "sharding": sharding}
+            found.append(replace(layout, **changes))
+    fixed = space.modes.get("sharding")
+    if fixed is not None and len(found) > 1:
+        return [replace(layout, sharding="none")] if fixed == "none" and layout.dp > 1 else found[1:]
+    return found
+
+
+def members(
+    space: Space, group: Group, shared: list[Layout] | None = None, kept: tuple[tuple[str, str], ...] | None = None
+) -> Iterator[Choice]:
+    """The choices of a group that no rule refuses; of `shared` splits and `kept` (recompute, offload) alone."""
+    pairs = kept_modes(space) if kept is None else kept
+    for layout in splits(space, group.plain.layout) if shared is None else shared:
+        for recompute, offload in pairs:
+            choice = replace(group.plain, layout=replace(layout, recompute=recompute, offload=offload))
+            if check(group.profile, space.cluster, choice) is None:
+                yield choice
+
+
+def kept_modes(space: Space) -> tuple[tuple[str, str], ...]:
+    """The pairs of recompute and offload that are open."""
+    return tuple(product(space.options("recompute", RECOMPUTES), space.options("offload", OFFLOADS)))
+
+
+def of_layout(space: Space, layout: Layout, refusals: dict[tuple[str, str], Refusal]) -> Iterator[Choice]:
+    """The choices that have this very layout, in every open precision and micro-batch; refused ones are noted."""
+    for precision, profile in space.profiles.items():
+        for micro_batch in space.micro_batches(layout):
+            choice = Choice(layout, space.global_batch, micro_batch, precision, layout.num_stages // layout.pp)
+            if (refusal := check(profile, space.cluster, choice)) is None:
+                yield choice
+            else:
+                refusals.setdefault((refusal.rule, refusal.layout), refusal)
+
+
+def every_choice(space: Space) -> Iterator[Choice]:
+    """All of them, one by one: what the search has to find the best of."""
+    for precision, profile in space.profiles.items():
+        for layout in layouts(space.cluster, profile):
+            for group in groups(space, precision, layout, SCHEDULES, {}):
+                yield from members(space, group)

@@ -1,0 +1,123 @@
+"""A Plan as data: the JSON document of `--json` and plan.json, and the RUN.toml that `allranks train` takes."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from allranks.config_sections import LayoutConfig
+from allranks.config_toml import render_toml
+from allranks.durable import replacing
+from allranks.errors import ConfigError
+from allranks.layout import Layout
+from allranks.plan import Choice, Estimate, Plan, Ranked, Span
+from allranks.planning.reasons import bytes_by_category, seconds_by_cause
+
+SCHEMA = 1
+PLAN_FILE, RUN_FILE = "plan.json", "RUN.toml"
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """The plan as one JSON object; docs/reference/plan.md says what each key means.
+
+    `best` is what came nearest, with `fits` false, where nothing fits, and null where every layout is refused.
+    """
+    return {
+        "schema": SCHEMA,
+        "model": plan.model,
+        "parameters": plan.parameters,
+        "seq": plan.seq,
+        "cluster": plan.cluster,
+        "devices": plan.num_devices,
+        "fits": plan.best is not None,
+        "searched": plan.searched,
+        "best": None if plan.leading is None else _ranked(plan.leading),
+        "others": [_ranked(other) for other in plan.others],
+        "refusals": [asdict(refusal) for refusal in plan.refusals],
+        "what_ifs": [
+            {
+                "change": change.change,
+                "because": change.because,
+                "estimate": None if change.estimate is None else _estimate(change.estimate),
+            }
+            for change in plan.what_ifs
+        ],
+        "bill": None if plan.bill is None else {**asdict(plan.bill), "days": plan.bill.days},
+        "unmet": list(plan.unmet),
+        "notes": list(plan.notes),
+    }
+
+
+def _ranked(ranked: Ranked) -> dict[str, Any]:
+    return {**_estimate(ranked.estimate), "because": ranked.because, "family": ranked.family}
+
+
+def _estimate(found: Estimate) -> dict[str, Any]:
+    choice = found.choice
+    return {
+        "layout": str(choice.layout),
+        "fits": found.fits,
+        "peak_bytes": _span(found.peak_bytes),
+        "step_seconds": _span(found.step_seconds),
+        "mfu": found.mfu,
+        "global_batch": choice.global_batch,
+        "micro_batch": choice.micro_batch,
+        "micro_steps": choice.micro_steps,
+        "precision": choice.precision,
+        "chunks": choice.chunks,
+        "context": choice.layout.context if choice.layout.cp > 1 else None,
+        "capacity_bytes": found.capacity_bytes,
+        "bytes_by_category": bytes_by_category(found.memory),
+        "seconds_by_cause": seconds_by_cause(found.time),
+        "traffic": [asdict(traffic) for traffic in found.traffic],
+        "samples_per_second": found.samples_per_second,
+        "tokens_per_second": found.tokens_per_second,
+    }
+
+
+def _span(span: Span) -> dict[str, float]:
+    return {"low": span.low, "expected": span.expected, "high": span.high}
+
+
+def run_toml(choice: Choice, task: str | None, micro_steps: int | None, settings: dict[str, object]) -> str:
+    """RUN.toml: what `allranks train` needs to run this choice.
+
+    Args:
+        task: its spec; None where the model has no Task, so that the command line names one.
+        micro_steps: of a Task that takes them in the place of a micro-batch.
+        settings: `task.*` and other keys that the user gave, by full key; they are kept.
+    """
+    cut = {"micro_steps": micro_steps} if micro_steps is not None else {"micro_batch": choice.micro_batch}
+    tables: dict[str, dict[str, object]] = {}
+    for name, value in settings.items():
+        section, _, leaf = name.partition(".")
+        tables.setdefault(section, {})[leaf] = value
+    tables["train"] = {
+        **tables.get("train", {}), "global_batch": choice.global_batch, **cut, "precision": choice.precision
+    }  # fmt: skip
+    tables["layout"] = {**tables.get("layout", {}), **layout_table(choice.layout)}
+    if task is not None:
+        tables = {"task": {"spec": task, **tables.pop("task", {})}, **tables}
+    return render_toml(tables)
+
+
+def layout_table(layout: Layout) -> dict[str, object]:
+    """The table `[layout]` that means `layout`: its degrees, and the modes that are not the default."""
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
+    degrees: dict[str, object] = {name: getattr(layout, name) for name in names if getattr(layout, name) > 1}
+    if not degrees:
+        return {"dp_replicate": 1}
+    usual = LayoutConfig()
+    modes = ("schedule", "recompute", "offload", "compile", "context", "gather", "ddp_hook")
+    found = {name: getattr(layout, name) for name in modes if getattr(layout, name) != getattr(usual, name)}
+    shared = {"sharding": layout.sharding} if layout.dp_shard > 1 or layout.sharding == "none" else {}
+    return {**degrees, **shared, **found}
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file or nothing. Raises ConfigError where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as draft:
+            draft.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another place") from None

@@ -1,0 +1,110 @@
+"""Question: what a plan is asked for, as one value; the Space that a search takes follows from it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import final
+
+from allranks.cluster import Cluster
+from allranks.config_sections import LayoutConfig
+from allranks.errors import ConfigError
+from allranks.layout import Layout
+from allranks.model_profile import ModelProfile
+from allranks.planning.choices import Space
+
+MakeProfile = Callable[[int | None, str], ModelProfile]
+"""(positions of a sample or None for the model's own, precision) -> what the model costs."""
+
+TOKENS_PER_STEP = 2**22
+"""Of a model by name, where nobody gives a batch: about what large language models are trained with (2005.14165, table
+2.1: 3.2M; 2407.21783, section 3.4.1: 4M). It does not depend on the devices (law 1)."""
+
+
+@final
+@dataclass(frozen=True)
+class Question:
+    """What to plan.
+
+    Attributes:
+        make_profile: of the model.
+        precisions: that may be taken, at least one.
+        seq: positions of a sample; None: the model's own.
+        micro_batch: fixed by the user, or None.
+        micro_steps: of a Task whose statistics or loss depend on them, or None.
+        layout: degrees and modes that the user wrote; None where every one is open.
+        modes: what is fixed where degrees are open ("recompute", "offload", "schedule", "sharding").
+        tokens: to train on; limits of time in seconds and of money in the cluster's currency.
+        what_ifs: changes to look at, besides the usual ones: `KEY=VALUE`.
+        notes: what was decided on the way here.
+    """
+
+    make_profile: MakeProfile
+    cluster: Cluster
+    global_batch: int
+    precisions: tuple[str, ...] = ("bfloat16",)
+    seq: int | None = None
+    micro_batch: int | None = None
+    micro_steps: int | None = None
+    layout: LayoutConfig | None = None
+    modes: Mapping[str, str] = field(default_factory=dict)
+    tokens: float | None = None
+    limit_seconds: float | None = None
+    limit_money: float | None = None
+    what_ifs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def space(self) -> Space:
+        """What may be taken on the cluster. Raises LayoutError where the written layout does not fit its devices."""
+        cluster, layout = self.cluster, None
+        if self.layout is not None:
+            layout = Layout.resolve(self.layout, cluster.num_devices, cluster.nodes)
+        profiles = {precision: self.make_profile(self.seq, precision) for precision in self.precisions}
+        micro_steps = self.micro_steps or fixed_micro_steps(next(iter(profiles.values())))
+        return Space(profiles, cluster, self.global_batch, self.micro_batch, self.modes, micro_steps, layout=layout)
+
+    def on(self, cluster: Cluster) -> "Question":
+        """The same on another cluster."""
+        return replace(self, cluster=cluster)
+
+
+def fixed_micro_steps(profile: ModelProfile) -> int | None:
+    """Forwards a step of a model whose result depends on which samples share one, where nobody says (law 2)."""
+    return 1 if profile.stateful or profile.coupled else None
+
+
+def choose_precisions(given: str | None, cluster: Cluster) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The precisions that are open, and the note that says why.
+
+    Args:
+        given: as the user wrote it: a precision, several with commas, `any`, or None.
+
+    Raises:
+        ConfigError: none of them is one that the device multiplies.
+    """
+    rates = cluster.device.peak_flops
+    usual = ("bfloat16", "float16", "float32")
+    if given is not None:
+        named = usual if given == "any" else tuple(dict.fromkeys(part.strip() for part in given.split(",")))
+        open_ones = tuple(name for name in named if name in rates)
+        if not open_ones:
+            device = cluster.device.name
+            raise ConfigError(f"precision {given}: {device} multiplies {', '.join(rates)}; name one of these, or any")
+        return open_ones, ()
+    for name in usual[:2]:
+        if rates.get(name, 0.0) > 2 * rates.get("float32", 0.0):
+            return (name,), (_say_precision(name, cluster),)
+    only = "float32" if "float32" in rates else next(iter(rates))
+    return (only,), (f"precision {only}, because {cluster.device.name} is not twice as fast in a lower one",)
+
+
+def _say_precision(name: str, cluster: Cluster) -> str:
+    rates = cluster.device.peak_flops
+    if not rates.get("float32"):
+        return f"precision {name}, because it is what {cluster.device.name} multiplies fastest"
+    times = rates[name] / rates["float32"]
+    return f"precision {name}, because {cluster.device.name} multiplies it {times:.0f} times as fast as float32"
+
+
+def usual_batch(seq: int) -> tuple[int, str]:
+    """The global batch of a model by name where nobody gives one, and the note that says so."""
+    size = max(1, TOKENS_PER_STEP // max(1, seq))
+    return size, f"global batch {size}, because that is about {TOKENS_PER_STEP / 1e6:.1f}M tokens a step of {seq} each"

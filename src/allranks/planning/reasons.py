@@ -1,0 +1,109 @@
+"""Why: one line for each configuration in a plan, with the numbers that decide."""
+
+from dataclasses import fields
+
+from allranks.plan import Estimate, MemoryUse, StepTime
+from allranks.units import format_bytes, format_seconds
+
+CAUSES = {
+    "compute": "computation",
+    "recompute": "repeated forwards",
+    "tensor": "the collectives of tp",
+    "context": "the exchange of cp",
+    "expert": "the exchange of ep",
+    "data": "gradients and gathered parameters",
+    "pipeline": "messages between stages",
+    "bubble": "the pipeline's bubble",
+    "optimizer": "the optimizer",
+    "input": "the input",
+    "checkpoint": "checkpoints",
+    "offload": "moves to the host",
+}
+HOLDINGS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "the optimizer's state",
+    "activations": "activations",
+    "logits": "logits",
+    "gathered": "gathered blocks",
+    "communication": "buffers of messages",
+    "framework": "the framework",
+}
+NOTICED = 0.01
+"""A share of the step time below which two configurations count as equally fast."""
+
+
+def seconds_by_cause(time: StepTime) -> dict[str, float]:
+    """Seconds by the field's name, the largest first; what takes none is left out."""
+    found = {part.name: float(getattr(time, part.name)) for part in fields(StepTime)}
+    return dict(sorted(((name, s) for name, s in found.items() if s > 0), key=lambda pair: -pair[1]))
+
+
+def bytes_by_category(memory: MemoryUse) -> dict[str, float]:
+    """Bytes by the field's name, the largest first; what takes none is left out."""
+    found = {part.name: float(getattr(memory, part.name)) for part in fields(MemoryUse)}
+    return dict(sorted(((name, size) for name, size in found.items() if size > 0), key=lambda pair: -pair[1]))
+
+
+def why_first(best: Estimate, num_fitting: int) -> str:
+    """Why the best is: the fastest of how many that fit, what its step is spent on, what is left of the memory."""
+    of_how_many = f"the fastest of {num_fitting} that fit" if num_fitting > 1 else "the only one that fits"
+    (cause, most), *others = list(seconds_by_cause(best.time).items()) or [("compute", 0.0)]
+    spent = f"{CAUSES[cause]} {_share(most, best.time.total)} of the step"
+    if others and others[0][1] > NOTICED * best.time.total:
+        spent += f", {CAUSES[others[0][0]]} {_share(others[0][1], best.time.total)}"
+    used = f"{format_bytes(best.memory.total)} in use of {format_bytes(best.capacity_bytes)}"
+    return f"{of_how_many}: {spent}; {used}"
+
+
+def why_not(other: Estimate, best: Estimate | None) -> str:
+    """Why this one is not the best: it does not fit, or it is slower, and because of what; what it has for that."""
+    if not other.fits:
+        return why_unfit(other)
+    if best is None or other.choice == best.choice:
+        return "fits"
+    slower = other.step_seconds.expected / best.step_seconds.expected - 1
+    saved = best.memory.total - other.memory.total
+    memory = f"{format_bytes(abs(saved))} {'less' if saved > 0 else 'more'} memory"
+    if abs(slower) < NOTICED:
+        return f"as fast within {NOTICED:.0%}, {memory}"
+    if slower < 0:
+        return f"{-slower:.0%} faster, {memory}"
+    return f"{slower:.0%} slower: {_what_grows(other.time, best.time)}; {memory}"
+
+
+def why_unfit(other: Estimate) -> str:
+    """What it needs beside what a device has, and what needs the most."""
+    peak, capacity = other.peak_bytes, other.capacity_bytes
+    if peak.high <= capacity and other.host_capacity_bytes is not None:
+        size, room = format_bytes(other.host_bytes), format_bytes(other.host_capacity_bytes)
+        return f"does not fit: {size} of activations in a host's memory, which has {room} for them"
+    name, most = next(iter(bytes_by_category(other.memory).items()))
+    if other.may_fit:
+        return (
+            f"not sure to fit: {format_bytes(peak.low)} to {format_bytes(peak.high)} of {format_bytes(capacity)};"
+            f" {HOLDINGS[name]} {format_bytes(most)}"
+        )
+    times = f" ({peak.expected / capacity:.1f} times)" if peak.expected > 1.5 * capacity else ""
+    return (
+        f"does not fit: {format_bytes(peak.expected)} of {format_bytes(capacity)}{times};"
+        f" {HOLDINGS[name]} {format_bytes(most)}"
+    )
+
+
+def difference(other: Estimate, first: Estimate) -> str:
+    """`-39.0 GB, -11% speed`: what a change does to memory and to samples per second, and whether it still fits."""
+    size = other.memory.total - first.memory.total
+    speed = other.samples_per_second / first.samples_per_second - 1 if first.samples_per_second else 0.0
+    fit = "" if other.fits == first.fits else ", then it fits" if other.fits else ", then it does not fit"
+    return f"{'+' if size >= 0 else '-'}{format_bytes(abs(size))}, {speed:+.0%} speed{fit}"
+
+
+def _what_grows(slow: StepTime, fast: StepTime) -> str:
+    grown = {part.name: getattr(slow, part.name) - getattr(fast, part.name) for part in fields(StepTime)}
+    name = max(grown, key=lambda cause: grown[cause])
+    return f"{CAUSES[name]} +{format_seconds(grown[name])} a step"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "0%"

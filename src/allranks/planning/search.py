@@ -1,0 +1,191 @@
+"""The search: the fastest choice that fits, without estimating them all.
+
+Of a group (same degrees, schedule, micro-batch) the plain member has the least time: the others add communication,
+recomputation or transfers to the host. The one that shares and recomputes all has the least memory. A group whose plain
+member is slower than the best so far, or whose smallest member does not fit, holds no better one. A test compares with
+all choices.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import final
+
+from allranks.cluster import Cluster
+from allranks.layout import SPLIT_BACKWARD, Layout
+from allranks.model_profile import ModelProfile
+from allranks.plan import Choice, Estimate, Refusal
+from allranks.planning.choices import RECOMPUTES, Group, Space, groups, kept_modes, layouts, members, of_layout, splits
+from allranks.planning.estimate import estimate
+
+Estimator = Callable[[ModelProfile, Cluster, Choice], Estimate]
+
+SCHEDULES = ("1f1b", "interleaved", *SPLIT_BACKWARD)
+"""gpipe has 1f1b's bubble and looped_bfs that of interleaved, and both keep more activations."""
+
+NEAR = 1.5
+"""A group whose smallest member needs so many times the memory has no other that fits."""
+
+
+@final
+@dataclass
+class Found:
+    """What a search has estimated, and who was refused.
+
+    Attributes:
+        best: the fastest that fits; None where none does.
+        nearest: the one with the least memory.
+    """
+
+    estimates: dict[Choice, Estimate] = field(default_factory=dict)
+    refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
+    best: Estimate | None = None
+    nearest: Estimate | None = None
+
+    @property
+    def limit_seconds(self) -> float:
+        """What a better one has to be below."""
+        return float("inf") if self.best is None else self.best.step_seconds.expected
+
+    def add(self, found: Estimate) -> Estimate:
+        """Note it, and whether it is the best so far; of equally fast ones the one with less memory is."""
+        self.estimates[found.choice] = found
+        if found.fits and (self.best is None or rank(found) < rank(self.best)):
+            self.best = found
+        if self.nearest is None or found.peak_bytes.high < self.nearest.peak_bytes.high:
+            self.nearest = found
+        return found
+
+
+def rank(found: Estimate) -> tuple[float, float]:
+    """What the best has least of: time, then memory."""
+    return found.step_seconds.expected, found.peak_bytes.high
+
+
+@final
+@dataclass
+class Search:
+    """One search over a Space; `estimator` is replaced in tests."""
+
+    space: Space
+    estimator: Estimator = estimate
+    found: Found = field(default_factory=Found)
+
+    def run(self) -> Found:
+        """Search all of the space; where its layout is fixed, weigh what is left."""
+        if self.space.layout is not None:
+            return self.weigh(of_layout(self.space, self.space.layout, self.found.refusals))
+        for precision in self._fastest_first():
+            waves: dict[int, list[Layout]] = {}
+            for layout in layouts(self.space.cluster, self.space.profiles[precision]):
+                waves.setdefault(layout.cp, []).append(layout)
+            hopeless: set[tuple[int, int, int, str]] = set()
+            for _, wave in sorted(waves.items()):
+                self._search_wave(precision, wave, hopeless)
+        return self.found
+
+    def weigh(self, choices: Iterable[Choice]) -> Found:
+        """Estimate all of these, without pruning."""
+        for choice in choices:
+            self.estimate(choice)
+        return self.found
+
+    def estimate(self, choice: Choice) -> Estimate:
+        """What a choice costs, kept for the next one who asks."""
+        return self._estimate(self.space.profiles[choice.precision], choice)
+
+    def _fastest_first(self) -> list[str]:
+        """Precisions by the device's rate: what it is slow at is then seldom worth more than a look."""
+        rates = self.space.cluster.device.peak_flops
+        return sorted(self.space.profiles, key=lambda name: -rates.get(name, 0.0))
+
+    def _search_wave(self, precision: str, wave: list[Layout], hopeless: set[tuple[int, int, int, str]]) -> None:
+        """All layouts of one cp. More cp makes no step of these other degrees faster, so what lost stays lost."""
+        bounds: list[tuple[float, int, Group]] = []
+        for layout in wave:
+            key = (layout.tp, layout.pp, layout.ep, layout.context)
+            if layout.cp > 1 and key in hopeless:
+                continue
+            least = float("inf")
+            for group, bound in self._probe(precision, layout):
+                least = min(least, bound)
+                bounds.append((bound, len(bounds), group))
+            if self.found.limit_seconds < least < float("inf"):
+                hopeless.add(key)
+        for bound, _, group in sorted(bounds, key=lambda entry: entry[:2]):
+            if bound >= self.found.limit_seconds:
+                break
+            self._expand(group)
+
+    def _probe(self, precision: str, layout: Layout) -> Iterator[tuple[Group, float]]:
+        """Groups that may hold a fit, each with a time that none of its members is below."""
+        too_large: dict[str, int] = {}
+        for group in groups(self.space, precision, layout, SCHEDULES, self.found.refusals):
+            choice = group.plain
+            if too_large.get(choice.layout.schedule, choice.micro_batch + 1) <= choice.micro_batch:
+                continue  # a larger micro-batch keeps more
+            if not self._may_fit(group):
+                too_large[choice.layout.schedule] = choice.micro_batch
+                continue
+            yield group, least_seconds(self._weigh_plain(group))
+
+    def _weigh_plain(self, group: Group) -> Estimate:
+        """The plain member, which counts as found where no fixed mode leaves it out."""
+        modes, layout = self.space.modes, group.plain.layout
+        shared = layout.dp > 1 and "sharding" in modes
+        if shared or any(modes.get(mode, "none") != "none" for mode in ("recompute", "offload")):
+            return self.estimator(group.profile, self.space.cluster, group.plain)
+        return self._estimate(group.profile, group.plain)
+
+    def _may_fit(self, group: Group) -> bool:
+        """Whether the member with the least memory fits; where it nearly does, whether another one does."""
+        smallest = self._smallest(group)
+        first = next(smallest, None)
+        if first is None:
+            return False
+        if first.fits or first.peak_bytes.high > NEAR * first.capacity_bytes:
+            return first.fits
+        return any(other.fits for other in smallest)
+
+    def _smallest(self, group: Group) -> Iterator[Estimate]:
+        """Members with little memory, that with the least first in most models."""
+        shared = splits(self.space, group.plain.layout)
+        most = shared[-1].dp_shard
+        kept = sorted(
+            kept_modes(self.space), key=lambda pair: -RECOMPUTES.index(pair[0]) if pair[0] in RECOMPUTES else 0
+        )
+        moved = [pair for pair in kept if pair[1] != "none"] or kept
+        some = [layout for layout in shared if layout.dp_shard == most]
+        for choice in members(self.space, group, some, tuple(dict.fromkeys((*moved, *kept)))):
+            yield self._estimate(group.profile, choice)
+
+    def _expand(self, group: Group) -> None:
+        """Estimate the members of a group that may beat the best, the plainest modes first."""
+        shared = splits(self.space, group.plain.layout)
+        for pair in kept_modes(self.space):
+            first = next(members(self.space, group, shared, (pair,)), None)
+            if first is None:
+                continue
+            if least_seconds(self._estimate(group.profile, first), kept=True) >= self.found.limit_seconds:
+                continue
+            for choice in members(self.space, group, shared, (pair,)):
+                self._estimate(group.profile, choice)
+
+    def _estimate(self, profile: ModelProfile, choice: Choice) -> Estimate:
+        known = self.found.estimates.get(choice)
+        return known or self.found.add(self.estimator(profile, self.space.cluster, choice))
+
+
+def least_seconds(plain: Estimate, *, kept: bool = False) -> float:
+    """What every member of a group takes at least: all of it but what sharding and, unless `kept`, recompute change."""
+    time = plain.time
+    changed = replace(time, data=0.0, optimizer=0.0, recompute=time.recompute if kept else 0.0)
+    return changed.total
+
+
+def front(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """Those that no other one beats in both time and memory, the fastest first."""
+    found: list[Estimate] = []
+    for one in sorted(estimates, key=rank):
+        if not found or one.peak_bytes.high < found[-1].peak_bytes.high:
+            found.append(one)
+    return found

@@ -1,0 +1,135 @@
+"""Profiles that were made before, on disk: one JSON file each, under what identifies the model.
+
+An entry also names every source file that was loaded when it was made, with its digest: one that has changed makes the
+entry void. What cannot be read, or reads back differently, is no entry; the next profile takes its place.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final, final
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from allranks.durable import replacing
+from allranks.model_profile import ModelProfile
+
+MAX_ENTRIES: Final = 200
+"""An entry takes some 50 kB; the oldest go first."""
+_PACKAGES: Final = ("site-packages", "dist-packages")
+_LIBRARY: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+
+
+def cache_folder() -> Path:
+    """Where the user's profiles are kept: `$XDG_CACHE_HOME/allranks/profiles`, by default below `~/.cache`."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    return (Path(given) if given else Path.home() / ".cache") / "allranks" / "profiles"
+
+
+def key_of(described: Mapping[str, Any]) -> str:
+    """A name of 64 characters for whatever JSON can hold; what it cannot is taken by its repr."""
+    return hashlib.sha256(json.dumps(described, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def with_digest(profile: ModelProfile) -> ModelProfile:
+    """The profile with the digest of everything else in it."""
+    return replace(profile, digest=key_of(asdict(replace(profile, digest=""))))
+
+
+def have_sources(classes: Iterable[type]) -> bool:
+    """Whether all of these come from files, so that a change of their code can be seen; a notebook's do not."""
+    modules = [sys.modules.get(found.__module__) for found in classes]
+    return all(module is not None and _file_of(module) is not None for module in modules)
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: str
+    files: dict[str, str]
+    profile: ModelProfile
+
+
+@final
+class ProfileCache:
+    """The entries of a folder.
+
+    Args:
+        folder: by default `cache_folder()`. It is made when something is kept.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = cache_folder() if folder is None else folder
+
+    def find(self, key: str) -> ModelProfile | None:
+        """The profile that was kept under `key`; None where there is none, or the code it was made by has changed."""
+        try:
+            entry = _Entry.model_validate_json(self._path(key).read_bytes())
+        except (OSError, ValidationError):
+            return None
+        sound = entry.key == key and with_digest(entry.profile) == entry.profile
+        return entry.profile if sound and all(_stamp(Path(f)) == seen for f, seen in entry.files.items()) else None
+
+    def keep(self, key: str, profile: ModelProfile) -> str:
+        """Write an entry for the code that is loaded now; "" or why that was not possible."""
+        files = {str(file): _stamp(file) for file in _loaded_files()}
+        entry = _Entry(key=key, files=files, profile=profile)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self._path(key)) as temporary:
+                temporary.write_text(entry.model_dump_json(), encoding="utf-8")
+            self._drop_oldest()
+        except OSError as error:
+            return f"{self._folder} cannot be written: {error.strerror or error}"
+        return ""
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}.json"
+
+    def _drop_oldest(self) -> None:
+        entries = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in entries[MAX_ENTRIES:]:
+            with suppress(FileNotFoundError):  # another process drops too
+                path.unlink()
+
+
+def _loaded_files() -> list[Path]:
+    """The source files of all modules; of an installed package the one that every release writes anew."""
+    modules = dict(sys.modules)
+    found = set()
+    for name, module in modules.items():
+        file = _file_of(module)
+        if file is None or (file.startswith(_LIBRARY) and not _is_installed(file)):
+            continue
+        if _is_installed(file):
+            top = modules.get(name.partition(".")[0])
+            file = None if top is None else _file_of(top)
+        if file is not None:
+            found.add(Path(file))
+    return sorted(found)
+
+
+def _file_of(module: object) -> str | None:
+    file = getattr(module, "__file__", None)
+    return file if isinstance(file, str) and Path(file).is_file() else None
+
+
+def _is_installed(file: str) -> bool:
+    return any(part in _PACKAGES for part in Path(file).parts)
+
+
+def _stamp(file: Path) -> str:
+    """What changes when the file does: its digest; of an installed package size and time, which costs no read."""
+    try:
+        if _is_installed(str(file)):
+            state = file.stat()
+            return f"{state.st_size} {state.st_mtime_ns}"
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return ""

@@ -1,0 +1,130 @@
+"""Tensors without memory: torch's fake ones, on which a model of any size runs its step on a laptop.
+
+They are fake tensors of the processor, whatever the device that is planned for: autograd ends the process on fake CUDA
+tensors where torch was built without CUDA.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from allranks.errors import TaskError
+from allranks.task_loading import user_place
+from allranks.verdict import Decision
+
+Model = nn.Module | dict[str, nn.Module]
+REMEDY = "a measured profile (`--measured`: real steps on this machine) takes its place"
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which new tensors take no memory; real ones that come in become fake."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def make_fake(mode: FakeTensorMode, batch: Any) -> Any:
+    """A batch whose tensors have shapes and no values."""
+    return pytree.tree_map_only(torch.Tensor, mode.from_tensor, batch)
+
+
+def build_fake(build: Callable[[], Model], mode: FakeTensorMode) -> tuple[Model, tuple[Decision, ...]]:
+    """What `build` makes, without its memory where it can be built so; else built in full once, said so."""
+    try:
+        with mode, _Copying():
+            built = build()
+        if not _holds_real(built):
+            return built, ()
+        because = "it brings tensors that were made before, with their memory"
+    except Exception as error:
+        # Whatever the user's code raised on fake tensors; where it is a real fault, the real build raises it again.
+        because = f"building it without memory raised {type(error).__name__}: {_first_line(error)}"
+        built = build()
+    with FakeCopyMode(mode):
+        return copy.deepcopy(built), (Decision("model() is built in full to be traced", because),)
+
+
+@final
+class _Copying(TorchFunctionMode):
+    """Lets fake tensors be deep-copied: of torch's own copies no view shares the memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__deepcopy__ or not isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            copied = torch.empty_like(tensor, requires_grad=False)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+        return memo[id(tensor)]
+
+
+def run_kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What `func` gives for real or fake tensors, and for fake ones what torch's kernels for shapes get wrong.
+
+    Products of groups are known in bfloat16 alone; statistics of a norm have the input's type, not the weight's.
+    """
+    if not (args and isinstance(args[0], FakeTensor)):
+        return func(*args, **kwargs)
+    if func is torch.ops.aten._grouped_mm.default:
+        return _group(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
+    found = func(*args, **kwargs)
+    if func in _NORMS:
+        kinds = {t.dtype for t in args[1:] if isinstance(t, torch.Tensor)}
+        wider = kinds.pop() if len(kinds) == 1 else args[0].dtype
+        return found[0], *(part.to(wider) for part in found[1:])
+    return found
+
+
+_NORMS: Final = tuple(
+    getattr(torch.ops.aten, name).default
+    for name in ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit")
+)
+
+
+def _group(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+    groups = () if offsets is None or left.dim() + right.dim() != 4 else (len(offsets),)
+    rows = left.shape[:-1] if offsets is None else left.shape[-2:-1]
+    return left.new_empty((*groups, *rows, right.shape[-1]))
+
+
+def refuse(name: str, module: str, error: Exception) -> TaskError:
+    """The TaskError for what a traced step raised: the operation, the module, the user's line and the way out."""
+    where = ", ".join(filter(None, (f"in {module}" if module else "", user_place(error))))
+    return TaskError(f"{name} cannot be traced: {_what(error)}{f' ({where})' if where else ''}; {REMEDY}")
+
+
+def _what(error: Exception) -> str:
+    if isinstance(error, DataDependentOutputException) and "_local_scalar_dense" in str(error.func):
+        return "aten._local_scalar_dense (`.item()`, or a branch on a tensor) needs values, and a trace has none"
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return f"{error.func} needs values, and a trace has none"
+    custom = re.search(r"no fake impl registered for \S*?(\w+::\w+)", str(error))
+    if custom or isinstance(error, UnsupportedOperatorException):
+        operation = custom[1] if custom else error.func  # type: ignore[attr-defined]
+        return f"{operation} has no kernel for shapes alone; torch.library.register_fake gives it one"
+    if "numpy" in str(error).lower():
+        return "it leaves torch for numpy, which needs values, and a trace has none"
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+def _holds_real(built: Any) -> bool:
+    modules = built.values() if isinstance(built, dict) else [built]
+    found = (t for m in modules if isinstance(m, nn.Module) for t in (*m.parameters(), *m.buffers()))
+    return not all(isinstance(tensor, FakeTensor) for tensor in found)

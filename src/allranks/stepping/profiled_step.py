@@ -1,0 +1,99 @@
+"""One step of a Task under the recorder: the engine's own passes, or the turns of the Task's own step."""
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from allranks.data.micro_step import MicroStep, StepBatch
+from allranks.data.random_keys import seed_all
+from allranks.errors import AllranksError, TaskError
+from allranks.parallel.spread import Spread
+from allranks.profiling.fakes import refuse
+from allranks.profiling.fitting import Seen
+from allranks.profiling.recorder import Recorder
+from allranks.profiling.structure import Structure
+from allranks.stepping.passes import Forward, PlainPasses
+from allranks.stepping.profiled_model import SEED
+from allranks.stepping.start_check import first_samples
+from allranks.task import Task, has_step, resolve_inputs, resolve_targets
+from allranks.task_loading import user_line
+
+SAMPLES = (2, 3)
+"""Two numbers of samples tell what grows with them; one alone is refused by BatchNorm, and squeezed by some models."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch of so many samples; `num_targets` is 0 where the Task's own step counts them."""
+
+    value: Any
+    num_samples: int
+    num_targets: int
+    is_fake: bool = False
+
+
+def first_batches(task: Task) -> list[Batch]:
+    """Real ones, of each number of samples."""
+    found, _ = first_samples(task.dataset("train"), SEED)
+    batches = []
+    for number in SAMPLES:
+        value = task.collate([found[index % len(found)] for index in range(number)])
+        batches.append(Batch(value, number, 0 if has_step(task) else resolve_targets(task, value).call(value)))
+    return batches
+
+
+def record(task: Task, spread: Spread, structure: Structure, batch: Batch) -> Seen:
+    """One forward and backward of a batch, without an update.
+
+    Raises:
+        TaskError: it raised; of a fake batch with the operation, the module and the line that need values.
+    """
+    recorder = Recorder(structure.modules, structure.parameters, structure.buffers)
+    targets, name = batch.num_targets, type(task).__name__
+    try:
+        with recorder.recording() as recording:
+            if has_step(task):
+                targets = _own_step(task, spread, batch.value)
+            else:
+                _plain_step(task, spread, batch)
+    except AllranksError:
+        raise
+    except Exception as error:
+        if batch.is_fake:
+            raise refuse(name, recorder.running, error) from error
+        raise TaskError(f"{name}'s step raised:\n{user_line(error)}") from error
+    _drop_gradients(spread)
+    return Seen(batch.num_samples, targets, recording)
+
+
+def _plain_step(task: Task, spread: Spread, batch: Batch) -> None:
+    """The engine's own pass over one micro-step."""
+    inputs = resolve_inputs(task, spread.modules[""], batch.value)
+    numbers = np.arange(batch.num_samples, dtype=np.int64)
+    micro_step = MicroStep(batch.value, 1, None, SEED, numbers, numbers)
+    step = StepBatch(0, 0, batch.num_samples, (micro_step,))
+    for _ in PlainPasses(Forward(task, spread, inputs.call)).run(step, 1.0):
+        pass
+
+
+def _own_step(task: Task, spread: Spread, value: Any) -> int:
+    """The turns of a Task's own step, as AlternatingPasses takes them; the targets of the first."""
+    forward = Forward(task, spread, lambda given: (given,))
+    seed_all(SEED)
+    turns, counted = iter(task.step(spread.modules.get("", spread.modules), forward.place(value))), 0
+    while True:
+        with forward.autocast():
+            yielded = next(turns, None)
+        if yielded is None:
+            return counted
+        _, loss, targets = yielded
+        counted = counted or int(targets)
+        loss.backward()
+        _drop_gradients(spread)
+
+
+def _drop_gradients(spread: Spread) -> None:
+    for parameter in spread.trainable().values():
+        parameter.grad = None

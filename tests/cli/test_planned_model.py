@@ -1,0 +1,45 @@
+"""What is planned: told apart by its form."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from allranks.cli.planned_model import find_subject
+from allranks.errors import ConfigError
+from allranks.named_models import find_model
+from allranks.plan_request import PlanRequest
+
+
+def test_a_name() -> None:
+    subject = find_subject(PlanRequest(("llama3-8b",)))
+    assert subject.make_profile(None, "bfloat16") == find_model("llama3-8b").profile(precision="bfloat16")
+    assert subject.make_profile(1024, "float32").seq == 1024
+    assert (subject.seq, subject.task, subject.global_batch) == (8192, None, None)
+
+
+def test_a_name_with_another_size() -> None:
+    two = find_subject(PlanRequest(("llama3-8b",), sizes={"layers": 2})).make_profile(None, "bfloat16")
+    assert two.num_repeated == 2
+
+
+def test_a_config_file_has_the_name_of_its_folder(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    (tmp_path / "tiny").mkdir()
+    path = tmp_path / "tiny" / "config.json"
+    path.write_text(json.dumps(sizes))
+    assert find_subject(PlanRequest((str(path),))).make_profile(None, "bfloat16").name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes", "message"),
+    [
+        ((), {}, "plan needs a model"),
+        (("gpt2", "more"), {}, "'more' behind the model gpt2"),
+        (("task.py",), {"layers": 2}, "--layers: task.py is a Task"),
+        (("gpt-2",), {}, "nearest: gpt2"),
+    ],
+)
+def test_what_is_no_model(words: tuple[str, ...], sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_subject(PlanRequest(words, sizes=sizes))

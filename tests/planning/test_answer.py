@@ -1,0 +1,89 @@
+"""A Question into a Plan, and the least or the most that does."""
+
+from dataclasses import replace
+
+import pytest
+
+from allranks.planning.answer import make_plan, plan_gpus, plan_seq
+from allranks.planning.search import Search
+from tests.planning.profiles import decoder
+from tests.planning.questions import ask
+
+
+def test_a_plan_has_the_best_the_others_and_the_refused() -> None:
+    plan = make_plan(ask(what_ifs=("tp=4",), notes=("a note",)))
+    best = Search(ask().space()).run().best
+    assert plan.best is not None and best is not None
+    assert plan.best.estimate.choice == best.choice
+    assert plan.best.because.startswith("the fastest of ")
+    assert (plan.model, plan.cluster, plan.num_devices, plan.seq) == ("llama3-8b", "2x8:a100-80g", 16, 4096)
+    assert 8.0e9 < plan.parameters < 8.1e9
+    runners = [other for other in plan.others if not other.family]
+    assert runners and all(other.estimate.fits for other in runners)
+    assert best.choice not in {other.estimate.choice for other in runners}
+    assert {"ddp", "fsdp", "tp", "pp"} <= {other.family for other in plan.others}
+    assert "tp=16" in {refusal.layout for refusal in plan.refusals}
+    assert "tp=4" in {change.change for change in plan.what_ifs}
+    assert plan.notes[0] == "a note" and any("fabric" in note for note in plan.notes)
+    assert plan.bill is None and plan.unmet == ()
+
+
+def test_what_does_not_fit_names_the_closest() -> None:
+    plan = make_plan(ask("llama3-70b", "1x4:a100-40g"))
+    assert plan.best is None and plan.closest is not None and plan.leading is plan.closest
+    assert plan.closest.because.startswith("does not fit: ")
+    assert plan.what_ifs
+
+
+def test_where_every_layout_is_refused_there_is_no_closest() -> None:
+    profile = decoder(layers=3, tensor_parallel=False, context_parallel=False)
+    question = replace(ask(batch=1, where="1x7:a100-80g"), make_profile=lambda seq, precision: profile)
+    plan = make_plan(question)
+    assert plan.leading is None and plan.what_ifs == ()
+    assert {refusal.rule for refusal in plan.refusals} == {"batch", "tensor", "context", "pipeline_blocks"}
+
+
+def test_a_bill_for_tokens_and_what_is_not_within_the_limits() -> None:
+    plan = make_plan(ask(tokens=1e12, limit_seconds=3600.0))
+    assert plan.bill is not None and plan.bill.tokens == 1e12
+    assert len(plan.unmet) == 1 and "more than the deadline of 1 h 00 min" in plan.unmet[0]
+
+
+def test_the_fewest_devices_that_fit() -> None:
+    plan = plan_gpus(ask("llama3-8b", "4x8:a100-80g"))
+    assert plan.best is not None
+    assert any(f"{plan.num_devices} devices are the fewest, because" in note for note in plan.notes)
+    assert plan.num_devices > 1
+    fewer = replace(ask(where=f"1x{plan.num_devices // 2}:a100-80g"))
+    assert make_plan(fewer).best is None
+
+
+def test_the_fewest_devices_that_keep_a_deadline() -> None:
+    question = ask("llama3-8b", "4x8:a100-80g", batch=512, tokens=1e10, limit_seconds=86400.0)
+    plan = plan_gpus(question)
+    assert plan.best is not None and plan.bill is not None and plan.unmet == ()
+    assert plan.bill.seconds.expected <= 86400.0
+    assert plan.num_devices > plan_gpus(ask("llama3-8b", "4x8:a100-80g", batch=512)).num_devices
+
+
+def test_where_no_number_does_the_closest_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allranks.planning.scale.MOST_NODES", 4)
+    question = ask("llama3-8b", "1x4:a100-80g", batch=64, tokens=1e12, limit_seconds=60.0)
+    plan = plan_gpus(question)
+    assert plan.unmet
+    assert plan.num_devices == 16
+    assert any("no number of devices does; 16 come closest" in note for note in plan.notes)
+
+
+def test_the_longest_samples_that_fit() -> None:
+    question = ask("llama3-8b", "1x8:a100-80g", batch=8)
+    plan = plan_seq(question)
+    assert plan.best is not None and plan.seq % 1024 == 0
+    assert any(note.startswith(f"{plan.seq} positions are the most (in steps of 1024)") for note in plan.notes)
+    assert make_plan(replace(question, seq=plan.seq + 1024)).best is None
+
+
+def test_where_not_even_short_samples_fit() -> None:
+    plan = plan_seq(ask("llama3-405b", "1x2:a100-80g", batch=8))
+    assert plan.best is None and plan.seq == 1024
+    assert any("1024 positions do not fit" in note for note in plan.notes)

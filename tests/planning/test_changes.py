@@ -1,0 +1,130 @@
+"""What-if: one change, checked by the same rules, weighed by the same estimate."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from allranks.errors import ConfigError, LayoutError
+from allranks.layout import Layout
+from allranks.plan import Choice, Estimate
+from allranks.planning.changes import in_units, usual_changes, what_if
+from allranks.planning.estimate import estimate
+from allranks.planning.question import Question
+from allranks.planning.scale import cluster_of
+from tests.planning.profiles import decoder
+from tests.planning.questions import ask
+
+QUESTION = ask()
+LAYOUT = Layout(dp_replicate=2, dp_shard=4, tp=2)
+
+
+def weigh(question: Question = QUESTION, **changes: Any) -> Estimate:
+    micro_batch = changes.pop("micro_batch", 1)
+    choice = Choice(replace(LAYOUT, **changes), question.global_batch, micro_batch)
+    return estimate(question.make_profile(question.seq, "bfloat16"), question.cluster, choice)
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        ("recompute=full", {"recompute": "full"}),
+        ("sharding=grad_op", {"sharding": "grad_op"}),
+        ("micro_batch=2", {"micro_batch": 2}),
+        ("tp=4", {"tp": 4, "dp_replicate": 1}),
+        ("dp_shard=8", {"dp_shard": 8, "dp_replicate": 1}),
+        ("cp=4", {"tp": 2, "cp": 4, "dp_replicate": 2, "dp_shard": 1}),
+    ],
+)
+def test_a_change_is_weighed_as_if_the_user_had_chosen_it(change: str, fields: dict[str, Any]) -> None:
+    expected = weigh(**fields)
+    if change == "tp=4":
+        expected = weigh(tp=4, dp_replicate=1, dp_shard=4)
+    if change == "cp=4":
+        expected = weigh(tp=2, cp=4, dp_replicate=2, dp_shard=1)
+    found = what_if(change, weigh(), QUESTION)
+    assert found.change == change and found.estimate is not None
+    assert found.estimate.peak_bytes == expected.peak_bytes
+    assert found.estimate.step_seconds == expected.step_seconds
+
+
+def test_because_is_the_difference_in_memory_and_speed() -> None:
+    first, full = weigh(), weigh(recompute="full")
+    size = (full.memory.total - first.memory.total) / 1e9
+    speed = full.samples_per_second / first.samples_per_second - 1
+    assert size < 0 and speed < 0
+    assert what_if("recompute=full", first, QUESTION).because.startswith(f"-{-size:.1f} GB, {speed:+.0%} speed")
+
+
+def test_that_it_then_no_longer_fits_is_said() -> None:
+    found = what_if("micro_batch=4", weigh(), QUESTION)
+    assert found.estimate is not None and not found.estimate.fits
+    assert found.because.endswith(", then it does not fit")
+
+
+def test_other_numbers_of_devices_change_the_data_parallel_ranks() -> None:
+    found = what_if("gpus=32", weigh(), QUESTION).estimate
+    assert found is not None
+    assert found.choice.layout == replace(LAYOUT, dp_replicate=4)
+    there = QUESTION.on(cluster_of(QUESTION.cluster, 32))
+    assert found.step_seconds == weigh(there, dp_replicate=4).step_seconds
+
+
+def test_seq_and_precision_are_other_profiles() -> None:
+    longer = what_if("seq=8192", weigh(), QUESTION).estimate
+    assert longer is not None and longer.tokens_per_second == pytest.approx(longer.samples_per_second * 8192)
+    wide = what_if("precision=float32", weigh(), QUESTION).estimate
+    assert wide is not None and wide.choice.precision == "float32"
+    assert wide.step_seconds.expected > weigh().step_seconds.expected
+
+
+def test_larger_units_are_gathered_whole() -> None:
+    found = what_if("unit=4", weigh(), QUESTION).estimate
+    assert found is not None
+    assert found.memory.gathered > weigh().memory.gathered
+    assert found.memory.weights == pytest.approx(weigh().memory.weights)
+    profile = decoder(layers=8)
+    four = in_units(profile, 4)
+    assert (four.parameters, four.num_repeated) == (profile.parameters, 2)
+    assert four.flops == pytest.approx(profile.flops)
+    with pytest.raises(LayoutError, match="units of 3 blocks do not divide 8 of layers"):
+        in_units(profile, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "because"),
+    [
+        ("tp=16", "refused: tp=16 does not divide 8 key-value heads; tp can be 1, 2, 4, 8"),
+        ("tp=3", "refused: tp=3: tp * cp * pp = 3 does not divide 16 devices"),
+        ("dp_shard=3", "refused: dp_shard=3 does not divide the 8 data-parallel ranks"),
+        ("unit=5", "refused: units of 5 blocks do not divide 32 of layers.*"),
+        ("offload=parameters", "comes with a later version (weights and the optimizer's state are "),
+    ],
+)
+def test_a_change_that_no_rule_lets_in_is_refused(change: str, because: str) -> None:
+    found = what_if(change, weigh(), QUESTION)
+    assert found.estimate is None and because in found.because
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("recompute", "write KEY=VALUE"),
+        ("recomputes=full", "did you mean recompute"),
+        ("tp=0", "tp takes a whole number of at least 1"),
+        ("seq=8k", "seq takes a whole number"),
+    ],
+)
+def test_what_is_no_change_is_an_error(change: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        what_if(change, weigh(), QUESTION)
+
+
+def test_the_usual_changes_change_something() -> None:
+    first = weigh()
+    changes = usual_changes(first, QUESTION)
+    assert {"recompute=full", "sharding=grad_op", "micro_batch=2", "gpus=8", "gpus=32"} <= set(changes)
+    assert "recompute=none" not in changes and "micro_batch=0" not in changes
+    for change in changes:
+        found = what_if(change, first, QUESTION)
+        assert found.estimate is None or found.estimate.choice != first.choice or change.startswith("gpus")

@@ -1,0 +1,55 @@
+"""What there is to choose from: every layout once, every micro-batch that the engine takes."""
+
+from math import prod
+
+import pytest
+
+from allranks.layout import Layout
+from allranks.planning.choices import Space, every_choice, layouts, of_layout, splits
+from allranks.planning.rules import check
+from tests.planning.profiles import cluster, decoder
+
+
+@pytest.mark.parametrize(("nodes", "devices", "experts"), [(1, 1, 0), (1, 6, 0), (2, 4, 4)])
+def test_every_factorisation_once(nodes: int, devices: int, experts: int) -> None:
+    found = list(layouts(cluster(nodes, devices), decoder(experts=experts)))
+    degrees = [(one.dp_replicate, one.tp, one.cp, one.pp, one.ep, one.context) for one in found]
+    assert len(set(degrees)) == len(degrees)
+    assert all(prod(one[:4]) == nodes * devices for one in degrees)
+    assert {one[1] for one in degrees} == {n for n in range(1, nodes * devices + 1) if nodes * devices % n == 0}
+    assert {one.ep for one in found} == ({1, 2, 4, 8} if experts else {1})
+    assert {one.context for one in found if one.cp > 1} <= {"ulysses", "ring"}
+
+
+def test_every_choice_is_one_that_the_engine_runs_and_none_twice() -> None:
+    space = Space({"bfloat16": decoder()}, cluster(1, 4), 12)
+    found = list(every_choice(space))
+    assert len(set(found)) == len(found) > 100
+    assert all(check(space.profiles["bfloat16"], space.cluster, choice) is None for choice in found)
+    assert {choice.layout.recompute for choice in found} == {"none", "selective", "full"}
+    assert {choice.layout.sharding for choice in found} == {"full", "grad_op", "optimizer"}
+    assert {choice.layout.offload for choice in found} == {"none", "activations"}
+    assert len({choice.layout.schedule for choice in found}) == 7
+
+
+def test_micro_batches_divide_a_pipelines_share() -> None:
+    space = Space({"bfloat16": decoder()}, cluster(1, 4), 24)
+    assert space.micro_batches(Layout(dp_replicate=2, pp=2)) == [1, 2, 3, 4, 6, 12]
+    assert space.micro_batches(Layout(dp_replicate=4)) == [1, 2, 3, 4, 6]
+    assert space.micro_batches(Layout(dp_replicate=5)) == [1, 2, 4, 5]
+    assert Space({}, cluster(), 24, micro_batch=3).micro_batches(Layout()) == [3]
+    assert Space({}, cluster(), 24, micro_steps=5).micro_batches(Layout(dp_replicate=4)) == [2]
+
+
+def test_splits_share_among_some_or_all_of_the_ranks() -> None:
+    space = Space({"bfloat16": decoder()}, cluster(1, 4), 24)
+    found = {(one.dp_replicate, one.dp_shard, one.sharding) for one in splits(space, Layout(dp_replicate=4))}
+    shared = {(4 // n, n, mode) for n in (2, 4) for mode in ("full", "grad_op", "optimizer")}
+    assert found == shared | {(4, 1, "full")}
+
+
+def test_a_written_layout_notes_who_is_refused() -> None:
+    space = Space({"bfloat16": decoder()}, cluster(1, 8), 16)
+    refusals: dict[tuple[str, str], object] = {}
+    assert list(of_layout(space, Layout(tp=8), refusals)) == []  # type: ignore[arg-type]
+    assert [rule for rule, _ in refusals] == ["tensor"]

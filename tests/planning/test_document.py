@@ -1,0 +1,79 @@
+"""plan.json and RUN.toml: what other programs and `allranks train` read."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.config import read_task_spec, resolve_config
+from allranks.errors import ConfigError
+from allranks.layout import Layout
+from allranks.plan import Choice
+from allranks.planning.answer import make_plan
+from allranks.planning.document import layout_table, plan_document, run_toml, write_text
+from tests.planning.questions import ask
+
+
+def test_the_document_has_the_keys_that_stay() -> None:
+    plan = make_plan(ask(tokens=1e9))
+    document = json.loads(json.dumps(plan_document(plan), allow_nan=False))
+    assert {"best", "others", "refusals"} <= set(document)
+    for one in (document["best"], *document["others"]):
+        assert {"layout", "fits", "peak_bytes", "step_seconds", "mfu", "because"} <= set(one)
+        for span in (one["peak_bytes"], one["step_seconds"]):
+            assert list(span) == ["low", "expected", "high"] and span["low"] <= span["expected"] <= span["high"]
+    best = plan.best
+    assert best is not None
+    assert document["best"]["layout"] == str(best.estimate.choice.layout) and document["best"]["fits"] is True
+    assert sum(document["best"]["seconds_by_cause"].values()) == pytest.approx(best.estimate.time.total)
+    assert sum(document["best"]["bytes_by_category"].values()) == pytest.approx(best.estimate.memory.total)
+    assert set(document["refusals"][0]) == {"rule", "layout", "because"}
+    assert document["bill"]["tokens"] == 1e9 and document["fits"] is True
+
+
+def test_what_does_not_fit_stands_as_the_best_with_fits_false() -> None:
+    document = plan_document(make_plan(ask("llama3-70b", "1x4:a100-40g")))
+    assert document["fits"] is False and document["best"]["fits"] is False
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(kind="single"),
+        Layout(dp_replicate=8),
+        Layout(dp_replicate=2, dp_shard=4, sharding="grad_op", recompute="full"),
+        Layout(tp=2, pp=2, dp_shard=2, schedule="interleaved", recompute="selective"),
+        Layout(cp=4, dp_replicate=2, context="ring", offload="activations"),
+        Layout(dp_shard=8, sharding="optimizer"),
+        Layout(dp_replicate=4, ep=2),
+        Layout(dp_replicate=8, sharding="none"),
+    ],
+)
+def test_the_run_file_means_the_layout(tmp_path: Path, layout: Layout) -> None:
+    choice = Choice(layout, 64, 2, "bfloat16")
+    (tmp_path / "RUN.toml").write_text(run_toml(choice, "../a b.py:Net", None, {"task.width": 3, "train.steps": 7}))
+    config = resolve_config(task_defaults={}, toml=tmp_path / "RUN.toml", overrides=())
+    assert Layout.resolve(config.layout, layout.world_size) == layout
+    train = config.train
+    assert (train.global_batch, train.micro_batch, train.precision, train.steps) == (64, 2, "bfloat16", 7)
+    assert config.task == {"width": 3}
+    assert read_task_spec(tmp_path / "RUN.toml") == f"{(tmp_path.parent / 'a b.py').resolve()}:Net"
+
+
+def test_declared_micro_steps_take_the_place_of_a_micro_batch() -> None:
+    text = run_toml(Choice(Layout(dp_replicate=2), 64, 32), None, 1, {})
+    values: dict[str, Any] = tomllib.loads(text)
+    assert values["train"] == {"global_batch": 64, "micro_steps": 1, "precision": "bfloat16"}
+    assert "task" not in values
+
+
+def test_one_process_is_written_as_one_copy() -> None:
+    assert layout_table(Layout(kind="single")) == {"dp_replicate": 1}
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file.*cannot be written"):
+        write_text(tmp_path / "file" / "RUN.toml", "")

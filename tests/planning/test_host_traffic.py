@@ -1,0 +1,50 @@
+"""Activations that wait in the host's memory: what stays, what is waited for, whether the host has room."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from allranks.cluster import Cluster
+from allranks.layout import Layout
+from allranks.plan import Choice, Estimate
+from allranks.planning.estimate import estimate
+from tests.planning.profiles import cluster, decoder
+
+PROFILE = decoder(layers=32, hidden=1024, ffn=4096, seq=2048, heads=8, vocab=64)
+
+
+def weigh(there: Cluster, **modes: Any) -> Estimate:
+    return estimate(PROFILE, there, Choice(Layout(dp_replicate=8, **modes), 64, 8))
+
+
+def test_a_fast_link_hides_the_moves() -> None:
+    kept, moved = (weigh(cluster(host_bandwidth=1e12), offload=mode) for mode in ("none", "activations"))
+    assert moved.time.offload == 0.0
+    assert moved.step_seconds.expected == kept.step_seconds.expected
+    assert 0 < moved.memory.activations < 0.2 * kept.memory.activations
+
+
+def test_what_the_link_does_not_hide_is_waited_for() -> None:
+    slow = weigh(cluster(host_bandwidth=1e9), offload="activations")
+    slower = weigh(cluster(host_bandwidth=0.5e9), offload="activations")
+    assert slow.time.offload > 0
+    # What is added is what moves twice, at half the rate: all of it beyond the computation of both directions.
+    moved = slow.host_bytes / 8
+    assert slower.time.offload - slow.time.offload == pytest.approx(moved * 2 * (1 / 0.5e9 - 1 / 1e9))
+    assert slower.step_seconds.expected > slow.step_seconds.expected
+
+
+def test_the_host_has_room_or_it_does_not_fit() -> None:
+    roomy = weigh(cluster(host_memory_bytes=2e12), offload="activations")
+    assert roomy.fits and roomy.host_capacity_bytes == 0.8 * 2e12
+    full = weigh(cluster(host_memory_bytes=roomy.host_bytes), offload="activations")
+    assert not full.fits
+    assert weigh(cluster(host_memory_bytes=1.0)).fits
+
+
+def test_recompute_leaves_less_to_move() -> None:
+    plain = weigh(cluster(), offload="activations")
+    inputs = weigh(cluster(), offload="activations", recompute="full")
+    assert 0 < inputs.host_bytes < 0.5 * plain.host_bytes
+    assert replace(plain.time, offload=0.0).total <= plain.time.total

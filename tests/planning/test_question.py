@@ -1,0 +1,56 @@
+"""What a plan is asked for: precisions, the usual batch, the space that follows."""
+
+from dataclasses import replace
+
+import pytest
+
+from allranks.errors import ConfigError, LayoutError
+from allranks.layout import parse_layout
+from allranks.planning.hardware import find_cluster
+from allranks.planning.question import choose_precisions, fixed_micro_steps, usual_batch
+from tests.planning.profiles import cluster, decoder
+from tests.planning.questions import ask
+
+A100, CPU = find_cluster("1:a100-80g"), find_cluster("1x2:cpu")
+
+
+def test_the_lower_precision_where_it_is_twice_as_fast() -> None:
+    found, notes = choose_precisions(None, A100)
+    assert found == ("bfloat16",)
+    assert notes == ("precision bfloat16, because a100-80g multiplies it 16 times as fast as float32",)
+    assert choose_precisions(None, CPU)[0] == ("float32",)
+    assert choose_precisions(None, cluster())[0] == ("bfloat16",)
+    old = replace(A100, device=replace(A100.device, peak_flops={"float16": 125e12, "float32": 15e12}))
+    assert choose_precisions(None, old)[0] == ("float16",)
+
+
+def test_precisions_that_the_user_names() -> None:
+    assert choose_precisions("float32", A100) == (("float32",), ())
+    assert choose_precisions("float32, bfloat16", A100)[0] == ("float32", "bfloat16")
+    assert choose_precisions("any", A100)[0] == ("bfloat16", "float16", "float32")
+    with pytest.raises(ConfigError, match="precision float4: a100-80g multiplies .*bfloat16"):
+        choose_precisions("float4", A100)
+
+
+def test_the_usual_batch_is_a_number_of_tokens() -> None:
+    assert usual_batch(8192)[0] == 512 and usual_batch(2048)[0] == 2048
+    assert "4.2M tokens" in usual_batch(8192)[1]
+
+
+def test_a_written_layout_takes_what_is_left() -> None:
+    space = ask(layout=parse_layout("tp=4,dp_shard=*")).space()
+    assert space.layout is not None and space.layout.dp_shard == 4
+    hsdp = ask(layout=parse_layout("hsdp")).space().layout
+    assert hsdp is not None and (hsdp.dp_replicate, hsdp.dp_shard) == (2, 8)
+    with pytest.raises(LayoutError, match=r"dp_shard\(3\)"):
+        ask(layout=parse_layout("dp_shard=3")).space()
+
+
+def test_batch_statistics_and_coupled_losses_fix_the_micro_steps() -> None:
+    assert fixed_micro_steps(decoder()) is None
+    assert fixed_micro_steps(decoder(stateful=("norm",))) == 1
+    assert fixed_micro_steps(decoder(coupled=True)) == 1
+    coupled = decoder(coupled=True)
+    question = replace(ask(), make_profile=lambda seq, precision: coupled)
+    assert question.space().micro_steps == 1
+    assert replace(question, micro_steps=4).space().micro_steps == 4

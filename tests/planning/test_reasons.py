@@ -1,0 +1,69 @@
+"""One line for each configuration, with the numbers that decide."""
+
+from dataclasses import replace
+from typing import Any
+
+from allranks.layout import Layout
+from allranks.plan import Choice, Estimate, MemoryUse, Span, StepTime
+from allranks.planning.reasons import bytes_by_category, difference, seconds_by_cause, why_first, why_not, why_unfit
+
+
+def estimate(time: StepTime, memory: MemoryUse, capacity: float = 80e9, **changes: Any) -> Estimate:
+    size, seconds = memory.total, time.total
+    made = Estimate(
+        Choice(Layout(dp_replicate=8), 64, 2), memory, {}, Span(0.9 * size, size, 1.1 * size), capacity, time,
+        Span(0.9 * seconds, seconds, 1.1 * seconds), (), 0.4, 64 / seconds, 64 / seconds,
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+BEST = estimate(
+    StepTime(compute=8.0, data=2.0),
+    MemoryUse(weights=20e9, activations=30e9),
+    choice=Choice(Layout(dp_shard=8), 64, 2),
+)
+
+
+def test_the_largest_comes_first_and_nothing_is_left_out() -> None:
+    assert list(seconds_by_cause(StepTime(data=2.0, compute=8.0)).items()) == [("compute", 8.0), ("data", 2.0)]
+    assert list(bytes_by_category(MemoryUse(weights=1.0, logits=2.0))) == ["logits", "weights"]
+
+
+def test_the_best_says_where_its_time_and_memory_go() -> None:
+    assert why_first(BEST, 7) == (
+        "the fastest of 7 that fit: computation 80% of the step, gradients and gathered parameters 20%;"
+        " 50.0 GB in use of 80.0 GB"
+    )
+    assert why_first(BEST, 1).startswith("the only one that fits: ")
+
+
+def test_a_slower_one_says_what_takes_longer_and_what_it_saves() -> None:
+    slow = estimate(StepTime(compute=8.0, tensor=4.0, data=1.0), MemoryUse(weights=10e9, activations=30e9))
+    assert why_not(slow, BEST) == "30% slower: the collectives of tp +4.0 s a step; 10.0 GB less memory"
+    assert why_not(estimate(StepTime(compute=10.05), MemoryUse(weights=60e9)), BEST) == (
+        "as fast within 1%, 10.0 GB more memory"
+    )
+    assert why_not(BEST, BEST) == why_not(BEST, None) == "fits"
+
+
+def test_what_does_not_fit_says_what_is_too_large() -> None:
+    large = estimate(StepTime(compute=1.0), MemoryUse(weights=50e9, optimizer=150e9))
+    assert why_not(large, BEST) == why_unfit(large)
+    assert why_unfit(large) == "does not fit: 200.0 GB of 80.0 GB (2.5 times); the optimizer's state 150.0 GB"
+    near = estimate(StepTime(compute=1.0), MemoryUse(weights=78e9))
+    assert why_unfit(near) == "not sure to fit: 70.2 GB to 85.8 GB of 80.0 GB; weights 78.0 GB"
+
+
+def test_a_host_that_is_full_is_said() -> None:
+    moved = replace(BEST, host_bytes=2e12, host_capacity_bytes=1e12)
+    assert not moved.fits
+    assert why_unfit(moved) == "does not fit: 2.0 TB of activations in a host's memory, which has 1.0 TB for them"
+
+
+def test_a_change_is_a_difference_in_memory_and_speed() -> None:
+    full = estimate(StepTime(compute=8.0, data=2.0, recompute=2.5), MemoryUse(weights=11e9))
+    assert difference(full, BEST) == "-39.0 GB, -20% speed"
+    assert difference(BEST, full) == "+39.0 GB, +25% speed"
+    large = estimate(StepTime(compute=10.0), MemoryUse(weights=90e9))
+    assert difference(large, BEST) == "+40.0 GB, +0% speed, then it does not fit"
+    assert difference(BEST, large) == "-40.0 GB, +0% speed, then it fits"

@@ -1,0 +1,160 @@
+"""The search finds what weighing every choice finds, and weighs far fewer."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from allranks.cluster import Cluster
+from allranks.layout import Layout
+from allranks.model_profile import ModelProfile
+from allranks.named_models import find_model
+from allranks.plan import Estimate, Span
+from allranks.planning.choices import Space, every_choice
+from allranks.planning.hardware import find_cluster
+from allranks.planning.search import Found, Search, front, rank
+from tests.planning.profiles import cluster, decoder
+
+HOSTS: dict[str, Any] = {"host_memory_bytes": 2e12, "host_bandwidth": 20e9}
+
+
+def both(space: Space) -> tuple[Found, Found]:
+    """What the search finds, and what weighing all of it finds."""
+    return Search(space).run(), Search(space).weigh(every_choice(space))
+
+
+def assert_same_best(space: Space) -> tuple[Found, Found]:
+    found, every = both(space)
+    assert (found.best is None) == (every.best is None)
+    if found.best is not None and every.best is not None:
+        assert rank(found.best) == rank(every.best), (found.best.choice, every.best.choice)
+    return found, every
+
+
+@pytest.mark.parametrize("memory", [16e9, 40e9, 80e9])
+@pytest.mark.parametrize(
+    ("name", "where", "batch", "seq"),
+    [
+        ("gpt2-xl", "2x4:a100-40g", 32, 1024),
+        ("llama3-8b", "2x8:a100-80g", 32, 4096),
+        ("llama3-8b", "1x8:h100", 24, 8192),
+        ("mixtral-8x7b", "2x8:h100", 16, 4096),
+    ],
+)
+def test_the_best_of_all_is_found(name: str, where: str, batch: int, seq: int, memory: float) -> None:
+    there = find_cluster(where)
+    there = replace(there, device=replace(there.device, memory_bytes=memory), **HOSTS)
+    found, every = assert_same_best(Space({"bfloat16": find_model(name).profile(seq)}, there, batch))
+    assert len(found.estimates) < len(every.estimates)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "100b"])
+@pytest.mark.parametrize("where", ["8x8:a100-80g", "8x8:a100", "8x8:h100@ethernet100"])
+def test_the_best_of_all_is_found_on_64_devices(name: str, where: str) -> None:
+    assert_same_best(Space({"bfloat16": find_model(name).profile(4096)}, find_cluster(where), 128))
+
+
+@given(
+    layers=st.sampled_from([2, 3, 8, 12]),
+    heads=st.sampled_from([4, 6, 8]),
+    vocab=st.sampled_from([256, 50257]),
+    seq=st.sampled_from([32, 96, 2048]),
+    experts=st.sampled_from([0, 4]),
+    nodes=st.sampled_from([1, 2]),
+    devices=st.sampled_from([2, 3, 4]),
+    batch=st.integers(4, 40),
+    memory=st.sampled_from([2.05e9, 2.2e9, 3e9, 80e9]),
+    slow=st.sampled_from([1.0, 0.01]),
+    hosts=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_the_best_of_all_is_found_for_any_model(
+    layers: int, heads: int, vocab: int, seq: int, experts: int, nodes: int, devices: int, batch: int, memory: float,
+    slow: float, hosts: bool,
+) -> None:  # fmt: skip
+    profile = decoder(layers=layers, heads=heads, hidden=16 * heads, vocab=vocab, seq=seq, experts=experts)
+    there = cluster(nodes, devices, memory_bytes=memory, **({} if hosts else {"host_memory_bytes": None}))
+    there = replace(there, between=replace(there.between, bandwidth=slow * there.between.bandwidth))
+    assert_same_best(Space({"bfloat16": profile, "float32": replace(profile, precision="float32")}, there, batch))
+
+
+def test_of_several_precisions_the_fastest_is_found() -> None:
+    shape = find_model("gpt2")
+    open_ones = {name: shape.profile(1024, name) for name in ("float32", "bfloat16")}
+    found, _ = assert_same_best(Space(open_ones, find_cluster("4:a100-80g"), 16))
+    assert found.best is not None and found.best.choice.precision == "bfloat16"
+
+
+def test_a_mode_that_the_user_fixed_is_kept() -> None:
+    space = Space(
+        {"bfloat16": find_model("gpt2").profile(1024)}, find_cluster("4:a100-80g"), 16,
+        modes={"recompute": "full", "sharding": "grad_op", "offload": "none", "schedule": "gpipe"},
+    )  # fmt: skip
+    found, every = assert_same_best(space)
+    for estimates in (found.estimates, every.estimates):
+        assert {choice.layout.recompute for choice in estimates} == {"full"}
+        assert {choice.layout.sharding for choice in estimates if choice.layout.dp_shard > 1} == {"grad_op"}
+        assert {choice.layout.schedule for choice in estimates if choice.layout.pp > 1} == {"gpipe"}
+
+
+def test_a_layout_that_the_user_wrote_is_weighed_alone() -> None:
+    layout = Layout(dp_shard=2, tp=2, recompute="full")
+    space = Space({"bfloat16": find_model("gpt2").profile(1024)}, find_cluster("4:a100-80g"), 16, layout=layout)
+    found = Search(space).run()
+    assert {choice.layout for choice in found.estimates} == {layout}
+    assert [choice.micro_batch for choice in found.estimates] == [1, 2, 4, 8]
+    assert found.best is not None
+
+
+def test_a_written_layout_that_no_rule_lets_in_is_refused() -> None:
+    space = Space({"bfloat16": find_model("gpt2").profile(1024)}, find_cluster("10:a100-80g"), 20, layout=Layout(tp=10))
+    found = Search(space).run()
+    assert found.best is None and found.nearest is None
+    assert [refusal.because for refusal in found.refusals.values()] == [
+        "tp=10 does not divide 12 heads; tp can be 1, 2, 3, 4, 6, 12"
+    ]
+
+
+def test_where_nothing_fits_the_nearest_has_the_least_memory() -> None:
+    there = find_cluster("1x2:a100-40g")
+    space = Space({"bfloat16": find_model("llama3-70b").profile(2048)}, there, 8)
+    found, every = both(space)
+    assert found.best is None
+    assert found.nearest is not None and every.nearest is not None
+    assert found.nearest.peak_bytes.high == min(one.peak_bytes.high for one in every.estimates.values())
+
+
+def test_micro_steps_that_are_declared_fix_the_micro_batch() -> None:
+    space = Space({"bfloat16": decoder(stateful=("norm",))}, cluster(1, 4), 32, micro_steps=2)
+    found, _ = assert_same_best(space)
+    assert {choice.micro_steps for choice in found.estimates} == {2}
+
+
+def test_of_equally_fast_ones_the_one_with_less_memory_is_the_best() -> None:
+    layouts = [Layout(dp_replicate=4), Layout(dp_shard=4)]
+
+    def as_fast(profile: ModelProfile, where: Cluster, choice: Any) -> Estimate:
+        size = 4e9 if choice.layout.dp_shard == 1 else 1e9
+        return replace(template, choice=choice, peak_bytes=Span(size, size, size), step_seconds=Span(1.0, 1.0, 1.0))
+
+    space = Space({"bfloat16": decoder()}, cluster(1, 4), 16, micro_batch=4, layout=layouts[0])
+    template = next(iter(Search(space).run().estimates.values()))
+    search = Search(space, as_fast)
+    for layout in layouts:
+        search.estimate(replace(template.choice, layout=layout))
+    assert search.found.best is not None and search.found.best.choice.layout == layouts[1]
+
+
+def test_the_front_gives_up_time_for_memory() -> None:
+    found = Search(Space({"bfloat16": find_model("llama3-8b").profile(4096)}, find_cluster("8:a100-80g"), 64)).run()
+    fitting = [one for one in found.estimates.values() if one.fits]
+    shown = front(fitting)
+    assert shown[0] == found.best
+    for faster, slower in zip(shown, shown[1:], strict=False):
+        assert faster.step_seconds.expected <= slower.step_seconds.expected
+        assert faster.peak_bytes.high > slower.peak_bytes.high
+    for one in fitting:
+        assert any(rank(other) <= rank(one) and other.peak_bytes.high <= one.peak_bytes.high for other in shown)

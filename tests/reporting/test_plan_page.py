@@ -1,0 +1,228 @@
+"""A plan's page says what the plan says: verdict first, every number, every because; and it needs no network."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import ConfigError
+from allranks.layout import Layout
+from allranks.plan import Plan, Ranked, Refusal
+from allranks.reporting.plan_page import group_refusals, rank_all, render_plan_page, write_plan_page
+from allranks.reporting.plotly_bundle import SCRIPT, read_asset
+from tests.reporting import plans
+
+ALL = [plans.pipelined, plans.single, plans.nothing_fits, plans.refused, plans.huge]
+
+
+class Reader(HTMLParser):
+    """What a reader sees: texts outside of scripts and styles, and whether every element is closed."""
+
+    VOID = ("meta", "br", "wbr", "img")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"} & set(self.open):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", "".join(self.texts))
+
+
+def read(plan: Plan, command: str = "") -> Reader:
+    reader = Reader()
+    reader.feed(render_plan_page(plan, command).replace(read_asset(SCRIPT), ""))
+    assert reader.open == []
+    return reader
+
+
+def test_the_verdict_comes_first_with_its_numbers() -> None:
+    text = read(plans.pipelined()).text
+    head = text[: text.index("Memory of a device")]
+    for said in (
+        "llama3-70b on 8x8:a100-80g@hdr200",
+        "Best: dp_shard=2,tp=8,pp=4,schedule=interleaved,recompute=selective",
+        "Because: the fastest of 212 that fit",
+        "27.8 s25.0 s to 32.0 s",
+        "75.4k",
+        "41.2%",
+        "60.8 GBof 79.0 GB; 57.8 GB to 64.4 GB",
+        "648 nodes",
+        "1834 configurations were estimated",
+    ):
+        assert said in head, said
+
+
+def test_every_part_of_the_plan_is_there() -> None:
+    text = read(plans.pipelined(), "allranks plan llama3-70b --html plan.html").text
+    for said in (
+        "Fits, at the upper bound too: 82% of the capacity",
+        "computation 19.5 s",
+        "16 of 128 micro-steps are drawn",
+        "pp=4 16 groups of 4 ranks, over 4 nodes; over hdr200",
+        "tp=8 8 groups of 8 ranks, each inside a node; over nvlink3",
+        "20480",
+        "14% slower: gradients and gathered parameters 6.4 s; 12.0 GB less memory",
+        "no. 3best ddp",
+        "12 in all",
+        "and 7 more by this rule",
+        "tp(16) is more than the 8 devices of a node",
+        "-17.0 GB, -11% speed",
+        "refused: offload=all comes with a later version",
+        "1.0T",
+        "404.2k USD",
+        "1.75 USD an hour",
+        "precision bfloat16, because",
+        "allranks plan llama3-70b --html plan.html",
+    ):
+        assert said in text, said
+    assert "kWh" not in text
+
+
+def test_where_nothing_fits_the_page_says_what_came_nearest() -> None:
+    text = read(plans.nothing_fits()).text
+    assert "Nothing fits. Closest: dp_shard=8,recompute=full Because: does not fit: 431.6 GB of 79.0 GB" in text
+    assert "Does not fit: 545% of the capacity" in text and "What came nearest" in text
+
+
+def test_where_all_is_refused_the_reasons_are_left() -> None:
+    reader = read(plans.refused())
+    assert "No layout is possible" in reader.text and "3 ranks do not share 2 samples" in reader.text
+    assert not any("plotly-graph-div" in (attrs.get("class") or "") for _, attrs in reader.tags)
+
+
+def test_what_may_fit_is_called_unsure() -> None:
+    plan = plans.pipelined()
+    text = read(replace(plan, best=None, closest=Ranked(plans.make_estimate(capacity=61e9), "not sure to fit"))).text
+    assert "Not sure to fit" in text and "not sure41.2%" in text
+
+
+def test_limits_that_are_not_kept_stand_in_the_verdict() -> None:
+    text = read(replace(plans.pipelined(), unmet=("takes 150 d, more than the 30 d of --deadline",))).text
+    assert "Not met: takes 150 d, more than" in text[: text.index("Memory of a device")]
+
+
+def test_what_the_host_keeps_is_said() -> None:
+    best = replace(plans.make_estimate(), host_bytes=3e11, host_capacity_bytes=2e12)
+    text = read(replace(plans.pipelined(), best=Ranked(best, "fast"))).text
+    assert "keep 300.0 GB in its host memory, of 2.0 TB" in text
+    full = replace(best, host_capacity_bytes=2e11)
+    text = read(replace(plans.pipelined(), best=None, closest=Ranked(full, "no room"))).text
+    assert "Does not fit: the host memory of a node is too small." in text
+
+
+def test_how_positions_are_exchanged_is_said_beside_the_layout() -> None:
+    best = plans.make_estimate(Layout(cp=4, dp_shard=16, context="ring"))
+    assert "Best: dp_shard=16,cp=4 context=ring" in read(replace(plans.pipelined(), best=Ranked(best, "fast"))).text
+    assert "context=" not in read(plans.pipelined()).text
+
+
+def test_data_axes_have_the_link_of_dp() -> None:
+    text = read(plans.pipelined()).text
+    assert "dp_shard=2 32 groups of 2 ranks, over 2 nodes; over hdr200." in text
+
+
+def test_one_device_has_samples_and_no_axes() -> None:
+    text = read(plans.single()).text
+    assert "samples a second23.7k" in text and "tokens" not in text
+    assert "One process computes the whole model" in text and "The pipeline" not in text
+
+
+def test_a_schedule_that_is_not_drawn_is_said() -> None:
+    best = plans.make_estimate(Layout(pp=4, dp_replicate=16, schedule="zbv"))
+    text = read(replace(plans.pipelined(), best=Ranked(best, "fast"))).text
+    assert "goes there and back" in text and "wait 1.6 s of a step" in text
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_the_page_asks_nobody_for_anything(make: object) -> None:
+    page = render_plan_page(make())  # type: ignore[operator]
+    ours = page.replace(read_asset(SCRIPT), "")
+    assert len(page) - len(ours) == len(read_asset(SCRIPT))
+    assert not re.search(r"(src|href|action|url)\s*[=(]\s*[\"']?\s*(https?:)?//", ours)
+    assert "http://" not in ours and "https://" not in ours
+    assert len(ours) < 500_000
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_headings_tables_and_pictures_have_their_texts(make: object) -> None:
+    reader = read(make())  # type: ignore[operator]
+    tags = reader.tags
+    assert [tag for tag, _ in tags].count("h1") == 1 and ("html", {"lang": "en"}) in tags
+    assert [tag for tag, _ in tags].count("table") == [tag for tag, _ in tags].count("caption")
+    ids = [attrs["id"] for _, attrs in tags if attrs.get("id")]
+    assert len(ids) == len(set(ids))
+    assert all(attrs["aria-labelledby"] in ids for tag, attrs in tags if tag == "section")
+    assert all(attrs.get("aria-label") for _, attrs in tags if attrs.get("role") in ("img", "region"))
+    assert all(attrs.get("scope") for tag, attrs in tags if tag == "th")
+    assert all(attrs["href"] in {f"#{name}" for name in ids} for tag, attrs in tags if tag == "a")
+
+
+EVIL = "<script>alert('x')</script>"
+
+
+def test_every_string_is_escaped() -> None:
+    plan = plans.pipelined()
+    assert plan.best is not None and plan.bill is not None
+    evil = replace(
+        plan,
+        model=EVIL,
+        cluster=EVIL,
+        best=replace(
+            plan.best, because=EVIL, estimate=plans.make_estimate(traffic=(replace(plans.TRAFFIC[0], link=EVIL),))
+        ),
+        others=(replace(plan.others[0], because=EVIL, family=EVIL),),
+        refusals=(Refusal(EVIL, EVIL, EVIL),),
+        notes=(EVIL,),
+        what_ifs=(replace(plan.what_ifs[1], change=EVIL, because=EVIL),),
+        bill=replace(plan.bill, currency=EVIL, because=EVIL),
+        unmet=(EVIL,),
+    )
+    page = render_plan_page(evil, EVIL)
+    assert "<script>alert" not in page
+    assert read(evil, EVIL).text.count(EVIL) >= 15
+
+
+def test_ranked_are_named_by_their_place() -> None:
+    assert [name for name, _ in rank_all(plans.pipelined())] == ["best", "no. 2", "no. 3"]
+    assert [name for name, _ in rank_all(plans.nothing_fits())] == ["closest"]
+    assert rank_all(plans.refused()) == ()
+
+
+def test_refusals_are_grouped_by_rule() -> None:
+    first, second = group_refusals([*(Refusal("a", str(n), "") for n in range(6)), Refusal("b", "x", "")])
+    assert (first.rule, [one.layout for one in first.shown], first.left_out) == ("a", ["0", "1", "2", "3"], 2)
+    assert (second.rule, len(second.shown), second.left_out) == ("b", 1, 0)
+
+
+def test_the_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.html"
+    path.write_text("old")
+    write_plan_page(plans.single(), path)
+    assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
+    before = path.read_bytes()
+    monkeypatch.setattr("allranks.durable.sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(ConfigError, match=r"plan.html cannot be written: No space left; name another file"):
+        write_plan_page(plans.pipelined(), path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written: No such file"):
+        write_plan_page(plans.single(), tmp_path / "no" / "plan.html")

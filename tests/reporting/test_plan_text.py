@@ -1,0 +1,51 @@
+"""A Plan for a terminal: verdict first, within 100 columns, nothing cut off."""
+
+from dataclasses import replace
+
+from allranks.plan import Plan, Refusal
+from allranks.planning.answer import make_plan
+from allranks.reporting.plan_text import SHOWN_REFUSALS, render_comparison, render_plan
+from tests.planning.questions import ask
+
+
+def squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_everything_is_said_within_the_columns() -> None:
+    plan = make_plan(ask(tokens=1e12, limit_seconds=3600.0))
+    plan = replace(plan, refusals=plan.refusals + tuple(Refusal("r", f"x={n}", "because") for n in range(9)))
+    for width in (80, 100):
+        text = render_plan(plan, width=width)
+        assert max(map(len, text.splitlines())) <= width
+        said = squeezed(text)
+        for change in plan.what_ifs:
+            assert squeezed(change.because)[:30] in said
+        assert plan.best is not None and squeezed(plan.best.because) in said
+        assert "more than the deadline of" in said
+        more = f"and {len(plan.refusals) - SHOWN_REFUSALS} more"
+        assert (more in said) == (len(plan.refusals) > SHOWN_REFUSALS)
+        assert all(squeezed(note)[:40] in said for note in plan.notes)
+
+
+def test_shares_of_time_and_memory_add_up() -> None:
+    lines = render_plan(make_plan(ask())).splitlines()
+    for title in ("Where the step goes", "What fills the memory"):
+        start = lines.index(title) + 1
+        rows = lines[start : lines.index("", start)]
+        shares = [int(word[:-1]) for row in rows for word in row.split() if word.endswith("%")]
+        assert len(shares) == len(rows) and abs(sum(shares) - 100) <= len(rows)
+
+
+def test_nothing_left_is_a_refusal() -> None:
+    text = render_plan(Plan("net", "here", 0, None, (), (Refusal("batch", "dp=4", "too few samples"),)))
+    assert "REFUSED: no layout is left" in text and "batch: dp=4" in text and "too few samples" in text
+
+
+def test_clusters_side_by_side_the_fastest_first() -> None:
+    slow, fast = make_plan(ask(where="8:a100-80g")), make_plan(ask(where="8:h100"))
+    rows = render_comparison([slow, fast]).splitlines()
+    assert rows[2].startswith("8:h100") and max(map(len, rows)) <= 100
+    assert any(row.startswith("8:a100-80g") for row in rows[3:])
+    refused = render_comparison([replace(slow, best=None, closest=None), fast])
+    assert "every layout is refused" in squeezed(refused)
