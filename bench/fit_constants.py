@@ -17,7 +17,7 @@ from typing import Any
 from calibration_rows import DATA, is_calibration
 from frameworks import mechanisms_of
 from plan_accuracy import Judged, judge
-from published_runs import DEVICES, Row, precision_of, rows_of
+from published_runs import Row, device_name, precision_of, rows_of
 
 from allranks.planning import constants, estimate
 
@@ -102,7 +102,7 @@ def sees(rows: Sequence[Row], name: str) -> bool:
 
 def family_of(row: Row) -> str:
     """The entry of constants.json that the row's device takes."""
-    name = DEVICES[row["hardware"]["gpu"]][0]
+    name = device_name(row["hardware"]["gpu"])
     return max((key for key in constants._table()["devices"] if name.startswith(key)), key=len)
 
 

@@ -1,6 +1,7 @@
 """Published runs as the planner sees them: a row as ModelProfile, Cluster and Setting."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -8,63 +9,63 @@ from typing import Any
 
 from frameworks import mechanisms_of
 
-from allranks.cluster import Cluster, Device, Link
+from allranks.cluster import Cluster, Link
+from allranks.errors import ConfigError
 from allranks.model_profile import ModelProfile
 from allranks.model_shape import ModelShape
+from allranks.planning.catalog import find_device, find_link, tidy
 from allranks.planning.estimate import Cost, estimate_setting
 from allranks.planning.setting import Recompute, Setting
 
 Row = Mapping[str, Any]
 GIB = float(2**30)
 
-# Dense peaks from the vendors' data sheets, FLOP/s; memory in bytes and bytes/s.
-A100 = {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}
-HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float8": 1979e12, "float32": 67e12}
-BLACKWELL = {"bfloat16": 2250e12, "float16": 2250e12, "float8": 4500e12, "float4": 9000e12, "float32": 80e12}
-GRACE = {"bfloat16": 2500e12, "float16": 2500e12, "float8": 5000e12, "float4": 10000e12, "float32": 80e12}
-DEVICES: dict[str, tuple[str, float, Mapping[str, float]]] = {
-    "V100-32GB-SXM": ("v100", 0.9e12, {"float16": 125e12, "float32": 15.7e12}),
-    "A100-40GB-SXM": ("a100-40g", 1.555e12, A100),
-    "A100-80GB-SXM": ("a100-80g", 2.039e12, A100),
-    "H100-80GB-SXM": ("h100", 3.35e12, HOPPER),
-    "H100-96GB-HBM2e": ("h100-96g", 2.4e12, HOPPER),
-    "B200-SXM": ("b200", 8e12, BLACKWELL),
-    "B300-SXM": ("b300", 8e12, BLACKWELL),
-    "GB200": ("gb200", 8e12, GRACE),
-    "GB300": ("gb300", 8e12, GRACE),
-}
+OMNI_PATH = 0.6  # it has no GPUDirect: what devices send passes through the host, twice over the same PCIe lanes
+NETWORKS = {"v100": 12.5e9, "a100": 25e9}  # bytes/s of a device where a source gives none: its usual servers
+
+
+def device_name(gpu: str) -> str:
+    """The catalog's name of a device as sources write it: "A100-80GB-SXM" is a100-80g. Raises ConfigError."""
+    name = re.sub(r"-(sxm\d?|nvl72|hbm\d\w?)$", "", tidy(gpu))
+    name = re.sub(r"(\d+)gb\b", r"\1g", name)
+    return find_device({"h100-80g": "h100", "v100-32g": "v100-32g"}.get(name, name)).device.name
 
 
 @cache
 def _cluster(
-    gpu: str, memory: float, nodes: int, per_node: int, inside: float, between: float, domain: int, bandwidth: float
-) -> Cluster:
-    name, memory_bandwidth, peaks = DEVICES[gpu]
-    device = Device(name, gpu, memory * GIB, bandwidth or memory_bandwidth, peaks)
+    gpu: str, memory: float, nodes: int, per_node: int, inside: float | None, between: float | None, domain: int | None,
+    bandwidth: float | None,
+) -> Cluster:  # fmt: skip
+    known = find_device(device_name(gpu))
+    device = known.device if bandwidth is None else replace(known.device, memory_bandwidth=bandwidth)
+    if abs(memory * GIB / device.memory_bytes - 1) > 0.05:
+        device = replace(device, memory_bytes=memory * GIB)
+    near, far = find_link(known.inside), find_link(known.between)
+    family = device.name.split("-")[0]
     return Cluster(
-        name=f"{nodes}x{per_node}:{name}", nodes=nodes, devices_per_node=per_node, device=device,
-        host_bandwidth=3.6e11 if gpu.startswith("GB") else None,  # NVLink-C2C, 900 GB/s for two devices, both ways
-        inside=Link("nvlink", inside, 3e-6), between=Link("network", between, 1e-5), domain=domain,
-    )  # fmt: skip
-
-
-DEFAULT_NICS = {"a100": 25e9, "h100": 50e9, "b200": 50e9, "gb200": 50e9, "gb300": 100e9, "b300": 100e9, "v100": 12.5e9}
+        name=f"{nodes}x{per_node}:{device.name}",
+        nodes=nodes,
+        devices_per_node=per_node,
+        device=device,
+        inside=near if inside is None or abs(inside / near.bandwidth - 1) < 0.1 else Link("inside", inside, 3e-6),
+        between=Link("network", between or NETWORKS.get(family, far.bandwidth), far.latency_seconds),
+        domain=domain or max(per_node, known.domain if known.domain > known.devices_per_node else per_node),
+        host_bandwidth=known.host_bandwidth,
+    )
 
 
 def cluster_of(row: Row) -> Cluster:
     """The row's hardware; a network that the source does not give is the usual one of that device's servers."""
     hardware = row["hardware"]
-    gpu, per_node = hardware["gpu"], hardware["gpus_per_node"]
     devices = hardware["n_gpus"]
-    per_node = min(per_node, devices)
-    name = DEVICES[gpu][0].split("-")[0]
-    between = hardware.get("inter_Gbps_per_gpu")
-    between = between / 8 * 1e9 if between else DEFAULT_NICS[name]
-    domain = hardware.get("nvlink_domain") or (72 if gpu.startswith("GB") else per_node)
-    bandwidth = (hardware.get("hbm_TBps") or 0) * 1e12
+    per_node = min(hardware.get("gpus_per_node") or 8, devices)
+    inside, between = hardware.get("intra_GBps_per_dir"), hardware.get("inter_Gbps_per_gpu")
+    if between and "Omni-Path" in str(hardware.get("inter_note")):
+        between *= OMNI_PATH
+    bandwidth = hardware.get("hbm_TBps")
     return _cluster(
-        gpu, hardware["mem_gb"], math.ceil(devices / per_node), per_node, hardware["intra_GBps_per_dir"] * 1e9, between,
-        domain, bandwidth,
+        hardware["gpu"], hardware["mem_gb"], math.ceil(devices / per_node), per_node, inside and inside * 1e9,
+        between and between / 8 * 1e9, hardware.get("nvlink_domain"), bandwidth and bandwidth * 1e12,
     )  # fmt: skip
 
 
@@ -74,25 +75,19 @@ def _profile(shape: ModelShape, seq: int, precision: str, fused: bool) -> ModelP
 
 
 def shape_of(row: Row) -> ModelShape | None:
-    """The row's model, its vocabulary padded as all these frameworks pad it; None where the row does not give its sizes."""
+    """The row's model, its vocabulary padded as all these frameworks pad it; None where the row leaves sizes open."""
     model = row["model"]
     if not all(model.get(key) for key in ("layers", "hidden", "heads")):
         return None
     hidden = model["hidden"]
     gpt = model["arch"] == "gpt" and not model.get("gated")
     gated = bool(model.get("gated")) or model["arch"] not in ("gpt", "nemotron", "nemotron-h")
-    dropout = gpt and row["source"] not in (
-        "llm-foundry",
-        "mcore-h100-weak",
-        "mcore-h100-strong",
-        "dgxc-benchmarking",
-        "llm.c",
-        "nanogpt",
-    )
+    dropout = gpt and mechanisms_of(row).attention_dropout
     given: dict[str, Any] = {}
     if model.get("experts"):
         given = {
-            "experts": model["experts"], "top_k": model["top_k"], "expert_ffn": model.get("moe_ffn") or model.get("ffn") or 0,
+            "experts": model["experts"], "top_k": model["top_k"],
+            "expert_ffn": model.get("moe_ffn") or model.get("ffn") or 0,
             "shared_ffn": model.get("shared_ffn") or (model.get("shared_experts") or 0) * (model.get("moe_ffn") or 0),
             "dense_layers": model.get("dense_layers") or 0, "every": model.get("moe_every") or 1,
         }  # fmt: skip
@@ -103,8 +98,10 @@ def shape_of(row: Row) -> ModelShape | None:
         }  # fmt: skip
     return ModelShape(
         name=model["name"], layers=model["layers"], hidden=hidden, heads=model["heads"],
-        kv_heads=0 if model.get("kv_lora") else model.get("kv_heads") or 0, ffn=model.get("ffn") or given.get("expert_ffn") or 4 * hidden,
-        vocab=-(-(model.get("vocab") or 51200) // 128) * 128, seq=model["seq_len"], gated=gated, head_dim=model.get("head_dim") or 0,
+        kv_heads=0 if model.get("kv_lora") else model.get("kv_heads") or 0,
+        ffn=model.get("ffn") or given.get("expert_ffn") or 4 * hidden,
+        vocab=-(-(model.get("vocab") or 51200) // 128) * 128, seq=model["seq_len"], gated=gated,
+        head_dim=model.get("head_dim") or 0,
         positions="learned" if gpt and "alibi" not in str(model.get("pos")) else "none" if gpt else "rotary",
         tied=gpt, bias=gpt, dropout=dropout, **given,
     )  # fmt: skip
@@ -191,7 +188,10 @@ def run_of(row: Row) -> tuple[ModelProfile, Cluster, Setting] | None:
     profile, setting = profile_of(row), setting_of(row)
     if profile is None or setting is None:
         return None
-    cluster = cluster_of(row)
+    try:
+        cluster = cluster_of(row)
+    except ConfigError:  # a device that the catalog does not have
+        return None
     setting = _with_micro_batch(row, profile, cluster, setting)
     if states_recompute(row):
         return profile, cluster, setting

@@ -249,7 +249,8 @@ class _Writer:
         seq, chances = self.made.seq, float(self.made.seq * shape.experts)
         router = Operation(
             "router", "route", 2.0 * chances * shape.hidden, (seq, shape.experts, shape.hidden),
-            self.made.rows(shape.hidden) + 12.0 * chances, 8.0 * chances, 4.0 * chances, shape.experts * shape.hidden, 4.0 * shape.experts * shape.hidden,
+            self.made.rows(shape.hidden) + 12.0 * chances, 8.0 * chances, 4.0 * chances, shape.experts * shape.hidden,
+            4.0 * shape.experts * shape.hidden,
         )  # fmt: skip
         # Permuted on the way in and back: read and written each time; the permuted copy is what the experts keep.
         moved = self.made.rows(shape.hidden) * times * 4

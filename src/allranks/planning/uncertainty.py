@@ -7,12 +7,12 @@ from allranks.plan import StepTime
 from allranks.planning.setting import Setting
 
 DOUBTS = {
-    "compute": 0.09,
+    "compute": 0.092,
     "recompute": 0.10,
     "tensor": 0.30,
     "context": 0.40,
     "expert": 0.45,
-    "data": 0.45,
+    "data": 0.6,
     "pipeline": 0.40,
     "bubble": 0.20,
     "optimizer": 0.40,
@@ -21,7 +21,7 @@ DOUBTS = {
     "checkpoint": 0.50,
 }
 """Of one cause's seconds: one standard deviation, from calibration rows where that cause is a large share."""
-LOW_PRECISION, EXPERTS, UNKNOWN_DEVICE, HOST = 0.04, 0.13, 0.10, 0.04
+LOW_PRECISION, EXPERTS, UNKNOWN_DEVICE, HOST = 0.025, 0.13, 0.10, 0.04
 """More of it where products are in 8 or 4 bits, for experts' many small kernels, for a device that no constants are
 known for, and for the share of a step that waits for the host."""
 NINETY = 1.645
