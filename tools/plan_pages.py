@@ -86,22 +86,34 @@ def _row(title: str, ranked: Ranked) -> str:
 
 
 def _ending() -> str:
-    return """## Why it comes out like this
+    return f"""## Why it comes out like this
 
-- **DDP** keeps all of the state on every device, however many there are.
-- **FSDP** divides the state by 64, but a device still computes whole layers: what one sample leaves for the backward, and the logits, do not get smaller with more devices. What does not fit has to be computed twice (`recompute=full`).
-- **tp** divides layers and activations, and adds all-reduces that nothing hides; it stops at the 8 key-value heads, and beyond a node it would go over the slow links.
-- **pp** divides layers with little traffic, and its ranks wait for the first and the last micro-steps.
-- Together they divide different things, so that each is used where it is cheap: tp inside the node, FSDP over what is left.
+{_reasons()}
 
 ## From here to the run
 
 ```bash
-.venv/bin/allranks plan 100b --cluster 8x8:a100-80g --seq 4096 --global-batch 1024 --explain
-.venv/bin/allranks plan 100b --cluster 8x8:a100-80g --cluster 8x8:a100-40g --seq 4096 --global-batch 1024
-.venv/bin/allranks plan 100b --cluster 8x8:a100-40g --seq 4096 --global-batch 1024 --gpus '?'
-.venv/bin/allranks plan 100b --cluster 8x8:a100-80g --seq 4096 --global-batch 1024 --save plans/100b --html plans/100b/plan.html
+.venv/bin/{command(CLUSTERS["80 GB"])} --explain
+.venv/bin/{command(CLUSTERS["80 GB"])} --cluster {CLUSTERS["40 GB"]}
+.venv/bin/{command(CLUSTERS["40 GB"])} --gpus '?'
+.venv/bin/{command(CLUSTERS["80 GB"])} --save plans/100b --html plans/100b/plan.html
 ```
 
-`plans/100b/RUN.toml` holds layout, batch and precision; with your Task, `allranks train TASK plans/100b/RUN.toml` takes it as it is.
+`plans/100b/RUN.toml` holds layout, batch and precision; with your Task, `allranks train TASK plans/100b/RUN.toml`
+takes it as it is.
 """
+
+
+def _reasons() -> str:
+    reasons = (
+        "**DDP** keeps all of the state on every device, however many there are.",
+        "**FSDP** divides the state by 64, but a device still computes whole layers: what one sample leaves for the"
+        " backward, and the logits, do not get smaller with more devices. What does not fit is computed twice"
+        " (`recompute=full`).",
+        "**tp** divides layers and activations, and adds all-reduces that nothing hides; it stops at the 8 key-value"
+        " heads, and beyond a node it would go over the slow links.",
+        "**pp** divides layers with little traffic; its ranks wait for the first and the last micro-steps, and for the"
+        " stage with the most layers.",
+        "Together they divide different things, each where it is cheap: tp inside the node, FSDP over what is left.",
+    )
+    return "\n".join(f"- {reason}" for reason in reasons)
