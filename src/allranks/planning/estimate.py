@@ -178,9 +178,7 @@ def _data(
     return max(candidates, key=lambda cost: cost.exposed + cost.update)
 
 
-def _step_time(
-    stage: _Stage, setting: Setting, bubble: float, data: DataCost, send: float, waits: float
-) -> StepTime:
+def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, send: float, waits: float) -> StepTime:
     steps = setting.micro_steps
     return StepTime(
         compute=steps * (stage.forward + stage.backward + stage.weight + stage.host),
