@@ -31,7 +31,7 @@ def test_every_named_model_has_a_source() -> None:
 
 
 def test_a_wrong_name_brings_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="'llama3-9b' is no model .* llama3-8b"):
+    with pytest.raises(ConfigError, match=r"'llama3-9b' is no model .* llama3-8b"):
         find_model("llama3-9b")
 
 

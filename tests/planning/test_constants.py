@@ -40,4 +40,5 @@ def test_an_unknown_device_takes_its_measured_rate() -> None:
 def test_what_was_measured_on_this_machine_is_what_is_reached() -> None:
     device = replace(cluster().device, name="a100-80g", matmul_flops={"bfloat16": 70e12}, measured=True)
     got = constants_of(device)
-    assert (got.matmul, got.memory, got.inside, got.between) == (pytest.approx(0.7), 1.0, 1.0, 1.0)
+    assert got.matmul == pytest.approx(0.7)
+    assert (got.memory, got.inside, got.between) == (1.0, 1.0, 1.0)

@@ -55,7 +55,7 @@ def test_activations_of_a_layer_without_recompute() -> None:
 
 
 def test_selective_recompute_drops_the_scores() -> None:
-    seq, hidden, heads = 1024, 1024, 16
+    seq, heads = 1024, 16
     kept, selective = use_of().activations, use_of(recompute="selective").activations
     # All eight layers drop 5 a s^2; the peak is where the logits are, before any layer's backward has its scores back.
     assert kept - selective == 8 * 5 * heads * seq * seq
