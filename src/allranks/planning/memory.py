@@ -16,8 +16,9 @@ def memory_use(
     """What the rank of a pipeline stage holds that has `held` blocks of each kind.
 
     Weights, gradients and optimizer: ZeRO 1910.02054, section 5, with the stage's bytes per parameter in `mechanisms`.
-    Activations: 2205.05198, section 4, from the profile's saved bytes. Gathered blocks: FSDP keeps two whole (2304.11277,
-    section 3.4). The peak is where the loss has its logits, or where the backward of the largest block works.
+    Activations: 2205.05198, section 4, from the profile's saved bytes. Gathered: FSDP keeps two blocks whole
+    (2304.11277, section 3.4). The peak is where the loss has its logits, or where the backward of the largest
+    block works.
     """
     how = setting.mechanisms
     here = [(count, cost) for cost, count in zip(costs, held, strict=True) if count]

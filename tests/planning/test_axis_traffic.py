@@ -1,0 +1,78 @@
+"""What tp, cp and ep send for a layer, by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from allranks.model_shape import ModelShape
+from allranks.planning.axis_traffic import AxisTraffic, axes_of, axis_traffic
+from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds
+from allranks.planning.setting import Mechanisms, Setting
+from tests.planning.profiles import cluster
+
+SHAPE = ModelShape(
+    "llama", 2, 1024, 8, 4096, 8192, kv_heads=4, seq=2048, gated=True, positions="rotary", tied=False, bias=False
+)
+WHERE = cluster(nodes=8)
+
+
+def setting(how: Mechanisms | None = None, **given: Any) -> Setting:
+    return Setting(**{"global_batch": 64, "micro_batch": 1, "mechanisms": how or Mechanisms(), **given})
+
+
+def traffic(shape: ModelShape = SHAPE, how: Mechanisms | None = None, **given: Any) -> AxisTraffic:
+    made = setting(how, **given)
+    return axis_traffic(shape.profile().blocks[1], made, axes_of(WHERE, made))
+
+
+def test_one_device_sends_nothing() -> None:
+    assert traffic() == AxisTraffic()
+
+
+def test_tensor_parallelism_reduces_twice_in_each_direction() -> None:
+    got = traffic(tp=4, micro_batch=2)
+    tensor = 2.0 * 2048 * 1024 * 2
+    group = axes_of(WHERE, setting(tp=4)).tensor
+    # 1909.08053, section 3: two all-reduces in the forward, two in the backward.
+    assert got.tensor == pytest.approx(4 * all_reduce_seconds(group, tensor))
+    assert (got.tensor_bytes, got.collectives) == (8 * tensor, 2)
+
+
+def test_sequence_parallelism_gathers_and_scatters_the_same_bytes() -> None:
+    plain, spread = traffic(tp=4), traffic(tp=4, how=Mechanisms(sequence_parallel=True))
+    group = axes_of(WHERE, setting(tp=4)).tensor
+    assert spread.tensor == pytest.approx(8 * all_gather_seconds(group, 2.0 * 2048 * 1024))
+    assert spread.tensor == pytest.approx(plain.tensor, rel=0.2)
+
+
+def test_a_ring_hides_behind_its_attention() -> None:
+    long = replace(SHAPE, seq=32768)
+    assert traffic(long, cp=2).context == 0.0 < traffic(long, cp=2, ring=False).context
+    got = traffic(cp=2, ring=False)
+    keys_and_values = 2 * 2.0 * 2048 * 4 * 128
+    assert got.context_bytes == 3 * keys_and_values
+    assert got.context == pytest.approx(3 * all_gather_seconds(axes_of(WHERE, setting(cp=2)).context, keys_and_values))
+
+
+def test_a_token_goes_to_each_of_its_experts_and_back() -> None:
+    sparse = replace(SHAPE, experts=16, top_k=4, expert_ffn=512)
+    got = traffic(sparse, dp=16, ep=16)
+    assert got.expert_bytes == 4 * (2048 * 4) * 1024 * 2.0
+    assert traffic(sparse, dp=16, ep=1).expert_bytes == 0.0
+
+
+def test_a_token_may_go_to_each_node_once() -> None:
+    sparse = replace(SHAPE, experts=16, top_k=4, expert_ffn=512)
+    each, once = (traffic(sparse, Mechanisms(sends_once=one), dp=16, ep=16).expert for one in (False, True))
+    axes = axes_of(WHERE, setting(dp=16, ep=16))
+    nodes = axes.expert.size / axes.expert.near
+    distinct = nodes * (1 - (1 - 1 / nodes) ** 4) / 4
+    latency = 4 * axes.expert.latency_seconds
+    assert once - latency == pytest.approx((each - latency) * distinct)
+
+
+def test_the_mesh_puts_tp_innermost() -> None:
+    axes = axes_of(WHERE, setting(tp=4, cp=2, dp=8, pp=1, shard=16, zero=3))
+    assert (axes.tensor.crosses, axes.context.crosses, axes.data.crosses) == (False, False, True)
+    assert (axes.tensor.size, axes.context.size, axes.data.size, axes.data.near) == (4, 2, 16, 2)

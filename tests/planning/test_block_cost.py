@@ -1,0 +1,84 @@
+"""A block's cost: sums over its operations, and what recompute changes."""
+
+from typing import Any
+
+import pytest
+
+from allranks.model_shape import ModelShape
+from allranks.planning.axis_traffic import axes_of
+from allranks.planning.block_cost import KEPT_PRODUCTS, BlockCost, block_cost
+from allranks.planning.operation_times import operation_times
+from allranks.planning.setting import Mechanisms, Setting
+from tests.planning.profiles import cluster
+
+SHAPE = ModelShape(
+    "llama", 2, 1024, 8, 4096, 8192, kv_heads=4, seq=2048, gated=True, positions="rotary", tied=False, bias=False
+)
+
+
+def cost(number: int = 1, how: Mechanisms | None = None, **given: Any) -> BlockCost:
+    setting = Setting(**{"global_batch": 8, "micro_batch": 1, "mechanisms": how or Mechanisms(), **given})
+    return block_cost(SHAPE.profile().blocks[number], setting, axes_of(cluster(), setting), 0)
+
+
+def test_it_is_the_sum_of_its_operations() -> None:
+    setting = Setting(global_batch=8, micro_batch=1)
+    axes = axes_of(cluster(), setting)
+    layer = SHAPE.profile().blocks[1]
+    each = [operation_times(operation, setting, axes.machine, 0) for operation in layer.operations]
+    got = cost()
+    assert got.forward == pytest.approx(sum(one.forward for one in each))
+    assert got.backward == pytest.approx(sum(one.backward for one in each))
+    assert got.weight == pytest.approx(sum(one.weight for one in each))
+    assert (got.parameters, got.expert_parameters) == (layer.parameters, 0)
+    assert got.kept_bytes == layer.saved_bytes
+    assert got.entry_bytes == 2.0 * 2048 * 1024
+
+
+def test_tensor_parallelism_divides_the_matrices() -> None:
+    matrices = SHAPE.profile().blocks[1].parameters - 2 * 1024
+    assert cost(tp=4).parameters == matrices / 4 + 2 * 1024
+
+
+def test_full_recompute_repeats_the_forward_and_keeps_the_input() -> None:
+    plain, full = cost(tp=2), cost(tp=2, recompute="full")
+    assert full.again == plain.forward
+    assert full.tensor_again == plain.tensor / 2
+    assert full.kept_bytes == plain.entry_bytes
+    assert full.working_bytes == plain.kept_bytes + plain.working_bytes
+
+
+def test_selective_recompute_keeps_every_second_product_and_attention() -> None:
+    got = cost(recompute="selective")
+    row = 2.0 * 2048
+    results = row * ((1024 + 2 * 512) + 1024 + 2 * 4096 + 1024)
+    assert got.kept_bytes == KEPT_PRODUCTS * results + row * 1024 + got.entry_bytes
+    assert 0.3 * got.forward < got.again < got.forward
+
+
+def test_megatrons_selective_recompute_repeats_unfused_attention_alone() -> None:
+    how = Mechanisms(selective="attention", fused_attention=False)
+    plain, selective = cost(how=how), cost(how=how, recompute="selective")
+    assert plain.kept_bytes - selective.kept_bytes == 2 * 8 * 2048**2
+    assert cost(how=Mechanisms(selective="attention"), recompute="selective").again == 0.0
+
+
+def test_the_ends_are_never_recomputed() -> None:
+    assert cost(2, recompute="full").again == 0.0
+
+
+def test_the_loss_holds_copies_of_the_logits() -> None:
+    logits = 2048 * 8192
+    assert cost(2).logits_bytes == 12 * logits  # log-softmax, its gradient, and the gradient of what it picks
+    assert cost(2, how=Mechanisms(logits_copies=0.5)).logits_bytes == 4 * logits
+
+
+def test_a_backward_holds_a_products_gradients() -> None:
+    got = cost(how=Mechanisms(temporary_gradient_bytes=6))
+    # The largest: up, with 2 * 4096 results and 1024 inputs a position, and its weights' gradient in 16 and 32 bits.
+    assert got.working_bytes == 2.0 * 2048 * (2 * 4096 + 1024) + 6 * (2 * 4096 * 1024)
+
+
+def test_operands_in_eight_bits_are_kept_in_eight() -> None:
+    inputs = 2 * (2.0 * 2048 * 1024)  # of the query and of the feed-forward; the others' are counted where they arise
+    assert cost().kept_bytes - cost(precision="float8").kept_bytes == inputs / 2

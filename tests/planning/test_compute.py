@@ -1,0 +1,91 @@
+"""Kernels: the roofline, whole tiles and waves, attention's rate."""
+
+from dataclasses import replace
+
+import pytest
+
+from allranks.cluster import Device
+from allranks.planning.compute import (
+    GROUPED,
+    KERNEL_SECONDS,
+    UNALIGNED,
+    UNALIGNED_BATCH,
+    Machine,
+    attention_seconds,
+    head_share,
+    matmul_seconds,
+    moving_seconds,
+)
+from allranks.planning.constants import constants_of
+from tests.planning.profiles import cluster
+
+DEVICE = cluster().device
+MACHINE = Machine(DEVICE, constants_of(DEVICE))
+UNITS = MACHINE.constants.units
+
+
+def product(rows: float, out: float, into: float, batch: float = 1.0) -> float:
+    return matmul_seconds(MACHINE, rows, out, into, "bfloat16", batch) - KERNEL_SECONDS
+
+
+def test_a_large_product_reaches_the_devices_rate() -> None:
+    rows, out, into = 256 * UNITS, 128 * 64, 8192
+    depth = into / (into + MACHINE.constants.depth)
+    assert product(rows, out, into) == pytest.approx(2.0 * rows * out * into / (MACHINE.rate("bfloat16") * depth))
+
+
+def test_one_tile_too_many_takes_a_whole_wave_more() -> None:
+    # NVIDIA's guide: tiles run in waves as wide as the device has processors.
+    one_wave = product(256 * UNITS, 128, 4096)
+    assert product(256 * UNITS + 256, 128, 4096) > 1.3 * one_wave
+    assert product(256 * UNITS * 2, 128, 4096) == pytest.approx(2 * one_wave)
+
+
+def test_a_thin_product_is_bound_by_memory() -> None:
+    rows, out, into = 64, 8192, 8192
+    moved = 2.0 * (rows * into + into * out + rows * out)
+    fast = Machine(replace(DEVICE, peak_flops={"bfloat16": 1e15}), MACHINE.constants)
+    seconds = matmul_seconds(fast, rows, out, into, "bfloat16") - KERNEL_SECONDS
+    assert seconds == pytest.approx(moved / fast.bandwidth)
+
+
+def test_rows_that_are_no_multiple_of_16_bytes_are_slow() -> None:
+    even, odd = product(16384, 8192, 8192), product(16384, 8191, 8192)
+    assert odd / even == pytest.approx(UNALIGNED, rel=0.05)
+    heads, short = product(2048, 2048, 112, batch=64), product(2048, 2048, 108, batch=64)
+    assert short / heads > UNALIGNED_BATCH * 0.8
+
+
+def test_nothing_takes_no_time() -> None:
+    assert matmul_seconds(MACHINE, 0, 8, 8, "bfloat16") == 0.0
+
+
+def test_a_precision_that_the_device_lacks_runs_in_the_next_wider_one() -> None:
+    assert MACHINE.peak("float8") == MACHINE.peak("bfloat16") == 100e12
+    assert MACHINE.peak("float32") == 10e12
+    assert Machine(Device("x", "x", 1.0, 1.0, {"float32": 3.0}), MACHINE.constants).peak("bfloat16") == 3.0
+
+
+def test_causal_attention_does_half_the_work() -> None:
+    whole = attention_seconds(MACHINE, 1e12, 128, False, "bfloat16") - KERNEL_SECONDS
+    half = attention_seconds(MACHINE, 1e12, 128, True, "bfloat16") - KERNEL_SECONDS
+    assert whole / half == pytest.approx(2.0)
+    assert whole == pytest.approx(1e12 / (100e12 * MACHINE.constants.attention))
+    slower = attention_seconds(MACHINE, 1e12, 128, False, "bfloat16", "flash2") - KERNEL_SECONDS
+    assert slower / whole == pytest.approx(MACHINE.constants.attention / MACHINE.constants.flash2)
+
+
+def test_short_heads_leave_attention_less() -> None:
+    assert head_share(128) == 1.0
+    assert head_share(64) == 0.75
+    assert head_share(96) == pytest.approx(0.75)  # padded to 128
+
+
+def test_elementwise_kernels_are_bound_by_memory() -> None:
+    assert moving_seconds(MACHINE, 1e9, 2) == pytest.approx(
+        1e9 / (1e12 * MACHINE.constants.memory) + 2 * KERNEL_SECONDS
+    )
+
+
+def test_experts_in_one_kernel_are_slower_than_one_product() -> None:
+    assert 0.5 < GROUPED < 1.0

@@ -1,0 +1,110 @@
+"""The whole estimate: what a configuration costs, and what changes when one thing changes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from allranks.named_models import find_model
+from allranks.plan import Estimate
+from allranks.planning.collectives import all_reduce_seconds, group_of
+from allranks.planning.constants import constants_of
+from allranks.planning.estimate import MEMORY_HIGH, MEMORY_LOW, USABLE, estimate
+from allranks.planning.hardware import find_cluster
+from tests.planning.profiles import choose, cluster, decoder
+
+LLAMA = find_model("llama3-8b").profile(4096)
+NODE = find_cluster("8:h100")
+NODES = find_cluster("4x8:h100")
+
+
+def of(global_batch: int = 64, micro_batch: int = 1, nodes: Any = NODES, **layout: Any) -> Estimate:
+    return estimate(LLAMA, nodes, choose(global_batch, micro_batch, **layout))
+
+
+def test_the_same_arguments_give_the_same_estimate() -> None:
+    assert of(dp_shard=32) == of(dp_shard=32)
+
+
+def test_samples_tokens_and_mfu_follow_from_the_seconds() -> None:
+    got = of(dp_shard=32)
+    seconds = got.step_seconds.expected
+    assert got.time.total == seconds
+    assert got.samples_per_second == pytest.approx(64 / seconds)
+    assert got.tokens_per_second == pytest.approx(64 * 4096 / seconds)
+    peak = 32 * NODES.device.peak_flops["bfloat16"]
+    assert got.mfu == pytest.approx(3 * LLAMA.flops * 64 / (seconds * peak))
+    assert 0.2 < got.mfu < 0.7
+
+
+def test_intervals_hold_what_is_expected() -> None:
+    got = of(dp_shard=32)
+    assert got.step_seconds.low < got.step_seconds.expected < got.step_seconds.high
+    assert got.peak_bytes.low < got.peak_bytes.expected <= got.peak_bytes.high
+    assert got.capacity_bytes == USABLE * NODES.device.memory_bytes
+    used = got.memory.total
+    assert got.peak_bytes.low == MEMORY_LOW * used
+    assert got.peak_bytes.high == max(got.peak_bytes.expected, MEMORY_HIGH * used)
+
+
+def test_an_eight_billion_model_does_not_fit_whole_and_fits_in_shards() -> None:
+    # 16 bytes for each of 8.03 billion parameters alone are 128 GB.
+    assert not of(nodes=NODE, dp_replicate=8).fits
+    assert of(nodes=NODE, dp_shard=8, recompute="full").fits
+
+
+def test_float32_states_take_their_bytes() -> None:
+    use = of(nodes=NODE, dp_shard=8).memory
+    assert use.weights + use.gradients + use.optimizer == pytest.approx(16 * LLAMA.parameters / 8)
+
+
+def test_recompute_trades_time_for_memory() -> None:
+    none, some, full = (of(dp_shard=32, recompute=mode) for mode in ("none", "selective", "full"))
+    assert none.memory.activations > some.memory.activations > full.memory.activations
+    assert none.step_seconds.expected < some.step_seconds.expected < full.step_seconds.expected
+    assert full.time.recompute > 0.2 * full.time.compute / 3
+
+
+def test_more_tensor_parallelism_takes_less_memory_and_more_communication() -> None:
+    one, two, four = (of(dp_shard=32 // tp, tp=tp) for tp in (1, 2, 4))
+    assert one.time.tensor == 0.0 < two.time.tensor < four.time.tensor
+    assert one.memory.activations > two.memory.activations > four.memory.activations
+
+
+def test_tensor_parallelism_across_nodes_is_slow() -> None:
+    inside, across = of(tp=8, dp_shard=4), of(tp=16, dp_shard=2)
+    assert across.time.tensor > 2 * inside.time.tensor
+
+
+def test_a_pipeline_has_a_bubble_that_more_micro_steps_make_smaller() -> None:
+    few, many = of(global_batch=32, pp=4, dp_shard=8), of(global_batch=512, pp=4, dp_shard=8)
+    assert few.time.bubble / few.time.total > 2 * many.time.bubble / many.time.total
+    assert {0, 3} <= set(few.stages)
+    assert few.stages[0].activations > few.stages[3].activations
+
+
+def test_data_parallel_seconds_are_those_of_its_collective() -> None:
+    toy = cluster(nodes=2)
+    profile = decoder(hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=32768, seq=128)
+    got = estimate(profile, toy, choose(16, 1, dp_replicate=16))
+    (row,) = got.traffic
+    group = group_of(toy, constants_of(toy.device), 16, 1)
+    assert row.seconds == pytest.approx(all_reduce_seconds(group, 4.0 * profile.parameters))
+    assert (row.axis, row.link) == ("dp", "between")
+    assert got.time.data == pytest.approx(row.seconds - row.hidden_seconds)
+
+
+def test_faster_links_and_faster_devices_make_shorter_steps() -> None:
+    slow = replace(NODES, between=replace(NODES.between, bandwidth=NODES.between.bandwidth / 50))
+    assert of(dp_shard=32).time.data < of(nodes=slow, dp_shard=32).time.data
+    older = find_cluster("4x8:a100-80g")
+    assert of(nodes=older, dp_shard=32).time.compute > 1.5 * of(dp_shard=32).time.compute
+
+
+def test_offloaded_activations_leave_the_device() -> None:
+    here, there = of(dp_shard=32), of(dp_shard=32, offload="activations")
+    assert there.memory.activations < here.memory.activations / 2
+
+
+def test_a_step_of_more_samples_takes_longer() -> None:
+    assert of(128, dp_shard=32).step_seconds.expected > 1.5 * of(64, dp_shard=32).step_seconds.expected

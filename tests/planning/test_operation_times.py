@@ -1,0 +1,123 @@
+"""What the axes leave of an operation, and the seconds of its three passes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from allranks.model_profile import Operation
+from allranks.model_shape import ModelShape
+from allranks.planning.compute import GROUPED, KERNEL_SECONDS, Machine, matmul_seconds, moving_seconds
+from allranks.planning.constants import constants_of
+from allranks.planning.operation_times import (
+    attention_times,
+    in_low_precision,
+    is_product,
+    kept_score_bytes,
+    num_scores,
+    operation_times,
+    share_of,
+)
+from allranks.planning.setting import Mechanisms, Setting
+from tests.planning.profiles import cluster
+
+MACHINE = Machine(cluster().device, constants_of(cluster().device))
+SHAPE = ModelShape("gpt", 2, 1024, 8, 4096, 8192, seq=2048)
+PLAIN = Mechanisms(accumulate_bytes=0)
+
+
+def operation(name: str, shape: ModelShape = SHAPE) -> Operation:
+    blocks = shape.profile().blocks
+    return next(o for block in blocks for o in block.operations if o.name == name)
+
+
+def setting(how: Mechanisms = PLAIN, **given: Any) -> Setting:
+    return Setting(**{"global_batch": 8, "micro_batch": 1, "mechanisms": how, **given})
+
+
+@pytest.mark.parametrize(
+    ("name", "work", "weights", "kept"),
+    [
+        ("mlp.up", 8, 4, 2),  # column: its input is whole on each of tp's ranks
+        ("mlp.down", 8, 4, 8),
+        ("attention.scores", 8, 4, 8),
+        ("norm1", 2, 1, 2),
+        ("head", 8, 4, 2),
+    ],
+)
+def test_tp_4_and_cp_2_divide(name: str, work: float, weights: float, kept: float) -> None:
+    share = share_of(operation(name), setting(tp=4, cp=2))
+    assert (share.work, share.weights, share.kept) == (work, weights, kept)
+
+
+def test_sequence_parallelism_divides_norms_too() -> None:
+    share = share_of(operation("norm1"), setting(replace(PLAIN, sequence_parallel=True), tp=4, cp=2))
+    assert (share.work, share.weights, share.kept) == (8, 1, 8)
+
+
+def test_a_product_takes_three_products() -> None:
+    up = operation("mlp.up")
+    times = operation_times(up, setting(micro_batch=2, tp=2), MACHINE, 0)
+    rows, out, into = 2 * 2048, 4096 / 2, 1024
+    assert times.forward == matmul_seconds(MACHINE, rows, out, into, "bfloat16")
+    assert times.backward == matmul_seconds(MACHINE, rows, into, out, "bfloat16")
+    assert times.weight == matmul_seconds(MACHINE, out, into, rows, "bfloat16")
+
+
+def test_adding_up_gradients_moves_bytes() -> None:
+    up = operation("mlp.up")
+    with_sum = operation_times(up, setting(Mechanisms(accumulate_bytes=12)), MACHINE, 0).weight
+    without = operation_times(up, setting(), MACHINE, 0).weight
+    assert with_sum - without == pytest.approx(12 * 4096 * 1024 / MACHINE.bandwidth)
+
+
+def test_frozen_weights_take_no_gradient() -> None:
+    assert operation_times(operation("mlp.up"), setting(frozen=True), MACHINE, 0).weight == 0.0
+
+
+def test_eight_bits_are_for_the_blocks_linear_layers() -> None:
+    low = setting(precision="float8")
+    assert in_low_precision(operation("mlp.up"), low)
+    assert not in_low_precision(operation("head"), low)
+    assert not in_low_precision(operation("mlp.up"), setting())
+
+
+def test_elementwise_operations_are_bound_by_what_they_move() -> None:
+    norm = operation("norm1")
+    times = operation_times(norm, setting(tp=2), MACHINE, 0)
+    assert times.forward == pytest.approx(moving_seconds(MACHINE, norm.moved_bytes, 1))
+    assert times.backward == 2 * times.forward
+    fused = operation_times(norm, setting(replace(PLAIN, fusion=0.5)), MACHINE, 0)
+    assert times.forward - fused.forward == pytest.approx(norm.moved_bytes / 2 / MACHINE.bandwidth)
+
+
+def test_fused_attention_does_five_products_in_its_backward() -> None:
+    times = attention_times(operation("attention.scores"), setting(), MACHINE)
+    assert times.backward / times.forward == pytest.approx(2.5 / 0.8)
+
+
+def test_unfused_attention_moves_its_scores() -> None:
+    scores = operation("attention.scores")
+    how = replace(PLAIN, fused_attention=False, attention_dropout=True)
+    assert num_scores(scores, setting(tp=2)) == 8 / 2 * 2048 * 2048
+    assert kept_score_bytes(scores, setting(how)) == 5 * 8 * 2048**2  # 2205.05198, equation 1: 5 a s^2
+    assert kept_score_bytes(scores, setting(replace(how, attention_dropout=False))) == 2 * 8 * 2048**2
+    slow = attention_times(scores, setting(how), MACHINE)
+    assert slow.forward > attention_times(scores, setting(), MACHINE).forward
+
+
+def test_experts_share_their_rows_among_groups() -> None:
+    shape = replace(SHAPE, experts=8, top_k=2, expert_ffn=2048, gated=True)
+    up = operation("experts.up", shape)
+    times = operation_times(up, setting(ep=4), MACHINE, 8)
+    # 4096 routed positions over the two experts of each rank of ep; its rows come from four ranks.
+    one = matmul_seconds(MACHINE, 2048 * 2 / 2, 4096, 1024, "bfloat16", 2)
+    assert times.forward == pytest.approx(one / GROUPED)
+    assert is_product(up)
+    assert not is_product(operation("norm1"))
+
+
+def test_an_operation_without_figures_takes_no_time() -> None:
+    times = operation_times(Operation("nothing", "elementwise"), setting(), MACHINE, 0)
+    assert (times.forward, times.backward, times.weight) == (0.0, 0.0, 0.0)
+    assert KERNEL_SECONDS > 0

@@ -1,0 +1,63 @@
+"""Stages, micro-steps under way, and bubbles, against the papers' formulas."""
+
+import pytest
+
+from allranks.planning.pipeline import pipeline_seconds, shared_out, stages_of, under_way
+from tests.planning.profiles import decoder
+
+
+def layers_of(total: int, pp: int, chunks: int = 1) -> list[int]:
+    stages = shared_out((1, total, 1), (False, True, False), pp, chunks)
+    assert [stage[0] for stage in stages] == [1] + [0] * (pp - 1)
+    assert [stage[2] for stage in stages] == [0] * (pp - 1) + [1]
+    return [stage[1] for stage in stages]
+
+
+def test_layers_that_divide_are_shared_evenly() -> None:
+    assert layers_of(96, 8) == [12] * 8
+
+
+def test_the_ends_hold_fewer_where_layers_do_not_divide() -> None:
+    assert layers_of(126, 16) == [7, *[8] * 14, 7]  # Llama 3 405B
+    assert layers_of(31, 4) == [8, 8, 8, 7]
+    assert layers_of(30, 4) == [7, 8, 8, 7]
+
+
+@pytest.mark.parametrize(("total", "pp"), [(61, 16), (3, 2), (7, 4), (10, 7)])
+def test_no_layer_is_lost(total: int, pp: int) -> None:
+    assert sum(layers_of(total, pp)) == total
+
+
+def test_a_profile_is_cut_into_as_many_stages() -> None:
+    assert [sum(stage) for stage in stages_of(decoder(layers=8), 4, 1)] == [3, 2, 2, 3]
+
+
+def test_micro_steps_under_way() -> None:
+    assert [under_way("1f1b", stage, 4, 1, 16) for stage in range(4)] == [4, 3, 2, 1]
+    assert under_way("1f1b", 0, 4, 1, 2) == 2  # no more than there are
+    assert under_way("gpipe", 3, 4, 1, 16) == 16
+    # 2205.05198, section 4.2.3: the first rank of an interleaved schedule holds p (1 + (p - 1) / (p m)) layers' worth.
+    pp, chunks = 8, 3
+    assert under_way("interleaved", 0, pp, chunks, 64) == pytest.approx(pp * (1 + (pp - 1) / (pp * chunks)))
+    assert under_way("zb-2p", 0, 8, 1, 64) == 15  # 2401.10241: 2p - 1
+    assert under_way("1f1b", 0, 1, 1, 64) == 1
+
+
+def test_the_bubble_of_1f1b_is_p_minus_1_micro_steps() -> None:
+    forward, backward, weight = [1.0] * 4, [1.0] * 4, [1.0] * 4
+    steady, bubble = pipeline_seconds("1f1b", forward, backward, weight, 1, 16)
+    assert (steady, bubble) == (48.0, 9.0)  # 2104.04473, section 2.2.1: (p - 1)(F + B + W)
+    assert pipeline_seconds("interleaved", forward, backward, weight, 3, 16) == (48.0, 3.0)
+    assert pipeline_seconds("gpipe", forward, backward, weight, 1, 16) == (48.0, 9.0)
+
+
+def test_zero_bubbles() -> None:
+    forward, backward, weight = [2.0] * 4, [2.0] * 4, [1.0] * 4
+    # 2401.10241, table 1: ZB-H1 leaves (p - 1)(F + B - W), ZB-H2 (p - 1)(F + B - 2W).
+    assert pipeline_seconds("zb-1p", forward, backward, weight, 1, 16)[1] == 3 * (2 + 2 - 1)
+    assert pipeline_seconds("zb-2p", forward, backward, weight, 1, 16)[1] == 3 * (2 + 2 - 2)
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    assert pipeline_seconds("1f1b", [1.0, 3.0], [1.0, 3.0], [1.0, 3.0], 1, 10) == (90.0, 3.0)
+    assert pipeline_seconds("1f1b", [1.0], [2.0], [3.0], 1, 10) == (60.0, 0.0)
