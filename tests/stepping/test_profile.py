@@ -231,6 +231,8 @@ def test_a_model_is_read_once(tmp_path: Path, recorded: list[object]) -> None:
     assert trace(load_task(str(file))) == (first, False)
     assert trace(load_task(str(file), {"width": 8}))[1]
     assert trace(task, "float32")[1]
+    trace_task(task, device="cuda", cache=cache)
+    assert len(recorded) == 4
     assert trace(task) == (first, False)
     file.write_text(USERS.replace("nn.ReLU()", "nn.Tanh()"))
     assert trace(task)[1]
