@@ -1,7 +1,8 @@
 """What a world stands on: its processes, its configuration, and what its calls share."""
 
+import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from allranks.config import Config, resolve_config
-from allranks.errors import ConfigError, LayoutError
+from allranks.errors import ConfigError
 from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.layout import Layout
 from allranks.observing.counters import Stopwatch
@@ -22,7 +23,7 @@ from allranks.parallel.parallelize import parallelize
 from allranks.parallel.precision import Precision, choose_precision
 from allranks.run import Run
 from allranks.stepping.world import Processes, gather_processes
-from allranks.training.own.models import OwnModels
+from allranks.training.own.models import OwnModels, needs_run
 from allranks.training.own.run import open_own_run
 from allranks.verdict import Decision
 
@@ -59,12 +60,15 @@ class Ground:
             batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
         return self.precision.cast_inputs(batch)
 
-    def spread(self, module: nn.Module, **hints: Any) -> nn.Module:
+    def spread(self, module: nn.Module, *, sequence_dims: Mapping[str, int], **hints: Any) -> nn.Module:
         """What is to be called for `module`, as `World.parallelize` says, whose `hints` these are; collective."""
-        self.models.check_new(module)
+        mesh = self.processes.mesh
+        self.models.check_new(module, mesh.layout)
+        whole = copy.deepcopy(module).cpu() if needs_run(mesh.layout) and self.processes.rank == 0 else None
+        self.models.sequence_dims = sequence_dims
         spread = parallelize(
             lambda: module,
-            self.processes.mesh,
+            mesh,
             self.precision,
             self.device,
             source=self.processes.first_source(),
@@ -72,7 +76,7 @@ class Ground:
             **hints,
         )
         self.decisions.extend(spread.decisions)
-        return self.models.add(spread)
+        return self.models.add(spread, whole)
 
     def leave(self, *, failed: bool) -> bool:
         """End the process group, if it is this world's to end; whether the process may join again."""
@@ -99,16 +103,6 @@ def prepare_ground(
     config = _resolve(layout or environment.layout, seed=seed, precision=precision, backend=backend, keep=keep)
     degrees = Layout.resolve(config.layout, environment.world_size, environment.num_nodes)
     degrees.supported_here()
-    if degrees.cp > 1:
-        raise LayoutError(
-            f"cp={degrees.cp} cuts the batches of a Task (allranks train); a loop of your own holds whole ones: "
-            "leave it out"
-        )
-    if degrees.pp > 1:
-        raise LayoutError(
-            f"pp={degrees.pp} orders forwards and backwards itself, which a loop of its own does: write a Task for "
-            "`allranks train`, or use another layout"
-        )
     choice = choose_device(environment, device, config.train.backend, degrees)
     owns_group = _start(environment, choice)
     processes = gather_processes(environment, choice, degrees)

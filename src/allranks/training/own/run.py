@@ -12,7 +12,7 @@ import torch
 
 from allranks import __version__, errors
 from allranks.config import Config, changed_keys, is_resumable
-from allranks.errors import AllranksError, RunError
+from allranks.errors import AllranksError, RunError, TaskError
 from allranks.observing.journal import Journal
 from allranks.observing.memory import peak_memory_bytes
 from allranks.observing.recorder import Recorder, StepRecord
@@ -167,3 +167,12 @@ class Logbook:
             attempt=run.attempts,
             total_steps=total_steps,
         )
+
+
+def check_number(name: str, value: object) -> float | torch.Tensor:
+    """What `world.log` may tell under `name`; a tensor is copied. Raises TaskError for anything but a number."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().clone()  # read later, on another thread
+    if isinstance(value, int | float):
+        return float(value)
+    raise TaskError(f"world.log({name}=...): expected a number, not a {type(value).__name__}")

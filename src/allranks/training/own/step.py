@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 
@@ -21,9 +21,12 @@ from allranks.parallel.spread import Spread
 from allranks.stepping.agreement import Agreed, Agreement, Ballot, Pending
 from allranks.stepping.ema import Ema
 from allranks.stepping.optimizer import Optimizers
-from allranks.stepping.passes import ledger_of, micro_forward
+from allranks.stepping.passes import Forward, ledger_of, micro_forward
 from allranks.training.own.buckets import check_all_reached, must_settle, settle_buckets
-from allranks.training.own.models import OwnModels
+from allranks.training.own.driven import Driven
+from allranks.training.own.forward import Loss, Targets, check_loss, check_targets, count_targets
+from allranks.training.own.models import OwnModels, needs_run
+from allranks.training.own.staged import Staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class OwnStep:
     def __init__(
         self,
         models: OwnModels,
+        driven: Driven,
         agreement: Agreement,
         device: torch.device,
         stopwatch: Stopwatch,
@@ -88,6 +92,8 @@ class OwnStep:
         self.stop_requested: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         self.averages: list[Ema] = []
         self._models = models
+        self._driven = driven
+        self._staged: Staged | None = None
         self._agreement = agreement
         self._device = device
         self._stopwatch = stopwatch
@@ -130,7 +136,8 @@ class OwnStep:
         self._models.trained.synchronise(last)
         self._models.forget_calls()
         for spread in self._models.all():
-            turn.forward.enter_context(micro_forward(spread, micro_step.weight))
+            if spread.stages is None:  # a pipeline enters it for each of its own forwards
+                turn.forward.enter_context(micro_forward(spread, micro_step.weight))
         self._stopwatch.mark("input")
         seed_all(micro_step.random_key)
         return micro_step
@@ -139,18 +146,44 @@ class OwnStep:
         """The user's code asks for more: has it done its part? Raises TaskError."""
         turn = self._turn
         if turn is not None and turn.state == "given":
-            raise TaskError("the next batch was asked for, but world.backward(loss, targets=) of this one never came")
+            raise TaskError(f"the next batch was asked for, but {self._models.backward_call} of this one never came")
         if turn is not None and turn.last and turn.state != "stepped":
             raise TaskError("the next batch was asked for, but world.step(optimizer) of the last one never came")
         self._stopwatch.mark("other")
 
     def backward(self, loss: torch.Tensor, targets: int) -> None:
         """Accumulate the gradients of a sum over `targets` targets; the step's last one reduces them; collective."""
-        turn = self._out("world.backward()")
-        if turn.state != "given":
-            raise TaskError("world.backward() was called twice for one batch: add the losses, and call it once")
-        _check_loss(loss)
-        count = _check_targets(targets)
+        turn = self._given("backward")
+        self._models.check_whole_forward()
+        self._accumulate(check_loss("backward", loss), check_targets("backward", targets), turn)
+
+    def run(self, batch: Any, loss: Loss, targets: Targets) -> torch.Tensor:
+        """Forward, loss and backward of the batch that is out, as `World.run` says; collective."""
+        turn = self._given("run")
+        if needs_run(self._models.trained.mesh.layout):
+            self._driven.compare(batch, loss)
+            self._models.trained.synchronise(turn.last)
+        with self._models.driving():
+            forward = self._driven.forward(batch)
+            if forward.spread.stages is not None:
+                return self._add_to_pipeline(forward, turn, batch, loss, count_targets(batch, targets))
+            placed = forward.place(batch)
+            found = check_loss("run", loss(forward(placed), placed))
+            self._accumulate(found, count_targets(batch, targets), turn)
+        return found.detach()
+
+    def _add_to_pipeline(self, forward: Forward, turn: _Turn, batch: Any, loss: Loss, count: int) -> torch.Tensor:
+        """Under a pipeline batches wait for the step's last one, and then pass together."""
+        assert self._batch is not None
+        self._staged = self._staged or Staged(forward)
+        value = self._staged.add(turn.micro_step, batch, loss)
+        self._count(None, count, turn)
+        if turn.last:
+            self._loss = self._staged.run(self._batch)
+            self._stopwatch.mark("forward_backward")
+        return value
+
+    def _accumulate(self, loss: torch.Tensor, count: int, turn: _Turn) -> None:
         self._models.check_called()
         if self._accumulated is not None and self._accumulated.grad is None:
             raise TaskError(
@@ -158,8 +191,11 @@ class OwnStep:
                 "world.step does it when the step is over"
             )
         self._run_backward(loss, turn)
+        self._count(loss, count, turn)
+
+    def _count(self, loss: torch.Tensor | None, count: int, turn: _Turn) -> None:
         if turn.micro_step.weight:
-            self._loss = self._loss + loss.detach().double()
+            self._loss = self._loss if loss is None else self._loss + loss.detach().double()
             self._targets += count
         turn.forward.close()
         turn.state = "backward"
@@ -169,7 +205,7 @@ class OwnStep:
         """After the step's last micro-batch: agree, divide once, clip, update (law 3); else None; collective."""
         turn = self._out("world.step()")
         if turn.state == "given":
-            raise TaskError("world.step() came before world.backward(loss, targets=) of this batch")
+            raise TaskError(f"world.step() came before {self._models.backward_call} of this batch")
         if turn.state == "stepped":
             raise TaskError(
                 "world.step() was called twice in a step: a world has one optimizer; several need a Task with a `step`"
@@ -177,7 +213,8 @@ class OwnStep:
         if not turn.last:
             return None
         self._models.trained.check_reduced()
-        self._models.trained.reduce_scalars()
+        if self._staged is None:  # a pipeline has done so
+            self._models.trained.reduce_scalars()
         assert self._batch is not None
         interrupt, terminate = self.stop_requested()
         ledger = ledger_of(self._batch)
@@ -198,8 +235,16 @@ class OwnStep:
         if not self.between_steps:
             for parameter in self._models.trained.trainable().values():
                 parameter.grad = None
+        if self._staged is not None:
+            self._staged.forget()
         self._turn, self._batch, self.weight = None, None, 1
         self._reset()
+
+    def _given(self, call: str) -> _Turn:
+        turn = self._out(f"world.{call}()")
+        if turn.state != "given":
+            raise TaskError(f"world.{call}() was called twice for one batch: add the losses, and call it once")
+        return turn
 
     def _out(self, call: str) -> _Turn:
         if self._turn is None:
@@ -247,19 +292,3 @@ class OwnStep:
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         self._targets = 0
         self._accumulated = None
-
-
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TaskError(f"world.backward({found}): the loss has to be one number, the SUM over the batch's targets")
-    if not loss.requires_grad:
-        raise TaskError("world.backward(): the loss has no gradient: it was computed under no_grad, or detached")
-
-
-def _check_targets(targets: object) -> int:
-    if isinstance(targets, torch.Tensor) and targets.numel() == 1 and not targets.is_floating_point():
-        targets = int(targets)
-    if isinstance(targets, bool) or not isinstance(targets, int) or targets < 0:
-        raise TaskError(f"world.backward(targets={targets!r:.40}): the number of targets of this batch, a whole number")
-    return targets
