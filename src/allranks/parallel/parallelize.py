@@ -63,6 +63,7 @@ def parallelize(
     blocks: Sequence[str] = (),
     split_before: Sequence[str] = (),
     tensor: Mapping[str, TensorStyle] = MappingProxyType({}),
+    loss_parallel: bool = False,
     batchnorm: Mode | None = None,
     optional: Sequence[str] = (),
     ddp: bool = True,
@@ -75,7 +76,7 @@ def parallelize(
         build: the user's `model()`.
         source: who has the initial values.
         seed: seeds the generators, called before `build` (law 5).
-        blocks, split_before, tensor, optional: of `hints()`.
+        blocks, split_before, tensor, loss_parallel, optional: of `hints()`.
         batchnorm: the same, where the layout does not say it.
         ddp: whether the backward reduces the gradients of replicated modules; False where the caller does.
         find_unused: whether a backward may leave other parameters than those without gradient.
@@ -90,7 +91,7 @@ def parallelize(
     norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
     check_same_structure(modules, source, device)
     placer, path = Placer(device, source, contiguous=mesh.layout.fully_sharded), Path()
-    cuts = _cut_tensors(modules, mesh, tensor, placer, decisions) if mesh.layout.tp > 1 else {}
+    cuts = _cut_tensors(modules, mesh, tensor, placer, decisions, loss_parallel) if mesh.layout.tp > 1 else {}
     experts = _cut_experts(modules, mesh, placer, cuts, decisions) if mesh.layout.ep > 1 else None
     balances = find_balances(modules, mesh.gradient_group)
     blocks_of = _find_blocks(modules, mesh, blocks, optional, decisions)
@@ -228,8 +229,9 @@ def _cut_tensors(
     hints: Mapping[str, TensorStyle],
     placer: Placer,
     decisions: list[Decision],
+    loss_parallel: bool,
 ) -> dict[str, Cut]:
-    plan = plan_tensor(modules, hints, mesh.layout.tp)
+    plan = plan_tensor(modules, hints, mesh.layout.tp, loss_parallel=loss_parallel)
     if mesh.layout.pp > 1 and plan.sequence:
         # What passes from stage to stage is whole.
         plan = replace(plan, styles={name: style for name, style in plan.styles.items() if style != "sequence"})
@@ -239,6 +241,7 @@ def _cut_tensors(
     num_cut = sum(style in CUT for style in plan.styles.values())
     along = ", and activations along the sequence" if plan.sequence else ""
     decisions.append(Decision(f"{num_cut} layers are cut over tp={mesh.layout.tp}{along}", plan.because))
+    decisions += cutter.describe_logits()
     placer.cut = cutter
     return cutter.find_cuts()
 
