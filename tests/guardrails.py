@@ -20,8 +20,9 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     for rooms in (
         "errors units durable lifeline config config_keys config_layers config_sections config_toml layout_string "
         "layout_placement",
-        "layout slow_links cluster model_profile named_models parameter_map plan verdict task task_loading task_world "
-        "run lease request losses vocabulary failure process_environment digest fence fault_points",
+        "layout layout_refusals slow_links cluster model_profile named_models parameter_map plan verdict task "
+        "task_loading task_world run lease request losses vocabulary failure process_environment digest fence "
+        "fault_points",
         "planning profiling parallel data checkpointing observing launching reporting models",
         "stepping",
         "training rehearsing surviving verifying benchmarking",

@@ -18,6 +18,7 @@ from allranks.parallel.context import Context, share_sequences
 from allranks.parallel.data_parallel import split_over_devices
 from allranks.parallel.ddp_hook import make_hook
 from allranks.parallel.expert import ExpertCutter, ExpertGradients
+from allranks.parallel.host_parameters import choose_offload, describe_offload
 from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
 from allranks.parallel.mesh import Mesh
@@ -181,6 +182,7 @@ def _place_by_units(
 ) -> dict[str, list[Unit]]:
     """Change blocks as the layout says, give every tensor its place, and cut it there where it is sharded."""
     layout, units = mesh.layout, dict[str, list[Unit]]()
+    choose_offload(layout, placer.device)  # before anything is built upon it
     changed, gathered = blocks.changed, blocks.gathered
     if stages is not None:
         placer.absent = stages.pipeline.is_absent
@@ -193,6 +195,7 @@ def _place_by_units(
     if layout.fully_sharded:
         units = _shard_all(modules, mesh, precision, placer, gathered, path)
         decisions += [_describe_units(name, cut, bool(blocks.hints)) for name, cut in units.items()]
+        decisions += describe_offload(layout)
     for module in modules.values():
         placer.place(module)
     if placer.placement is not None:
@@ -217,9 +220,10 @@ def _shard_all(
 ) -> dict[str, list[Unit]]:
     check_apart(modules, mesh)
     units = {which: group_units(module, found[which]) for which, module in modules.items()}
+    waits = choose_offload(mesh.layout, placer.device)
     for which, module in modules.items():
         # The stages of a pipeline enter other units each, which nobody can compare.
-        shard(module, units[which], mesh, precision.fsdp_policy(), placer, path if mesh.layout.pp == 1 else None)
+        shard(module, units[which], mesh, precision.fsdp_policy(), placer, path if mesh.layout.pp == 1 else None, waits)
     return units
 
 
