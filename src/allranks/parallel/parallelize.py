@@ -18,6 +18,7 @@ from allranks.parallel.context import Context, share_sequences
 from allranks.parallel.data_parallel import split_over_devices
 from allranks.parallel.ddp_hook import make_hook
 from allranks.parallel.expert import ExpertCutter, ExpertGradients
+from allranks.parallel.host_parameters import choose_offload, describe_offload
 from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
 from allranks.parallel.mesh import Mesh
@@ -63,6 +64,7 @@ def parallelize(
     blocks: Sequence[str] = (),
     split_before: Sequence[str] = (),
     tensor: Mapping[str, TensorStyle] = MappingProxyType({}),
+    loss_parallel: bool = False,
     batchnorm: Mode | None = None,
     optional: Sequence[str] = (),
     ddp: bool = True,
@@ -75,7 +77,7 @@ def parallelize(
         build: the user's `model()`.
         source: who has the initial values.
         seed: seeds the generators, called before `build` (law 5).
-        blocks, split_before, tensor, optional: of `hints()`.
+        blocks, split_before, tensor, loss_parallel, optional: of `hints()`.
         batchnorm: the same, where the layout does not say it.
         ddp: whether the backward reduces the gradients of replicated modules; False where the caller does.
         find_unused: whether a backward may leave other parameters than those without gradient.
@@ -90,7 +92,7 @@ def parallelize(
     norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
     check_same_structure(modules, source, device)
     placer, path = Placer(device, source, contiguous=mesh.layout.fully_sharded), Path()
-    cuts = _cut_tensors(modules, mesh, tensor, placer, decisions) if mesh.layout.tp > 1 else {}
+    cuts = _cut_tensors(modules, mesh, tensor, placer, decisions, loss_parallel) if mesh.layout.tp > 1 else {}
     experts = _cut_experts(modules, mesh, placer, cuts, decisions) if mesh.layout.ep > 1 else None
     balances = find_balances(modules, mesh.gradient_group)
     blocks_of = _find_blocks(modules, mesh, blocks, optional, decisions)
@@ -180,6 +182,7 @@ def _place_by_units(
 ) -> dict[str, list[Unit]]:
     """Change blocks as the layout says, give every tensor its place, and cut it there where it is sharded."""
     layout, units = mesh.layout, dict[str, list[Unit]]()
+    choose_offload(layout, placer.device)  # before anything is built upon it
     changed, gathered = blocks.changed, blocks.gathered
     if stages is not None:
         placer.absent = stages.pipeline.is_absent
@@ -192,6 +195,7 @@ def _place_by_units(
     if layout.fully_sharded:
         units = _shard_all(modules, mesh, precision, placer, gathered, path)
         decisions += [_describe_units(name, cut, bool(blocks.hints)) for name, cut in units.items()]
+        decisions += describe_offload(layout)
     for module in modules.values():
         placer.place(module)
     if placer.placement is not None:
@@ -216,9 +220,10 @@ def _shard_all(
 ) -> dict[str, list[Unit]]:
     check_apart(modules, mesh)
     units = {which: group_units(module, found[which]) for which, module in modules.items()}
+    waits = choose_offload(mesh.layout, placer.device)
     for which, module in modules.items():
         # The stages of a pipeline enter other units each, which nobody can compare.
-        shard(module, units[which], mesh, precision.fsdp_policy(), placer, path if mesh.layout.pp == 1 else None)
+        shard(module, units[which], mesh, precision.fsdp_policy(), placer, path if mesh.layout.pp == 1 else None, waits)
     return units
 
 
@@ -228,8 +233,9 @@ def _cut_tensors(
     hints: Mapping[str, TensorStyle],
     placer: Placer,
     decisions: list[Decision],
+    loss_parallel: bool,
 ) -> dict[str, Cut]:
-    plan = plan_tensor(modules, hints, mesh.layout.tp)
+    plan = plan_tensor(modules, hints, mesh.layout.tp, loss_parallel=loss_parallel)
     if mesh.layout.pp > 1 and plan.sequence:
         # What passes from stage to stage is whole.
         plan = replace(plan, styles={name: style for name, style in plan.styles.items() if style != "sequence"})
@@ -239,6 +245,7 @@ def _cut_tensors(
     num_cut = sum(style in CUT for style in plan.styles.values())
     along = ", and activations along the sequence" if plan.sequence else ""
     decisions.append(Decision(f"{num_cut} layers are cut over tp={mesh.layout.tp}{along}", plan.because))
+    decisions += cutter.describe_logits()
     placer.cut = cutter
     return cutter.find_cuts()
 

@@ -28,6 +28,7 @@ from allranks.stepping.loss_check import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.units import format_count
 from allranks.verdict import Decision
+from allranks.vocabulary import whole_logits
 
 LARGEST_FLOPS = 2e12  # of the comparison on one core: some ten seconds to a minute
 NUM_SAMPLES = 2
@@ -183,7 +184,7 @@ def _backward(forward: Forward, placed: Any, module: torch.nn.Module) -> tuple[t
         output = spread.precision.cast_output(forward.raw(placed, module))
         loss = forward.task.loss(output, placed)
         (loss * cp).backward()
-        return loss.detach().double(), square_of(output)
+        return loss.detach().double(), square_of(whole_logits(output))
     found = [(nothing, nothing)]
 
     def compute(index: int, stage: int, received: Payload) -> Payload:
@@ -192,7 +193,7 @@ def _backward(forward: Forward, placed: Any, module: torch.nn.Module) -> tuple[t
             sent: Payload = output
             return sent
         loss = forward.task.loss(output, placed)
-        found.append((loss.detach().double(), square_of(output)))
+        found.append((loss.detach().double(), square_of(whole_logits(output))))
         return (loss * cp,)
 
     pipeline = spread.stages.pipeline

@@ -17,6 +17,7 @@ from allranks.config import Config, resolve_config
 from allranks.errors import ConfigError
 from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.layout import Layout
+from allranks.layout_refusals import refuse_unsupported
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.backend import DeviceChoice, choose_device, start, stop
 from allranks.parallel.parallelize import parallelize
@@ -102,7 +103,7 @@ def prepare_ground(
     environment = read_environment(os.environ)
     config = _resolve(layout or environment.layout, seed=seed, precision=precision, backend=backend, keep=keep)
     degrees = Layout.resolve(config.layout, environment.world_size, environment.num_nodes)
-    degrees.supported_here()
+    refuse_unsupported(degrees)
     choice = choose_device(environment, device, config.train.backend, degrees)
     owns_group = _start(environment, choice)
     processes = gather_processes(environment, choice, degrees)

@@ -1,0 +1,102 @@
+"""Which layouts are made, and why others are not."""
+
+import pytest
+
+from allranks.config import LayoutConfig
+from allranks.errors import LayoutError
+from allranks.layout import Layout, num_processes, parse_layout
+from allranks.layout_refusals import refuse_unsupported
+
+NOTHING_SHARDED = (
+    "offload=parameters keeps the shards of parameters in the host's memory, and this layout shards none (dp_shard "
+    "above 1, with sharding=full or grad_op): use fsdp, or offload=activations"
+)
+
+
+def resolve(text: str, world_size: int) -> Layout:
+    return Layout.resolve(parse_layout(text), world_size)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "single",
+        "ddp",
+        "fsdp",
+        "fsdp,sharding=grad_op",
+        "ddp,sharding=none",
+        "dp_replicate=2,dp_shard=2",
+        "ddp,recompute=full",
+        "fsdp,recompute=selective,offload=activations",
+        "fsdp,offload=parameters",
+        "dp_replicate=2,dp_shard=2,sharding=grad_op,offload=all",
+        "cp=2,dp_shard=2,tp=2",
+        "single,recompute=budget,compile=block",
+        "pp=2,dp_shard=2,recompute=full",
+        "pp=4,schedule=zbv",
+        "dp_shard=2,dp_replicate=2,ep=4",
+        "dp_replicate=2,tp=2,ep=2",
+    ],
+)
+def test_what_this_version_makes(text: str) -> None:
+    refuse_unsupported(resolve(text, num_processes(parse_layout(text), 4)))
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "message"),
+    [
+        (
+            "dp_shard=4,ep=2,sharding=optimizer",
+            4,
+            "sharding=optimizer with ep=2 comes with a later version (it shares rows among ranks that hold other "
+            "experts): leave one of them",
+        ),
+        (
+            "dp_replicate=2,ep=2,compile=block",
+            2,
+            "compile=block with ep=2 comes with a later version (how many tokens travel is known to the host alone): "
+            "leave one of them",
+        ),
+        ("tp=2,compile=block", 2, "compile=block with tp=2 comes with a later version: leave one of them"),
+        ("cp=2,compile=block", 2, "compile=block with cp=2 comes with a later version: leave one of them"),
+        (
+            "placement,dp_shard=2",
+            2,
+            "dp_shard=2 with placement: each of its processes is one device, and placement takes several; leave one of "
+            "them, or use placement,dp_replicate=N (DDP around it)",
+        ),
+        (
+            "placement,offload=activations",
+            1,
+            "offload=activations with placement: it moves what one device keeps, and placement takes several; leave "
+            "one of them, or use placement,dp_replicate=N (DDP around it)",
+        ),
+        (
+            "ddp,offload=all",
+            2,
+            "offload=all keeps the shards of parameters in the host's memory, and this layout shards none (dp_shard "
+            "above 1, with sharding=full or grad_op): use fsdp, or offload=activations",
+        ),
+        ("fsdp,offload=parameters", 1, NOTHING_SHARDED),
+        ("fsdp,sharding=optimizer,offload=parameters", 2, NOTHING_SHARDED),
+        ("ddp,sharding=none,offload=parameters", 2, NOTHING_SHARDED),
+        ("pp=2,compile=block", 2, "compile=block with pp=2 comes with a later version: leave one of them"),
+        (
+            "pp=2,tp=2,schedule=zbv,recompute=full",
+            4,
+            "schedule=zbv runs the halves of a backward apart, which tp=2 and recompute=full cannot follow: use "
+            "schedule=1f1b or interleaved",
+        ),
+        ("ddp,recompute=budget", 2, "recompute=budget leaves the choice to torch.compile: add compile=block"),
+    ],
+)
+def test_what_comes_later_is_refused(text: str, world_size: int, message: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        refuse_unsupported(resolve(text, world_size))
+    assert str(caught.value) == message
+
+
+def test_parameters_in_the_hosts_memory_do_not_go_with_local_sgd() -> None:
+    given = LayoutConfig.model_validate({"dp_replicate": 2, "dp_shard": 2, "local_sgd": 5, "offload": "parameters"})
+    with pytest.raises(LayoutError, match=r"^offload=parameters with layout\.local_sgd comes with a later version"):
+        refuse_unsupported(Layout.resolve(given, 4))
