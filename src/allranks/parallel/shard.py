@@ -48,7 +48,7 @@ def shard(
         target = part if len(part) > 1 else part[0]
         fully_shard(target, mesh=device_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=alone)
         placer.forget_cut()
-    gather_through_gloo(module, device_mesh)
+    gather_through_gloo(module, device_mesh, path)
     for name in (*(name for names in units for name in names), ""):
         if path is not None:
             path.follow(module.get_submodule(name), name)

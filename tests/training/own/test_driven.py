@@ -213,6 +213,18 @@ WRONG: dict[str, tuple[str, Callable[[], nn.Module], Callable[..., object], str]
         lambda w, m, o, b: w.parallelize(nn.Linear(2, 2).requires_grad_(False)),
         "layout cp=2 spreads one model, and there is one already: put both into one nn.Module",
     ),
+    "a number": (
+        "cp=2",
+        lambda: model_of("transformer"),
+        lambda w, m, o, b: w.run(b, torch.zeros(())),
+        "world.run(batch, Tensor): the loss has to be a function of (output, batch) that returns one number",
+    ),
+    "no batch": (
+        "pp=2",
+        lambda: model_of("tied"),
+        lambda w, m, o, b: w.run(7, words_loss),
+        "world.run: a batch is int, and Tied.forward names nothing in it: give a dict with its arguments by name",
+    ),
     "targets": (
         "pp=2",
         lambda: model_of("tied"),
