@@ -223,7 +223,7 @@ WRONG: dict[str, tuple[str, Callable[[], nn.Module], Callable[..., object], str]
         "pp=2",
         lambda: model_of("tied"),
         lambda w, m, o, b: w.run(7, words_loss),
-        "world.run: a batch is int, and Tied.forward names nothing in it: give a dict with its arguments by name",
+        "world.run: a batch is 7, and Tied.forward names nothing in it: give a dict with its arguments by name",
     ),
     "targets": (
         "pp=2",

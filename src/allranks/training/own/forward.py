@@ -76,8 +76,8 @@ def check_callable(loss: object) -> None:
     """Refuse a loss that is no function. Raises TaskError."""
     if not callable(loss):
         raise TaskError(
-            f"world.run(batch, {type(loss).__name__}): the loss has to be a function of (output, batch) that returns one "
-            "number: the world makes the forward that it is computed from"
+            f"world.run(batch, {type(loss).__name__}): the loss has to be a function of (output, batch) that returns "
+            "one number: the world makes the forward that it is computed from"
         )
 
 
