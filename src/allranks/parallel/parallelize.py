@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from allranks.errors import LayoutError
 from allranks.parallel.balance import find_balances
 from allranks.parallel.batchnorm import BatchNorms, Mode, take_over
 from allranks.parallel.block_modes import change_blocks, changes_blocks
@@ -23,8 +22,9 @@ from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.optimizer_shard import RowShards
-from allranks.parallel.optional import find_optional, give_zeros, never_left_out
+from allranks.parallel.optional import check_entered, find_optional, give_zeros, never_left_out
 from allranks.parallel.path import Path
+from allranks.parallel.pipeline import Pipeline
 from allranks.parallel.placement_plan import begin_placement
 from allranks.parallel.precision import Precision
 from allranks.parallel.replicate import replicate
@@ -70,6 +70,7 @@ def parallelize(
     ddp: bool = True,
     find_unused: bool = False,
     training: bool = False,
+    path: Path | None = None,
 ) -> Spread:
     """Build the user's modules and spread them over `mesh`; collective.
 
@@ -81,6 +82,7 @@ def parallelize(
         batchnorm: the same, where the layout does not say it.
         ddp: whether the backward reduces the gradients of replicated modules; False where the caller does.
         find_unused: whether a backward may leave other parameters than those without gradient.
+        path: notes which sharded units the forwards enter; None: one of its own does.
         training: whether a model that comes in evaluation mode is put into training mode, said so.
 
     Raises:
@@ -91,11 +93,11 @@ def parallelize(
     stages = cut_stages(modules, mesh, device, blocks, split_before, decisions)
     norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
     check_same_structure(modules, source, device)
-    placer, path = Placer(device, source, contiguous=mesh.layout.fully_sharded), Path()
+    placer, path = Placer(device, source, contiguous=mesh.layout.fully_sharded), path or Path()
     cuts = _cut_tensors(modules, mesh, tensor, placer, decisions, loss_parallel) if mesh.layout.tp > 1 else {}
     experts = _cut_experts(modules, mesh, placer, cuts, decisions) if mesh.layout.ep > 1 else None
     balances = find_balances(modules, mesh.gradient_group)
-    blocks_of = _find_blocks(modules, mesh, blocks, optional, decisions)
+    blocks_of = _find_blocks(modules, mesh, blocks, optional, None if stages is None else stages.pipeline, decisions)
     units = _place_by_units(modules, mesh, precision, placer, blocks_of, stages, path, decisions)
     entries, tensors = identify(modules, units, mesh, cuts, {} if stages is None else stages.pipeline.ranks)
     if stages is not None:
@@ -108,8 +110,7 @@ def parallelize(
     cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items() if name in entries}
     who = ParameterMap(entries), tensors, tuple(decisions), find_unused, path, cut_over, norms, stages
     spread = Spread(modules, mesh, precision, device, *who, context=context, _scalars=scalars)
-    spread.balances, spread.experts = balances, experts
-    spread.hook, spread.placement = hook, placer.placement
+    spread.balances, spread.experts, spread.hook, spread.placement = balances, experts, hook, placer.placement
     if mesh.layout.sharding == "optimizer" and mesh.layout.dp_shard > 1:
         spread.row_shards = RowShards(spread.trainable(), spread.map, mesh)
     return spread
@@ -148,6 +149,7 @@ def _find_blocks(
     mesh: Mesh,
     hints: Sequence[str],
     optional: Sequence[str],
+    pipeline: Pipeline | None,
     decisions: list[Decision],
 ) -> Blocks:
     """What is gathered, recomputed or compiled as one; what a forward may leave out gets its zeros from here on."""
@@ -156,14 +158,11 @@ def _find_blocks(
     found = find_blocks(modules, hints) if needed else {which: [] for which in modules}
     left_out = find_optional(modules, optional)
     entered = {which: never_left_out(names, left_out[which]) for which, names in found.items()}
-    if optional and layout.pp > 1 and layout.fully_sharded:
-        raise LayoutError(
-            f"hints().optional under pp={layout.pp} with dp_shard={layout.dp_shard} comes with a later version: leave "
-            "one of them"
-        )
-    if optional and layout.pp == 1:
+    if pipeline is not None:
+        check_entered(pipeline.plan.points, left_out[""])
+    if optional:
         for which, module in modules.items():
-            give_zeros(module, left_out[which], entered[which])
+            give_zeros(module, left_out[which], entered[which], apart=pipeline is not None)
         number = sum(map(len, left_out.values()))
         what = f"{number} modules get zero gradients where a forward leaves them out"
         decisions.append(Decision(what, "hints().optional names them"))

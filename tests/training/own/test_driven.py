@@ -61,6 +61,15 @@ def test_one_loop_is_what_one_device_computes(pool: Pools, tmp_path: Path, layou
         assert rank.evaluations[0]["loss"] > rank.evaluations[1]["loss"]
 
 
+@pytest.mark.full
+def test_the_ring_is_asked_for_by_its_key(pool: Pools, tmp_path: Path) -> None:
+    folder = str(tmp_path / "ring")
+    ranks = pool(2).run(lambda: run_loop(folder, "cp=2", "transformer", None, context="ring"))
+    assert not compare([with_journal(rank.steps, Path(folder)) for rank in ranks], plain_words("transformer", None)[0])
+    said = [event["because"] for event in Run.open(Path(folder)).events() if event["event"] == "decision"]
+    assert any("layout.context=ring: keys and values go round" in because for because in said)
+
+
 def test_every_stage_has_the_losses_and_clipping_is_over_all(pool: Pools, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "pp")
     ranks = pool(2).run(run_loop, folder, "pp=2", "tied", 0.05)
@@ -212,6 +221,18 @@ WRONG: dict[str, tuple[str, Callable[[], nn.Module], Callable[..., object], str]
         lambda: model_of("transformer"),
         lambda w, m, o, b: w.parallelize(nn.Linear(2, 2).requires_grad_(False)),
         "layout cp=2 spreads one model, and there is one already: put both into one nn.Module",
+    ),
+    "a number": (
+        "cp=2",
+        lambda: model_of("transformer"),
+        lambda w, m, o, b: w.run(b, torch.zeros(())),
+        "world.run(batch, Tensor): the loss has to be a function of (output, batch) that returns one number",
+    ),
+    "no batch": (
+        "pp=2",
+        lambda: model_of("tied"),
+        lambda w, m, o, b: w.run(7, words_loss),
+        "world.run: a batch is 7, and Tied.forward names nothing in it: give a dict with its arguments by name",
     ),
     "targets": (
         "pp=2",

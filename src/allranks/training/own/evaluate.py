@@ -48,6 +48,7 @@ def evaluate_own(ground: Ground, step: OwnStep, dataset: Any, measure: Measure, 
     Raises:
         TaskError: `measure` gives anything but {name: (sum, count)}. DataError, LayoutError: the dataset or the batch.
     """
+    step.links.check_one("world.evaluate()")
     mesh = ground.processes.mesh
     # Under a pipeline the first rank has to hear of what the last stage tells.
     group = mesh.sample_group if mesh.layout.pp == 1 else ground.processes.world_group

@@ -72,6 +72,15 @@ def count_targets(batch: Any, targets: Targets) -> int:
         raise TaskError(f"world.run: a batch is {describe(batch)}: say how many targets it has, targets=...") from None
 
 
+def check_callable(loss: object) -> None:
+    """Refuse a loss that is no function. Raises TaskError."""
+    if not callable(loss):
+        raise TaskError(
+            f"world.run(batch, {type(loss).__name__}): the loss has to be a function of (output, batch) that returns "
+            "one number: the world makes the forward that it is computed from"
+        )
+
+
 def check_loss(call: str, loss: object) -> torch.Tensor:
     """One number with a gradient. Raises TaskError for anything else, naming `call`."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

@@ -14,16 +14,12 @@ from allranks.failure import INTERRUPTED, PREEMPTED
 from allranks.observing.recorder import StepRecord, Value
 from allranks.training.own.banner import introduce
 from allranks.training.own.ground import Ground
-from allranks.training.own.run import Logbook, check_number
-from allranks.training.own.step import FinishedStep, OwnStep
+from allranks.training.own.run import Logbook, check_numbers
+from allranks.training.own.step import OwnStep
+from allranks.training.own.turn import FinishedStep
 from allranks.training.snapshot import Contents, Saver, find_checkpoint
 from allranks.training.stop import StopRequests
 from allranks.verdict import Decision
-
-# What the journal's line of a step has anyway.
-WRITTEN = frozenset(
-    ("t", "event", "step", "samples", "loss", "lr", "grad_norm", "ledger", "seconds", "tokens", "memory_bytes")
-)
 
 
 @final
@@ -126,7 +122,7 @@ class OwnLoop:
 
     def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
         """Rank 0's numbers, with the line of this step; outside of the loop as an evaluation. Raises TaskError."""
-        kept = {name: check_number(name, value) for name, value in values.items() if name not in WRITTEN}
+        kept = check_numbers(values)
         if not self._inside:
             self.evaluated({name: float(value) for name, value in kept.items()}, 0.0)
         elif kept:
@@ -197,7 +193,7 @@ class OwnLoop:
                 while batch is not None:
                     coming = next(loader, None) if self._sharded else None
                     more = 1 if not self._sharded else 0 if coming is None else coming.local_size
-                    step.begin(batch, more, started)
+                    step.begin(batch, more, started, self.order.steps_total)
                     self._inside = True
                     for index in range(len(batch.micro_steps)):
                         yield self._ground.place(step.give(index).batch)
@@ -247,6 +243,7 @@ class OwnLoop:
 
     def _save(self) -> Path:
         assert self._saver is not None
+        self._step.agreed(0)  # nothing is kept of a step in which the ranks have parted
         logbook, mark = self.open(), self._ground.stopwatch.mark
         mark("other")
         started = time.perf_counter()

@@ -87,6 +87,7 @@ def make_loop(
         steps=train.steps,
         shuffle=shuffle,
     )
+    step.links.check_stream(order, train.steps)
 
     def make_loader() -> Loader:
         ground.models.check_cut(None if numbers["micro_steps"] is not None else order.cut.micro_batch)

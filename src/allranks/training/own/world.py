@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from allranks.errors import ConfigError, TaskError
-from allranks.parallel.gather import RanksRows
 from allranks.stepping.ema import Ema
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.session import make_agreement
@@ -51,8 +50,7 @@ class World:
         self.device = ground.device
         self._ground = ground
         self._driven = Driven(ground.models, self._decide)
-        agreement = make_agreement(processes)
-        self._step = OwnStep(ground.models, self._driven, agreement, self.device, ground.stopwatch)
+        self._step = OwnStep(ground.models, self._driven, make_agreement(processes), self.device, ground.stopwatch)
         self._optimizers: dict[int, Optimizers] = {}
         self._loop: OwnLoop | None = None
 
@@ -105,8 +103,9 @@ class World:
             TaskError: it is spread already, is a second one to train, or is not the same on every rank.
             LayoutError: it cannot be spread in this way.
         """
-        hints = {"blocks": blocks, "tensor": tensor or {}, "optional": optional, "find_unused": find_unused}
-        return self._ground.spread(module, sequence_dims=sequence_dims, split_before=split_before, **hints)
+        hints: dict[str, Any] = {"blocks": blocks, "tensor": tensor or {}, "split_before": split_before}
+        hints |= {"optional": optional, "find_unused": find_unused}
+        return self._ground.spread(module, self._step.links, sequence_dims=sequence_dims, **hints)
 
     def optimizer(self, model: nn.Module, kind: Callable[..., Optimizer], **settings: Any) -> Optimizer:
         """`kind(parameters, **settings)` over the model's trainable parameters, as they are spread; fused if possible.
@@ -182,7 +181,8 @@ class World:
         if not isinstance(stream, Stream) or not stream.belongs_to(loop):  # type: ignore[redundant-expr]
             raise TaskError("world.resume(): pass the stream that world.stream(...) returned")
         state = OwnState(spread, optimizers.by_name[""], others, loop.say)
-        return loop.resume(Contents(spread, optimizers, loop.order, extra={}, task=state, beside=self._step.averages))
+        outer, beside = self._step.links.outer, self._step.averages
+        return loop.resume(Contents(spread, optimizers, loop.order, extra={}, task=state, outer=outer, beside=beside))
 
     def backward(self, loss: torch.Tensor, targets: int) -> None:
         """Accumulate the gradients of `loss`, a SUM over `targets` targets; the step's last batch reduces; collective.
@@ -267,11 +267,11 @@ class World:
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows of all data-parallel ranks, in their order, with gradients, a filler's own last; collective."""
-        return RanksRows(self._ground.processes.data_group, counts=self.weight > 0).gather(rows)
+        return self._step.links.rows("gather", self._ground.processes.data_group, self.weight).gather(rows)
 
     def offset(self, rows: torch.Tensor) -> int:
         """The number of rows before this rank's in `gather(rows)`; collective."""
-        return RanksRows(self._ground.processes.data_group, counts=self.weight > 0).offset(rows)
+        return self._step.links.rows("offset", self._ground.processes.data_group, self.weight).offset(rows)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank along an axis of the layout. LayoutError where the layout has no such axis."""
