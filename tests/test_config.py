@@ -31,7 +31,7 @@ def resolve_text(text: str, folder: Path, *overrides: str) -> Config:
 
 
 DEGREE = "expected a whole number of at least 1 or '*'"
-PRECISIONS = "expected one of float32, bfloat16, float16, float64"
+PRECISIONS = "expected one of float32, bfloat16, float16, float8, float64"
 
 BAD_ARGUMENTS = [
     ("train.stps=5", "unknown key 'train.stps'; did you mean 'train.steps=5'?"),

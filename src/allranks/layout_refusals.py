@@ -1,9 +1,15 @@
 """What of a Layout does not go together, beyond its degrees: a reason for each."""
 
-from allranks.errors import LayoutError
+from importlib.util import find_spec
+
+from allranks.errors import ConfigError, LayoutError
 from allranks.layout import Layout
 from allranks.layout_placement import refuse_beside_placement
 
+FLOAT8_EXTRA = (
+    "train.precision=float8 needs torchao, which is not installed: pip install 'allranks[float8]', or take "
+    "train.precision=bfloat16"
+)
 SPLIT_BACKWARD = ("interleaved_zb", "zbv", "dualpipev")
 
 
@@ -18,6 +24,19 @@ def refuse_unsupported(layout: Layout) -> None:
         _check_experts(layout)
     if layout.kind == "placement":
         refuse_beside_placement(dict(layout.differing()))
+
+
+def refuse_float8(layout: Layout) -> None:
+    """Raise LayoutError for layouts that `train.precision=float8` does not go with, ConfigError without torchao."""
+    axes = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "pp", "ep") if getattr(layout, axis) > 1]
+    beside = axes or [layout.kind] * (layout.kind in ("placement", "data_parallel"))
+    if beside:
+        raise LayoutError(
+            f"train.precision=float8 with {' and '.join(beside)} comes with a later version (each part of a layer "
+            "would scale by its own largest value): use ddp, fsdp or hsdp, or train.precision=bfloat16"
+        )
+    if find_spec("torchao") is None:
+        raise ConfigError(FLOAT8_EXTRA)
 
 
 def _check_offload(layout: Layout) -> None:

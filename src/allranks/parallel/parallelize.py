@@ -18,6 +18,7 @@ from allranks.parallel.context import Context, share_sequences
 from allranks.parallel.data_parallel import split_over_devices
 from allranks.parallel.ddp_hook import make_hook
 from allranks.parallel.expert import ExpertCutter, ExpertGradients
+from allranks.parallel.float8 import lower_linears
 from allranks.parallel.host_parameters import choose_offload, describe_offload
 from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
@@ -88,6 +89,8 @@ def parallelize(
         TaskError: model() is no model, or not the same on every rank.
     """
     modules, decisions = _prepare(*build_modules(build, source, seed), precision, training=training)
+    if precision.lowers_linears:
+        modules = lower_linears(modules, blocks, device, decisions)
     stages = cut_stages(modules, mesh, device, blocks, split_before, decisions)
     norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
     check_same_structure(modules, source, device)
