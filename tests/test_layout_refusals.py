@@ -40,6 +40,10 @@ def resolve(text: str, world_size: int) -> Layout:
         "pp=4,schedule=zbv",
         "dp_shard=2,dp_replicate=2,ep=4",
         "dp_replicate=2,tp=2,ep=2",
+        "dp_shard=4,ep=2,sharding=optimizer",
+        "dp_replicate=2,ep=2,compile=block",
+        "tp=2,cp=2,pp=2,compile=block",
+        "pp=2,schedule=interleaved_zb,compile=block",
     ],
 )
 def test_what_this_version_makes(text: str) -> None:
@@ -49,20 +53,6 @@ def test_what_this_version_makes(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "world_size", "message"),
     [
-        (
-            "dp_shard=4,ep=2,sharding=optimizer",
-            4,
-            "sharding=optimizer with ep=2 comes with a later version (it shares rows among ranks that hold other "
-            "experts): leave one of them",
-        ),
-        (
-            "dp_replicate=2,ep=2,compile=block",
-            2,
-            "compile=block with ep=2 comes with a later version (how many tokens travel is known to the host alone): "
-            "leave one of them",
-        ),
-        ("tp=2,compile=block", 2, "compile=block with tp=2 comes with a later version: leave one of them"),
-        ("cp=2,compile=block", 2, "compile=block with cp=2 comes with a later version: leave one of them"),
         (
             "placement,dp_shard=2",
             2,
@@ -84,7 +74,6 @@ def test_what_this_version_makes(text: str) -> None:
         ("fsdp,offload=parameters", 1, NOTHING_SHARDED),
         ("fsdp,sharding=optimizer,offload=parameters", 2, NOTHING_SHARDED),
         ("ddp,sharding=none,offload=parameters", 2, NOTHING_SHARDED),
-        ("pp=2,compile=block", 2, "compile=block with pp=2 comes with a later version: leave one of them"),
         (
             "pp=2,tp=2,schedule=zbv,recompute=full",
             4,

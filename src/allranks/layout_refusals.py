@@ -16,12 +16,9 @@ SPLIT_BACKWARD = ("interleaved_zb", "zbv", "dualpipev")
 def refuse_unsupported(layout: Layout) -> None:
     """Raise LayoutError for modes that do not go together, or with the degrees."""
     _check_offload(layout)
-    _check_compile(layout)
     _check_schedule(layout)
     if layout.recompute == "budget" and layout.compile == "none":
         raise LayoutError("recompute=budget leaves the choice to torch.compile: add compile=block")
-    if layout.ep > 1:
-        _check_experts(layout)
     if layout.kind == "placement":
         refuse_beside_placement(dict(layout.differing()))
 
@@ -55,13 +52,6 @@ def _check_offload(layout: Layout) -> None:
         )
 
 
-def _check_compile(layout: Layout) -> None:
-    for axis in ("tp", "cp", "pp"):
-        if (degree := getattr(layout, axis)) > 1 and layout.compile != "none":
-            both = f"compile={layout.compile} with {axis}={degree}"
-            raise LayoutError(f"{both} comes with a later version: leave one of them")
-
-
 def _check_schedule(layout: Layout) -> None:
     """What the schedules cannot follow that run the halves of a backward apart."""
     beside = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "dp_shard") if getattr(layout, axis) > 1]
@@ -71,14 +61,3 @@ def _check_schedule(layout: Layout) -> None:
             f"schedule={layout.schedule} runs the halves of a backward apart, which {' and '.join(beside)} cannot "
             "follow: use schedule=1f1b or interleaved"
         )
-
-
-def _check_experts(layout: Layout) -> None:
-    """What experts that are cut do not go with."""
-    reasons = {
-        "sharding=optimizer": (layout.sharding == "optimizer", "it shares rows among ranks that hold other experts"),
-        f"compile={layout.compile}": (layout.compile != "none", "how many tokens travel is known to the host alone"),
-    }
-    for what, (refused, because) in reasons.items():
-        if refused:
-            raise LayoutError(f"{what} with ep={layout.ep} comes with a later version ({because}): leave one of them")

@@ -88,9 +88,7 @@ def parallelize(
         LayoutError: the modules cannot be spread in this way.
         TaskError: model() is no model, or not the same on every rank.
     """
-    modules, decisions = _prepare(*build_modules(build, source, seed), precision, training=training)
-    if precision.lowers_linears:
-        modules = lower_linears(modules, blocks, device, decisions)
+    modules, decisions = _prepare(*build_modules(build, source, seed), precision, blocks, device, training=training)
     stages = cut_stages(modules, mesh, device, blocks, split_before, decisions)
     norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
     check_same_structure(modules, source, device)
@@ -114,7 +112,7 @@ def parallelize(
     spread.balances, spread.experts = balances, experts
     spread.hook, spread.placement = hook, placer.placement
     if mesh.layout.sharding == "optimizer" and mesh.layout.dp_shard > 1:
-        spread.row_shards = RowShards(spread.trainable(), spread.map, mesh)
+        spread.row_shards = RowShards(spread.trainable(), spread.map, mesh, experts.parameters if experts else ())
     return spread
 
 
@@ -136,13 +134,21 @@ def _copy(
 
 
 def _prepare(
-    modules: dict[str, nn.Module], decisions: list[Decision], precision: Precision, *, training: bool
+    modules: dict[str, nn.Module],
+    decisions: list[Decision],
+    precision: Precision,
+    blocks: Sequence[str],
+    device: torch.device,
+    *,
+    training: bool,
 ) -> tuple[dict[str, nn.Module], list[Decision]]:
     for which, module in modules.items():
         if training:
             start_training(which, module, decisions)
         cast(module, precision, decisions)
         check_kinds(module)
+    if precision.lowers_linears:
+        modules = lower_linears(modules, blocks, device, decisions)
     return modules, decisions
 
 
