@@ -1,11 +1,15 @@
 """Which layouts are made, and why others are not."""
 
+import importlib.util
+from unittest.mock import patch
+
 import pytest
 
+from allranks import layout_refusals
 from allranks.config import LayoutConfig
-from allranks.errors import LayoutError
+from allranks.errors import ConfigError, LayoutError
 from allranks.layout import Layout, num_processes, parse_layout
-from allranks.layout_refusals import refuse_unsupported
+from allranks.layout_refusals import refuse_float8, refuse_unsupported
 
 NOTHING_SHARDED = (
     "offload=parameters keeps the shards of parameters in the host's memory, and this layout shards none (dp_shard "
@@ -36,6 +40,10 @@ def resolve(text: str, world_size: int) -> Layout:
         "pp=4,schedule=zbv",
         "dp_shard=2,dp_replicate=2,ep=4",
         "dp_replicate=2,tp=2,ep=2",
+        "dp_shard=4,ep=2,sharding=optimizer",
+        "dp_replicate=2,ep=2,compile=block",
+        "tp=2,cp=2,pp=2,compile=block",
+        "pp=2,schedule=interleaved_zb,compile=block",
     ],
 )
 def test_what_this_version_makes(text: str) -> None:
@@ -45,20 +53,6 @@ def test_what_this_version_makes(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "world_size", "message"),
     [
-        (
-            "dp_shard=4,ep=2,sharding=optimizer",
-            4,
-            "sharding=optimizer with ep=2 comes with a later version (it shares rows among ranks that hold other "
-            "experts): leave one of them",
-        ),
-        (
-            "dp_replicate=2,ep=2,compile=block",
-            2,
-            "compile=block with ep=2 comes with a later version (how many tokens travel is known to the host alone): "
-            "leave one of them",
-        ),
-        ("tp=2,compile=block", 2, "compile=block with tp=2 comes with a later version: leave one of them"),
-        ("cp=2,compile=block", 2, "compile=block with cp=2 comes with a later version: leave one of them"),
         (
             "placement,dp_shard=2",
             2,
@@ -80,7 +74,6 @@ def test_what_this_version_makes(text: str) -> None:
         ("fsdp,offload=parameters", 1, NOTHING_SHARDED),
         ("fsdp,sharding=optimizer,offload=parameters", 2, NOTHING_SHARDED),
         ("ddp,sharding=none,offload=parameters", 2, NOTHING_SHARDED),
-        ("pp=2,compile=block", 2, "compile=block with pp=2 comes with a later version: leave one of them"),
         (
             "pp=2,tp=2,schedule=zbv,recompute=full",
             4,
@@ -100,3 +93,35 @@ def test_parameters_in_the_hosts_memory_do_not_go_with_local_sgd() -> None:
     given = LayoutConfig.model_validate({"dp_replicate": 2, "dp_shard": 2, "local_sgd": 5, "offload": "parameters"})
     with pytest.raises(LayoutError, match=r"^offload=parameters with layout\.local_sgd comes with a later version"):
         refuse_unsupported(Layout.resolve(given, 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "what"),
+    [
+        ("tp=2,pp=2", 4, "tp=2 and pp=2"),
+        ("dp_replicate=2,ep=2", 2, "ep=2"),
+        ("cp=2", 2, "cp=2"),
+        ("placement", 1, "placement"),
+        ("data_parallel", 1, "data_parallel"),
+    ],
+)
+def test_float8_goes_with_whole_layers(text: str, world_size: int, what: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        refuse_float8(resolve(text, world_size))
+    assert str(caught.value) == (
+        f"train.precision=float8 with {what} comes with a later version (each part of a layer would scale by its own "
+        "largest value): use ddp, fsdp or hsdp, or train.precision=bfloat16"
+    )
+
+
+@pytest.mark.parametrize("text", ["ddp", "fsdp", "single"])
+def test_float8_needs_its_extra(text: str) -> None:
+    layout = resolve(text, 1 if text == "single" else 2)
+    with patch.object(layout_refusals, "find_spec", lambda name: None), pytest.raises(ConfigError) as caught:
+        refuse_float8(layout)
+    assert str(caught.value) == (
+        "train.precision=float8 needs torchao, which is not installed: pip install 'allranks[float8]', or take "
+        "train.precision=bfloat16"
+    )
+    with patch.object(layout_refusals, "find_spec", lambda name: importlib.util.find_spec("json")):
+        refuse_float8(layout)

@@ -232,6 +232,7 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
     "float32": (),
     "bfloat16": ("train.precision=bfloat16",),
     "float16": ("train.precision=float16",),
+    "float8": ("train.precision=float8", "layout.compile=block"),
     "compile=block": ("train.precision=bfloat16", "layout.compile=block"),
     "recompute=full": ("layout.recompute=full",),
     "offload=activations": ("layout.offload=activations",),

@@ -1,23 +1,39 @@
 """What of a Layout does not go together, beyond its degrees: a reason for each."""
 
-from allranks.errors import LayoutError
+from importlib.util import find_spec
+
+from allranks.errors import ConfigError, LayoutError
 from allranks.layout import Layout
 from allranks.layout_placement import refuse_beside_placement
 
+FLOAT8_EXTRA = (
+    "train.precision=float8 needs torchao, which is not installed: pip install 'allranks[float8]', or take "
+    "train.precision=bfloat16"
+)
 SPLIT_BACKWARD = ("interleaved_zb", "zbv", "dualpipev")
 
 
 def refuse_unsupported(layout: Layout) -> None:
     """Raise LayoutError for modes that do not go together, or with the degrees."""
     _check_offload(layout)
-    _check_compile(layout)
     _check_schedule(layout)
     if layout.recompute == "budget" and layout.compile == "none":
         raise LayoutError("recompute=budget leaves the choice to torch.compile: add compile=block")
-    if layout.ep > 1:
-        _check_experts(layout)
     if layout.kind == "placement":
         refuse_beside_placement(dict(layout.differing()))
+
+
+def refuse_float8(layout: Layout) -> None:
+    """Raise LayoutError for layouts that `train.precision=float8` does not go with, ConfigError without torchao."""
+    axes = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "pp", "ep") if getattr(layout, axis) > 1]
+    beside = axes or [layout.kind] * (layout.kind in ("placement", "data_parallel"))
+    if beside:
+        raise LayoutError(
+            f"train.precision=float8 with {' and '.join(beside)} comes with a later version (each part of a layer "
+            "would scale by its own largest value): use ddp, fsdp or hsdp, or train.precision=bfloat16"
+        )
+    if find_spec("torchao") is None:
+        raise ConfigError(FLOAT8_EXTRA)
 
 
 def _check_offload(layout: Layout) -> None:
@@ -36,13 +52,6 @@ def _check_offload(layout: Layout) -> None:
         )
 
 
-def _check_compile(layout: Layout) -> None:
-    for axis in ("tp", "cp", "pp"):
-        if (degree := getattr(layout, axis)) > 1 and layout.compile != "none":
-            both = f"compile={layout.compile} with {axis}={degree}"
-            raise LayoutError(f"{both} comes with a later version: leave one of them")
-
-
 def _check_schedule(layout: Layout) -> None:
     """What the schedules cannot follow that run the halves of a backward apart."""
     beside = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "dp_shard") if getattr(layout, axis) > 1]
@@ -52,14 +61,3 @@ def _check_schedule(layout: Layout) -> None:
             f"schedule={layout.schedule} runs the halves of a backward apart, which {' and '.join(beside)} cannot "
             "follow: use schedule=1f1b or interleaved"
         )
-
-
-def _check_experts(layout: Layout) -> None:
-    """What experts that are cut do not go with."""
-    reasons = {
-        "sharding=optimizer": (layout.sharding == "optimizer", "it shares rows among ranks that hold other experts"),
-        f"compile={layout.compile}": (layout.compile != "none", "how many tokens travel is known to the host alone"),
-    }
-    for what, (refused, because) in reasons.items():
-        if refused:
-            raise LayoutError(f"{what} with ep={layout.ep} comes with a later version ({because}): leave one of them")

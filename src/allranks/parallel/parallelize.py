@@ -17,6 +17,7 @@ from allranks.parallel.context import Context, share_sequences
 from allranks.parallel.data_parallel import split_over_devices
 from allranks.parallel.ddp_hook import make_hook
 from allranks.parallel.expert import ExpertCutter, ExpertGradients
+from allranks.parallel.float8 import lower_linears
 from allranks.parallel.host_parameters import choose_offload, describe_offload
 from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
@@ -89,7 +90,7 @@ def parallelize(
         LayoutError: the modules cannot be spread in this way.
         TaskError: model() is no model, or not the same on every rank.
     """
-    modules, decisions = _prepare(*build_modules(build, source, seed), precision, training=training)
+    modules, decisions = _prepare(*build_modules(build, source, seed), precision, blocks, device, training=training)
     stages = cut_stages(modules, mesh, device, blocks, split_before, decisions)
     norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
     check_same_structure(modules, source, device)
@@ -106,13 +107,12 @@ def parallelize(
     else:
         modules = _copy(modules, mesh, device, decisions, ddp=ddp, find_unused=find_unused)
     hook = make_hook(modules, mesh, entries, tensors, decisions) if mesh.layout.ddp_hook != "none" else None
-    scalars = _find_scalars(tensors) if mesh.layout.fully_sharded else ()
     cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items() if name in entries}
     who = ParameterMap(entries), tensors, tuple(decisions), find_unused, path, cut_over, norms, stages
-    spread = Spread(modules, mesh, precision, device, *who, context=context, _scalars=scalars)
+    spread = Spread(modules, mesh, precision, device, *who, context=context, _scalars=_find_scalars(tensors, mesh))
     spread.balances, spread.experts, spread.hook, spread.placement = balances, experts, hook, placer.placement
     if mesh.layout.sharding == "optimizer" and mesh.layout.dp_shard > 1:
-        spread.row_shards = RowShards(spread.trainable(), spread.map, mesh)
+        spread.row_shards = RowShards(spread.trainable(), spread.map, mesh, experts.parameters if experts else ())
     return spread
 
 
@@ -134,13 +134,21 @@ def _copy(
 
 
 def _prepare(
-    modules: dict[str, nn.Module], decisions: list[Decision], precision: Precision, *, training: bool
+    modules: dict[str, nn.Module],
+    decisions: list[Decision],
+    precision: Precision,
+    blocks: Sequence[str],
+    device: torch.device,
+    *,
+    training: bool,
 ) -> tuple[dict[str, nn.Module], list[Decision]]:
     for which, module in modules.items():
         if training:
             start_training(which, module, decisions)
         cast(module, precision, decisions)
         check_kinds(module)
+    if precision.lowers_linears:
+        modules = lower_linears(modules, blocks, device, decisions)
     return modules, decisions
 
 
@@ -270,6 +278,8 @@ def _describe_units(which: str, units: Sequence[Unit], hinted: bool) -> Decision
     return Decision(f"{len(units)} units and the root of {model} are gathered one at a time", f"{why}: {some}")
 
 
-def _find_scalars(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _find_scalars(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> tuple[torch.Tensor, ...]:
+    if not mesh.layout.fully_sharded:
+        return ()
     found = {id(t): t for t in tensors.values() if isinstance(t, nn.Parameter) and t.dim() == 0 and t.requires_grad}
     return tuple(t for t in found.values() if not isinstance(t, DTensor))
