@@ -20,6 +20,7 @@ from allranks.cli.main import app
 from allranks.config_keys import SECTIONS, config_keys
 from allranks.errors import AllranksError
 from tests.guardrails import FLOORS
+from tools.clusters import render_clusters
 from tools.migrations import MIGRATIONS, render_migration
 from tools.pictures import COLLECTIVES, draw
 from tools.step_picture import draw_step
@@ -142,6 +143,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/errors.md": render_errors,
     "docs/reference/config.md": render_config,
     "docs/reference/commands.md": render_commands,
+    "docs/reference/clusters.md": lambda: render_clusters(NOTE),
     "docs/reference/strategies.md": render_strategies,
     **{f"docs/assets/{name}.svg": partial(draw, name) for name in COLLECTIVES},
     "docs/assets/sharding.svg": lambda: draw_step((ROOT / "docs" / "how-to" / "sharding.md").read_text()),

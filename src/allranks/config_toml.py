@@ -2,17 +2,20 @@
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from allranks.errors import ConfigError
 
 
-def read_toml(path: Path) -> dict[str, object]:
-    """The values of a TOML file. Raises ConfigError with the wrong line, or the reason why it cannot be read."""
+def read_toml(path: Path, *, parse_float: Callable[[str], Any] = float) -> dict[str, Any]:
+    """The values of a TOML file, its floats as `parse_float` makes them.
+
+    Raises ConfigError with the wrong line, or the reason why it cannot be read.
+    """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"), parse_float=parse_float)
     except tomllib.TOMLDecodeError as error:
         reason, _, place = str(error).rstrip(")").partition(" (at ")
         where = re.match(r"line (\d+), column (\d+)", place)

@@ -40,6 +40,7 @@ def test_help_names_every_command(words: list[str], capsys: pytest.CaptureFixtur
     assert [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()] == [
         "train",
         "new",
+        "doctor",
         "report",
         "checkpoint",
         "bench",

@@ -13,6 +13,7 @@ SURFACE = {
         "ARGUMENTS... --change --device --help --json --layout --nproc --resume --run --run-dir --show --show-sharding"
     ),
     "allranks new": "PATH --help --json",
+    "allranks doctor": "--calibrate --device --help --json --nproc --output --quick",
     "allranks report": "RUN --help --json",
     "allranks bench": "--help",
     "allranks bench scaling": (

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from allranks import __version__
-from allranks.cli import bench, checkpoint, new, report, train
+from allranks.cli import bench, checkpoint, doctor, new, report, train
 from allranks.cli.output import print_error
 from allranks.errors import AllranksError, ConfigError
 
@@ -27,6 +27,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("new")(new.new)
+app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
 app.add_typer(checkpoint.app, name="checkpoint", help="List, show, verify and export checkpoints.")
 app.add_typer(

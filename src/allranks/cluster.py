@@ -1,0 +1,94 @@
+"""Cluster: the devices that a plan is for, and the links between them. Values only; nothing here looks at a machine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator (or, on a machine without any, one process's share of the CPU).
+
+    Attributes:
+        name: as in a cluster string, "a100-80g".
+        label: for people, "NVIDIA A100 80 GB SXM".
+        memory_bytes: what is built in; what a process may use of it is planning's business.
+        memory_bandwidth: bytes/s, as the vendor prints it or as measured.
+        peak_flops: precision ("bfloat16", "float16", "float32", "float64", "float8", "float4") -> dense FLOP/s.
+        matmul_flops: precision -> the best measured rate of a matrix product, FLOP/s; absent where nobody measured.
+        measured: whether the figures were measured on this very machine (`doctor --calibrate`).
+        matmul_shapes: precision -> ((rows, inner, columns, FLOP/s), ...): products (rows x inner) @ (inner x columns).
+        kernel_seconds: the least time of one kernel in a row of them, its launch included; None where nobody measured.
+        update_rate: parameters/s of a fused AdamW step with float32 state; None where nobody measured.
+        source: where the figures come from.
+    """
+
+    name: str
+    label: str
+    memory_bytes: float
+    memory_bandwidth: float
+    peak_flops: Mapping[str, float]
+    matmul_flops: Mapping[str, float] = field(default_factory=dict)
+    measured: bool = False
+    source: str = ""
+    matmul_shapes: Mapping[str, tuple[tuple[int, int, int, float], ...]] = field(default_factory=dict)
+    kernel_seconds: float | None = None
+    update_rate: float | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What carries messages between devices.
+
+    Attributes:
+        bandwidth: bytes/s that one device can send (and at the same time receive).
+        latency_seconds: of one hop.
+        measured: collective -> group size -> ((bytes, seconds), ...) in rising order of bytes: measured times of
+            all_reduce, all_gather, reduce_scatter, all_to_all (bytes: of the whole, unsharded tensor) and send
+            (bytes sent); {} where nobody measured.
+        source: where the figures come from.
+    """
+
+    name: str
+    bandwidth: float
+    latency_seconds: float
+    measured: Mapping[str, Mapping[int, tuple[tuple[float, float], ...]]] = field(default_factory=dict)
+    source: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes of equal devices.
+
+    Attributes:
+        nodes, devices_per_node: how many.
+        inside: the link between devices of one `domain`; between: the link between domains.
+        domain: devices that `inside` joins: a node's, or more (72 in a GB200 NVL72 rack).
+        host_memory_bytes, host_bandwidth: of a node, and between a device and its host in bytes/s; None where unknown.
+        device_hour_price, currency, device_watts: None unless the user's file or a dated source gives them.
+        price_source: where the price and the watts come from.
+        notes: what was assumed where nothing was said, each with its because, for the user to read once.
+    """
+
+    name: str
+    nodes: int
+    devices_per_node: int
+    device: Device
+    inside: Link
+    between: Link
+    domain: int
+    host_memory_bytes: float | None = None
+    host_bandwidth: float | None = None
+    device_hour_price: float | None = None
+    currency: str = "USD"
+    device_watts: float | None = None
+    price_source: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in the cluster."""
+        return self.nodes * self.devices_per_node

@@ -1,0 +1,245 @@
+"""The machine at hand as a Cluster, without torch: what its drivers say, and what was measured on it."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import final
+
+from allranks.cluster import Cluster, Device, Link
+from allranks.errors import ConfigError
+from allranks.planning.assembly import build_cluster
+from allranks.planning.catalog import find_device, find_device_by_driver_name
+from allranks.planning.cluster_file import read_cluster
+from allranks.process_environment import num_cores
+
+LOOK_SECONDS = 10.0  # nvidia-smi answers within one; a driver that hangs must not hang a plan
+
+# Where nothing was measured: one core of a small cloud machine, with care.
+CORE_FLOPS: Mapping[str, float] = {"float32": 20e9, "bfloat16": 10e9, "float16": 2e9, "float64": 10e9}
+CORE_BANDWIDTH = 4e9
+LOOPBACK_BANDWIDTH, LOOPBACK_LATENCY = 1e9, 50e-6
+HOST_COPY_BANDWIDTH = 4e9
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What a calibration is kept under.
+
+    Attributes:
+        processor: its model as the system names it; cores: that this process may use.
+        memory_bytes: of the host.
+        devices: what the driver calls each accelerator that this process may use; () without any.
+    """
+
+    processor: str
+    cores: int
+    memory_bytes: float
+    devices: tuple[str, ...]
+
+
+@cache
+def look() -> MachineFacts:
+    """This machine, looked at once a process."""
+    import psutil
+
+    return MachineFacts(_processor(), num_cores(), float(psutil.virtual_memory().total), _devices())
+
+
+def calibrated_path(kind: str, count: int, facts: MachineFacts | None = None) -> Path:
+    """Where the measured Cluster of `count` devices of this machine is kept; `kind` is a device's name, or "cpu"."""
+    return clusters_directory() / f"{_slug(kind)}-x{count}-{_machine_slug(facts or look())}.toml"
+
+
+def calibrated_files(facts: MachineFacts | None = None) -> list[Path]:
+    """The cluster files that were measured on machines like this one."""
+    end = f"-{_machine_slug(facts or look())}.toml"
+    return sorted(path for path in clusters_directory().glob("*.toml") if path.name.endswith(end))
+
+
+def clusters_directory() -> Path:
+    """The user's configuration directory (XDG base directory specification), `allranks/clusters` in it."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "allranks" / "clusters"
+
+
+def _cpu_files(facts: MachineFacts) -> list[tuple[Path, re.Match[str]]]:
+    """The measured files of processes on the CPU, each with the match whose first group is their number."""
+    found = [(path, re.match(r"cpu-x(\d+)-", path.name)) for path in calibrated_files(facts)]
+    return [(path, match) for path, match in found if match is not None]
+
+
+def _machine_slug(facts: MachineFacts) -> str:
+    return f"{_slug(facts.processor)}-{facts.cores}cores"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def local_cluster() -> Cluster:
+    """This machine: its accelerators, or its cores where it has none; measured figures where there are some.
+
+    Raises:
+        ConfigError: its accelerator is not in the catalog and was not measured, or its accelerators differ.
+    """
+    facts = look()
+    if not facts.devices:
+        return cpu_cluster(1, facts.cores, None, name="local")
+    kinds = sorted(set(facts.devices))
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"cluster 'local': the devices differ ({', '.join(kinds)}); choose equal ones by CUDA_VISIBLE_DEVICES"
+        )
+    count, name = len(facts.devices), find_device_by_driver_name(kinds[0])
+    measured = calibrated_path(name or kinds[0], count)
+    if measured.is_file():
+        return replace(_kept(measured), name="local")
+    if name is None:
+        raise ConfigError(
+            f"cluster 'local': '{kinds[0]}' is not in the catalog; measure it: allranks doctor --calibrate"
+        )
+    found = build_cluster("local", 1, count, find_device(name), None)
+    note = f"figures of the catalog's {name}, because nobody measured this machine yet: allranks doctor --calibrate"
+    return replace(found, host_memory_bytes=facts.memory_bytes, notes=(*found.notes, note))
+
+
+def cpu_cluster(nodes: int, devices: int, fabric: Link | None, *, name: str, calibrated: bool = True) -> Cluster:
+    """Nodes like this machine, `devices` processes on each: as measured with as many or about as many, or a guess.
+
+    Args:
+        calibrated: whether measured figures are looked for. What the figures are is in the notes.
+    """
+    facts = look()
+    found = _measured_cpu(devices, facts) if calibrated else None
+    if found is None:
+        found = _guess_cpu(devices, facts)
+    notes = found.notes if nodes == 1 else (*found.notes, _fabric_note(fabric))
+    return replace(found, name=name, nodes=nodes, between=fabric or found.between, notes=notes)
+
+
+def guess_link() -> Link:
+    """What gloo over the loopback of any machine reaches, with care."""
+    return Link("loopback", LOOPBACK_BANDWIDTH, LOOPBACK_LATENCY, source="a careful guess for gloo on one machine")
+
+
+def _guess_cpu(devices: int, facts: MachineFacts) -> Cluster:
+    cores = _cores_each(devices, facts)
+    device = Device(
+        name="cpu",
+        label=f"{facts.processor}, one of {devices} processes",
+        memory_bytes=float(int(facts.memory_bytes / devices)),
+        memory_bandwidth=CORE_BANDWIDTH * cores,
+        peak_flops={precision: rate * cores for precision, rate in CORE_FLOPS.items()},
+        source="a careful guess for one core of this machine",
+    )
+    note = (
+        f"figures of the processor are a careful guess, because {devices} processes were not measured on this machine:"
+        f" allranks doctor --calibrate --nproc {devices}"
+    )
+    return Cluster(
+        name="local",
+        nodes=1,
+        devices_per_node=devices,
+        device=device,
+        inside=guess_link(),
+        between=guess_link(),
+        domain=devices,
+        host_memory_bytes=facts.memory_bytes,
+        host_bandwidth=HOST_COPY_BANDWIDTH,
+        notes=(note,),
+    )
+
+
+def _measured_cpu(devices: int, facts: MachineFacts) -> Cluster | None:
+    """What was measured with so many processes, or with the nearest number, its rates shared anew."""
+    counts = {int(match[1]): path for path, match in _cpu_files(facts)}
+    if not counts:
+        return None
+    nearest = min(counts, key=lambda count: (abs(count - devices), count))
+    found = _kept(counts[nearest])
+    if nearest == devices:
+        return found
+    share = _cores_each(devices, facts) / _cores_each(nearest, facts)
+    moved = min(1.0, nearest / devices)
+    old = found.device
+    device = replace(
+        old,
+        label=f"{facts.processor}, one of {devices} processes",
+        memory_bytes=float(int(facts.memory_bytes / devices)),
+        memory_bandwidth=old.memory_bandwidth * moved,
+        peak_flops={name: rate * share for name, rate in old.peak_flops.items()},
+        matmul_flops={name: rate * share for name, rate in old.matmul_flops.items()},
+        matmul_shapes={
+            name: tuple((m, k, n, rate * share) for m, k, n, rate in rows) for name, rows in old.matmul_shapes.items()
+        },
+        update_rate=None if old.update_rate is None else old.update_rate * moved,
+    )
+    note = (
+        f"figures are those of {nearest} processes, the cores shared by {devices}, because {devices} were not measured:"
+        f" allranks doctor --calibrate --nproc {devices}"
+    )
+    return replace(found, devices_per_node=devices, domain=devices, device=device, notes=(*found.notes, note))
+
+
+def _kept(path: Path) -> Cluster:
+    """A measured Cluster, and why it is taken."""
+    found = read_cluster(path)
+    return replace(found, notes=(*found.notes, f"figures as measured, because this machine's are kept in {path}"))
+
+
+def _cores_each(processes: int, facts: MachineFacts) -> float:
+    """The cores that one of so many processes computes with: whole ones, or a part of one."""
+    return float(facts.cores // processes) if processes <= facts.cores else facts.cores / processes
+
+
+def _fabric_note(fabric: Link | None) -> str:
+    if fabric is not None:
+        return f"fabric {fabric.name} between nodes, because the string says so"
+    return "nodes are taken as joined as fast as processes of one machine, because no fabric was named: @FABRIC"
+
+
+def _processor() -> str:
+    """The model of the processor: "Intel(R) Xeon(R) Platinum 8581C CPU @ 2.10GHz"."""
+    if sys.platform == "linux":
+        try:
+            text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            text = ""
+        if found := re.search(r"^(?:model name|Model|cpu)\s*:\s*(.+)$", text, re.MULTILINE):
+            return found[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _devices() -> tuple[str, ...]:
+    """What NVIDIA's driver calls the devices that CUDA_VISIBLE_DEVICES leaves to this process."""
+    command = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = [[cell.strip() for cell in line.split(",", 2)] for line in ran.stdout.splitlines() if line.count(",") >= 2]
+    return visible([(index, uuid, name) for index, uuid, name in rows], os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible(rows: list[tuple[str, str, str]], chosen: str | None) -> tuple[str, ...]:
+    """The names of the devices that CUDA_VISIBLE_DEVICES chooses; as CUDA does, the list ends at the first unknown.
+
+    Args:
+        rows: (index, uuid, name) of every device.
+        chosen: the variable, None where it is not set.
+    """
+    if chosen is None:
+        return tuple(name for _, _, name in rows)
+    names: list[str] = []
+    for word in (part.strip() for part in chosen.split(",")):
+        found = [name for index, uuid, name in rows if word == index or (word and uuid.startswith(word))]
+        if not found:
+            break
+        names.append(found[0])
+    return tuple(names)

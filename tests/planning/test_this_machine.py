@@ -1,0 +1,158 @@
+"""This machine as a Cluster: a guess that says so, what was measured where it was, and what the drivers say."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from allranks.cluster import Cluster
+from allranks.errors import ConfigError
+from allranks.planning import this_machine
+from allranks.planning.cluster_file import write_cluster
+from allranks.planning.hardware import find_cluster
+from allranks.planning.this_machine import MachineFacts, calibrated_files, calibrated_path, cpu_cluster, visible
+
+PROCESSOR = MachineFacts("AMD EPYC 9B45 (tm)", 8, 32e9, ())
+
+
+@pytest.fixture(autouse=True)
+def configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's configuration directory in which nothing was measured yet."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def machine() -> Iterator[None]:
+    with patch.object(this_machine, "look", lambda: PROCESSOR):
+        yield
+
+
+def with_devices(*names: str) -> MachineFacts:
+    return replace(PROCESSOR, devices=names)
+
+
+def calibrated(devices: int) -> Cluster:
+    """What a calibration with so many processes may have found, and kept."""
+    guess = cpu_cluster(1, devices, None, name="local", calibrated=False)
+    device = replace(
+        guess.device, memory_bandwidth=7e9, matmul_flops={"float32": 3e10}, peak_flops={"float32": 3e10},
+        matmul_shapes={"float32": ((16, 16, 16, 3e10),)}, measured=True, update_rate=1e8,
+    )  # fmt: skip
+    found = replace(guess, device=device, notes=())
+    write_cluster(found, calibrated_path("cpu", devices))
+    return found
+
+
+def test_a_machine_that_nobody_measured_is_guessed_and_says_so(machine: None) -> None:
+    cluster = find_cluster("local")
+    assert (cluster.name, cluster.nodes, cluster.devices_per_node, cluster.domain) == ("local", 1, 8, 8)
+    assert (cluster.device.memory_bytes, cluster.host_memory_bytes, cluster.device.measured) == (4e9, 32e9, False)
+    (note,) = cluster.notes
+    assert "a careful guess, because 8 processes were not measured" in note
+    assert note.endswith("allranks doctor --calibrate --nproc 8")
+
+
+def test_fewer_processes_have_more_cores_each(machine: None) -> None:
+    two, sixteen = find_cluster("1x2:cpu"), find_cluster("16:cpu")
+    assert two.device.peak_flops["float32"] == 4 * 20e9
+    assert sixteen.device.peak_flops["float32"] == 20e9 / 2
+    assert two.device.memory_bytes == 16e9
+
+
+def test_what_was_measured_is_taken_and_the_file_is_named(machine: None) -> None:
+    measured = calibrated(8)
+    found = find_cluster("local")
+    assert found.notes == (f"figures as measured, because this machine's are kept in {calibrated_path('cpu', 8)}",)
+    assert replace(found, notes=()) == measured
+
+
+def test_another_number_of_processes_shares_the_measured_figures(machine: None) -> None:
+    calibrated(2)
+    found = find_cluster("8:cpu")
+    assert (found.devices_per_node, found.domain, found.device.memory_bytes) == (8, 8, 4e9)
+    assert found.device.matmul_flops["float32"] == found.device.peak_flops["float32"] == 3e10 / 4
+    assert found.device.matmul_shapes["float32"][0] == (16, 16, 16, 3e10 / 4)
+    assert (found.device.memory_bandwidth, found.device.update_rate) == (7e9 / 4, 1e8 / 4)
+    assert "figures are those of 2 processes" in found.notes[-1] and found.notes[-1].endswith("--nproc 8")
+
+
+def test_the_nearest_number_of_processes_is_taken(machine: None) -> None:
+    calibrated(2)
+    calibrated(8)
+    assert "those of 2 processes" in find_cluster("3:cpu").notes[-1]
+    assert "those of 8 processes" in find_cluster("6:cpu").notes[-1]
+
+
+def test_another_machine_is_not_this_one(machine: None) -> None:
+    other = replace(PROCESSOR, processor="Another", cores=4)
+    calibrated(8)
+    calibrated_path("cpu", 8, other).write_text(calibrated_path("cpu", 8).read_text())
+    assert calibrated_files() == [calibrated_path("cpu", 8)]
+    assert calibrated_files(replace(PROCESSOR, cores=6)) == []
+
+
+def test_the_place_is_the_users_configuration(configuration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = configuration / "allranks" / "clusters" / "h100-x8-amd-epyc-9b45-tm-8cores.toml"
+    assert calibrated_path("h100", 8, PROCESSOR) == path
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert calibrated_path("h100", 8, PROCESSOR).parent == Path("/home/someone/.config/allranks/clusters")
+
+
+def test_several_nodes_like_this_one(machine: None) -> None:
+    joined, named = find_cluster("4x2:cpu"), find_cluster("4x2:cpu@ethernet10")
+    assert (joined.num_devices, joined.domain) == (8, 2)
+    assert "because no fabric was named" in joined.notes[-1]
+    assert named.between.bandwidth == 1.25e9 and named.notes[-1].startswith("fabric ethernet10")
+
+
+def test_a_file_that_somebody_broke_is_named(machine: None) -> None:
+    calibrated(8)
+    calibrated_path("cpu", 8).write_text("nodes = 0")
+    with pytest.raises(ConfigError, match=r"cpu-x8-.*\.toml line 1: .*"):
+        find_cluster("local")
+
+
+def test_gpus_of_the_catalog() -> None:
+    with patch.object(this_machine, "look", lambda: with_devices(*["NVIDIA H100 80GB HBM3"] * 4)):
+        cluster = find_cluster("local")
+        assert (cluster.name, cluster.device.name, cluster.devices_per_node) == ("local", "h100", 4)
+        assert cluster.host_memory_bytes == 32e9
+        assert "figures of the catalog's h100, because nobody measured this machine yet" in cluster.notes[-1]
+        write_cluster(replace(cluster, device=replace(cluster.device, measured=True)), calibrated_path("h100", 4))
+        assert find_cluster("local").device.measured
+
+
+def test_a_gpu_that_nobody_knows_has_to_be_measured() -> None:
+    with (
+        patch.object(this_machine, "look", lambda: with_devices("NVIDIA GeForce 256")),
+        pytest.raises(ConfigError, match=r"'NVIDIA GeForce 256' is not in the catalog; measure it: allranks doctor"),
+    ):
+        find_cluster("local")
+
+
+def test_gpus_that_differ() -> None:
+    with (
+        patch.object(this_machine, "look", lambda: with_devices("NVIDIA H100 80GB HBM3", "NVIDIA A10")),
+        pytest.raises(ConfigError, match=r"the devices differ .* CUDA_VISIBLE_DEVICES"),
+    ):
+        find_cluster("local")
+
+
+ROWS = [("0", "GPU-aa", "A"), ("1", "GPU-bb", "B"), ("2", "GPU-bc", "C")]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [(None, ("A", "B", "C")), ("", ()), ("2,0", ("C", "A")), ("GPU-bc", ("C",)), ("1,7,0", ("B",)), ("-1", ())],
+)
+def test_the_devices_that_a_process_may_use(chosen: str | None, names: tuple[str, ...]) -> None:
+    assert visible(ROWS, chosen) == names
+
+
+def test_the_real_machine_is_looked_at_without_torch() -> None:
+    facts = this_machine.look()
+    assert facts.cores >= 1 and facts.memory_bytes > 1e8 and facts.processor

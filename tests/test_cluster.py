@@ -1,0 +1,27 @@
+"""The noun Cluster: how many devices it has, and that a value cannot change under a plan."""
+
+import dataclasses
+
+import pytest
+
+from allranks.cluster import Cluster, Device, Link
+
+LINK = Link("link", 25e9, 4.7e-6)
+CLUSTER = Cluster("mine", 3, 8, Device("d", "a device", 80e9, 2e12, {"bfloat16": 312e12}), LINK, LINK, 8)
+
+
+def test_the_devices_are_those_of_all_nodes() -> None:
+    assert CLUSTER.num_devices == 24
+
+
+def test_what_nobody_gave_is_not_there() -> None:
+    assert (CLUSTER.device_hour_price, CLUSTER.device_watts, CLUSTER.host_memory_bytes) == (None, None, None)
+    assert (CLUSTER.device.measured, CLUSTER.device.kernel_seconds, CLUSTER.device.update_rate) == (False, None, None)
+    assert (CLUSTER.device.matmul_flops, CLUSTER.device.matmul_shapes, LINK.measured) == ({}, {}, {})
+
+
+def test_a_cluster_is_a_value() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CLUSTER.nodes = 4  # type: ignore[misc]
+    assert dataclasses.replace(CLUSTER, nodes=4).num_devices == 32
+    assert dataclasses.replace(CLUSTER) == CLUSTER
