@@ -104,7 +104,7 @@ def _add_sizes(module: nn.Module, unit: int, num_ranks: int, sizes: dict[int, in
     if isinstance(module, FSDPModule):
         unit = id(module._get_fsdp_state())
     for parameter in module.parameters(recurse=False):
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and parameter.dim():
             sizes[unit] = sizes.get(unit, 0) - (-parameter.shape[0] // num_ranks) * math.prod(parameter.shape[1:])
     for child in module.children():
         _add_sizes(child, unit, num_ranks, sizes)

@@ -82,6 +82,7 @@ def test_a_hook_is_what_its_simulation_computes(pool: Pools, tmp_path: Path, hoo
     assert any(f"layout.ddp_hook={hook}" in because for because in said)
 
 
+@pytest.mark.full
 def test_powersgd_does_not_depend_on_the_number_of_ranks(pool: Pools, tmp_path: Path) -> None:
     """The last step has one sample: three of its ranks run fillers. DDP's buckets are settled first."""
     ranks = [with_journal(rank, tmp_path) for rank in pool(4).run(run_hooked, str(tmp_path), "ddp", POWERSGD)]
@@ -96,7 +97,9 @@ LOCAL: dict[str, tuple[str, int, list[list[int]]]] = {
 }
 
 
-@pytest.mark.parametrize("case", ["single", "three", pytest.param("shard", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "case", ["single", *(pytest.param(case, marks=pytest.mark.full) for case in ("three", "shard"))]
+)
 def test_copies_are_what_a_loop_over_copies_computes(pool: Pools, tmp_path: Path, case: str) -> None:
     layout, size, copies = LOCAL[case]
     ranks = pool(size).run(run_hooked, str(tmp_path), layout, {"local_sgd": EVERY})
