@@ -187,6 +187,14 @@ def test_zeros_where_nothing_was_computed(output: Any) -> None:
         assert not model(x).requires_grad if isinstance(found, torch.Tensor) else True
 
 
+def test_what_another_stage_holds_gets_none_here() -> None:
+    model = Maybe(lambda x: x)
+    model.unused.to_empty(device="meta")
+    give_zeros(model, ["unused"], [])
+    model(torch.randn(3, 2)).sum().backward()
+    assert model.unused.weight.grad is None and model.used.weight.grad is not None
+
+
 def test_an_output_that_cannot_carry_them_is_refused() -> None:
     model = Maybe(lambda x: (x > 0).long())
     give_zeros(model, ["unused"], [])
