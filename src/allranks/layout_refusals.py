@@ -17,8 +17,7 @@ def refuse_unsupported(layout: Layout) -> None:
     """Raise LayoutError for modes that do not go together, or with the degrees."""
     _check_offload(layout)
     _check_schedule(layout)
-    if layout.recompute == "budget" and layout.compile == "none":
-        raise LayoutError("recompute=budget leaves the choice to torch.compile: add compile=block")
+    _check_recompute(layout)
     if layout.kind == "placement":
         refuse_beside_placement(dict(layout.differing()))
 
@@ -49,6 +48,17 @@ def _check_offload(layout: Layout) -> None:
         raise LayoutError(
             f"offload={layout.offload} with layout.local_sgd comes with a later version (what the copies exchange "
             "lies on the device): leave one of them"
+        )
+
+
+def _check_recompute(layout: Layout) -> None:
+    if layout.recompute == "budget" and layout.compile == "none":
+        raise LayoutError("recompute=budget leaves the choice to torch.compile: add compile=block")
+    talking = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1]
+    if talking and (layout.recompute, layout.compile) == ("selective", "block"):
+        raise LayoutError(
+            "recompute=selective with compile=block takes a block in one piece, and under "
+            f"{' and '.join(talking)} ranks exchange inside of one: use recompute=full, or leave compile out"
         )
 
 

@@ -126,8 +126,6 @@ QUICK_CASES = [
     ("counting", "ddp", "compile=block"),
     ("counting", "fsdp", "compile=block,recompute=full"),
     ("encoder", "tp=2", "compile=block"),
-    ("transformer", "pp=2", "compile=block"),
-    ("moe", "dp_replicate=2,ep=2", "compile=block"),
     # A budget may keep a counter that is counted up before the backward, and torch then refuses the backward.
     ("sharing", "ddp", "compile=block,recompute=budget"),
     ("sharing", "fsdp", "compile=block,recompute=selective"),
