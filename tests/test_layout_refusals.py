@@ -43,7 +43,7 @@ def resolve(text: str, world_size: int) -> Layout:
         "dp_shard=4,ep=2,sharding=optimizer",
         "dp_replicate=2,ep=2,compile=block",
         "tp=2,cp=2,pp=2,compile=block",
-        "pp=2,schedule=interleaved_zb,compile=block",
+        "pp=2,schedule=interleaved,compile=block",
         "pp=2,recompute=selective,compile=block",
         "tp=2,recompute=full,compile=block",
     ],
@@ -93,6 +93,12 @@ def test_what_this_version_makes(text: str) -> None:
             2,
             "recompute=selective with compile=block takes a block in one piece, and under ep=2 ranks exchange inside "
             "of one: use recompute=full, or leave compile out",
+        ),
+        (
+            "pp=2,schedule=interleaved_zb,compile=block",
+            2,
+            "schedule=interleaved_zb runs the halves of a backward apart, which compile=block cannot follow: use "
+            "schedule=1f1b or interleaved",
         ),
         ("ddp,recompute=budget", 2, "recompute=budget leaves the choice to torch.compile: add compile=block"),
     ],

@@ -65,7 +65,8 @@ def _check_recompute(layout: Layout) -> None:
 def _check_schedule(layout: Layout) -> None:
     """What the schedules cannot follow that run the halves of a backward apart."""
     beside = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "dp_shard") if getattr(layout, axis) > 1]
-    beside += [f"recompute={layout.recompute}"] if layout.recompute != "none" else []
+    # Compiled code gives away in one backward what the second half would need, or finds in a cache code that does.
+    beside += [f"{mode}={given}" for mode in ("recompute", "compile") if (given := getattr(layout, mode)) != "none"]
     if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and beside:
         raise LayoutError(
             f"schedule={layout.schedule} runs the halves of a backward apart, which {' and '.join(beside)} cannot "
