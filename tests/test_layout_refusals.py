@@ -43,7 +43,9 @@ def resolve(text: str, world_size: int) -> Layout:
         "dp_shard=4,ep=2,sharding=optimizer",
         "dp_replicate=2,ep=2,compile=block",
         "tp=2,cp=2,pp=2,compile=block",
-        "pp=2,schedule=interleaved_zb,compile=block",
+        "pp=2,schedule=interleaved,compile=block",
+        "pp=2,recompute=selective,compile=block",
+        "tp=2,recompute=full,compile=block",
     ],
 )
 def test_what_this_version_makes(text: str) -> None:
@@ -78,6 +80,24 @@ def test_what_this_version_makes(text: str) -> None:
             "pp=2,tp=2,schedule=zbv,recompute=full",
             4,
             "schedule=zbv runs the halves of a backward apart, which tp=2 and recompute=full cannot follow: use "
+            "schedule=1f1b or interleaved",
+        ),
+        (
+            "tp=2,cp=2,compile=block,recompute=selective",
+            4,
+            "recompute=selective with compile=block takes a block in one piece, and under tp=2 and cp=2 ranks exchange "
+            "inside of one: use recompute=full, or leave compile out",
+        ),
+        (
+            "dp_replicate=2,ep=2,compile=block,recompute=selective",
+            2,
+            "recompute=selective with compile=block takes a block in one piece, and under ep=2 ranks exchange inside "
+            "of one: use recompute=full, or leave compile out",
+        ),
+        (
+            "pp=2,schedule=interleaved_zb,compile=block",
+            2,
+            "schedule=interleaved_zb runs the halves of a backward apart, which compile=block cannot follow: use "
             "schedule=1f1b or interleaved",
         ),
         ("ddp,recompute=budget", 2, "recompute=budget leaves the choice to torch.compile: add compile=block"),

@@ -17,8 +17,7 @@ def refuse_unsupported(layout: Layout) -> None:
     """Raise LayoutError for modes that do not go together, or with the degrees."""
     _check_offload(layout)
     _check_schedule(layout)
-    if layout.recompute == "budget" and layout.compile == "none":
-        raise LayoutError("recompute=budget leaves the choice to torch.compile: add compile=block")
+    _check_recompute(layout)
     if layout.kind == "placement":
         refuse_beside_placement(dict(layout.differing()))
 
@@ -52,10 +51,22 @@ def _check_offload(layout: Layout) -> None:
         )
 
 
+def _check_recompute(layout: Layout) -> None:
+    if layout.recompute == "budget" and layout.compile == "none":
+        raise LayoutError("recompute=budget leaves the choice to torch.compile: add compile=block")
+    talking = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1]
+    if talking and (layout.recompute, layout.compile) == ("selective", "block"):
+        raise LayoutError(
+            "recompute=selective with compile=block takes a block in one piece, and under "
+            f"{' and '.join(talking)} ranks exchange inside of one: use recompute=full, or leave compile out"
+        )
+
+
 def _check_schedule(layout: Layout) -> None:
     """What the schedules cannot follow that run the halves of a backward apart."""
     beside = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "dp_shard") if getattr(layout, axis) > 1]
-    beside += [f"recompute={layout.recompute}"] if layout.recompute != "none" else []
+    # Compiled code gives away in one backward what the second half would need, or finds in a cache code that does.
+    beside += [f"{mode}={given}" for mode in ("recompute", "compile") if (given := getattr(layout, mode)) != "none"]
     if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and beside:
         raise LayoutError(
             f"schedule={layout.schedule} runs the halves of a backward apart, which {' and '.join(beside)} cannot "
