@@ -1,10 +1,11 @@
-"""The lines of law 4's table that are precisions: what `bench/exceptions.py` measures of float16 and bfloat16.
+"""The lines of law 4's table that are precisions: what `bench/exceptions.py` measures of float16, bfloat16 and float8.
 
 A small model is trained by `allranks train`'s own session over several processes, then by plain torch in one process
-that rounds each rank's share by itself: torch's autocast, and for float16 torch's GradScaler.
+that rounds each rank's share by itself: torch's autocast, for float16 torch's GradScaler, and for float8 torchao.
 """
 
 import os
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -28,7 +29,11 @@ GLOBAL_BATCH, LR = 12, 0.001
 LAWS = {
     "float16": "each rank's share in float16, gradients summed in float32, torch's GradScaler",
     "bfloat16": "each rank's share in bfloat16, gradients summed in float32",
-}
+} | (
+    {"float8": "the same, and products of linear layers in float8, scaled by each rank's share (torchao, emulated)"}
+    if find_spec("torchao")
+    else {}
+)
 Values = dict[str, torch.Tensor]
 
 
@@ -74,10 +79,21 @@ def train(precision: str, steps: int) -> tuple[Values, int, list[list[int]]]:
         stop()
 
 
+def in_float8(model: nn.Module) -> nn.Module:
+    """Its layers of fitting widths by torchao itself."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    return convert_to_float8_training(
+        model,
+        module_filter_fn=lambda part, _: part.in_features % 16 == 0 and part.out_features % 16 == 0,
+        config=Float8LinearConfig(emulate=True),
+    )
+
+
 def measure_precision(precision: str, num_ranks: int, steps: int) -> tuple[Values, Values, Values, int]:
     """Parameters of rank 0 at the end, those of the simulation, of one device in float32, and the steps skipped."""
     ranks = allranks.launch(train, precision, steps, nproc=num_ranks)
-    task, lowered = Signals(), torch.bfloat16 if precision == "bfloat16" else torch.float16
+    task, lowered = Signals(), torch.float16 if precision == "float16" else torch.bfloat16
     dataset = task.dataset("train")
     fed = [[default_collate([dataset[s] for s in own[step]]) for _, _, own in ranks] for step in range(steps)]
 
@@ -100,7 +116,8 @@ def measure_precision(precision: str, num_ranks: int, steps: int) -> tuple[Value
         found = scaled_loop(model(), make, [(batches, GLOBAL_BATCH) for batches in fed], loss_of)[-1].parameters
     else:
         work = [([batches], GLOBAL_BATCH) for batches in fed]
-        found = rankwise_loop(model(), make, work, lowered_loss, num_ranks)[0][-1].parameters
+        copy = in_float8(model()) if precision == "float8" else model()
+        found = rankwise_loop(copy, make, work, lowered_loss, num_ranks)[0][-1].parameters
     whole = [({key: torch.cat([b[key] for b in batches]) for key in batches[0]}, GLOBAL_BATCH) for batches in fed]
     alone = plain_loop(model(), make, whole, loss_of)[-1].parameters
     return ranks[0][0], found, alone, ranks[0][1]

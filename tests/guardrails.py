@@ -20,9 +20,9 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     for rooms in (
         "errors units durable lifeline config config_keys config_layers config_sections config_toml layout_string "
         "layout_placement",
-        "layout slow_links cluster model_profile model_shape shape_operations named_models parameter_map plan "
-        "plan_request verdict task task_loading task_world run lease request losses failure process_environment digest "
-        "fence fault_points",
+        "layout layout_refusals slow_links cluster model_profile model_shape shape_operations named_models "
+        "parameter_map plan plan_request verdict task task_loading task_world run lease request losses vocabulary "
+        "failure process_environment digest fence fault_points",
         "planning profiling parallel data checkpointing observing launching reporting models",
         "stepping",
         "training rehearsing surviving verifying benchmarking",
@@ -34,7 +34,7 @@ DOORS = (PACKAGE, f"{PACKAGE}.__main__")  # they only open onto other floors
 
 # Thinking needs no torch (style.md, principle 5). Everything of a room, or a single module.
 TORCH_FREE = (
-    *sorted(FLOORS[0] | FLOORS[1] - {"task", "task_loading", "task_world", "losses"}),
+    *sorted(FLOORS[0] | FLOORS[1] - {"task", "task_loading", "task_world", "losses", "vocabulary"}),
     *("planning", "launching", "reporting", "cli", "checkpointing.checkpoint", "observing.journal"),
 )
 

@@ -31,10 +31,14 @@ def resolve_text(text: str, folder: Path, *overrides: str) -> Config:
 
 
 DEGREE = "expected a whole number of at least 1 or '*'"
-PRECISIONS = "expected one of float32, bfloat16, float16, float64"
+PRECISIONS = "expected one of float32, bfloat16, float16, float8, float64"
 
 BAD_ARGUMENTS = [
     ("train.stps=5", "unknown key 'train.stps'; did you mean 'train.steps=5'?"),
+    (
+        "layout.placement.blocks.0=cpu:1",
+        "unknown key 'layout.placement.blocks.0'; did you mean 'layout.placement={\"blocks.0\" = \"cpu:1\"}'?",
+    ),
     ("train.micro-batch=4", "unknown key 'train.micro-batch'; did you mean 'train.micro_batch=4'?"),
     ("micro_batch=4", "unknown key 'micro_batch'; did you mean 'train.micro_batch=4'?"),
     ("lr=1e-3", "unknown key 'lr'; did you mean 'optimizer.lr=1e-3'?"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from allranks.config_sections import PROCESS_AXES, LayoutConfig
 from allranks.errors import LayoutError
 from allranks.layout import Layout, num_processes, parse_layout, render_layout
+from allranks.layout_refusals import refuse_unsupported
 
 
 def resolve(text: str, world_size: int, num_nodes: int = 1) -> Layout:
@@ -183,75 +184,6 @@ def test_who_keeps_the_copies_equal(text: str, world_size: int, replicated: bool
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "single",
-        "ddp",
-        "fsdp",
-        "fsdp,sharding=grad_op",
-        "ddp,sharding=none",
-        "dp_replicate=2,dp_shard=2",
-        "ddp,recompute=full",
-        "fsdp,recompute=selective,offload=activations",
-        "cp=2,dp_shard=2,tp=2",
-        "single,recompute=budget,compile=block",
-        "pp=2,dp_shard=2,recompute=full",
-        "pp=4,schedule=zbv",
-        "dp_shard=2,dp_replicate=2,ep=4",
-        "dp_replicate=2,tp=2,ep=2",
-    ],
-)
-def test_what_this_version_makes(text: str) -> None:
-    resolve(text, num_processes(parse_layout(text), 4)).supported_here()
-
-
-@pytest.mark.parametrize(
-    ("text", "world_size", "message"),
-    [
-        (
-            "dp_shard=4,ep=2,sharding=optimizer",
-            4,
-            "sharding=optimizer with ep=2 comes with a later version (it shares rows among ranks that hold other "
-            "experts): leave one of them",
-        ),
-        (
-            "dp_replicate=2,ep=2,compile=block",
-            2,
-            "compile=block with ep=2 comes with a later version (how many tokens travel is known to the host alone): "
-            "leave one of them",
-        ),
-        ("tp=2,compile=block", 2, "compile=block with tp=2 comes with a later version: leave one of them"),
-        ("cp=2,compile=block", 2, "compile=block with cp=2 comes with a later version: leave one of them"),
-        (
-            "placement,dp_shard=2",
-            2,
-            "dp_shard=2 with placement: each of its processes is one device, and placement takes several; leave one of "
-            "them, or use placement,dp_replicate=N (DDP around it)",
-        ),
-        (
-            "placement,offload=activations",
-            1,
-            "offload=activations with placement: it moves what one device keeps, and placement takes several; leave "
-            "one of them, or use placement,dp_replicate=N (DDP around it)",
-        ),
-        ("ddp,offload=all,tp=1", 2, "offload=all comes with a later version"),
-        ("pp=2,compile=block", 2, "compile=block with pp=2 comes with a later version: leave one of them"),
-        (
-            "pp=2,tp=2,schedule=zbv,recompute=full",
-            4,
-            "schedule=zbv runs the halves of a backward apart, which tp=2 and recompute=full cannot follow: use "
-            "schedule=1f1b or interleaved",
-        ),
-        ("ddp,recompute=budget", 2, "recompute=budget leaves the choice to torch.compile: add compile=block"),
-    ],
-)
-def test_what_comes_later_is_refused(text: str, world_size: int, message: str) -> None:
-    with pytest.raises(LayoutError) as caught:
-        resolve(text, world_size).supported_here()
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
     ("schedule", "num_stages", "ranks"),
     [
         ("1f1b", 2, [0, 1]),
@@ -288,7 +220,7 @@ def test_rules_mean_several_devices_in_each_process(
     read = LayoutConfig.model_validate(config)
     assert num_processes(read, available) == world_size
     layout = Layout.resolve(read, world_size)
-    layout.supported_here()
+    refuse_unsupported(layout)
     assert (str(layout), dict(layout.placement)) == (text, config["placement"])
     assert layout.kind == "placement"
     assert Layout.resolve(parse_layout(text), world_size) == replace(layout, placement=())

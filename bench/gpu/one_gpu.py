@@ -232,9 +232,13 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
     "float32": (),
     "bfloat16": ("train.precision=bfloat16",),
     "float16": ("train.precision=float16",),
+    "float8": ("train.precision=float8", "layout.compile=block"),
     "compile=block": ("train.precision=bfloat16", "layout.compile=block"),
     "recompute=full": ("layout.recompute=full",),
     "offload=activations": ("layout.offload=activations",),
+    # Two processes on the one GPU, which speak through gloo: shards need a second one.
+    "offload=parameters": ("--layout", "fsdp,offload=parameters", "--nproc", "2"),
+    "offload=all, float16": ("--layout", "fsdp,offload=all", "--nproc", "2", "train.precision=float16"),
     "ema": ("train.ema=0.9",),
     "placement on cuda and cpu": ("placed.toml",),
 }
@@ -248,10 +252,11 @@ def check_modes(device: torch.device, steps: int) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "placed.toml").write_text(PLACED.format(device=device.type))
         for index, (what, arguments) in enumerate(CHECKS.items()):
-            command = [sys.executable, "-m", "allranks", "train", f"{Path(__file__).resolve()}:Language", *arguments]
-            fixed = ("--device", device.type, "--nproc", "1", "--run", f"run-{index}")
+            fixed = ("--device", device.type, "--run", f"run-{index}")
+            command = [sys.executable, "-m", "allranks", "train", f"{Path(__file__).resolve()}:Language", *fixed]
+            command += [*([] if "--nproc" in arguments else ["--nproc", "1"]), *arguments]
             settings = ("task.size=tiny", f"train.steps={steps}", "train.global_batch=8", "optimizer.lr=0.01")
-            ran = subprocess.run([*command, *fixed, *settings], cwd=folder, capture_output=True, text=True, check=False)
+            ran = subprocess.run([*command, *settings], cwd=folder, capture_output=True, text=True, check=False)
             loss = None
             if ran.returncode == 0:
                 lines = (Path(folder) / f"run-{index}" / "journal" / "rank-00000.jsonl").read_text().splitlines()

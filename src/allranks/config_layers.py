@@ -111,6 +111,8 @@ def _read_override(name: str, raw: str, origin: str) -> Layer:
     key = config_keys().get(name)
     if key is None:
         near = nearest_keys(name)
+        if (rule := name.removeprefix("layout.placement.")) != name:
+            near, raw = ["layout.placement"], f'{{"{rule}" = "{raw}"}}'  # its rules are one table
         again = did_you_mean([f"{near[0]}={raw}"]) if len(near) == 1 else None
         raise ConfigError(f"{origin}: unknown key '{name}'{again}" if again else f"{origin}: {explain_unknown(name)}")
     if raw.lower() in ("none", "null") and key.optional and "none" not in key.words:

@@ -54,8 +54,9 @@ class TrainConfig(Section):
         None, "forwards per optimizer step, for tasks with batch statistics or a coupled loss", unit="forwards"
     )
     seed: CountOrZero = key(0, "decides initial values, order of the data and random numbers")
-    precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
-        "float32", "the type of the heavy operations; parameters stay float32 (float64 under float64)"
+    precision: Literal["float32", "bfloat16", "float16", "float8", "float64"] = key(
+        "float32",
+        "the type of the heavy operations; parameters stay float32 (float64 under float64); float8 needs torchao",
     )
     ema: float | None = key(
         None,

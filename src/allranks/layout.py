@@ -10,7 +10,7 @@ from typing import Any, Literal, final
 
 from allranks.config_sections import AXES, PROCESS_AXES, LayoutConfig
 from allranks.errors import LayoutError
-from allranks.layout_placement import devices_named, refuse_beside_placement
+from allranks.layout_placement import devices_named
 from allranks.layout_string import MODES, parse_layout, render_layout
 
 __all__ = ["AXES", "PROCESS_AXES", "Layout", "num_processes", "parse_layout", "render_layout"]
@@ -19,7 +19,6 @@ Sharding = Literal["full", "grad_op", "none", "optimizer"]
 Kind = Literal["single", "mesh", "data_parallel", "placement"]
 
 ONE_STAGE_EACH = ("1f1b", "gpipe")
-SPLIT_BACKWARD = ("interleaved_zb", "zbv", "dualpipev")
 THERE_AND_BACK = ("zbv", "dualpipev")
 
 
@@ -146,44 +145,19 @@ class Layout:
         return micro_steps >= self.num_stages and (not in_rounds or micro_steps % self.pp == 0)
 
     @property
+    def offloads_parameters(self) -> bool:
+        """Whether parameters wait in the host's memory."""
+        return self.offload in ("parameters", "all")
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether what blocks keep for the backward does."""
+        return self.offload in ("activations", "all")
+
+    @property
     def cuts_model(self) -> bool:
         """Whether no process computes the whole model by itself: layers are shared out, or what is in a layer."""
         return max(self.tp, self.cp, self.pp, self.ep) > 1
-
-    def supported_here(self) -> None:
-        """Refuse what this version does not make yet. Raises LayoutError."""
-        later: list[str] = []
-        later += [f"offload={self.offload}"] if self.offload in ("parameters", "all") else []
-        if later:
-            raise LayoutError(f"{' and '.join(later)} {'comes' if len(later) == 1 else 'come'} with a later version")
-        for axis in ("tp", "cp", "pp"):
-            if (degree := getattr(self, axis)) > 1 and self.compile != "none":
-                both = f"compile={self.compile} with {axis}={degree}"
-                raise LayoutError(f"{both} comes with a later version: leave one of them")
-        splits = self.pp > 1 and self.schedule in SPLIT_BACKWARD
-        beside = [f"{axis}={getattr(self, axis)}" for axis in ("tp", "cp", "dp_shard") if getattr(self, axis) > 1]
-        beside += [f"recompute={self.recompute}"] if self.recompute != "none" else []
-        if splits and beside:
-            raise LayoutError(
-                f"schedule={self.schedule} runs the halves of a backward apart, which {' and '.join(beside)} cannot "
-                "follow: use schedule=1f1b or interleaved"
-            )
-        if self.recompute == "budget" and self.compile == "none":
-            raise LayoutError("recompute=budget leaves the choice to torch.compile: add compile=block")
-        if self.ep > 1:
-            self._check_experts()
-        if self.kind == "placement":
-            refuse_beside_placement(dict(self._differing()))
-
-    def _check_experts(self) -> None:
-        """What experts that are cut do not go with. Raises LayoutError."""
-        reasons = {
-            "sharding=optimizer": (self.sharding == "optimizer", "it shares rows among ranks that hold other experts"),
-            f"compile={self.compile}": (self.compile != "none", "how many tokens travel is known to the host alone"),
-        }
-        for what, (refused, because) in reasons.items():
-            if refused:
-                raise LayoutError(f"{what} with ep={self.ep} comes with a later version ({because}): leave one of them")
 
     def __str__(self) -> str:
         """The canonical layout string, which `parse_layout` reads back."""
@@ -191,13 +165,14 @@ class Layout:
             return self.kind
         degrees = ["placement"] if self.kind == "placement" else []
         degrees += [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        modes = [f"{name}={value}" for name, value in self._differing() if name in MODES]
+        modes = [f"{name}={value}" for name, value in self.differing() if name in MODES]
         return ",".join((degrees or ["single"]) + modes)
 
     def __repr__(self) -> str:
-        return f"Layout({', '.join(f'{name}={value!r}' for name, value in self._differing())})"
+        return f"Layout({', '.join(f'{name}={value!r}' for name, value in self.differing())})"
 
-    def _differing(self) -> Iterator[tuple[str, object]]:
+    def differing(self) -> Iterator[tuple[str, object]]:
+        """(name, value) of what is not as by default."""
         for part in fields(self):
             value = getattr(self, part.name)
             if value != part.default and value != "single":

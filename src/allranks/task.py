@@ -50,6 +50,7 @@ class Hints:
     Attributes:
         blocks: modules to be gathered, recomputed and compiled as one unit.
         tensor: module -> how tensor parallelism splits it.
+        loss_parallel: whether logits stay cut over tp until `loss`, which uses `allranks.losses.cross_entropy`.
         split_before: modules before which a pipeline may be cut.
         sequence_dims: batch entry ("x", a tuple's "0", a nested "inputs.x") -> the dim of its positions, which cp cuts.
         optional: modules that a forward may leave out on some ranks; they get zero gradients then.
@@ -60,6 +61,7 @@ class Hints:
 
     blocks: Sequence[str] = ()
     tensor: Mapping[str, TensorStyle] = field(default_factory=dict)
+    loss_parallel: bool = False
     split_before: Sequence[str] = ()
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
     optional: Sequence[str] = ()

@@ -57,7 +57,7 @@ def test_a_strategy_without_a_star_takes_its_own_number() -> None:
         (["ddp"], [1], {}, ConfigError, "nothing to be compared with"),
         (["tp=2,dp_shard=*"], [1, 3], {}, LayoutError, "the world has 1 process"),
         (["ddp"], [1, 16], {}, LayoutError, r"train.global_batch\(8\) < dp_replicate"),
-        (["ddp,offload=parameters", "ddp"], [1, 2], {}, LayoutError, "offload=parameters comes with a later version"),
+        (["ddp,offload=parameters", "ddp"], [1, 2], {}, LayoutError, "offload=parameters keeps the shards"),
         (["ddp"], [1, 2], {"micro_batch": 2, "micro_steps": 2}, ConfigError, "both say how a step is cut"),
         (["pp=2", "ddp"], [1, 2], {"global_batch": 1}, LayoutError, "micro-steps"),
     ],

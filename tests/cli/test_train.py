@@ -84,6 +84,10 @@ BAD = [
     (["train", "here"], "argument 'here' is neither a task nor a config nor a key; did you mean 'here.py'?"),
     (["train", "a.py", "b.py"], "'a.py' and 'b.py' are two tasks: give one"),
     (["train", "a.toml", "b.toml"], "'a.toml' and 'b.toml' are two config files: give one"),
+    (
+        ["train", "--show", "--show-sharding"],
+        "--show prints what a run would be, and --show-sharding makes a step of it: give one of them",
+    ),
     (["train", "--run", "a", "--resume", "b"], "--run a and --resume b both name the run directory: give one of them"),
     (
         ["train", "--resume", "b", "run.toml"],

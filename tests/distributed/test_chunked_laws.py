@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-from allranks.errors import LayoutError
+from allranks.layout import Layout, parse_layout
 from allranks.models.transformer import Transformer
 from allranks.training.validate import validate
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
@@ -29,6 +29,11 @@ LAYOUTS = {
     "recompute": ("fsdp,recompute=full", 2),
     "pp": ("pp=2", 2),
     "cp": ("cp=2", 2),
+    "tp": ("tp=2", 2),
+    "tp of three": ("tp=3", 3),
+    "tp-fsdp": ("tp=2,dp_shard=2", 4),
+    "tp-pp": ("tp=2,pp=2", 4),
+    "tp-cp": ("tp=2,cp=2", 4),
 }
 
 
@@ -61,15 +66,29 @@ def record(layout: str, tied: bool) -> tuple[list[RecordedStep], dict[str, float
     return steps, validate(session_of(Chunked(tied=tied), config, processes))
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", LAYOUTS)
+def data_ranks_of(layout: str, size: int) -> range:
+    """One of the ranks that see the same samples, for each share of them."""
+    degrees = Layout.resolve(parse_layout(layout), size)
+    return range(0, size, degrees.tp * degrees.cp * degrees.pp)
+
+
+def cases() -> list[Any]:
+    """Of those with tp two in `make test`."""
+    long = [(name, tied) for name in LAYOUTS for tied in (True, False) if "tp" in name]
+    long = [case for case in long if case not in (("tp", False), ("tp-fsdp", True))]
+    every = [(name, tied) for name in LAYOUTS for tied in (True, False)]
+    ids = {True: "tied", False: "untied"}
+    return [pytest.param(*c, marks=[pytest.mark.full] * (c in long), id=f"{c[0]}-{ids[c[1]]}") for c in every]
+
+
+@pytest.mark.parametrize(("name", "tied"), cases())
 def test_it_computes_what_one_device_does_with_whole_logits(pool: Pools, name: str, tied: bool) -> None:
     layout, size = LAYOUTS[name]
     ranks = pool(size).run(record, layout, tied)
     steps, measured = [steps for steps, _ in ranks], [metrics["loss"] for _, metrics in ranks]
     task = Chunked(tied=tied)
     dataset, model = task.dataset("train"), initial_model(task).double()
-    data_ranks = range(0, size, 2) if name in ("pp", "cp") else range(size)
+    data_ranks = data_ranks_of(layout, size)
     whole = [default_collate([dataset[s] for s in fed(steps, step, data_ranks).values()]) for step in range(STEPS)]
 
     def loss(module: nn.Module, batch: Any) -> torch.Tensor:
@@ -82,17 +101,3 @@ def test_it_computes_what_one_device_does_with_whole_logits(pool: Pools, name: s
     work = [(batch, int((batch["y"] != IGNORED).sum())) for batch in whole]
     reference = plain_loop(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), work, loss)
     assert compare(steps, reference) == []
-
-
-def refused() -> str:
-    with pytest.raises(LayoutError) as caught:
-        session_of(Chunked(), config_of("tp=2"))
-    return str(caught.value)
-
-
-def test_under_tp_it_is_refused(pool: Pools) -> None:
-    for message in pool(2).run(refused):
-        assert message == (
-            "vocab cuts nn.Linear or nn.Embedding, and output is ChunkedHead: it computes in its own way; build an "
-            "nn.Linear there (a Transformer without chunk=)"
-        )

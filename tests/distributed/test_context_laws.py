@@ -68,6 +68,24 @@ class Encoder(nn.Module):
         return found * self.scale
 
 
+class NormedBlock(nn.Module):
+    """A BatchNorm before attention: its statistics are over all samples and all positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(24)
+        self.layer = nn.TransformerEncoderLayer(24, 6, 24, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(self.norm(x.mT).mT))
+
+
+def normed() -> nn.Module:
+    """Words through two of them."""
+    blocks = nn.Sequential(NormedBlock(), NormedBlock())
+    return nn.Sequential(nn.Embedding(VOCABULARY, 24), blocks, nn.Linear(24, VOCABULARY))
+
+
 def decoder() -> nn.Module:
     """Grouped queries: of 12 heads, 4 of keys."""
     return Transformer(VOCABULARY, 2, 48, 12, ffn=12, max_seq=SEQ, num_kv_heads=4)
@@ -77,6 +95,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder": decoder,
     "encoder": lambda: Encoder(padded=False),
     "padded": lambda: Encoder(padded=True),
+    "normed": normed,
 }
 
 
@@ -121,6 +140,9 @@ CASES = [
     Case("cp=2", kind="padded"),
     Case("cp=3", (RING,)),
     Case("cp=4"),
+    Case("cp=2", kind="normed"),
+    Case("dp_replicate=2,cp=2", (RING,), kind="normed"),
+    Case("dp_shard=2,cp=2,recompute=full", kind="normed"),
     Case("cp=2,recompute=full", (RING,)),
     Case("cp=2,recompute=selective"),
     Case("cp=2,recompute=selective", (RING,)),
@@ -195,6 +217,22 @@ def test_equal_to_one_device(pool: Pools, case: Case) -> None:
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_equal_to_one_device_on_eight(pool: Pools, case: Case) -> None:
     check(pool, case)
+
+
+def learnt(layout: str) -> dict[str, torch.Tensor]:
+    """In a worker: what two steps have taught the BatchNorms."""
+    config = config_of(layout, "train.global_batch=5", "train.micro_steps=1", "optimizer.name=sgd", steps=STEPS)
+    session = session_of(Sentence(kind="normed"), config)
+    list(step_through(session, STEPS))
+    return {name: session.spread.local(name) for name in session.spread.map if "running" in name or "num_" in name}
+
+
+def test_batch_norms_learn_what_they_learn_on_one_device(pool: Pools) -> None:
+    (alone,) = pool(1).run(learnt, "single")
+    assert len(alone) == 6 and int(alone["1.0.norm.num_batches_tracked"]) == STEPS
+    for found in pool(4).run(learnt, "dp_replicate=2,cp=2"):
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
 
 
 # law 6

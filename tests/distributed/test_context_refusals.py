@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import allranks
-from allranks.errors import AllranksError, LayoutError
+from allranks.errors import AllranksError
 from allranks.models.transformer import Transformer
 from allranks.task import Hints
 from tests.distributed.pool import Pools
@@ -237,13 +236,3 @@ def test_what_one_process_alone_can_see_is_known_to_all(pool: Pools) -> None:
     for said in found:
         assert sum(line.startswith("the loss couples samples, because") for line in said) == 1, said
     assert any("it does so on another process" in line for line in found[0])
-
-
-def test_a_loop_of_ones_own_is_refused(pool: Pools) -> None:
-    def join() -> None:
-        allranks.join(layout="cp=2")
-
-    with pytest.raises(
-        LayoutError, match=r"cp=2 cuts the batches of a Task \(allranks train\); a loop of your own holds"
-    ):
-        pool(2).run_alone(join)

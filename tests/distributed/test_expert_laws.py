@@ -64,6 +64,8 @@ CASES = [
     Case("dp_shard=2,ep=2", 2, 13, 3),
     Case("dp_replicate=2,dp_shard=2,ep=2", 4, 5, 3, (CLIPPED,)),
     Case("dp_shard=4,ep=2,recompute=full", 4, 13, 1),
+    Case("dp_shard=2,ep=2,sharding=optimizer", 2, 13, 3),
+    Case("dp_shard=4,ep=2,sharding=optimizer", 4, 5, 3, (CLIPPED,)),
     Case("dp_replicate=2,tp=2,ep=2", 4, 5, 3),
 ]
 MORE = [
@@ -76,6 +78,7 @@ MORE = [
         ("dp_shard=2,ep=2,recompute=selective", 2),
         ("dp_replicate=2,ep=2,recompute=full", 2),
         ("dp_shard=2,tp=2,ep=2", 4),
+        ("dp_replicate=2,dp_shard=2,ep=2,sharding=optimizer", 4),
         *{(case.layout, case.world_size): None for case in CASES},
     )
     for batch in (12, 13, 6)
@@ -166,8 +169,12 @@ LAYOUTS = {
     "ep": ("dp_replicate=2,ep=2", 2),
     "ep-ddp": ("dp_replicate=4,ep=2", 4),
     "ep-fsdp": ("dp_shard=4,ep=4", 4),
+    "ep-optimizer": ("dp_shard=4,ep=2,sharding=optimizer", 4),
 }
-PAIRS = [("ep", "single"), ("single", "ep-ddp"), ("ep-ddp", "fsdp"), ("fsdp", "ep-fsdp"), ("ep-fsdp", "ep")]
+PAIRS = [
+    *(("ep", "single"), ("single", "ep-ddp"), ("ep-ddp", "fsdp"), ("fsdp", "ep-fsdp"), ("ep-fsdp", "ep")),
+    *(("ep-optimizer", "fsdp"), ("ep-fsdp", "ep-optimizer")),
+]
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)

@@ -104,7 +104,11 @@ def test_the_users_own_error_is_shown_as_it_is(tmp_path: Path) -> None:
             "layout pp=2 does not compute what one process computes",
             ("--layout", "pp=2", "task.outside=true"),
         ),
-        (2, "compile=block with pp=2 comes with a later version", ("--layout", "pp=2,compile=block")),
+        (
+            2,
+            "schedule=zbv runs the halves of a backward apart, which recompute=full cannot follow",
+            ("--layout", "pp=2,schedule=zbv,recompute=full"),
+        ),
     ],
     ids=lambda value: value if isinstance(value, int) else "",
 )

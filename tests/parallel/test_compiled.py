@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from allranks.errors import LayoutError
-from allranks.models.transformer import Attention, FeedForward
+from allranks.models.transformer import Attention, FeedForward, Transformer
 from allranks.models.transformer import Block as TransformerBlock
 from allranks.parallel import compiled
 from allranks.parallel.compiled import compile_forward, uncompiled
@@ -93,9 +93,18 @@ def test_a_budget_keeps_fewer_bytes(pool: Pools) -> None:
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-13) for a, b in zip(found, expected, strict=True))
 
 
+class Deep(Tiny):
+    """Blocks for two stages a process."""
+
+    def model(self) -> nn.Module:
+        return Transformer(11, 4, 48, 24, ffn=12, max_seq=6, num_kv_heads=12)
+
+
 def record(kind: str, layout: str) -> Any:
-    config = config_of(layout, "train.global_batch=5", "train.micro_steps=2", *SGD, steps=2)
-    task = CountingTask() if kind == "counting" else Tiny(kind=kind)
+    # A pipeline's micro-steps are of one shape, and as many as its stages at least.
+    batch, parts = (8, 4) if "pp" in layout else (5, 2)
+    config = config_of(layout, f"train.global_batch={batch}", f"train.micro_steps={parts}", *SGD, steps=2)
+    task = {"counting": CountingTask(), "deep": Deep(kind="transformer")}.get(kind) or Tiny(kind=kind)
     try:
         return record_run(task, config, processes_of(config), 2)
     except LayoutError as error:
@@ -134,6 +143,28 @@ def test_compiled_blocks_compute_the_same(pool: Pools, kind: str, layout: str, m
 @pytest.mark.parametrize("kind", ["sharing", "tied"])
 def test_the_usual_backend_computes_the_same(pool: Pools, kind: str, modes: str, layout: str) -> None:
     check(pool, kind, layout, modes, "inductor")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)  # many small graphs, each through the C++ compiler
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("transformer", "tp=2"),
+        ("transformer", "cp=2"),
+        ("transformer", "pp=2"),
+        ("deep", "pp=2,schedule=interleaved"),
+        ("moe", "dp_replicate=2,ep=2"),
+    ],
+)
+def test_the_usual_backend_computes_the_same_of_cut_models(pool: Pools, kind: str, layout: str) -> None:
+    check(pool, kind, layout, "compile=block", "inductor")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "layout"), [("transformer", "tp=2"), ("moe", "dp_replicate=2,ep=2")])
+def test_cut_blocks_are_compiled_and_recomputed(pool: Pools, kind: str, layout: str) -> None:
+    check(pool, kind, layout, "compile=block,recompute=full", QUICK)
 
 
 def test_counters_inside_of_a_selective_graph_are_refused(pool: Pools) -> None:

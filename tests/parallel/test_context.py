@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from allranks.errors import LayoutError
 from allranks.layout import Layout
+from allranks.parallel.batchnorm import Mode
 from allranks.parallel.context import _TORCHS_OWN, Context
 from allranks.parallel.sequences import Share
 from allranks.task import Task
@@ -160,15 +161,13 @@ def test_attention_runs_in_autocasts_type(pool: Pools, kind: str) -> None:
     assert pool(2).run(autocast, kind) == ["torch.bfloat16"] * 2
 
 
-def normalised() -> None:
-    spread(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), Layout(cp=2))
+@pytest.mark.parametrize("mode", ["local", "broadcast"])
+def test_batch_statistics_of_each_ranks_own_samples_are_refused(pool: Pools, mode: Mode) -> None:
+    def case() -> None:
+        spread(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), Layout(cp=2, batchnorm=mode))
 
-
-def test_batch_statistics_are_refused(pool: Pools) -> None:
-    with pytest.raises(
-        LayoutError, match=r"cp=2 with batch statistics \(1 is a BatchNorm1d\) comes with a later version"
-    ):
-        pool(2).run(normalised)
+    with pytest.raises(LayoutError, match=f"layout.batchnorm={mode} takes each rank's own samples, and cp=2 gives it"):
+        pool(2).run(case)
 
 
 def test_without_cp_nothing_is_changed() -> None:

@@ -45,6 +45,15 @@ def test_clipping_is_torchs_own() -> None:
             assert torch.allclose(mine.grad, other.grad, rtol=1e-14)
 
 
+def test_the_norm_is_where_sums_travel() -> None:
+    """As for gradients that wait in the host's memory; meta stands for an accelerator."""
+    meta = torch.device("meta")
+    for some in (parameters([3.0], [4.0]), []):
+        assert clip_gradients(some, None, device=meta).device == meta
+    norm = clip_gradients(parameters([3.0]), 1.0, torch.tensor(2.0), device=torch.device("cpu"))
+    assert norm.item() == 6.0
+
+
 def test_a_norm_within_the_limit_leaves_every_bit() -> None:
     some = parameters([0.1, 0.2], [0.3])
     before = gradients(some)

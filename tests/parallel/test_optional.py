@@ -8,13 +8,14 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from allranks.errors import LayoutError, TaskError
-from allranks.parallel.optional import find_optional, give_zeros, never_left_out
+from allranks.parallel.optional import check_entered, find_optional, give_zeros, never_left_out
 from allranks.task import Hints
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import ReferenceStep, plain_loop
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, initial_model, processes_of, session_of
 from tests.distributed.tasks import CLASSES, IGNORED, WIDTH, Tiny
+from tests.training.own.cases import refusal
 
 STEPS = 3
 
@@ -62,11 +63,13 @@ OPTIONAL = ("branches.*", "blocks.*.correction")
 class Branching(Tiny):
     """Branches, declared."""
 
+    cuts: tuple[str, ...] = ()
+
     def model(self) -> nn.Module:
         return Branches()
 
     def hints(self) -> Hints:
-        return Hints(optional=OPTIONAL)
+        return Hints(optional=OPTIONAL, split_before=self.cuts)
 
 
 LAYOUTS = [
@@ -79,24 +82,34 @@ LAYOUTS = [
     ("fsdp,recompute=full", 2, 5, 1),
     ("dp_replicate=2,dp_shard=2", 4, 6, 3),
     ("dp_shard=2,sharding=optimizer", 2, 5, 1),
+    ("pp=2", 2, 6, 2),
+    ("pp=2,dp_shard=2", 4, 8, 2),
+    ("pp=2,dp_replicate=2", 4, 8, 2),
+    ("pp=2,schedule=zbv", 2, 8, 4),
 ]
 
 
 def record(layout: str, global_batch: int, micro_steps: int) -> tuple[list[RecordedStep], list[str]]:
     cut = f"train.global_batch={global_batch}", f"train.micro_steps={micro_steps}"
     config = config_of(layout, *cut, "optimizer.name=adamw", steps=STEPS)
-    processes = processes_of(config)
-    entered = session_of(Branching(), config, processes).spread.decisions
-    return record_run(Branching(), config, processes, STEPS), [str(decision) for decision in entered]
+    processes, task = processes_of(config), branching(layout)
+    entered = session_of(task, config, processes).spread.decisions
+    return record_run(task, config, processes, STEPS), [str(decision) for decision in entered]
 
 
-def reference(ranks: list[list[RecordedStep]]) -> list[ReferenceStep]:
+def branching(layout: str) -> Branching:
+    task = Branching()
+    task.cuts = ("blocks.0", "blocks.1", "last") if "zbv" in layout else ("blocks.1",) if "pp" in layout else ()
+    return task
+
+
+def reference(ranks: list[list[RecordedStep]], num_shares: int) -> list[ReferenceStep]:
     """One device, on which what is left out gets zeros, too."""
     task = Branching()
     dataset, model = task.dataset("train"), initial_model(task).double()
     batches = []
     for step in range(STEPS):
-        batch = default_collate([dataset[sample] for sample in fed(ranks, step, range(len(ranks))).values()])
+        batch = default_collate([dataset[sample] for sample in fed(ranks, step, range(num_shares)).values()])
         batches.append((batch | {"x": batch["x"].double()}, int((batch["y"] != IGNORED).sum())))
 
     def forward(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -115,7 +128,7 @@ def test_branches_that_differ_by_rank_are_those_of_one_device(
 ) -> None:
     found = pool(world_size).run(record, layout, global_batch, micro_steps)
     ranks = [steps for steps, _ in found]
-    differences = compare(ranks, reference(ranks), adaptive=True)
+    differences = compare(ranks, reference(ranks, world_size // 2 if "pp" in layout else world_size), adaptive=True)
     assert not differences, "; ".join(map(str, differences[:5]))
     said = "\n".join(found[0][1])
     assert "4 modules get zero gradients where a forward leaves them out, because hints().optional names them" in said
@@ -174,6 +187,14 @@ def test_zeros_where_nothing_was_computed(output: Any) -> None:
         assert not model(x).requires_grad if isinstance(found, torch.Tensor) else True
 
 
+def test_what_another_stage_holds_gets_none_here() -> None:
+    model = Maybe(lambda x: x)
+    model.unused.to_empty(device="meta")
+    give_zeros(model, ["unused"], [])
+    model(torch.randn(3, 2)).sum().backward()
+    assert model.unused.weight.grad is None and model.used.weight.grad is not None
+
+
 def test_an_output_that_cannot_carry_them_is_refused() -> None:
     model = Maybe(lambda x: (x > 0).long())
     give_zeros(model, ["unused"], [])
@@ -181,14 +202,18 @@ def test_an_output_that_cannot_carry_them_is_refused() -> None:
         model(torch.randn(1, 2))
 
 
-def pipelined() -> str:
-    try:
-        session_of(Branching(), config_of("pp=2,dp_shard=2", "train.global_batch=8"))
-    except LayoutError as error:
-        return str(error)
-    return ""
+def test_no_stage_begins_where_a_forward_may_not_come_by() -> None:
+    check_entered(["blocks.1", "last"], ["blocks.1.correction", "branches"])
+    for optional in (["blocks.1"], ["blocks"]):
+        with pytest.raises(LayoutError, match=r"a forward may leave out blocks\.1, with which a stage of the pipeline"):
+            check_entered(["last", "blocks.1"], optional)
 
 
 @pytest.mark.distributed
-def test_in_a_sharded_pipeline_they_are_refused(pool: Pools) -> None:
-    assert "hints().optional under pp=2 with dp_shard=2 comes with a later version" in pool(4).run(pipelined)[0]
+def test_such_a_cut_is_refused(pool: Pools) -> None:
+    def case() -> str:
+        task = Branching()
+        task.cuts = ("branches.1",)
+        return refusal(lambda: session_of(task, config_of("pp=2", "train.global_batch=8")))
+
+    assert all("a forward may leave out branches.1, with which a stage" in found for found in pool(2).run(case))

@@ -12,8 +12,18 @@ def test_forwards_are_noted_in_order_until_taken() -> None:
     path.follow(model[1], "1")
     model(torch.ones(2))
     model[1](torch.ones(2))
-    assert path.take() == ("", "1", "1")
+    assert path.told() == {0: (("", "1", path.END, "1"), False)}
+    assert path.take() == ("", "1", path.END, "1")
+    assert path.told() == {0: (("", "1", path.END, "1"), True), 1: ((), False)}
     assert path.take() == ()
+
+
+def test_a_unit_is_noted_before_anything_waits_for_its_parameters() -> None:
+    path, model, found = Path(), nn.Linear(2, 2), list[tuple[str, ...]]()
+    model.register_forward_pre_hook(lambda *_: found.append(path.take()))
+    path.follow(model, "1")
+    model(torch.ones(2))
+    assert found == [("1",)]
 
 
 def test_any_single_rank_that_differs_is_seen_and_no_number_of_equal_ones_is() -> None:

@@ -23,6 +23,8 @@ from allranks.parallel.precision import choose_precision, warn_of_precision
         ("float16", None, "cuda", torch.float32, torch.float16, torch.float32),
         ("bfloat16", "float32", "cuda", torch.float32, torch.bfloat16, torch.float32),
         ("bfloat16", "bfloat16", "cpu", torch.float32, torch.bfloat16, torch.bfloat16),
+        ("float8", None, "cpu", torch.float32, torch.bfloat16, torch.float32),
+        ("float8", None, "cuda", torch.float32, torch.bfloat16, torch.bfloat16),
     ],
 )
 def test_the_table(

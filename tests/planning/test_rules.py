@@ -11,6 +11,7 @@ from allranks.config_sections import TrainConfig
 from allranks.data.cut import cut_step
 from allranks.errors import LayoutError
 from allranks.layout import Layout
+from allranks.layout_refusals import refuse_unsupported
 from allranks.model_profile import ModelProfile
 from allranks.models.transformer import Transformer
 from allranks.parallel.context_ops import check_heads
@@ -36,7 +37,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("context", {"heads": 4, "kv_heads": 2}, {"cp": 8}, "cp=8", "cp=8 does not divide the 4 heads of decoder"),
     ("context", {"heads": 4}, {"tp": 2, "cp": 4}, "cp=4", "cp=4 does not divide the 2 heads of a process"),
     ("context", {"context_parallel": False}, {"cp": 8}, "cp", "decoder has no sequences that cp can cut"),
-    ("context", {"stateful": ("norm",)}, {"cp": 8}, "cp", "norm takes statistics"),
+    ("context", {"stateful": ("norm",)}, {"cp": 8, "batchnorm": "local"}, "batchnorm=local", "norm takes statistics"),
     ("context", {"coupled": True}, {"cp": 8}, "cp", "the loss couples samples"),
     ("expert", {}, {"dp_shard": 8, "ep": 2}, "ep=2", "decoder has no experts"),
     ("expert", {"experts": 6}, {"dp_shard": 8, "ep": 4}, "ep=4", "ep=4 does not divide 6 experts"),
@@ -48,7 +49,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("pipeline_batch", {}, {"pp": 8, "micro_batch": 16}, "pp=8", "over 8 stages takes as many micro-steps at least; a"),
     ("sharding", {}, {"dp_replicate": 8, "sharding": "grad_op"}, "sharding=grad_op", "nobody to share with"),
     ("blocks", {"layers": 0}, {"dp_replicate": 8, "recompute": "full"}, "recompute=full", "no part of decoder repeats"),
-    ("modes", {}, {"dp_replicate": 8, "offload": "all"}, "offload=all", "comes with a later version"),
+    ("blocks", {}, {"dp_replicate": 8, "offload": "all"}, "offload=all", "plan has no figure"),
     ("modes", {}, {"pp": 4, "dp_shard": 2, "schedule": "zbv"}, "schedule=zbv", "dp_shard=2 cannot follow"),
     ("modes", {}, {"dp_replicate": 8, "recompute": "budget"}, "recompute=budget", "add compile=block"),
 ]
@@ -100,8 +101,16 @@ def test_a_precision_is_one_of_the_engines_and_of_the_devices() -> None:
         return "" if found is None else found.because
 
     assert refused("bfloat16") == ""
-    assert refused("float8") == "train.precision is one of float32, bfloat16, float16, float64"
+    assert refused("float4") == "train.precision is one of float32, bfloat16, float16, float8, float64"
     assert refused("float64") == "toy has no rate for it: it has bfloat16, float16, float32"
+
+
+@pytest.mark.parametrize(("degrees", "beside"), [({"dp_shard": 8}, ""), ({"tp": 8}, "train.precision=float8 with tp=8 ")])
+def test_float8_goes_with_data_parallel_layouts(degrees: dict[str, int], beside: str) -> None:
+    made = cluster()
+    made = replace(made, device=replace(made.device, peak_flops={**made.device.peak_flops, "float8": 200e12}))
+    found = rules.check(decoder(), made, Choice(Layout(**degrees), 64, 1, "float8"))
+    assert found is None if not beside else found is not None and found.because.startswith(beside)
 
 
 def test_chunks_are_those_of_the_schedule() -> None:
@@ -209,7 +218,7 @@ def test_modes_are_refused_where_the_engine_refuses_them(
     layout = Layout(**degrees, sharding=sharding, **words)  # type: ignore[arg-type]
     found = rules.modes(decoder(), cluster(), Choice(layout, 64, 1))
     try:
-        layout.supported_here()
+        refuse_unsupported(layout)
     except LayoutError as error:
         assert found is not None and found.because == str(error)
     else:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-from allranks.errors import LayoutError, TaskError
+from allranks.errors import TaskError
 from allranks.parallel.spread import Spread
 from allranks.stepping.session import Session
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
@@ -25,7 +25,7 @@ from tests.distributed.sessions import (
     step_through,
     together,
 )
-from tests.distributed.tasks import Block, Counted, Points, Tiny, mlp, scalar_gain, vector_gain
+from tests.distributed.tasks import IGNORED, MODELS, Block, Counted, Points, Tiny, mlp, scalar_gain, vector_gain
 from tests.distributed.test_laws import LAYOUTS
 
 STEPS, LR, DECAY = 3, 0.1, 0.01
@@ -312,18 +312,59 @@ def test_what_gets_no_gradient_is_left_alone(pool: Pools) -> None:
 
 
 class Routed(Tiny):
-    """Experts, trained by a step of its own."""
+    """Two models with experts, by turns; the first one's loss reaches the second, too, which does not learn from it."""
+
+    def model(self) -> Any:
+        return {"one": MODELS["moe"](), "other": MODELS["moe"]()}
+
+    def optimizer(self, parameters: Any) -> Any:
+        return {name: torch.optim.SGD(own, lr=0.1, momentum=0.9) for name, own in parameters.items()}
 
     def step(self, models: Any, batch: Any) -> Yields:
-        yield "", self.loss(models(batch["x"]), batch), 1
+        targets = int((batch["y"] != IGNORED).sum())
+        first = self.loss(models["one"](batch["x"]), batch)
+        yield "one", first + 0.5 * self.loss(models["other"](batch["x"]), batch), targets
+        yield "other", self.loss(models["other"](batch["x"]), batch), targets
 
 
-def experts_refused() -> str:
-    with pytest.raises(LayoutError) as refused:
-        session_of(Routed(kind="moe"), config_of("dp_replicate=2,ep=2", "train.global_batch=6"))
-    return str(refused.value)
+def routed(layout: str, cut: tuple[str, ...]) -> tuple[Any, list[list[int]]]:
+    """In a worker: everything at the end, and the samples of each step."""
+    session = session_of(Routed(kind="moe"), config_of(layout, *cut))
+    told = [
+        [int(s) for m in stepped.batch.micro_steps if m.weight for s in m.samples]
+        for stepped in step_through(session, 3)
+    ]
+    return parts_of(session), told
 
 
 @pytest.mark.distributed
-def test_experts_that_are_cut_are_refused(pool: Pools) -> None:
-    assert pool(2).run(experts_refused) == ["ep=2 with a step() of its own comes with a later version"] * 2
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        ("dp_replicate=2,ep=2", 2),
+        ("dp_replicate=4,ep=2", 4),
+        ("dp_shard=4,ep=2", 4),
+        ("dp_shard=4,ep=2,sharding=optimizer", 4),
+    ],
+)
+def test_experts_that_are_cut_learn_by_turns(pool: Pools, layout: str, size: int) -> None:
+    """As in a plain loop; of 5 samples in 3 micro-steps some rank has none."""
+    ranks = pool(size).run(routed, layout, ("train.global_batch=5", "train.micro_steps=3"))
+    found = together([parts for parts, _ in ranks])
+    task = Routed(kind="moe")
+    dataset, models = task.dataset("train"), initial_model(task)
+    optimizers = task.optimizer({name: list(model.double().parameters()) for name, model in models.items()})
+    for step in range(3):
+        batch = default_collate([dataset[sample] for _, samples in ranks for sample in samples[step]])
+        assert len(batch["x"]) == 5
+        for which, loss, targets in task.step(models, batch):
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+            (loss / targets).backward()
+            optimizers[which].step()
+        for model in models.values():
+            model.update_balance()
+    for which, model in models.items():
+        for name, value in model.named_parameters():
+            error = (found[f"{which}.{name}"] - value.detach()).abs().max()
+            assert error <= 1e-12 * value.detach().abs().max(), f"{which}.{name}"

@@ -312,7 +312,7 @@ def test_ranks_that_run_different_blocks_are_stopped_before_anything_is_saved(
     pool: Pools, tmp_path: Path, layout: str
 ) -> None:
     run = tmp_path / "run"
-    overrides = ("train.steps=1", f"layout={layout}")
+    overrides = ("train.steps=1", "checkpoint.every=1", f"layout={layout}")
     refusals = train_outside(pool, 2, "Forked", *overrides, run=run)
     for refusal in refusals:
         assert str(refusal).startswith(

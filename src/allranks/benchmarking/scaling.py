@@ -14,6 +14,7 @@ from allranks.config_sections import TrainConfig
 from allranks.data.cut import cut_step
 from allranks.errors import ConfigError, LayoutError, ProcessError
 from allranks.layout import Layout, num_processes, parse_layout
+from allranks.layout_refusals import refuse_unsupported
 from allranks.reporting.history import number, numbers, peak_memory, whole, word
 from allranks.run import Run
 from allranks.verdict import Decision
@@ -149,7 +150,7 @@ def _resolve(strategy: str, nproc: Sequence[int]) -> list[Layout]:
         except LayoutError as error:
             refusal = refusal or error
             continue
-        layout.supported_here()
+        refuse_unsupported(layout)
         found.append(layout)
     if not found:
         raise refusal or LayoutError(f"{strategy} fits none of {', '.join(map(str, nproc))} processes")

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 from allranks.errors import ConfigError, LayoutError
 from allranks.layout import Layout, num_processes, parse_layout
+from allranks.layout_refusals import refuse_unsupported
 
 STRATEGIES = (
     "single",
@@ -137,7 +138,7 @@ def _fit(strategy: str, nproc: Sequence[int] | None) -> tuple[list[Case], Layout
     for size in sizes:
         try:
             layout = Layout.resolve(config, size)
-            layout.supported_here()
+            refuse_unsupported(layout)
             check_twin(layout)
         except LayoutError as error:
             refusal = refusal or error

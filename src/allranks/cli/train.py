@@ -68,6 +68,8 @@ def train(
         raise ConfigError(f"--run {run} and --resume {resume} both name the run directory: give one of them")
     if resume is not None and toml is not None:
         raise ConfigError(f"--resume continues with the run's own config.toml: give key=value instead of {toml}")
+    if show and show_sharding:
+        raise ConfigError("--show prints what a run would be, and --show-sharding makes a step of it: give one of them")
     request = TrainRequest(
         task_spec=task_spec,
         toml=toml,

@@ -7,10 +7,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 
-def average_gradients(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None, divisor: int) -> None:
+def average_gradients(
+    parameters: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    divisor: int,
+    device: torch.device | None = None,
+) -> None:
     """Sum every `.grad` over `group` and divide by `divisor`, in one reduction a dtype; collective.
 
-    A missing gradient counts as zero, and is one afterwards. Of a DTensor this rank's part is meant.
+    A missing gradient counts as zero, and is one afterwards. Of a DTensor this rank's part is meant. The sums travel on
+    `device`, by default where the gradients are.
     """
     for parameter in parameters:
         if parameter.grad is None:
@@ -19,7 +25,7 @@ def average_gradients(parameters: Sequence[torch.Tensor], group: dist.ProcessGro
     gradients = [gradient._local_tensor if isinstance(gradient, DTensor) else gradient for gradient in found]
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         some = [gradient for gradient in gradients if gradient.dtype is dtype]
-        flat = torch.cat([gradient.reshape(-1) for gradient in some])
+        flat = torch.cat([gradient.reshape(-1) for gradient in some]).to(device)
         dist.all_reduce(flat, group=group)
         flat /= divisor
         for gradient, part in zip(some, flat.split([gradient.numel() for gradient in some]), strict=True):

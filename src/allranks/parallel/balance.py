@@ -55,12 +55,21 @@ class Balances:
             router.update_balance()
 
 
+def find_routers(module: nn.Module) -> list[nn.Module]:
+    """Every part that has the buffer `tokens_per_expert` and a method `update_balance`, each once."""
+    return [part for part in module.modules() if _balances(part)]
+
+
 def find_balances(modules: Mapping[str, nn.Module], group: dist.ProcessGroup | None) -> Balances:
     """Every module that has the buffer `tokens_per_expert` and a method `update_balance`."""
     found = [
         (f"{name}.{COUNTS}" if name else COUNTS, member)
         for which, module in modules.items()
         for name, member in module.named_modules(prefix=which, remove_duplicate=False)
-        if member._buffers.get(COUNTS) is not None and callable(getattr(member, "update_balance", None))
+        if _balances(member)
     ]
     return Balances(list({id(member): member for _, member in found}.values()), [name for name, _ in found], group)
+
+
+def _balances(part: nn.Module) -> bool:
+    return part._buffers.get(COUNTS) is not None and callable(getattr(part, "update_balance", None))

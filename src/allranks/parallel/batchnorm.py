@@ -1,6 +1,6 @@
 """What BatchNorm means over several data-parallel ranks: `layout.batchnorm`.
 
-    sync        statistics over the samples of all of them: what one device computes (law 4)
+    sync        statistics over the samples of all of them, and all positions: what one device computes (law 4)
     local       each rank's own samples, and its own running statistics
     broadcast   each rank's own samples, and the running statistics of the first rank
 
@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from allranks.errors import TaskError
+from allranks.errors import LayoutError, TaskError
 from allranks.parallel.batch_statistics import normalise
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.running_statistics import ByRank, follow_first, gather_by_rank, mean_of_ranks
@@ -65,7 +65,7 @@ class BatchNorms:
 
     Attributes:
         mode: what their statistics are taken over; None where there are none, or one data-parallel rank.
-        group: the data-parallel ranks.
+        group: the data-parallel ranks, and those that have other positions of the same samples.
         owners: logical name of a buffer -> the BatchNorm that owns it.
     """
 
@@ -123,7 +123,11 @@ class BatchNorms:
 
 
 def take_over(modules: Mapping[str, nn.Module], mesh: Mesh, hint: Mode | None, decisions: list[Decision]) -> BatchNorms:
-    """Let every BatchNorm of `modules` mean what the layout says, else the hint, else sync; said in `decisions`."""
+    """Let every BatchNorm of `modules` mean what the layout says, else the hint, else sync; said in `decisions`.
+
+    Raises:
+        LayoutError: each rank is to take its own samples' statistics, and has some of their positions only.
+    """
     named = [
         (name, member)
         for which, module in modules.items()
@@ -135,16 +139,21 @@ def take_over(modules: Mapping[str, nn.Module], mesh: Mesh, hint: Mode | None, d
         if type(member) is nn.SyncBatchNorm:
             # torch's own synchronises over the whole world, and refuses the CPU, as DDP refuses it there.
             member.__class__ = AnyBatchNorm  # type: ignore[assignment]
-    if mesh.data_group is None or not members:
+    if mesh.sample_group is None or not members:
         return BatchNorms()
     mode: Mode = mesh.layout.batchnorm or hint or "sync"
+    if mesh.layout.cp > 1 and mode != "sync":
+        raise LayoutError(
+            f"layout.batchnorm={mode} takes each rank's own samples, and cp={mesh.layout.cp} gives it some positions "
+            "of them: use batchnorm=sync"
+        )
     owners = {
         f"{name}.{leaf}" if name else leaf: member
         for name, member in named
         for leaf in RUNNING
         if member._buffers.get(leaf) is not None
     }
-    norms = BatchNorms(mode, mesh.data_group, owners)
+    norms = BatchNorms(mode, mesh.sample_group, owners)
     for member, name in members.items() if mode == "sync" else ():
         _synchronise(member, name, norms)
     if any(map(uses_batch_statistics, members)):
@@ -206,8 +215,9 @@ class _Synchronised(TorchFunctionMode):
 
 
 def _describe(mode: Mode, number: int, mesh: Mesh, hint: Mode | None) -> Decision:
+    positions = f" and all positions, cut over cp={mesh.layout.cp}" if mesh.layout.cp > 1 else ""
     what = {
-        "sync": f"batch statistics are taken over all {mesh.dp} data-parallel ranks",
+        "sync": f"batch statistics are taken over all {mesh.dp} data-parallel ranks{positions}",
         "local": f"batch statistics are each of {mesh.dp} data-parallel ranks' own",
         "broadcast": f"batch statistics are each of {mesh.dp} data-parallel ranks' own, the running ones rank 0's",
     }[mode]

@@ -25,7 +25,7 @@ Forward = Callable[..., Any]
 
 def changes_blocks(layout: Layout) -> bool:
     """Whether a mode of `layout` changes how blocks run."""
-    return (layout.recompute, layout.offload, layout.compile) != ("none", "none", "none")
+    return layout.offloads_activations or (layout.recompute, layout.compile) != ("none", "none")
 
 
 def change_blocks(
@@ -43,10 +43,10 @@ def change_blocks(
     """
     if not changes_blocks(layout):
         return []
-    if layout.offload == "activations" and device.type == "cpu":
+    if layout.offloads_activations and device.type == "cpu":
         raise LayoutError(
-            "offload=activations moves what waits for the backward from an accelerator to the host's memory, and this "
-            "device is the CPU: leave it out, or use recompute=full"
+            f"offload={layout.offload} moves what waits for the backward from an accelerator to the host's memory, and "
+            "this device is the CPU: leave it out, or use recompute=full"
         )
     names = {f"{which}.{name}" if which else name: (which, name) for which in found for name in found[which]}
     if not names:
@@ -54,7 +54,7 @@ def change_blocks(
             f"{' and '.join(_written(layout))} changes the model block by block, and no part of it repeats: name its "
             "parts in hints().blocks"
         )
-    offloader = Offloader(device) if layout.offload == "activations" else None
+    offloader = Offloader(device) if layout.offloads_activations else None
     for logical, (which, name) in names.items():
         block = modules[which].get_submodule(name)
         # An attribute of this one module, before its class's.
@@ -103,8 +103,8 @@ def _describe(names: Sequence[str], layout: Layout) -> list[Decision]:
     if layout.recompute in _RECOMPUTED:
         what, why = _RECOMPUTED[layout.recompute]
         found.append(Decision(f"the activations of {count} {what}", f"recompute={layout.recompute}: {why} ({some})"))
-    if layout.offload == "activations":
-        why = "offload=activations: they come back one block ahead of the backward"
+    if layout.offloads_activations:
+        why = f"offload={layout.offload}: they come back one block ahead of the backward"
         found.append(Decision(f"what {count} keep for the backward waits in the host's memory", f"{why} ({some})"))
     if layout.compile == "block":
         why = "compile=block: equal blocks share one graph; dropout draws other masks than uncompiled"

@@ -1,8 +1,9 @@
 """The cp axis: each sequence of a batch is cut over ranks, which attend to each other's positions.
 
-Everything but attention works on each position by itself, so that the user's module runs as it is, on fewer positions:
-during its forward `torch.nn.functional.scaled_dot_product_attention` means attention over the whole sequence. What
-looks at other positions in another way is found by the comparison at the start (stepping/whole_check.py).
+Everything but attention and BatchNorm works on each position by itself, so that the user's module runs as it is, on
+fewer positions: during its forward `torch.nn.functional.scaled_dot_product_attention` means attention over the whole
+sequence, and `batchnorm` takes its statistics over all parts of it. What looks at other positions in another way is
+found by the comparison at the start (stepping/whole_check.py).
 """
 
 import inspect
@@ -17,8 +18,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from allranks.errors import LayoutError
-from allranks.parallel.batchnorm import uses_batch_statistics
 from allranks.parallel.context_ops import Call, swap_heads
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.regions import Regions
@@ -91,20 +90,9 @@ _CURRENT: ContextVar[Context | None] = ContextVar("context", default=None)
 
 
 def share_sequences(modules: Mapping[str, nn.Module], mesh: Mesh, decisions: list[Decision]) -> Context | None:
-    """Let `modules`, before DDP goes around them, compute with this rank's positions; None where cp is 1.
-
-    Raises:
-        LayoutError: a BatchNorm would take its statistics over some positions only.
-    """
+    """Let `modules`, before DDP goes around them, compute with this rank's positions; None where cp is 1."""
     if mesh.layout.cp == 1:
         return None
-    for which, module in modules.items():
-        for name, member in module.named_modules(prefix=which):
-            if uses_batch_statistics(member):
-                raise LayoutError(
-                    f"cp={mesh.layout.cp} with batch statistics ({name or 'the model'} is a {type(member).__name__}) "
-                    "comes with a later version: leave one of them"
-                )
     context = Context(mesh.group("cp"), mesh.layout.context)
     functional.scaled_dot_product_attention = _attention
     # In evaluation torch's encoder layers would go past that function.

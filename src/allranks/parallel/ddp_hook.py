@@ -49,6 +49,7 @@ class DdpHook:
         self._num_bytes = sum(parameter.nbytes for parameter in parameters.values())
         self._num_elements = sum(parameter.numel() for parameter in parameters.values())
         self._step: int | None = None
+        self._scale: torch.Tensor | None = None
         self.powersgd = PowerSGD(parameters, layout.powersgd_rank, group) if layout.ddp_hook == "powersgd" else None
 
     def attach(self, module: nn.Module) -> None:
@@ -57,16 +58,22 @@ class DdpHook:
             module.register_comm_hook(None, self.reduce)
 
     @contextmanager
-    def within(self, step: int) -> Iterator[None]:
-        """Inside, the backwards are those of optimizer step number `step`, counted from 0 over the whole run."""
-        self._step = step
+    def within(self, step: int, scale: torch.Tensor | None = None) -> Iterator[None]:
+        """Inside, the backwards are those of optimizer step number `step`, counted from 0 over the whole run.
+
+        Args:
+            scale: 0-dim, by which gradients are multiplied before they travel; None where their loss was.
+        """
+        self._step, self._scale = step, scale
         try:
             yield
         finally:
-            self._step = None
+            self._step = self._scale = None
 
     def reduce(self, state: object, bucket: GradBucket) -> Future[torch.Tensor]:
         """The mean over the ranks of a bucket of gradients, as the layout wants it; collective."""
+        if self._scale is not None:
+            bucket.buffer().mul_(self._scale)
         if self._step is None or (self.powersgd is not None and self._step < self._layout.powersgd_start):
             group = self._group or dist.group.WORLD
             assert group is not None

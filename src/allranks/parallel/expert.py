@@ -11,7 +11,7 @@ the tokens of the whole ep group already, and is added up over those ranks only 
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -140,14 +140,17 @@ class ExpertGradients:
         owned = (p for member in self._members for _, p in _own(member))
         return {id(p): p for p in owned if p.requires_grad and not p.is_meta}
 
-    def reduce(self) -> None:
+    def reduce(self, among: Collection[int] | None = None) -> None:
         """After a step's last backward; collective.
 
         A rank's gradient is the sum over the samples of its ep group. Those of the other groups are added, and the
         whole is divided by the number of ranks that DDP and FSDP2 divide by (law 3).
+
+        Args:
+            among: ids of the parameters that are meant, alike on all ranks; None: all.
         """
         works = []
-        for parameter in self.parameters.values():
+        for parameter in (p for key, p in self.parameters.items() if among is None or key in among):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad /= self._mesh.layout.gradient_ranks

@@ -32,6 +32,7 @@ def clip_gradients(
     stages: dist.ProcessGroup | None = None,
     told_elsewhere: Collection[int] = (),
     places: Mapping[int, Hashable] | None = None,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
     """Multiply every gradient by `scale` * min(1, max_norm / norm), in one pass; collective, no host sync on CUDA.
 
@@ -43,17 +44,18 @@ def clip_gradients(
         stages: the ranks of a pipeline, each of which has other parameters.
         told_elsewhere: ids of parameters that another of those ranks counts, too.
         places: id of a parameter -> its device, where this process has several.
+        device: where sums travel, if gradients wait elsewhere (in the host's memory); the host waits for it then.
 
     Returns:
-        The norm of the scaled gradients before clipping, a 0-dim tensor, equal on every rank; on the first gradient's
-        device.
+        The norm of the scaled gradients before clipping, a 0-dim tensor, equal on every rank; on `device`, by default
+        that of the first gradient.
     """
     groups = _group_by_placing(parameters, cut_over) if places is None else _group_by_place(parameters, places)
     if stages is None:
-        norm = _total_norm(groups)
+        norm = _total_norm(groups, device)
     else:
         counted = [parameter for parameter in parameters if id(parameter) not in told_elsewhere]
-        norm = _over_stages(_total_norm(_group_by_placing(counted, cut_over)), stages, parameters)
+        norm = _over_stages(_total_norm(_group_by_placing(counted, cut_over), device), stages, parameters, device)
     if scale is not None:
         scale = scale.to(norm.device)
         norm = norm * scale
@@ -102,19 +104,25 @@ def _group_by_place(
     return groups
 
 
-def _total_norm(groups: dict[Placing, list[torch.Tensor]]) -> torch.Tensor:
+def _total_norm(groups: dict[Placing, list[torch.Tensor]], device: torch.device | None) -> torch.Tensor:
     if not groups:
-        return torch.zeros(())
+        return torch.zeros((), device=device)
     if list(groups) == [WHOLE]:
-        return _local_norm(groups[WHOLE])
-    squares = [_sum_over_shards(_local_norm(gradients).square(), placing) for placing, gradients in groups.items()]
+        return _local_norm(groups[WHOLE]).to(device)
+    squares = [_sum_over_shards(_local_norm(own).square().to(device), placing) for placing, own in groups.items()]
     return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
 
 
-def _over_stages(norm: torch.Tensor, stages: dist.ProcessGroup, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+def _over_stages(
+    norm: torch.Tensor,
+    stages: dist.ProcessGroup,
+    parameters: Sequence[torch.Tensor],
+    device: torch.device | None,
+) -> torch.Tensor:
     # A stage may have no gradient at all: its norm of nothing takes the others' dtype and device.
     wide = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
-    square = norm.to(dtype=wide, device=parameters[0].device if parameters else None).square()
+    where = device or (parameters[0].device if parameters else None)
+    square = norm.to(dtype=wide, device=where).square()
     dist.all_reduce(square, group=stages)
     return square.sqrt()
 

@@ -5,7 +5,7 @@ Parameters and gradients are whole on every rank (DDP); after the update the row
 the sizes; exact for optimizers that treat each element by itself, as SGD and Adam do.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -27,16 +27,24 @@ class RowShards:
         parameters: logical name -> whole parameter.
         entries: logical name -> who it is.
         mesh: its dp_shard ranks share the rows; a parameter without dims is everyone's.
+        apart: ids of parameters that are shared out already: experts, which each of their ranks updates whole.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], entries: Mapping[str, Entry], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        entries: Mapping[str, Entry],
+        mesh: Mesh,
+        apart: Collection[int] = (),
+    ) -> None:
         self._group = mesh.group("dp_shard")
         self._size, self._rank = mesh.layout.dp_shard, mesh.coordinate("dp_shard")
         self.rows: dict[str, torch.Tensor] = {}
         self.entries: dict[str, Entry] = {}
         self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._whole = {id(parameter) for parameter in parameters.values() if not parameter.dim()}.union(apart)
         for name, parameter in parameters.items():
-            if parameter.dim() == 0:
+            if id(parameter) in self._whole:
                 self.rows[name], self.entries[name] = parameter, entries[name]
                 continue
             start, end = part_bounds(len(parameter), self._size, self._rank)
@@ -46,7 +54,7 @@ class RowShards:
     def lend(self, parameters: Sequence[torch.Tensor]) -> None:
         """Give the rows of these parameters the gradients that they have."""
         for parameter in parameters:
-            if parameter.dim() and parameter.grad is not None:
+            if id(parameter) not in self._whole and parameter.grad is not None:
                 start, end = part_bounds(len(parameter), self._size, self._rank)
                 self.rows[self._names[id(parameter)]].grad = parameter.grad[start:end]
 
@@ -63,7 +71,8 @@ class RowShards:
     @torch.no_grad()
     def gather(self, parameters: Sequence[torch.Tensor]) -> None:
         """Make these parameters whole again, from the rows that each rank has changed; collective."""
-        for bucket in _buckets([parameter for parameter in parameters if parameter.dim() and parameter.numel()]):
+        cut = [parameter for parameter in parameters if id(parameter) not in self._whole and parameter.numel()]
+        for bucket in _buckets(cut):
             self._gather(bucket)
 
     def _gather(self, parameters: Sequence[torch.Tensor]) -> None:

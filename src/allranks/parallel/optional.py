@@ -57,13 +57,24 @@ def never_left_out(blocks: Sequence[str], optional: Sequence[str]) -> list[str]:
     return [block for block in blocks if not any(block == name or block.startswith(f"{name}.") for name in optional)]
 
 
-def give_zeros(module: nn.Module, optional: Sequence[str], blocks: Sequence[str]) -> None:
+def check_entered(points: Sequence[str], optional: Sequence[str]) -> None:
+    """Refuse a pipeline whose stages begin where a forward may not come by. Raises LayoutError."""
+    for point in points:
+        if point not in never_left_out([point], optional):
+            raise LayoutError(
+                f"hints().optional: a forward may leave out {point}, with which a stage of the pipeline begins: cut "
+                "the model elsewhere with hints().split_before"
+            )
+
+
+def give_zeros(module: nn.Module, optional: Sequence[str], blocks: Sequence[str], *, apart: bool = False) -> None:
     """From now on every backward gives the parameters of `optional` a gradient, of zeros where they were left out.
 
     Call it before the module is sharded: they are whole only inside of the unit that holds them.
 
     Args:
         blocks: what is entered by every forward, and may become a unit.
+        apart: whether outputs need memory of their own: a pipeline detaches in place what it has sent.
     """
     names_of: dict[str, list[str]] = {}
     for name in optional:
@@ -79,21 +90,22 @@ def give_zeros(module: nn.Module, optional: Sequence[str], blocks: Sequence[str]
             for key, p in member._parameters.items()
             if p is not None
         }
-        owner.register_forward_hook(_Touch(list(places.values()), block))
+        owner.register_forward_hook(_Touch(list(places.values()), block, apart=apart))
 
 
 class _Touch:
     """A forward hook: its module's output depends on some parameters, by zero."""
 
-    def __init__(self, places: list[tuple[nn.Module, str]], name: str) -> None:
+    def __init__(self, places: list[tuple[nn.Module, str]], name: str, *, apart: bool) -> None:
         self._places = places
-        self._name = name
+        self._name, self._apart = name, apart
 
     def __call__(self, module: nn.Module, arguments: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return output
         parameters = [p for member, key in self._places if (p := member._parameters[key]) is not None]
-        parameters = [p for p in parameters if p.requires_grad]
+        # Other stages of a pipeline have their own.
+        parameters = [p for p in parameters if p.requires_grad and not p.is_meta]
         leaves, spec = pytree.tree_flatten(output)
         at = next((i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()), None)
         if at is None:
@@ -102,7 +114,8 @@ class _Touch:
                 f"hints().optional: {owner} returns no floating-point tensor, on which the gradients of what it leaves "
                 "out could depend"
             )
-        leaves[at] = _Zeros.apply(leaves[at], *parameters)  # type: ignore[no-untyped-call]
+        found = _Zeros.apply(leaves[at], *parameters)  # type: ignore[no-untyped-call]
+        leaves[at] = found.clone() if self._apart else found
         return pytree.tree_unflatten(leaves, spec)
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from allranks.errors import LayoutError
 from allranks.parallel.balance import find_balances
 from allranks.parallel.batchnorm import BatchNorms, Mode, take_over
 from allranks.parallel.block_modes import change_blocks, changes_blocks
@@ -18,12 +17,15 @@ from allranks.parallel.context import Context, share_sequences
 from allranks.parallel.data_parallel import split_over_devices
 from allranks.parallel.ddp_hook import make_hook
 from allranks.parallel.expert import ExpertCutter, ExpertGradients
+from allranks.parallel.float8 import lower_linears
+from allranks.parallel.host_parameters import choose_offload, describe_offload
 from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.optimizer_shard import RowShards
-from allranks.parallel.optional import find_optional, give_zeros, never_left_out
+from allranks.parallel.optional import check_entered, find_optional, give_zeros, never_left_out
 from allranks.parallel.path import Path
+from allranks.parallel.pipeline import Pipeline
 from allranks.parallel.placement_plan import begin_placement
 from allranks.parallel.precision import Precision
 from allranks.parallel.replicate import replicate
@@ -63,11 +65,13 @@ def parallelize(
     blocks: Sequence[str] = (),
     split_before: Sequence[str] = (),
     tensor: Mapping[str, TensorStyle] = MappingProxyType({}),
+    loss_parallel: bool = False,
     batchnorm: Mode | None = None,
     optional: Sequence[str] = (),
     ddp: bool = True,
     find_unused: bool = False,
     training: bool = False,
+    path: Path | None = None,
 ) -> Spread:
     """Build the user's modules and spread them over `mesh`; collective.
 
@@ -75,25 +79,26 @@ def parallelize(
         build: the user's `model()`.
         source: who has the initial values.
         seed: seeds the generators, called before `build` (law 5).
-        blocks, split_before, tensor, optional: of `hints()`.
+        blocks, split_before, tensor, loss_parallel, optional: of `hints()`.
         batchnorm: the same, where the layout does not say it.
         ddp: whether the backward reduces the gradients of replicated modules; False where the caller does.
         find_unused: whether a backward may leave other parameters than those without gradient.
+        path: notes which sharded units the forwards enter; None: one of its own does.
         training: whether a model that comes in evaluation mode is put into training mode, said so.
 
     Raises:
         LayoutError: the modules cannot be spread in this way.
         TaskError: model() is no model, or not the same on every rank.
     """
-    modules, decisions = _prepare(*build_modules(build, source, seed), precision, training=training)
+    modules, decisions = _prepare(*build_modules(build, source, seed), precision, blocks, device, training=training)
     stages = cut_stages(modules, mesh, device, blocks, split_before, decisions)
     norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
     check_same_structure(modules, source, device)
-    placer, path = Placer(device, source, contiguous=mesh.layout.fully_sharded), Path()
-    cuts = _cut_tensors(modules, mesh, tensor, placer, decisions) if mesh.layout.tp > 1 else {}
+    placer, path = Placer(device, source, contiguous=mesh.layout.fully_sharded), path or Path()
+    cuts = _cut_tensors(modules, mesh, tensor, placer, decisions, loss_parallel) if mesh.layout.tp > 1 else {}
     experts = _cut_experts(modules, mesh, placer, cuts, decisions) if mesh.layout.ep > 1 else None
     balances = find_balances(modules, mesh.gradient_group)
-    blocks_of = _find_blocks(modules, mesh, blocks, optional, decisions)
+    blocks_of = _find_blocks(modules, mesh, blocks, optional, None if stages is None else stages.pipeline, decisions)
     units = _place_by_units(modules, mesh, precision, placer, blocks_of, stages, path, decisions)
     entries, tensors = identify(modules, units, mesh, cuts, {} if stages is None else stages.pipeline.ranks)
     if stages is not None:
@@ -102,14 +107,12 @@ def parallelize(
     else:
         modules = _copy(modules, mesh, device, decisions, ddp=ddp, find_unused=find_unused)
     hook = make_hook(modules, mesh, entries, tensors, decisions) if mesh.layout.ddp_hook != "none" else None
-    scalars = _find_scalars(tensors) if mesh.layout.fully_sharded else ()
     cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items() if name in entries}
     who = ParameterMap(entries), tensors, tuple(decisions), find_unused, path, cut_over, norms, stages
-    spread = Spread(modules, mesh, precision, device, *who, context=context, _scalars=scalars)
-    spread.balances, spread.experts = balances, experts
-    spread.hook, spread.placement = hook, placer.placement
+    spread = Spread(modules, mesh, precision, device, *who, context=context, _scalars=_find_scalars(tensors, mesh))
+    spread.balances, spread.experts, spread.hook, spread.placement = balances, experts, hook, placer.placement
     if mesh.layout.sharding == "optimizer" and mesh.layout.dp_shard > 1:
-        spread.row_shards = RowShards(spread.trainable(), spread.map, mesh)
+        spread.row_shards = RowShards(spread.trainable(), spread.map, mesh, experts.parameters if experts else ())
     return spread
 
 
@@ -131,13 +134,21 @@ def _copy(
 
 
 def _prepare(
-    modules: dict[str, nn.Module], decisions: list[Decision], precision: Precision, *, training: bool
+    modules: dict[str, nn.Module],
+    decisions: list[Decision],
+    precision: Precision,
+    blocks: Sequence[str],
+    device: torch.device,
+    *,
+    training: bool,
 ) -> tuple[dict[str, nn.Module], list[Decision]]:
     for which, module in modules.items():
         if training:
             start_training(which, module, decisions)
         cast(module, precision, decisions)
         check_kinds(module)
+    if precision.lowers_linears:
+        modules = lower_linears(modules, blocks, device, decisions)
     return modules, decisions
 
 
@@ -146,6 +157,7 @@ def _find_blocks(
     mesh: Mesh,
     hints: Sequence[str],
     optional: Sequence[str],
+    pipeline: Pipeline | None,
     decisions: list[Decision],
 ) -> Blocks:
     """What is gathered, recomputed or compiled as one; what a forward may leave out gets its zeros from here on."""
@@ -154,14 +166,11 @@ def _find_blocks(
     found = find_blocks(modules, hints) if needed else {which: [] for which in modules}
     left_out = find_optional(modules, optional)
     entered = {which: never_left_out(names, left_out[which]) for which, names in found.items()}
-    if optional and layout.pp > 1 and layout.fully_sharded:
-        raise LayoutError(
-            f"hints().optional under pp={layout.pp} with dp_shard={layout.dp_shard} comes with a later version: leave "
-            "one of them"
-        )
-    if optional and layout.pp == 1:
+    if pipeline is not None:
+        check_entered(pipeline.plan.points, left_out[""])
+    if optional:
         for which, module in modules.items():
-            give_zeros(module, left_out[which], entered[which])
+            give_zeros(module, left_out[which], entered[which], apart=pipeline is not None)
         number = sum(map(len, left_out.values()))
         what = f"{number} modules get zero gradients where a forward leaves them out"
         decisions.append(Decision(what, "hints().optional names them"))
@@ -180,6 +189,7 @@ def _place_by_units(
 ) -> dict[str, list[Unit]]:
     """Change blocks as the layout says, give every tensor its place, and cut it there where it is sharded."""
     layout, units = mesh.layout, dict[str, list[Unit]]()
+    choose_offload(layout, placer.device)  # before anything is built upon it
     changed, gathered = blocks.changed, blocks.gathered
     if stages is not None:
         placer.absent = stages.pipeline.is_absent
@@ -192,6 +202,7 @@ def _place_by_units(
     if layout.fully_sharded:
         units = _shard_all(modules, mesh, precision, placer, gathered, path)
         decisions += [_describe_units(name, cut, bool(blocks.hints)) for name, cut in units.items()]
+        decisions += describe_offload(layout)
     for module in modules.values():
         placer.place(module)
     if placer.placement is not None:
@@ -216,9 +227,10 @@ def _shard_all(
 ) -> dict[str, list[Unit]]:
     check_apart(modules, mesh)
     units = {which: group_units(module, found[which]) for which, module in modules.items()}
+    waits = choose_offload(mesh.layout, placer.device)
     for which, module in modules.items():
         # The stages of a pipeline enter other units each, which nobody can compare.
-        shard(module, units[which], mesh, precision.fsdp_policy(), placer, path if mesh.layout.pp == 1 else None)
+        shard(module, units[which], mesh, precision.fsdp_policy(), placer, path if mesh.layout.pp == 1 else None, waits)
     return units
 
 
@@ -228,8 +240,9 @@ def _cut_tensors(
     hints: Mapping[str, TensorStyle],
     placer: Placer,
     decisions: list[Decision],
+    loss_parallel: bool,
 ) -> dict[str, Cut]:
-    plan = plan_tensor(modules, hints, mesh.layout.tp)
+    plan = plan_tensor(modules, hints, mesh.layout.tp, loss_parallel=loss_parallel)
     if mesh.layout.pp > 1 and plan.sequence:
         # What passes from stage to stage is whole.
         plan = replace(plan, styles={name: style for name, style in plan.styles.items() if style != "sequence"})
@@ -239,6 +252,7 @@ def _cut_tensors(
     num_cut = sum(style in CUT for style in plan.styles.values())
     along = ", and activations along the sequence" if plan.sequence else ""
     decisions.append(Decision(f"{num_cut} layers are cut over tp={mesh.layout.tp}{along}", plan.because))
+    decisions += cutter.describe_logits()
     placer.cut = cutter
     return cutter.find_cuts()
 
@@ -264,6 +278,8 @@ def _describe_units(which: str, units: Sequence[Unit], hinted: bool) -> Decision
     return Decision(f"{len(units)} units and the root of {model} are gathered one at a time", f"{why}: {some}")
 
 
-def _find_scalars(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _find_scalars(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> tuple[torch.Tensor, ...]:
+    if not mesh.layout.fully_sharded:
+        return ()
     found = {id(t): t for t in tensors.values() if isinstance(t, nn.Parameter) and t.dim() == 0 and t.requires_grad}
     return tuple(t for t in found.values() if not isinstance(t, DTensor))

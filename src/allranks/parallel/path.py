@@ -5,9 +5,10 @@ one, and compute with the mixture without a word. So the ranks compare their pat
 """
 
 import zlib
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Final, final
 
+import torch.distributed as dist
 from torch import nn
 
 DIGEST_BITS = 16
@@ -15,19 +16,42 @@ DIGEST_BITS = 16
 
 @final
 class Path:
-    """What one rank has entered since it was last asked."""
+    """What one rank has entered since it was last asked.
+
+    Attributes:
+        wait: how to wait for a collective that other ranks may not be about to join.
+    """
+
+    END: Final = "."  # of a forward of the model; no module has this name
 
     def __init__(self) -> None:
+        self.wait: Callable[[dist.Work], object] = wait_plainly
         self._entered: list[str] = []
+        self._before: tuple[str, ...] = ()
+        self._taken = 0
 
     def follow(self, module: nn.Module, name: str) -> None:
-        """Note every forward of `module` under `name`."""
-        module.register_forward_pre_hook(lambda *_: self._entered.append(name))
+        """Note every forward of `module` under `name`; the end of it, where that is the model ("")."""
+        # First of all hooks: FSDP2's waits for the other ranks.
+        module.register_forward_pre_hook(lambda *_: self._entered.append(name), prepend=True)
+        if not name:
+            module.register_forward_hook(lambda *_: self._entered.append(self.END))
 
     def take(self) -> tuple[str, ...]:
         """The names since the last call, in order."""
-        entered, self._entered = tuple(self._entered), []
-        return entered
+        self._before, self._entered = tuple(self._entered), []
+        self._taken += 1
+        return self._before
+
+    def told(self) -> dict[int, tuple[tuple[str, ...], bool]]:
+        """By the number of calls to `take` before: what was entered then, and whether it was taken; the last two."""
+        now = {self._taken: (tuple(self._entered), False)}
+        return now if not self._taken else {self._taken - 1: (self._before, True), **now}
+
+
+def wait_plainly(work: dist.Work) -> None:
+    """Wait for a collective, however long it takes."""
+    work.wait()
 
 
 def path_digest(path: Sequence[str]) -> int:

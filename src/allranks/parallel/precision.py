@@ -21,7 +21,7 @@ class Precision:
     """How the forward runs and how parameters are stored.
 
     Attributes:
-        name: "float32", "bfloat16", "float16" or "float64".
+        name: "float32", "bfloat16", "float16", "float8" or "float64".
         parameters: the dtype of parameters, gradients, reductions and optimizer state.
         compute: the dtype of autocast, or None where nothing is lowered.
         gather: the dtype in which FSDP gathers parameters.
@@ -31,6 +31,11 @@ class Precision:
     parameters: torch.dtype
     compute: torch.dtype | None
     gather: torch.dtype
+
+    @property
+    def lowers_linears(self) -> bool:
+        """Whether linear layers multiply in float8 where all else runs in the lower type."""
+        return self.name == "float8"
 
     @property
     def scales(self) -> bool:
@@ -67,20 +72,22 @@ class Precision:
 def choose_precision(name: str, gather: str | None, device_type: str) -> Precision:
     """The Precision of `train.precision` and `layout.gather` on a device type.
 
-    `gather` defaults to bfloat16 on CUDA under bfloat16, because it halves the traffic, and to the parameters' dtype
-    elsewhere. ConfigError where the two do not go together.
+    `gather` defaults to bfloat16 on CUDA under bfloat16 and float8, because it halves the traffic, and to the
+    parameters' dtype elsewhere. ConfigError where the two do not go together.
     """
     parameters = torch.float64 if name == "float64" else torch.float32
-    compute = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
+    compute = {"bfloat16": torch.bfloat16, "float8": torch.bfloat16, "float16": torch.float16}.get(name)
     if gather is None:
-        gather = "bfloat16" if name == "bfloat16" and device_type == "cuda" else "float32"
-    if gather == "bfloat16" and name != "bfloat16":
+        gather = "bfloat16" if compute is torch.bfloat16 and device_type == "cuda" else "float32"
+    if gather == "bfloat16" and compute is not torch.bfloat16:
         raise ConfigError(f"layout.gather=bfloat16 with train.precision={name}: it belongs to train.precision=bfloat16")
     return Precision(name, parameters, compute, torch.bfloat16 if gather == "bfloat16" else parameters)
 
 
 def warn_of_precision(precision: Precision, device_type: str) -> tuple[Decision, ...]:
     """Say where a precision takes longer than float32 instead of less."""
+    if precision.lowers_linears and device_type == "cpu":
+        return (Decision("warning: float8 takes longer than float32 here", "the CPU emulates it: it is a rehearsal"),)
     if not precision.scales or device_type != "cpu" or _has_half_instructions():
         return ()
     what = f"warning: float16 takes about {FLOAT16_TIMES} times as long as float32 here"

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils import _pytree as pytree
 
 from allranks.parallel.blocks import Unit
@@ -22,6 +22,7 @@ def shard(
     policy: MixedPrecisionPolicy,
     placer: Placer,
     path: Path | None = None,
+    offload: OffloadPolicy | None = None,
 ) -> None:
     """Shard `module` in place over `mesh`, each unit placed and filled just before it is cut; collective.
 
@@ -30,6 +31,7 @@ def shard(
         policy: in which type a unit is gathered.
         placer: gives each unit its values; after the cut only this rank's part stays.
         path: notes which units the forwards enter.
+        offload: where the shards wait; by default on the device.
 
     Parameters without dims cannot be cut, and experts are cut over ep: they stay as they are, and `reduce_scalars`
     reduces their gradients.
@@ -46,9 +48,10 @@ def shard(
         # Nor is cut what other stages of a pipeline hold.
         alone = {p for member in part for p in member.parameters() if placer.stays(p) or p.is_meta}
         target = part if len(part) > 1 else part[0]
-        fully_shard(target, mesh=device_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=alone)
+        how: Any = {"mp_policy": policy, "offload_policy": offload or OffloadPolicy(), "ignored_params": alone}
+        fully_shard(target, mesh=device_mesh, reshard_after_forward=reshard, **how)
         placer.forget_cut()
-    gather_through_gloo(module, device_mesh)
+    gather_through_gloo(module, device_mesh, path)
     for name in (*(name for names in units for name in names), ""):
         if path is not None:
             path.follow(module.get_submodule(name), name)

@@ -117,9 +117,9 @@ class Spread:
         """`clip_gradients` over the whole model; collective."""
         if self.stages is None:
             places = None if self.placement is None else self.placement.by_parameter
-            return clip_gradients(parameters, max_norm, scale, self.cut_over, places=places)
-        elsewhere = self.stages.told_elsewhere
-        return clip_gradients(parameters, max_norm, scale, self.cut_over, self.stages.group, elsewhere)
+            return clip_gradients(parameters, max_norm, scale, self.cut_over, places=places, device=self.device)
+        elsewhere = self.stages.group, self.stages.told_elsewhere
+        return clip_gradients(parameters, max_norm, scale, self.cut_over, *elsewhere, device=self.device)
 
     def local(self, name: str) -> torch.Tensor:
         """The part of a tensor that this rank holds, detached, sharing its memory."""
@@ -135,7 +135,7 @@ class Spread:
         if gradient is None:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-        return local.double().square().sum() / len(self.map[name].holders)
+        return (local.double().square().sum() / len(self.map[name].holders)).to(self.device)
 
     @contextmanager
     def shaken(self) -> Iterator[None]:

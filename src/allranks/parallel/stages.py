@@ -31,6 +31,7 @@ class Stages:
         pipeline: the model's stages.
         scheduler: runs them.
         group: the ranks of all stages.
+        device: where their collectives run; gradients may wait in the host's memory.
         told_elsewhere: ids of parameters that another rank along pp holds, too, which counts them in sums.
         trainable_names: logical names over all stages.
     """
@@ -38,6 +39,7 @@ class Stages:
     pipeline: Pipeline
     scheduler: Scheduler
     group: dist.ProcessGroup
+    device: torch.device
     trainable_names: tuple[str, ...]
     told_elsewhere: frozenset[int] = frozenset()
     _ties: list[tuple[dist.ProcessGroup, list[torch.Tensor]]] = field(default_factory=list)
@@ -64,7 +66,7 @@ class Stages:
     def reduce_shared(self) -> None:
         """Sum the gradients of what several stages hold, over those stages; collective along pp."""
         for group, parameters in self._ties:
-            average_gradients(parameters, group, divisor=1)
+            average_gradients(parameters, group, divisor=1, device=self.device)
 
 
 def cut_stages(
@@ -104,7 +106,7 @@ def cut_stages(
     decisions.append(
         Decision(f"{plan.num_stages} stages over pp={layout.pp} begin at the model's start, {begin}", plan.because)
     )
-    return Stages(pipeline, scheduler, mesh.group("pp"), tuple(names.values()))
+    return Stages(pipeline, scheduler, mesh.group("pp"), device, tuple(names.values()))
 
 
 def _group_over(mesh: Mesh, pp_ranks: Collection[int]) -> dist.ProcessGroup | None:

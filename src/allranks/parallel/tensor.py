@@ -19,11 +19,14 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
+from allranks.losses import ChunkedHead
 from allranks.parallel.tensor_attention import PACKED, attend_with_heads, leave_fused_path
-from allranks.parallel.tensor_flow import CHANNELS, Flow
-from allranks.parallel.tensor_ops import enter, gather, part_bounds
+from allranks.parallel.tensor_flow import Flow
+from allranks.parallel.tensor_ops import enter, part_bounds
 from allranks.parallel.tensor_plan import TensorPlan
+from allranks.parallel.tensor_vocabulary import embed_words, score_words
 from allranks.task import TensorStyle
+from allranks.verdict import Decision
 
 _DIM: Mapping[tuple[TensorStyle, str], int] = {
     ("colwise", "weight"): 0,
@@ -121,9 +124,21 @@ class TensorCutter:
                     found[logical] = Cut("tp", dim, start, tuple(parameter.shape), packed)
         return found
 
+    def describe_logits(self) -> list[Decision]:
+        """Where the logits are not gathered for the loss, and why."""
+        heads = {n: member for n in self._plan.styles if isinstance(member := self._named[n], nn.Linear)}
+        heads = {name: member for name, member in heads.items() if self._plan.styles[name] == "vocab"}
+        told = [name for name, member in heads.items() if isinstance(member, ChunkedHead)]
+        because = "it is a ChunkedHead: where it is given the targets it returns losses"
+        found = [Decision(f"{', '.join(told)} computes the loss with a part of the words", because)] if told else []
+        if self._plan.loss_parallel:
+            what = f"the logits of {', '.join(heads)} stay cut until the loss; metrics() gets whole ones"
+            found.append(Decision(what, "hints().loss_parallel says so"))
+        return found
+
     def install(self) -> None:
         """Let every module of the plan compute with its part."""
-        flow = Flow(self._group, sequence=self._plan.sequence)
+        flow = Flow(self._group, sequence=self._plan.sequence, loss_parallel=self._plan.loss_parallel)
         done = set(self._projections)  # attention computes with them in its own forward
         leave_fused_path(self._named, self._plan.styles.keys())
         for name, member in self._named.items():
@@ -165,7 +180,7 @@ def _override(module: nn.Module, style: TensorStyle | None, flow: Flow, done: se
         "colwise": _colwise,
         "rowwise": _rowwise,
         "heads": _heads,
-        "vocab": _vocab_embedding if isinstance(module, nn.Embedding) else _vocab_linear,
+        "vocab": embed_words if isinstance(module, nn.Embedding) else score_words,
         "sequence": partial(_on_part, original=module.forward),
         "part": partial(_on_part, original=module.forward),
         "replicate": partial(_replicated, original=module.forward),
@@ -200,31 +215,6 @@ def _rowwise(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
 def _heads(module: Any, flow: Flow, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     found, weights = attend_with_heads(module, flow, *args, **kwargs)
     return _rowwise(module.out_proj, flow, found), weights
-
-
-def _vocab_linear(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
-    entered = flow.enter(value, cut=flow.meets_positions(module))
-    found = functional.linear(entered, module.weight, module.bias)
-    flow.pass_head()
-    return gather(found, flow.group, CHANNELS, module.out_features)
-
-
-def _vocab_embedding(module: Any, flow: Flow, tokens: torch.Tensor) -> torch.Tensor:
-    start, end = part_bounds(module.num_embeddings, dist.get_world_size(flow.group), flow.rank)
-    valid = ((tokens >= 0) & (tokens < module.num_embeddings)).all()
-    if tokens.device.type != "cpu":
-        torch._assert_async(valid)
-    elif not valid:
-        raise IndexError(f"a token outside of 0 to {module.num_embeddings - 1}")
-    here = (tokens >= start) & (tokens < end)
-    padding = module.padding_idx
-    padding = padding - start if padding is not None and start <= padding < end else None
-    rows = torch.where(here, tokens - start, 0)
-    if end == start:
-        looked_up = module.weight.new_zeros((*tokens.shape, module.embedding_dim)) + module.weight.sum()
-    else:
-        looked_up = functional.embedding(rows, module.weight, padding) * here.unsqueeze(-1)
-    return flow.leave(looked_up, opens=True)
 
 
 def _on_part(module: nn.Module, flow: Flow, *args: Any, original: Callable[..., Any], **kwargs: Any) -> Any:

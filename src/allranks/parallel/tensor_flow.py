@@ -23,11 +23,13 @@ class Flow:
     Args:
         group: the tp ranks.
         sequence: whether activations between cut layers are cut along the sequence.
+        loss_parallel: whether a last layer returns the logits of this rank's words only.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, sequence: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, sequence: bool, loss_parallel: bool = False) -> None:
         self.group = group
         self.sequence = sequence
+        self.loss_parallel = loss_parallel
         self.rank = dist.get_rank(group)
         self.regions = Regions(self.rank)
         self.length = 0

@@ -16,12 +16,13 @@ a Hugging Face model (`_tp_plan`).
 import difflib
 import fnmatch
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from torch import nn
 
 from allranks.errors import LayoutError
+from allranks.losses import ChunkedHead
 from allranks.parallel.blocks import CONTAINERS
 from allranks.parallel.tensor_attention import has_feed_forward, why_not_heads
 from allranks.task import TensorStyle
@@ -49,11 +50,13 @@ class TensorPlan:
         styles: logical name of a module -> its style.
         because: where they come from.
         uneven: names whose parts may differ in size, since nothing between them minds.
+        loss_parallel: whether the logits of a last layer stay cut until the loss.
     """
 
     styles: Mapping[str, TensorStyle]
     because: str
     uneven: frozenset[str] = frozenset()
+    loss_parallel: bool = False
 
     @property
     def sequence(self) -> bool:
@@ -61,7 +64,9 @@ class TensorPlan:
         return "sequence" in self.styles.values()
 
 
-def plan_tensor(modules: Mapping[str, nn.Module], hints: Mapping[str, TensorStyle], degree: int) -> TensorPlan:
+def plan_tensor(
+    modules: Mapping[str, nn.Module], hints: Mapping[str, TensorStyle], degree: int, *, loss_parallel: bool = False
+) -> TensorPlan:
     """The plan for `modules` (by name, "" for a single one), cut over `degree` ranks.
 
     Raises:
@@ -72,7 +77,7 @@ def plan_tensor(modules: Mapping[str, nn.Module], hints: Mapping[str, TensorStyl
         for which, module in modules.items()
         for name, member in module.named_modules()
     }
-    plan = _resolve(named, hints)
+    plan = replace(_resolve(named, hints), loss_parallel=loss_parallel)
     _check_apart(plan)
     for name, style in plan.styles.items():
         _check_kind(name, named[name], style)
@@ -83,6 +88,13 @@ def plan_tensor(modules: Mapping[str, nn.Module], hints: Mapping[str, TensorStyl
             _check_size(name, named[name], style, degree)
     if plan.sequence:
         _check_covered(named, plan)
+    heads = [name for name, style in plan.styles.items() if style == "vocab" and isinstance(named[name], nn.Linear)]
+    if loss_parallel and not heads:
+        cut = ", ".join(plan.styles)
+        raise LayoutError(
+            f"hints().loss_parallel leaves logits cut, but tp cuts no last layer: {cut} are no nn.Linear with the "
+            'style vocab; say so in hints().tensor ({"head": "vocab"}), or leave loss_parallel out'
+        )
     return plan
 
 
@@ -203,7 +215,8 @@ def _check_kind(name: str, module: nn.Module, style: TensorStyle) -> None:
     if style == "heads" and (reason := why_not_heads(module)):
         raise LayoutError(f"heads cuts nn.MultiheadAttention, and {name or 'the model'} {reason}: replicate it")
     fit = {"colwise": (nn.Linear,), "rowwise": (nn.Linear,), "vocab": (nn.Linear, nn.Embedding)}.get(style)
-    if fit is not None and type(module) not in fit:
+    chunked = style == "vocab" and isinstance(module, ChunkedHead)
+    if fit is not None and type(module) not in fit and not chunked:
         kinds = " or ".join(f"nn.{kind.__name__}" for kind in fit)
         advice = "name the layers themselves"
         if isinstance(module, nn.MultiheadAttention):
@@ -211,7 +224,7 @@ def _check_kind(name: str, module: nn.Module, style: TensorStyle) -> None:
         elif isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             advice = f'it lies in {name.rpartition(".")[0]}, whose style is "heads"'
         elif isinstance(module, fit):
-            advice = f"it computes in its own way; build an nn.{fit[0].__name__} there (a Transformer without chunk=)"
+            advice = f"it computes in its own way; build an nn.{fit[0].__name__} there"
         raise LayoutError(f"{style} cuts {kinds}, and {name} is {type(module).__name__}: {advice}")
     if (
         style == "vocab"

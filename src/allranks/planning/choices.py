@@ -10,7 +10,8 @@ from itertools import product
 from typing import Any, final
 
 from allranks.cluster import Cluster
-from allranks.layout import ONE_STAGE_EACH, SPLIT_BACKWARD, Layout, Sharding
+from allranks.layout import ONE_STAGE_EACH, Layout, Sharding
+from allranks.layout_refusals import SPLIT_BACKWARD
 from allranks.model_profile import ModelProfile
 from allranks.plan import Choice, Refusal
 from allranks.planning.rules import check, divisors

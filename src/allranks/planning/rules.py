@@ -1,8 +1,8 @@
 """Named rules: what the engine does not run, said before anybody starts it, with the numbers in the reason.
 
 Each rule takes a profile, a cluster and a choice, and returns a Refusal or nothing. They say what the engine says
-(`Layout.supported_here`, parallel/tensor_plan, stages, context, expert, data/cut); a test holds them to it. The search
-and a hand-written layout go through the same rules.
+(`layout_refusals.refuse_unsupported`, parallel/tensor_plan, stages, context, expert, data/cut); a test holds them to
+it. The search and a hand-written layout go through the same rules.
 """
 
 import math
@@ -14,6 +14,7 @@ from allranks.cluster import Cluster
 from allranks.config_sections import PROCESS_AXES, TrainConfig
 from allranks.errors import LayoutError
 from allranks.layout import Layout
+from allranks.layout_refusals import refuse_beside_float8, refuse_unsupported
 from allranks.model_profile import ModelProfile, Operation
 from allranks.plan import Choice, Refusal
 
@@ -61,6 +62,11 @@ def precision(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusa
     if choice.precision not in cluster.device.peak_flops:
         known = ", ".join(cluster.device.peak_flops)
         return Refusal("precision", name, f"{cluster.device.name} has no rate for it: it has {known}")
+    if choice.precision == "float8":
+        try:
+            refuse_beside_float8(choice.layout)
+        except LayoutError as error:
+            return Refusal("precision", name, str(error))
     return None
 
 
@@ -90,8 +96,9 @@ def context(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal 
     name = f"cp={cp}" if layout.context == "ulysses" else f"cp={cp},context={layout.context}"
     if not profile.context_parallel or not profile.seq:
         return Refusal("context", "cp", f"{profile.name} has no sequences that cp can cut")
-    if profile.stateful:
-        return Refusal("context", "cp", f"{profile.stateful[0]} takes statistics over all positions of a batch")
+    if profile.stateful and layout.batchnorm in ("local", "broadcast"):
+        because = f"{profile.stateful[0]} takes statistics, and cp gives a rank some positions only: use batchnorm=sync"
+        return Refusal("context", f"batchnorm={layout.batchnorm}", because)
     if profile.coupled:
         return Refusal("context", "cp", "the loss couples samples, and cp gives each rank other positions of them")
     chunks = cp * (2 if layout.context == "ring" else 1)
@@ -172,13 +179,18 @@ def sharding(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal
 def blocks(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
     """What changes a model block by block needs blocks; what moves to the host needs a device that is not its CPU."""
     layout = choice.layout
-    if layout.offload == "activations" and cluster.device.name.startswith("cpu"):
-        return Refusal("blocks", "offload=activations", "the device is the host's own CPU: there is nowhere to move to")
+    if layout.offload != "none" and cluster.device.name.startswith("cpu"):
+        return Refusal(
+            "blocks", f"offload={layout.offload}", "the device is the host's own CPU: there is nowhere to move to"
+        )
     unknown = {"host_memory_gb": cluster.host_memory_bytes, "host_bandwidth_gb_per_s": cluster.host_bandwidth}
     missing = " and ".join(key for key, known in unknown.items() if not known)
     if layout.offload == "activations" and missing:
         because = f"nobody says what the hosts of {cluster.name} have room for: give {missing} in a cluster file"
         return Refusal("blocks", "offload=activations", because)
+    if layout.offloads_parameters:
+        because = "the engine takes it, and plan has no figure for the optimizer on the host: allranks train can try it"
+        return Refusal("blocks", f"offload={layout.offload}", because)
     modes = {"recompute": layout.recompute, "offload": layout.offload, "compile": layout.compile}
     written = next((f"{name}={value}" for name, value in modes.items() if value != "none"), "")
     if written and not profile.num_repeated:
@@ -197,7 +209,7 @@ def modes(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | 
         return None
     # Again, because the cached answer has other degrees in it.
     try:
-        layout.supported_here()
+        refuse_unsupported(layout)
     except LayoutError as error:
         because = str(error)
     return Refusal("modes", _modes(layout), because)
@@ -222,11 +234,11 @@ def _unsupported(
     offload: str,
     compile: str,
 ) -> str | None:
-    """What `supported_here` raises for a layout of these modes; degrees count as 1 or above."""
+    """What `refuse_unsupported` raises for a layout of these modes; degrees count as 1 or above."""
     degrees = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "dp_shard": dp_shard}
     words = {"schedule": schedule, "recompute": recompute, "offload": offload, "compile": compile}
     try:
-        Layout(**degrees, sharding=sharding, **words).supported_here()  # type: ignore[arg-type]
+        refuse_unsupported(Layout(**degrees, sharding=sharding, **words))  # type: ignore[arg-type]
     except LayoutError as error:
         return str(error)
     return None

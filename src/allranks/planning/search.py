@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import final
 
 from allranks.cluster import Cluster
-from allranks.layout import SPLIT_BACKWARD, Layout
+from allranks.layout import Layout
+from allranks.layout_refusals import SPLIT_BACKWARD
 from allranks.model_profile import ModelProfile
 from allranks.plan import Choice, Estimate, Refusal
 from allranks.planning.choices import RECOMPUTES, Group, Space, groups, kept_modes, layouts, members, of_layout, splits

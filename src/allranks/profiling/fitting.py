@@ -54,7 +54,7 @@ def build_profile(
         stateful=structure.stateful,
         tied=structure.tied,
         tensor_parallel=bool(structure.styles),
-        context_parallel=bool(attention) and not structure.stateful and not structure.coupled,
+        context_parallel=bool(attention) and not structure.coupled,
         coupled=structure.coupled,
         source=source,
         facts=_facts(structure, fit, [one.recording for one in seen]),

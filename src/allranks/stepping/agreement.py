@@ -5,12 +5,13 @@ reduced asynchronously on a process group of its own; the training loop reads it
 journal when it is there.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from allranks.parallel.path import differ, path_digest
+from allranks.parallel.path import differ, path_digest, wait_plainly
 
 LEDGER_DIGITS = 4
 DIGIT_BITS = 16
@@ -28,6 +29,7 @@ class Ballot:
         terminate: whether it was asked to stop by the system.
         ledger: its 64-bit sum of hash(position, sample).
         path: the sharded units that its forwards have entered.
+        wait: how to wait for the ranks, which may have parted.
     """
 
     loss: torch.Tensor
@@ -37,6 +39,7 @@ class Ballot:
     terminate: bool
     ledger: int
     path: tuple[str, ...] = ()
+    wait: Callable[[dist.Work], object] = wait_plainly
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +68,12 @@ class Pending:
         work: dist.Work | None,
         agreed: Agreed | None = None,
         path: tuple[str, ...] = (),
+        wait: Callable[[dist.Work], object] = wait_plainly,
     ) -> None:
         assert vector is not None or agreed is not None
         self.path = path
         self._vector = vector
-        self._work = work
+        self._work, self._wait = work, wait
         self._agreed = agreed
 
     @property
@@ -78,7 +82,7 @@ class Pending:
         if self._vector is None:
             return torch.tensor(float(self.read().next_targets), dtype=torch.float64)
         if self._work is not None:
-            self._work.wait()
+            self._wait(self._work)
         return self._vector[1]
 
     def read(self) -> Agreed:
@@ -86,7 +90,7 @@ class Pending:
         if self._agreed is None:
             assert self._vector is not None
             if self._work is not None:
-                self._work.wait()
+                self._wait(self._work)
             self._agreed = _decode(self._vector.tolist())
         return self._agreed
 
@@ -99,6 +103,9 @@ class Agreement:
         device: where the vector is reduced (that of the group's backend).
         counts: whether this rank's samples count; not where another rank that sees the same ones tells of them.
         adds_loss: whether its loss does: it may be that of other positions of the same samples. None: as `counts`.
+
+    Attributes:
+        group: as given.
     """
 
     def __init__(
@@ -109,17 +116,24 @@ class Agreement:
         counts: bool = True,
         adds_loss: bool | None = None,
     ) -> None:
-        self._group = group
+        self.group = group
         self._device = device
         self._counts = counts
         self._adds_loss = counts if adds_loss is None else adds_loss
+
+    def count(self, targets: int) -> torch.Tensor:
+        """The world's sum of what each rank counts in the step under way, 0-dim, float64, at once; collective."""
+        told = torch.tensor(float(targets if self._counts else 0), dtype=torch.float64, device=self._device)
+        if self.group is not None:
+            dist.all_reduce(told, group=self.group)
+        return told
 
     def start(self, ballot: Ballot) -> Pending:
         """Begin to agree; collective."""
         if not self._counts:
             loss = ballot.loss if self._adds_loss else torch.zeros_like(ballot.loss)
             ballot = replace(ballot, loss=loss, next_targets=0, next_samples=0, ledger=0)
-        if self._group is None and self._device.type == "cpu":
+        if self.group is None and self._device.type == "cpu":
             # One process agrees with itself: a vector would only cost it a tenth of what a small step may cost in all.
             counts = (ballot.next_targets, ballot.next_samples)
             return Pending(
@@ -131,9 +145,9 @@ class Agreement:
             vector = vector.pin_memory().to(self._device, non_blocking=True)
         vector[0] = ballot.loss
         work = None
-        if self._group is not None:
-            work = dist.all_reduce(vector, group=self._group, async_op=True)
-        return Pending(vector, work, path=ballot.path)
+        if self.group is not None:
+            work = dist.all_reduce(vector, group=self.group, async_op=True)
+        return Pending(vector, work, path=ballot.path, wait=ballot.wait)
 
 
 def _encode(ballot: Ballot) -> list[float]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from allranks.checkpointing.exchange import broadcast_bytes, gather_bytes
 from allranks.errors import AllranksError, ConfigError, DataError, TaskError
+from allranks.parallel.parting import describe_parting, first_difference, name_entered
 
 NAMED = 3
 
@@ -64,17 +65,9 @@ def explain_divergence(
     first = all_paths[0]
     rank = next((rank for rank, other in enumerate(all_paths) if other != first), 0)
     other = all_paths[rank]
-    same = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
-    here, there = (_name(names, same) for names in (first, other))
-    return TaskError(
-        f"in step {step} the ranks ran different modules: rank 0 {here}, rank {rank} {there}. A sharded layout gathers "
-        "a module's parameters on all ranks together, so these were mixed: nothing of this step is saved; use --layout "
-        "ddp for branches that depend on the data"
-    )
-
-
-def _name(names: Sequence[str], place: int) -> str:
-    return (names[place] or "the model") if place < len(names) else "nothing more"
+    place = first_difference(first, other)
+    entered = name_entered(first, place), name_entered(other, place)
+    return TaskError(f"in step {step} the ranks ran different modules: {describe_parting((0, rank), entered)}")
 
 
 def everyones(value: object, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:

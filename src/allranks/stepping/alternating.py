@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import mix, seed_all
-from allranks.errors import LayoutError, TaskError
+from allranks.errors import TaskError
 from allranks.parallel.average import average_gradients
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.passes import Forward, Passes, Scale, StepSums, ledger_of, micro_forward
@@ -44,8 +44,6 @@ class AlternatingPasses(Passes):
         self._spread = forward.spread
         self._optimizers = optimizers
         self._group = group
-        if self._spread.experts is not None:
-            raise LayoutError(f"ep={self._spread.mesh.layout.ep} with a step() of its own comes with a later version")
         self._must_gather = forward.task.coupled and forward.spread.mesh.layout.dp > 1
         self._whole = [p for p in self._spread.trainable().values() if not isinstance(p, DTensor)]
 
@@ -118,7 +116,11 @@ class AlternatingPasses(Passes):
             if len(told) > 1:
                 raise TaskError(_disagreement(told, turn, "ranks"))
             used = [p for p, ranks in zip(self._whole, counts[1 + len(names) :].tolist(), strict=True) if ranks]
-            average_gradients(used, self._group, self._spread.divisor)
+            experts = self._spread.experts
+            cut = {} if experts is None else experts.parameters
+            if experts is not None:
+                experts.reduce({id(p) for p in used if id(p) in cut})
+            average_gradients([p for p in used if id(p) not in cut], self._group, self._spread.divisor)
         return torch.full((), float(counts[0]), dtype=torch.float64, device=self._spread.device)
 
     def _drop_gradients(self) -> None:

@@ -51,7 +51,10 @@ class Ema:
             torch._foreach_lerp_(self._averages, self._live(), self._weight)
         else:
             weight = self._weight * (1.0 - skipped)
-            torch._foreach_lerp_(self._averages, self._live(), [weight] * len(self._averages))
+            # Some may wait in the host's memory.
+            at = {device: weight.to(device) for device in {average.device for average in self._averages}}
+            weights = [at[average.device] for average in self._averages]
+            torch._foreach_lerp_(self._averages, self._live(), weights)
 
     @torch.no_grad()
     def begin(self) -> None:

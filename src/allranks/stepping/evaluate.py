@@ -16,6 +16,7 @@ from allranks.parallel.spread import Spread
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.task import Task
 from allranks.task_world import rows_of
+from allranks.vocabulary import whole_logits
 
 
 @torch.no_grad()
@@ -49,7 +50,7 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
             targets = 0 if spread.mesh.coordinate("cp") else micro_step.targets or 0
             with rows_of(RanksRows(spread.mesh.data_group, counts=micro_step.weight > 0)):
                 loss = (forward.task.loss(output, batch), targets)
-                terms = {"loss": loss, **_checked(forward.task, forward.task.metrics(output, batch))}
+                terms = {"loss": loss, **_measure(forward.task, output, batch)}
             if not micro_step.weight:
                 continue  # a filler adds nothing, not even 0 * nan
             for name, (total, count) in terms.items():
@@ -113,6 +114,13 @@ def _evaluation_mode(spread: Spread) -> Iterator[None]:
         for part, training in modes:
             part.training = training
         spread.reshard()
+
+
+def _measure(task: Task, output: object, batch: object) -> dict[str, tuple[object, object]]:
+    """The Task's metrics; only where it has some are logits that stayed cut over tp made whole for them."""
+    if type(task).metrics is Task.metrics:
+        return {}
+    return _checked(task, task.metrics(whole_logits(output), batch))
 
 
 def _checked(task: Task, metrics: object) -> dict[str, tuple[object, object]]:

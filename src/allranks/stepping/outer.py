@@ -30,6 +30,7 @@ class OuterOptimizer:
     """The step that puts the copies together.
 
     Attributes:
+        every: after how many steps they are put together.
         apart: whether they have trained by themselves since they last were one.
         sent_bytes: what this rank has given to reductions between the copies so far.
     """
@@ -37,7 +38,7 @@ class OuterOptimizer:
     def __init__(self, spread: Spread) -> None:
         layout = spread.mesh.layout
         assert layout.local_sgd is not None
-        self._every, self._rate, self._momentum = layout.local_sgd, layout.outer_lr, layout.outer_momentum
+        self.every, self._rate, self._momentum = layout.local_sgd, layout.outer_lr, layout.outer_momentum
         self._nesterov = layout.outer_nesterov
         self._spread = spread
         self._group, self._number = spread.mesh.group("dp_replicate"), layout.dp_replicate
@@ -49,6 +50,13 @@ class OuterOptimizer:
         self.apart = False
         self.sent_bytes = 0
 
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Where no step was made yet that they have not seen: all copies are alike, and agree on what they are."""
+        if not self.apart:
+            for name, anchor in self._anchors.items():
+                anchor.copy_(self._spread.local(name))
+
     def finish_step(self, step: int, *, last: bool) -> None:
         """After the update that makes `step` steps: put the copies together where that is due; collective then.
 
@@ -56,7 +64,7 @@ class OuterOptimizer:
             last: whether the training ends here, so that this round is a short one.
         """
         self.apart = True
-        if last or step % self._every == 0:
+        if last or step % self.every == 0:
             self.synchronise()
 
     @torch.no_grad()
@@ -108,9 +116,9 @@ class OuterOptimizer:
     def describe(self) -> Decision:
         """What travels between the copies, and what that means."""
         sent = format_bytes(sum(anchor.nbytes for anchor in self._anchors.values()))
-        what = f"{self._number} copies train by themselves: each process sends {sent} every {self._every} steps"
+        what = f"{self._number} copies train by themselves: each process sends {sent} every {self.every} steps"
         how = f"outer_lr={self._rate:g}, outer_momentum={self._momentum:g}"
-        why = f"layout.local_sgd={self._every} ({how}); DDP would send that in every step, and compute what one does"
+        why = f"layout.local_sgd={self.every} ({how}); DDP would send that in every step, and compute what one does"
         return Decision(what, why)
 
     def _step(self, name: str, mean: torch.Tensor) -> None:

@@ -106,10 +106,14 @@ class Scaler:
 def skips_on_device(optimizers: Iterable[Optimizer], device: torch.device) -> bool:
     """Whether these optimizers leave everything as it is by themselves where their attribute `found_inf` is 1.
 
-    On the CPU it is not asked of them: the value is at hand. torch's fused SGD would skip, too, but leaves its momentum
-    undefined when its very first step is skipped.
+    On the CPU, and of parameters that wait in its memory, it is not asked of them: the value is at hand, or will be.
+    torch's fused SGD would skip, too, but leaves its momentum undefined when its very first step is skipped.
     """
     return device.type != "cpu" and all(
-        type(optimizer) in (Adam, AdamW) and all(group.get("fused") for group in optimizer.param_groups)
+        type(optimizer) in (Adam, AdamW)
+        and all(
+            group.get("fused") and all(part.device.type == device.type for part in group["params"])
+            for group in optimizer.param_groups
+        )
         for optimizer in optimizers
     )

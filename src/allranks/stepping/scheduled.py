@@ -1,6 +1,6 @@
 """Passes through a pipeline: the micro-steps of a step in the order of its schedule, each stage on its own rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,8 @@ from allranks.errors import LayoutError
 from allranks.parallel.pipeline import Payload
 from allranks.parallel.stage_transport import Signature, signature_of
 from allranks.stepping.passes import Forward, Passes, Scale, StepSums, buffers_kept, ledger_of, micro_forward
+
+Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class ScheduledPasses(Passes):
@@ -28,23 +30,25 @@ class ScheduledPasses(Passes):
         self._spread = forward.spread
         self._stages = forward.spread.stages
 
-    def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
+    def run(self, batch: StepBatch, scale: Scale, losses: Sequence[Loss] | None = None) -> Iterator[StepSums]:
+        """As `Passes.run`; `losses`: one for each micro-step, where they are not the Task's."""
+        own = [self._forward.task.loss] * len(batch.micro_steps) if losses is None else losses
         placed = self._place(batch.micro_steps)
         signatures = [signature_of(self._forward.inputs(one)) for one in placed]
         fits, known = self._decide(signatures)
         if fits and not known:
-            self._make_known(batch.micro_steps[0], placed[0], signatures[0])
+            self._make_known(batch.micro_steps[0], placed[0], signatures[0], own[0])
         self._spread.synchronise(last=True)
-        losses: list[torch.Tensor] = []
+        found: list[torch.Tensor] = []
 
         def compute(index: int, stage: int, received: Payload) -> Payload:
             micro_step = batch.micro_steps[index]
-            output = self._compute(micro_step, placed[index], stage, received)
+            output = self._compute(micro_step, placed[index], own[index], stage, received)
             if stage < self._stages.pipeline.last:
                 return output
             (loss,) = output
             if micro_step.weight:  # a filler adds nothing, not even 0 * nan
-                losses.append(loss.detach().double())
+                found.append(loss.detach().double())
             return (loss * (scale * micro_step.weight),)
 
         self._stages.scheduler.run(signatures, compute, scheduled=fits)
@@ -53,7 +57,7 @@ class ScheduledPasses(Passes):
         self._stages.reduce_shared()
         # In the order of the micro-steps, whatever the schedule: every last stage has run them so.
         total = torch.zeros((), dtype=torch.float64, device=self._spread.device)
-        for loss in losses:
+        for loss in found:
             total = total + loss
         yield StepSums("", total, None, ledger_of(batch))
 
@@ -69,7 +73,7 @@ class ScheduledPasses(Passes):
             )
         return placed
 
-    def _compute(self, micro_step: MicroStep, placed: Any, stage: int, received: Payload) -> Payload:
+    def _compute(self, micro_step: MicroStep, placed: Any, loss: Loss, stage: int, received: Payload) -> Payload:
         """What a stage sends on, or the last one's loss."""
         # The first stage draws as one device does; each other has numbers of its own (law 6).
         seed_all(mix(micro_step.random_key, stage) if stage else micro_step.random_key)
@@ -78,7 +82,7 @@ class ScheduledPasses(Passes):
             if stage < self._stages.pipeline.last:
                 found: Payload = output
                 return found
-            return (self._forward.task.loss(output, placed),)
+            return (loss(output, placed),)
 
     def _decide(self, signatures: Sequence[Signature]) -> tuple[bool, bool]:
         """(whether the micro-steps fit the schedule, whether they are known to it), on all ranks of this stage alike.
@@ -95,11 +99,13 @@ class ScheduledPasses(Passes):
         fits, known = told.tolist()
         return bool(fits), bool(known)
 
-    def _make_known(self, micro_step: MicroStep, placed: Any, signature: Signature) -> None:
+    def _make_known(self, micro_step: MicroStep, placed: Any, signature: Signature, loss: Loss) -> None:
         """Have a new kind of micro-step pass once, so that the schedule knows what travels; nothing of it stays."""
         with buffers_kept(self._spread, unless=False):
-            self._stages.scheduler.forward([signature], partial(self._compute_alone, micro_step, placed))
+            self._stages.scheduler.forward([signature], partial(self._compute_alone, micro_step, placed, loss))
         self._spread.reshard()
 
-    def _compute_alone(self, micro_step: MicroStep, placed: Any, _: int, stage: int, received: Payload) -> Payload:
-        return self._compute(micro_step, placed, stage, received)
+    def _compute_alone(
+        self, micro_step: MicroStep, placed: Any, loss: Loss, _: int, stage: int, received: Payload
+    ) -> Payload:
+        return self._compute(micro_step, placed, loss, stage, received)

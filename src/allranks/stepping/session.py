@@ -181,6 +181,7 @@ def _spread(task: Task, config: Config, processes: Processes) -> Spread:
         blocks=hints.blocks,
         split_before=hints.split_before,
         tensor=hints.tensor,
+        loss_parallel=hints.loss_parallel,
         batchnorm=hints.batchnorm,
         optional=hints.optional,
         # A step of its own may leave out whole models in a backward; its passes reduce what a loss has touched.

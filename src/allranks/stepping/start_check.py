@@ -27,7 +27,7 @@ from allranks.stepping.flops import count_flops
 from allranks.stepping.loss_check import NUM_SAMPLES, LossNature, examine_loss
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.transfer_cost import TransferCost, measure_transfers
-from allranks.stepping.whole_check import check_whole
+from allranks.stepping.whole_check import UNCOMPARED, check_whole
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
 from allranks.task_loading import user_line
 from allranks.units import format_seconds
@@ -165,7 +165,7 @@ def _meet_context(context: Context, task: Task, batch: Any, inputs: Callable[[An
 
 
 def _describe_uncompared(because: str) -> Decision:
-    return Decision("the cut model was not compared with the whole one", because)
+    return Decision(UNCOMPARED, because)
 
 
 @torch.no_grad()

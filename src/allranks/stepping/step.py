@@ -159,4 +159,6 @@ class Step:
         targets = 0 if upcoming is None else upcoming.targets or 0
         samples = 0 if upcoming is None else sum(len(m.positions) for m in upcoming.micro_steps)
         path = self._spread.path.take()
-        return self._agreement.start(Ballot(loss, targets, samples, interrupt, terminate, ledger, path))
+        return self._agreement.start(
+            Ballot(loss, targets, samples, interrupt, terminate, ledger, path, self._spread.path.wait)
+        )

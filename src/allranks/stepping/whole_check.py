@@ -28,9 +28,11 @@ from allranks.stepping.loss_check import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.units import format_count
 from allranks.verdict import Decision
+from allranks.vocabulary import whole_logits
 
 LARGEST_FLOPS = 2e12  # of the comparison on one core: some ten seconds to a minute
 NUM_SAMPLES = 2
+UNCOMPARED = "the cut model was not compared with the whole one"
 
 # What sums in another order leave between two norms. What is wrong by a factor, or a head too wide, is far beyond.
 _RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 6e-2}
@@ -52,12 +54,17 @@ def check_whole(forward: Forward, samples: Sequence[Any], seed: int, flops_per_s
     Raises:
         LayoutError: on every rank, naming the parameter whose gradient differs most.
     """
-    layout, samples = forward.spread.mesh.layout, list(samples)[:NUM_SAMPLES]
-    needed = (flops_per_sample or 0.0) * len(samples)
-    if needed > LARGEST_FLOPS:
-        what = "the cut model was not compared with the whole one"
-        return Decision(what, f"one process would need {format_count(needed)} floating-point operations for that")
-    batch = forward.task.collate(samples)
+    samples = list(samples)[:NUM_SAMPLES]
+    flops = (flops_per_sample or 0.0) * len(samples)
+    return compare_whole(forward, forward.task.collate(samples), seed, flops, what=f"{len(samples)} samples")
+
+
+def compare_whole(forward: Forward, batch: Any, seed: int, flops: float, *, what: str) -> Decision:
+    """The same on a batch, `what` it is called; `flops` of a forward and a backward on it; collective likewise."""
+    layout = forward.spread.mesh.layout
+    if flops > LARGEST_FLOPS:
+        because = f"one process would need {format_count(flops)} floating-point operations for that"
+        return Decision(UNCOMPARED, because)
     with forward.spread.shaken():
         found = _spread_gradients(forward, batch)
     told = torch.zeros(7, dtype=torch.float64)
@@ -77,8 +84,8 @@ def check_whole(forward: Forward, samples: Sequence[Any], seed: int, flops_per_s
             f"layout {layout} does not compute what one process computes: {name} is {mine:.6g}, and {expected:.6g} for "
             f"the whole model. {_advise(layout, same_loss=same_loss, same_output=same_output)}"
         )
-    what = "the cut model computes what the whole one does"
-    return Decision(what, f"loss and {len(found.norms)} gradients of {len(samples)} samples agree")
+    because = f"loss and {len(found.norms)} gradients of {what} agree"
+    return Decision("the cut model computes what the whole one does", because)
 
 
 def _advise(layout: Layout, *, same_loss: bool, same_output: bool) -> str:
@@ -177,7 +184,7 @@ def _backward(forward: Forward, placed: Any, module: torch.nn.Module) -> tuple[t
         output = spread.precision.cast_output(forward.raw(placed, module))
         loss = forward.task.loss(output, placed)
         (loss * cp).backward()
-        return loss.detach().double(), square_of(output)
+        return loss.detach().double(), square_of(whole_logits(output))
     found = [(nothing, nothing)]
 
     def compute(index: int, stage: int, received: Payload) -> Payload:
@@ -186,7 +193,7 @@ def _backward(forward: Forward, placed: Any, module: torch.nn.Module) -> tuple[t
             sent: Payload = output
             return sent
         loss = forward.task.loss(output, placed)
-        found.append((loss.detach().double(), square_of(output)))
+        found.append((loss.detach().double(), square_of(whole_logits(output))))
         return (loss * cp,)
 
     pipeline = spread.stages.pipeline

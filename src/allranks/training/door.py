@@ -23,6 +23,7 @@ def join(
     run: str | os.PathLike[str] | None = None,
     keep: int = 2,
     change: Sequence[str] = (),
+    **layout_keys: object,
 ) -> "World":
     """Join the processes of this launch (torchrun, srun, mpirun, `allranks.launch`), or be one alone; collective.
 
@@ -39,6 +40,8 @@ def join(
             below `runs/`, as soon as there is something to write.
         keep: newest checkpoints that are kept.
         change: config keys that may differ from the run's first start, such as "train.global_batch".
+        layout_keys: keys of the section layout that a layout string has not, as a Run's TOML file names them:
+            `ddp_hook="bfloat16"`, `local_sgd=100`.
 
     Raises:
         ConfigError, LayoutError: an argument is wrong, or this process has joined already.
@@ -58,6 +61,7 @@ def join(
         keep=keep,
         directory=None if run is None else Path(run),
         change=change,
+        layout_keys=layout_keys,
     )
     world = World(ground)
     JOINED.append(world)

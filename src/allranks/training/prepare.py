@@ -16,6 +16,7 @@ from allranks.config import Config, changed_keys, check_resumable, override_conf
 from allranks.data.cut import cut_step
 from allranks.errors import ConfigError, RunError
 from allranks.layout import Layout, num_processes, render_layout
+from allranks.layout_refusals import refuse_float8, refuse_unsupported
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.slow_links import check_slow_links
@@ -117,7 +118,9 @@ def last_world_size(run: Run) -> int:
 def resolve_layout(config: Config, world_size: int, nodes: int = 1) -> Layout:
     """The Layout of a world, refused where its degrees do not fit, or leave a rank without a sample."""
     layout = Layout.resolve(config.layout, world_size, nodes)
-    layout.supported_here()
+    refuse_unsupported(layout)
+    if config.train.precision == "float8":
+        refuse_float8(layout)
     check_slow_links(config, layout)
     cut_step(config.train, layout)
     return layout

@@ -89,7 +89,7 @@ class Trainer:
                 session.stream.take(batch)
                 self._record(batch, before, outcome, started)
                 done = batch.step + 1
-                self._boundary(done)
+                self._boundary(done, outcome.pending)
                 older, before, batch = before, outcome.pending, outcome.upcoming
         if before is not None:
             self._read(before, done)
@@ -112,9 +112,10 @@ class Trainer:
         # step of nobody's samples would still move the parameters.
         return "done" if batch.exhausted and before.read().next_samples == 0 else None
 
-    def _boundary(self, step: int) -> None:
+    def _boundary(self, step: int, pending: Pending) -> None:
         # Saved first: metrics that fail lose no step.
         if self._saver.due(step):
+            self._read(pending, step)
             self._save(step)
         evaluate_every = self._session.config.evaluate.every
         if evaluate_every and step % evaluate_every == 0:

@@ -61,6 +61,7 @@ def local_loop(
     make_outer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     every: int,
     max_norm: float | None = None,
+    last: int | None = None,
 ) -> list[list[ReferenceStep]]:
     """Train copies of `model` that are put together after every so many steps; each copy's steps.
 
@@ -69,6 +70,7 @@ def local_loop(
         forward: (model, batch) -> the SUM of the loss over the batch's targets.
         make_outer: the optimizer whose gradient is what the copies have gone on the average, with the opposite sign.
         max_norm: each copy clips by its own norm.
+        last: number of steps, after which they are put together too.
     """
     outer = make_outer(list(model.parameters()))
     copies, optimizers, found = list[nn.Module](), list[torch.optim.Optimizer](), list[list[ReferenceStep]]()
@@ -86,7 +88,7 @@ def local_loop(
             norm = torch.nn.utils.clip_grad_norm_(one.parameters(), float("inf") if max_norm is None else max_norm)
             optimizer.step()
             seen.append((float(loss.detach()), float(norm), gradients))
-        if (index + 1) % every == 0:
+        if (index + 1) % every == 0 or index + 1 == last:
             _put_together(model, copies, outer)
         total = sum(loss for loss, _, _ in seen)
         for one, steps_of_one, (_, norm_of_one, gradients) in zip(copies, found, seen, strict=True):

@@ -1,8 +1,9 @@
 """A small loop of one's own, as the tests of the second door run it: in the pool, alone, or as a script."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -86,11 +87,17 @@ def built(seed: int, **settings: Any) -> Net:
 
 
 def own_loop(
-    folder: str, layout: str, *, max_norm: float | None = None, precision: str = "float64", **cutting: Any
+    folder: str,
+    layout: str,
+    *,
+    max_norm: float | None = None,
+    precision: str = "float64",
+    join: Mapping[str, Any] = MappingProxyType({}),
+    **cutting: Any,
 ) -> list[RecordedStep]:
     """The listing of design.md on one rank, and what it held after every step. Ranks build different models."""
     steps: list[RecordedStep] = []
-    with allranks.join(layout=layout, precision=precision, run=folder) as world:
+    with allranks.join(layout=layout, precision=precision, run=folder, **join) as world:
         module = built(7 if world.rank == 0 else 100 + world.rank)
         model = world.parallelize(module, tensor={"blocks.*.linear": "vocab", "heads.*": "vocab"})
         gradients: Parts = {}

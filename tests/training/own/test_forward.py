@@ -54,7 +54,7 @@ def test_a_batch_without_a_rule(pool: Pools, tmp_path: Path) -> None:
     (found,) = pool(1).run(case)
     assert found == [
         "TaskError: world.run: a batch is {a: a float32 tensor [2, 6], b: a float32 tensor [3]}, and Net.forward names "
-        "nothing in it: call the model yourself, then world.backward(loss, targets=...)",
+        "nothing in it: give a dict with its arguments by name, or a pair (input, target)",
         "TaskError: world.run: a batch is {x: a float32 tensor [2, 6], b: a float32 tensor [3]}: say how many targets "
         "it has, targets=...",
     ]

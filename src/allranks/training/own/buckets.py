@@ -13,7 +13,7 @@ def must_settle(spread: Spread) -> bool:
     module = spread.modules[""]
     if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
         return False  # where parameters may be unused DDP keeps its first buckets
-    return spread.mesh.dp > RANKS_WITH_ONE_ORDER
+    return spread.divisor > RANKS_WITH_ONE_ORDER
 
 
 def settle_buckets(spread: Spread, loss: torch.Tensor) -> None:

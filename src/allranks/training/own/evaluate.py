@@ -1,6 +1,7 @@
 """Exact evaluation in an own loop: every sample once, whatever the number of ranks."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -11,12 +12,34 @@ from allranks.data.evaluation import evaluation_batches
 from allranks.data.micro_step import MicroStep
 from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
+from allranks.layout import Layout
 from allranks.stepping.evaluate import world_means
 from allranks.stepping.session import draws
+from allranks.training.own.driven import Driven, Metrics
 from allranks.training.own.ground import Ground
+from allranks.training.own.models import needs_run
 from allranks.training.own.step import OwnStep
 
 Measure = Callable[[Any], Mapping[str, tuple[Any, Any]]]
+
+
+def choose_measure(measure: Measure | None, metrics: Metrics | None, driven: Driven, layout: Layout) -> Measure:
+    """What is measured of a batch: `measure` of it as it is, or `metrics` of the output that the world makes of it.
+
+    Raises:
+        TaskError: neither is given, both are, or the one that this layout cannot do.
+    """
+    if (measure is None) == (metrics is None):
+        raise TaskError("world.evaluate: give either measure(batch) or metrics=, a function of (output, batch)")
+    if metrics is not None:
+        return partial(driven.measure, metrics)
+    assert measure is not None
+    if needs_run(layout):
+        raise TaskError(
+            f"world.evaluate(dataset, measure): layout {layout} spreads a forward over several processes: give "
+            "metrics=, a function of (output, batch) that returns {name: (sum, count)}"
+        )
+    return measure
 
 
 def evaluate_own(ground: Ground, step: OwnStep, dataset: Any, measure: Measure, **loading: Any) -> dict[str, float]:
@@ -25,7 +48,10 @@ def evaluate_own(ground: Ground, step: OwnStep, dataset: Any, measure: Measure, 
     Raises:
         TaskError: `measure` gives anything but {name: (sum, count)}. DataError, LayoutError: the dataset or the batch.
     """
+    step.links.check_one("world.evaluate()")
     mesh = ground.processes.mesh
+    # Under a pipeline the first rank has to hear of what the last stage tells.
+    group = mesh.sample_group if mesh.layout.pp == 1 else ground.processes.world_group
     ground.stopwatch.mark("other")
     batches = evaluation_batches(
         dataset,
@@ -44,7 +70,8 @@ def evaluate_own(ground: Ground, step: OwnStep, dataset: Any, measure: Measure, 
     before = step.weight
     try:
         with ground.models.evaluating():
-            found = measure_all(batches, place_and_measure, ground.device, ground.processes.data_group)
+            tells = mesh.layout.pp == 1 or mesh.adds_loss
+            found = measure_all(batches, place_and_measure, ground.device, group, tells=tells)
     finally:
         step.weight = before
     ground.stopwatch.mark("evaluation")
@@ -57,6 +84,8 @@ def measure_all(
     measure: Callable[[MicroStep], object],
     device: torch.device,
     group: dist.ProcessGroup | None,
+    *,
+    tells: bool = True,
 ) -> dict[str, float]:
     """The world's sums of what `measure` gives, each divided by the world's count, as `world_means`; collective.
 
@@ -65,6 +94,7 @@ def measure_all(
         measure: {name: (sum, count)} of a micro-step; names may differ by rank and micro-step.
         device: where the group's backend wants its tensors.
         group: the ranks that share the dataset; None for one.
+        tells: whether this rank's sums count; not where another rank of the group has the same ones.
 
     Raises:
         TaskError: `measure` gives anything else.
@@ -77,7 +107,7 @@ def measure_all(
                 held = sums.setdefault(name, [0.0, 0.0])
                 held[0] += total
                 held[1] += count
-    return world_means(sums, group, device)
+    return world_means(sums if tells else {}, group, device)
 
 
 def _checked(found: object) -> dict[str, tuple[float, float]]:

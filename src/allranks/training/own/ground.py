@@ -1,10 +1,12 @@
 """What a world stands on: its processes, its configuration, and what its calls share."""
 
+import copy
+import difflib
 import os
-from collections.abc import Callable, Sequence
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,20 +15,33 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from allranks.config import Config, resolve_config
-from allranks.errors import ConfigError, LayoutError
+from allranks.config_keys import did_you_mean
+from allranks.errors import ConfigError
 from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.layout import Layout
+from allranks.layout_refusals import refuse_unsupported
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.backend import DeviceChoice, choose_device, start, stop
 from allranks.parallel.parallelize import parallelize
+from allranks.parallel.path import Path
 from allranks.parallel.precision import Precision, choose_precision
 from allranks.run import Run
+from allranks.slow_links import check_slow_links
 from allranks.stepping.world import Processes, gather_processes
-from allranks.training.own.models import OwnModels
+from allranks.training.own.links import Links
+from allranks.training.own.models import OwnModels, needs_run
 from allranks.training.own.run import open_own_run
 from allranks.verdict import Decision
 
 BACKEND_TIMEOUT_SECONDS = 600.0
+
+ARGUMENTS = ("layout", "seed", "precision", "device", "backend", "run", "keep", "change")  # of join
+
+# Of the section layout, what a layout string has not and an own loop can do.
+LAYOUT_KEYS = (
+    *("ddp_hook", "powersgd_rank", "powersgd_start", "ddp_bucket_mb", "context"),
+    *("local_sgd", "outer_lr", "outer_momentum", "outer_nesterov"),
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,7 @@ class Ground:
         open_run: the Run of a configuration, on every rank; collective.
         owns_group: whether leaving the world ends the process group.
         decisions: what was decided so far.
+        path: the sharded units that forwards enter, of all its models.
     """
 
     processes: Processes
@@ -47,6 +63,7 @@ class Ground:
     decisions: list[Decision]
     models: OwnModels = field(default_factory=OwnModels)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    path: Path = field(default_factory=Path)
 
     @property
     def device(self) -> torch.device:
@@ -59,20 +76,26 @@ class Ground:
             batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
         return self.precision.cast_inputs(batch)
 
-    def spread(self, module: nn.Module, **hints: Any) -> nn.Module:
+    def spread(self, module: nn.Module, links: Links, *, sequence_dims: Mapping[str, int], **hints: Any) -> nn.Module:
         """What is to be called for `module`, as `World.parallelize` says, whose `hints` these are; collective."""
-        self.models.check_new(module)
+        mesh = self.processes.mesh
+        self.models.check_new(module, mesh.layout)
+        whole = copy.deepcopy(module).cpu() if needs_run(mesh.layout) and self.processes.rank == 0 else None
+        self.models.sequence_dims = sequence_dims
         spread = parallelize(
             lambda: module,
-            self.processes.mesh,
+            mesh,
             self.precision,
             self.device,
             source=self.processes.first_source(),
             seed=lambda: None,
+            path=self.path,
             **hints,
         )
+        if spread.trainable():
+            links.take(spread)
         self.decisions.extend(spread.decisions)
-        return self.models.add(spread)
+        return self.models.add(spread, whole)
 
     def leave(self, *, failed: bool) -> bool:
         """End the process group, if it is this world's to end; whether the process may join again."""
@@ -91,24 +114,17 @@ def prepare_ground(
     device: str,
     backend: str,
     keep: int,
-    directory: Path | None,
+    directory: pathlib.Path | None,
     change: Sequence[str],
+    layout_keys: Mapping[str, object],
 ) -> Ground:
     """Check the arguments of `join`, take the device and start the backend; collective. Raises as `join` says."""
     environment = read_environment(os.environ)
-    config = _resolve(layout or environment.layout, seed=seed, precision=precision, backend=backend, keep=keep)
+    keys = _check_keys(layout_keys)
+    config = _resolve(layout or environment.layout, keys, seed=seed, precision=precision, backend=backend, keep=keep)
     degrees = Layout.resolve(config.layout, environment.world_size, environment.num_nodes)
-    degrees.supported_here()
-    if degrees.cp > 1:
-        raise LayoutError(
-            f"cp={degrees.cp} cuts the batches of a Task (allranks train); a loop of your own holds whole ones: "
-            "leave it out"
-        )
-    if degrees.pp > 1:
-        raise LayoutError(
-            f"pp={degrees.pp} orders forwards and backwards itself, which a loop of its own does: write a Task for "
-            "`allranks train`, or use another layout"
-        )
+    refuse_unsupported(degrees)
+    check_slow_links(config, degrees)
     choice = choose_device(environment, device, config.train.backend, degrees)
     owns_group = _start(environment, choice)
     processes = gather_processes(environment, choice, degrees)
@@ -122,14 +138,25 @@ def prepare_ground(
     )
 
 
-def _resolve(layout: str | None, **train: object) -> Config:
+def _check_keys(given: Mapping[str, object]) -> list[str]:
+    """`layout_keys` of `join` as overrides. Raises ConfigError for one that there is not, naming the nearest."""
+    for name in given:
+        if name not in LAYOUT_KEYS:
+            near = difflib.get_close_matches(name, (*ARGUMENTS, *LAYOUT_KEYS), n=2)
+            there = did_you_mean(near) or f"; keys of the section layout are {', '.join(LAYOUT_KEYS)}"
+            raise ConfigError(f"join({name}=...): no such argument{there}")
+    values = {name: str(value).lower() if isinstance(value, bool) else value for name, value in given.items()}
+    return [f"layout.{name}={value}" for name, value in values.items()]
+
+
+def _resolve(layout: str | None, layout_keys: Sequence[str], **train: object) -> Config:
     if train["precision"] not in ("float32", "float64"):
         raise ConfigError(
             f"join(precision={train['precision']!r}): float32 or float64; for bfloat16 run your forward under "
             "torch.autocast, the parameters stay float32"
         )
     keep = train.pop("keep")
-    overrides = [f"train.{key}={value}" for key, value in train.items()] + [f"checkpoint.keep={keep}"]
+    overrides = [f"train.{key}={value}" for key, value in train.items()] + [f"checkpoint.keep={keep}", *layout_keys]
     return resolve_config(task_defaults={}, toml=None, overrides=overrides, layout=layout)
 
 

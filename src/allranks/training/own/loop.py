@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import replace
-from math import ceil
 from pathlib import Path
 from typing import Any, final
 
@@ -14,17 +12,14 @@ from allranks.data.stream import DataStream
 from allranks.errors import ConfigError, TaskError
 from allranks.failure import INTERRUPTED, PREEMPTED
 from allranks.observing.recorder import StepRecord, Value
-from allranks.reporting.banner import StepShape, render_banner
+from allranks.training.own.banner import introduce
 from allranks.training.own.ground import Ground
-from allranks.training.own.run import Logbook
-from allranks.training.own.step import FinishedStep, OwnStep
+from allranks.training.own.run import Logbook, check_numbers
+from allranks.training.own.step import OwnStep
+from allranks.training.own.turn import FinishedStep
 from allranks.training.snapshot import Contents, Saver, find_checkpoint
 from allranks.training.stop import StopRequests
-
-# What the journal's line of a step has anyway.
-WRITTEN = frozenset(
-    ("t", "event", "step", "samples", "loss", "lr", "grad_norm", "ledger", "seconds", "tokens", "memory_bytes")
-)
+from allranks.verdict import Decision
 
 
 @final
@@ -71,7 +66,7 @@ class OwnLoop:
             self._logbook = Logbook(
                 self._ground.open_run(self._ground.config), self._ground.processes, self.order.steps_total
             )
-            self._introduce(self._logbook)
+            introduce(self._logbook, self._ground, self.order)
         return self._logbook
 
     def resume(self, contents: Contents) -> int:
@@ -127,7 +122,7 @@ class OwnLoop:
 
     def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
         """Rank 0's numbers, with the line of this step; outside of the loop as an evaluation. Raises TaskError."""
-        kept = {name: _number(name, value) for name, value in values.items() if name not in WRITTEN}
+        kept = check_numbers(values)
         if not self._inside:
             self.evaluated({name: float(value) for name, value in kept.items()}, 0.0)
         elif kept:
@@ -145,6 +140,15 @@ class OwnLoop:
         """Rank 0: one line on standard error, and in the log."""
         if self._logbook is not None:
             self._logbook.say(line)
+
+    def decide(self, decision: Decision) -> bool:
+        """Tell of a decision that was made after the start; False where the start is still to come."""
+        if self._logbook is None:
+            return False
+        if self._ground.processes.rank == 0:
+            self._logbook.write("decision", what=decision.what, because=decision.because)
+            self._logbook.say(str(decision))
+        return True
 
     def finish(self) -> None:
         """The end: what is not yet written or saved is; collective."""
@@ -189,7 +193,7 @@ class OwnLoop:
                 while batch is not None:
                     coming = next(loader, None) if self._sharded else None
                     more = 1 if not self._sharded else 0 if coming is None else coming.local_size
-                    step.begin(batch, more, started)
+                    step.begin(batch, more, started, self.order.steps_total)
                     self._inside = True
                     for index in range(len(batch.micro_steps)):
                         yield self._ground.place(step.give(index).batch)
@@ -239,6 +243,7 @@ class OwnLoop:
 
     def _save(self) -> Path:
         assert self._saver is not None
+        self._step.agreed(0)  # nothing is kept of a step in which the ranks have parted
         logbook, mark = self.open(), self._ground.stopwatch.mark
         mark("other")
         started = time.perf_counter()
@@ -264,35 +269,28 @@ class OwnLoop:
             StepRecord(finished.number, finished.samples, finished.size, finished.lr, finished.seconds, ready)
         )
 
-    def _introduce(self, logbook: Logbook) -> None:
-        if self._ground.processes.rank != 0:
-            return
-        for decision in self._ground.decisions:
-            logbook.write("decision", what=decision.what, because=decision.because)
-        processes = self._ground.processes
-        many = replace(_shape(self.order, processes.mesh.dp), num_processes=processes.size)
-        for line in render_banner(self._ground.decisions, _shape(self.order, 1), many):
-            logbook.say(line)
-        logbook.say(f"The run lies in {logbook.run.path}")
 
+def end(loop: OwnLoop | None, ground: Ground, error: BaseException | None, left: Callable[[], None]) -> None:
+    """Leave the world of `loop`; collective where there was no `error`.
 
-def _shape(order: DataStream, num_ranks: int) -> StepShape:
-    cut = replace(order.cut, num_ranks=num_ranks)
-    whole, rest = divmod(cut.global_batch, num_ranks)
-    return StepShape(
-        num_processes=num_ranks,
-        global_batch=cut.global_batch,
-        steps_per_epoch=None if order.steps_per_epoch is None else ceil(order.steps_per_epoch),
-        total_steps=order.steps_total,
-        schedule="as the loop sets it",
-        device_batch=(whole, whole + (rest > 0)),
-        micro_steps=cut.num_micro_steps(),
-    )
+    Args:
+        left: called where this process may join again.
 
-
-def _number(name: str, value: object) -> float | torch.Tensor:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.detach().clone()  # read later, on another thread
-    if isinstance(value, int | float):
-        return float(value)
-    raise TaskError(f"world.log({name}=...): expected a number, not a {type(value).__name__}")
+    Raises:
+        SystemExit: 130 or 75, where a stop was agreed.
+    """
+    try:
+        if loop is not None and error is None:
+            loop.finish()
+    except BaseException as failure:
+        error = failure
+        raise
+    finally:
+        try:
+            if loop is not None:
+                loop.close(error)
+        finally:
+            if ground.leave(failed=error is not None):
+                left()
+    if error is None and loop is not None and loop.exit_code:
+        raise SystemExit(loop.exit_code)

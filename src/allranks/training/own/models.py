@@ -1,32 +1,70 @@
 """The modules of a world: the one that is trained, and frozen ones beside it."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from allranks.errors import ConfigError, TaskError
+from allranks.errors import ConfigError, LayoutError, TaskError
+from allranks.layout import Layout
 from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.parallel.spread import Spread
 from allranks.stepping.passes import buffers_kept
 
 
+def needs_run(layout: Layout) -> bool:
+    """Whether forward and backward are no longer one call of the model and one of its loss."""
+    return layout.pp > 1 or layout.cp > 1
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A model as it was before it was spread, to compare with.
+
+    Attributes:
+        whole: it, on rank 0; None elsewhere.
+        sums: logical name -> the sum of what this rank holds of it, and that of its squares.
+    """
+
+    whole: nn.Module | None
+    sums: Mapping[str, tuple[float, float]]
+
+    @staticmethod
+    def sums_of(spread: Spread) -> dict[str, tuple[float, float]]:
+        """As they are now."""
+        parts = {name: spread.local(name).double() for name in spread.map}
+        return {name: (float(part.sum()), float(part.square().sum())) for name, part in parts.items()}
+
+    def is_untouched(self, spread: Spread) -> bool:
+        """Whether the spread model has the values that it had."""
+        return self.sums == self.sums_of(spread)
+
+
 @final
 class OwnModels:
-    """What `world.parallelize` has spread so far."""
+    """What `world.parallelize` has spread so far.
+
+    Attributes:
+        sequence_dims: entry of a batch -> the dim of its positions, where cp does not find it.
+    """
 
     def __init__(self) -> None:
+        self.sequence_dims: Mapping[str, int] = {}
+        self._start: Start | None = None
+        self._is_driven = False
         self._trained: Spread | None = None
         self._frozen: list[Spread] = []
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._was_called = False
 
-    def check_new(self, module: nn.Module) -> None:
-        """Refuse a module that is no bare, new one, or a second one to train. Raises TaskError."""
+    def check_new(self, module: nn.Module, layout: Layout) -> None:
+        """Refuse a module that is no bare, new one, or a second one to train. Raises TaskError, LayoutError."""
         name = type(module).__name__
         if not isinstance(module, nn.Module):
             raise TaskError(f"world.parallelize({name}): expected an nn.Module")
@@ -44,9 +82,18 @@ class OwnModels:
                 "into one nn.Module, or freeze this one first; several optimizers in turn need a Task with a `step`"
             )
 
-    def add(self, spread: Spread) -> nn.Module:
-        """Keep a spread module; returns what is to be called."""
+        if needs_run(layout) and self.all():
+            raise LayoutError(
+                f"world.parallelize({name}): layout {layout} spreads one model, and there is one already: put both "
+                "into one nn.Module"
+            )
+
+    def add(self, spread: Spread, whole: nn.Module | None = None) -> nn.Module:
+        """Keep a spread module; returns what is to be called. `whole`: rank 0's copy of it, as it was before."""
         called = spread.modules[""]
+        if needs_run(spread.mesh.layout):
+            called.register_forward_pre_hook(self._check_driven, prepend=True)
+            self._start = Start(whole, Start.sums_of(spread))
         self._known.update(called.modules())
         if not spread.trainable():
             self._frozen.append(spread)
@@ -74,6 +121,33 @@ class OwnModels:
     def all(self) -> tuple[Spread, ...]:
         """Every Spread."""
         return (*(() if self._trained is None else (self._trained,)), *self._frozen)
+
+    @property
+    def backward_call(self) -> str:
+        """The call that makes the backward of a batch."""
+        return "world.run(batch, loss)" if needs_run(self.trained.mesh.layout) else "world.backward(loss, targets=)"
+
+    def check_whole_forward(self) -> None:
+        """Refuse a backward of the user's where no process has all of a forward. Raises TaskError."""
+        if needs_run(self.trained.mesh.layout):
+            raise TaskError(
+                f"world.backward(): layout {self.trained.mesh.layout} spreads forward and backward over several "
+                "processes: use world.run(batch, loss), which makes both"
+            )
+
+    def take_start(self) -> Start | None:
+        """The trained model as it was before it was spread, once; None where there is nothing to compare."""
+        start, self._start = self._start, None
+        return start
+
+    @contextmanager
+    def driving(self) -> Iterator[None]:
+        """Inside, forwards are the world's own."""
+        before, self._is_driven = self._is_driven, True
+        try:
+            yield
+        finally:
+            self._is_driven = before
 
     def forget_calls(self) -> None:
         """From here on `check_called` wants a new forward."""
@@ -133,3 +207,10 @@ class OwnModels:
 
     def _note_call(self, *_: Any) -> None:
         self._was_called = True
+
+    def _check_driven(self, *_: Any) -> None:
+        if not self._is_driven:
+            raise TaskError(
+                f"the model was called under layout {self.trained.mesh.layout}, where no process has all of a forward: "
+                "use world.run(batch, loss), and world.evaluate(dataset, metrics=...)"
+            )

@@ -35,6 +35,14 @@ def make_own_optimizer(spread: Spread, kind: Callable[..., Optimizer], settings:
     return Optimizers(spread, {"": made})
 
 
+def find_own(made: Mapping[int, Optimizers], optimizer: Optimizer) -> Optimizers:
+    """The one of `made`, by id, that is `optimizer`. Raises TaskError."""
+    if id(optimizer) not in made:
+        kind = type(optimizer).__name__
+        raise TaskError(f"{kind} is not an optimizer of this world: make it by world.optimizer(model, {kind}, ...)")
+    return made[id(optimizer)]
+
+
 def _part_groups(optimizer: Optimizer) -> None:
     """Fused and foreach kernels take one kind of tensor: under FSDP2, parameters without dims are not sharded."""
     for group in list(optimizer.param_groups):

@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, final
@@ -12,7 +12,7 @@ import torch
 
 from allranks import __version__, errors
 from allranks.config import Config, changed_keys, is_resumable
-from allranks.errors import AllranksError, RunError
+from allranks.errors import AllranksError, RunError, TaskError
 from allranks.observing.journal import Journal
 from allranks.observing.memory import peak_memory_bytes
 from allranks.observing.recorder import Recorder, StepRecord
@@ -20,6 +20,11 @@ from allranks.run import Run
 from allranks.stepping.world import Processes
 from allranks.training.logs import log_of_rank
 from allranks.training.prepare import RUNS, config_digest
+
+# What the journal's line of a step has anyway.
+WRITTEN = frozenset(
+    ("t", "event", "step", "samples", "loss", "lr", "grad_norm", "ledger", "seconds", "tokens", "memory_bytes")
+)
 
 OWN_LOOP = "(own loop)"  # ends the `task` of run.json: no spec, so that nobody imports the script to find a Task in it
 
@@ -167,3 +172,17 @@ class Logbook:
             attempt=run.attempts,
             total_steps=total_steps,
         )
+
+
+def check_numbers(values: Mapping[str, object]) -> dict[str, float | torch.Tensor]:
+    """Those that `world.log` adds to a step's line. Raises TaskError for anything but a number."""
+    return {name: _check_number(name, value) for name, value in values.items() if name not in WRITTEN}
+
+
+def _check_number(name: str, value: object) -> float | torch.Tensor:
+    """What `world.log` may tell under `name`; a tensor is copied. Raises TaskError for anything but a number."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().clone()  # read later, on another thread
+    if isinstance(value, int | float):
+        return float(value)
+    raise TaskError(f"world.log({name}=...): expected a number, not a {type(value).__name__}")

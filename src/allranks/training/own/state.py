@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from allranks.checkpointing.manifest import encode_state
 from allranks.errors import CheckpointError, TaskError
 from allranks.parallel.spread import Spread
+from allranks.stepping.alike import everyones
 from allranks.training.own.optimizer import group_settings, restore_group_settings
 
 PAIRS = "__pairs__"  # stands for a dict whose keys are no strings, as MultiStepLR keeps its milestones
@@ -43,9 +44,12 @@ class OwnState:
             self._check(name, other)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values to remember."""
+        """JSON values to remember; collective along pp."""
+        groups, stages = group_settings(self._spread, self._optimizer), self._spread.stages
+        if stages is not None:  # each stage has parameters of its own
+            groups = [group for some in everyones(groups, stages.group, self._spread.device) for group in some]
         return {
-            "groups": group_settings(self._spread, self._optimizer),
+            "groups": groups,
             "others": {name: to_json(other.state_dict()) for name, other in self._others.items()},
         }
 

@@ -6,9 +6,8 @@ The same parts as `stepping`: only who calls forward differs, and that the targe
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Literal, final
+from contextlib import nullcontext
+from typing import Any, final
 
 import torch
 
@@ -16,55 +15,19 @@ from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import seed_all
 from allranks.errors import ConfigError, TaskError
 from allranks.observing.counters import Stopwatch
-from allranks.observing.recorder import Value
 from allranks.parallel.spread import Spread
 from allranks.stepping.agreement import Agreed, Agreement, Ballot, Pending
+from allranks.stepping.alike import explain_divergence
 from allranks.stepping.ema import Ema
 from allranks.stepping.optimizer import Optimizers
-from allranks.stepping.passes import ledger_of, micro_forward
+from allranks.stepping.passes import Forward, ledger_of, micro_forward
 from allranks.training.own.buckets import check_all_reached, must_settle, settle_buckets
-from allranks.training.own.models import OwnModels
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """A finished step, as rank 0 tells of it.
-
-    Attributes:
-        number: from 1.
-        samples: consumed since the start of the run, this step's included; `size` of them in this step.
-        lr: of the first group, as this step used it.
-        seconds: from the request for its first batch to the update.
-    """
-
-    number: int
-    samples: int
-    size: int
-    lr: float
-    seconds: float
-    pending: Pending
-    grad_norm: torch.Tensor
-
-    def values(self) -> dict[str, Value]:
-        """Loss per target, gradient norm and ledger; tokens where a sample has more than one target."""
-        agreed = self.pending.read()
-        targets = float(agreed.next_targets)
-        tokens: dict[str, Value] = {"tokens": targets} if targets > self.size else {}
-        return tokens | {
-            "loss": agreed.loss / max(1.0, targets),
-            "grad_norm": float(self.grad_norm),
-            "ledger": f"{agreed.ledger:016x}",
-        }
-
-
-@dataclass(slots=True)
-class _Turn:
-    """A micro-batch that is out, and how far the user's code has come with it."""
-
-    micro_step: MicroStep
-    last: bool
-    state: Literal["given", "backward", "stepped"] = "given"
-    forward: ExitStack = field(default_factory=ExitStack)
+from allranks.training.own.driven import Driven
+from allranks.training.own.forward import Loss, Targets, check_callable, check_loss, check_targets, count_targets
+from allranks.training.own.links import Links
+from allranks.training.own.models import OwnModels, needs_run
+from allranks.training.own.staged import Staged
+from allranks.training.own.turn import FinishedStep, Turn
 
 
 @final
@@ -75,11 +38,13 @@ class OwnStep:
         weight: 1, or 0 while the micro-batch that is out only fills this rank's place.
         stop_requested: (Ctrl-C, terminate) as this rank has seen them so far.
         averages: what follows the parameters; at most one.
+        links: of replicas that send each other less than their gradients.
     """
 
     def __init__(
         self,
         models: OwnModels,
+        driven: Driven,
         agreement: Agreement,
         device: torch.device,
         stopwatch: Stopwatch,
@@ -87,13 +52,17 @@ class OwnStep:
         self.weight = 1
         self.stop_requested: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         self.averages: list[Ema] = []
+        self.links = Links(agreement)
         self._models = models
+        self._driven = driven
+        self._staged: Staged | None = None
         self._agreement = agreement
         self._device = device
         self._stopwatch = stopwatch
         self._batch: StepBatch | None = None
-        self._turn: _Turn | None = None
-        self._more = 1
+        self._turn: Turn | None = None
+        self._more, self._done = 1, 0
+        self._steps_total: int | None = None
         self._started = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._targets = 0
@@ -108,6 +77,7 @@ class OwnStep:
 
     def follow(self, spread: Spread, decay: float) -> Ema:
         """Average the parameters from here on. Raises TaskError, ConfigError: see `World.ema`."""
+        self.links.check_apart("world.ema()")
         if self.averages:
             raise TaskError("world.ema() was called already: a world has one average of its model")
         if not 0 < decay < 1:
@@ -115,22 +85,24 @@ class OwnStep:
         self.averages.append(Ema(spread, decay))
         return self.averages[0]
 
-    def begin(self, batch: StepBatch, more: int, started: float) -> None:
+    def begin(self, batch: StepBatch, more: int, started: float, steps_total: int | None) -> None:
         """The step of `batch` begins, requested at `started`; `more`: this rank's samples after it, 0 at its end."""
         self.abandon()
-        self._batch, self._more, self._started = batch, more, started
+        self.links.begin()
+        self._batch, self._more, self._started, self._steps_total = batch, more, started, steps_total
 
     def give(self, index: int) -> MicroStep:
         """The micro-step that goes out next, with everything set for its forward."""
         assert self._batch is not None
         micro_step = self._batch.micro_steps[index]
         last = index == len(self._batch.micro_steps) - 1
-        turn = self._turn = _Turn(micro_step, last)
+        turn = self._turn = Turn(micro_step, last)
         self.weight = micro_step.weight
         self._models.trained.synchronise(last)
         self._models.forget_calls()
         for spread in self._models.all():
-            turn.forward.enter_context(micro_forward(spread, micro_step.weight))
+            if spread.stages is None:  # a pipeline enters it for each of its own forwards
+                turn.forward.enter_context(micro_forward(spread, micro_step.weight))
         self._stopwatch.mark("input")
         seed_all(micro_step.random_key)
         return micro_step
@@ -139,27 +111,57 @@ class OwnStep:
         """The user's code asks for more: has it done its part? Raises TaskError."""
         turn = self._turn
         if turn is not None and turn.state == "given":
-            raise TaskError("the next batch was asked for, but world.backward(loss, targets=) of this one never came")
+            raise TaskError(f"the next batch was asked for, but {self._models.backward_call} of this one never came")
         if turn is not None and turn.last and turn.state != "stepped":
             raise TaskError("the next batch was asked for, but world.step(optimizer) of the last one never came")
         self._stopwatch.mark("other")
 
     def backward(self, loss: torch.Tensor, targets: int) -> None:
         """Accumulate the gradients of a sum over `targets` targets; the step's last one reduces them; collective."""
-        turn = self._out("world.backward()")
-        if turn.state != "given":
-            raise TaskError("world.backward() was called twice for one batch: add the losses, and call it once")
-        _check_loss(loss)
-        count = _check_targets(targets)
+        turn = self._given("backward")
+        self._models.check_whole_forward()
+        self._accumulate(check_loss("backward", loss), check_targets("backward", targets), turn)
+
+    def run(self, batch: Any, loss: Loss, targets: Targets) -> torch.Tensor:
+        """Forward, loss and backward of the batch that is out, as `World.run` says; collective."""
+        turn = self._given("run")
+        check_callable(loss)
+        if needs_run(self._models.trained.mesh.layout):
+            self._driven.compare(batch, loss)
+            self._models.trained.synchronise(turn.last)
+        with self._models.driving():
+            forward = self._driven.forward(batch)
+            if forward.spread.stages is not None:
+                return self._add_to_pipeline(forward, turn, batch, loss, count_targets(batch, targets))
+            placed = forward.place(batch)
+            found = check_loss("run", loss(forward(placed), placed))
+            self._accumulate(found, count_targets(batch, targets), turn)
+        return found.detach()
+
+    def _add_to_pipeline(self, forward: Forward, turn: Turn, batch: Any, loss: Loss, count: int) -> torch.Tensor:
+        """Under a pipeline batches wait for the step's last one, and then pass together."""
+        assert self._batch is not None
+        self._staged = self._staged or Staged(forward)
+        value = self._staged.add(turn.micro_step, batch, loss)
+        self._count(None, count, turn)
+        if turn.last:
+            self._loss = self._staged.run(self._batch)
+            self._stopwatch.mark("forward_backward")
+        return value
+
+    def _accumulate(self, loss: torch.Tensor, count: int, turn: Turn) -> None:
         self._models.check_called()
         if self._accumulated is not None and self._accumulated.grad is None:
             raise TaskError(
                 "the gradients of this step's earlier micro-batches are gone: leave out optimizer.zero_grad(), "
                 "world.step does it when the step is over"
             )
-        self._run_backward(loss, turn)
+        self._run_backward(loss, turn, count)
+        self._count(loss, count, turn)
+
+    def _count(self, loss: torch.Tensor | None, count: int, turn: Turn) -> None:
         if turn.micro_step.weight:
-            self._loss = self._loss + loss.detach().double()
+            self._loss = self._loss if loss is None else self._loss + loss.detach().double()
             self._targets += count
         turn.forward.close()
         turn.state = "backward"
@@ -169,7 +171,7 @@ class OwnStep:
         """After the step's last micro-batch: agree, divide once, clip, update (law 3); else None; collective."""
         turn = self._out("world.step()")
         if turn.state == "given":
-            raise TaskError("world.step() came before world.backward(loss, targets=) of this batch")
+            raise TaskError(f"world.step() came before {self._models.backward_call} of this batch")
         if turn.state == "stepped":
             raise TaskError(
                 "world.step() was called twice in a step: a world has one optimizer; several need a Task with a `step`"
@@ -177,42 +179,67 @@ class OwnStep:
         if not turn.last:
             return None
         self._models.trained.check_reduced()
-        self._models.trained.reduce_scalars()
+        if self._staged is None:  # a pipeline has done so
+            self._models.trained.reduce_scalars()
         assert self._batch is not None
         interrupt, terminate = self.stop_requested()
         ledger = ledger_of(self._batch)
-        pending = self._agreement.start(Ballot(self._loss, self._targets, self._more, interrupt, terminate, ledger))
-        scale = self._models.trained.divisor / pending.next_targets.clamp(min=1.0)
+        path = self._models.trained.path
+        told = (self._more, interrupt, terminate, ledger, path.take(), path.wait)
+        pending = self._agreement.start(Ballot(self._loss, self._targets, *told))
+        scale = self.links.divide(self._models.trained, pending.next_targets)
         self._stopwatch.mark("agreement")
         norm = self._models.trained.clip(optimizers.parameters(""), max_norm, scale)
         lr = self._update(optimizers)
+        self.links.finish_step(self._batch.step + 1, self._steps_total)
         turn.state = "stepped"
         return self._finish(self._batch, pending, norm, lr)
 
     def agreed(self, lag: int) -> Agreed | None:
-        """What the ranks agreed on `lag` steps before the last one; None where there was none."""
-        return self._pendings[-1 - lag].read() if len(self._pendings) > lag else None
+        """What the ranks agreed on `lag` steps before the last one, in which they entered the same units; or None.
+
+        Raises:
+            TaskError: on every rank: they have not.
+        """
+        if len(self._pendings) <= lag:
+            return None
+        pending = self._pendings[-1 - lag]
+        agreed = pending.read()
+        if agreed.diverged:
+            raise explain_divergence(pending.path, self._done - lag, self._agreement.group, self._device)
+        return agreed
 
     def abandon(self) -> None:
         """Forget a step that was left unfinished, with its gradients."""
         if not self.between_steps:
             for parameter in self._models.trained.trainable().values():
                 parameter.grad = None
+        if self._staged is not None:
+            self._staged.forget()
         self._turn, self._batch, self.weight = None, None, 1
         self._reset()
 
-    def _out(self, call: str) -> _Turn:
+    def _given(self, call: str) -> Turn:
+        turn = self._out(f"world.{call}()")
+        if turn.state != "given":
+            raise TaskError(f"world.{call}() was called twice for one batch: add the losses, and call it once")
+        return turn
+
+    def _out(self, call: str) -> Turn:
         if self._turn is None:
             raise TaskError(f"{call} outside of the loop: it belongs to a batch of `for batch in world.stream(...)`")
         return self._turn
 
-    def _run_backward(self, loss: torch.Tensor, turn: _Turn) -> None:
+    def _run_backward(self, loss: torch.Tensor, turn: Turn, count: int) -> None:
         spread = self._models.trained
         first = turn.last and not self._reduced_once
         if first and must_settle(spread):
             settle_buckets(spread, loss)
         # A filler's loss counts nothing, but its backward runs: every rank takes part in every collective.
-        (loss if turn.micro_step.weight else loss * 0.0).backward()
+        loss, count = (loss, count) if turn.micro_step.weight else (loss * 0.0, 0)
+        assert self._batch is not None
+        with self.links.reducing(spread, self._batch.step, self._targets + count) if turn.last else nullcontext():
+            loss.backward()
         if first:
             check_all_reached(spread)
             self._reduced_once = True
@@ -232,6 +259,7 @@ class OwnStep:
 
     def _finish(self, batch: StepBatch, pending: Pending, norm: torch.Tensor, lr: float) -> FinishedStep:
         self._pendings.append(pending)
+        self._done = batch.step + 1
         self._reset()
         return FinishedStep(
             number=batch.step + 1,
@@ -247,19 +275,3 @@ class OwnStep:
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         self._targets = 0
         self._accumulated = None
-
-
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TaskError(f"world.backward({found}): the loss has to be one number, the SUM over the batch's targets")
-    if not loss.requires_grad:
-        raise TaskError("world.backward(): the loss has no gradient: it was computed under no_grad, or detached")
-
-
-def _check_targets(targets: object) -> int:
-    if isinstance(targets, torch.Tensor) and targets.numel() == 1 and not targets.is_floating_point():
-        targets = int(targets)
-    if isinstance(targets, bool) or not isinstance(targets, int) or targets < 0:
-        raise TaskError(f"world.backward(targets={targets!r:.40}): the number of targets of this batch, a whole number")
-    return targets

@@ -87,9 +87,10 @@ def make_loop(
         steps=train.steps,
         shuffle=shuffle,
     )
+    step.links.check_stream(order, train.steps)
 
     def make_loader() -> Loader:
-        ground.models.check_cut(order.cut.micro_batch)
+        ground.models.check_cut(None if numbers["micro_steps"] is not None else order.cut.micro_batch)
         pin = ground.device.type == "cuda"
         return Loader(order, collate=collate, workers=workers, draws=draws(dataset), pin=pin)
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, final
 
 import torch
@@ -13,21 +13,22 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from allranks.errors import ConfigError, TaskError
-from allranks.parallel.gather import RanksRows
-from allranks.stepping.agreement import Agreement
 from allranks.stepping.ema import Ema
 from allranks.stepping.optimizer import Optimizers
+from allranks.stepping.session import make_agreement
 from allranks.task import TensorStyle
-from allranks.training.own.evaluate import Measure, evaluate_own
-from allranks.training.own.forward import call_model, count_targets
+from allranks.training.own.driven import Driven, Metrics
+from allranks.training.own.evaluate import Measure, choose_measure, evaluate_own
+from allranks.training.own.forward import Loss, Targets
 from allranks.training.own.ground import Ground
-from allranks.training.own.loop import OwnLoop
-from allranks.training.own.optimizer import make_own_optimizer
+from allranks.training.own.loop import OwnLoop, end
+from allranks.training.own.optimizer import find_own, make_own_optimizer
 from allranks.training.own.state import Kept, OwnState
 from allranks.training.own.step import OwnStep
 from allranks.training.own.stream import Stream, make_loop
 from allranks.training.own.team import Team, make_team
 from allranks.training.snapshot import Contents
+from allranks.verdict import Decision
 
 JOINED: list["World"] = []  # at most one: a process is in one world at a time
 
@@ -48,8 +49,8 @@ class World:
         self.rank, self.local_rank, self.size = processes.rank, processes.environment.local_rank, processes.size
         self.device = ground.device
         self._ground = ground
-        agreement = Agreement(processes.agreement, self.device, counts=processes.mesh.counts)
-        self._step = OwnStep(ground.models, agreement, self.device, ground.stopwatch)
+        self._driven = Driven(ground.models, self._decide)
+        self._step = OwnStep(ground.models, self._driven, make_agreement(processes), self.device, ground.stopwatch)
         self._optimizers: dict[int, Optimizers] = {}
         self._loop: OwnLoop | None = None
 
@@ -83,24 +84,28 @@ class World:
         tensor: Mapping[str, TensorStyle] | None = None,
         optional: Sequence[str] = (),
         find_unused: bool = False,
+        split_before: Sequence[str] = (),
+        sequence_dims: Mapping[str, int] = MappingProxyType({}),
     ) -> nn.Module:
         """Spread `module` by the layout, and return what to call; rank 0's values, streamed to all; collective.
 
         One module with trainable parameters, and any number of frozen ones. A sharded layout works in place; under ddp
-        what is returned is DistributedDataParallel, with the module as its `.module`.
+        what is returned is DistributedDataParallel, with the module as its `.module`. Under pp and cp `run` calls it.
 
         Args:
             blocks: names of repeated blocks (globs), where they are not found by structure.
             tensor: module (glob) -> how tp cuts it, as in `Hints.tensor`, where it is not found either.
             optional: modules (globs) that a forward may leave out on some ranks; they get zero gradients then.
             find_unused: whether a backward may leave other trainable parameters without a gradient.
+            split_before, sequence_dims: as in `Hints`: where pp may cut it, and which entries of a batch cp cuts.
 
         Raises:
             TaskError: it is spread already, is a second one to train, or is not the same on every rank.
             LayoutError: it cannot be spread in this way.
         """
-        hints = {"blocks": blocks, "tensor": tensor or {}, "optional": optional, "find_unused": find_unused}
-        return self._ground.spread(module, **hints)
+        hints: dict[str, Any] = {"blocks": blocks, "tensor": tensor or {}, "split_before": split_before}
+        hints |= {"optional": optional, "find_unused": find_unused}
+        return self._ground.spread(module, self._step.links, sequence_dims=sequence_dims, **hints)
 
     def optimizer(self, model: nn.Module, kind: Callable[..., Optimizer], **settings: Any) -> Optimizer:
         """`kind(parameters, **settings)` over the model's trainable parameters, as they are spread; fused if possible.
@@ -172,11 +177,12 @@ class World:
             RunError: the Run directory refuses.
         """
         loop = self._need_loop("world.resume()")
-        spread, optimizers = self._ground.models.of(model), self._own(optimizer)
+        spread, optimizers = self._ground.models.of(model), find_own(self._optimizers, optimizer)
         if not isinstance(stream, Stream) or not stream.belongs_to(loop):  # type: ignore[redundant-expr]
             raise TaskError("world.resume(): pass the stream that world.stream(...) returned")
         state = OwnState(spread, optimizers.by_name[""], others, loop.say)
-        return loop.resume(Contents(spread, optimizers, loop.order, extra={}, task=state, beside=self._step.averages))
+        outer, beside = self._step.links.outer, self._step.averages
+        return loop.resume(Contents(spread, optimizers, loop.order, extra={}, task=state, outer=outer, beside=beside))
 
     def backward(self, loss: torch.Tensor, targets: int) -> None:
         """Accumulate the gradients of `loss`, a SUM over `targets` targets; the step's last batch reduces; collective.
@@ -195,7 +201,7 @@ class World:
         loop = self._need_loop("world.step()")
         if max_norm is not None and not max_norm > 0:
             raise ConfigError(f"world.step(max_norm={max_norm}): expected a norm above 0, or None for no clipping")
-        finished = self._step.step(self._own(optimizer), max_norm)
+        finished = self._step.step(find_own(self._optimizers, optimizer), max_norm)
         if finished is not None:
             loop.finished(finished)
         return finished is not None
@@ -216,20 +222,29 @@ class World:
         """
         self._need_loop("world.log()").log(values)
 
-    def run(self, batch: Any, loss: Callable[[Any, Any], torch.Tensor], *, targets: int | None = None) -> torch.Tensor:
-        """Forward, `loss(output, batch)` (a SUM over targets) and backward in one call; the loss; collective.
+    def run(self, batch: Any, loss: Loss, *, targets: Targets = None) -> torch.Tensor:
+        """Forward, `loss(output, batch)` and backward in one call, under every layout; this rank's loss; collective.
 
-        Forward's arguments and the number of targets are found as for a Task.
+        Forward's arguments are found as for a Task. Under pp a step's batches pass together when its last one is here;
+        until then their losses are nan. Before the first update under pp and cp, a micro-batch is compared with what
+        the whole model computes: rank 0 keeps a copy until then.
+
+        Args:
+            loss: a SUM over the targets of the batch that it is given: under cp this rank's positions of it.
+            targets: of the whole batch: a number, or a function of the batch; None: found as for a Task.
+
+        Raises:
+            TaskError: no batch is out, it had its backward, or it is not what is needed.
+            LayoutError: it cannot be cut, or the cut model does not compute what the whole one does.
         """
-        value = loss(call_model(self._ground.models.trained, batch), batch)
-        self.backward(value, count_targets(batch) if targets is None else targets)
-        return value.detach()
+        return self._step.run(batch, loss, targets)
 
     def evaluate(
         self,
         dataset: Any,
-        measure: Measure,
+        measure: Measure | None = None,
         *,
+        metrics: Metrics | None = None,
         batch: int,
         micro_batch: int | None = None,
         workers: int = 0,
@@ -238,23 +253,25 @@ class World:
         """{name: the world's sum / count} over all of `dataset`, each once, in evaluation mode; recorded; collective.
 
         Args:
-            measure: batch -> {name: (sum, count)}, the same names on every rank; called without gradients.
+            measure: batch -> {name: (sum, count)}; called without gradients.
+            metrics: instead, (output, batch) -> the same, under every layout: the world makes the forward.
             batch: samples at a time over the whole world; `micro_batch` in a forward.
         """
         started = time.perf_counter()
         loading = {"batch_size": batch, "micro_batch": micro_batch, "workers": workers, "collate": collate}
-        found = evaluate_own(self._ground, self._step, dataset, measure, **loading)
+        chosen = choose_measure(measure, metrics, self._driven, self._ground.processes.mesh.layout)
+        found = evaluate_own(self._ground, self._step, dataset, chosen, **loading)
         if self._loop is not None:
             self._loop.evaluated(found, time.perf_counter() - started)
         return found
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows of all data-parallel ranks, in their order, with gradients, a filler's own last; collective."""
-        return RanksRows(self._ground.processes.data_group, counts=self.weight > 0).gather(rows)
+        return self._step.links.rows("gather", self._ground.processes.data_group, self.weight).gather(rows)
 
     def offset(self, rows: torch.Tensor) -> int:
         """The number of rows before this rank's in `gather(rows)`; collective."""
-        return RanksRows(self._ground.processes.data_group, counts=self.weight > 0).offset(rows)
+        return self._step.links.rows("offset", self._ground.processes.data_group, self.weight).offset(rows)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank along an axis of the layout. LayoutError where the layout has no such axis."""
@@ -270,31 +287,14 @@ class World:
         Raises:
             SystemExit: 130 or 75, where a stop was agreed (Ctrl-C, SIGTERM).
         """
-        if self not in JOINED:
-            return
-        try:
-            if self._loop is not None and error is None:
-                self._loop.finish()
-        except BaseException as failure:
-            error = failure
-            raise
-        finally:
-            try:
-                if self._loop is not None:
-                    self._loop.close(error)
-            finally:
-                if self._ground.leave(failed=error is not None):
-                    JOINED.remove(self)
-        if error is None and self._loop is not None and self._loop.exit_code:
-            raise SystemExit(self._loop.exit_code)
+        if self in JOINED:
+            end(self._loop, self._ground, error, lambda: JOINED.remove(self))
+
+    def _decide(self, decision: Decision) -> None:
+        if self._loop is None or not self._loop.decide(decision):
+            self._ground.decisions.append(decision)
 
     def _need_loop(self, call: str) -> OwnLoop:
         if self._loop is None:
             raise TaskError(f"{call} before world.stream(...): it belongs into the loop over a stream")
         return self._loop
-
-    def _own(self, optimizer: Optimizer) -> Optimizers:
-        if id(optimizer) not in self._optimizers:
-            kind = type(optimizer).__name__
-            raise TaskError(f"{kind} is not an optimizer of this world: make it by world.optimizer(model, {kind}, ...)")
-        return self._optimizers[id(optimizer)]

@@ -1,0 +1,79 @@
+"""What of a Layout does not go together, beyond its degrees: a reason for each."""
+
+from importlib.util import find_spec
+
+from allranks.errors import ConfigError, LayoutError
+from allranks.layout import Layout
+from allranks.layout_placement import refuse_beside_placement
+
+FLOAT8_EXTRA = (
+    "train.precision=float8 needs torchao, which is not installed: pip install 'allranks[float8]', or take "
+    "train.precision=bfloat16"
+)
+SPLIT_BACKWARD = ("interleaved_zb", "zbv", "dualpipev")
+
+
+def refuse_unsupported(layout: Layout) -> None:
+    """Raise LayoutError for modes that do not go together, or with the degrees."""
+    _check_offload(layout)
+    _check_schedule(layout)
+    _check_recompute(layout)
+    if layout.kind == "placement":
+        refuse_beside_placement(dict(layout.differing()))
+
+
+def refuse_float8(layout: Layout) -> None:
+    """As `refuse_beside_float8`; raise ConfigError without torchao, too."""
+    refuse_beside_float8(layout)
+    if find_spec("torchao") is None:
+        raise ConfigError(FLOAT8_EXTRA)
+
+
+def refuse_beside_float8(layout: Layout) -> None:
+    """Raise LayoutError for layouts that `train.precision=float8` does not go with."""
+    axes = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "pp", "ep") if getattr(layout, axis) > 1]
+    beside = axes or [layout.kind] * (layout.kind in ("placement", "data_parallel"))
+    if beside:
+        raise LayoutError(
+            f"train.precision=float8 with {' and '.join(beside)} comes with a later version (each part of a layer "
+            "would scale by its own largest value): use ddp, fsdp or hsdp, or train.precision=bfloat16"
+        )
+
+
+def _check_offload(layout: Layout) -> None:
+    """What parameters in the host's memory do not go with."""
+    if not layout.offloads_parameters:
+        return
+    if layout.dp_shard == 1 or not layout.fully_sharded:
+        raise LayoutError(
+            f"offload={layout.offload} keeps the shards of parameters in the host's memory, and this layout shards "
+            "none (dp_shard above 1, with sharding=full or grad_op): use fsdp, or offload=activations"
+        )
+    if layout.local_sgd is not None:
+        raise LayoutError(
+            f"offload={layout.offload} with layout.local_sgd comes with a later version (what the copies exchange "
+            "lies on the device): leave one of them"
+        )
+
+
+def _check_recompute(layout: Layout) -> None:
+    if layout.recompute == "budget" and layout.compile == "none":
+        raise LayoutError("recompute=budget leaves the choice to torch.compile: add compile=block")
+    talking = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1]
+    if talking and (layout.recompute, layout.compile) == ("selective", "block"):
+        raise LayoutError(
+            "recompute=selective with compile=block takes a block in one piece, and under "
+            f"{' and '.join(talking)} ranks exchange inside of one: use recompute=full, or leave compile out"
+        )
+
+
+def _check_schedule(layout: Layout) -> None:
+    """What the schedules cannot follow that run the halves of a backward apart."""
+    beside = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "dp_shard") if getattr(layout, axis) > 1]
+    # Compiled code gives away in one backward what the second half would need, or finds in a cache code that does.
+    beside += [f"{mode}={given}" for mode in ("recompute", "compile") if (given := getattr(layout, mode)) != "none"]
+    if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and beside:
+        raise LayoutError(
+            f"schedule={layout.schedule} runs the halves of a backward apart, which {' and '.join(beside)} cannot "
+            "follow: use schedule=1f1b or interleaved"
+        )

@@ -1,0 +1,126 @@
+"""Forwards that a world makes itself: for `run`, and for an evaluation with `metrics`.
+
+Under cp each process gets a part of every sequence, and under pp a stage of the model: neither is what a user's own
+line `model(batch)` could mean.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from allranks.checkpointing.exchange import broadcast_bytes
+from allranks.errors import TaskError
+from allranks.parallel.spread import Spread
+from allranks.stepping.flops import count_flops
+from allranks.stepping.loss_check import generators_kept
+from allranks.stepping.passes import Forward, buffers_kept
+from allranks.stepping.whole_check import UNCOMPARED, compare_whole
+from allranks.training.own.forward import Loss, OwnTask, check_loss, make_forward
+from allranks.training.own.models import OwnModels
+from allranks.verdict import Decision
+
+Metrics = Callable[[Any, Any], Mapping[str, tuple[Any, Any]]]
+
+
+@final
+class Driven:
+    """The forward of the model that is trained.
+
+    Args:
+        decide: told what is found out on the first batch.
+    """
+
+    def __init__(self, models: OwnModels, decide: Callable[[Decision], None]) -> None:
+        self._models = models
+        self._decide = decide
+        self._forward: Forward | None = None
+
+    def forward(self, batch: Any) -> Forward:
+        """The forward for batches like this one; what there is to find out on the first one is; collective then.
+
+        Raises:
+            TaskError, LayoutError: there is no model, it takes nothing of the batch, or no sequence is found.
+        """
+        if self._forward is None:
+            forward = make_forward(self._models.trained)
+            spread = forward.spread
+            if spread.context is not None:
+                self._decide(spread.context.meet(batch, forward.inputs(batch), self._models.sequence_dims))
+            if spread.stages is not None:
+                _pass_once(forward, batch)
+            self._forward = forward
+        return self._forward
+
+    def measure(self, metrics: Metrics, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+        """`metrics` of the output for a batch; {} where another rank has the output; collective."""
+        with self._models.driving():
+            forward = self.forward(batch)
+            placed = forward.place(batch)
+            output = forward(placed)
+        return metrics(output, placed) if forward.spread.mesh.has_output else {}
+
+    def compare(self, batch: Any, loss: Loss) -> None:
+        """Once, before the first update: does the cut model compute what the whole one does? Collective.
+
+        Where the values are not those of the start any more (after a resume), nothing is compared, and that is said.
+
+        Raises:
+            LayoutError: on every rank, naming what differs.
+        """
+        start = self._models.take_start()
+        if start is None:
+            return
+        spread = self._models.trained
+        if not _on_all(start.is_untouched(spread), spread):
+            self._decide(Decision(UNCOMPARED, "its values are not those with which it was spread"))
+            return
+        with self._models.driving(), generators_kept(spread.bare()):
+            task = OwnTask(lambda output, own: check_loss("run", loss(output, own)), start.whole)
+            forward = replace(self.forward(batch), task=task)
+            shared = share_batch(batch, spread)
+            flops = count_flops(forward, shared, 1)
+            what = "the first micro-batch"
+            self._decide(compare_whole(forward, shared, 0, flops or 0.0, what=what))
+
+
+def _pass_once(forward: Forward, batch: Any) -> None:
+    """A pipeline learns what passes between its stages from a forward with gradients; nothing of it stays."""
+    spread = forward.spread
+    with generators_kept(spread.bare()), buffers_kept(spread, unless=False), torch.enable_grad():
+        forward.raw(forward.place(batch), spread.bare())
+    spread.reshard()
+
+
+def _on_all(flag: bool, spread: Spread) -> bool:
+    told = torch.tensor(float(flag), device=spread.device)
+    dist.all_reduce(told, dist.ReduceOp.MIN)
+    return bool(told.item())
+
+
+def share_batch(batch: Any, spread: Spread) -> Any:
+    """The first data-parallel rank's batch on all of them, whose own may have a sample more or less; collective.
+
+    Raises:
+        TaskError: on the rank whose batch is built otherwise.
+    """
+    group = spread.mesh.data_group
+    if group is None:
+        return batch
+    leaves, spec = pytree.tree_flatten(batch)
+    mine = [[list(leaf.shape), str(leaf.dtype)] if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    theirs = json.loads(broadcast_bytes(json.dumps(mine).encode(), group, spread.device))
+    if [kind and kind[1:] for kind in theirs] != [kind and kind[1:] for kind in mine]:
+        raise TaskError(f"world.run: a batch on rank {spread.mesh.rank} is built otherwise than on another rank")
+    first = dist.get_rank(group) == 0
+    shared = list(leaves)
+    for place, kind in enumerate(theirs):
+        if kind is not None:
+            own = leaves[place]
+            shared[place] = own.contiguous() if first else own.new_empty(kind[0])
+            dist.broadcast(shared[place], group=group, group_src=0)
+    return pytree.tree_unflatten(shared, spec)

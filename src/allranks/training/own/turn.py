@@ -1,0 +1,52 @@
+"""Where an own loop stands: the micro-batch that is out, and what is told of a step that is over."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from allranks.data.micro_step import MicroStep
+from allranks.observing.recorder import Value
+from allranks.stepping.agreement import Pending
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A finished step, as rank 0 tells of it.
+
+    Attributes:
+        number: from 1.
+        samples: consumed since the start of the run, this step's included; `size` of them in this step.
+        lr: of the first group, as this step used it.
+        seconds: from the request for its first batch to the update.
+    """
+
+    number: int
+    samples: int
+    size: int
+    lr: float
+    seconds: float
+    pending: Pending
+    grad_norm: torch.Tensor
+
+    def values(self) -> dict[str, Value]:
+        """Loss per target, gradient norm and ledger; tokens where a sample has more than one target."""
+        agreed = self.pending.read()
+        targets = float(agreed.next_targets)
+        tokens: dict[str, Value] = {"tokens": targets} if targets > self.size else {}
+        return tokens | {
+            "loss": agreed.loss / max(1.0, targets),
+            "grad_norm": float(self.grad_norm),
+            "ledger": f"{agreed.ledger:016x}",
+        }
+
+
+@dataclass(slots=True)
+class Turn:
+    """A micro-batch that is out, and how far the user's code has come with it."""
+
+    micro_step: MicroStep
+    last: bool
+    state: Literal["given", "backward", "stepped"] = "given"
+    forward: ExitStack = field(default_factory=ExitStack)
