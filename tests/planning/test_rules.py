@@ -1,5 +1,6 @@
 """Every rule refuses what it is for, with its numbers, and agrees with the engine that would run it."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -105,10 +106,13 @@ def test_a_precision_is_one_of_the_engines_and_of_the_devices() -> None:
     assert refused("float64") == "toy has no rate for it: it has bfloat16, float16, float32"
 
 
-@pytest.mark.parametrize(("degrees", "beside"), [({"dp_shard": 8}, ""), ({"tp": 8}, "train.precision=float8 with tp=8 ")])
+@pytest.mark.parametrize(
+    ("degrees", "beside"), [({"dp_shard": 8}, ""), ({"tp": 8}, "train.precision=float8 with tp=8")]
+)
 def test_float8_goes_with_data_parallel_layouts(degrees: dict[str, int], beside: str) -> None:
     made = cluster()
-    made = replace(made, device=replace(made.device, peak_flops={**made.device.peak_flops, "float8": 200e12}))
+    device = dataclasses.replace(made.device, peak_flops={**made.device.peak_flops, "float8": 200e12})
+    made = dataclasses.replace(made, device=device)
     found = rules.check(decoder(), made, Choice(Layout(**degrees), 64, 1, "float8"))
     assert found is None if not beside else found is not None and found.because.startswith(beside)
 
