@@ -58,7 +58,7 @@ def mechanisms_of(row: Mapping[str, Any]) -> Mechanisms:
         return FLAGS if "megatron-core" in name else CORE
     if "foundry" in name or "fsdp1" in name or "composer" in name:
         return FOUNDRY
-    if any(word in name for word in ("titan", "fsdp", "pytorch", "hugging", "accelerate", "lightning", "fms")):
+    if any(word in name for word in ("titan", "fsdp", "nanogpt", "pytorch", "hugging", "accelerate", "lightning", "fms")):
         return _torch(row)
     return replace(CORE, name=name, sequence_parallel=bool(row["parallel"].get("sp")))
 

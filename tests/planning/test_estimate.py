@@ -108,3 +108,11 @@ def test_offloaded_activations_leave_the_device() -> None:
 
 def test_a_step_of_more_samples_takes_longer() -> None:
     assert of(128, dp_shard=32).step_seconds.expected > 1.5 * of(64, dp_shard=32).step_seconds.expected
+
+
+def test_the_second_stage_may_be_the_fullest() -> None:
+    # 14 layers on 8 stages are 1, 2, 2, 2, 2, 2, 2, 1: the second has 7 micro-steps of two layers, the first 8 of one.
+    profile = decoder(layers=14, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=256, seq=1024)
+    got = estimate(profile, cluster(), choose(64, 1, pp=8))
+    assert got.stages[1].activations > 1.5 * got.stages[0].activations
+    assert got.memory == got.stages[1]
