@@ -9,7 +9,7 @@ from allranks.named_models import find_model
 from allranks.plan import Estimate
 from allranks.planning.collectives import all_reduce_seconds, group_of
 from allranks.planning.constants import constants_of
-from allranks.planning.estimate import MEMORY_HIGH, MEMORY_LOW, USABLE, estimate
+from allranks.planning.estimate import MEMORY_HIGH, MEMORY_LOW, PEAK_HIGH, USABLE, estimate
 from allranks.planning.hardware import find_cluster
 from tests.planning.profiles import choose, cluster, decoder
 
@@ -44,7 +44,9 @@ def test_intervals_hold_what_is_expected() -> None:
     assert got.capacity_bytes == USABLE * NODES.device.memory_bytes
     used = got.memory.total
     assert got.peak_bytes.low == MEMORY_LOW * used
-    assert got.peak_bytes.high == max(got.peak_bytes.expected, MEMORY_HIGH * used)
+    assert got.peak_bytes.high == min(PEAK_HIGH * got.peak_bytes.expected, got.capacity_bytes)
+    full = of(nodes=NODE, dp_replicate=8)
+    assert full.peak_bytes.high == MEMORY_HIGH * full.memory.total > full.capacity_bytes
 
 
 def test_an_eight_billion_model_does_not_fit_whole_and_fits_in_shards() -> None:
