@@ -58,7 +58,8 @@ def mechanisms_of(row: Mapping[str, Any]) -> Mechanisms:
         return FLAGS if "megatron-core" in name else CORE
     if "foundry" in name or "fsdp1" in name or "composer" in name:
         return FOUNDRY
-    if any(word in name for word in ("titan", "fsdp", "nanogpt", "pytorch", "hugging", "accelerate", "lightning", "fms")):
+    torch_names = ("titan", "fsdp", "nanogpt", "pytorch", "hugging", "accelerate", "lightning", "fms")
+    if any(word in name for word in torch_names):
         return _torch(row)
     return replace(CORE, name=name, sequence_parallel=bool(row["parallel"].get("sp")))
 
