@@ -23,6 +23,7 @@ from tests.guardrails import FLOORS
 from tools.clusters import render_clusters
 from tools.migrations import MIGRATIONS, render_migration
 from tools.pictures import COLLECTIVES, draw
+from tools.plan_pages import render_100b
 from tools.planner_accuracy import render_accuracy
 from tools.step_picture import draw_step
 from tools.strategies import render_strategies
@@ -147,6 +148,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/clusters.md": lambda: render_clusters(NOTE),
     "docs/reference/strategies.md": render_strategies,
     "docs/explanation/planner-accuracy.md": lambda: render_accuracy(NOTE),
+    "docs/how-to/plan-100b.md": render_100b,
     **{f"docs/assets/{name}.svg": partial(draw, name) for name in COLLECTIVES},
     "docs/assets/sharding.svg": lambda: draw_step((ROOT / "docs" / "how-to" / "sharding.md").read_text()),
     **{f"docs/how-to/{page}.md": partial(render_migration, page) for page in MIGRATIONS},

@@ -27,7 +27,7 @@ def decoder(
     def matrix(name: str, out: int, into: int, cut: Any) -> Operation:
         size: dict[str, Any] = {"parameters": out * into, "parameter_bytes": 4.0 * out * into}
         moved = 2.0 * seq * (out + into)
-        saved = {"saved_bytes": 2.0 * seq * into, "moved_bytes": moved, "output_bytes": 2.0 * seq * out}
+        saved: dict[str, Any] = {"saved_bytes": 2.0 * seq * into, "moved_bytes": moved, "output_bytes": 2.0 * seq * out}
         return Operation(name, "matmul", 2.0 * seq * out * into, (seq, out, into), cut=cut, **size, **saved)
 
     attention = Operation(

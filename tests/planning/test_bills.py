@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def best() -> Estimate:
     return found
 
 
-def priced(**figures: float) -> Cluster:
+def priced(**figures: Any) -> Cluster:
     return replace(QUESTION.cluster, **figures, price_source="the invoice")
 
 
@@ -63,7 +64,7 @@ def test_limits_are_kept_or_said() -> None:
 @pytest.mark.parametrize(
     ("limit", "name"), [({"limit_seconds": 1.0}, "--deadline"), ({"limit_money": 1.0}, "--budget")]
 )
-def test_a_limit_without_tokens_is_refused(limit: dict[str, float], name: str) -> None:
+def test_a_limit_without_tokens_is_refused(limit: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} needs --tokens"):
         check_limits(replace(QUESTION, **limit))
 

@@ -75,5 +75,5 @@ def test_one_process_is_written_as_one_copy() -> None:
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file.*cannot be written"):
+    with pytest.raises(ConfigError, match=r"file.*cannot be written"):
         write_text(tmp_path / "file" / "RUN.toml", "")

@@ -28,7 +28,7 @@ def test_precisions_that_the_user_names() -> None:
     assert choose_precisions("float32", A100) == (("float32",), ())
     assert choose_precisions("float32, bfloat16", A100)[0] == ("float32", "bfloat16")
     assert choose_precisions("any", A100)[0] == ("bfloat16", "float16", "float32")
-    with pytest.raises(ConfigError, match="precision float4: a100-80g multiplies .*bfloat16"):
+    with pytest.raises(ConfigError, match=r"precision float4: a100-80g multiplies .*bfloat16"):
         choose_precisions("float4", A100)
 
 

@@ -1,5 +1,7 @@
 """Other sizes of the same cluster."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,7 +43,7 @@ def test_parts_of_a_second_node_are_refused() -> None:
 def test_sizes_rise_by_a_half_at_most() -> None:
     sizes = list(sizes_of(NODES))
     assert sizes[:7] == [1, 2, 4, 8, 16, 24, 32]
-    for smaller, larger in zip(sizes[4:], sizes[5:], strict=False):
+    for smaller, larger in pairwise(sizes[4:]):
         assert smaller < larger <= 1.5 * smaller
     assert all(cluster_of(NODES, size).num_devices == size for size in sizes)
 

@@ -1,6 +1,7 @@
 """The search finds what weighing every choice finds, and weighs far fewer."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -153,7 +154,7 @@ def test_the_front_gives_up_time_for_memory() -> None:
     fitting = [one for one in found.estimates.values() if one.fits]
     shown = front(fitting)
     assert shown[0] == found.best
-    for faster, slower in zip(shown, shown[1:], strict=False):
+    for faster, slower in pairwise(shown):
         assert faster.step_seconds.expected <= slower.step_seconds.expected
         assert faster.peak_bytes.high > slower.peak_bytes.high
     for one in fitting:

@@ -50,7 +50,8 @@ def test_views_of_a_deep_copy_share_its_memory() -> None:
         return nn.ModuleList([tied, copy.deepcopy(tied)])
 
     mode = fake_mode()
-    built, _ = build_fake(build, mode)
+    built, decisions = build_fake(build, mode)
+    assert not decisions
     assert isinstance(built, nn.ModuleList)
     original, copied = built[0][0], built[1][0]  # type: ignore[index]
     with mode:

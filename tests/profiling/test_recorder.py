@@ -87,6 +87,7 @@ def test_a_copy_of_a_weight_in_a_lower_precision_is_no_activation() -> None:
     assert found.weight_copy_bytes == WEIGHT_BYTES / 2
     assert found.saved_bytes == 2 * ACTIVATION_BYTES / 2
     assert all(call.saved_bytes == 0 for call in found.calls if call.from_parameters)
+    assert watch(lambda net, x: net.layer(x)).weight_copy_bytes == 0
 
 
 def test_a_part_without_gradients_keeps_nothing() -> None:

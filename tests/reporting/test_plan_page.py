@@ -113,6 +113,15 @@ def test_what_may_fit_is_called_unsure() -> None:
     assert "Not sure to fit" in text and "not sure41.2%" in text
 
 
+def test_the_legend_names_what_only_others_have() -> None:
+    plan = plans.pipelined()
+    other = plans.make_estimate(time=replace(plans.TIME, context=2.0))
+    assert "cp messages 0 us" in read(replace(plan, others=(Ranked(other, "slower"),))).text
+    last = replace(plans.make_estimate(), stages={3: replace(plans.MEMORY, communication=1e9)})
+    text = read(replace(plan, best=Ranked(last, "fast"))).text
+    assert "message buffers 0 B" in text and "cp messages" not in text
+
+
 def test_limits_that_are_not_kept_stand_in_the_verdict() -> None:
     text = read(replace(plans.pipelined(), unmet=("takes 150 d, more than the 30 d of --deadline",))).text
     assert "Not met: takes 150 d, more than" in text[: text.index("Memory of a device")]

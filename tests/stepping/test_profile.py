@@ -107,6 +107,19 @@ def test_a_longer_sequence_is_another_trace() -> None:
     assert long.seq == 2 * SEQ
 
 
+def test_a_gpus_step_is_another() -> None:
+    """A layer of torch's encoder keeps three masks of a byte a cell, two norms in float32, and no scores."""
+    ours, gpus = trace_task(Words(make="dropout")), trace_task(Words(make="dropout"), device="cuda")
+    assert gpus.parameters == ours.parameters
+    (attention,) = {o for b in gpus.blocks for o in b.operations if o.kind == "attention"}
+    assert (attention.shape, gpus.seq, gpus.heads) == ((SEQ, SEQ, 4, 4, WIDTH // 4), SEQ, 4)
+    layer, rows = next(block for block in gpus.blocks if block.repeated), 2 * SEQ * WIDTH
+    products = 4 * rows + rows + rows + 2 * 2 * SEQ * 40  # of attention, its output, the first and the second layer
+    masks, norms, attention_rows = SEQ * (WIDTH + 40 + WIDTH), 2 * (2 * rows + 8 * SEQ), 4 * SEQ * 4
+    assert layer.saved_bytes == products + masks + norms + attention_rows
+    assert ours.seq == 0  # in parts on a processor: no kernel of attention
+
+
 @pytest.mark.parametrize("make", ["mlp", "frozen"])
 def test_real_steps_give_the_same_profile(make: str) -> None:
     traced, measured = trace_task(Vectors(make=make)), trace_measured(Vectors(make=make))
@@ -218,6 +231,8 @@ def test_a_model_is_read_once(tmp_path: Path, recorded: list[object]) -> None:
     assert trace(load_task(str(file))) == (first, False)
     assert trace(load_task(str(file), {"width": 8}))[1]
     assert trace(task, "float32")[1]
+    trace_task(task, device="cuda", cache=cache)
+    assert len(recorded) == 4
     assert trace(task) == (first, False)
     file.write_text(USERS.replace("nn.ReLU()", "nn.Tanh()"))
     assert trace(task)[1]

@@ -84,3 +84,10 @@ def test_models_that_differ_have_other_identities() -> None:
     assert len(set(found)) == len(found)
     assert text(mlp()) == found[0]
     assert text(mlp(), rows=3) != found[0]
+
+
+def test_attributes_of_a_task_count_beside_its_settings() -> None:
+    task = Vectors()
+    before = identity(task, seen(task), ())
+    task._weight_of_the_loss = 2.0  # type: ignore[attr-defined]
+    assert identity(task, seen(task), ()) != before

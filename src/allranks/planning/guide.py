@@ -141,7 +141,9 @@ def _numbers(turn: Turn, plan: Plan, profile: ModelProfile, leading: Estimate) -
     found = [other for other in plan.others if other.family == turn.family]
     yield from (f"{other.estimate.choice.layout}: {other.because}" for other in found)
     names = {"tp": "tensor", "cp": "context", "pp": "pipeline_blocks"}
-    refused = [r for r in plan.refusals if r.rule == names.get(turn.family)]
+    # Where the family goes all the way in one form, that another form of it is refused says nothing.
+    whole = any(getattr(other.estimate.choice.layout, turn.family, 0) == plan.num_devices for other in found)
+    refused = [r for r in plan.refusals if r.rule == names.get(turn.family) and not whole]
     yield from (f"{refusal.layout} is refused: {refusal.because}" for refusal in refused[:1])
     if not found and not refused:
         yield "not weighed: the layout or the number of devices leaves no such choice"

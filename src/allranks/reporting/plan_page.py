@@ -1,13 +1,13 @@
 """A Plan as one HTML page that opens anywhere, without a network: the best and its because, then the evidence."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from allranks.durable import replacing, write_synced
 from allranks.errors import ConfigError
-from allranks.plan import Estimate, Plan, Ranked, Refusal, Span, Traffic
+from allranks.plan import Estimate, MemoryUse, Plan, Ranked, Refusal, Span, StepTime, Traffic
 from allranks.reporting.axis_places import Axis, Node, devices_on_node, place_axes, show_nodes
 from allranks.reporting.page import COLOURS, draw_figure, render_template
 from allranks.reporting.plan_figures import KINDS, Part, draw_memory, draw_timeline, draw_times, parts_of
@@ -104,9 +104,9 @@ def show_estimate(plan: Plan, estimate: Estimate) -> dict[str, Any]:
     num_ranks = estimate.choice.layout.pp
     return {
         "memory_figure": draw_figure(draw_memory(estimate), "memory"),
-        "memory_parts": _present(parts_of(estimate.memory)),
+        "memory_parts": _legend(estimate.memory, estimate.stages.values()),
         "time_figure": draw_figure(draw_times(times), "times"),
-        "time_parts": _present(parts_of(estimate.time)),
+        "time_parts": _legend(estimate.time, [other.time for other in times.values()]),
         "timeline": timeline,
         "timeline_figure": None if timeline is None else draw_figure(draw_timeline(timeline, num_ranks), "timeline"),
         "timeline_parts": () if timeline is None else _kinds(timeline),
@@ -133,8 +133,10 @@ def _carries(row: Traffic, axis: str) -> bool:
     return row.axis == axis or axis.startswith(f"{row.axis}_")
 
 
-def _present(parts: Sequence[Part]) -> tuple[Part, ...]:
-    return tuple(part for part in parts if part.size > 0)
+def _legend(first: MemoryUse | StepTime, others: Iterable[MemoryUse | StepTime]) -> tuple[Part, ...]:
+    """The parts of the first, as far as it or another one in the figure has any of them."""
+    present = {part.name for whole in (first, *others) for part in parts_of(whole) if part.size > 0}
+    return tuple(part for part in parts_of(first) if part.name in present)
 
 
 def _kinds(timeline: Timeline) -> tuple[Part, ...]:

@@ -5,7 +5,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from allranks.parallel.spread import Spread
 from allranks.profiling.cache import ProfileCache, have_sources, key_of
 from allranks.profiling.fakes import build_fake, fake_mode, make_fake
 from allranks.profiling.fitting import build_profile
+from allranks.profiling.on_cuda import as_on_cuda
 from allranks.stepping.profiled_model import SEED, describe, identity, spread_alone
 from allranks.stepping.profiled_step import Batch, first_batches, record
 from allranks.task import Task
@@ -30,12 +31,18 @@ Tell = Callable[[Decision], None]
 
 
 def trace_task(
-    task: Task, precision: str = "bfloat16", *, cache: ProfileCache | None = None, tell: Tell = lambda decision: None
+    task: Task,
+    precision: str = "bfloat16",
+    device: str = "cpu",
+    *,
+    cache: ProfileCache | None = None,
+    tell: Tell = lambda decision: None,
 ) -> ModelProfile:
     """What one sample of `task` costs, without memory and without the device.
 
     Args:
         precision: as `train.precision`.
+        device: "cpu", or "cuda" for what a GPU's kernels would keep and move (profiling/on_cuda.py); none is needed.
         cache: where a profile of this very model may be, and is kept. What a forward depends on besides its code,
             the Task's settings and the model's and batch's structure (environment variables, say) is not looked at.
         tell: is told what was decided on the way.
@@ -53,10 +60,10 @@ def trace_task(
             raise TaskError(f"{type(task).__name__}.model() raised:\n{user_line(error)}") from error
         for decision in decisions:
             tell(decision)
-        with mode:
+        with as_on_cuda() if device == "cuda" else nullcontext(), mode:
             spread = spread_alone(task, lambda: model, precision, "cpu")
             fakes = [replace(batch, value=make_fake(mode, batch.value), is_fake=True) for batch in batches]
-            return _profile(task, spread, fakes, precision, "traced", cache, tell)
+            return _profile(task, spread, fakes, (precision, device, "traced"), cache, tell)
 
 
 def trace_measured(
@@ -77,7 +84,7 @@ def trace_measured(
     with _generators_kept():
         batches = first_batches(task)
         spread = spread_alone(task, task.model, precision, device)
-        return _profile(task, spread, batches, precision, "measured", cache, tell)
+        return _profile(task, spread, batches, (precision, device, "measured"), cache, tell)
 
 
 def trace_module(
@@ -85,6 +92,7 @@ def trace_module(
     samples: Sequence[Any],
     loss: Callable[[Any, Any], torch.Tensor],
     precision: str = "bfloat16",
+    device: str = "cpu",
 ) -> ModelProfile:
     """`trace_task` for a module without a Task.
 
@@ -93,7 +101,7 @@ def trace_module(
         samples: a few, as torch's default collate takes them: (input, target), or dicts that name forward's arguments.
         loss: (output, batch) -> the sum over the batch's targets.
     """
-    return trace_task(_Bare(make, samples, loss), precision)
+    return trace_task(_Bare(make, samples, loss), precision, device)
 
 
 class _Bare(Task):
@@ -117,17 +125,16 @@ def _profile(
     task: Task,
     spread: Spread,
     batches: Sequence[Batch],
-    precision: str,
-    source: Literal["traced", "measured"],
+    how: tuple[str, str, Literal["traced", "measured"]],
     cache: ProfileCache | None,
     tell: Tell,
 ) -> ModelProfile:
     """From the cache, or from a step of each batch."""
-    structure = describe(task, spread)
-    key = ""
+    precision, device, source = how
+    structure, key = describe(task, spread), ""
     if cache is not None:
         known = identity(task, structure, [(batch.value, batch.num_targets) for batch in batches])
-        key = key_of({**known, "precision": precision, "source": source, "device": spread.device.type})
+        key = key_of({**known, "precision": precision, "source": source, "device": device})
         found = cache.find(key)
         if found is not None:
             return found

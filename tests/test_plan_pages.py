@@ -1,0 +1,100 @@
+"""The how-to pages of planning: every question of tuning ends in a command that answers it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from allranks.cli.main import main
+from tests.test_documentation import ROOT, blocks
+from tools.plan_pages import CLUSTERS, FAMILIES, command, render_100b
+
+PAGE = "docs/how-to/plan.md"
+HUNDRED = "docs/how-to/plan-100b.md"
+
+# Question -> what the answer has to have in it.
+ANSWERS: dict[int, tuple[str, ...]] = {
+    1: (r"peak memory +[\d.]+ GB \([\d.]+ GB to [\d.]+ GB\)", "What fills the memory"),
+    2: (r"unit=2 +\+0 B, ", r"unit=4 +\+[\d.]+ [MG]B, "),
+    3: (r"FITS: dp_shard=8, micro_batch \d", r"global_batch=128 +"),
+    4: (r"\(8.0B parameters, \d+ positions\)", r"positions are the most \(in steps of 1024\)"),
+    5: (r"gpus=8 +\+[\d.]+ GB", r"gpus=32 +-[\d.]+ GB"),
+    6: (r"optimizer +[\d.]+ GB", r"offload=parameters +refused: .*later version", r"sharding=optimizer +"),
+    7: (r"FITS: ", r"recompute=full +[+-][\d.]+ [kMG]?B, [+-]\d+% speed"),
+    8: (r"recompute=selective +-[\d.]+ [MG]B, ", r"recompute=full +-[\d.]+ [MG]B, -\d+% speed"),
+    9: (r"unit +parameters +gathered +kept +recompute=full", r"32 x layers"),
+    10: (r"ddp_hook=bfloat16 +",),
+    11: (r"precision=float32 +\+[\d.]+ [MG]B, -\d+% speed", r"gather=float32 +\+[\d.]+ [MG]B"),
+    12: (r"fsdp alone", r"hsdp alone"),
+    13: (r"dp_shard=4 +\+[\d.]+ GB", r"dp_shard=2 +\+[\d.]+ GB"),
+    14: (r"sharding=grad_op +\+[\d.]+ GB",),
+    15: (r"kept most by\n +\d+ x layers", "scores|activation|norm"),
+    16: (r"gathered +[\d.]+ GB", r"\d+ x .*\d GB"),
+    17: (r"recompute=none +\+[\d.]+ GB, \+\d+% speed",),
+}
+
+
+def questions() -> dict[int, str]:
+    """Question -> the only command below its heading."""
+    parts = re.split(r"^### (\d+)\. ", (ROOT / PAGE).read_text(), flags=re.MULTILINE)[1:]
+    found = {}
+    for number, text in zip(parts[::2], parts[1::2], strict=True):
+        (line,) = re.findall(r"^```bash\n\.venv/bin/(allranks plan .*)\n```\n*\Z", text, re.MULTILINE)
+        found[int(number)] = line
+    return found
+
+
+def test_there_are_seventeen() -> None:
+    assert list(questions()) == list(ANSWERS) == list(range(1, 18))
+
+
+@pytest.mark.parametrize("number", ANSWERS)
+def test_the_command_answers_its_question(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    words = questions()[number].replace("'", "").split()
+    assert main(words[1:]) in (0, 1)
+    said = capsys.readouterr().out
+    for pattern in ANSWERS[number]:
+        assert re.search(pattern, said), (pattern, said)
+
+
+def test_the_other_commands_of_the_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = set(questions().values())
+    lines = [line.removeprefix(".venv/bin/") for block in blocks(PAGE, "bash") for line in block.splitlines()]
+    others = [line.replace("'", "").split()[1:] for line in lines if line not in asked and "task.py" not in line]
+    ran = [words for words in others if words[0] == "plan"]
+    assert len(ran) == 6
+    for words in ran:
+        assert main(words) in (0, 1), words
+
+
+def test_the_page_of_100_billion_is_what_the_planner_says() -> None:
+    assert (ROOT / HUNDRED).read_text() == render_100b()
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values())
+def test_its_numbers_are_those_of_the_command(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(cluster).split()[1:]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    text = (ROOT / HUNDRED).read_text()
+    section = text[text.index(command(cluster)) :].partition("\n## ")[0]
+    best = re.search(r"What wins is `([^`]+)` with (\d+) sample", section)
+    assert best is not None and f"FITS: {best[1]}, micro_batch {best[2]}" in said
+    rows = re.findall(
+        r"^\| ([^|]+) \| `([^`]+)`.*? \| (yes|no) \| ([^|]+) \| ([^|]+) \| (.*) \|$", section, re.MULTILINE
+    )
+    assert {title for title, *_ in rows} == {"**the best**", *FAMILIES.values()}
+    for title, layout, _fits, _used, _step, why in rows[1:]:
+        assert " ".join(f"{layout}".split()) in said.replace(" ", "") or layout in said, title
+        assert why.replace(" ", "") in said.replace(" ", ""), title
+
+
+def test_the_plain_strategies_lose_or_fail() -> None:
+    """What the page is for: on 40 GB nothing plain fits, on 80 GB what fits is slower."""
+    text = (ROOT / HUNDRED).read_text()
+    small = text[text.index("A100 40 GB") :].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\w[^|]+) \| `.*? \| (yes|no) \| ", small, re.MULTILINE)
+    assert len(rows) == len(FAMILIES) and {fits for _, fits in rows} == {"no"}
+    assert "DDP alone" in text and re.search(r"DDP alone \|.*\| no \|", text)
