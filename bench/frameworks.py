@@ -39,6 +39,8 @@ ZERO = Mechanisms(
 JAX = Mechanisms(
     name="JAX", fusion=0.6, gather_bytes=2, reduce_bytes=4, dispatch_seconds=0.0, attention="vendor",
 )  # fmt: skip
+TORCH = ("titan", "fsdp", "nanogpt", "pytorch", "hugging", "accelerate", "lightning", "fms")
+"""Words in the names of frameworks that run torch's own FSDP, DDP and loss."""
 
 
 def mechanisms_of(row: Mapping[str, Any]) -> Mechanisms:
@@ -58,8 +60,7 @@ def mechanisms_of(row: Mapping[str, Any]) -> Mechanisms:
         return FLAGS if "megatron-core" in name else CORE
     if "foundry" in name or "fsdp1" in name or "composer" in name:
         return FOUNDRY
-    torch_names = ("titan", "fsdp", "nanogpt", "pytorch", "hugging", "accelerate", "lightning", "fms")
-    if any(word in name for word in torch_names):
+    if any(word in name for word in TORCH):
         return _torch(row)
     return replace(CORE, name=name, sequence_parallel=bool(row["parallel"].get("sp")))
 

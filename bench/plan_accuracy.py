@@ -78,7 +78,12 @@ def judge(rows: Iterable[Row]) -> list[Judged]:
     for row in rows:
         try:
             run = run_of(row)
-        except (KeyError, TypeError, ConfigError):  # a field that every estimate needs is absent, or impossible
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            ConfigError,
+        ):  # a field that every estimate needs is absent, or impossible
             run = None
         if run is None:
             continue
