@@ -76,9 +76,9 @@ class StepTime:
     pipeline: float = 0.0
     bubble: float = 0.0
     optimizer: float = 0.0
+    offload: float = 0.0
     input: float = 0.0
     checkpoint: float = 0.0
-    offload: float = 0.0
 
     @property
     def total(self) -> float:
