@@ -31,47 +31,51 @@ NEMO = replace(  # its recipes: grad_reduce_in_fp32=False, tp_comm_overlap, grad
 )  # fmt: skip
 TITAN = Mechanisms(name="torchtitan", gather_bytes=2, reduce_bytes=4, sequence_parallel=True, dispatch_seconds=6e-6)
 FOUNDRY = Mechanisms(name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6, logits_copies=0.5)
+# As of 2021 it fetched parameters one by one, when they were needed.
 ZERO = Mechanisms(
     name="DeepSpeed ZeRO-3", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
-    gather_bytes=2, reduce_bytes=2, overlap_data=0.8, attention_dropout=True, bucket_bytes=2e9, messages=12,
+    gather_bytes=2, reduce_bytes=2, overlap_data=0.0, attention_dropout=True, bucket_bytes=2e9, messages=12,
 )  # fmt: skip
 JAX = Mechanisms(
     name="JAX", fusion=0.6, gather_bytes=2, reduce_bytes=4, dispatch_seconds=0.0, attention="vendor",
 )  # fmt: skip
+TORCH = ("titan", "fsdp", "nanogpt", "pytorch", "hugging", "accelerate", "lightning", "fms")
+"""Words in the names of frameworks that run torch's own FSDP, DDP and loss."""
 
 
 def mechanisms_of(row: Mapping[str, Any]) -> Mechanisms:
-    """What is known of the row's framework."""
-    name, source, sp = row["framework"], row["source"], bool(row["parallel"].get("sp"))
-    if name.startswith("Megatron-DeepSpeed"):
-        if source == "bloom-prequel":
-            bf16 = "fp32 gradient" in row["precision"]
-            # Omni-Path knows no GPUDirect: what a stage sends passes through the host.
-            return replace(
-                DEEPSPEED, dispatch_seconds=1.5e-5, gradient_bytes=6.0 if bf16 else 2.0, overlap_pipeline=0.0
-            )
-        return (
-            DEEPSPEED
-            if row["parallel"].get("zero")
-            else replace(DEEPSPEED, optimizer_bytes=12, step_bytes=4, reduce_bytes=2)
-        )
-    if "ZeRO-3" in name:
+    """What is known of the row's framework; of an unknown one, that it is one of torch's or of Megatron-Core's kind."""
+    name = str(row["framework"]).lower()
+    if "zero-3" in name or ("deepspeed" in name and row["parallel"].get("zero") == 3):
         return ZERO
-    if name in ("Megatron-LM", "Megatron-LM fork") and row["hardware"]["gpu"][0] in "AV":  # before FlashAttention
-        return replace(OLD, sequence_parallel=sp)
-    if "torchtitan" in name:
-        notes = str(row.get("notes"))
-        return replace(
-            TITAN, fusion=0.6 if "torch.compile" in notes else 1.0, overlap_tensor=0.5 if "async TP" in notes else 0.0
-        )
-    if "llm-foundry" in name:
-        return FOUNDRY
-    if "JAX" in name:
+    if "deepspeed" in name:
+        return _deepspeed(row)
+    if "megatron-lm" in name and row["hardware"]["gpu"][0] in "AV":  # before FlashAttention
+        return replace(OLD, sequence_parallel=bool(row["parallel"].get("sp")))
+    if "jax" in name or "maxtext" in name or "pax" in name:
         return JAX
-    if "FSDP1" in name:
-        return FOUNDRY
-    if name in ("llm.c", "picotron") or "nanoGPT" in name or "Meta" in name:
-        return replace(CORE, name=name, sequence_parallel=False)
-    if "NeMo" in name or "Bridge" in name:
+    if "nemo" in name or "bridge" in name:
         return NEMO
-    return FLAGS if "Megatron-Core" in name else CORE
+    if "megatron" in name:
+        return FLAGS if "megatron-core" in name else CORE
+    if "foundry" in name or "fsdp1" in name or "composer" in name:
+        return FOUNDRY
+    if any(word in name for word in TORCH):
+        return _torch(row)
+    return replace(CORE, name=name, sequence_parallel=bool(row["parallel"].get("sp")))
+
+
+def _torch(row: Mapping[str, Any]) -> Mechanisms:
+    notes = str(row.get("notes"))
+    fusion, hidden = 0.6 if "torch.compile" in notes else 1.0, 0.5 if "async TP" in notes else 0.0
+    return replace(TITAN, fusion=fusion, overlap_tensor=hidden)
+
+
+def _deepspeed(row: Mapping[str, Any]) -> Mechanisms:
+    if "Omni-Path" in str(row["hardware"].get("inter_note")):
+        # It knows no GPUDirect: what a stage sends passes through the host.
+        gradients = 6.0 if "fp32 gradient" in row["precision"] else 2.0
+        return replace(DEEPSPEED, dispatch_seconds=1.5e-5, gradient_bytes=gradients, overlap_pipeline=0.0)
+    if row["parallel"].get("zero"):
+        return DEEPSPEED
+    return replace(DEEPSPEED, optimizer_bytes=12, step_bytes=4, reduce_bytes=2)

@@ -22,6 +22,7 @@ from typing import Any
 from calibration_rows import FITTED, is_calibration
 from published_runs import Row, memory_of, precision_of, rows_of, run_of, states_recompute
 
+from allranks.errors import ConfigError
 from allranks.planning.estimate import Cost, estimate_setting
 
 GIB = float(2**30)
@@ -75,7 +76,15 @@ def judge(rows: Iterable[Row]) -> list[Judged]:
     """Every row that says enough to be estimated."""
     judged = []
     for row in rows:
-        run = run_of(row)
+        try:
+            run = run_of(row)
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            ConfigError,
+        ):  # a field that every estimate needs is absent, or impossible
+            run = None
         if run is None:
             continue
         cost = estimate_setting(*run)
@@ -165,12 +174,13 @@ SUBSETS: dict[str, Callable[[Row], bool]] = {
 that they were not; sources of which they have seen none; what the table's compiler calls suspicious."""
 
 
-def report_on(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Everything that this program prints, as data."""
+def report_on(judged: Sequence[Judged], num_rows: int) -> dict[str, Any]:
+    """Everything that this program prints, as data; `skipped` of the rows say too little to be estimated."""
     parts = {name: [one for one in judged if chosen(one.row)] for name, chosen in SUBSETS.items()}
     return {
         "sources": {name: summary(rows) for name, rows in by_source(judged).items()},
         "all": summary(judged),
+        "skipped": num_rows - len(judged),
         "subsets": {name: {**summary(rows), "step_mape_scaled": scaled(rows)} for name, rows in parts.items()},
     }
 
@@ -184,7 +194,7 @@ def main() -> int:
     arguments = parser.parse_args()
     rows = [row for file in arguments.files for row in rows_of(json.loads(file.read_text()))]
     judged = judge(rows)
-    report = report_on(judged)
+    report = report_on(judged, len(rows))
     if arguments.json:
         print(json.dumps(report, indent=1))
     elif arguments.markdown:
@@ -215,6 +225,7 @@ def text(report: Mapping[str, Any]) -> list[str]:
     for name, figures in lines_of(report):
         lines.append(f"{name:<24}" + "".join(f"{cell(head, figures[head]):>15}" for head in HEADS))
     scaled_error = cell("step_mape", report["subsets"]["stated"]["step_mape_scaled"])
+    lines.append(f"{report['skipped']} rows say too little to be estimated: a size, a degree or the batch is open")
     lines.append(f"stated, with one factor for each device and framework: step {scaled_error}")
     return lines
 

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -26,9 +27,13 @@ NETWORKS = {"v100": 12.5e9, "a100": 25e9}  # bytes/s of a device where a source 
 
 def device_name(gpu: str) -> str:
     """The catalog's name of a device as sources write it: "A100-80GB-SXM" is a100-80g. Raises ConfigError."""
-    name = re.sub(r"-(sxm\d?|nvl72|hbm\d\w?)$", "", tidy(gpu))
-    name = re.sub(r"(\d+)gb\b", r"\1g", name)
-    return find_device({"h100-80g": "h100", "v100-32g": "v100-32g"}.get(name, name)).device.name
+    name = re.sub(r"(\d+)gb\b", r"\1g", tidy(gpu))
+    plain = re.sub(r"-(sxm\d?|nvl72|nvl|hbm\d\w?)\b", "", name)
+    family = plain.split("-")[0] + ("-pcie" if "pcie" in name else "")
+    for spelling in (name, plain, family):
+        with suppress(ConfigError):
+            return find_device(spelling).device.name
+    return find_device(plain).device.name
 
 
 @cache
@@ -224,7 +229,7 @@ def memory_of(row: Row, cost: Cost) -> tuple[float | None, float]:
     the peak of what was allocated, on each rank.
     """
     metrics, used = row["metrics"], cost.memory.total - cost.context_bytes
-    if metrics.get("mem_gib_reserved"):
+    if metrics.get("mem_gib_reserved") and metrics.get("mem_gib_peak"):
         return metrics["mem_gib_peak"] * GIB, used
     if metrics.get("mem_gib_peak"):
         return metrics["mem_gib_peak"] * GIB, used + cost.slack_bytes

@@ -55,6 +55,11 @@ def test_experts_are_counted_whole_and_used_in_part() -> None:
     assert embedding.parameters == head.parameters - 512
 
 
+def test_one_layer_in_so_many_may_have_experts() -> None:
+    sparse = replace(LLAMA, experts=8, top_k=2, expert_ffn=256, every=2)
+    assert [(block.name, block.count) for block in sparse.profile().blocks[1:3]] == [("layers.*", 2), ("experts.*", 2)]
+
+
 def test_latent_attention_has_the_low_ranks_of_its_paper() -> None:
     latent = ModelShape(
         "latent", 1, 1024, 8, 2048, 256, query_rank=128, kv_rank=64, query_dim=96, rope_dim=32, value_dim=64,

@@ -24,6 +24,7 @@ from tools.clusters import render_clusters
 from tools.migrations import MIGRATIONS, render_migration
 from tools.pictures import COLLECTIVES, draw
 from tools.plan_pages import render_100b
+from tools.planner_accuracy import render_accuracy
 from tools.step_picture import draw_step
 from tools.strategies import render_strategies
 
@@ -146,6 +147,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/commands.md": render_commands,
     "docs/reference/clusters.md": lambda: render_clusters(NOTE),
     "docs/reference/strategies.md": render_strategies,
+    "docs/explanation/planner-accuracy.md": lambda: render_accuracy(NOTE),
     "docs/how-to/plan-100b.md": render_100b,
     **{f"docs/assets/{name}.svg": partial(draw, name) for name in COLLECTIVES},
     "docs/assets/sharding.svg": lambda: draw_step((ROOT / "docs" / "how-to" / "sharding.md").read_text()),

@@ -39,6 +39,7 @@ def test_help_names_every_command(words: list[str], capsys: pytest.CaptureFixtur
     assert err == ""
     assert [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()] == [
         "train",
+        "plan",
         "new",
         "doctor",
         "report",

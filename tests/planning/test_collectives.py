@@ -45,6 +45,9 @@ def test_gathers_take_a_hop_for_every_node_and_reductions_do_not() -> None:
     ring = CONSTANTS.base_seconds + 128 * (NETWORK_HOP_SECONDS + 7 * CONSTANTS.hop_seconds)
     assert group.ring_seconds == pytest.approx(ring)
     assert group.latency_seconds < group.ring_seconds / 10
+    passed = 1023 / 1024 * GB / group.bandwidth
+    assert all_gather_seconds(group, GB) == pytest.approx(passed + group.ring_seconds)
+    assert all_reduce_seconds(group, GB) == pytest.approx(2 * passed + group.latency_seconds)
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -9,7 +9,7 @@ from allranks.named_models import find_model
 from allranks.plan import Estimate
 from allranks.planning.collectives import all_reduce_seconds, group_of
 from allranks.planning.constants import constants_of
-from allranks.planning.estimate import MEMORY_HIGH, MEMORY_LOW, USABLE, estimate
+from allranks.planning.estimate import MEMORY_HIGH, MEMORY_LOW, PEAK_HIGH, USABLE, estimate
 from allranks.planning.hardware import find_cluster
 from tests.planning.profiles import choose, cluster, decoder
 
@@ -44,7 +44,9 @@ def test_intervals_hold_what_is_expected() -> None:
     assert got.capacity_bytes == USABLE * NODES.device.memory_bytes
     used = got.memory.total
     assert got.peak_bytes.low == MEMORY_LOW * used
-    assert got.peak_bytes.high == max(got.peak_bytes.expected, MEMORY_HIGH * used)
+    assert got.peak_bytes.high == min(PEAK_HIGH * got.peak_bytes.expected, got.capacity_bytes)
+    full = of(nodes=NODE, dp_replicate=8)
+    assert full.peak_bytes.high == MEMORY_HIGH * full.memory.total > full.capacity_bytes
 
 
 def test_an_eight_billion_model_does_not_fit_whole_and_fits_in_shards() -> None:
@@ -108,3 +110,11 @@ def test_offloaded_activations_leave_the_device() -> None:
 
 def test_a_step_of_more_samples_takes_longer() -> None:
     assert of(128, dp_shard=32).step_seconds.expected > 1.5 * of(64, dp_shard=32).step_seconds.expected
+
+
+def test_the_second_stage_may_be_the_fullest() -> None:
+    # 14 layers on 8 stages are 1, 2, 2, 2, 2, 2, 2, 1: the second has 7 micro-steps of two layers, the first 8 of one.
+    profile = decoder(layers=14, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=256, seq=1024)
+    got = estimate(profile, cluster(), choose(64, 1, pp=8))
+    assert got.stages[1].activations > 1.5 * got.stages[0].activations
+    assert got.memory == got.stages[1]

@@ -91,6 +91,13 @@ def test_elementwise_operations_are_bound_by_what_they_move() -> None:
     assert times.forward - fused.forward == pytest.approx(norm.moved_bytes / 2 / MACHINE.bandwidth)
 
 
+def test_a_fused_loss_moves_less() -> None:
+    loss = operation("loss")
+    both = [setting(replace(PLAIN, logits_copies=copies)) for copies in (1.5, 0.5)]
+    plain, fused = (operation_times(loss, one, MACHINE, 0).forward for one in both)
+    assert plain - fused == pytest.approx(loss.moved_bytes * 2 / 3 / MACHINE.bandwidth)
+
+
 def test_fused_attention_does_five_products_in_its_backward() -> None:
     times = attention_times(operation("attention.scores"), setting(), MACHINE)
     assert times.backward / times.forward == pytest.approx(2.5 / 0.8)

@@ -109,7 +109,7 @@ def test_a_precision_is_one_of_the_engines_and_of_the_devices() -> None:
 @pytest.mark.parametrize(
     ("degrees", "beside"), [({"dp_shard": 8}, ""), ({"tp": 8}, "train.precision=float8 with tp=8")]
 )
-def test_float8_goes_with_data_parallel_layouts(degrees: dict[str, int], beside: str) -> None:
+def test_float8_goes_with_data_parallel_layouts(degrees: dict[str, Any], beside: str) -> None:
     made = cluster()
     device = dataclasses.replace(made.device, peak_flops={**made.device.peak_flops, "float8": 200e12})
     made = dataclasses.replace(made, device=device)

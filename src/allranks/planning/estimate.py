@@ -16,9 +16,10 @@ from allranks.planning.pipeline import pipeline_seconds, stages_of, under_way
 from allranks.planning.setting import Setting, setting_of
 from allranks.planning.uncertainty import spread_of
 
-MEMORY_LOW, MEMORY_HIGH = 0.94, 1.03
-"""90% of the published peaks lie above the first times the estimate, and 90% of what was needed below the second times
-it: a fit is what fits with that much more. See docs/explanation/planner.md."""
+MEMORY_LOW, MEMORY_HIGH, PEAK_HIGH = 0.94, 1.03, 1.08
+"""Published peaks lie between the first times what is in use and the last times the expected peak, 5% on either side
+aside. What the allocator holds beyond what is in use goes back where the device runs full: a fit is what has room for
+the second times what is in use. See docs/explanation/planner.md."""
 USABLE = 0.985
 """Of a device's memory: the driver keeps the rest (an A100 80 GB gives 79.15 GiB to torch, an H100 79.1)."""
 MEETING = 6.0
@@ -213,10 +214,11 @@ def _cost(
     capacity = USABLE * cluster.device.memory_bytes
     slack = slack_bytes(setting, memory, capacity)
     peak = memory.total + slack
+    high = max(peak, MEMORY_HIGH * memory.total, min(PEAK_HIGH * peak, capacity))
     return Cost(
         memory=memory,
         stages=stages,
-        peak_bytes=Span(MEMORY_LOW * memory.total, peak, max(peak, MEMORY_HIGH * memory.total)),
+        peak_bytes=Span(MEMORY_LOW * memory.total, peak, high),
         capacity_bytes=capacity,
         slack_bytes=slack,
         context_bytes=setting.mechanisms.context_bytes,

@@ -7,7 +7,7 @@ from allranks.plan import StepTime
 from allranks.planning.setting import Setting
 
 DOUBTS = {
-    "compute": 0.092,
+    "compute": 0.0925,
     "recompute": 0.10,
     "tensor": 0.30,
     "context": 0.40,

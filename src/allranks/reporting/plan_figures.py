@@ -29,9 +29,9 @@ CAUSES = {
     "pipeline": "stage messages",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
+    "offload": "moves to the host",
     "input": "input",
     "checkpoint": "checkpoints",
-    "offload": "moves to the host",
 }
 KINDS = {"forward": "forward", "backward": "backward", "weight": "backward of the weights"}
 ROW, MARGIN = 38, 64  # pixels

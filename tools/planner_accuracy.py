@@ -1,0 +1,30 @@
+"""The page that shows every published run beside its prediction: the output of bench/plan_accuracy.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROGRAM, DATA = ROOT / "bench" / "plan_accuracy.py", ROOT / "bench" / "data" / "published-runs.json"
+INTRODUCTION = """How near the [estimate](planner.md) comes to runs that others have published.
+`python bench/plan_accuracy.py bench/data/published-runs.json` prints the same; the rows with their sources are in that
+file.
+
+- step, median: mean and median of |predicted / published - 1| of the seconds of a step; memory: the mean of the peak.
+- false fits: rows that ran out of memory and are called a fit; false refusals: rows that ran and are not.
+- regret: by how much the configuration predicted to be the fastest of those compared is slower than the fastest.
+- coverage: rows whose time lies in the 90% interval; high/low: the interval's median width.
+- stated: 16 bits, with micro-batch, recompute and schedule given. calibration: rows that constants were fitted to;
+  held_out: all others; held_out_sources: sources of which no constant has seen a row.
+- In the second table, fitted says whether a row is one of calibration; Calculon's seconds are its authors' tool's, run
+  by the table's compiler.
+"""
+
+
+def render_accuracy(note: str) -> str:
+    """The page, from a run of the program in a process of its own (bench/ is no package)."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, str(PROGRAM), str(DATA), "--markdown"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return f"# Predicted beside published\n\n{note}{INTRODUCTION}\n{done.stdout}"
