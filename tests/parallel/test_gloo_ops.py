@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from allranks.parallel.gloo_ops import exchange_and_sum, gather_by_broadcasts, gather_through_gloo, is_gloo
+from allranks.parallel.path import Path
 from tests.distributed.pool import Pools
 
 
@@ -66,3 +67,27 @@ def test_fsdp_finds_the_same_gradients(pool: Pools) -> None:
         assert len(theirs) == len(ours) == 4
         for one, other in zip(theirs, ours, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def _lines(number: int) -> tuple[int, bool, bool]:
+    """In a worker, once rank 0 alone is in `number` groups: lines, whether units of a size share one, and models."""
+    for _ in range(number):
+        dist.new_group([0], backend="gloo")
+    made = []
+    for _ in range(2):
+        parts = torch.nn.Linear(5, 7), torch.nn.Linear(7, 7), torch.nn.Linear(7, 7)
+        model = torch.nn.Sequential(*parts, torch.nn.Linear(7, 3))
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        for member in (*model, model):
+            fully_shard(member, mesh=mesh)
+        gather_through_gloo(model, mesh, Path())
+        model(torch.ones(2, 5)).sum().backward()
+        units = [part._get_fsdp_state()._fsdp_param_group._all_gather_comm._line for part in model]  # type: ignore[operator]
+        made.append([id(unit) for unit in units])
+    return len(set(made[0])), made[0][1] == made[0][2], made[0][1:] == made[1][1:]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world_size", "number"), [(2, 1), (4, 2)])
+def test_each_size_of_unit_has_a_group_whatever_groups_there_are(pool: Pools, world_size: int, number: int) -> None:
+    assert pool(world_size).run(_lines, number) == [(3, True, True)] * world_size

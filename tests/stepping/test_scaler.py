@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from allranks.stepping import scaler as module
 from allranks.stepping.scaler import INITIAL_SCALE, Scaler, skips_on_device
@@ -62,9 +63,12 @@ def test_everything_that_moves_is_kept() -> None:
 
 
 def test_which_optimizers_skip_by_themselves() -> None:
-    parameters = [nn.Parameter(torch.ones(2))]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        parameters = [nn.Parameter(torch.ones(2, device="cuda"))]
+    waiting = [nn.Parameter(torch.ones(2))]  # in the host's memory
     fused, plain = torch.optim.AdamW(parameters, fused=True), torch.optim.AdamW(parameters, fused=False)
     assert skips_on_device([fused, torch.optim.Adam(parameters, fused=True)], CUDA)
     assert not skips_on_device([fused], CPU)
     assert not skips_on_device([fused, plain], CUDA)
+    assert not skips_on_device([fused, torch.optim.AdamW(waiting, fused=True)], CUDA)
     assert not skips_on_device([torch.optim.SGD(parameters, lr=0.1, fused=True)], CUDA)

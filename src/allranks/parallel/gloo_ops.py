@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ AVERAGE = dist.ReduceOp.AVG
 SUMS = (dist.ReduceOp.SUM, AVERAGE)
 NO_TIMEOUT = timedelta()
 MOST_LINES = 8  # groups with threads and sockets: units of further sizes share the first
+# By the world that they are part of, and the groups that it is divided into.
+_LINES = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], list[dist.ProcessGroup]]]()
 
 
 def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
@@ -85,18 +88,35 @@ def gather_through_gloo(module: nn.Module, mesh: DeviceMesh, path: Path | None =
 
 
 def _open_lines(module: nn.Module, group: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
-    """Id of a unit's state -> the group over which it is gathered: one for each size of unit; collective.
+    """Id of a unit's state -> the group over which it is gathered, one for each size of unit; all of the world call it.
 
     gloo ends the process where a message is longer than what is expected, as it would be where the ranks enter units of
     unequal size; over groups of their own they wait, and find out (`parting`).
     """
-    sizes, lines, ranks = dict[int, int](), dict[int, dist.ProcessGroup](), dist.get_process_group_ranks(group)
-    _add_sizes(module, 0, len(ranks), sizes)
-    for size in dict.fromkeys(sizes.values()):
-        if len(lines) >= MOST_LINES:
-            break
-        lines[size] = group if not lines else dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    sizes = dict[int, int]()
+    _add_sizes(module, 0, dist.get_world_size(group), sizes)
+    distinct = list(dict.fromkeys(sizes.values()))
+    lines = dict(zip(distinct, [group, *_extra_lines(group, len(distinct) - 1)], strict=False))
     return {unit: lines.get(size, group) for unit, size in sizes.items()}
+
+
+def _extra_lines(group: dist.ProcessGroup, wanted: int) -> list[dist.ProcessGroup]:
+    """Groups of the same ranks as `group`: as many as any rank of the world wants, those that are there taken again.
+
+    All ranks of the world make all of them, in one order. A group that its members alone make is named after what each
+    of them has made before, and where that differs between them they wait for each other forever (torch 2.13).
+    """
+    own = torch.tensor([min(wanted, MOST_LINES - 1), *dist.get_process_group_ranks(group)])
+    told = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(told, own)
+    parts = tuple(dict.fromkeys(tuple(ranks) for _, *ranks in map(torch.Tensor.tolist, told)))
+    world = dist.group.WORLD
+    assert world is not None
+    known = _LINES.setdefault(world, {}).setdefault(parts, [])
+    for _ in range(len(known), max(int(row[0]) for row in told)):
+        made = {part: dist.new_group(list(part), backend="gloo") for part in parts}
+        known.append(made[tuple(own[1:].tolist())])
+    return known
 
 
 def _add_sizes(module: nn.Module, unit: int, num_ranks: int, sizes: dict[int, int]) -> None:
