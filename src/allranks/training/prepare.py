@@ -23,6 +23,7 @@ from allranks.slow_links import check_slow_links
 from allranks.task import Task, TaskSpec, load_task
 from allranks.training.anew import begin_anew, explain_anew, holds_nothing
 from allranks.training.load import make_task
+from allranks.training.plan_kept import keep_plan
 from allranks.verdict import Decision
 
 RUNS = Path("runs")
@@ -154,9 +155,11 @@ def open_run(prepared: Prepared, request: TrainRequest) -> Run:
     }
     if prepared.replaced is not None:
         begin_anew(prepared.replaced, prepared.name, prepared.config, facts)
-        return prepared.replaced
-    run = Run.create(RUNS, prepared.name, prepared.config, facts, directory=request.run)
-    run.acquire()
+        run = prepared.replaced
+    else:
+        run = Run.create(RUNS, prepared.name, prepared.config, facts, directory=request.run)
+        run.acquire()
+    keep_plan(run, request.toml)
     return run
 
 
