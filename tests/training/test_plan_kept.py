@@ -6,7 +6,7 @@ import pytest
 
 from allranks.config import resolve_config
 from allranks.run import Run
-from allranks.training.plan_kept import keep_plan
+from allranks.training.plan_kept import decided_overrides, keep_plan, write_plan
 
 
 @pytest.fixture
@@ -27,3 +27,15 @@ def test_without_a_plan_there_is_none(run: Run, tmp_path: Path) -> None:
     (tmp_path / "plan.json").mkdir()
     keep_plan(run, tmp_path / "RUN.toml")
     assert not run.plan_path.exists()
+
+
+def test_what_was_decided_reads_back(run: Run) -> None:
+    assert decided_overrides(run) == ()
+    write_plan(run, {"decided": ["layout.dp_shard=*", "train.micro_batch=2"]})
+    assert decided_overrides(run) == ("layout.dp_shard=*", "train.micro_batch=2")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"decided": 3}', '{"decided": [3]}'])
+def test_a_plan_that_decided_nothing_readable_holds_nothing(run: Run, text: str) -> None:
+    run.plan_path.write_text(text)
+    assert decided_overrides(run) == ()

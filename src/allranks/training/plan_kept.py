@@ -1,6 +1,9 @@
 """The plan that a run is started from, kept in its directory, so that the run can be compared with it."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from allranks.durable import refusing, replacing
 from allranks.run import Run
@@ -23,3 +26,19 @@ def keep_plan(run: Run, toml: Path | None) -> None:
         return
     with refusing(run.path), replacing(run.plan_path) as temporary:
         temporary.write_bytes(text)
+
+
+def write_plan(run: Run, document: Mapping[str, Any]) -> None:
+    """Keep the plan that decided the layout. Raises RunError where the directory cannot be written."""
+    with refusing(run.path), replacing(run.plan_path) as temporary:
+        temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def decided_overrides(run: Run) -> tuple[str, ...]:
+    """What a plan put into the run's config at its first start, as `key.sub=value`; () where none did."""
+    try:
+        document = json.loads(run.plan_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ()
+    decided = document.get("decided") if isinstance(document, dict) else None
+    return tuple(word for word in decided if isinstance(word, str)) if isinstance(decided, list) else ()
