@@ -1,5 +1,6 @@
 """A run without a layout: what is decided, in how little, and what falls back to ddp."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,9 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from allranks.cli.main import main
 from allranks.errors import LayoutError
 from allranks.observing.memory import peak_rss_bytes
+from allranks.reporting.report import report
 from allranks.request import TrainRequest
+from allranks.run import Run
 from allranks.training import planned_layout
 from allranks.training.demo import Text
 from allranks.training.plan_kept import write_plan
@@ -88,11 +92,41 @@ def test_a_large_state_is_planned_with_because() -> None:
     best = decided.document["best"]
     config = apply(prepared.config, decided)
     assert str(resolve_layout(config, 2)) == best["layout"] and config.layout.chosen
+    assert resolve_layout(config, 4).dp == 2 * resolve_layout(config, 2).dp  # a resume may have other processes
     assert config.train.micro_batch == best["micro_batch"]
     assert (config.train.global_batch, config.train.precision) == (8, prepared.config.train.precision)
     assert decided.document["decided"] == list(decided.overrides)
     assert decided.decisions[-1].what == f"layout {best['layout']}, micro_batch {best['micro_batch']}"
     assert decided.decisions[-1].because == best["because"]
+
+
+def test_what_a_trace_sets_in_the_environment_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server would start again for it."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+
+    def plan(*given: object) -> Decided:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/somewhere"
+        return Decided(())
+
+    with patch.object(planned_layout, "OBVIOUS", 0.0), patch.object(planned_layout, "_planned", plan):
+        decide(POINTS)
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+def test_a_planned_run_trains_is_compared_and_goes_on(tmp_path: Path) -> None:
+    words = ["train", POINTS, "train.global_batch=8", "train.steps=3", "--device", "cpu", "--run", "run"]
+    with patch.object(planned_layout, "OBVIOUS", 0.0):
+        assert main(words) == 0
+    run = Run.open(tmp_path / "run")
+    found = report(run)
+    best = json.loads(run.plan_path.read_text())["best"]
+    assert found.attempts[-1].layout == best["layout"] and found.predicted is not None
+    assert found.predicted.differs == "" and found.predicted.step_seconds is not None
+    assert found.predicted.step_seconds.expected == best["step_seconds"]["expected"]
+    assert found.predicted.step_seconds.measured == found.step_seconds
+    assert main([*words, "train.steps=4"]) == 0
+    again = report(Run.open(tmp_path / "run"))
+    assert (again.step, again.attempts[-1].layout) == (4, best["layout"])
 
 
 def test_the_plan_is_kept_and_holds_when_the_run_goes_on(tmp_path: Path) -> None:
