@@ -1,7 +1,7 @@
 """A Run: one training, in progress or over, as a directory that a crash leaves readable.
 
     RUN/run.json              who it is: id, task, name, created, versions, argv, attempts, config_digest
-    RUN/config.toml           the resolved config
+    RUN/config.toml           the resolved config; plan.json: the plan it was started from, where there is one
     RUN/lease                 locked while a process trains here
     RUN/journal/rank-00000.jsonl ...    what happened, one JSON object a line (observing/journal.py says which)
     RUN/logs/ RUN/checkpoints/ RUN/tensorboard/ RUN/traces/
@@ -126,6 +126,11 @@ class Run:
     def config_path(self) -> Path:
         """RUN/config.toml."""
         return self.path / "config.toml"
+
+    @property
+    def plan_path(self) -> Path:
+        """RUN/plan.json: what was decided and predicted before the start; absent where nothing was."""
+        return self.path / "plan.json"
 
     @property
     def checkpoints(self) -> Path:

@@ -209,3 +209,11 @@ def test_a_plan_of_a_task_is_trained_as_it_is(tmp_path: Path) -> None:
     start = next(event for event in events if event["event"] == "start")
     assert (start["layout"], start["world_size"]) == (best["layout"], 2)
     assert [event["samples"] for event in events if event["event"] == "step"] == [8, 16, 24]
+    report = json.loads(allranks("report", "run", "--json", folder=tmp_path).stdout)
+    predicted, fullest = report["predicted"], max(report["memory_bytes"].values())
+    assert predicted["differs"] == "" and predicted["layout"] == best["layout"]
+    step, peak = predicted["step_seconds"], predicted["peak_bytes"]
+    assert (step["expected"], step["measured"]) == (best["step_seconds"]["expected"], report["step_seconds"])
+    assert (peak["expected"], peak["measured"]) == (best["peak_bytes"]["expected"], fullest)
+    assert step["ratio"] == step["measured"] / step["expected"]
+    assert "Predicted and measured" in allranks("report", "run", folder=tmp_path).stdout

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from allranks.reporting.history import Attempt, LossCurve
+from allranks.reporting.predicted import Figure, Prediction
 from allranks.reporting.report import KeptCheckpoint, Report
 from allranks.reporting.text import render_next, render_text
 from allranks.verdict import Decision, Verdict
@@ -134,3 +135,18 @@ def test_commands_can_be_copied_where_the_programs_are_not_on_path(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert f"  {programs}/allranks report" in render_next(REPORT)
+
+
+def test_predicted_stands_beside_measured() -> None:
+    step = Figure(0.015, 0.02, 0.03, 0.025, 1.25)
+    peak = Figure(3e8, 4e8, 5e8, None, None)
+    plan = Prediction("1x2:cpu", "dp_replicate=2", "the fastest", step, peak, "")
+    text = render_text(replace(REPORT, predicted=plan))
+    assert "Predicted and measured" in text and "Predicted" not in render_text(REPORT)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "step 20.0 ms (15.0 ms to 30.0 ms) 25.0 ms 1.25 of the prediction" in lines
+    assert "peak memory 400.0 MB (300.0 MB to 500.0 MB) not measured" in lines
+    other = render_text(replace(REPORT, predicted=replace(plan, differs="layout tp=2 -> dp_replicate=2")))
+    assert "not as planned, so nothing is compared: layout tp=2 -> dp_replicate=2" in other
+    bare = render_text(replace(REPORT, predicted=replace(plan, step_seconds=None, peak_bytes=None)))
+    assert "nothing was predicted: the fastest" in bare

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,17 +66,35 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment) -> tuple
     else:
         num_processes = environment.world_size
         decision = Decision(f"{num_processes} processes", f"so many were started ({environment.launcher})")
+    plan: Document | None = None
+    decided: Sequence[Decision] = ()
+    if environment.launcher == "none" and num_processes > 1 and _is_open(prepared):
+        from allranks.training.planned_layout import apply, decide_layout
+
+        found = decide_layout(prepared, request, num_processes)
+        prepared, plan, decided = (
+            replace(prepared, config=apply(prepared.config, found)),
+            found.document,
+            found.decisions,
+        )
+        request = replace(request, overrides=(*request.overrides, *found.overrides))
     layout = resolve_layout(prepared.config, num_processes, environment.num_nodes)
-    unnamed = "ddp is the default" if num_processes > 1 else "there is one process"
-    chosen = Decision(f"layout {layout}", "the config names it" if prepared.config.layout.chosen else unnamed)
-    decisions = (*prepared.decisions, decision, chosen)
+    if not decided:
+        unnamed = "ddp is the default" if num_processes > 1 else "there is one process"
+        decided = [Decision(f"layout {layout}", "the config names it" if prepared.config.layout.chosen else unnamed)]
+    decisions = (*prepared.decisions, decision, *decided)
     if request.show:
         return 0, _show(request, prepared, layout, decisions)
     if request.show_sharding:
         from allranks.cli.sharding import show_sharding
 
         return show_sharding(request, layout, num_processes)
-    return _run(request, prepared, num_processes, decisions)
+    return _run(request, prepared, num_processes, decisions, plan)
+
+
+def _is_open(prepared: "Prepared") -> bool:
+    """Whether a plan decides the layout: of a new run whose config names none."""
+    return prepared.kept is None and not prepared.config.layout.chosen
 
 
 def _named_task(request: TrainRequest) -> str:
@@ -102,13 +121,20 @@ def _train_as_worker(request: TrainRequest) -> tuple[int, Document | None]:
 
 
 def _run(
-    request: TrainRequest, prepared: "Prepared", num_processes: int, decisions: Sequence[Decision]
+    request: TrainRequest,
+    prepared: "Prepared",
+    num_processes: int,
+    decisions: Sequence[Decision],
+    plan: Document | None,
 ) -> tuple[int, Document]:
     from allranks.surviving.agent import run_workers
+    from allranks.training.plan_kept import write_plan
     from allranks.training.prepare import open_run
     from allranks.training.worker import Assignment
 
     run = open_run(prepared, request)
+    if plan is not None:
+        write_plan(run, plan)
     run.begin_attempt()
     method = forkserver.choose_start_method()
     assignment = Assignment(request, run.path.resolve(), (*decisions, method.decision))

@@ -26,6 +26,7 @@ from allranks.reporting.history import (
     whole,
     word,
 )
+from allranks.reporting.predicted import Prediction, compare
 from allranks.run import Run, latest_steps
 from allranks.verdict import Decision, Verdict
 
@@ -60,6 +61,7 @@ class Report:
         seconds_by_cause: of the attempts that ended in order; `seconds_unsplit`: of the steps of the others.
         memory_bytes: the peak by rank.
         error: the last one, of a run that crashed.
+        predicted: what the plan said beside what was measured; None without a plan.
         rate_spent: the learning rate has come down to next to nothing: more steps need a new schedule to learn more.
     """
 
@@ -87,6 +89,7 @@ class Report:
     verdicts: tuple[Verdict, ...]
     error: str | None
     rate_spent: bool
+    predicted: Prediction | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON values; a number that is not finite becomes its name ("nan")."""
@@ -105,6 +108,7 @@ def report(run: Run) -> Report:
     state, because = _state(run, journals)
     step_seconds, samples_per_second = find_pace(steps)
     causes, unsplit = seconds_by_cause(events)
+    attempts, peaks = find_attempts(events), peak_memory(journals)
     return Report(
         path=str(run.path),
         id=run.id,
@@ -113,7 +117,7 @@ def report(run: Run) -> Report:
         created=str(run.identity["created"]),
         state=state,
         because=because,
-        attempts=find_attempts(events),
+        attempts=attempts,
         step=whole(steps[-1], "step") if steps else 0,
         total_steps=_total_steps(run, events),
         samples=whole(steps[-1], "samples") if steps else 0,
@@ -124,12 +128,13 @@ def report(run: Run) -> Report:
         samples_per_second=samples_per_second,
         seconds_by_cause=causes,
         seconds_unsplit=unsplit,
-        memory_bytes=peak_memory(journals),
+        memory_bytes=peaks,
         checkpoints=_checkpoints(run.checkpoints),
         decisions=find_decisions(events),
         verdicts=find_verdicts(journals.values()),
         error=error if state == "crashed" else None,
         rate_spent=_is_spent([step["lr"] for step in steps if isinstance(step.get("lr"), float)]),
+        predicted=compare(run, attempts[-1] if attempts else None, step_seconds, max(peaks.values(), default=None)),
     )
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from allranks.reporting.history import LossCurve
+from allranks.reporting.predicted import Prediction
 from allranks.reporting.report import KeptCheckpoint, Report
 from allranks.units import format_bytes, format_count, format_seconds
 
@@ -31,6 +32,7 @@ def render_text(report: Report, *, width: int = WIDTH) -> str:
         ("Loss", _loss(report)),
         ("Where the time went", _time(report)),
         ("Peak memory", _memory(report)),
+        ("Predicted and measured", _predicted(report.predicted)),
         ("Checkpoints", _checkpoints(report.checkpoints)),
         ("Decisions", _bullets(map(str, report.decisions))),
         ("Verdicts", _bullets(map(str, report.verdicts))),
@@ -159,6 +161,25 @@ def _memory(report: Report) -> RenderableType | None:
     return _grid(
         [[Text(f"{len(peaks)} ranks"), Text(f"median {middle}, most {format_bytes(peaks[fullest])} (rank {fullest})")]]
     )
+
+
+def _predicted(prediction: Prediction | None) -> RenderableType | None:
+    if prediction is None:
+        return None
+    if prediction.differs:
+        return _bullets([f"the run is not as planned, so nothing is compared: {prediction.differs}"])
+    named = (("step", prediction.step_seconds, format_seconds), ("peak memory", prediction.peak_bytes, format_bytes))
+    rows = [
+        [
+            Text(name),
+            Text(f"{write(figure.expected)} ({write(figure.low)} to {write(figure.high)})"),
+            Text("not measured" if figure.measured is None else write(figure.measured)),
+            Text("" if figure.ratio is None else f"{figure.ratio:.2f} of the prediction"),
+        ]
+        for name, figure, write in named
+        if figure is not None
+    ]
+    return _grid(rows) if rows else _bullets([f"nothing was predicted: {prediction.because}"])
 
 
 def _checkpoints(checkpoints: Sequence[KeptCheckpoint]) -> RenderableType | None:

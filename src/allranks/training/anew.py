@@ -14,7 +14,13 @@ from allranks.run import Run
 from allranks.verdict import Decision
 
 # What an attempt leaves before its first step; anything else in the directory is not ours to delete.
-LEFT = ("journal/rank-*.jsonl", "logs/rank-*.log", "logs/failure-*.json", "tensorboard/events.out.tfevents.*")
+LEFT = (
+    "plan.json",
+    "journal/rank-*.jsonl",
+    "logs/rank-*.log",
+    "logs/failure-*.json",
+    "tensorboard/events.out.tfevents.*",
+)
 
 
 def holds_nothing(run: Run) -> bool:

@@ -23,6 +23,7 @@ from allranks.slow_links import check_slow_links
 from allranks.task import Task, TaskSpec, load_task
 from allranks.training.anew import begin_anew, explain_anew, holds_nothing
 from allranks.training.load import make_task
+from allranks.training.plan_kept import decided_overrides, keep_plan
 from allranks.verdict import Decision
 
 RUNS = Path("runs")
@@ -74,6 +75,7 @@ def prepare(request: TrainRequest) -> Prepared:
             return Prepared(config, spec, make_task(spec, config), None, kept, (decision,))
     config = _resolve(request, defaults, old)
     if kept is not None and old is not None:
+        config = _as_decided(config, kept)
         _check_same_task(kept, spec)
         check_resumable(old, config, request.change)
     return Prepared(config, spec, make_task(spec, config), kept)
@@ -85,6 +87,17 @@ def _resolve(request: TrainRequest, defaults: Mapping[str, object], old: Config 
             task_defaults=defaults, toml=request.toml, overrides=request.overrides, layout=request.layout, kept=old
         )
     )
+
+
+def _as_decided(config: Config, kept: Run) -> Config:
+    """What a plan decided at the first start holds on, where nobody says otherwise now."""
+    cut = config.train.micro_batch is not None or config.train.micro_steps is not None
+    words = [
+        word
+        for word in decided_overrides(kept)
+        if not (config.layout.chosen if word.startswith("layout.") else cut)
+    ]  # fmt: skip
+    return override_config(config, words) if words else config
 
 
 def choose_processes(prepared: Prepared, request: TrainRequest, nodes: int = 1) -> tuple[int, Decision]:
@@ -154,9 +167,11 @@ def open_run(prepared: Prepared, request: TrainRequest) -> Run:
     }
     if prepared.replaced is not None:
         begin_anew(prepared.replaced, prepared.name, prepared.config, facts)
-        return prepared.replaced
-    run = Run.create(RUNS, prepared.name, prepared.config, facts, directory=request.run)
-    run.acquire()
+        run = prepared.replaced
+    else:
+        run = Run.create(RUNS, prepared.name, prepared.config, facts, directory=request.run)
+        run.acquire()
+    keep_plan(run, request.toml)
     return run
 
 

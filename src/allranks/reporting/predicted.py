@@ -1,0 +1,119 @@
+"""What a plan said before the run, beside what the run measured."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, final
+
+from allranks.config import Config
+from allranks.errors import AllranksError
+from allranks.reporting.history import Attempt
+from allranks.run import Run
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One predicted figure with its 90% interval, beside the measured one.
+
+    Attributes:
+        measured: None where the run has measured none yet, or is another than the planned one.
+        ratio: measured over expected.
+    """
+
+    low: float
+    expected: float
+    high: float
+    measured: float | None
+    ratio: float | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A Run's plan.json as the report sees it.
+
+    Attributes:
+        cluster: what was planned for; layout: what was planned; because: why that one.
+        step_seconds, peak_bytes: of the fullest rank; None where the plan predicts none.
+        differs: what of the run is not as planned, so that nothing is compared; "" where all is.
+    """
+
+    cluster: str
+    layout: str
+    because: str
+    step_seconds: Figure | None
+    peak_bytes: Figure | None
+    differs: str
+
+
+def compare(
+    run: Run, newest: Attempt | None, step_seconds: float | None, peak_bytes: float | None
+) -> Prediction | None:
+    """The plan in the Run directory beside the measured median step and the fullest rank's peak.
+
+    None without a plan.json, or where it cannot be read as one: a report has to be made of what is there.
+    """
+    try:
+        document = json.loads(run.plan_path.read_text(encoding="utf-8"))
+        config = run.config()
+    except (OSError, ValueError, AllranksError):
+        return None
+    best = document.get("best") if isinstance(document, dict) else None
+    if not isinstance(best, dict) or not isinstance(best.get("layout"), str):
+        return None
+    differs = _differs(document, best, config, newest)
+    return Prediction(
+        cluster=str(document.get("cluster", "")),
+        layout=best["layout"],
+        because=str(best.get("because", "")),
+        step_seconds=_figure(best.get("step_seconds"), None if differs else step_seconds),
+        peak_bytes=_figure(best.get("peak_bytes"), None if differs else peak_bytes, _unseen_bytes(best, newest)),
+        differs=differs,
+    )
+
+
+def _unseen_bytes(best: Mapping[str, Any], newest: Attempt | None) -> float:
+    """What the prediction holds and a run does not measure: on CUDA it measures what torch's tensors take.
+
+    The driver's context and the allocator's spare are outside of that.
+    """
+    parts, span = best.get("bytes_by_category"), best.get("peak_bytes")
+    on_cuda = newest is not None and newest.device.startswith("cuda")
+    if not on_cuda or not isinstance(parts, dict) or not isinstance(span, dict):
+        return 0.0
+    try:
+        tensors = sum(float(size) for name, size in parts.items() if name != "framework")
+        return max(0.0, float(span["expected"]) - tensors)
+    except (KeyError, TypeError, ValueError):
+        return 0.0
+
+
+def _figure(span: object, measured: float | None, unseen: float = 0.0) -> Figure | None:
+    if not isinstance(span, dict):
+        return None
+    values = [span.get(name) for name in ("low", "expected", "high")]
+    numbers = [float(value) - unseen for value in values if isinstance(value, int | float)]
+    if len(numbers) < 3 or not all(isfinite(number) for number in numbers) or numbers[1] <= 0:
+        return None
+    low, expected, high = max(0.0, numbers[0]), numbers[1], numbers[2]
+    return Figure(low, expected, high, measured, None if measured is None else measured / expected)
+
+
+def _differs(document: Mapping[str, Any], best: Mapping[str, Any], config: Config, newest: Attempt | None) -> str:
+    """`name planned -> of the run` for everything that makes it another run."""
+    train = config.train
+    pairs: list[tuple[str, object, object]] = [
+        ("global_batch", best.get("global_batch"), train.global_batch),
+        ("precision", best.get("precision"), train.precision),
+    ]
+    if train.micro_batch is not None:
+        pairs.append(("micro_batch", best.get("micro_batch"), train.micro_batch))
+    else:
+        pairs.append(("micro_steps", best.get("micro_steps"), train.micro_steps or 1))
+    if newest is not None:
+        pairs = [
+            ("devices", document.get("devices"), newest.world_size), ("layout", best["layout"], newest.layout), *pairs
+        ]  # fmt: skip
+    return ", ".join(f"{name} {planned} -> {real}" for name, planned, real in pairs if planned not in (None, real))

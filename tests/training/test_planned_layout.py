@@ -1,0 +1,226 @@
+"""A run without a layout: what is decided, in how little, and what falls back to ddp."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from allranks.cli.main import main
+from allranks.errors import LayoutError
+from allranks.observing.memory import peak_rss_bytes
+from allranks.reporting.report import report
+from allranks.request import TrainRequest
+from allranks.run import Run
+from allranks.training import planned_layout
+from allranks.training.demo import Text
+from allranks.training.plan_kept import write_plan
+from allranks.training.planned_layout import Decided, apply, count_parameters, decide_layout
+from allranks.training.prepare import Prepared, open_run, prepare, resolve_layout
+from tests.commands import POINTS
+from tests.programs.points import Points
+
+NORMED = """
+import torch
+from torch import nn
+import allranks
+
+class Normed(allranks.Task):
+    def dataset(self, split):
+        return [(torch.ones(4) * n, torch.tensor(n % 2)) for n in range(32)]
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    def loss(self, output, batch):
+        return nn.functional.cross_entropy(output, batch[1], reduction="sum")
+"""
+READS = """
+import torch
+import allranks
+
+class Reads(allranks.Task):
+    def dataset(self, split):
+        return [(torch.ones(4), torch.tensor(1))] * 32
+    def model(self):
+        width = int(torch.linspace(1, 8, 8).sum().item())
+        return torch.nn.Linear(4, width)
+    def loss(self, output, batch):
+        return output.sum()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.chdir(tmp_path)
+
+
+def prepared_of(spec: str, *overrides: str) -> tuple[Prepared, TrainRequest]:
+    request = TrainRequest(task_spec=spec, overrides=("train.global_batch=8", *overrides), device="cpu")
+    return prepare(request), request
+
+
+def decide(spec: str, *overrides: str) -> tuple[Decided, Prepared]:
+    prepared, request = prepared_of(spec, *overrides)
+    return decide_layout(prepared, request, 2), prepared
+
+
+def test_a_small_state_keeps_ddp_and_is_never_traced(tmp_path: Path) -> None:
+    with patch("allranks.stepping.profile.trace_task", side_effect=AssertionError):
+        decided, prepared = decide(POINTS)
+    assert decided.overrides == () and apply(prepared.config, decided) is prepared.config
+    (decision,) = decided.decisions
+    assert decision.what == "layout dp_replicate=2"
+    assert "82 parameters (1.3 kB) obviously fits" in decision.because
+    assert decided.document is not None and decided.document["best"]["layout"] == "dp_replicate=2"
+    assert not (tmp_path / "XDG_CACHE_HOME").exists()
+
+
+def test_a_large_state_is_planned_with_because() -> None:
+    before = dict(os.environ)
+    with patch.object(planned_layout, "OBVIOUS", 0.0):
+        decided, prepared = decide(POINTS)
+    assert dict(os.environ) == before
+    assert decided.document is not None
+    best = decided.document["best"]
+    config = apply(prepared.config, decided)
+    assert str(resolve_layout(config, 2)) == best["layout"] and config.layout.chosen
+    assert resolve_layout(config, 4).dp == 2 * resolve_layout(config, 2).dp  # a resume may have other processes
+    assert config.train.micro_batch == best["micro_batch"]
+    assert (config.train.global_batch, config.train.precision) == (8, prepared.config.train.precision)
+    assert decided.document["decided"] == list(decided.overrides)
+    assert decided.decisions[-1].what == f"layout {best['layout']}, micro_batch {best['micro_batch']}"
+    assert decided.decisions[-1].because == best["because"]
+
+
+def test_what_a_trace_sets_in_the_environment_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server would start again for it."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+
+    def plan(*given: object) -> Decided:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/somewhere"
+        return Decided(())
+
+    with patch.object(planned_layout, "OBVIOUS", 0.0), patch.object(planned_layout, "_planned", plan):
+        decide(POINTS)
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+def test_a_planned_run_trains_is_compared_and_goes_on(tmp_path: Path) -> None:
+    words = ["train", POINTS, "train.global_batch=8", "train.steps=3", "--device", "cpu", "--run", "run"]
+    with patch.object(planned_layout, "OBVIOUS", 0.0):
+        assert main(words) == 0
+    run = Run.open(tmp_path / "run")
+    found = report(run)
+    best = json.loads(run.plan_path.read_text())["best"]
+    assert found.attempts[-1].layout == best["layout"] and found.predicted is not None
+    assert found.predicted.differs == "" and found.predicted.step_seconds is not None
+    assert found.predicted.step_seconds.expected == best["step_seconds"]["expected"]
+    assert found.predicted.step_seconds.measured == found.step_seconds
+    assert main([*words, "train.steps=4"]) == 0
+    again = report(Run.open(tmp_path / "run"))
+    assert (again.step, again.attempts[-1].layout) == (4, best["layout"])
+
+
+def test_the_plan_is_kept_and_holds_when_the_run_goes_on(tmp_path: Path) -> None:
+    prepared, request = prepared_of(POINTS)
+    words = ("layout.dp_shard=*", "train.micro_batch=2")
+    decided = Decided((), words, {"decided": list(words)})
+    run = tmp_path / "run"
+    request = TrainRequest(task_spec=POINTS, overrides=request.overrides, run=run, device="cpu")
+    made = open_run(replace(prepared, config=apply(prepared.config, decided)), request)
+    assert decided.document is not None
+    write_plan(made, decided.document)
+    made.journal().write_text('{"event": "step", "step": 1}\n')
+    made.release()
+    again = prepare(request)
+    assert again.kept is not None and again.config.layout.dp_shard == "*" and again.config.train.micro_batch == 2
+    other = prepare(replace(request, layout="ddp"))
+    assert other.config.layout.dp_replicate == "*" and other.config.train.micro_batch == 2
+
+
+def test_the_users_micro_batch_stays() -> None:
+    with patch.object(planned_layout, "OBVIOUS", 0.0):
+        decided, prepared = decide(POINTS, "train.micro_batch=2")
+    assert decided.document is not None and decided.document["best"]["micro_batch"] == 2
+    assert not any(word.startswith("train.") for word in decided.overrides)
+    assert apply(prepared.config, decided).train.micro_batch == 2
+
+
+def test_the_users_modes_stay() -> None:
+    with patch.object(planned_layout, "OBVIOUS", 0.0):
+        decided, _ = decide(POINTS, "layout.recompute=full")
+    assert "every layout is refused: no part of Points repeats" in decided.decisions[0].because
+
+
+def test_batch_statistics_leave_the_forwards_to_the_user(tmp_path: Path) -> None:
+    (tmp_path / "normed.py").write_text(NORMED)
+    with patch.object(planned_layout, "OBVIOUS", 0.0):
+        decided, _ = decide("normed.py")
+    assert decided.document is not None and decided.document["best"]["micro_steps"] == 1
+    assert not any(word.startswith("train.") for word in decided.overrides)
+
+
+def test_a_model_that_reads_a_value_while_it_builds_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "reads.py").write_text(READS)
+    decided, _ = decide("reads.py")
+    assert "180 parameters" in decided.decisions[0].because
+
+
+def test_what_cannot_be_built_is_ddp_with_because_and_left_to_the_workers(tmp_path: Path) -> None:
+    (tmp_path / "reads.py").write_text(READS.replace("return torch.nn", "raise ValueError('mine')"))
+    decided, _ = decide("reads.py")
+    (decision,) = decided.decisions
+    assert decided.overrides == () and decided.document is None
+    assert decision.what == "layout ddp, the default"
+    assert "it could not be planned" in decision.because and "mine" in decision.because
+
+
+def test_counting_writes_no_large_tensor() -> None:
+    """250 M parameters in a gigabyte that nobody may touch, by every way in which torch's layers fill theirs."""
+
+    class Wide(Points):
+        def model(self) -> nn.Module:
+            made = nn.Sequential(nn.Linear(5000, 10_000), nn.Embedding(10_000, 5000))
+            for make in (torch.randn, torch.rand, torch.ones):
+                made.register_parameter(make.__name__, nn.Parameter(make(10_000, 5000)))
+            return made
+
+    before = psutil.Process().memory_info().rss
+    peak = peak_rss_bytes()
+    assert count_parameters(Wide()) == 250_010_000
+    assert psutil.Process().memory_info().rss - before < 50e6
+    assert peak_rss_bytes() - max(peak, before) < 50e6
+
+
+def test_a_key_that_no_plan_weighs_is_ddp_with_because() -> None:
+    for key in ("static_graph=true", "sharding=grad_op"):
+        decided, _ = decide(POINTS, f"layout.{key}")
+        assert decided.decisions[0].because == f"layout.{key.partition('=')[0]} is set, which a plan does not weigh"
+
+
+def test_a_planned_layout_that_would_be_refused_is_ddp_with_because() -> None:
+    refused = patch.object(planned_layout, "resolve_layout", side_effect=LayoutError("not this one"))
+    with patch.object(planned_layout, "OBVIOUS", 0.0), refused:
+        decided, _ = decide(POINTS)
+    assert decided.overrides == () and "not this one" in decided.decisions[0].because
+
+
+def test_counting_imports_no_compiler() -> None:
+    """It would cost a second before the first step."""
+    code = """
+import sys
+from allranks.training.planned_layout import count_parameters
+from allranks.training.demo import Text
+print(count_parameters(Text()), "torch._dynamo" in sys.modules, "sympy" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["434816", "False", "False"]
+    assert count_parameters(Text()) == sum(parameter.numel() for parameter in Text().model().parameters())
