@@ -66,6 +66,11 @@ def all_gather_seconds(group: Group, num_bytes: float) -> float:
     return _measured(group, "all_gather", num_bytes) or _ring(group, num_bytes, 1.0, group.ring_seconds)
 
 
+def reduce_scatter_seconds(group: Group, num_bytes: float) -> float:
+    """As a gather of the same bytes, unless somebody measured it."""
+    return _measured(group, "reduce_scatter", num_bytes) or all_gather_seconds(group, num_bytes)
+
+
 def all_to_all_seconds(group: Group, num_bytes: float, outside_share: float = 1.0) -> float:
     """Each rank sends `num_bytes` (n - 1) / n: to peers in its domain by the fast links, to the others by its own card.
 

@@ -100,6 +100,7 @@ def to_device(found: Sequence[Figures], like: Device) -> Device:
         matmul_shapes={precision: tuple(rows) for precision, rows in shapes.items()},
         kernel_seconds=tidy(seconds[("kernel",)]),
         update_rate=tidy(_amount("update", seconds)),
+        pass_rates=_pass_rates(seconds),
     )
 
 
@@ -138,6 +139,16 @@ def _amount(name: str, seconds: Mapping[Hashable, float]) -> float:
     ((amount, time),) = [(key[1], time) for key, time in seconds.items() if isinstance(key, tuple) and key[0] == name]
     assert isinstance(amount, int)
     return amount / time
+
+
+def _pass_rates(seconds: Mapping[Hashable, float]) -> tuple[tuple[float, float], ...]:
+    """Of the cases ("pass", bytes): the bytes, and bytes/s read and written."""
+    found = []
+    for key, time in seconds.items():
+        match key:
+            case ("pass", int(num_bytes)):
+                found.append((float(num_bytes), tidy(2 * num_bytes / time)))
+    return tuple(sorted(found))
 
 
 def _pace(device: torch.device, world_size: int, *, quick: bool) -> Pace:
