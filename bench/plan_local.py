@@ -31,11 +31,11 @@ from allranks.planning.estimate import estimate
 from allranks.stepping.profile import trace_task
 
 TARGET, CHOICE_TARGET = 0.15, 0.05
-GLOBAL_BATCH = {"transformer": 8, "perceptron": 128}
+GLOBAL_BATCH = {"transformer": 4, "perceptron": 128}
 TRANSFORMER = (
-    ("ddp", 4), ("ddp", 2), ("dp_shard=*,sharding=optimizer", 4), ("fsdp", 4), ("fsdp", 2),
-    ("fsdp,sharding=grad_op", 4), ("fsdp,recompute=full", 4), ("ddp,recompute=full", 4), ("tp=2,dp_shard=*", 8),
-    ("pp=2,dp_shard=*,schedule=gpipe", 2), ("pp=2,dp_shard=*", 2), ("pp=2,dp_shard=*", 1), ("cp=2,dp_shard=*", 8),
+    ("ddp", 2), ("ddp", 1), ("dp_shard=*,sharding=optimizer", 2), ("fsdp", 2), ("fsdp", 1),
+    ("fsdp,sharding=grad_op", 2), ("fsdp,recompute=full", 2), ("ddp,recompute=full", 2), ("tp=2,dp_shard=*", 4),
+    ("pp=2,dp_shard=*,schedule=gpipe", 1), ("pp=2,dp_shard=*", 2), ("pp=2,dp_shard=*", 1), ("cp=2,dp_shard=*", 4),
 )  # fmt: skip
 PERCEPTRON = (
     ("ddp", 64), ("ddp", 32), ("dp_shard=*,sharding=optimizer", 64), ("fsdp", 64), ("fsdp,sharding=grad_op", 64),
@@ -73,7 +73,7 @@ def plan_cases(nproc: int, quick: bool) -> list[Case]:
         for text, micro_batch in layouts:
             if quick and text not in QUICK:
                 continue
-            whole = GLOBAL_BATCH[model] // (2 if quick else 1)
+            whole = GLOBAL_BATCH[model]
             layout = Case(model, text, whole, 1).resolve(nproc)
             share = max(1, micro_batch * 2 // nproc if layout.pp == layout.tp == layout.cp == 1 else micro_batch)
             found.append(Case(model, str(layout), whole, min(share, whole // layout.dp)))
@@ -159,9 +159,8 @@ def show(document: dict[str, object], rows: Sequence[Row]) -> None:
     console.print(table)
     console.print(f"mean error {document['mean_error']:.1%}, target {TARGET:.0%}; load {document['load']}")
     for model, found in document["choices"].items():  # type: ignore[attr-defined]
-        console.print(
-            f"{model}: chosen {found['chosen']}, best {found['best']}: {found['slower']:+.1%} (at most {CHOICE_TARGET:.0%})"
-        )
+        names = f"{model}: chosen {found['chosen']}, best {found['best']}"
+        console.print(f"{names}: {found['slower']:+.1%} (at most {CHOICE_TARGET:.0%})")
 
 
 def main() -> int:

@@ -59,7 +59,8 @@ class DeviceTable(Table):
     kernel_microseconds: Figure | None = Field(None, description="the least time of one kernel in a row of them")
     update_gparameters_per_s: Figure | None = Field(None, description="how many a fused AdamW steps")
     pass_gb_per_s: list[tuple[int, Figure]] = Field(
-        default_factory=list, description="of a processor: `[bytes, GB/s]` that an elementwise operation reads and writes"
+        default_factory=list,
+        description="of a processor: `[bytes, GB/s]` that elementwise operations move",
     )
     measured: bool = Field(False, description="on the very machine: then it is believed, however slow")
     source: str = Field("", description="where the figures come from")

@@ -85,10 +85,17 @@ def all_to_all_seconds(group: Group, num_bytes: float, outside_share: float = 1.
     return outside_share * outside / (group.bandwidth / group.near) + group.latency_seconds
 
 
+def swap_seconds(group: Group, num_bytes: float) -> float:
+    """An all-to-all of `num_bytes` on each rank, its own part among them: as measured, where somebody did."""
+    return _measured(group, "all_to_all", num_bytes) or all_to_all_seconds(group, num_bytes)
+
+
 def send_seconds(group: Group, num_bytes: float, adjacent_crosses: bool) -> float:
     """One message to the next rank of the group."""
     if group.size < 2:
         return 0.0
+    if measured := _measured(group, "send", num_bytes):
+        return measured
     bandwidth = group.bandwidth / group.near if adjacent_crosses else group.bandwidth
     return num_bytes / bandwidth + 1e-5
 

@@ -2,6 +2,7 @@
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 
 from allranks.cluster import Device
 
@@ -57,7 +58,7 @@ def pass_rate(device: Device, num_bytes: float) -> float:
         return device.memory_bandwidth
     if num_bytes <= table[0][0]:
         return table[0][1]
-    for (low, slow), (high, fast) in zip(table, table[1:], strict=False):
+    for (low, slow), (high, fast) in pairwise(table):
         if num_bytes <= high:
             share = math.log(num_bytes / low) / math.log(high / low)
             return slow * (fast / slow) ** share

@@ -1,4 +1,4 @@
-"""What data and context parallelism add to a step on a measured processor: gloo by its measured times, nothing hidden.
+"""What data parallelism and the update add to a step on a measured processor: gloo as measured, nothing hidden.
 
 gloo's threads need the cores that compute, so that what is sent behind a computation takes its time from it.
 """
@@ -6,7 +6,6 @@ gloo's threads need the cores that compute, so that what is sent behind a comput
 from dataclasses import replace
 
 from allranks.cluster import Cluster
-from allranks.model_profile import Operation
 from allranks.planning.axis_traffic import Axes
 from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from allranks.planning.data_traffic import DataCost
@@ -22,9 +21,7 @@ def on_processor(setting: Setting, cluster: Cluster) -> Setting:
     """The Setting as a processor runs it: nothing is hidden, and the host is the device, so that it does not wait."""
     if not is_processor(cluster.device):
         return setting
-    how = replace(
-        setting.mechanisms, overlap_data=0.0, overlap_tensor=0.0, overlap_pipeline=0.0, dispatch_seconds=0.0
-    )
+    how = replace(setting.mechanisms, overlap_data=0.0, overlap_tensor=0.0, overlap_pipeline=0.0, dispatch_seconds=0.0)
     return replace(setting, mechanisms=how)
 
 
@@ -70,10 +67,3 @@ def _update_seconds(setting: Setting, axes: Axes, held: float) -> float:
     moved = (NORM_PASSES + CLIP_PASSES) * WIDTH * held
     step = held / device.update_rate if device.update_rate else 7 * WIDTH * held / device.memory_bandwidth
     return moved / device.memory_bandwidth + step + 10 * floor(device)
-
-
-def swapped_bytes(operation: Operation, setting: Setting) -> float:
-    """Of one of the tensors that positions and heads are swapped of, on one rank (Ulysses, 2309.14509)."""
-    queries, _, heads, _, dim = operation.shape
-    width = {"float64": 8.0, "float32": 4.0}.get(setting.precision, 2.0)
-    return width * setting.micro_batch * queries / setting.cp * heads / setting.tp * dim

@@ -35,8 +35,8 @@ PASSES = (1 / 16, 1 / 2, 4, 32)
 
 
 def compute_cases(device: torch.device, *, quick: bool) -> Iterator[Case]:
-    """The cases of one device, with keys ("matmul", precision, rows, inner, columns), ("copy", bytes),
-    ("kernel",), ("update", parameters), on a processor ("pass", bytes), and on a GPU ("host", bytes): pinned host memory to the device.
+    """The cases of one device, with keys ("matmul", precision, rows, inner, columns), ("copy", bytes), ("kernel",),
+    ("update", parameters), on a processor ("pass", bytes), and on a GPU ("host", bytes): pinned host memory to it.
 
     What they work on is made here, and kept until they are dropped.
     """
