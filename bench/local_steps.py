@@ -91,6 +91,9 @@ class Perceptron(allranks.Task):
     def model(self) -> nn.Module:
         return nn.Sequential(*(Wide() for _ in range(DEPTH)), nn.Linear(WIDTH, CLASSES))
 
+    def hints(self) -> allranks.Hints:
+        return allranks.Hints(tensor={"*.up": "colwise", "*.down": "rowwise"})
+
     def dataset(self, split: str) -> Any:
         return Vectors(self.samples) if split == "train" else None
 

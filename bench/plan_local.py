@@ -1,6 +1,6 @@
 """Predicted against measured: the step of many layouts of two models on this machine's processor.
 
-    python bench/plan_local.py [--nproc 2] [--turns 7] [--cluster FILE] [--quick] [--json]
+    python bench/plan_local.py [--nproc 2] [--turns 7] [--model NAME] [--cluster FILE] [--quick] [--json]
 
 In one run of --nproc processes: the machine's figures are measured (as `allranks doctor --calibrate` does; or read from
 --cluster), then every layout makes a step in each turn, forth in one turn and back in the next. The figure of a layout
@@ -66,12 +66,12 @@ class Row:
     parts_ms: dict[str, float]
 
 
-def plan_cases(nproc: int, quick: bool) -> list[Case]:
+def plan_cases(nproc: int, quick: bool, only: str | None = None) -> list[Case]:
     """What is measured: every layout that `nproc` processes can have, micro-batches shrunk with the ranks' shares."""
     found = []
     for model, layouts in (("transformer", TRANSFORMER), ("perceptron", PERCEPTRON)):
         for text, micro_batch in layouts:
-            if quick and text not in QUICK:
+            if (quick and text not in QUICK) or only not in (None, model):
                 continue
             whole = GLOBAL_BATCH[model]
             layout = Case(model, text, whole, 1).resolve(nproc)
@@ -133,13 +133,14 @@ def choices(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
 def measure_all(cases: list[Case], arguments: argparse.Namespace) -> tuple[Cluster, list[Row]]:
     """The Cluster and the rows, in one launch."""
     given = None if arguments.cluster is None else read_cluster(arguments.cluster)
-    found = allranks.launch(run, cases, arguments.turns, arguments.quick, given is None, nproc=arguments.nproc)
+    quick = arguments.quick or arguments.calibration == "quick"
+    found = allranks.launch(run, cases, arguments.turns, quick, given is None, nproc=arguments.nproc)
     measured, busy = [one[1] for one in found], [one[2] for one in found]
     cluster = given
     if cluster is None:
         with tempfile.TemporaryDirectory() as folder:
             begun = choose_start("cpu", arguments.nproc, Path(folder) / "local.toml")
-            made = finish_cluster(begun, [one[0] for one in found], quick=arguments.quick)
+            made = finish_cluster(begun, [one[0] for one in found], quick=quick)
             write_cluster(made, begun.path)
             cluster = read_cluster(begun.path)
             if arguments.keep is not None:
@@ -169,12 +170,14 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=None, help="of each layout; default 7, 3 with --quick")
     parser.add_argument("--cluster", type=Path, help="a calibrated cluster file; default: measured here and now")
     parser.add_argument("--keep", type=Path, help="where the measured cluster file is kept")
-    parser.add_argument("--quick", action="store_true", help="few layouts and small batches; within a minute")
+    parser.add_argument("--model", choices=sorted(GLOBAL_BATCH), help="only this one; default: both")
+    parser.add_argument("--calibration", choices=("full", "quick"), default="full", help="as doctor's --quick")
+    parser.add_argument("--quick", action="store_true", help="few layouts, a quick calibration; within a minute")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     arguments.turns = arguments.turns or (3 if arguments.quick else 7)
     before = os.getloadavg()[0]
-    cluster, rows = measure_all(plan_cases(arguments.nproc, arguments.quick), arguments)
+    cluster, rows = measure_all(plan_cases(arguments.nproc, arguments.quick, arguments.model), arguments)
     document: dict[str, object] = {
         "nproc": arguments.nproc,
         "turns": arguments.turns,
