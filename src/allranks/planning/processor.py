@@ -61,7 +61,7 @@ def pass_rate(device: Device, num_bytes: float) -> float:
     for (low, slow), (high, fast) in pairwise(table):
         if num_bytes <= high:
             share = math.log(num_bytes / low) / math.log(high / low)
-            return slow * (fast / slow) ** share
+            return slow * math.pow(fast / slow, share)
     return table[-1][1]
 
 
