@@ -70,10 +70,10 @@ def test_the_update_of_shards_is_shorter_and_one_process_sends_nothing() -> None
 def test_shards_are_gathered_and_reduced_by_units_and_copied(
     given: dict[str, Any], gathers: int, reductions: int
 ) -> None:
-    gather = 4 * (2e-3 + passing_seconds(CPU, 2 * 1e6 * 1.5, 2))
-    reduce = 4 * (3e-3 + passing_seconds(CPU, 2 * 1e6, 1))
+    gather = 4 * (2.198e-3 + passing_seconds(CPU, 2 * 1e6 * 1.5, 2))
+    reduce = 4 * (3.297e-3 + passing_seconds(CPU, 2 * 1e6, 1))
     found = cost(dp=2, shard=2, **given)
-    assert found.seconds == pytest.approx(gathers * gather + reductions * reduce, rel=0.12)
+    assert found.seconds == pytest.approx(gathers * gather + reductions * reduce, rel=2e-3)
     assert found.seconds == found.exposed and found.count == 4 * (gathers + reductions)
 
 
