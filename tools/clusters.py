@@ -25,6 +25,7 @@ UNITS = {
     "matmul_tflops": "1e12 FLOP/s",
     "matmul_shapes_tflops": "1e12 FLOP/s",
     "kernel_microseconds": "1e-6 s",
+    "pass_gb_per_s": "1e9 bytes/s",
     "latency_microseconds": "1e-6 s",
     "bytes_microseconds": "bytes, 1e-6 s",
     "update_gparameters_per_s": "1e9 parameters/s",

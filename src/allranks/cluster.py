@@ -21,6 +21,8 @@ class Device:
         matmul_shapes: precision -> ((rows, inner, columns, FLOP/s), ...): products (rows x inner) @ (inner x columns).
         kernel_seconds: the least time of one kernel in a row of them, its launch included; None where nobody measured.
         update_rate: parameters/s of a fused AdamW step with float32 state; None where nobody measured.
+        pass_rates: ((bytes of a tensor, bytes/s read and written), ...) of elementwise operations on a processor:
+            what a cache holds goes faster; () where nobody measured.
         source: where the figures come from.
     """
 
@@ -35,6 +37,7 @@ class Device:
     matmul_shapes: Mapping[str, tuple[tuple[int, int, int, float], ...]] = field(default_factory=dict)
     kernel_seconds: float | None = None
     update_rate: float | None = None
+    pass_rates: tuple[tuple[float, float], ...] = ()
 
 
 @final

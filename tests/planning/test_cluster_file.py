@@ -181,7 +181,7 @@ def measured() -> Cluster:
         "cpu", "a processor, one of 2", 12345678901.0, 1 / 3e-10, {"float32": 4e10 / 3, "bfloat16": 1e11},
         matmul_flops={"float32": 4e10 / 3}, measured=True, source="measured on 2026-11-21",
         matmul_shapes={"float32": ((16, 256, 256, 1e10 / 7), (128, 256, 256, 4e10 / 3))},
-        kernel_seconds=6.5e-6 / 3, update_rate=1.48e8,
+        kernel_seconds=6.5e-6 / 3, update_rate=1.48e8, pass_rates=((65536.0, 1e11 / 7), (1e6, 3e9)),
     )  # fmt: skip
     return Cluster("local", 1, 2, device, link, link, 2, 25e9, 4e9, 0.1, "EUR", 7.0, "my bill", ("a note",))
 

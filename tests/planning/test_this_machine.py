@@ -40,6 +40,7 @@ def calibrated(devices: int) -> Cluster:
     device = replace(
         guess.device, memory_bandwidth=7e9, matmul_flops={"float32": 3e10}, peak_flops={"float32": 3e10},
         matmul_shapes={"float32": ((16, 16, 16, 3e10),)}, measured=True, update_rate=1e8,
+        pass_rates=((1e6, 8e9),),
     )  # fmt: skip
     found = replace(guess, device=device, notes=())
     write_cluster(found, calibrated_path("cpu", devices))
@@ -76,6 +77,7 @@ def test_another_number_of_processes_shares_the_measured_figures(machine: None) 
     assert found.device.matmul_flops["float32"] == found.device.peak_flops["float32"] == 3e10 / 4
     assert found.device.matmul_shapes["float32"][0] == (16, 16, 16, 3e10 / 4)
     assert (found.device.memory_bandwidth, found.device.update_rate) == (7e9 / 4, 1e8 / 4)
+    assert found.device.pass_rates == ((1e6, 2e9),)
     assert "figures are those of 2 processes" in found.notes[-1] and found.notes[-1].endswith("--nproc 8")
 
 

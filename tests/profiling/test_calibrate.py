@@ -1,5 +1,6 @@
 """From what the processes measured to a device and a link, and the measuring itself on two real processes."""
 
+import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,8 @@ SECONDS: Mapping[Hashable, float] = {
     ("kernel",): 5e-6,
     ("copy", 1000): 1e-6,
     ("update", 4000): 2e-6,
+    ("pass", 8000): 4e-6,
+    ("pass", 1000): 1e-6,
     ("matmul", "float32", 10, 20, 30): 12e-9,
     ("matmul", "float32", 10, 20, 60): 12e-9,
     ("matmul", "bfloat16", 10, 20, 30): 6e-9,
@@ -45,6 +48,7 @@ def test_a_device_is_the_median_of_the_processes() -> None:
     assert device.matmul_flops == device.peak_flops == {"float32": 1e12, "bfloat16": 1e12}
     assert device.memory_bandwidth == 2 * 1000 / 2e-6  # a copy reads and writes
     assert (device.kernel_seconds, device.update_rate) == (1e-5, 1e9)
+    assert device.pass_rates == ((1000.0, 1e9), (8000.0, 2e9))
     assert (device.measured, device.memory_bytes) == (True, 16e9)
 
 
@@ -104,12 +108,18 @@ def _measure() -> tuple[list[Any], int, int]:
     return list(found.seconds), found.num_left_out, found.num_threads
 
 
-@pytest.mark.parametrize(("cores", "sample"), [(1, CROWDED_SECONDS), (2, SAMPLE_SECONDS)])
-def test_processes_that_share_a_core_are_timed_over_several_of_their_turns(cores: int, sample: float) -> None:
+@pytest.mark.parametrize(
+    ("cores", "sample", "figure"), [(1, CROWDED_SECONDS, statistics.median), (2, SAMPLE_SECONDS, min)]
+)
+def test_processes_that_share_a_core_are_timed_over_several_of_their_turns(
+    cores: int, sample: float, figure: object
+) -> None:
     samples: list[float] = []
+    figures: list[object] = []
 
     def note(cases: Sequence[Case], rounds: int, pace: Pace) -> dict[Hashable, float]:
         samples.append(pace.sample_seconds)
+        figures.append(pace.figure)
         return {}
 
     def nothing(*_: object) -> None: ...
@@ -123,6 +133,7 @@ def test_processes_that_share_a_core_are_timed_over_several_of_their_turns(cores
     ):
         measure(torch.device("cpu"), 0, 2, quick=True, gather=nothing, scatter=nothing)
     assert samples == [sample, SAMPLE_SECONDS]
+    assert figures == [figure, figure]
 
 
 @pytest.mark.distributed
@@ -130,7 +141,7 @@ def test_two_processes_measure_the_same_cases(pool: Pools) -> None:
     one, two = pool(2).run(_measure)
     assert one == two
     keys, num_left_out, num_threads = one
-    assert (num_left_out, num_threads, len(keys)) == (0, 1, 3 + 2 + 3 * 6)
+    assert (num_left_out, num_threads, len(keys)) == (0, 1, 3 + 2 + 2 + 3 * 6)
     device = to_device([Figures(dict.fromkeys(keys, 1e-3), float("inf"), 1)], LIKE)
     link = to_link([Figures(dict.fromkeys(keys, 1e-3), float("inf"), 1)], LINK)
     assert set(device.matmul_flops) == {"float32", "bfloat16"}

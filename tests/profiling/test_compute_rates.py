@@ -29,7 +29,7 @@ def test_every_shape_in_every_precision_once() -> None:
 
 def test_what_a_plan_cannot_do_without_comes_first() -> None:
     first = [(case.key[0], case.needed) for case in compute_cases(CPU, quick=True) if isinstance(case.key, tuple)][:4]
-    assert first == [("kernel", True), ("copy", True), ("update", True), ("matmul", False)]
+    assert first == [("kernel", True), ("copy", True), ("update", True), ("pass", False)]
 
 
 def test_a_product_is_the_one_of_its_key() -> None:
@@ -46,6 +46,8 @@ def test_a_copy_and_an_update_have_the_size_of_their_keys() -> None:
     cases = {case.key[0]: case for case in compute_cases(CPU, quick=True) if isinstance(case.key, tuple)}
     target = cases["copy"].call()
     assert isinstance(target, torch.Tensor) and cases["copy"].key == ("copy", target.nbytes)
+    result = cases["pass"].call()
+    assert isinstance(result, torch.Tensor) and cases["pass"].key == ("pass", result.nbytes)
     cases["update"].call()
     optimizer = getattr(cases["update"].call, "__self__")  # noqa: B009
     (parameter,) = optimizer.param_groups[0]["params"]

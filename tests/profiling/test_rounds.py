@@ -54,6 +54,11 @@ def test_the_median_of_all_rounds_without_the_first_call(clock: Clock) -> None:
     assert measured(clock, [case], 3, pace()) == {"a": pytest.approx(0.2)}
 
 
+def test_another_figure_of_all_rounds(clock: Clock) -> None:
+    case = clock.work("a", 0.9, 0.5, 0.3, 0.1, 0.2)
+    assert measured(clock, [case], 3, replace(pace(), figure=min)) == {"a": pytest.approx(0.1)}
+
+
 def test_what_is_quick_is_called_several_times_a_sample(clock: Clock) -> None:
     assert measured(clock, [clock.work("a", 1e-3)], 1, pace()) == {"a": pytest.approx(1e-3)}
     assert len(clock.calls) == 2 + 2

@@ -5,10 +5,18 @@ from typing import final
 
 from allranks.cluster import Cluster
 from allranks.model_profile import Block, Operation
-from allranks.planning.collectives import Group, all_gather_seconds, all_reduce_seconds, all_to_all_seconds, group_of
+from allranks.planning.collectives import (
+    Group,
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    group_of,
+    swap_seconds,
+)
 from allranks.planning.compute import Machine
 from allranks.planning.constants import constants_of
 from allranks.planning.operation_times import attention_times, is_product
+from allranks.planning.processor import is_processor
 from allranks.planning.setting import Mechanisms, Setting
 
 
@@ -113,11 +121,27 @@ def _key_value_bytes(operation: Operation, setting: Setting) -> float:
 
 def _context_seconds(operation: Operation, size: float, setting: Setting, axes: Axes) -> float:
     """What a ring does not hide behind its own attention: each pass brings a part while the last one is used."""
+    if is_processor(axes.machine.device) and len(operation.shape) == 5:
+        return _shown_context_seconds(operation, setting, axes)
     seconds = all_gather_seconds(axes.context, size)
     work = attention_times(operation, setting, axes.machine)
     if not setting.ring:
         return 3 * seconds
     return max(0.0, seconds - work.forward) + max(0.0, 2 * seconds - work.backward)
+
+
+def _shown_context_seconds(operation: Operation, setting: Setting, axes: Axes) -> float:
+    """On a processor, where nothing is hidden and activations are as wide as the precision says.
+
+    A ring's three passes of keys and values (2310.01889); else queries, keys, values and results are swapped, positions
+    for heads, forward and backward (Ulysses, 2309.14509).
+    """
+    queries, keys, heads, kv_heads, dim = operation.shape
+    wide = {"float64": 8.0, "float32": 4.0}.get(setting.precision, 2.0) * setting.micro_batch * dim / setting.tp
+    if setting.ring:
+        return 3 * all_gather_seconds(axes.context, 2 * wide * keys * kv_heads)
+    swaps = ((queries, heads), (queries, heads), (keys, kv_heads), (keys, kv_heads))
+    return 2 * sum(swap_seconds(axes.context, wide * rows * count / setting.cp) for rows, count in swaps)
 
 
 def _expert_bytes(block: Block, setting: Setting) -> float:

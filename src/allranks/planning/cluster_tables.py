@@ -58,6 +58,10 @@ class DeviceTable(Table):
     )
     kernel_microseconds: Figure | None = Field(None, description="the least time of one kernel in a row of them")
     update_gparameters_per_s: Figure | None = Field(None, description="how many a fused AdamW steps")
+    pass_gb_per_s: list[tuple[int, Figure]] = Field(
+        default_factory=list,
+        description="of a processor: `[bytes, GB/s]` that elementwise operations move",
+    )
     measured: bool = Field(False, description="on the very machine: then it is believed, however slow")
     source: str = Field("", description="where the figures come from")
 
@@ -95,6 +99,7 @@ class DeviceTable(Table):
                 for precision, rows in self.matmul_shapes_tflops.items()
             },
             kernel_seconds=None if self.kernel_microseconds is None else float(self.kernel_microseconds * MICRO),
+            pass_rates=tuple((float(size), float(rate * GIGA)) for size, rate in self.pass_gb_per_s),
             update_rate=None if self.update_gparameters_per_s is None else float(self.update_gparameters_per_s * GIGA),
         )
 
@@ -107,6 +112,7 @@ class DeviceTable(Table):
             "memory_gb": exactly(device.memory_bytes, GIGA),
             "bandwidth_gb_per_s": exactly(device.memory_bandwidth, GIGA),
             "kernel_microseconds": exactly(device.kernel_seconds, MICRO),
+            "pass_gb_per_s": [[int(size), exactly(rate, GIGA)] for size, rate in device.pass_rates],
             "update_gparameters_per_s": exactly(device.update_rate, GIGA),
             "measured": device.measured,
             "source": device.source,

@@ -66,6 +66,11 @@ def all_gather_seconds(group: Group, num_bytes: float) -> float:
     return _measured(group, "all_gather", num_bytes) or _ring(group, num_bytes, 1.0, group.ring_seconds)
 
 
+def reduce_scatter_seconds(group: Group, num_bytes: float) -> float:
+    """As a gather of the same bytes, unless somebody measured it."""
+    return _measured(group, "reduce_scatter", num_bytes) or all_gather_seconds(group, num_bytes)
+
+
 def all_to_all_seconds(group: Group, num_bytes: float, outside_share: float = 1.0) -> float:
     """Each rank sends `num_bytes` (n - 1) / n: to peers in its domain by the fast links, to the others by its own card.
 
@@ -80,10 +85,17 @@ def all_to_all_seconds(group: Group, num_bytes: float, outside_share: float = 1.
     return outside_share * outside / (group.bandwidth / group.near) + group.latency_seconds
 
 
+def swap_seconds(group: Group, num_bytes: float) -> float:
+    """An all-to-all of `num_bytes` on each rank, its own part among them: as measured, where somebody did."""
+    return _measured(group, "all_to_all", num_bytes) or all_to_all_seconds(group, num_bytes)
+
+
 def send_seconds(group: Group, num_bytes: float, adjacent_crosses: bool) -> float:
     """One message to the next rank of the group."""
     if group.size < 2:
         return 0.0
+    if measured := _measured(group, "send", num_bytes):
+        return measured
     bandwidth = group.bandwidth / group.near if adjacent_crosses else group.bandwidth
     return num_bytes / bandwidth + 1e-5
 

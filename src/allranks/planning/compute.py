@@ -5,6 +5,7 @@ from typing import final
 
 from allranks.cluster import Device
 from allranks.planning.constants import Constants
+from allranks.planning.processor import is_processor, passing_seconds, product_seconds
 
 KERNEL_SECONDS = 2.5e-6
 """A kernel on a GPU takes this long at least: start, first loads and last stores (measured by many; NVIDIA's CUDA C++
@@ -59,6 +60,8 @@ def matmul_seconds(machine: Machine, rows: float, out: float, into: float, preci
     """
     if rows <= 0 or out <= 0 or into <= 0:
         return 0.0
+    if is_processor(machine.device):
+        return product_seconds(machine.device, rows, out, into, precision, batch)
     units = machine.constants.units
     best = 0.0
     for high, wide, reached in TILES:
@@ -101,4 +104,6 @@ def head_share(head_dim: float) -> float:
 
 def moving_seconds(machine: Machine, moved_bytes: float, kernels: float = 1.0) -> float:
     """Kernels that the memory's bandwidth bounds."""
+    if is_processor(machine.device):
+        return passing_seconds(machine.device, moved_bytes, kernels)
     return moved_bytes / machine.bandwidth + kernels * KERNEL_SECONDS

@@ -13,6 +13,8 @@ from allranks.planning.data_traffic import DataCost, data_cost
 from allranks.planning.host_traffic import host_bytes, host_capacity_bytes, host_seconds, moves
 from allranks.planning.memory import memory_use, slack_bytes
 from allranks.planning.pipeline import pipeline_seconds, stages_of, under_way
+from allranks.planning.processor import is_processor
+from allranks.planning.processor_traffic import on_processor, processor_data_cost
 from allranks.planning.setting import Setting, setting_of
 from allranks.planning.uncertainty import spread_of
 
@@ -131,6 +133,7 @@ def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting
 
 def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting) -> Cost:
     """The same for a Setting, which may be another framework's."""
+    setting = on_processor(setting, cluster)
     parts = _parts(profile, cluster, setting)
     layers = stages_of(profile, setting.pp, setting.chunks)
     stages = [_stage(held, parts.costs, setting) for held in layers]
@@ -173,6 +176,9 @@ def _data(
         held = layers[stage]
         dense = sum(n * cost.parameters for n, cost in zip(held, parts.costs, strict=True))
         expert = sum(n * cost.expert_parameters for n, cost in zip(held, parts.costs, strict=True))
+        if is_processor(parts.cluster.device):
+            candidates.append(processor_data_cost(setting, parts.axes, dense, expert, sum(held)))
+            continue
         candidates.append(
             data_cost(setting, parts.axes, dense, expert, sum(held), forward[stage], backward[stage] + weight[stage])
         )

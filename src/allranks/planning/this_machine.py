@@ -179,6 +179,7 @@ def _measured_cpu(devices: int, facts: MachineFacts) -> Cluster | None:
             name: tuple((m, k, n, rate * share) for m, k, n, rate in rows) for name, rows in old.matmul_shapes.items()
         },
         update_rate=None if old.update_rate is None else old.update_rate * moved,
+        pass_rates=tuple((size, rate * moved) for size, rate in old.pass_rates),
     )
     note = (
         f"figures are those of {nearest} processes, the cores shared by {devices}, because {devices} were not measured:"

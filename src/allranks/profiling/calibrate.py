@@ -39,7 +39,7 @@ class Figures:
     """What one process found.
 
     Attributes:
-        seconds: key of a case -> median seconds.
+        seconds: key of a case -> seconds: the median of all rounds, or the least (`_pace`).
         memory_bytes: of its device; infinite on the CPU, where no process has memory of its own.
         num_threads: that it computed with.
         num_left_out: cases that took too long, or that the time did not reach.
@@ -100,6 +100,7 @@ def to_device(found: Sequence[Figures], like: Device) -> Device:
         matmul_shapes={precision: tuple(rows) for precision, rows in shapes.items()},
         kernel_seconds=tidy(seconds[("kernel",)]),
         update_rate=tidy(_amount("update", seconds)),
+        pass_rates=_pass_rates(seconds),
     )
 
 
@@ -140,6 +141,16 @@ def _amount(name: str, seconds: Mapping[Hashable, float]) -> float:
     return amount / time
 
 
+def _pass_rates(seconds: Mapping[Hashable, float]) -> tuple[tuple[float, float], ...]:
+    """Of the cases ("pass", bytes): the bytes, and bytes/s read and written."""
+    found = []
+    for key, time in seconds.items():
+        match key:
+            case ("pass", int(num_bytes)):
+                found.append((float(num_bytes), tidy(2 * num_bytes / time)))
+    return tuple(sorted(found))
+
+
 def _pace(device: torch.device, world_size: int, *, quick: bool) -> Pace:
     def barrier() -> None:
         if world_size > 1:
@@ -156,12 +167,15 @@ def _pace(device: torch.device, world_size: int, *, quick: bool) -> Pace:
         dist.all_reduce(together, dist.ReduceOp.MAX)
         return [float(number) for number in together.tolist()]
 
+    # What else runs on a processor takes whole turns of it, which are nobody's figure where each process has a core.
+    undisturbed = device.type == "cpu" and world_size <= num_cores()
     return Pace(
         barrier,
         finish,
         agree,
         budget_seconds=QUICK_BUDGET_SECONDS if quick else BUDGET_SECONDS,
         most_seconds=QUICK_MOST_SECONDS if quick else MOST_SECONDS,
+        figure=min if undisturbed else statistics.median,
     )
 
 

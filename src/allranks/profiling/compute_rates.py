@@ -30,11 +30,13 @@ GPU_SHAPES = tuple(
 GPU_QUICK_SHAPES = ((4096, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192))
 
 MEBI = 2**20
+PASSES = (1 / 16, 1 / 2, 4, 32)
+"""MiB of a result that an elementwise operation makes on a processor: what its caches hold, and what they do not."""
 
 
 def compute_cases(device: torch.device, *, quick: bool) -> Iterator[Case]:
-    """The cases of one device, with keys ("matmul", precision, rows, inner, columns), ("copy", bytes),
-    ("kernel",), ("update", parameters), and on a GPU ("host", bytes): pinned host memory to the device.
+    """The cases of one device, with keys ("matmul", precision, rows, inner, columns), ("copy", bytes), ("kernel",),
+    ("update", parameters), on a processor ("pass", bytes), and on a GPU ("host", bytes): pinned host memory to it.
 
     What they work on is made here, and kept until they are dropped.
     """
@@ -44,6 +46,9 @@ def compute_cases(device: torch.device, *, quick: bool) -> Iterator[Case]:
     yield Case(("copy", copied), _copy(device, copied), needed=True)
     updated = (64 if on_gpu else 4) * MEBI // (4 if quick else 1)
     yield Case(("update", updated), _update(device, updated), needed=True)
+    if not on_gpu:
+        for size in PASSES[1:3] if quick else PASSES:
+            yield Case(("pass", int(size * MEBI)), _pass(int(size * MEBI)))
     if on_gpu:
         yield Case(("host", copied), _from_host(device, copied), needed=True)
     shapes = (GPU_QUICK_SHAPES if quick else GPU_SHAPES) if on_gpu else (CPU_QUICK_SHAPES if quick else CPU_SHAPES)
@@ -66,6 +71,11 @@ def _copy(device: torch.device, num_bytes: int) -> Callable[[], object]:
     source = torch.zeros(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
+
+
+def _pass(num_bytes: int) -> Callable[[], object]:
+    source = torch.ones(num_bytes // 4)
+    return lambda: source * 2
 
 
 def _kernel(device: torch.device) -> Callable[[], object]:

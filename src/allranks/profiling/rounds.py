@@ -40,6 +40,7 @@ class Pace:
         budget_seconds: after which no further case and no further round begins.
         most_seconds: of one call; a case that takes longer is left out.
         sample_seconds: about how long one sample is.
+        figure: of the samples of all rounds.
     """
 
     barrier: Callable[[], None]
@@ -48,10 +49,13 @@ class Pace:
     budget_seconds: float
     most_seconds: float
     sample_seconds: float = SAMPLE_SECONDS
+    figure: Callable[[Sequence[float]], float] = statistics.median
 
 
 def take_rounds(cases: Sequence[Case], rounds: int, pace: Pace) -> dict[Hashable, float]:
-    """Key -> median seconds of one call here; collective. A case that took too long, or came too late, is not in it.
+    """Key -> seconds of one call here, the pace's figure of all rounds; collective.
+
+    A case that took too long, or came too late, is not in it.
 
     All cases are measured once in each round, so that what disturbs the machine for a while disturbs all of them.
     """
@@ -63,7 +67,7 @@ def take_rounds(cases: Sequence[Case], rounds: int, pace: Pace) -> dict[Hashable
             samples[case.key].append(once(case, times, pace))
         if pace.agree([time.perf_counter() - began])[0] > pace.budget_seconds:
             break
-    return {key: statistics.median(values) for key, values in samples.items()}
+    return {key: pace.figure(values) for key, values in samples.items()}
 
 
 def _choose(cases: Sequence[Case], began: float, pace: Pace) -> Iterator[tuple[Case, int]]:

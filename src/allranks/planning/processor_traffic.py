@@ -1,0 +1,69 @@
+"""What data parallelism and the update add to a step on a measured processor: gloo as measured, nothing hidden.
+
+gloo's threads need the cores that compute, so that what is sent behind a computation takes its time from it.
+"""
+
+from dataclasses import replace
+
+from allranks.cluster import Cluster
+from allranks.planning.axis_traffic import Axes
+from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
+from allranks.planning.data_traffic import DataCost
+from allranks.planning.processor import floor, is_processor, passing_seconds
+from allranks.planning.setting import Setting
+
+NORM_PASSES, CLIP_PASSES = 1.0, 2.0
+"""Reads and writes of a gradient for the norm, and to scale it."""
+WIDTH = 4.0
+
+
+def on_processor(setting: Setting, cluster: Cluster) -> Setting:
+    """The Setting as a processor runs it: nothing is hidden, and the host is the device, so that it does not wait."""
+    if not is_processor(cluster.device):
+        return setting
+    how = replace(setting.mechanisms, overlap_data=0.0, overlap_tensor=0.0, overlap_pipeline=0.0, dispatch_seconds=0.0)
+    return replace(setting, mechanisms=how)
+
+
+def processor_data_cost(
+    setting: Setting, axes: Axes, parameters: float, expert_parameters: float, units: int
+) -> DataCost:
+    """As `data_traffic.data_cost`, every second exposed.
+
+    FSDP2 copies besides what it sends (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py): a gather's shard into
+    the buffer and the whole out of it into the parameters, a reduction's gradients into its buffer.
+    """
+    how, ranks, device = setting.mechanisms, setting.dp * setting.cp, axes.machine.device
+    whole, shard = parameters + expert_parameters, max(1, setting.shard)
+    held = whole / shard if setting.zero >= 1 else whole
+    update = 0.0 if setting.frozen else _update_seconds(setting, axes, held)
+    if ranks == 1 or not whole:
+        return DataCost(0.0, 0.0, update, 0.0, 0)
+    reduced = parameters + expert_parameters * (1.0 if setting.ep == 1 else max(0.0, 1 - setting.ep / ranks))
+    size = reduced * how.reduce_bytes
+    if setting.zero == 0:
+        seconds = all_reduce_seconds(axes.data, size) + passing_seconds(device, 2 * size, units)
+        return DataCost(seconds, seconds, update, 2 * size, units)
+    messages = max(1, units) * how.messages
+    gathered = reduced * how.gather_bytes
+    gather = messages * all_gather_seconds(axes.shard, gathered / messages)
+    gather += messages * passing_seconds(device, 2 * gathered / messages * (1 + 1 / shard), 2)
+    reduce = messages * reduce_scatter_seconds(axes.shard, size / messages)
+    reduce += messages * passing_seconds(device, 2 * size / messages, 1)
+    copies = ranks // shard
+    if copies > 1:
+        reduce += all_reduce_seconds(axes.data, size / shard)
+    reductions = setting.micro_steps if setting.zero >= 3 and how.reduces_every_micro_step else 1
+    gathers = 1 if setting.zero < 3 else setting.micro_steps * (1 if setting.keeps_gathered else 2)
+    seconds = gathers * gather + reductions * reduce
+    return DataCost(
+        seconds, seconds, update, gathers * gathered + reductions * size, round(messages) * (gathers + reductions)
+    )
+
+
+def _update_seconds(setting: Setting, axes: Axes, held: float) -> float:
+    """The norm, clipping, and AdamW at its measured rate."""
+    device = axes.machine.device
+    moved = (NORM_PASSES + CLIP_PASSES) * WIDTH * held
+    step = held / device.update_rate if device.update_rate else 7 * WIDTH * held / device.memory_bandwidth
+    return moved / device.memory_bandwidth + step + 10 * floor(device)
