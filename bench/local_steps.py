@@ -12,18 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import allranks
+from allranks.benchmarking.small_programs import session_steps
 from allranks.benchmarking.subject import Subject
+from allranks.cli.calibration import measure_in
 from allranks.config import Config, resolve_config
+from allranks.errors import AllranksError
 from allranks.launching.environment import read_environment
 from allranks.layout import Layout
 from allranks.layout_string import parse_layout
-from allranks.observing.counters import Stopwatch
 from allranks.parallel.backend import DeviceChoice, choose_device, start, stop
-from allranks.parallel.gloo_ops import exchange_and_sum, gather_by_broadcasts, is_gloo
 from allranks.process_environment import ProcessEnvironment
-from allranks.profiling.calibrate import Figures, measure
-from allranks.stepping.session import assemble
-from allranks.stepping.world import gather_processes
+from allranks.profiling.calibrate import Figures
 
 TIMEOUT_SECONDS = 240.0
 WARM_STEPS = 2
@@ -113,75 +112,47 @@ def config_of(case: Case, steps: int) -> Config:
     return resolve_config(task_defaults={}, toml=None, overrides=overrides, layout=case.layout)
 
 
-def calibrate(choice: DeviceChoice, environment: ProcessEnvironment, *, quick: bool) -> Figures:
-    """What `allranks doctor --calibrate` measures, in these very processes; collective."""
-
-    def gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-        if is_gloo(group, choice.device.type):
-            gather_by_broadcasts(whole, part, group).wait()
-        else:
-            dist.all_gather_into_tensor(whole, part, group=group)
-
-    def scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-        if is_gloo(group, choice.device.type):
-            exchange_and_sum(part, whole, group, average=False)
-        else:
-            dist.reduce_scatter_tensor(part, whole, group=group)
-
-    rank, world = environment.rank, environment.world_size
-    return measure(choice.device, rank, world, quick=quick, gather=gather, scatter=scatter)
-
-
 def run(
     cases: Sequence[Case], turns: int, quick: bool, with_figures: bool
-) -> tuple[Figures | None, list[list[float]], list[list[float]]]:
-    """In every process: (the machine's figures, seconds of each turn of each case, the processor's seconds of them)."""
+) -> tuple[Figures | None, list[list[float]], list[list[float]], dict[int, str]]:
+    """In every process: (the machine's figures, seconds of each turn of each case, the processor's seconds of them, and
+    by place in `cases` why one was refused)."""
     environment = read_environment(os.environ)
     choice = choose_device(environment, "cpu", "gloo")
     start(environment, choice, timeout_seconds=TIMEOUT_SECONDS)
     try:
-        figures = calibrate(choice, environment, quick=quick) if with_figures else None
-        found, busy = _take_turns(cases, turns, environment, choice)
-        return figures, found, busy
+        figures = measure_in(environment, choice, quick=quick) if with_figures else None
+        return figures, *_take_turns(cases, turns, environment, choice)
     finally:
         stop()
 
 
 def _take_turns(
     cases: Sequence[Case], turns: int, environment: ProcessEnvironment, choice: DeviceChoice
-) -> tuple[list[list[float]], list[list[float]]]:
+) -> tuple[list[list[float]], list[list[float]], dict[int, str]]:
     """Every case a step in each turn, forth in one turn and back in the next, so that a busy while meets all alike."""
     steps = [_steps(case, WARM_STEPS + turns + SPARE_STEPS, environment, choice) for case in cases]
-    for side in steps:
-        for _ in range(WARM_STEPS):
-            next(side)()
+    refused: dict[int, str] = {}
+    for index, side in enumerate(steps):
+        try:
+            for _ in range(WARM_STEPS):
+                next(side)()
+        except AllranksError as error:  # all processes alike, before any talks to another
+            refused[index] = str(error)
     seconds: list[list[float]] = [[] for _ in cases]
     busy: list[list[float]] = [[] for _ in cases]
     for turn in range(turns):
-        for index in range(len(cases))[:: -1 if turn % 2 else 1]:
+        for index in (i for i in range(len(cases))[:: -1 if turn % 2 else 1] if i not in refused):
             dist.barrier()
             began, spent = time.perf_counter(), time.process_time()
             next(steps[index])()
             seconds[index].append(time.perf_counter() - began)
             busy[index].append(time.process_time() - spent)
-    return seconds, busy
+    return seconds, busy, refused
 
 
 def _steps(
     case: Case, steps: int, environment: ProcessEnvironment, choice: DeviceChoice
 ) -> Iterator[Callable[[], float]]:
-    config = config_of(case, steps)
     task = task_of(case.model, samples=steps * case.global_batch)
-    processes = gather_processes(environment, choice, case.resolve(environment.world_size))
-    session = assemble(task, config, processes, Stopwatch(), lambda: (False, False))
-    with session.loader() as loader:
-        batch = next(loader)
-        before = session.step.agree_first(batch)
-        while batch is not None:
-            before.read()
-            outcome = session.step.run(batch, before, lambda: next(loader, None))
-            session.stream.take(batch)
-            yield lambda batch=batch, before=before, outcome=outcome: float(  # type: ignore[misc]
-                outcome.values(before, batch.size)["loss"]
-            )
-            before, batch = outcome.pending, outcome.upcoming
+    return session_steps(task, config_of(case, steps), case.resolve(environment.world_size), environment, choice)

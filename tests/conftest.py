@@ -17,6 +17,7 @@ from tests.leaks import (
     list_tree,
     living_children,
 )
+from tests.smoke import is_smoke, nothing_named
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,8 +46,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(config.stash[FULL])
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m smoke` looks for the mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the long tests, or under --full those of other parts and those that have passed."""
+    """Mark the smoke subset; leave out the long tests, or under --full those of other parts and those that passed."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if whole and (missing := nothing_named([item.nodeid for item in items])):
+        raise pytest.UsageError(f"tests/smoke.py names what is no test (any more): {', '.join(missing)}")
+    for item in items:
+        if is_smoke(item.nodeid, (mark.name for mark in item.iter_markers())):
+            item.add_marker("smoke")
     if FULL in config.stash:
         run, rest = config.stash[FULL].select(items)
     else:

@@ -21,11 +21,13 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "errors units durable lifeline config config_keys config_layers config_sections config_toml layout_string "
         "layout_placement",
         "layout layout_refusals slow_links cluster model_profile model_shape shape_operations named_models "
-        "parameter_map plan plan_request verdict task task_loading task_world run lease request losses vocabulary "
+        "parameter_map plan plan_request rehearsal simulation simulation_request verdict "
+        "task task_loading task_world run lease request losses vocabulary "
         "failure process_environment digest fence fault_points",
         "planning profiling parallel data checkpointing observing launching reporting models",
         "stepping",
-        "training rehearsing surviving verifying benchmarking",
+        "training rehearsing surviving benchmarking",
+        "verifying",
         "cli",
     )
 )
@@ -42,8 +44,9 @@ DRAWERS = frozenset(
     ("util", "utils", "common", "helper", "helpers", "misc", "core", "base", "shared", "lib", "managers")
 )
 WALKERS = frozenset(("named_parameters", "named_buffers"))
-# Who wraps may unwrap; a reference model sets its own initial values; the reference loop knows nothing of ours.
-MAY_WALK = ("parallel/", "models/", "verifying/reference")
+# Who wraps may unwrap; a reference model sets its own initial values; the reference loop knows nothing of ours, and
+# what a user's own loop has built has no ParameterMap.
+MAY_WALK = ("parallel/", "models/", "verifying/reference", "verifying/observation")
 UNPICKLERS = frozenset(
     ("pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "torch", "jsonpickle")
 )

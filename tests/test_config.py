@@ -48,7 +48,11 @@ BAD_ARGUMENTS = [
     ("TRAIN.STEPS=8", "unknown key 'TRAIN.STEPS'; did you mean 'train.steps=8'?"),
     ("optimiser.lr=1", "unknown key 'optimiser.lr'; did you mean 'optimizer.lr=1'?"),
     ("checkpoint.qqqq=1", "unknown key 'checkpoint.qqqq'; the keys of checkpoint are every, keep"),
-    ("guard.qqqq=1", "unknown key 'guard.qqqq'; guard has no keys yet"),
+    (
+        "guard.qqqq=1",
+        "unknown key 'guard.qqqq'; the keys of guard are hang, hang_seconds, stopped_seconds, input_seconds, "
+        "first_step_seconds, evaluation_seconds, checkpoint_seconds, restarts",
+    ),
     ("trian.qqqq=1", "unknown key 'trian.qqqq'; did you mean 'train'?"),
     (
         "zzzz.qqqq=1",
@@ -319,6 +323,7 @@ def test_what_a_resume_may_change_is_frozen() -> None:
         "checkpoint.every",
         "checkpoint.keep",
         "track.tensorboard",
+        *(name for name in config_keys() if name.startswith("guard.")),
     }
     meant = {name for name in config_keys() if name.startswith("layout.") and not is_resumable(name)}
     names = "batchnorm ddp_hook powersgd_rank powersgd_start local_sgd outer_lr outer_momentum outer_nesterov"

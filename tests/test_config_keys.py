@@ -64,7 +64,8 @@ def test_the_keys_are_frozen() -> None:
         "evaluate": "every",
         "checkpoint": "every keep",
         "track": "tensorboard",
-        "guard": "",
+        "guard": "hang hang_seconds stopped_seconds input_seconds first_step_seconds evaluation_seconds "
+        "checkpoint_seconds restarts",
     }
     assert {name: key.default for name, key in config_keys().items() if key.default is not None} == {
         "train.global_batch": 32,
@@ -98,4 +99,11 @@ def test_the_keys_are_frozen() -> None:
         "data.workers": 0,
         "checkpoint.keep": 2,
         "track.tensorboard": True,
+        "guard.hang": "restart",
+        "guard.stopped_seconds": 10.0,
+        "guard.input_seconds": 600.0,
+        "guard.first_step_seconds": 1800.0,
+        "guard.evaluation_seconds": 1800.0,
+        "guard.checkpoint_seconds": 1800.0,
+        "guard.restarts": 3,
     }

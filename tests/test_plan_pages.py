@@ -19,7 +19,11 @@ ANSWERS: dict[int, tuple[str, ...]] = {
     3: (r"FITS: dp_shard=8, micro_batch \d", r"global_batch=128 +"),
     4: (r"\(8.0B parameters, \d+ positions\)", r"positions are the most \(in steps of 1024\)"),
     5: (r"gpus=8 +\+[\d.]+ GB", r"gpus=32 +-[\d.]+ GB"),
-    6: (r"optimizer +[\d.]+ GB", r"offload=parameters +refused: the engine takes it", r"sharding=optimizer +"),
+    6: (
+        r"optimizer +[\d.]+ GB",
+        r"offload=parameters +-[\d.]+ GB, -\d+% speed, [\d.]+ GB\s+in each",
+        r"sharding=optimizer +",
+    ),
     7: (r"FITS: ", r"recompute=full +[+-][\d.]+ [kMG]?B, [+-]\d+% speed"),
     8: (r"recompute=selective +-[\d.]+ [MG]B, ", r"recompute=full +-[\d.]+ [MG]B, -\d+% speed"),
     9: (r"unit +parameters +gathered +kept +recompute=full", r"32 x layers"),

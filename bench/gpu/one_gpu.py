@@ -3,7 +3,7 @@
 Speed: sequences of 4,096 tokens, bfloat16, blocks compiled, in a process of its own each time, raw and ours by turns;
 the first steps, which compile, are not counted. Mfu takes 6 * parameters + 12 * layers * width * sequence operations a
 token (PaLM, arXiv 2204.02311, appendix B) over the device's dense bfloat16 peak. Checks: short runs of the real command
-under each mode, held to the loss of the same run in float32; then the tests marked gpu, and a smoke subset of the rest.
+under each mode, held to the loss of the same run in float32; then the tests marked gpu, and the smoke subset.
 
     python bench/gpu/one_gpu.py [--rounds 2] [--steps 20] [--only speed,checks,tests] [--json FILE]
     python bench/gpu/one_gpu.py --device cpu --tiny      that the program itself works
@@ -45,7 +45,6 @@ PEAK_TFLOPS: Mapping[str, float] = {"H200": 989.0, "H100": 989.0, "A100": 312.0}
 """Dense bfloat16, without sparsity, of the SXM parts: NVIDIA's data sheets."""
 
 WARM_STEPS = 5
-SMOKE = ("tests/parallel/test_norm.py", "tests/stepping", "tests/data", "tests/checkpointing", "tests/test_losses.py")
 
 
 @dataclass(frozen=True)
@@ -282,9 +281,9 @@ def check_flash(device: torch.device) -> dict[str, Any]:
 
 
 def run_tests() -> Iterator[dict[str, Any]]:
-    """The tests marked gpu, and a smoke subset that says whether this torch is one that works."""
+    """The tests marked gpu, and the smoke subset (tests/smoke.py), which says whether this torch is one that works."""
     root = Path(__file__).parents[2]
-    for what, arguments in {"tests marked gpu": ("-m", "gpu"), "smoke subset": SMOKE}.items():
+    for what, arguments in {"tests marked gpu": ("-m", "gpu"), "smoke subset": ("-m", "smoke")}.items():
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
         ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
         lines = ran.stdout.strip().splitlines() or [""]

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from allranks.task import Task as Task
     from allranks.training.door import join as join
     from allranks.training.load import load as load
+    from allranks.verifying.own_verify import verify as verify
 
 __version__ = "0.1.0"
 
-__all__ = ["AllranksError", "Hints", "Task", "__version__", "join", "launch", "load"]
+__all__ = ["AllranksError", "Hints", "Task", "__version__", "join", "launch", "load", "verify"]
 
 _HOMES = {
     "AllranksError": "allranks.errors",
@@ -26,6 +27,7 @@ _HOMES = {
     "join": "allranks.training.door",
     "launch": "allranks.surviving.launch",
     "load": "allranks.training.load",
+    "verify": "allranks.verifying.own_verify",
 }
 
 

@@ -7,6 +7,28 @@ from typing import final
 
 @final
 @dataclass(frozen=True, slots=True)
+class FixedSeconds:
+    """What a step on a processor takes besides its kernels and its bytes, however small its tensors are. Seconds.
+
+    Attributes:
+        operation: of one operation, forward or backward: its way through Python, torch and autograd.
+        micro_step: of one forward and backward besides its operations.
+        step: of one optimizer step besides its micro-steps.
+        unit_message: of gathering or reducing one sharded unit, besides the collective.
+        move: of one collective between layers that tp cuts, besides the collective.
+        hop: of one message between stages, besides the message.
+    """
+
+    operation: float = 0.0
+    micro_step: float = 0.0
+    step: float = 0.0
+    unit_message: float = 0.0
+    move: float = 0.0
+    hop: float = 0.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator (or, on a machine without any, one process's share of the CPU).
 
@@ -23,6 +45,10 @@ class Device:
         update_rate: parameters/s of a fused AdamW step with float32 state; None where nobody measured.
         pass_rates: ((bytes of a tensor, bytes/s read and written), ...) of elementwise operations on a processor:
             what a cache holds goes faster; () where nobody measured.
+        context_bytes: of a processor's process before it has a model: the interpreter, torch, the backend; None for
+            a GPU, and where nobody knows.
+        cores: of a processor, what one process has of it: below 1 where processes share a core.
+        fixed: of a processor: what its small programs took besides their kernels and bytes.
         source: where the figures come from.
     """
 
@@ -38,6 +64,9 @@ class Device:
     kernel_seconds: float | None = None
     update_rate: float | None = None
     pass_rates: tuple[tuple[float, float], ...] = ()
+    context_bytes: float | None = None
+    cores: float | None = None
+    fixed: FixedSeconds = field(default_factory=FixedSeconds)
 
 
 @final
@@ -63,6 +92,16 @@ class Link:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Correction:
+    """What `num_runs` runs on one machine took over what was calculated for them: `measured`, and within limits."""
+
+    factor: float
+    measured: float
+    num_runs: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """Nodes of equal devices.
 
@@ -73,6 +112,8 @@ class Cluster:
         host_memory_bytes, host_bandwidth: of a node, and between a device and its host in bytes/s; None where unknown.
         device_hour_price, currency, device_watts: None unless the user's file or a dated source gives them.
         price_source: where the price and the watts come from.
+        machine: where it stands for the machine at hand, that machine and a digest of the figures; else "".
+        corrections: by which the seconds of a family of layouts are multiplied there; "" is any other family.
         notes: what was assumed where nothing was said, each with its because, for the user to read once.
     """
 
@@ -90,6 +131,8 @@ class Cluster:
     device_watts: float | None = None
     price_source: str = ""
     notes: tuple[str, ...] = ()
+    machine: str = ""
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
 
     @property
     def num_devices(self) -> int:

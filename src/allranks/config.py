@@ -56,7 +56,10 @@ __all__ = [
     "write_config",
 ]
 
-RESUMABLE = ("train.steps", "train.epochs", "layout.", "data.workers", "evaluate.every", "checkpoint.", "track.")
+RESUMABLE = (
+    *("train.steps", "train.epochs", "layout.", "data.workers", "evaluate.every"),
+    *("checkpoint.", "track.", "guard."),
+)
 """What a resume may change freely (a trailing dot: the whole section); the rest changes what the run means."""
 
 MEANT = (

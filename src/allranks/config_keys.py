@@ -127,8 +127,6 @@ def explain_unknown(name: str) -> str:
     leaves = [key.partition(".")[2] for key in config_keys() if key.startswith(section + ".")]
     if leaves:
         return f"unknown key '{name}'; the keys of {section} are {', '.join(leaves)}"
-    if section in SECTIONS:
-        return f"unknown key '{name}'; {section} has no keys yet"
     near_section = difflib.get_close_matches(section, [*SECTIONS, "task"], n=1)
     return f"unknown key '{name}'{did_you_mean(near_section) or '; the sections are ' + ', '.join([*SECTIONS, 'task'])}"
 

@@ -225,4 +225,28 @@ class TrackConfig(Section):
 
 @final
 class GuardConfig(Section):
-    """What watches the numbers (no keys yet)."""
+    """What watches over the workers that `allranks train` starts, and what it does then."""
+
+    hang: Literal["restart", "stop", "report"] = key(
+        "restart", "what follows when workers hang: start them again, end with 93, or only say so"
+    )
+    hang_seconds: float | None = key(
+        None,
+        "without progress in a step: that long is a hang; not given: five times the longest step so far, at least 15",
+        unit="s",
+        gt=0,
+    )
+    stopped_seconds: float = key(10.0, "how long a process may be stopped (SIGSTOP)", unit="s", gt=0)
+    input_seconds: float = key(
+        600.0, "without a batch of data: that long is a hang; it is told of as early as others", unit="s", gt=0
+    )
+    first_step_seconds: float = key(
+        1800.0, "from the start of a worker to the end of its first step, compilation included", unit="s", gt=0
+    )
+    evaluation_seconds: float = key(
+        1800.0, "between two batches of an evaluation; also after the last step", unit="s", gt=0
+    )
+    checkpoint_seconds: float = key(1800.0, "for writing one checkpoint", unit="s", gt=0)
+    restarts: CountOrZero = key(
+        3, "restarts in a row that finish no further step, before the run ends with 93; 0: none", unit="restarts"
+    )

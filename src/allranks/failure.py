@@ -5,6 +5,7 @@
               75 stopped from outside and saved
               76 transient: a peer, a port or the store was lost
               78 refused by a worker (a wrong key, task, layout, directory)
+              93 no progress: it hung, or failed again and again at the same step
              130 Ctrl-C
 
 When one worker fails, the others fail as a consequence ("Connection closed by peer"), often earlier by the clock than
@@ -29,9 +30,9 @@ from typing import Any, NoReturn, final
 
 from allranks.errors import AllranksError, worker_exit_code
 
-DONE, RAISED, PREEMPTED, TRANSIENT, INTERRUPTED = 0, 1, 75, 76, 130
+DONE, RAISED, PREEMPTED, TRANSIENT, NO_PROGRESS, INTERRUPTED = 0, 1, 75, 76, 93, 130
 STOPS = (PREEMPTED, INTERRUPTED)
-KNOWN_CODES = (DONE, RAISED, PREEMPTED, TRANSIENT, 78, 93, INTERRUPTED)
+KNOWN_CODES = (DONE, RAISED, PREEMPTED, TRANSIENT, 78, NO_PROGRESS, INTERRUPTED)
 
 # What gloo, NCCL and the store say in a process whose peer has gone. Only errors of torch's own are looked at.
 PEER_LOST = (
@@ -67,6 +68,7 @@ class Failure:
         traceback: the worker's own, or "" where the message says all.
         signal: the name of the signal that killed it, or "".
         consequence: whether it looks like the loss of a peer rather than a cause.
+        hung: whether the agent ended it because nothing went on; the verdict tells more.
     """
 
     rank: int
@@ -78,6 +80,12 @@ class Failure:
     traceback: str = ""
     signal: str = ""
     consequence: bool = False
+    hung: bool = False
+
+    def brief(self) -> str:
+        """One line."""
+        between = " " if self.signal else ": "
+        return f"rank {self.rank} on {self.host}{between}{self.message.splitlines()[0]}"
 
     def render(self) -> str:
         """What a person reads, the error itself last."""

@@ -115,6 +115,7 @@ class Estimate:
         peak_bytes, step_seconds: with their 90% intervals; capacity_bytes: what a device has for the process.
         mfu: model FLOPs (forward and backward once, without recomputation; attention not halved) over the peak.
         samples_per_second, tokens_per_second: of the whole cluster.
+        correction: by which all seconds were multiplied, because runs on this machine took so long.
         host_bytes, host_capacity_bytes: what the processes of a node keep in its memory, and what there is of it for
             them; None where nobody knows.
     """
@@ -132,6 +133,7 @@ class Estimate:
     tokens_per_second: float
     host_bytes: float = 0.0
     host_capacity_bytes: float | None = None
+    correction: float = 1.0
 
     @property
     def fits(self) -> bool:
@@ -223,6 +225,7 @@ class Plan:
     """The best, its runners-up (the Pareto front of time and memory first), and who was refused.
 
     Attributes:
+        machine: `Cluster.machine`.
         model, cluster: their names; num_devices of the latter, on so many equal nodes; parameters of the former.
         seq: positions of a sample; 0 where it has none.
         searched: how many Choices were estimated.
@@ -248,6 +251,7 @@ class Plan:
     what_ifs: tuple[WhatIf, ...] = ()
     bill: Bill | None = None
     unmet: tuple[str, ...] = ()
+    machine: str = ""
 
     @property
     def leading(self) -> Ranked | None:

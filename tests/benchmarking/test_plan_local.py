@@ -25,6 +25,8 @@ def test_a_quick_run_predicts_and_measures_every_layout() -> None:
         assert row["error"] == pytest.approx(row["predicted_ms"] / row["measured_ms"] - 1)
         assert 0 < row["fastest_ms"] <= row["measured_ms"]
     assert found["mean_error"] == pytest.approx(sum(abs(row["error"]) for row in rows) / len(rows))
-    best = min(rows, key=lambda row: row["measured_ms"])
-    assert found["choices"]["perceptron"]["best"] == f"{best['layout']} of {best['micro_batch']}"
-    assert "--quick" in found["calibration"]
+    best, chosen = (min(rows, key=lambda row: row[name]) for name in ("measured_ms", "predicted_ms"))
+    (choice,) = found["choices"]
+    assert choice["best"] == f"{best['layout']} of {best['micro_batch']}" and choice["model"] == "perceptron"
+    assert choice["slower"] == pytest.approx(chosen["measured_ms"] / best["measured_ms"] - 1)
+    assert "--quick" in found["calibration"]["2"] and found["refused"] == []

@@ -5,14 +5,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from allranks.benchmarking import training_runs
 from allranks.benchmarking.scaling import Point, Trained, plan_points
-from allranks.benchmarking.training_runs import Command, ask_config, measure_all, train_once
+from allranks.benchmarking.training_runs import Command, ask_config, await_end, measure_all, train_once
 from allranks.config_sections import TrainConfig
 from allranks.errors import ConfigError, ProcessError
 from allranks.layout import Layout
@@ -75,16 +77,62 @@ def test_runs_take_turns_and_each_is_made_once(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("threads", "expected"), [(3, "3"), (None, "7")])
 def test_every_process_gets_its_threads(threads: int | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
+    popen = subprocess.Popen
 
-    def run(arguments: list[str], env: Mapping[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+    def start(arguments: list[str], env: Mapping[str, str], **how: Any) -> subprocess.Popen[str]:
         given.append(env["OMP_NUM_THREADS"])
-        return subprocess.CompletedProcess(arguments, 2, "", "one\nallranks: error: no such thing\n")
+        program = "import sys; print('one\\nallranks: error: no such thing', file=sys.stderr); sys.exit(2)"
+        return popen([sys.executable, "-c", program], env=env, **how)
 
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises(ConfigError, match=r"exit code 2: no such thing$"):
         train_once(ONE, Command((), 10, "cpu", threads))
     assert given == [expected]
+
+
+class Silent:
+    """A process that writes a step each time somebody waits for it, until it hangs or ends."""
+
+    def __init__(self, journal: Path, clock: list[float], end: float | None) -> None:
+        self._file, self._clock, self._end = journal / "rank-00001.jsonl", clock, end
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        self._clock[0] += timeout
+        if self._end is not None and self._clock[0] >= self._end:
+            return "out", "err"
+        if self._clock[0] < 20:
+            with self._file.open("a") as file:
+                file.write("{}\n")
+        raise subprocess.TimeoutExpired("allranks", timeout)
+
+
+@pytest.mark.parametrize(("end", "seconds"), [(24.0, 24.0), (None, 25.0)])
+def test_a_run_that_writes_no_line_any_more_hangs(
+    end: float | None, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes for 19 seconds, far longer than the limit; then it may be silent for 5."""
+    clock = [0.0]
+    monkeypatch.setattr(f"{training_runs.__name__}.time.monotonic", lambda: clock[0])
+    process: Any = Silent(tmp_path, clock, end)
+    with nullcontext() if end else pytest.raises(TimeoutError):
+        assert await_end(process, tmp_path, 5.0) == ("out", "err")
+    assert clock[0] == seconds
+
+
+def test_a_run_that_hangs_is_killed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    popen, started = subprocess.Popen, list[subprocess.Popen[str]]()
+
+    def start(arguments: list[str], **how: Any) -> subprocess.Popen[str]:
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(3600)"], **how))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(training_runs, "LOOK_SECONDS", 0.01)
+    told = r"^single on 1 process, 8 samples a step: no line in its journal for 100\.0 ms: taken to hang, and killed; a"
+    with pytest.raises(ProcessError, match=told):
+        train_once(ONE, Command((), 10, "cpu", 1, limit_seconds=0.1))
+    assert started[0].returncode == -signal.SIGKILL
 
 
 PROGRAM = f"""

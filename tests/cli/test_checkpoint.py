@@ -139,12 +139,19 @@ def test_export_says_what_it_wrote(original: Path, tmp_path: Path, capsys: pytes
     assert "head.weight" in document["tensors"]
     assert main(["checkpoint", "export", str(original), str(tmp_path / "b.safetensors")]) == 0
     assert capsys.readouterr().out.startswith(f"Wrote {tmp_path}/b.safetensors: 6 tensors, ")
+    code, document = answer(
+        capsys, "export", original, tmp_path / "c.safetensors", "--only", "head.*", "--only", "layers.*"
+    )
+    assert code == 0, document
+    assert "head.weight" in document["tensors"] and len(document["tensors"]) < 6
+    assert all(name.startswith("head.") or name.startswith("layers.") for name in document["tensors"])
 
 
 REFUSED = [
     ("export {run} out.bin", 2, "'out.bin' is no safetensors file: write out.bin.safetensors"),
     ("export {run} {run}/there.safetensors", 2, "'{run}/there.safetensors' exists already, and is left as it is"),
     ("export {run} {run}/no/x.safetensors", 2, "'{run}/no/x.safetensors' cannot be written: "),
+    ("export {run} {run}/x.safetensors --only hed.*", 2, "--only 'hed.*' names no tensor of the model; it has head."),
     ("list {run}/no", 78, "{run}/no: no such directory; name a run, its checkpoints folder or a step-* directory"),
     ("verify {run}/run.json", 78, "{run}/run.json: no such directory"),
     ("list {run}/logs", 78, "{run}/logs is no run and holds no checkpoint; name a run or a step-* directory"),

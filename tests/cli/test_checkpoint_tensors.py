@@ -62,6 +62,14 @@ def test_averages_take_the_place_of_parameters(tmp_path: Path) -> None:
     assert changed == {"embedding.weight", "head.weight"} and torch.equal(averaged["head.weight"], average)
 
 
+def test_some_of_the_tensors_alone(tmp_path: Path) -> None:
+    model = Tied()
+    names = export_model(save_model(tmp_path, model), tmp_path / "out.safetensors", only=("head.*", "s?ale"))
+    assert sorted(names) == ["head.bias", "head.weight", "scale"]
+    kept = load_file(tmp_path / "out.safetensors")
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in kept.items()) and len(kept) == 3
+
+
 def test_a_checkpoint_without_a_model_is_refused(tmp_path: Path) -> None:
     value = torch.ones(2)
     checkpoint = save_alone(tmp_path, pairs=[(entry("optimizer.x", value), value)], aliases={})

@@ -40,9 +40,13 @@ def test_help_names_every_command(words: list[str], capsys: pytest.CaptureFixtur
     assert [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()] == [
         "train",
         "plan",
+        "verify",
+        "dryrun",
+        "simulate",
         "new",
         "doctor",
         "report",
+        "explain",
         "checkpoint",
         "bench",
     ]
@@ -67,7 +71,7 @@ USAGE = [
     (["train", "--nproc", "0"], "invalid value for '--nproc': Input should be greater than or equal to 1"),
     (["train", "--nproc"], "option '--nproc' requires an argument."),
     (["train", "--device", "tpu"], "invalid value for '--device': 'tpu' is not one of 'auto', 'cpu', 'cuda'."),
-    (["report"], "missing argument 'RUN'."),
+    (["report"], "missing argument 'RUN [RUN ...]'."),
 ]
 
 

@@ -128,7 +128,7 @@ BAD = [
     (("lama3-8b", "--cluster", "local"), "nearest: llama3-8b"),
     (("--cluster", "local"), "plan needs a model"),
     (("llama3-8b", "--cluster", "8:a10000"), "unknown device 'a10000'"),
-    (("llama3-8b", "--cluster", "0:a100"), "1 nodes of 0 devices are no devices"),
+    (("llama3-8b", "--cluster", "0:a100"), "1 node of 0 devices: no devices"),
     (("llama3-8b", "--cluster", "nowhere.toml"), "nowhere.toml: no such file"),
     (("llama3-8b", "--cluster", "8:h100", "--gpus", "12"), "has nodes of 8 devices; use 8 or 16"),
     (("llama3-8b", "--cluster", "8:h100", "--gpus", "many"), "--gpus many: not understood"),

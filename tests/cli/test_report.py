@@ -63,3 +63,16 @@ def test_what_is_no_run_is_78_and_one_line(tmp_path: Path, capsys: pytest.Captur
         out, err = capsys.readouterr()
         assert out == ""
         assert err.startswith(f"allranks: error: {path}") and len(err.splitlines()) == 1
+
+
+def test_two_runs_are_compared(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"task": "digits.py:Digits", "allranks": "0.1.0", "torch": "2.13.0"}
+    other = Run.create(tmp_path, "Digits", Config(), facts)
+    other.journal().write_text(run.journal().read_text().replace("1.25", "1.5"))
+    assert main(["report", str(run.path), str(other.path)]) == 0
+    assert (
+        "loss parts by more than 0.01 of it at step 2: 1.25 in the first, 1.5 in the second" in capsys.readouterr().out
+    )
+    assert main(["report", str(run.path), str(other.path), "--json"]) == 0
+    (compared,) = json.loads(capsys.readouterr().out)["compared"]
+    assert (compared["num_steps"], compared["partings"][0]["step"]) == (2, 2)

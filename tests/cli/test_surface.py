@@ -17,19 +17,29 @@ SURFACE = {
         "--help --hidden --html --json --kv-heads --layers --layout --micro-batch --precision --price --save --seq "
         "--tokens --top-k --vocab --watts --what-if"
     ),
+    "allranks verify": "ARGUMENTS... --help --json --layout --nproc --steps",
+    "allranks dryrun": (
+        "ARGUMENTS... --cluster --full-trace --help --json --layout --ranks --remedies --svg --timeline --trace"
+    ),
+    "allranks simulate": (
+        "ARGUMENTS... --cluster --days --detect --elastic --every --failures --global-batch --help --html --json "
+        "--layout --load --peer-every --restart --runs --save-cost --seed --spares --step --storage"
+    ),
     "allranks new": "PATH --help --json",
     "allranks doctor": "--calibrate --device --help --json --nproc --output --quick",
-    "allranks report": "RUN --help --json",
+    "allranks report": "RUNS... --help --json",
+    "allranks explain": "PATH --help --json",
     "allranks bench": "--help",
     "allranks bench scaling": (
-        "ARGUMENTS... --device --help --json --layouts --mode --nproc --plot --quick --repeats --steps"
+        "ARGUMENTS... --device --help --json --layouts --limit --mode --nproc --plot --quick --repeats --steps"
     ),
     "allranks bench strategies": "--help --json --layouts --nproc --quick --turns",
     "allranks checkpoint": "--help",
+    "allranks checkpoint diff": "FIRST SECOND --help --json",
     "allranks checkpoint list": "DIRECTORY --help --json",
     "allranks checkpoint show": "DIRECTORY --help --json",
     "allranks checkpoint verify": "DIRECTORY --help --json",
-    "allranks checkpoint export": "DIRECTORY OUT --ema --help --json",
+    "allranks checkpoint export": "DIRECTORY OUT --ema --help --json --only",
 }
 
 

@@ -1,6 +1,7 @@
 """Over gloo other operations do the work of gather and reduce-scatter: to the same values."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from allranks.parallel.gloo_ops import exchange_and_sum, gather_by_broadcasts, gather_through_gloo, is_gloo
+from allranks.parallel.gloo_ops import (
+    Exchange,
+    exchange_and_sum,
+    gather_by_broadcasts,
+    gather_through_gloo,
+    is_gloo,
+)
 from allranks.parallel.path import Path
 from tests.distributed.pool import Pools
 
@@ -67,6 +74,108 @@ def test_fsdp_finds_the_same_gradients(pool: Pools) -> None:
         assert len(theirs) == len(ours) == 4
         for one, other in zip(theirs, ours, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def _chain(
+    dtype: torch.dtype, num_replicas: int, *, overlap: bool = True
+) -> tuple[torch.nn.Sequential, torch.nn.Sequential]:
+    """Three units and what is around them, and the same as a plain module."""
+    torch.manual_seed(0)
+    units = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)]
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), *units).to(dtype)
+    plain = torch.nn.Sequential(
+        torch.nn.Linear(5, 8), *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in units)
+    )
+    plain.to(dtype).load_state_dict(model.state_dict())
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (num_replicas, size // num_replicas), mesh_dim_names=("dp_replicate", "dp_shard"))
+    over = mesh if num_replicas > 1 else mesh["dp_shard"]
+    for member in (*model[1:].children(), model):
+        fully_shard(member, mesh=over)
+    gather_through_gloo(model, over, overlap=overlap)
+    return model, plain
+
+
+def _apart(dtype: torch.dtype, num_replicas: int, num_backwards: int) -> float:
+    """In a worker: how far gradients are from the mean of every rank's own ones, by the largest of them."""
+    model, plain = _chain(dtype, num_replicas)
+    size, rank, furthest = dist.get_world_size(), dist.get_rank(), 0.0
+    for step in range(num_backwards):
+        model(torch.full((2, 5), rank + step + 1.0, dtype=dtype)).square().sum().backward()
+        for other in range(size):
+            (plain(torch.full((2, 5), other + step + 1.0, dtype=dtype)).square().sum() / size).backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(found.grad, DTensor) and expected.grad is not None
+        apart = (found.grad.full_tensor() - expected.grad).abs().max() / expected.grad.abs().max()
+        furthest = max(furthest, float(apart))
+    return furthest
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world_size", "num_replicas"), [(2, 1), (4, 1), (4, 2)])
+def test_gradients_are_whole_when_the_backward_has_ended(pool: Pools, world_size: int, num_replicas: int) -> None:
+    for num_backwards in (1, 3):
+        assert max(pool(world_size).run(_apart, torch.float64, num_replicas, num_backwards)) < 1e-12
+    assert max(pool(world_size).run(_apart, torch.float32, num_replicas, 1)) < 1e-5
+
+
+def _order(num_replicas: int, overlap: bool = True) -> tuple[list[str], list[str], bool]:
+    """In a worker: what a first backward and a second one do in turn, and whether a hook sees the whole sum."""
+    model, _ = _chain(torch.float32, num_replicas, overlap=overlap)
+    events: list[str] = []
+    begin, finish = Exchange.__init__, Exchange.finish
+
+    def beginning(self: Exchange, *args: Any) -> None:
+        events.append("begin")
+        begin(self, *args)
+
+    def finishing(self: Exchange) -> None:
+        events.append("finish")
+        finish(self)
+
+    def tell(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: events.append("compute"))
+
+    model[0].register_forward_hook(tell)
+    model[1].register_forward_hook(tell)
+    seen: list[torch.Tensor] = []
+    with mock.patch.object(Exchange, "__init__", beginning), mock.patch.object(Exchange, "finish", finishing):
+        model(torch.ones(2, 5)).sum().backward()
+        first = events.copy()
+        events.clear()
+        model(torch.ones(2, 5)).sum().backward()
+        second = events.copy()
+        model.zero_grad()
+        watched = next(model[2].parameters())
+        watched.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
+        model(torch.ones(2, 5)).sum().backward()
+    assert isinstance(watched.grad, DTensor)
+    return first, second, torch.equal(seen[-1], watched.grad.to_local())
+
+
+@pytest.mark.distributed
+def test_a_unit_computes_while_the_gradients_of_the_one_before_travel(pool: Pools) -> None:
+    at_once = ["begin", "finish"]
+    for first, second, hook_saw in pool(2).run(_order, 1):
+        assert hook_saw
+        # Of the last unit but one, and so on; each is finished when the next one's are there.
+        assert first == [
+            "begin",
+            "finish",
+            "begin",
+            "compute",
+            "finish",
+            "begin",
+            "compute",
+            "finish",
+            "begin",
+            "finish",
+        ]
+        assert [event for event in second if event != "compute"] == at_once * 4  # they are added to what is there
+    for first, _, hook_saw in pool(2).run(_order, 1, False):
+        assert hook_saw and [event for event in first if event != "compute"] == at_once * 4
+    for first, _, hook_saw in pool(4).run(_order, 2):
+        assert hook_saw and [event for event in first if event != "compute"] == at_once * 4  # copies are reduced next
 
 
 def _lines(number: int) -> tuple[int, bool, bool]:

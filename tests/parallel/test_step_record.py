@@ -32,9 +32,10 @@ def record(layout: str, kind: str, *overrides: str) -> tuple[list[Deed], Counter
         counted["broadcast"] += tensor.nbytes * (group_src != rank_of(group))
         return broadcast(tensor, *args, group=group, group_src=group_src, **kwargs)
 
-    def count_exchange(output: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-        counted["exchange"] += output.nbytes * (size_of(group) - 1) // size_of(group)
-        return exchange(output, *args, group=group, **kwargs)
+    def count_exchange(output: Any, given: Any, splits: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        own = output.numel() // size_of(group) if splits is None else splits[rank_of(group)]
+        counted["exchange"] += (output.numel() - own) * output.element_size()
+        return exchange(output, given, splits, *args, group=group, **kwargs)
 
     def count_reduce(tensor: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
         if group is not ignored:

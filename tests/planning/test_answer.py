@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from allranks.planning import answer
 from allranks.planning.answer import make_plan, plan_gpus, plan_seq
+from allranks.planning.question import Question
 from allranks.planning.search import Search
 from tests.planning.profiles import decoder
 from tests.planning.questions import ask
@@ -73,6 +75,27 @@ def test_where_no_number_does_the_closest_is_planned(monkeypatch: pytest.MonkeyP
     assert plan.unmet
     assert plan.num_devices == 16
     assert any("no number of devices does; 16 come closest" in note for note in plan.notes)
+
+
+def test_out_of_reach_is_not_searched_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a minute nor ten dollars do: a few numbers are looked at, from the end that is nearer."""
+    looked: list[int] = []
+    why = answer._why_not_enough
+
+    def look(asked: Question) -> tuple[float | None, str] | None:
+        looked.append(asked.cluster.num_devices)
+        return why(asked)
+
+    monkeypatch.setattr(answer, "_why_not_enough", look)
+    monkeypatch.setattr("allranks.planning.scale.MOST_NODES", 64)
+    question = ask("gpt2", "1x8:a100-80g", batch=64, tokens=1e12)
+    question = replace(question, seq=None, cluster=replace(question.cluster, device_hour_price=2.0))
+    late = plan_gpus(replace(question, limit_seconds=60.0))
+    assert looked[0] == 512 and late.num_devices in looked and len(looked) <= 12
+    looked.clear()
+    dear = plan_gpus(replace(question, limit_money=10.0))
+    assert looked[0] == 1 and dear.num_devices in looked and len(looked) <= 6
+    assert any("none keeps" in note or "come closest" in note for note in dear.notes) and dear.unmet
 
 
 def test_the_longest_samples_that_fit() -> None:

@@ -12,6 +12,7 @@ from allranks.planning.changes import in_units, usual_changes, what_if
 from allranks.planning.estimate import estimate
 from allranks.planning.question import Question
 from allranks.planning.scale import cluster_of
+from allranks.units import format_bytes
 from tests.planning.profiles import decoder
 from tests.planning.questions import ask
 
@@ -98,15 +99,20 @@ def test_larger_units_are_gathered_whole() -> None:
         ("tp=3", "refused: tp=3: tp * cp * pp = 3 does not divide 16 devices"),
         ("dp_shard=3", "refused: dp_shard=3 does not divide the 8 data-parallel ranks"),
         ("unit=5", "refused: units of 5 blocks do not divide 32 of layers.*"),
-        (
-            "offload=parameters",
-            "allranks train can try it (weights and the optimizer's state are ",
-        ),
+        ("offload=all", "give host_memory_gb in a cluster file (weights and the optimizer's state are "),
     ],
 )
 def test_a_change_that_no_rule_lets_in_is_refused(change: str, because: str) -> None:
     found = what_if(change, weigh(), QUESTION)
     assert found.estimate is None and because in found.because
+
+
+def test_the_optimizer_on_the_host_is_weighed_and_says_what_the_host_holds() -> None:
+    """Where nobody says how much memory a host has, too: the line has what it takes."""
+    found = what_if("offload=parameters", weigh(), QUESTION)
+    assert found.estimate is not None and found.estimate.host_capacity_bytes is None
+    assert found.estimate.memory.optimizer == 0.0
+    assert f", {format_bytes(found.estimate.host_bytes)} in each host's memory" in found.because
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.cluster import Cluster, Device, Link
+from allranks.cluster import Cluster, Device, FixedSeconds, Link
 from allranks.errors import ConfigError
 from allranks.planning.assembly import build_cluster
 from allranks.planning.catalog import find_device
@@ -182,6 +182,7 @@ def measured() -> Cluster:
         matmul_flops={"float32": 4e10 / 3}, measured=True, source="measured on 2026-11-21",
         matmul_shapes={"float32": ((16, 256, 256, 1e10 / 7), (128, 256, 256, 4e10 / 3))},
         kernel_seconds=6.5e-6 / 3, update_rate=1.48e8, pass_rates=((65536.0, 1e11 / 7), (1e6, 3e9)),
+        context_bytes=2.4526e8 / 3, cores=0.5, fixed=FixedSeconds(operation=1.9e-5 / 3, hop=1e-3),
     )  # fmt: skip
     return Cluster("local", 1, 2, device, link, link, 2, 25e9, 4e9, 0.1, "EUR", 7.0, "my bill", ("a note",))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from allranks.planning.pipeline import pipeline_seconds, shared_out, stages_of, under_way
+from allranks.planning.pipeline import pipeline_seconds, shared_bubble, shared_out, stages_of, under_way
 from tests.planning.profiles import decoder
 
 
@@ -61,3 +61,15 @@ def test_zero_bubbles() -> None:
 def test_the_slowest_stage_sets_the_pace() -> None:
     assert pipeline_seconds("1f1b", [1.0, 3.0], [1.0, 3.0], [1.0, 3.0], 1, 10) == (90.0, 3.0)
     assert pipeline_seconds("1f1b", [1.0], [2.0], [3.0], 1, 10) == (60.0, 0.0)
+
+
+def test_processes_that_share_cores_fill_each_others_bubbles() -> None:
+    """Four equal stages at half a core each, four micro-steps of a second: 4 s of work, 3 s idle."""
+    steady, bubble = pipeline_seconds("1f1b", [0.5] * 4, [0.5] * 4, [0.0] * 4, 1, 4)
+    assert (steady, bubble) == (4.0, 3.0)
+    assert shared_bubble(steady, bubble, work=4.0, cores=0.5) == 0.0
+    # One micro-step: the path of 4 s goes twice as fast, while nobody else needs the cores.
+    assert shared_bubble(1.0, 3.0, work=1.0, cores=0.5) == 1.0
+    assert shared_bubble(1.0, 3.0, work=1.0, cores=1.0) == 3.0
+    # The slowest stage works for longer than the mean: its core is not all its own.
+    assert shared_bubble(4.0, 1.0, work=2.0, cores=0.5) == 0.0

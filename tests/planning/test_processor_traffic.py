@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from allranks.cluster import Cluster, Link
+from allranks.cluster import Cluster, FixedSeconds, Link
 from allranks.layout import Layout
 from allranks.model_profile import Operation
-from allranks.plan import Choice
+from allranks.plan import Choice, StepTime
 from allranks.planning.axis_traffic import axes_of, axis_traffic
 from allranks.planning.data_traffic import DataCost
 from allranks.planning.estimate import estimate
@@ -33,16 +33,18 @@ P = 1e6
 
 
 def cost(units: int = 4, **given: Any) -> DataCost:
-    setting = on_processor(Setting(**{"global_batch": 8, "micro_batch": 4, "precision": "float32", **given}), WHERE)
+    setting = on_processor(
+        Setting(**{"global_batch": 8, "micro_batch": 4, "precision": "float32", **given}), WHERE, decoder()
+    )
     return processor_data_cost(setting, axes_of(WHERE, setting), P, 0.0, units)
 
 
 def test_nothing_is_hidden() -> None:
-    setting = on_processor(Setting(8, 4, dp=2), WHERE)
+    setting = on_processor(Setting(8, 4, dp=2), WHERE, decoder())
     how = setting.mechanisms
     assert (how.overlap_data, how.overlap_tensor, how.overlap_pipeline, how.dispatch_seconds) == (0.0, 0.0, 0.0, 0.0)
     gpu = replace(WHERE, device=replace(CPU, name="h100"))
-    assert on_processor(Setting(8, 4), gpu).mechanisms.overlap_data > 0
+    assert on_processor(Setting(8, 4), gpu, decoder()).mechanisms.overlap_data > 0
 
 
 def test_copies_reduce_as_gloo_was_measured() -> None:
@@ -81,7 +83,7 @@ def test_shards_are_gathered_and_reduced_by_units_and_copied(
     ("ring", "seconds"), [(False, 2 * 4 * (5e-4 + 5e-9 * 131072)), (True, 3 * (2e-4 + 2e-9 * 2 * 262144))]
 )
 def test_sequences_are_swapped_or_go_around_at_the_width_of_their_type(ring: bool, seconds: float) -> None:
-    setting = on_processor(Setting(8, 8, cp=2, precision="float32", ring=ring), WHERE)
+    setting = on_processor(Setting(8, 8, cp=2, precision="float32", ring=ring), WHERE, decoder())
     block = replace(decoder().blocks[0], operations=(Operation("attention", "attention", shape=(128, 128, 8, 8, 8)),))
     found = axis_traffic(block, setting, axes_of(WHERE, setting)).context
     assert found == pytest.approx(seconds, rel=0.01)
@@ -93,3 +95,36 @@ def test_a_plan_asks_it() -> None:
     assert ddp.time.data > 1e-9 * 4 * profile.parameters
     pipeline = estimate(profile, WHERE, Choice(Layout(pp=2), 8, 4, "float32"))
     assert pipeline.time.pipeline >= 4 * 7e-4
+
+
+def test_cores_that_processes_share_are_never_idle() -> None:
+    """The same figures: of a pipeline the bubble alone goes, and of copies nothing."""
+    profile, shared = decoder(), replace(WHERE, device=replace(CPU, cores=0.5))
+    staged, copied = (Choice(layout, 8, 2, "float32") for layout in (Layout(pp=2), Layout(dp_replicate=2)))
+    alone, together = (estimate(profile, where, staged).time for where in (WHERE, shared))
+    assert alone.bubble > 0 and together == replace(alone, bubble=together.bubble)
+    assert together.bubble < 0.5 * alone.bubble
+    assert estimate(profile, shared, copied) == estimate(profile, WHERE, copied)
+
+
+def test_what_is_fixed_is_added_where_it_belongs() -> None:
+    profile, choice = decoder(), Choice(Layout(dp_shard=2), 8, 2, "float32")
+    plain = estimate(profile, WHERE, choice).time
+
+    def more(**fixed: float) -> StepTime:
+        where = replace(WHERE, device=replace(CPU, fixed=FixedSeconds(**fixed)))
+        return estimate(profile, where, choice).time
+
+    assert more(step=1.0).optimizer == pytest.approx(plain.optimizer + 1)
+    assert more(micro_step=1.0).compute == pytest.approx(plain.compute + 2)  # two forwards
+    units = profile.num_repeated + 2
+    assert more(unit_message=1.0).data == pytest.approx(plain.data + 3 * 2 * units)  # two gathers and a reduction
+    assert more(operation=1.0).compute > plain.compute + 100
+    assert more(move=1.0, hop=1.0) == plain
+
+
+def test_what_a_process_takes_is_the_machines() -> None:
+    profile, choice = decoder(), Choice(Layout(dp_replicate=2), 8, 2, "float32")
+    known = replace(WHERE, device=replace(CPU, context_bytes=3e8))
+    assert estimate(profile, known, choice).memory.framework == 3e8
+    assert estimate(profile, WHERE, choice).memory.framework > 1e9

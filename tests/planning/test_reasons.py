@@ -57,7 +57,7 @@ def test_what_does_not_fit_says_what_is_too_large() -> None:
 def test_a_host_that_is_full_is_said() -> None:
     moved = replace(BEST, host_bytes=2e12, host_capacity_bytes=1e12)
     assert not moved.fits
-    assert why_unfit(moved) == "does not fit: 2.0 TB of activations in a host's memory, which has 1.0 TB for them"
+    assert why_unfit(moved) == "does not fit: 2.0 TB in a host's memory, which has 1.0 TB for what is moved there"
 
 
 def test_a_change_is_a_difference_in_memory_and_speed() -> None:

@@ -50,7 +50,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("pipeline_batch", {}, {"pp": 8, "micro_batch": 16}, "pp=8", "over 8 stages takes as many micro-steps at least; a"),
     ("sharding", {}, {"dp_replicate": 8, "sharding": "grad_op"}, "sharding=grad_op", "nobody to share with"),
     ("blocks", {"layers": 0}, {"dp_replicate": 8, "recompute": "full"}, "recompute=full", "no part of decoder repeats"),
-    ("blocks", {}, {"dp_replicate": 8, "offload": "all"}, "offload=all", "plan has no figure"),
+    ("modes", {}, {"dp_replicate": 8, "offload": "all"}, "offload=all", "this layout shards none"),
     ("modes", {}, {"pp": 4, "dp_shard": 2, "schedule": "zbv"}, "schedule=zbv", "dp_shard=2 cannot follow"),
     ("modes", {}, {"dp_replicate": 8, "recompute": "budget"}, "recompute=budget", "add compile=block"),
 ]

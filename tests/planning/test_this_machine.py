@@ -7,12 +7,22 @@ from unittest.mock import patch
 
 import pytest
 
+from allranks import __version__
 from allranks.cluster import Cluster
 from allranks.errors import ConfigError
 from allranks.planning import this_machine
 from allranks.planning.cluster_file import write_cluster
+from allranks.planning.corrections import Row, remember
 from allranks.planning.hardware import find_cluster
-from allranks.planning.this_machine import MachineFacts, calibrated_files, calibrated_path, cpu_cluster, visible
+from allranks.planning.scale import cluster_of
+from allranks.planning.this_machine import (
+    MachineFacts,
+    calibrated_files,
+    calibrated_path,
+    corrections_path,
+    cpu_cluster,
+    visible,
+)
 
 PROCESSOR = MachineFacts("AMD EPYC 9B45 (tm)", 8, 32e9, ())
 
@@ -67,7 +77,8 @@ def test_what_was_measured_is_taken_and_the_file_is_named(machine: None) -> None
     measured = calibrated(8)
     found = find_cluster("local")
     assert found.notes == (f"figures as measured, because this machine's are kept in {calibrated_path('cpu', 8)}",)
-    assert replace(found, notes=()) == measured
+    assert found.machine.startswith("amd-epyc-9b45-tm-8cores/")
+    assert replace(found, notes=(), machine="") == measured
 
 
 def test_another_number_of_processes_shares_the_measured_figures(machine: None) -> None:
@@ -158,3 +169,27 @@ def test_the_devices_that_a_process_may_use(chosen: str | None, names: tuple[str
 def test_the_real_machine_is_looked_at_without_torch() -> None:
     facts = this_machine.look()
     assert facts.cores >= 1 and facts.memory_bytes > 1e8 and facts.processor
+
+
+def test_runs_correct_this_machine_alone(machine: None) -> None:
+    where = find_cluster("local")
+    assert where.machine.startswith("amd-epyc-9b45-tm-8cores/") and not where.corrections
+    path = corrections_path()
+    row = Row(run="a", machine=where.machine, version=__version__, family="ddp", seconds_ratio=1.5, context_bytes=5e8)
+    remember(path, row)
+    again = find_cluster("8:cpu")
+    assert again.corrections["ddp"].factor == 1.5 and again.device.context_bytes == 5e8
+    assert again.machine == where.machine and str(path) in again.notes[-1]
+    assert path not in calibrated_files()
+    for other in ("4:cpu", "2x8:cpu", "8:a100-80g"):
+        assert not find_cluster(other).corrections
+    assert not cluster_of(again, 4).corrections and cluster_of(again, 4).machine == ""
+    assert cluster_of(again, 8).corrections == again.corrections
+    calibrated(8)  # other figures
+    assert not find_cluster("local").corrections
+
+
+def test_a_torn_file_of_runs_is_one_line(machine: None) -> None:
+    corrections_path().parent.mkdir(parents=True)
+    corrections_path().write_text("{")
+    assert "what earlier runs took is left out, because" in find_cluster("local").notes[-1]

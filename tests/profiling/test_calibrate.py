@@ -109,31 +109,42 @@ def _measure() -> tuple[list[Any], int, int]:
 
 
 @pytest.mark.parametrize(
-    ("cores", "sample", "figure"), [(1, CROWDED_SECONDS, statistics.median), (2, SAMPLE_SECONDS, min)]
-)
+    ("cores", "threads", "sample", "figure"),
+    [
+        (1, 2, CROWDED_SECONDS, statistics.median), (2, 2, SAMPLE_SECONDS, min),
+        (1, 1, CROWDED_SECONDS, statistics.median),
+    ],
+)  # fmt: skip
 def test_processes_that_share_a_core_are_timed_over_several_of_their_turns(
-    cores: int, sample: float, figure: object
+    cores: int, threads: int, sample: float, figure: object
 ) -> None:
+    """Or, with one thread, by what each computed: a share of a core takes the longer the smaller it is."""
     samples: list[float] = []
     figures: list[object] = []
+    clocks: list[bool] = []
 
     def note(cases: Sequence[Case], rounds: int, pace: Pace) -> dict[Hashable, float]:
         samples.append(pace.sample_seconds)
         figures.append(pace.figure)
-        return {}
+        clocks.append(pace.processor_time)
+        return {("kernel",): 1.0} if len(samples) == 1 else {("all_reduce", 2, 4): 1.0}
 
     def nothing(*_: object) -> None: ...
 
     with (
         patch.object(calibrate, "num_cores", lambda: cores),
+        patch.object(torch, "get_num_threads", lambda: threads),
         patch.object(calibrate, "take_rounds", note),
         patch.object(calibrate, "open_groups", lambda *_: {}),
         patch.object(calibrate, "collective_cases", lambda *_, **__: []),
         patch.object(calibrate, "compute_cases", lambda *_, **__: []),
     ):
-        measure(torch.device("cpu"), 0, 2, quick=True, gather=nothing, scatter=nothing)
-    assert samples == [sample, SAMPLE_SECONDS]
-    assert figures == [figure, figure]
+        found = measure(torch.device("cpu"), 0, 2, quick=True, gather=nothing, scatter=nothing)
+    shared = (cores, threads) == (1, 1)
+    assert samples == [sample, SAMPLE_SECONDS] and clocks == [threads == 1, shared]
+    assert figures == [min if threads == 1 else figure, min if shared else figure]
+    assert found.seconds == dict.fromkeys([("kernel",), ("all_reduce", 2, 4)], 2.0 if shared else 1.0)
+    assert found.context_bytes > 5e7
 
 
 @pytest.mark.distributed

@@ -63,6 +63,15 @@ def test_attention() -> None:
     query, key = torch.zeros(2, 4, 6, 8), torch.zeros(2, 4, 6, 8)
     func = ATEN._scaled_dot_product_flash_attention_for_cpu.default
     assert run(func, query, key, key) == (2 * 2 * 2 * 4 * 6 * 6 * 8, (6, 6, 4, 4, 8))
+    # Queries that share heads of keys and values compute as much, and remember fewer of them.
+    shared = torch.zeros(2, 2, 6, 8)
+    assert run(func, query, shared, shared) == (2 * 2 * 2 * 4 * 6 * 6 * 8, (6, 6, 4, 2, 8))
+    back = ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
+    for keys in (key, shared):
+        assert count_flops(back, (query, query, keys, keys), {}, ()) == 5 * 2 * 2 * 4 * 6 * 6 * 8
+        assert count_flops(ATEN._scaled_dot_product_flash_attention.default, (query, keys, keys), {}, ()) == (
+            2 * 2 * 2 * 4 * 6 * 6 * 8
+        )
     assert is_causal(func, (query, key, key, 0.0, True), {})
     assert is_causal(func, (query, key, key), {"is_causal": True})
     assert not is_causal(func, (query, key, key), {})

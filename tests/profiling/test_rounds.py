@@ -113,3 +113,14 @@ def test_a_sample_is_as_long_as_it_is_told(clock: Clock) -> None:
     how = Pace(lambda: None, lambda: None, together, 1e9, 1.0, sample_seconds=0.5)
     measured(clock, [clock.work("a", 0.1)], 1, how)
     assert len(clock.calls) == 2 + 5
+
+
+def test_what_a_process_computes_itself_counts_where_that_is_asked(clock: Clock) -> None:
+    """Other programs take turns of the clock, and none of this time."""
+
+    def process_time() -> float:
+        return clock.now / 10
+
+    with patch.object(Clock, "process_time", staticmethod(process_time), create=True):
+        found = measured(clock, [clock.work("a", 0.9, 0.5)], 2, replace(pace(), processor_time=True))
+    assert found == {"a": pytest.approx(0.05)}

@@ -153,10 +153,11 @@ def test_one_device_has_samples_and_no_axes() -> None:
     assert "One process computes the whole model" in text and "The pipeline" not in text
 
 
-def test_a_schedule_that_is_not_drawn_is_said() -> None:
+def test_a_schedule_that_goes_there_and_back_is_drawn() -> None:
     best = plans.make_estimate(Layout(pp=4, dp_replicate=16, schedule="zbv"))
     text = read(replace(plans.pipelined(), best=Ranked(best, "fast"))).text
-    assert "goes there and back" in text and "wait 1.6 s of a step" in text
+    assert "goes there and back" in text and "A rank then waits 907.8 ms" in text
+    assert "whose stages differ, has 1.6 s of 27.8 s" in text
 
 
 @pytest.mark.parametrize("make", ALL)

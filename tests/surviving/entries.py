@@ -1,6 +1,7 @@
 """What the workers of these tests do; named "tests.surviving.entries:NAME", so that the agent imports none of it."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -8,6 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from allranks.errors import TaskError
+from allranks.observing import heartbeat
 from allranks.training.stop import StopRequests
 
 
@@ -114,3 +116,43 @@ def reply(size: int, pipe: Connection) -> int:
     """Send the rank, many times, and end with it as the code."""
     pipe.send_bytes(str(_rank()).encode() * size)
     return _rank()
+
+
+def steps(folder: str, fault: str, at_attempts: int = 1) -> int:
+    """Like a worker that trains 60 steps of a hundredth of a second; rank 1 meets a fault in its 8th, at first."""
+    heart, attempt = heartbeat.current(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    Path(folder, f"{attempt}-{_rank()}").write_text(str(os.getpid()))
+    for step in range(60):
+        heart.begin_step()
+        time.sleep(0.01)
+        if step == 7 and _rank() == 1 and attempt < at_attempts:
+            while not Path(folder, f"passed.{attempt}").exists():  # no collective holds them together
+                heart.progress()
+                time.sleep(0.01)
+            meet_fault(fault)
+        heart.finish_step(step + 1)
+        if step == 7 and _rank() == 0:
+            Path(folder, f"passed.{attempt}").touch()
+    heart.enter("end")
+    return 0
+
+
+def meet_fault(fault: str) -> None:
+    """What a hang or crash is made of."""
+    if fault == "hang":
+        time.sleep(600)
+    if fault == "data":
+        with heartbeat.current().loading():
+            time.sleep(600)
+    if fault == "slow data":
+        with heartbeat.current().loading():
+            time.sleep(4.0)
+    if fault == "evaluation":
+        heartbeat.current().enter("evaluation")
+        time.sleep(4.0)
+    if fault == "lock":
+        re.match(r"(a?){40}a{40}", "a" * 40)
+    if fault in ("SIGSTOP", "SIGKILL", "SIGSEGV"):
+        os.kill(os.getpid(), getattr(signal, fault))
+    if fault == "raise":
+        raise ValueError("the user's own mistake")

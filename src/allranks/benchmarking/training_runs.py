@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,12 @@ from allranks.config_sections import TrainConfig
 from allranks.errors import AllranksError, ConfigError, ProcessError
 from allranks.lifeline import die_with_parent
 from allranks.run import Run
+from allranks.units import format_seconds
 
 REFUSED = AllranksError.exit_code
 SECTION = "train."
+LIMIT_SECONDS = 1800.0  # a first step that compiles, or an evaluation, writes no line for minutes
+LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,14 @@ class Command:
         steps: of each run.
         device: as `--device` has it.
         threads: of each process; None: as `allranks train` decides.
+        limit_seconds: how long a run may write no line into its journal before it is taken to hang.
     """
 
     words: tuple[str, ...]
     steps: int
     device: str
     threads: int | None
+    limit_seconds: float = LIMIT_SECONDS
 
     def line(self, point: Point, directory: Path) -> list[str]:
         """The arguments of `allranks` for one run."""
@@ -70,7 +76,8 @@ def measure_all(
         Of each repeat, what every run was.
 
     Raises:
-        ConfigError: `allranks train` refused one before it started. ProcessError: one failed; both name the run.
+        ConfigError: `allranks train` refused one before it started. ProcessError: one failed, or hung and was killed.
+            Both name the run.
     """
     todo = list({point.run: point for point in points}.values())
     found: list[dict[tuple[str, int], Trained]] = []
@@ -86,30 +93,63 @@ def train_once(point: Point, command: Command) -> Trained:
     """One run of the real command, to its end; its directory is gone afterwards. Raises as `measure_all` does."""
     with tempfile.TemporaryDirectory(prefix="allranks-scaling-") as folder:
         directory = Path(folder) / "run"
-        code, document, told = _allranks(command.line(point, directory), command.threads)
+        journal = directory / "journal"
+        try:
+            code, document, told = _allranks(
+                command.line(point, directory), command.threads, journal, command.limit_seconds
+            )
+        except TimeoutError:
+            raise ProcessError(
+                f"{point}: no line in its journal for {format_seconds(command.limit_seconds)}: taken to hang, and "
+                "killed; a longer --limit waits longer"
+            ) from None
         if code:
             kind = ConfigError if code == REFUSED else ProcessError
             raise kind(f"{point}: exit code {code}: {_reason(document, told)}")
         return read_trained(Run.open(directory))
 
 
-def _allranks(arguments: Sequence[str], threads: int | None) -> tuple[int, dict[str, Any], str]:
-    """`python -m allranks ARGUMENTS`: exit code, the document on its standard output, the rest of what it said."""
+def _allranks(
+    arguments: Sequence[str], threads: int | None, journal: Path | None = None, limit_seconds: float = LIMIT_SECONDS
+) -> tuple[int, dict[str, Any], str]:
+    """`python -m allranks ARGUMENTS`: exit code, the document on its standard output, the rest of what it said.
+
+    Raises TimeoutError, with the command killed, where nothing was written into `journal` for so long.
+    """
     environment = os.environ if threads is None else os.environ | {"OMP_NUM_THREADS": str(threads)}
-    ran = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-m", "allranks", *arguments],
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
         # A benchmark that is killed leaves no training behind: the kernel's promise outlives exec.
-        preexec_fn=partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None,
-    )
+        preexec_fn=partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None,  # noqa: PLW1509
+    ) as process:
+        try:
+            out, told = process.communicate() if journal is None else await_end(process, journal, limit_seconds)
+        except BaseException:
+            process.kill()  # its workers end with it
+            raise
     try:
-        document = json.loads(ran.stdout)
+        document = json.loads(out)
     except ValueError:
         document = {}
-    return ran.returncode, document if isinstance(document, dict) else {}, ran.stderr
+    return process.returncode, document if isinstance(document, dict) else {}, told
+
+
+def await_end(process: subprocess.Popen[str], journal: Path, limit_seconds: float) -> tuple[str, str]:
+    """What the command said, once it has ended. Raises TimeoutError where `journal` has not grown for so long."""
+    size, since = 0, time.monotonic()
+    while True:
+        try:
+            return process.communicate(timeout=LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            found = sum(path.stat().st_size for path in journal.glob("*.jsonl"))
+            if found != size:
+                size, since = found, time.monotonic()
+            elif time.monotonic() - since > limit_seconds:
+                raise TimeoutError from None
 
 
 def _reason(document: Mapping[str, Any], told: str) -> str:

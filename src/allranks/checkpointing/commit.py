@@ -76,7 +76,7 @@ def commit(
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise CheckpointError(errors[0] + more)
-    manifest = _merge(header, shares, state, torch_version, str(target))
+    manifest = merge(header, shares, state, torch_version, str(target))
     try:
         _check_visible(temporary, manifest)
         text = render_manifest(manifest)
@@ -105,7 +105,7 @@ def explain(error: Exception, path: Path, num_bytes: int = 0) -> str:
     return text
 
 
-def _merge(
+def merge(
     header: Header, shares: Sequence[Share], state: Mapping[str, Any], torch_version: str, where: str
 ) -> Manifest:
     """The manifest of what all ranks wrote; their boxes must make up every tensor."""

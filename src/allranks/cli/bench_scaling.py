@@ -51,6 +51,15 @@ Scaling = Annotated[
 ]
 Steps = Annotated[int, typer.Option(metavar="N", min=10, help="Steps of each run; the first 5 are not timed.")]
 Repeats = Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each, by turns.")]
+Limit = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        min=1,
+        help="How long a run may write no step before it is taken to hang, and killed; not given: 1800.",
+        show_default=False,
+    ),
+]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to train.")]
 Plot = Annotated[
     Path | None, typer.Option(metavar="FILE.html", help="Draw speed-up, efficiency and memory.", show_default=False)
@@ -71,6 +80,7 @@ def scaling(
     mode: Scaling = None,
     steps: Steps = STEPS,
     repeats: Repeats = REPEATS,
+    limit: Limit = None,
     device: Device = "auto",
     plot: Plot = None,
     quick: Quick = False,
@@ -102,7 +112,7 @@ def scaling(
     for decision in decisions:
         print(f"- {decision}", file=sys.stderr)
     about = machine.describe_machine(device)
-    command = training_runs.Command(words, steps, device, threads)
+    command = training_runs.Command(words, steps, device, threads, limit or training_runs.LIMIT_SECONDS)
     try:
         found = training_runs.measure_all(points, command, repeats, tell=_teller(len({p.run for p in points}), repeats))
     except ProcessError as error:

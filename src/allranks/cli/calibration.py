@@ -2,7 +2,7 @@
 
 import faulthandler
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -12,6 +12,8 @@ from allranks.cluster import Cluster, Device
 from allranks.errors import ConfigError
 
 if TYPE_CHECKING:
+    from allranks.parallel.backend import DeviceChoice
+    from allranks.process_environment import ProcessEnvironment
     from allranks.profiling.calibrate import Figures
 
 LIMIT_SECONDS, QUICK_LIMIT_SECONDS = 300.0, 120.0
@@ -87,16 +89,25 @@ def measure_here(device: str, quick: bool) -> "Figures":
 
 
 def _measure(device: str, quick: bool, limit: float) -> "Figures":
-    import torch
-    import torch.distributed as dist
-
     from allranks.launching.environment import read_environment
     from allranks.parallel.backend import choose_device, start, stop
-    from allranks.parallel.gloo_ops import exchange_and_sum, gather_by_broadcasts, is_gloo
-    from allranks.profiling.calibrate import measure
 
     environment = read_environment(os.environ)
     choice = choose_device(environment, device, "auto")
+    start(environment, choice, limit)
+    try:
+        return measure_in(environment, choice, quick=quick)
+    finally:
+        stop()
+
+
+def measure_in(environment: "ProcessEnvironment", choice: "DeviceChoice", *, quick: bool) -> "Figures":
+    """This process's figures, in a backend that runs; collective. On a processor with its small programs."""
+    import torch
+    import torch.distributed as dist
+
+    from allranks.parallel.gloo_ops import exchange_and_sum, gather_by_broadcasts, is_gloo
+    from allranks.profiling.calibrate import measure
 
     def gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
         if is_gloo(group, choice.device.type):
@@ -110,13 +121,15 @@ def _measure(device: str, quick: bool, limit: float) -> "Figures":
         else:
             dist.reduce_scatter_tensor(part, whole, group=group)
 
-    start(environment, choice, limit)
-    try:
-        return measure(
-            choice.device, environment.rank, environment.world_size, quick=quick, gather=gather, scatter=scatter
-        )
-    finally:
-        stop()
+    rank, world = environment.rank, environment.world_size
+    found = measure(choice.device, rank, world, quick=quick, gather=gather, scatter=scatter)
+    if choice.device.type == "cuda":
+        return found
+    from allranks.benchmarking.small_programs import measure_programs
+
+    measured = measure_programs(environment, choice, quick=quick)
+    programs: dict[Hashable, float] = {program: seconds for program, seconds in measured.items()}
+    return replace(found, seconds={**found.seconds, **programs})
 
 
 def finish_cluster(begun: Start, found: "Sequence[Figures]", *, quick: bool) -> Cluster:
@@ -136,7 +149,7 @@ def finish_cluster(begun: Start, found: "Sequence[Figures]", *, quick: bool) -> 
         notes.append(f"link {link.name} is not measured, because one process has nobody to talk to")
     if left_out := max(one.num_left_out for one in found):
         notes.append(f"{left_out} measurements were left out, because they took too long or the time was up")
-    return replace(
+    cluster = replace(
         begun.cluster,
         name=begun.path.stem,
         device=replace(to_device(found, begun.cluster.device), source=source),
@@ -145,3 +158,23 @@ def finish_cluster(begun: Start, found: "Sequence[Figures]", *, quick: bool) -> 
         host_bandwidth=host_bandwidth(found) or begun.cluster.host_bandwidth,
         notes=tuple(notes),
     )
+    return cluster if begun.device == "cuda" else _with_fixed(cluster, found)
+
+
+def _with_fixed(cluster: Cluster, found: "Sequence[Figures]") -> Cluster:
+    """With what the small programs took besides kernels and bytes."""
+    from allranks.benchmarking.small_programs import Chain
+    from allranks.planning.fixed_costs import programs, solve
+    from allranks.stepping.profile import trace_task
+
+    count = cluster.num_devices
+    seconds = {
+        program: max(one.seconds[program] for one in found)
+        for program in programs(count)
+        if all(program in one.seconds for one in found)
+    }
+    if not seconds:
+        return cluster
+    depths = {program.depth for program in seconds}
+    profiles = {depth: trace_task(Chain(depth=depth, parts=count), "float32") for depth in depths}
+    return replace(cluster, device=replace(cluster.device, fixed=solve(cluster, profiles, seconds)))

@@ -1,4 +1,4 @@
-"""`allranks checkpoint`: which checkpoints are there, what is in one, is it whole, and its model as one file.
+"""`allranks checkpoint`: which checkpoints are there, what is in one, is it whole, how do two differ.
 
 DIR is a run directory, its `checkpoints` folder, or one `step-*` directory. A checkpoint that stands there and
 cannot be read is damaged: exit 1. A directory where none can be is no run: exit 78.
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from allranks.cli.checkpoint_diff import diff
+from allranks.cli.checkpoint_paths import find_checkpoints, find_newest
 from allranks.cli.output import print_error, print_json, print_table
-from allranks.errors import CheckpointError, ConfigError, RunError
+from allranks.errors import CheckpointError, ConfigError
 from allranks.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 DAMAGED = 1
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
+app.command("diff")(diff)
 
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="A run, its checkpoints folder, or one step-* directory.")
@@ -29,7 +32,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on standar
 
 @app.callback()
 def start(context: typer.Context) -> None:
-    """List, show, verify and export checkpoints."""
+    """List, show, verify, compare and export checkpoints."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -103,6 +106,9 @@ def export(
     directory: Directory,
     out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write; it must not exist.")],
     ema: Annotated[bool, typer.Option("--ema", help="The average of the parameters that train.ema kept.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="GLOB", help="These tensors alone, e.g. '*.up.weight'.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Write the model as one safetensors file.
@@ -117,7 +123,7 @@ def export(
     from allranks.cli.checkpoint_tensors import export_model
 
     try:
-        names = export_model(_open(path), out, ema=ema)
+        names = export_model(_open(path), out, ema=ema, only=only or ())
     except CheckpointError as error:
         return _print_damage(path, str(error), json=json)
     document = {"checkpoint": str(path), "file": str(out), "bytes": out.stat().st_size, "tensors": names}
@@ -126,29 +132,6 @@ def export(
     else:
         print(f"Wrote {out}: {len(names)} tensors, {format_bytes(out.stat().st_size)}, from {path}")
     return 0
-
-
-def find_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoint directories that DIR means, newest first. Raises RunError where it is no run and holds none."""
-    from allranks.checkpointing.checkpoint import list_checkpoints
-
-    if not directory.is_dir():
-        raise RunError(f"{directory}: no such directory; name a run, its checkpoints folder or a step-* directory")
-    if (directory / "manifest.json").exists() or directory.name.startswith("step-"):
-        return [directory]
-    folder = directory / "checkpoints" if (directory / "run.json").exists() else directory
-    found = list_checkpoints(folder)
-    if not found and folder == directory and directory.name != "checkpoints":
-        raise RunError(f"{directory} is no run and holds no checkpoint; name a run or a step-* directory")
-    return found
-
-
-def find_newest(directory: Path) -> Path:
-    """The newest checkpoint that DIR means. Raises CheckpointError where there is none yet."""
-    found = find_checkpoints(directory)
-    if not found:
-        raise CheckpointError(f"{directory} holds no checkpoint yet; the next one comes at checkpoint.every steps")
-    return found[0]
 
 
 def describe(path: Path) -> dict[str, Any]:

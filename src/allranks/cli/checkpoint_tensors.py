@@ -1,5 +1,8 @@
 """What of `allranks checkpoint` needs torch: the digest of every tensor, and a model as one file."""
 
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,16 +21,17 @@ def check_everything(checkpoint: "Checkpoint") -> None:
     check_files(checkpoint)
 
 
-def export_model(checkpoint: "Checkpoint", out: Path, *, ema: bool = False) -> list[str]:
+def export_model(checkpoint: "Checkpoint", out: Path, *, ema: bool = False, only: Sequence[str] = ()) -> list[str]:
     """Write the model's tensors to one safetensors file, whole or not at all; returns their names.
 
-    With `ema` parameters are the averages that were kept of them.
+    With `ema` parameters are the averages that were kept of them. With `only` no more is written than what these globs
+    name ("*.up.weight").
 
     A tied tensor is written under each of its names, so that `load_state_dict` takes the file as it is.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or holds no model or no averages.
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written, or a glob names no tensor.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -38,6 +42,12 @@ def export_model(checkpoint: "Checkpoint", out: Path, *, ema: bool = False) -> l
     tensors = read_model_values(checkpoint, ema=ema)
     if not tensors:
         raise CheckpointError(f"{checkpoint.path} holds no tensor of a model: there is nothing to export")
+    for pattern in only:
+        if not any(fnmatchcase(name, pattern) for name in tensors):
+            near = difflib.get_close_matches(pattern, tensors, n=3, cutoff=0)
+            raise ConfigError(f"--only '{pattern}' names no tensor of the model; it has {', '.join(near)}")
+    if only:
+        tensors = {name: value for name, value in tensors.items() if any(fnmatchcase(name, glob) for glob in only)}
     aliases = {alias.removeprefix("model.") for alias in checkpoint.manifest.aliases}
     apart = {name: tensor.clone() if name in aliases else tensor for name, tensor in tensors.items()}
     try:

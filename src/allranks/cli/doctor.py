@@ -119,6 +119,8 @@ def _calibrate(device: str, nproc: int | None, output: Path | None, *, quick: bo
 
 def print_cluster(cluster: Cluster) -> None:
     """The measured figures: products by shape, memory and update, collectives of each group; within 100 columns."""
+    from dataclasses import asdict
+
     from rich.console import Console
     from rich.table import Table
 
@@ -136,6 +138,10 @@ def print_cluster(cluster: Cluster) -> None:
         f"memory {format_bytes(device.memory_bandwidth)}/s, a kernel at least {device.kernel_seconds * 1e6:.1f} us,"
         f" AdamW {format_count(device.update_rate)} parameters/s\n"
     )
+    fixed = {name.replace("_", " "): seconds for name, seconds in asdict(device.fixed).items() if seconds}
+    if fixed:
+        told = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in fixed.items())
+        console.print(f"besides kernels and bytes, however small tensors are: {told}\n")
     for size in sorted({size for sizes in link.measured.values() for size in sizes}):
         names = [name for name, sizes in link.measured.items() if size in sizes]
         table = Table(f"groups of {size}", *names, box=None, pad_edge=False)

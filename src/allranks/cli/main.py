@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from allranks import __version__
-from allranks.cli import bench, checkpoint, doctor, new, plan, report, train
+from allranks.cli import bench, checkpoint, doctor, dryrun, explain, new, plan, report, simulate, train, verify
 from allranks.cli.output import print_error
 from allranks.errors import AllranksError, ConfigError
 
@@ -27,10 +27,14 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("plan")(plan.plan)
+app.command("verify")(verify.verify)
+app.command("dryrun")(dryrun.dryrun)
+app.command("simulate")(simulate.simulate)
 app.command("new")(new.new)
 app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
-app.add_typer(checkpoint.app, name="checkpoint", help="List, show, verify and export checkpoints.")
+app.command("explain")(explain.explain)
+app.add_typer(checkpoint.app, name="checkpoint", help="List, show, verify, compare and export checkpoints.")
 app.add_typer(
     bench.app, name="bench", help="Measure what strategies cost beside raw torch, and what more processes save."
 )

@@ -53,7 +53,7 @@ def find_subject(request: PlanRequest) -> Subject:
         )
     if words[0].endswith(".json"):
         return _of_shape(_from_config(Path(words[0]), words[1:]))
-    if _is_task(words):
+    if is_task(words):
         return _of_task(request)
     from allranks.named_models import find_model
 
@@ -61,7 +61,8 @@ def find_subject(request: PlanRequest) -> Subject:
     return _of_shape(find_model(words[0]))
 
 
-def _is_task(words: tuple[str, ...]) -> bool:
+def is_task(words: tuple[str, ...]) -> bool:
+    """Whether the first of the words names a Task or a config, rather than a model by name."""
     first = words[0]
     return ".py" in first or ":" in first or first.endswith(".toml") or "=" in first
 
@@ -80,7 +81,7 @@ def _shape_with_sizes(words: tuple[str, ...], sizes: Mapping[str, int]) -> "Mode
         return shape_of(**sizes)
     if words[0].endswith(".json"):
         return change(_from_config(Path(words[0]), words[1:]), **sizes)
-    if _is_task(words):
+    if is_task(words):
         raise ConfigError(f"{', '.join(f'--{name}' for name in sizes)}: {words[0]} is a Task, which has its own sizes")
     _refuse_more(words[1:], words[0])
     return find_model(words[0], **sizes)

@@ -69,9 +69,10 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment) -> tuple
     plan: Document | None = None
     decided: Sequence[Decision] = ()
     if environment.launcher == "none" and num_processes > 1 and _is_open(prepared):
+        from allranks.surviving.aside import call_aside
         from allranks.training.planned_layout import apply, decide_layout
 
-        found = decide_layout(prepared, request, num_processes)
+        found = decide_layout(prepared, request, num_processes, call_aside)
         prepared, plan, decided = (
             replace(prepared, config=apply(prepared.config, found)),
             found.document,
@@ -128,6 +129,7 @@ def _run(
     plan: Document | None,
 ) -> tuple[int, Document]:
     from allranks.surviving.agent import run_workers
+    from allranks.surviving.supervisor import Supervision
     from allranks.training.plan_kept import write_plan
     from allranks.training.prepare import open_run
     from allranks.training.worker import Assignment
@@ -146,6 +148,7 @@ def _run(
         log_dir=run.log().parent,
         start_method=method,
         stop_notice="stopping after the step in hand, then saving (once more: now)",
+        supervision=Supervision.of_run(run, prepared.config.guard),
     )
     run.release()
     failure = outcome.first_failure
@@ -154,6 +157,9 @@ def _run(
         if outcome.exit_code != WORKER_REFUSED and any(run.checkpoints.glob("step-*[0-9]")):
             # Before the traceback, which is the last on the screen.
             console.print(f"The run lies in {run.path}; `--resume {run.path}` goes on from its newest checkpoint.")
+        if outcome.others:
+            names = ", ".join(map(str, outcome.others))
+            console.print(f"After it failed rank {names}: what they say is in {run.log().parent}", markup=False)
         console.print(failure.render(), markup=False)
     return outcome.exit_code, _document(run.path, outcome.exit_code, None if failure is None else failure.message)
 

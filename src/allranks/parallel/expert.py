@@ -173,6 +173,15 @@ def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in module._parameters.items() if p is not None)
 
 
+def count_rows(tokens: torch.Tensor, mine: torch.Tensor, theirs: torch.Tensor) -> tuple[list[int], list[int]]:
+    """(how many of the rows `tokens` go to each rank, how many come from it), on the host.
+
+    Args:
+        mine, theirs: [ranks, experts of one rank], the rows that this rank has for each, and that each has for this.
+    """
+    return mine.sum(1).tolist(), theirs.sum(1).tolist()
+
+
 def _exchange_around(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Let `module.forward`, which computes this rank's experts, be given the tokens of all of the group's ranks."""
     compute: Callable[..., torch.Tensor] = module.forward
@@ -180,8 +189,7 @@ def _exchange_around(module: nn.Module, group: dist.ProcessGroup) -> None:
     def forward(self: nn.Module, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         theirs = exchange_counts(tokens_per_expert, group)
         # Dropless experts get as many rows as they get: the host has to know how many, and waits for the device.
-        sent = tokens_per_expert.view(len(theirs), -1).sum(1).tolist()
-        received = theirs.sum(1).tolist()
+        sent, received = count_rows(tokens, tokens_per_expert.view(len(theirs), -1), theirs)
         rows = exchange(tokens, group, sent, received)
         order = order_by_expert(theirs, len(rows))
         computed = compute(rows[order], theirs.sum(0))

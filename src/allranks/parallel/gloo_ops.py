@@ -3,6 +3,9 @@
 Of 7 MB over loopback gloo's reduce_scatter takes longer than its all_reduce; an exchange of parts and a sum takes a
 third to two thirds of that, and a broadcast of each part less than gloo's all_gather. bench/gloo.py measures it,
 docs/explanation/measured.md has the figures. The parts are summed in the order of the ranks.
+
+Nor does a unit wait for them: FSDP2 overlaps on streams, which a CPU has not. What a unit's backward needs next is on
+its way while the unit before computes, and its own gradients travel while the next one computes.
 """
 
 import math
@@ -18,13 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from allranks.parallel.heap import keep_heap
 from allranks.parallel.parting import Watch
 from allranks.parallel.path import Path, wait_plainly
 
 Wait = Callable[[dist.Work], object]
 
-AVERAGE = dist.ReduceOp.AVG
-SUMS = (dist.ReduceOp.SUM, AVERAGE)
 NO_TIMEOUT = timedelta()
 MOST_LINES = 8  # groups with threads and sockets: units of further sizes share the first
 # By the world that they are part of, and the groups that it is divided into.
@@ -42,10 +44,59 @@ def gather_by_broadcasts(
     """Fill `whole`, contiguous, with every rank's `part` in the order of ranks; returns what waits for it."""
     rank, parts = dist.get_rank(group), whole.view(dist.get_world_size(group), part.numel()).unbind()
     mine = parts[rank]
-    if mine.data_ptr() != part.data_ptr():
+    if not _share_memory(mine, part):
         mine.copy_(part.view(-1))
     works = [dist.broadcast(one, group=group, group_src=source, async_op=True) for source, one in enumerate(parts)]
     return _Works(works, wait)
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both begin at the same place; asked without an address, which tensors of a rehearsal have not."""
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and one.storage_offset() == other.storage_offset()
+
+
+@final
+class Exchange:
+    """A sum of every rank's `whole`, contiguous, of which each rank gets its part; on its way once made.
+
+    Args:
+        part: what `finish` fills.
+        group: of two ranks at least.
+        divisor: of the sum.
+    """
+
+    def __init__(
+        self, part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, divisor: int, wait: Wait = wait_plainly
+    ) -> None:
+        self._part, self._divisor, self._wait = part.view(-1), divisor, wait
+        size, rank, num = dist.get_world_size(group), dist.get_rank(group), part.numel()
+        parts = whole.view(size, num)
+        # What stays is not sent: to have it twice would be seen in a step's peak of memory.
+        received = torch.empty_like(parts[1:])
+        above = [num * (other > rank) for other in range(size)]
+        below = [num * (other < rank) for other in range(size)]
+        halves = [(received[:rank], below, parts[rank + 1 :], above), (received[rank:], above, parts[:rank], below)]
+        if size == 2:  # one of the two is empty on each rank
+            other = [num * (other != rank) for other in range(size)]
+            halves = [(received, other, parts[1 - rank], other)]
+        self._works = [
+            dist.all_to_all_single(to.view(-1), given.reshape(-1), lengths, own_lengths, group=group, async_op=True)
+            for to, lengths, given, own_lengths in halves
+        ]
+        self._rows = [*received[:rank], parts[rank], *received[rank:]]
+
+    def finish(self) -> None:
+        """Wait for the others' parts, and sum."""
+        for work in self._works:
+            if work is not None:
+                self._wait(work)
+        first, second, *others = self._rows
+        torch.add(first, second, out=self._part)
+        for row in others:
+            self._part += row
+        if self._divisor > 1:
+            self._part /= self._divisor
 
 
 def exchange_and_sum(
@@ -57,22 +108,16 @@ def exchange_and_sum(
     wait: Wait = wait_plainly,
 ) -> None:
     """Fill `part` with this rank's part of the sum (or mean) of every rank's `whole`, contiguous."""
-    size = dist.get_world_size(group)
-    received = torch.empty_like(whole)
-    work = dist.all_to_all_single(received.view(-1), whole.view(-1), group=group, async_op=True)
-    if work is not None:
-        wait(work)
-    torch.sum(received.view(size, part.numel()), 0, out=part.view(-1))
-    if average:
-        part /= size
+    Exchange(part, whole, group, dist.get_world_size(group) if average else 1, wait).finish()
 
 
-def gather_through_gloo(module: nn.Module, mesh: DeviceMesh, path: Path | None = None) -> None:
+def gather_through_gloo(module: nn.Module, mesh: DeviceMesh, path: Path | None = None, *, overlap: bool = True) -> None:
     """Let the units of an FSDP module, itself among them, communicate in this way, where it is gloo that they use.
 
     Args:
         mesh: of (dp_shard), or of (dp_replicate, dp_shard).
         path: what this rank enters, compared with the others' while it waits for them; None: nobody notes that.
+        overlap: whether gradients travel while the next unit computes, which keeps what is received that long.
     """
     group = mesh.get_group(mesh.ndim - 1)
     if not is_gloo(group, mesh.device_type) or dist.get_world_size(group) == 1:
@@ -81,10 +126,16 @@ def gather_through_gloo(module: nn.Module, mesh: DeviceMesh, path: Path | None =
         path.wait = Watch(path, group).wait
     wait = wait_plainly if path is None else path.wait
     lines = {} if path is None else _open_lines(module, group)
+    keep_heap()
+    under_way = Reductions()
     for member in module.modules():
         if isinstance(member, FSDPModule):
-            member.set_custom_all_gather(cast("Any", _Gather(wait, lines.get(id(member._get_fsdp_state())))))
-            member.set_custom_reduce_scatter(cast("Any", _Scatter(wait)))
+            state: Any = member._get_fsdp_state()
+            member.set_custom_all_gather(cast("Any", _Gather(wait, lines.get(id(state)))))
+            # The divisions are ours: FSDP2's way with them depends on the type, and may come after this collective.
+            member.set_custom_reduce_scatter(cast("Any", _Scatter(wait, under_way, state, mesh, overlap)))
+            member.set_force_sum_reduction_for_comms(True)
+            member.set_gradient_divide_factor(1.0)
 
 
 def _open_lines(module: nn.Module, group: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
@@ -144,7 +195,29 @@ class _Works(dist.Work):
         return True
 
 
+@final
+class Reductions:
+    """Those of one module: at most one is on its way while its backward goes on, and none once that has ended."""
+
+    def __init__(self) -> None:
+        self._exchange: Exchange | None = None
+
+    def begin(self, exchange: Exchange) -> None:
+        """Let `exchange` be finished when the next one begins, or by the backward's end at the latest."""
+        self.finish()
+        self._exchange = exchange
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def finish(self) -> None:
+        """Finish what is on its way."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.finish()
+
+
 class _Allocating:
+    """What both collectives of a unit have in common."""
+
     def __init__(self, wait: Wait) -> None:
         self._wait = wait
 
@@ -165,16 +238,23 @@ class _Gather(_Allocating):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> dist.Work | None:
-        works = gather_by_broadcasts(output_tensor, input_tensor, self._line or group, self._wait)
-        if async_op:
-            return works
-        works.wait()
-        return None
+    ) -> dist.Work:
+        """On its way, also where FSDP2 leaves it to a stream to wait: it waits for what this returns."""
+        return gather_by_broadcasts(output_tensor, input_tensor, self._line or group, self._wait)
 
 
 @final
 class _Scatter(_Allocating):
+    def __init__(self, wait: Wait, under_way: Reductions, state: Any, mesh: DeviceMesh, overlap: bool) -> None:
+        super().__init__(wait)
+        self._under_way, self._state = under_way, state
+        self._divisor, self._at_once = mesh.size(), mesh.ndim > 1 or not overlap
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer of its own, once the unit before has let go of its own ones."""
+        self._under_way.finish()
+        return super().allocate(size, dtype=dtype, device=device)
+
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -182,9 +262,22 @@ class _Scatter(_Allocating):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> dist.Work | None:
-        if op not in SUMS or async_op:
-            work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-            return cast("dist.Work | None", work)
-        exchange_and_sum(output_tensor, input_tensor, group, average=op == AVERAGE, wait=self._wait)
-        return None
+    ) -> None:
+        assert op == dist.ReduceOp.SUM and not async_op
+        exchange = Exchange(output_tensor, input_tensor, group, self._divisor, self._wait)
+        if self._is_read_at_once():
+            exchange.finish()
+        else:
+            self._under_way.begin(exchange)
+
+    def _is_read_at_once(self) -> bool:
+        """Whether FSDP2 or a hook looks at the sum before the backward has ended: to reduce it further, or to add it.
+
+        What it does besides is to cut it into gradients, which share its memory.
+        """
+        return self._at_once or any(
+            param.sharded_param.grad is not None or getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
+            # torch 2.11 has one group a state, later versions a list of them.
+            for group in getattr(self._state, "_fsdp_param_groups", None) or [self._state._fsdp_param_group]
+            for param in group.fsdp_params
+        )

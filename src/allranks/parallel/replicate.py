@@ -8,6 +8,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from allranks.parallel.mesh import Mesh
+from allranks.parallel.replica_twin import ReplicaTwin, is_fake
+
+REPLICAS = (DistributedDataParallel, ReplicaTwin)
+"""What `replicate` puts around a module; the second where its tensors have no memory."""
 
 # torch 2.13 renames the switch that broadcasts rank 0's buffers before each forward.
 _RENAMED = "forward_sync_buffers"
@@ -27,6 +31,14 @@ def replicate(module: nn.Module, mesh: Mesh, device: torch.device, *, find_unuse
     alone = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     if not any(p.requires_grad and name not in alone for name, p in module.named_parameters()):
         return module
+    if is_fake(module):
+        return ReplicaTwin(
+            module,
+            mesh.gradient_group,
+            bucket_mb=mesh.layout.ddp_bucket_mb,
+            find_unused=find_unused,
+            static_graph=mesh.layout.static_graph,
+        )
     # A cap of None is torch's own: 25 MB, but 1 MB for the first bucket, so that reducing begins early.
     options: dict[str, Any] = {_FORWARD_SYNC: False, "bucket_cap_mb": mesh.layout.ddp_bucket_mb}
     # With modules on several devices DDP must not move the arguments itself.

@@ -51,7 +51,8 @@ def shard(
         how: Any = {"mp_policy": policy, "offload_policy": offload or OffloadPolicy(), "ignored_params": alone}
         fully_shard(target, mesh=device_mesh, reshard_after_forward=reshard, **how)
         placer.forget_cut()
-    gather_through_gloo(module, device_mesh, path)
+    # Who recomputes blocks wants memory rather than time.
+    gather_through_gloo(module, device_mesh, path, overlap=mesh.layout.recompute != "full")
     for name in (*(name for names in units for name in names), ""):
         if path is not None:
             path.follow(module.get_submodule(name), name)

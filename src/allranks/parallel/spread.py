@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from allranks.parallel.average import average_gradients
 from allranks.parallel.balance import Balances
@@ -25,7 +24,7 @@ from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.path import Path
 from allranks.parallel.placement import Placement
 from allranks.parallel.precision import Precision
-from allranks.parallel.replicate import replicate
+from allranks.parallel.replicate import REPLICAS, replicate
 from allranks.parallel.shard import reshard_all
 from allranks.parallel.stages import Stages
 from allranks.parallel.whole import shake
@@ -78,6 +77,7 @@ class Spread:
     placement: Placement | None = None
     _scalars: tuple[torch.Tensor, ...] = ()
     _held_back: list[Any] = field(default_factory=list)
+    _told: dict[nn.Module, tuple[bool, bool]] = field(default_factory=dict)
 
     @property
     def divisor(self) -> int:
@@ -165,12 +165,14 @@ class Spread:
         elif last and sharded and self.mesh.layout.copies > 1:
             self._held_back = find_held_back(self.modules.values())
         for module in self.modules.values():
-            if isinstance(module, DistributedDataParallel):
+            if isinstance(module, REPLICAS):
                 module.require_backward_grad_sync = last
-            elif isinstance(module, FSDPModule):
+            elif isinstance(module, FSDPModule) and self._told.get(module) != (wanted := (last, self.find_unused)):
+                # Each of these goes through all modules: not where they have been told the same before.
                 module.set_requires_gradient_sync(last or sharded)
                 module.set_requires_all_reduce(last or self.find_unused)
                 module.set_is_last_backward(last)
+                self._told[module] = wanted
 
     def check_reduced(self) -> None:
         """After the last backward: TaskError where gradients of an earlier micro-step were lost."""
@@ -204,7 +206,7 @@ class Spread:
         """From now on a parameter without a gradient holds up no other: DDP is built anew, HSDP reduces each time."""
         self.find_unused = True
         for which, module in self.modules.items():
-            if isinstance(module, DistributedDataParallel):
+            if isinstance(module, REPLICAS):
                 self.modules[which] = again = replicate(module.module, self.mesh, self.device, find_unused=True)
                 if self.hook is not None:
                     self.hook.attach(again)
@@ -212,7 +214,7 @@ class Spread:
     def bare(self, which: str = "") -> nn.Module:
         """The module without DDP or DataParallel around it: for a forward whose backward may never come."""
         module = self.modules[which]
-        return module.module if isinstance(module, DistributedDataParallel | nn.DataParallel) else module
+        return module.module if isinstance(module, (*REPLICAS, nn.DataParallel)) else module
 
     def reshard(self) -> None:
         """Drop what a forward without backward left gathered."""

@@ -38,21 +38,24 @@ class Scheduler:
         pipeline: the stages.
         transport: between them.
         mesh: the layout over the ranks; its schedule is used where the micro-steps fit it.
+
+    Attributes:
+        transport: as given.
     """
 
     def __init__(self, pipeline: Pipeline, transport: Transport, mesh: Mesh, device: torch.device) -> None:
         self._pipeline = pipeline
-        self._transport = transport
+        self.transport = transport
         self._mesh = mesh
         self._device = device
-        self._made: dict[tuple[int, Signature], tuple[Any, list[_View]]] = {}
+        self._made: dict[tuple[int, Signature], tuple[Any, list[View]]] = {}
 
     def forward(self, signatures: Sequence[Signature], compute: Compute) -> None:
         """Forwards alone, one micro-step after another; collective along pp."""
         for index, signature in enumerate(signatures):
             for stage in self._pipeline.stages:
                 self._forward(index, stage, signature, compute)
-        self._transport.drain()
+        self.transport.drain()
 
     def fits(self, signatures: Sequence[Signature]) -> bool:
         """Whether micro-steps like these go through the layout's schedule."""
@@ -73,17 +76,17 @@ class Scheduler:
     def is_known(self, signature: Signature) -> bool:
         """Whether a micro-step of this kind has passed before, so that the shapes between the stages are known."""
         return all(
-            (beside, signature) in self._transport.sent
+            (beside, signature) in self.transport.sent
             for stage in self._pipeline.stages
             for beside in (stage, stage + 1)
             if 0 < beside <= self._pipeline.last
         )
 
     def _forward(self, index: int, stage: int, signature: Signature, compute: Compute) -> tuple[Payload, Payload]:
-        received = self._transport.receive_on(stage, signature)
+        received = self.transport.receive_on(stage, signature)
         output = compute(index, stage, received)
         if stage < self._pipeline.last:
-            self._transport.send_on(stage + 1, output, signature)
+            self.transport.send_on(stage + 1, output, signature)
         return received, output
 
     def _run_in_turn(self, signatures: Sequence[Signature], compute: Compute) -> None:
@@ -97,12 +100,12 @@ class Scheduler:
                 received, output = kept.pop((index, stage))
                 gradients: list[torch.Tensor | None] = [None] * len(output)
                 if stage < self._pipeline.last:
-                    gradients = self._transport.receive_back(stage + 1, signature)
+                    gradients = self.transport.receive_back(stage + 1, signature)
                 pairs = [(t, gradient) for t, gradient in zip(output, gradients, strict=True) if t.requires_grad]
                 if pairs:
                     torch.autograd.backward([t for t, _ in pairs], [gradient for _, gradient in pairs])
-                self._transport.send_back(stage, received)
-        self._transport.drain()
+                self.transport.send_back(stage, received)
+        self.transport.drain()
 
     def _run_scheduled(self, number: int, signature: Signature, compute: Compute) -> None:
         if (number, signature) not in self._made:
@@ -125,31 +128,31 @@ class Scheduler:
             for view in views:
                 view.compute = None
 
-    def _make(self, number: int, signature: Signature) -> tuple[Any, list["_View"]]:
+    def _make(self, number: int, signature: Signature) -> tuple[Any, list["View"]]:
         # Here, because it brings torch's compiler along, and half a second that only a pipeline should cost.
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         layout = self._mesh.layout
-        views = [_View(self._pipeline, stage) for stage in self._pipeline.stages]
+        views = [View(self._pipeline, stage) for stage in self._pipeline.stages]
         stages = [self._stage(view, signature) for view in views]
         kind = get_schedule_class(CLASSES[layout.schedule])
         one_each = layout.num_stages == layout.pp
         made: Any = kind(stages[0] if one_each else stages, number, loss_fn=_as_loss, scale_grads=False)
         return made, views
 
-    def _stage(self, view: "_View", signature: Signature) -> Any:
+    def _stage(self, view: "View", signature: Signature) -> Any:
         """torch's PipelineStage with the shapes on both sides, so that it need not try them out."""
         from torch.distributed.pipelining import PipelineStage
 
         stage, last = view.stage, self._pipeline.last
 
         def kinds(at: int) -> tuple[torch.Tensor, ...]:
-            metas = self._transport.sent[at, signature]
+            metas = self.transport.sent[at, signature]
             return tuple(meta.empty("meta").requires_grad_(meta.requires_grad) for meta in metas)
 
         number = torch.zeros(1, dtype=torch.int64, device="meta")
-        loss = torch.zeros((), device="meta", requires_grad=True)
-        return PipelineStage(
+        loss = torch.zeros((), dtype=torch.float32, device="meta", requires_grad=True)
+        made = PipelineStage(
             view,
             stage,
             last + 1,
@@ -158,10 +161,14 @@ class Scheduler:
             output_args=kinds(stage + 1) if stage < last else (loss,),
             group=self._mesh.group("pp"),
         )
+        # torch 2.11 greets both neighbours, and over gloo no rank can send to itself, as two stages of a V would.
+        greetings, here = made._get_init_p2p_neighbors_ops, made.group_rank
+        made._get_init_p2p_neighbors_ops = lambda: [op for op in greetings() if op.group_peer != here]  # type: ignore[method-assign]
+        return made
 
 
 @final
-class _View(nn.Module):
+class View(nn.Module):
     """One stage as torch's schedules see it: a module of its own, though all stages of a rank are in one."""
 
     _pipeline: Pipeline  # no module: torch would move, scan and synchronise what belongs to the other stages, too
@@ -176,8 +183,13 @@ class _View(nn.Module):
     def forward(self, *received: torch.Tensor, number: torch.Tensor) -> Any:
         """What the stage sends on, a single tensor bare; or the loss."""
         assert self.compute is not None
-        found = self.compute(int(number), self.stage, received if self.stage else ())
-        return found if self.stage < self._pipeline.last else found[0]
+        found = self.compute(self.which(number), self.stage, received if self.stage else ())
+        # torch 2.11 wants of the loss the type that was declared; its backward begins with the same 1 in either type.
+        return found if self.stage < self._pipeline.last else found[0].float()
+
+    def which(self, number: torch.Tensor) -> int:
+        """The micro-step that comes next."""
+        return int(number)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of the stage."""

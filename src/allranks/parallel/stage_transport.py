@@ -97,13 +97,17 @@ class Transport:
             return ()
         if (stage, signature) not in self._heard:
             self._heard.add((stage, signature))
-            header = torch.zeros(_HEADER, dtype=torch.int64, device=self._device)
-            found = _decode(self._take(stage - 1, header, to=stage, back=False).tolist())
+            found = self.hear(stage, signature)
             self.sent[stage, signature] = found
             self._pipeline.crossings.setdefault(stage, tuple(one.place for one in found))
         metas = self.sent[stage, signature]
         received = (self._take(stage - 1, meta.empty(self._device), to=stage, back=False) for meta in metas)
         return tuple(t.requires_grad_(meta.requires_grad) for t, meta in zip(received, metas, strict=True))
+
+    def hear(self, stage: int, signature: Signature) -> tuple[Sent, ...]:
+        """What `stage` will be sent for inputs like these, from the header that goes ahead of the first."""
+        header = torch.zeros(_HEADER, dtype=torch.int64, device=self._device)
+        return _decode(self._take(stage - 1, header, to=stage, back=False).tolist())
 
     def send_back(self, stage: int, received: Payload) -> None:
         """The gradients of what `stage` had received, to the stage before it."""

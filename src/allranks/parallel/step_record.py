@@ -62,9 +62,16 @@ class StepRecord:
 
     Args:
         ignored: groups whose collectives are no part of the model's step (the agreement's).
+        tell: is told of each deed when it begins.
     """
 
-    def __init__(self, spread: Spread, ignored: Sequence[dist.ProcessGroup | None] = ()) -> None:
+    def __init__(
+        self,
+        spread: Spread,
+        ignored: Sequence[dist.ProcessGroup | None] = (),
+        tell: Callable[[Deed], None] = lambda deed: None,
+    ) -> None:
+        self._tell = tell
         self._spread = spread
         self._ignored = {group.group_name for group in ignored if group is not None}
         self._axes = _axis_names(spread)
@@ -97,7 +104,7 @@ class StepRecord:
         with ExitStack() as stack:
             sharded = False
             for which, module in self._spread.modules.items():
-                for group, unit, members in _find_units(module, which):
+                for group, unit, members in find_units(module, which):
                     sharded = True
                     stack.callback(self._watch_unit(group, unit, members))
             if not sharded:
@@ -112,6 +119,7 @@ class StepRecord:
         self._backward_seen |= backward
         phase = "backward" if backward else "update" if self._backward_seen else "forward"
         self._deeds.append(Deed(phase, what, unit, num_bytes))
+        self._tell(self._deeds[-1])
 
     def _watch_output(self, module: nn.Module, inputs: object, output: object) -> None:
         for leaf in pytree.tree_leaves(output):
@@ -162,7 +170,7 @@ class StepRecord:
     def _collective(self, name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> None:
         if group.group_name in self._ignored:
             return
-        num_bytes, what = received_bytes(name, group, args), _NAMES.get(name, name.strip("_"))
+        num_bytes, what = received_bytes(name, group, args), collective_name(name)
         if self._context is not None:
             kind, unit = self._context
             exchanged = "all-reduce" if what == "all-reduce" else "reduce-scatter"
@@ -191,6 +199,11 @@ class _Collectives(TorchDispatchMode):
             if boxed is not None and func._schema.name != "c10d::barrier":
                 self._tell(func._schema.name.removeprefix("c10d::"), dist.ProcessGroup.unbox(boxed), args)
         return func(*args, **(kwargs or {}))
+
+
+def collective_name(name: str) -> str:
+    """For people, of a collective as torch dispatches it."""
+    return _NAMES.get(name, name.strip("_"))
 
 
 def received_bytes(name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> int:
@@ -226,7 +239,7 @@ def _axis_names(spread: Spread) -> dict[str, str]:
     return found
 
 
-def _find_units(module: nn.Module, which: str) -> Iterator[tuple[Any, str, list[nn.Module]]]:
+def find_units(module: nn.Module, which: str) -> Iterator[tuple[Any, str, list[nn.Module]]]:
     """(FSDP's parameter group, its name, the modules that are gathered with it) of each unit."""
     found: dict[int, tuple[Any, list[str], list[nn.Module]]] = {}
     for name, member in module.named_modules(prefix=which):

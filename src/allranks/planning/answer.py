@@ -6,6 +6,7 @@ from allranks.plan import Estimate, Plan, Ranked, Refusal
 from allranks.planning.bills import bill_of, check_limits, unmet_limits
 from allranks.planning.changes import usual_changes, what_if
 from allranks.planning.families import plain_families
+from allranks.planning.least import least_over
 from allranks.planning.question import Question
 from allranks.planning.reasons import why_first, why_not, why_unfit
 from allranks.planning.scale import cluster_of, largest, sizes_of
@@ -13,6 +14,12 @@ from allranks.planning.search import Found, Search, front
 
 SHOWN = 6
 """Runners-up of the Pareto front that a plan keeps."""
+
+LOOKED_BEYOND = 2
+"""Numbers of devices behind the closest, each further from a limit, before a search ends."""
+
+UNFIT = 1e30
+"""Further from a limit than any plan that fits."""
 
 SEQ_STEP, SEQ_MOST = 1024, 2**24
 
@@ -39,6 +46,7 @@ def make_plan(question: Question) -> Plan:
     return Plan(
         model=profile.name,
         cluster=question.cluster.name,
+        machine=question.cluster.machine,
         searched=len(found.estimates),
         best=_best(found),
         others=_others(found, families),
@@ -56,21 +64,57 @@ def make_plan(question: Question) -> Plan:
 
 
 def plan_gpus(question: Question) -> Plan:
-    """The plan on the fewest devices that fit and keep the limits; on the closest where no number does."""
+    """The plan on the fewest devices that fit and keep the limits; on the closest where no number does.
+
+    Numbers that cannot keep a limit at the full rate of their products are not searched (`least_over`); where none can,
+    the closest is looked for from the end that is nearer to the limit.
+    """
     check_limits(question)
     refused_last, closest = "", None
-    for number in sizes_of(question.cluster):
-        there = question.on(cluster_of(question.cluster, number))
+    sizes = list(sizes_of(question.cluster))
+    possible = [number for number in sizes if least_over(_with_devices(question, number)) <= 1.0]
+    for number in possible:
+        there = _with_devices(question, number)
         why = _why_not_enough(there)
         if why is None:
-            because = f", because {refused_last}" if refused_last else ""
+            because = f", because {refused_last or 'fewer cannot keep the limit at the full rate of their products'}"
+            because = because if refused_last or number != sizes[0] else ""
             return make_plan(replace(there, notes=(*question.notes, f"{number} devices are the fewest{because}")))
         if why[0] is not None and (closest is None or why[0] < closest[0]):
             closest = (why[0], number, why[1])
         refused_last = f"{number} do not do: {why[1]}"
+    if not possible:
+        closest = _closest(question, sizes)
+        refused_last = "none keeps the limit at the full rate of its products"
     number = question.cluster.num_devices if closest is None else closest[1]
     note = f"no number of devices does; {number} come closest: {refused_last if closest is None else closest[2]}"
-    return make_plan(replace(question.on(cluster_of(question.cluster, number)), notes=(*question.notes, note)))
+    return make_plan(replace(_with_devices(question, number), notes=(*question.notes, note)))
+
+
+def _with_devices(question: Question, number: int) -> Question:
+    return question.on(cluster_of(question.cluster, number))
+
+
+def _closest(question: Question, sizes: list[int]) -> tuple[float, int, str] | None:
+    """Of numbers that all miss a limit: the one that misses it by the least, until two in a row are further from it.
+
+    More devices take less time, until the batch leaves them idle; fewer cost less, until they do not hold the model.
+    """
+    late = question.limit_seconds is not None and least_over(
+        replace(_with_devices(question, sizes[-1]), limit_money=None)
+    )
+    best, worse = None, 0
+    for number in sizes[::-1] if late and late > 1.0 else sizes:
+        why = _why_not_enough(_with_devices(question, number))
+        if why is None or why[0] is None:
+            continue
+        if best is None or why[0] < best[0]:
+            best, worse = (why[0], number, why[1]), 0
+        else:
+            worse += 1
+        if worse == LOOKED_BEYOND and best[0] < UNFIT:
+            break
+    return best
 
 
 def _why_not_enough(question: Question) -> tuple[float | None, str] | None:
@@ -81,7 +125,7 @@ def _why_not_enough(question: Question) -> tuple[float | None, str] | None:
         if found.nearest is None:
             refusal = next(iter(found.refusals.values()), None)
             return None, "every layout is refused" if refusal is None else refusal.because
-        return 1e30 + found.nearest.peak_bytes.high, why_unfit(found.nearest)
+        return UNFIT + found.nearest.peak_bytes.high, why_unfit(found.nearest)
     if question.tokens is None:
         return None
     profile = next(iter(space.profiles.values()))

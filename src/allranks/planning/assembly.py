@@ -40,7 +40,8 @@ def build_cluster(name: str, nodes: int, devices: int, found: CatalogDevice, fab
 def check_count(nodes: int, devices: int) -> None:
     """Raises ConfigError where so many nodes of so many devices are none, or more than a plan takes."""
     if nodes * devices == 0:
-        raise ConfigError(f"{nodes} nodes of {devices} devices are no devices; give at least 1 of each")
+        given = f"{nodes} {'node' if nodes == 1 else 'nodes'} of {devices} {'device' if devices == 1 else 'devices'}"
+        raise ConfigError(f"{given}: no devices; give at least 1 of each")
     if nodes * devices > MOST_DEVICES:
         raise ConfigError(f"{nodes * devices} devices are more than the {MOST_DEVICES} that a plan takes")
 

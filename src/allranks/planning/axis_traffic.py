@@ -17,6 +17,7 @@ from allranks.planning.compute import Machine
 from allranks.planning.constants import constants_of
 from allranks.planning.operation_times import attention_times, is_product
 from allranks.planning.processor import is_processor
+from allranks.planning.processor_tensor import tensor_seconds
 from allranks.planning.setting import Mechanisms, Setting
 
 
@@ -78,8 +79,11 @@ def axis_traffic(block: Block, setting: Setting, axes: Axes) -> AxisTraffic:
     collectives = 0
     for operation in block.operations:
         size, passes = _tensor_bytes(operation, setting)
-        if size:
+        if setting.tp > 1 and is_processor(axes.machine.device):
+            tensor += tensor_seconds(operation, setting, axes.tensor, axes.machine.device)
+        elif size:
             tensor += passes * _tensor_seconds(axes.tensor, size, setting.mechanisms)
+        if size:
             tensor_bytes += 2 * passes * size
             collectives += 1
         if setting.cp > 1 and operation.kind == "attention":

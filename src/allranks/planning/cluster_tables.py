@@ -1,12 +1,13 @@
 """A device and a link as they stand in TOML, units in the names of the keys; impossible figures are refused."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from decimal import Decimal
-from typing import Annotated, Any, Self, final
+from typing import Annotated, Any, Literal, Self, final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from allranks.cluster import Device, Link
+from allranks.cluster import Device, FixedSeconds, Link
 from allranks.planning.cluster_limits import (
     GIGA,
     TERA,
@@ -19,7 +20,7 @@ from allranks.planning.cluster_limits import (
     check_too_slow,
 )
 
-MICRO, MEBI, BITS = Decimal("1e-6"), Decimal(2**20), Decimal(8)
+MICRO, MEGA, MEBI, BITS = Decimal("1e-6"), Decimal("1e6"), Decimal(2**20), Decimal(8)
 
 
 def _is_number(value: object) -> object:
@@ -31,6 +32,7 @@ def _is_number(value: object) -> object:
 
 # Decimal from the text of the file to the value in bytes or seconds: no figure is rounded twice, so that a file that
 # was written reads back bit for bit.
+Fixed = Literal["operation", "micro_step", "step", "unit_message", "move", "hop"]
 Figure = Annotated[Decimal, BeforeValidator(_is_number), Field(gt=0)]
 
 
@@ -61,6 +63,11 @@ class DeviceTable(Table):
     pass_gb_per_s: list[tuple[int, Figure]] = Field(
         default_factory=list,
         description="of a processor: `[bytes, GB/s]` that elementwise operations move",
+    )
+    context_mb: Figure | None = Field(None, description="of a processor: memory of a process before it has a model")
+    cores: Figure | None = Field(None, description="of a processor: what one process has; below 1 where they share")
+    fixed_microseconds: dict[Fixed, Figure] = Field(
+        default_factory=dict, description="of a processor: what takes this long however small its tensors are"
     )
     measured: bool = Field(False, description="on the very machine: then it is believed, however slow")
     source: str = Field("", description="where the figures come from")
@@ -100,6 +107,9 @@ class DeviceTable(Table):
             },
             kernel_seconds=None if self.kernel_microseconds is None else float(self.kernel_microseconds * MICRO),
             pass_rates=tuple((float(size), float(rate * GIGA)) for size, rate in self.pass_gb_per_s),
+            context_bytes=None if self.context_mb is None else float(self.context_mb * MEGA),
+            cores=_float(self.cores),
+            fixed=FixedSeconds(**{name: float(time * MICRO) for name, time in self.fixed_microseconds.items()}),
             update_rate=None if self.update_gparameters_per_s is None else float(self.update_gparameters_per_s * GIGA),
         )
 
@@ -114,8 +124,13 @@ class DeviceTable(Table):
             "kernel_microseconds": exactly(device.kernel_seconds, MICRO),
             "pass_gb_per_s": [[int(size), exactly(rate, GIGA)] for size, rate in device.pass_rates],
             "update_gparameters_per_s": exactly(device.update_rate, GIGA),
+            "context_mb": exactly(device.context_bytes, MEGA),
+            "cores": exactly(device.cores, Decimal(1)),
             "measured": device.measured,
             "source": device.source,
+            "fixed_microseconds": {
+                name: exactly(time, MICRO) for name, time in asdict(device.fixed).items() if time > 0
+            },
             "peak_tflops": {name: exactly(rate, TERA) for name, rate in device.peak_flops.items()},
             "matmul_tflops": {name: exactly(rate, TERA) for name, rate in device.matmul_flops.items()},
             "matmul_shapes_tflops": {
@@ -196,6 +211,10 @@ class LinkTable(Table):
 def exactly(value: float | None, unit: Decimal) -> Decimal | None:
     """`value` counted in `unit`, a power of ten: the decimal that `float(decimal * unit)` makes `value` again."""
     return None if value is None else (Decimal(repr(value)) / unit).normalize()
+
+
+def _float(value: Decimal | None) -> float | None:
+    return None if value is None else float(value)
 
 
 def _scaled(rates: Mapping[Precision, Decimal], unit: Decimal) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """estimate: what a Choice costs on a Cluster. Pure: the same arguments give the same Estimate."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import final
 
 from allranks.cluster import Cluster
@@ -8,11 +8,13 @@ from allranks.model_profile import ModelProfile
 from allranks.plan import Choice, Estimate, MemoryUse, Span, StepTime, Traffic
 from allranks.planning.axis_traffic import Axes, axes_of
 from allranks.planning.block_cost import BlockCost, block_cost
-from allranks.planning.collectives import send_seconds
+from allranks.planning.corrections import factor_of
 from allranks.planning.data_traffic import DataCost, data_cost
+from allranks.planning.host_parameters import host_cost, waits_on_host
 from allranks.planning.host_traffic import host_bytes, host_capacity_bytes, host_seconds, moves
 from allranks.planning.memory import memory_use, slack_bytes
-from allranks.planning.pipeline import pipeline_seconds, stages_of, under_way
+from allranks.planning.pipeline import pipeline_seconds, shared_bubble, stages_of, under_way
+from allranks.planning.pipeline_traffic import hop_seconds, pipeline_traffic
 from allranks.planning.processor import is_processor
 from allranks.planning.processor_traffic import on_processor, processor_data_cost
 from allranks.planning.setting import Setting, setting_of
@@ -50,7 +52,8 @@ class Cost:
 def estimate(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
     """Memory, time and traffic of one optimizer step under `choice`."""
     cost = estimate_setting(profile, cluster, setting_of(choice))
-    seconds = cost.step_seconds.expected
+    factor = factor_of(cluster, choice.layout)
+    span, seconds = _times(cost.step_seconds, factor), factor * cost.step_seconds.expected
     samples = choice.global_batch / seconds if seconds else 0.0
     return Estimate(
         choice=choice,
@@ -58,15 +61,24 @@ def estimate(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimat
         stages=cost.stages,
         peak_bytes=cost.peak_bytes,
         capacity_bytes=cost.capacity_bytes,
-        time=cost.time,
-        step_seconds=cost.step_seconds,
+        time=cost.time if factor == 1.0 else _slowed(cost.time, factor),
+        step_seconds=span,
         traffic=cost.traffic,
-        mfu=cost.mfu,
+        mfu=cost.mfu / factor,
         samples_per_second=samples,
         tokens_per_second=samples * profile.tokens,
         host_bytes=cost.host_bytes,
         host_capacity_bytes=host_capacity_bytes(cluster),
+        correction=factor,
     )
+
+
+def _times(span: Span, factor: float) -> Span:
+    return Span(factor * span.low, factor * span.expected, factor * span.high)
+
+
+def _slowed(time: StepTime, factor: float) -> StepTime:
+    return StepTime(**{part.name: factor * getattr(time, part.name) for part in fields(StepTime)})
 
 
 @final
@@ -116,7 +128,7 @@ class _Stage:
 def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting) -> _Stage:
     """Seconds of one micro-step on one stage; where the host is slower than the device, the difference is host."""
     how = setting.mechanisms
-    sums = [0.0] * 8
+    sums = [0.0] * 7 + [how.fixed.micro_step]
     for count, cost in zip(held, costs, strict=True):
         if count:
             exposed = (1 - how.overlap_tensor) * (cost.tensor + cost.tensor_again)
@@ -125,7 +137,7 @@ def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting
             device = cost.forward + cost.backward + cost.weight + cost.again + exposed
             parts = (
                 *(cost.forward, cost.backward, cost.weight, cost.again, exposed, cost.context, cost.expert),
-                (device**MEETING + dispatched**MEETING) ** (1 / MEETING) - device,
+                (device**MEETING + dispatched**MEETING) ** (1 / MEETING) - device + kernels * how.fixed.operation,
             )
             sums = [total + count * part for total, part in zip(sums, parts, strict=True)]
     return _Stage(*sums)
@@ -133,37 +145,30 @@ def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting
 
 def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting) -> Cost:
     """The same for a Setting, which may be another framework's."""
-    setting = on_processor(setting, cluster)
+    setting = on_processor(setting, cluster, profile)
     parts = _parts(profile, cluster, setting)
     layers = stages_of(profile, setting.pp, setting.chunks)
     stages = [_stage(held, parts.costs, setting) for held in layers]
     forward = [s.forward + s.tensor / 3 + (s.context + s.expert) / 2 + s.host / 3 for s in stages]
     backward = [s.backward + s.again + s.tensor * 2 / 3 + (s.context + s.expert) / 2 + s.host * 2 / 3 for s in stages]
     weight = [s.weight for s in stages]
-    send = _send(profile, setting, parts.axes)
+    send = hop_seconds(profile, setting, parts.axes)
     if setting.pp > 1:
         forward = [f + send for f in forward]
         backward = [b + send for b in backward]
-    _, bubble = pipeline_seconds(setting.schedule, forward, backward, weight, setting.chunks, setting.micro_steps)
+    steady, bubble = pipeline_seconds(setting.schedule, forward, backward, weight, setting.chunks, setting.micro_steps)
+    if setting.mechanisms.cores < 1:
+        work = setting.micro_steps * (sum(forward) + sum(backward) + sum(weight)) / setting.pp
+        bubble = shared_bubble(steady, bubble, work, setting.mechanisms.cores)
     worst = max(range(len(stages)), key=lambda i: forward[i] + backward[i] + weight[i])
     data = _data(parts, setting, layers, forward, backward, weight)
+    held = layers[worst]
+    stays = host_cost(cluster, setting, *_parameters(parts, held))
     waits = host_seconds(
-        profile, cluster, setting, parts.costs, layers[worst], forward[worst], backward[worst] + weight[worst]
+        profile, cluster, setting, parts.costs, held, forward[worst], backward[worst] + weight[worst], stays
     )
     time = _step_time(stages[worst], setting, bubble, data, send, waits)
     return _cost(profile, cluster, setting, parts, layers, time, data, stages[worst].host)
-
-
-def _send(profile: ModelProfile, setting: Setting, axes: Axes) -> float:
-    """Exposed seconds of one hop from stage to stage."""
-    if setting.pp == 1:
-        return 0.0
-    block = next((b for b in profile.blocks if b.repeated), profile.blocks[0])
-    how = setting.mechanisms
-    size = block.input_bytes * setting.micro_batch / setting.cp
-    size /= setting.tp if setting.sequence_parallel or how.scattered_sends else 1
-    hops = setting.chunks * (1 - how.overlap_pipeline)
-    return send_seconds(axes.pipeline, size, axes.pipeline.crosses) * hops
 
 
 def _data(
@@ -174,15 +179,28 @@ def _data(
     candidates = []
     for stage in sorted({0, len(layers) - 1}):
         held = layers[stage]
-        dense = sum(n * cost.parameters for n, cost in zip(held, parts.costs, strict=True))
-        expert = sum(n * cost.expert_parameters for n, cost in zip(held, parts.costs, strict=True))
+        dense, expert = _parameters(parts, held)
         if is_processor(parts.cluster.device):
             candidates.append(processor_data_cost(setting, parts.axes, dense, expert, sum(held)))
             continue
-        candidates.append(
-            data_cost(setting, parts.axes, dense, expert, sum(held), forward[stage], backward[stage] + weight[stage])
-        )
+        cost = data_cost(setting, parts.axes, dense, expert, sum(held), forward[stage], backward[stage] + weight[stage])
+        candidates.append(_updated_on_host(cost, parts, setting, dense, expert))
     return max(candidates, key=lambda cost: cost.exposed + cost.update)
+
+
+def _parameters(parts: _Parts, held: tuple[int, ...]) -> tuple[float, float]:
+    """(Those that tp alone cuts, experts') of a stage that holds so many of each block."""
+    dense = sum(n * cost.parameters for n, cost in zip(held, parts.costs, strict=True))
+    return dense, sum(n * cost.expert_parameters for n, cost in zip(held, parts.costs, strict=True))
+
+
+def _updated_on_host(cost: DataCost, parts: _Parts, setting: Setting, dense: float, expert: float) -> DataCost:
+    """With the host's update in the place of the device's, which keeps that of experts that ep cuts."""
+    if not waits_on_host(setting):
+        return cost
+    kept = expert / (dense + expert) if setting.ep > 1 else 0.0
+    update = host_cost(parts.cluster, setting, dense, expert).update_seconds
+    return replace(cost, update=kept * cost.update + update)
 
 
 def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, send: float, waits: float) -> StepTime:
@@ -232,18 +250,21 @@ def _cost(
         step_seconds=Span(seconds / spread, seconds, seconds * spread),
         traffic=_traffic(setting, parts, layers, data, time),
         mfu=mfu,
-        host_bytes=_host_bytes(profile, cluster, setting, parts, layers[0]),
+        host_bytes=_host_bytes(profile, cluster, setting, parts, layers),
     )
 
 
 def _host_bytes(
-    profile: ModelProfile, cluster: Cluster, setting: Setting, parts: _Parts, held: tuple[int, ...]
+    profile: ModelProfile, cluster: Cluster, setting: Setting, parts: _Parts, layers: tuple[tuple[int, ...], ...]
 ) -> float:
-    """Of a node whose devices all are of the first stage, which has the most micro-steps under way."""
-    if not moves(setting):
+    """Of a node whose devices all are of the first stage, which has the most micro-steps under way, or of the last."""
+    if setting.offload == "none":
         return 0.0
-    times = under_way(setting.schedule, 0, setting.pp, setting.chunks, setting.micro_steps)
-    return cluster.devices_per_node * host_bytes(profile, parts.costs, held, times)
+    kept = max(host_cost(cluster, setting, *_parameters(parts, held)).kept_bytes for held in (layers[0], layers[-1]))
+    if moves(setting):
+        times = under_way(setting.schedule, 0, setting.pp, setting.chunks, setting.micro_steps)
+        kept += host_bytes(profile, parts.costs, layers[0], times)
+    return cluster.devices_per_node * kept
 
 
 def _traffic(
@@ -260,8 +281,7 @@ def _traffic(
             sent = steps * sum(n * getattr(cost, size) for n, cost in zip(held, parts.costs, strict=True))
             count = steps * sum(n for n in held) * 4
             rows.append(Traffic(axis, group.link.name, sent, count, exposed, 0.0))
-    if setting.pp > 1:
-        rows.append(Traffic("pp", axes.pipeline.link.name, 0.0, 2 * steps, time.pipeline, 0.0))
+    rows += pipeline_traffic(parts.profile, parts.cluster, setting, axes, time.pipeline)
     if data.seconds:
         link = axes.data.link.name
         rows.append(Traffic("dp", link, data.sent_bytes, data.count, data.seconds, data.seconds - data.exposed))

@@ -1,10 +1,11 @@
-"""Activations that wait in the host's memory (offload=activations): what stays on the device, what the moves add."""
+"""What waits in the host's memory (`offload`): the activations that stay on the device, and what the moves add."""
 
 from collections.abc import Sequence
 
 from allranks.cluster import Cluster
 from allranks.model_profile import ModelProfile
 from allranks.planning.block_cost import BlockCost
+from allranks.planning.host_parameters import HostCost
 from allranks.planning.setting import Setting
 
 HOST_SHARE = 0.8
@@ -41,14 +42,23 @@ def host_seconds(
     held: Sequence[int],
     forward: float,
     backward: float,
+    waits: HostCost,
 ) -> float:
-    """Seconds of a step that a stage waits for the host's link: each micro-step out behind its forward, back behind its
-    backward, on a stream of its own; what is longer than these is waited for.
+    """Seconds of a step that a stage waits for the host's link and for what the host adds up.
+
+    Activations go out behind their forward and come back behind their backward, parameters come in for both, gradients
+    go out behind the backward, on streams of their own and in both directions at once; what takes longer than these is
+    waited for. A gradient that is added to another one is waited for in any case (FSDP2, foreach_reduce).
     """
-    if not moves(setting) or not cluster.host_bandwidth:
+    if setting.offload == "none" or not cluster.host_bandwidth:
         return 0.0
-    one_way = host_bytes(profile, costs, held, 1.0) / cluster.host_bandwidth
-    return setting.micro_steps * (max(0.0, one_way - forward) + max(0.0, one_way - backward))
+    moved = host_bytes(profile, costs, held, 1.0) if moves(setting) else 0.0
+    again = waits.weight_bytes if waits.gathers_in_backward else 0.0
+    in_forward = max(waits.weight_bytes, moved) / cluster.host_bandwidth
+    in_backward = max(again + moved, waits.gradient_bytes) / cluster.host_bandwidth
+    waited = setting.micro_steps * (max(0.0, in_forward - forward) + max(0.0, in_backward - backward))
+    added = (setting.micro_steps - 1) * waits.gradient_bytes / cluster.host_bandwidth if waits.adding_seconds else 0.0
+    return waited + added + waits.adding_seconds
 
 
 def host_bytes(profile: ModelProfile, costs: Sequence[BlockCost], held: Sequence[int], times: float) -> float:
@@ -58,5 +68,5 @@ def host_bytes(profile: ModelProfile, costs: Sequence[BlockCost], held: Sequence
 
 
 def host_capacity_bytes(cluster: Cluster) -> float | None:
-    """What a node has for activations; None where nobody knows."""
+    """What a node has for what is moved there; None where nobody knows."""
     return None if cluster.host_memory_bytes is None else HOST_SHARE * cluster.host_memory_bytes

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from allranks.model_profile import ModelProfile
 from allranks.plan import MemoryUse
 from allranks.planning.block_cost import BlockCost
+from allranks.planning.host_parameters import waits_on_host
 from allranks.planning.host_traffic import moves, staying_bytes
 from allranks.planning.pipeline import under_way
 from allranks.planning.setting import Setting
@@ -72,8 +73,10 @@ def _state_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> tup
     weights = (shared if setting.zero >= 3 else whole) * how.weight_bytes
     gradients = (shared if setting.zero >= 2 else whole) * how.gradient_bytes * trained
     optimizer = (shared if setting.zero >= 1 else whole) * how.optimizer_bytes * trained
-    if setting.offload in ("parameters", "all"):
-        weights = optimizer = 0.0
+    if waits_on_host(setting):  # but experts that ep cuts
+        expert = sum(count * cost.expert_parameters for count, cost in here) if setting.ep > 1 else 0.0
+        stays = expert / whole if whole else 0.0
+        return weights * stays, gradients * stays, optimizer * stays
     return weights, gradients, optimizer
 
 
@@ -85,5 +88,8 @@ def _gathered_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> 
         return whole * (how.gather_bytes + (0.0 if how.reduces_every_micro_step else how.reduce_bytes))
     if setting.zero >= 3:
         largest = max((cost.parameters + cost.expert_parameters for _, cost in here), default=0.0)
-        return 2 * largest * how.gather_bytes + largest * how.reduce_bytes
+        gathered = 2 * largest * how.gather_bytes + largest * how.reduce_bytes
+        if waits_on_host(setting):  # the shards of two on their way in, and of one's gradients on their way out
+            gathered += largest / max(1, setting.shard) * (2 * how.weight_bytes + how.gradient_bytes)
+        return gathered
     return sum(count * (cost.parameters + cost.expert_parameters) for count, cost in here) * how.cast_bytes

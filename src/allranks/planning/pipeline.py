@@ -118,3 +118,12 @@ def pipeline_seconds(
     if schedule == "gpipe":
         return steady, others
     return steady, others / chunks
+
+
+def shared_bubble(steady: float, bubble: float, work: float, cores: float) -> float:
+    """What a pipeline adds where processes share cores: one that waits leaves its core to one that computes.
+
+    All seconds are those of a process that has `cores` (below 1) of one. Then the step takes as long as all work on all
+    cores, `work` by process, or as its longest path with a core for each process on it.
+    """
+    return max(0.0, max(work, (steady + bubble) * cores) - steady)

@@ -6,6 +6,7 @@ gloo's threads need the cores that compute, so that what is sent behind a comput
 from dataclasses import replace
 
 from allranks.cluster import Cluster
+from allranks.model_profile import ModelProfile
 from allranks.planning.axis_traffic import Axes
 from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from allranks.planning.data_traffic import DataCost
@@ -17,11 +18,21 @@ NORM_PASSES, CLIP_PASSES = 1.0, 2.0
 WIDTH = 4.0
 
 
-def on_processor(setting: Setting, cluster: Cluster) -> Setting:
-    """The Setting as a processor runs it: nothing is hidden, and the host is the device, so that it does not wait."""
+def on_processor(setting: Setting, cluster: Cluster, profile: ModelProfile) -> Setting:
+    """The Setting as a processor runs it: nothing is hidden, and the host is the device, so that it does not wait.
+
+    Activations are cut along the sequence where the engine's plan for the model does that.
+    """
+    if cluster.device.context_bytes is not None:
+        own = replace(setting.mechanisms, context_bytes=cluster.device.context_bytes)
+        setting = replace(setting, mechanisms=own)
     if not is_processor(cluster.device):
         return setting
-    how = replace(setting.mechanisms, overlap_data=0.0, overlap_tensor=0.0, overlap_pipeline=0.0, dispatch_seconds=0.0)
+    how = replace(
+        setting.mechanisms, overlap_data=0.0, overlap_tensor=0.0, overlap_pipeline=0.0, dispatch_seconds=0.0,
+        sequence_parallel=any(o.cut == "sequence" for block in profile.blocks for o in block.operations),
+        fixed=cluster.device.fixed, cores=cluster.device.cores or 1.0,
+    )  # fmt: skip
     return replace(setting, mechanisms=how)
 
 
@@ -36,7 +47,7 @@ def processor_data_cost(
     how, ranks, device = setting.mechanisms, setting.dp * setting.cp, axes.machine.device
     whole, shard = parameters + expert_parameters, max(1, setting.shard)
     held = whole / shard if setting.zero >= 1 else whole
-    update = 0.0 if setting.frozen else _update_seconds(setting, axes, held)
+    update = setting.mechanisms.fixed.step if setting.frozen else _update_seconds(setting, axes, held)
     if ranks == 1 or not whole:
         return DataCost(0.0, 0.0, update, 0.0, 0)
     reduced = parameters + expert_parameters * (1.0 if setting.ep == 1 else max(0.0, 1 - setting.ep / ranks))
@@ -46,9 +57,9 @@ def processor_data_cost(
         return DataCost(seconds, seconds, update, 2 * size, units)
     messages = max(1, units) * how.messages
     gathered = reduced * how.gather_bytes
-    gather = messages * all_gather_seconds(axes.shard, gathered / messages)
+    gather = messages * (all_gather_seconds(axes.shard, gathered / messages) + how.fixed.unit_message)
     gather += messages * passing_seconds(device, 2 * gathered / messages * (1 + 1 / shard), 2)
-    reduce = messages * reduce_scatter_seconds(axes.shard, size / messages)
+    reduce = messages * (reduce_scatter_seconds(axes.shard, size / messages) + how.fixed.unit_message)
     reduce += messages * passing_seconds(device, 2 * size / messages, 1)
     copies = ranks // shard
     if copies > 1:
@@ -66,4 +77,4 @@ def _update_seconds(setting: Setting, axes: Axes, held: float) -> float:
     device = axes.machine.device
     moved = (NORM_PASSES + CLIP_PASSES) * WIDTH * held
     step = held / device.update_rate if device.update_rate else 7 * WIDTH * held / device.memory_bandwidth
-    return moved / device.memory_bandwidth + step + 10 * floor(device)
+    return moved / device.memory_bandwidth + step + 10 * floor(device) + setting.mechanisms.fixed.step

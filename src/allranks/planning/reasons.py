@@ -77,7 +77,7 @@ def why_unfit(other: Estimate) -> str:
     peak, capacity = other.peak_bytes, other.capacity_bytes
     if peak.high <= capacity and other.host_capacity_bytes is not None:
         size, room = format_bytes(other.host_bytes), format_bytes(other.host_capacity_bytes)
-        return f"does not fit: {size} of activations in a host's memory, which has {room} for them"
+        return f"does not fit: {size} in a host's memory, which has {room} for what is moved there"
     name, most = next(iter(bytes_by_category(other.memory).items()))
     if other.may_fit:
         return (
@@ -96,7 +96,8 @@ def difference(other: Estimate, first: Estimate) -> str:
     size = other.memory.total - first.memory.total
     speed = other.samples_per_second / first.samples_per_second - 1 if first.samples_per_second else 0.0
     fit = "" if other.fits == first.fits else ", then it fits" if other.fits else ", then it does not fit"
-    return f"{'+' if size >= 0 else '-'}{format_bytes(abs(size))}, {speed:+.0%} speed{fit}"
+    host = f", {format_bytes(other.host_bytes)} in each host's memory" if other.host_bytes != first.host_bytes else ""
+    return f"{'+' if size >= 0 else '-'}{format_bytes(abs(size))}, {speed:+.0%} speed{host}{fit}"
 
 
 def _what_grows(slow: StepTime, fast: StepTime) -> str:

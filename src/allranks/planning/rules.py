@@ -184,14 +184,14 @@ def blocks(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal |
             "blocks", f"offload={layout.offload}", "the device is the host's own CPU: there is nowhere to move to"
         )
     unknown = {"host_memory_gb": cluster.host_memory_bytes, "host_bandwidth_gb_per_s": cluster.host_bandwidth}
+    if layout.offload == "parameters":  # a search takes it where somebody asks for it: the answer says what it fills
+        unknown.pop("host_memory_gb")
     missing = " and ".join(key for key, known in unknown.items() if not known)
-    if layout.offload == "activations" and missing:
+    if layout.offload != "none" and missing:
         because = f"nobody says what the hosts of {cluster.name} have room for: give {missing} in a cluster file"
-        return Refusal("blocks", "offload=activations", because)
-    if layout.offloads_parameters:
-        because = "the engine takes it, and plan has no figure for the optimizer on the host: allranks train can try it"
         return Refusal("blocks", f"offload={layout.offload}", because)
-    modes = {"recompute": layout.recompute, "offload": layout.offload, "compile": layout.compile}
+    by_block = layout.offload if layout.offloads_activations else "none"
+    modes = {"recompute": layout.recompute, "offload": by_block, "compile": layout.compile}
     written = next((f"{name}={value}" for name, value in modes.items() if value != "none"), "")
     if written and not profile.num_repeated:
         return Refusal("blocks", written, f"no part of {profile.name} repeats: name its parts in hints().blocks")

@@ -27,7 +27,9 @@ def cluster_of(cluster: Cluster, num_devices: int) -> Cluster:
     if num_devices == cluster.num_devices:
         name = cluster.name
     domain = min(max(cluster.domain, each), num_devices)
-    return replace(cluster, name=name, nodes=nodes, devices_per_node=each, domain=domain)
+    found = replace(cluster, name=name, nodes=nodes, devices_per_node=each, domain=domain)
+    # Another number of this machine's devices is not what its runs were measured with.
+    return found if num_devices == cluster.num_devices else replace(found, machine="", corrections={})
 
 
 def sizes_of(cluster: Cluster) -> Iterator[int]:

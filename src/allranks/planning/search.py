@@ -16,6 +16,7 @@ from allranks.layout_refusals import SPLIT_BACKWARD
 from allranks.model_profile import ModelProfile
 from allranks.plan import Choice, Estimate, Refusal
 from allranks.planning.choices import RECOMPUTES, Group, Space, groups, kept_modes, layouts, members, of_layout, splits
+from allranks.planning.corrections import least_factor
 from allranks.planning.estimate import estimate
 
 Estimator = Callable[[ModelProfile, Cluster, Choice], Estimate]
@@ -127,7 +128,7 @@ class Search:
             if not self._may_fit(group):
                 too_large[choice.layout.schedule] = choice.micro_batch
                 continue
-            yield group, least_seconds(self._weigh_plain(group))
+            yield group, least_seconds(self._weigh_plain(group), least_factor(self.space.cluster))
 
     def _weigh_plain(self, group: Group) -> Estimate:
         """The plain member, which counts as found where no fixed mode leaves it out."""
@@ -166,7 +167,8 @@ class Search:
             first = next(members(self.space, group, shared, (pair,)), None)
             if first is None:
                 continue
-            if least_seconds(self._estimate(group.profile, first), kept=True) >= self.found.limit_seconds:
+            least = least_seconds(self._estimate(group.profile, first), least_factor(self.space.cluster), kept=True)
+            if least >= self.found.limit_seconds:
                 continue
             for choice in members(self.space, group, shared, (pair,)):
                 self._estimate(group.profile, choice)
@@ -176,11 +178,15 @@ class Search:
         return known or self.found.add(self.estimator(profile, self.space.cluster, choice))
 
 
-def least_seconds(plain: Estimate, *, kept: bool = False) -> float:
-    """What every member of a group takes at least: all of it but what sharding and, unless `kept`, recompute change."""
+def least_seconds(plain: Estimate, least: float, *, kept: bool = False) -> float:
+    """What every member of a group takes at least: all of it but what sharding and, unless `kept`, recompute change.
+
+    Args:
+        least: the least correction of any family, because members are of other families than the plain one.
+    """
     time = plain.time
     changed = replace(time, data=0.0, optimizer=0.0, recompute=time.recompute if kept else 0.0)
-    return changed.total
+    return changed.total * least / plain.correction
 
 
 def front(estimates: Iterable[Estimate]) -> list[Estimate]:

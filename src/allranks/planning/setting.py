@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, final
 
+from allranks.cluster import FixedSeconds
 from allranks.plan import Choice
 
 Recompute = Literal["none", "selective", "full"]
@@ -37,6 +38,8 @@ class Mechanisms:
             section 3.2.2).
         pipeline_outputs: a stage keeps its outputs until their backward, beside its inputs.
         sequence_parallel: norms and dropouts see 1/tp of the positions (2205.05198, section 4.2.2).
+        fixed: what was measured besides kernels and bytes; nothing but on a processor.
+        cores: of one process where processes share them: idle ones leave theirs to the others. 1 and more: nobody does.
         scattered_sends: stages send 1/tp of an activation (2104.04473, section 4.1).
     """
 
@@ -75,6 +78,8 @@ class Mechanisms:
     attention_dropout: bool = False
     experts_inside_tensor: bool = False
     tensor_in_experts: bool = False
+    fixed: FixedSeconds = field(default_factory=FixedSeconds)
+    cores: float = 1.0
 
     def expert_tensor(self, tp: int) -> int:
         """Ranks that share one expert's matrices, besides ep."""

@@ -16,6 +16,7 @@ from allranks.errors import ConfigError
 from allranks.planning.assembly import build_cluster
 from allranks.planning.catalog import find_device, find_device_by_driver_name
 from allranks.planning.cluster_file import read_cluster
+from allranks.planning.corrections import corrected
 from allranks.process_environment import num_cores
 
 LOOK_SECONDS = 10.0  # nvidia-smi answers within one; a driver that hangs must not hang a plan
@@ -25,6 +26,7 @@ CORE_FLOPS: Mapping[str, float] = {"float32": 20e9, "bfloat16": 10e9, "float16":
 CORE_BANDWIDTH = 4e9
 LOOPBACK_BANDWIDTH, LOOPBACK_LATENCY = 1e9, 50e-6
 HOST_COPY_BANDWIDTH = 4e9
+CONTEXT_BYTES = 0.4e9  # a process that has imported torch 2.13 and joined a group of gloo
 
 
 @final
@@ -54,12 +56,12 @@ def look() -> MachineFacts:
 
 def calibrated_path(kind: str, count: int, facts: MachineFacts | None = None) -> Path:
     """Where the measured Cluster of `count` devices of this machine is kept; `kind` is a device's name, or "cpu"."""
-    return clusters_directory() / f"{_slug(kind)}-x{count}-{_machine_slug(facts or look())}.toml"
+    return clusters_directory() / f"{_slug(kind)}-x{count}-{machine_slug(facts or look())}.toml"
 
 
 def calibrated_files(facts: MachineFacts | None = None) -> list[Path]:
     """The cluster files that were measured on machines like this one."""
-    end = f"-{_machine_slug(facts or look())}.toml"
+    end = f"-{machine_slug(facts or look())}.toml"
     return sorted(path for path in clusters_directory().glob("*.toml") if path.name.endswith(end))
 
 
@@ -68,13 +70,19 @@ def clusters_directory() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "allranks" / "clusters"
 
 
+def corrections_path(facts: MachineFacts | None = None) -> Path:
+    """Where it is kept what runs on this machine took beside what was calculated for them."""
+    return clusters_directory() / f"runs-{machine_slug(facts or look())}.json"
+
+
 def _cpu_files(facts: MachineFacts) -> list[tuple[Path, re.Match[str]]]:
     """The measured files of processes on the CPU, each with the match whose first group is their number."""
     found = [(path, re.match(r"cpu-x(\d+)-", path.name)) for path in calibrated_files(facts)]
     return [(path, match) for path, match in found if match is not None]
 
 
-def _machine_slug(facts: MachineFacts) -> str:
+def machine_slug(facts: MachineFacts) -> str:
+    """A machine's name in files: its processor and the cores that a process may use."""
     return f"{_slug(facts.processor)}-{facts.cores}cores"
 
 
@@ -99,28 +107,29 @@ def local_cluster() -> Cluster:
     count, name = len(facts.devices), find_device_by_driver_name(kinds[0])
     measured = calibrated_path(name or kinds[0], count)
     if measured.is_file():
-        return replace(_kept(measured), name="local")
+        return _as_run(replace(_kept(measured), name="local"), facts)
     if name is None:
         raise ConfigError(
             f"cluster 'local': '{kinds[0]}' is not in the catalog; measure it: allranks doctor --calibrate"
         )
     found = build_cluster("local", 1, count, find_device(name), None)
     note = f"figures of the catalog's {name}, because nobody measured this machine yet: allranks doctor --calibrate"
-    return replace(found, host_memory_bytes=facts.memory_bytes, notes=(*found.notes, note))
+    return _as_run(replace(found, host_memory_bytes=facts.memory_bytes, notes=(*found.notes, note)), facts)
 
 
 def cpu_cluster(nodes: int, devices: int, fabric: Link | None, *, name: str, calibrated: bool = True) -> Cluster:
     """Nodes like this machine, `devices` processes on each: as measured with as many or about as many, or a guess.
 
     Args:
-        calibrated: whether measured figures are looked for. What the figures are is in the notes.
+        calibrated: whether measured figures, and what runs took, are looked for. What the figures are is in the notes.
     """
     facts = look()
     found = _measured_cpu(devices, facts) if calibrated else None
     if found is None:
         found = _guess_cpu(devices, facts)
     notes = found.notes if nodes == 1 else (*found.notes, _fabric_note(fabric))
-    return replace(found, name=name, nodes=nodes, between=fabric or found.between, notes=notes)
+    found = replace(found, name=name, nodes=nodes, between=fabric or found.between, notes=notes)
+    return _as_run(found, facts) if calibrated and nodes == 1 else found
 
 
 def guess_link() -> Link:
@@ -136,6 +145,8 @@ def _guess_cpu(devices: int, facts: MachineFacts) -> Cluster:
         memory_bytes=float(int(facts.memory_bytes / devices)),
         memory_bandwidth=CORE_BANDWIDTH * cores,
         peak_flops={precision: rate * cores for precision, rate in CORE_FLOPS.items()},
+        context_bytes=CONTEXT_BYTES,
+        cores=_cores_each(devices, facts),
         source="a careful guess for one core of this machine",
     )
     note = (
@@ -180,12 +191,17 @@ def _measured_cpu(devices: int, facts: MachineFacts) -> Cluster | None:
         },
         update_rate=None if old.update_rate is None else old.update_rate * moved,
         pass_rates=tuple((size, rate * moved) for size, rate in old.pass_rates),
+        cores=_cores_each(devices, facts),
     )
     note = (
         f"figures are those of {nearest} processes, the cores shared by {devices}, because {devices} were not measured:"
         f" allranks doctor --calibrate --nproc {devices}"
     )
     return replace(found, devices_per_node=devices, domain=devices, device=device, notes=(*found.notes, note))
+
+
+def _as_run(cluster: Cluster, facts: MachineFacts) -> Cluster:
+    return corrected(cluster, machine_slug(facts), corrections_path(facts))
 
 
 def _kept(path: Path) -> Cluster:

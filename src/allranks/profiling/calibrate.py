@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -42,6 +43,7 @@ class Figures:
         seconds: key of a case -> seconds: the median of all rounds, or the least (`_pace`).
         memory_bytes: of its device; infinite on the CPU, where no process has memory of its own.
         num_threads: that it computed with.
+        context_bytes: memory of the process before it measured anything; 0 where the device has a memory of its own.
         num_left_out: cases that took too long, or that the time did not reach.
     """
 
@@ -49,6 +51,7 @@ class Figures:
     memory_bytes: float
     num_threads: int
     num_left_out: int = 0
+    context_bytes: float = 0.0
 
 
 def measure(
@@ -60,16 +63,24 @@ def measure(
         gather, scatter: how tensors are gathered and reduce-scattered here, because gloo's own ways are not taken.
     """
     rounds = QUICK_ROUNDS if quick else ROUNDS
+    context = 0.0 if device.type == "cuda" else float(psutil.Process().memory_info().rss)
     pace = _pace(device, world_size, quick=quick)
     cases = list(compute_cases(device, quick=quick))
     crowded = device.type == "cpu" and world_size > num_cores()
     alone = replace(pace, sample_seconds=CROWDED_SECONDS if crowded else SAMPLE_SECONDS)
+    share = 1.0
+    if device.type == "cpu" and torch.get_num_threads() == 1:  # of several some wait, which is their time as well
+        alone, share = replace(alone, processor_time=True, figure=min), min(1.0, num_cores() / world_size)
+        # Who waits for another leaves its core to it: what all compute is what all take.
+        pace = replace(pace, processor_time=True, figure=min) if crowded else pace
     seconds, num_cases = take_rounds(cases, rounds, alone), len(cases)
+    seconds = {key: time / share for key, time in seconds.items()}
     if world_size > 1:
         groups = open_groups(world_size, rank)
         cases = list(collective_cases(groups, device, quick=quick, gather=gather, scatter=scatter))
-        seconds, num_cases = seconds | take_rounds(cases, rounds, pace), num_cases + len(cases)
-    return Figures(seconds, _memory_bytes(device), torch.get_num_threads(), num_cases - len(seconds))
+        told = {key: time / share for key, time in take_rounds(cases, rounds, pace).items()}
+        seconds, num_cases = seconds | told, num_cases + len(cases)
+    return Figures(seconds, _memory_bytes(device), torch.get_num_threads(), num_cases - len(seconds), context)
 
 
 def to_device(found: Sequence[Figures], like: Device) -> Device:
@@ -84,6 +95,7 @@ def to_device(found: Sequence[Figures], like: Device) -> Device:
             case ("matmul", str(precision), int(rows), int(inner), int(columns)):
                 rate = tidy(2 * rows * inner * columns / time)
                 shapes.setdefault(precision, []).append((rows, inner, columns, rate))
+    contexts = [one.context_bytes for one in found]
     if not shapes:
         raise ProcessError(f"this machine is too busy to be measured: no product ended in {MOST_SECONDS:.0f} s")
     best = {precision: max(rate for *_, rate in rows) for precision, rows in shapes.items()}
@@ -101,6 +113,7 @@ def to_device(found: Sequence[Figures], like: Device) -> Device:
         kernel_seconds=tidy(seconds[("kernel",)]),
         update_rate=tidy(_amount("update", seconds)),
         pass_rates=_pass_rates(seconds),
+        context_bytes=tidy(statistics.median(contexts)) if all(contexts) else None,
     )
 
 

@@ -102,8 +102,19 @@ def _group(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor | None
 
 def refuse(name: str, module: str, error: Exception) -> TaskError:
     """The TaskError for what a traced step raised: the operation, the module, the user's line and the way out."""
+    return TaskError(f"{name} cannot be traced: {what_failed(error, module)}; {REMEDY}")
+
+
+def what_failed(error: Exception, module: str) -> str:
+    """What of an operation on tensors without memory raised, in which module, at which line of the user's."""
     where = ", ".join(filter(None, (f"in {module}" if module else "", user_place(error))))
-    return TaskError(f"{name} cannot be traced: {_what(error)}{f' ({where})' if where else ''}; {REMEDY}")
+    return f"{_what(error)}{f' ({where})' if where else ''}"
+
+
+def needs_values(error: Exception) -> bool:
+    """Whether it raised because tensors without memory have no values, or no kernel for shapes."""
+    kinds = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+    return isinstance(error, kinds) or "no fake impl" in str(error) or "numpy" in str(error).lower()
 
 
 def _what(error: Exception) -> str:

@@ -2,7 +2,8 @@
 
 FLOPs are torch's own formulas (torch.utils.flop_counter) where it has one: products of matrices, convolutions and
 attention, forward and backward; a product and a sum count as two. Three kernels that it does not know are added: fused
-attention on a processor, products of groups of rows (experts), and a matrix times a vector.
+attention on a processor, products of groups of rows (experts), and a matrix times a vector. Queries that share heads of
+keys count as if each had its own, as torch 2.13 counts them.
 """
 
 import math
@@ -101,11 +102,21 @@ def _vector_flops(place: int) -> Callable[[Any], float]:
     return lambda args: 2.0 * float(math.prod(args[place].shape))
 
 
+def _attention_flops(count: Callable[..., int], number: int) -> Callable[[Any], float]:
+    """torch's count, from the first `number` arguments, of the query's heads: 2.11 knows no grouped queries."""
+
+    def flops(args: Any) -> float:
+        shapes = [tuple(args[place].shape) for place in range(number)]
+        heads = max(shape[1] for shape in shapes)
+        return float(count(*((shape[0], heads, *shape[2:]) for shape in shapes)))
+
+    return flops
+
+
+_FUSED = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _OWN_FLOPS: Mapping[str, Callable[[Any], float]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": lambda args: sdpa_flop_count(*(args[i].shape for i in range(3))),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda args: sdpa_backward_flop_count(
-        *(args[i].shape for i in range(4))
-    ),
+    **{f"_scaled_dot_product_{kernel}": _attention_flops(sdpa_flop_count, 3) for kernel in _FUSED},
+    **{f"_scaled_dot_product_{kernel}_backward": _attention_flops(sdpa_backward_flop_count, 4) for kernel in _FUSED},
     "_grouped_mm": _grouped_flops,
     "mv": _vector_flops(0),
     "addmv": _vector_flops(1),

@@ -108,8 +108,8 @@ def show_estimate(plan: Plan, estimate: Estimate) -> dict[str, Any]:
         "time_figure": draw_figure(draw_times(times), "times"),
         "time_parts": _legend(estimate.time, [other.time for other in times.values()]),
         "timeline": timeline,
-        "timeline_figure": None if timeline is None else draw_figure(draw_timeline(timeline, num_ranks), "timeline"),
-        "timeline_parts": () if timeline is None else _kinds(timeline),
+        "timeline_figure": draw_figure(draw_timeline(timeline, num_ranks), "timeline"),
+        "timeline_parts": _kinds(timeline),
         "axes": show_axes(plan, estimate),
         "devices_per_node": devices_on_node(plan.num_devices, plan.nodes),
     }

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import final
 
 from allranks.layout import Layout
 from allranks.plan import Choice, StepTime
+from allranks.reporting.there_and_back import Kind, order_dualpipev, order_zbv
 
-Kind = Literal["forward", "backward", "weight"]
-
-DRAWN_SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped_bfs", "interleaved_zb")
-"""zbv and dualpipev go there and back through the ranks, in an order of their own that is not drawn."""
+SPLIT = ("interleaved_zb", "zbv", "dualpipev")
+"""Schedules whose backward is drawn in two halves."""
 
 ROUNDS = 4
 """That one picture shows: so many micro-steps for each rank, and at least twice as many as there are stages."""
@@ -65,11 +64,15 @@ def order_actions(layout: Layout, rank: int, num_micro_steps: int) -> list[Actio
 
     Forwards alone until the pipeline is full, then forwards and backwards by turns, then the backwards that are left.
     1F1B and interleaved: 2104.04473, section 2.2; interleaved_zb: ZB-H1 of 2401.10241, whose ranks are `rank` weight
-    halves behind. gpipe and looped_bfs (2211.05953) run all forwards first. Micro-steps that do not fit the schedule go
-    through in turn, all forwards first.
+    halves behind. gpipe and looped_bfs (2211.05953) run all forwards first. zbv and dualpipev: `there_and_back`.
+    Micro-steps that do not fit the schedule go through in turn, all forwards first.
     """
     chunks, pp = layout.num_stages // layout.pp, layout.pp
+    stages = [stage for stage in range(layout.num_stages) if layout.stage_rank(stage) == rank]
     schedule = "1f1b" if pp == 1 else layout.schedule if layout.fits_schedule(num_micro_steps) else "in turn"
+    if schedule in ("zbv", "dualpipev"):
+        order = order_zbv if schedule == "zbv" else order_dualpipev
+        return [Action(kind, stages[turn], number) for kind, turn, number in order(rank, pp, num_micro_steps)]
     total, all_first = chunks * num_micro_steps, schedule in ("gpipe", "looped_bfs", "in turn")
     in_round = {"looped_bfs": num_micro_steps, "in turn": 1}.get(schedule, pp)
 
@@ -79,7 +82,7 @@ def order_actions(layout: Layout, rank: int, num_micro_steps: int) -> list[Actio
         turns = [range(first, first + in_round) for first in range(0, num_micro_steps, in_round)]
         if kind == "backward" and schedule == "looped_bfs":
             turns = [turn[::-1] for turn in turns]  # the last forward's backward can start at once
-        return [Action(kind, chunk * pp + rank, number) for turn in turns for chunk in chunk_order for number in turn]
+        return [Action(kind, stages[chunk], number) for turn in turns for chunk in chunk_order for number in turn]
 
     split = schedule == "interleaved_zb"
     ahead = (chunks - 1) * in_round + (1 if split or chunks == 1 else 2) * (pp - 1 - rank)
@@ -140,20 +143,18 @@ def _needs(action: Action, num_stages: int) -> Iterator[Action]:
         yield Action("backward", action.stage + 1, action.micro_step)
 
 
-def make_timeline(choice: Choice, time: StepTime) -> Timeline | None:
-    """The step of a Choice; None where its schedule is not drawn.
+def make_timeline(choice: Choice, time: StepTime) -> Timeline:
+    """The step of a Choice.
 
     Seconds are those of the Estimate: of what a rank computes (and waits for messages of its micro-steps) a third is
     forwards and two thirds backwards, to which comes what is computed again.
     """
     layout = choice.layout
-    if layout.pp > 1 and layout.schedule not in DRAWN_SCHEDULES:
-        return None
     shown = _num_shown(layout, choice.micro_steps)
     visits = choice.micro_steps * (layout.num_stages // layout.pp)
     forward = (time.compute + time.tensor + time.context + time.expert + time.pipeline) / 3 / visits
     backward = 2 * forward + time.recompute / visits
-    split = layout.pp > 1 and layout.schedule == "interleaved_zb"
+    split = layout.pp > 1 and layout.schedule in SPLIT and layout.fits_schedule(shown)
     lengths: dict[Kind, float] = {"forward": forward, "backward": backward - forward * split, "weight": forward}
     orders = [order_actions(layout, rank, shown) for rank in range(layout.pp)]
     bars, seconds = run_actions(orders, layout.num_stages, lengths.__getitem__)

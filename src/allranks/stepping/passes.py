@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from allranks.data.micro_step import MicroStep, StepBatch
@@ -19,6 +18,7 @@ from allranks.data.random_keys import seed_all
 from allranks.digest import ledger_sum
 from allranks.parallel.gather import RanksRows
 from allranks.parallel.pipeline import Payload
+from allranks.parallel.replicate import REPLICAS
 from allranks.parallel.spread import Spread
 from allranks.parallel.stage_transport import signature_of
 from allranks.task import Task
@@ -207,5 +207,5 @@ def buffers_kept(spread: Spread, *, unless: bool, but: Collection[str] = ()) -> 
 def _must_settle(spread: Spread) -> bool:
     # DDP rebuilds its buckets after its first backward. A static graph cannot begin with a pass that does not reduce.
     layout = spread.mesh.layout
-    replicated = any(isinstance(module, DistributedDataParallel) for module in spread.modules.values())
+    replicated = any(isinstance(module, REPLICAS) for module in spread.modules.values())
     return replicated and (layout.gradient_ranks > RANKS_WITH_ONE_ORDER or layout.static_graph)

@@ -17,6 +17,13 @@ from allranks.stepping.passes import Forward, Passes, Scale, StepSums, buffers_k
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
+def agree_on(flags: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
+    """Whether each of the flags is set on all ranks of `group`; collective."""
+    told = torch.tensor([float(flag) for flag in flags], device=device)
+    dist.all_reduce(told, dist.ReduceOp.MIN, group)
+    return [bool(flag) for flag in told.tolist()]
+
+
 class ScheduledPasses(Passes):
     """One forward and one loss a micro-step, spread over the stages of a pipeline.
 
@@ -94,10 +101,8 @@ class ScheduledPasses(Passes):
         group = self._spread.mesh.data_group
         if group is None or not (layout.fully_sharded or layout.ep > 1 or norms.mode in ("sync", "broadcast")):
             return found
-        told = torch.tensor([float(flag) for flag in found], device=self._spread.device)
-        dist.all_reduce(told, dist.ReduceOp.MIN, group)
-        fits, known = told.tolist()
-        return bool(fits), bool(known)
+        fits, known = agree_on(found, group, self._spread.device)
+        return fits, known
 
     def _make_known(self, micro_step: MicroStep, placed: Any, signature: Signature, loss: Loss) -> None:
         """Have a new kind of micro-step pass once, so that the schedule knows what travels; nothing of it stays."""

@@ -16,6 +16,7 @@ from allranks.data.stream import DataStream, declared_order
 from allranks.errors import ConfigError
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.batchnorm import has_batch_statistics
+from allranks.parallel.initial import Build
 from allranks.parallel.parallelize import parallelize
 from allranks.parallel.precision import choose_precision
 from allranks.parallel.spread import Spread
@@ -106,16 +107,16 @@ def assemble(
         observe: wraps the passes, to look at gradients as they are made.
     """
     dataset = _open_dataset(task, config, processes.device)
-    spread = _spread(task, config, processes)
+    spread = spread_task(task, config, processes)
     optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
     outer = make_outer(spread, has_step=has_step(task), order=declared_order(dataset))
     meeting = check_at_start(task, spread, dataset, config.train.seed, draws=draws(dataset), group=processes.data_group)
     spread.path.take()  # of the check, which each rank may make on samples of its own
     check_coupling(task, meeting, processes.mesh.layout)
-    stream = _stream(dataset, config, processes, fixed=meeting.coupled or has_batch_statistics(spread.modules))
+    stream = open_stream(dataset, config, processes, fixed=meeting.coupled or has_batch_statistics(spread.modules))
     _check_alike(config, stream, processes)
     schedule = kept_schedule or make_schedule(config, stream)
-    passes = observe(_passes(task, meeting.forward, optimizers, processes))
+    passes = observe(make_passes(task, meeting.forward, optimizers, processes))
     ema = None if config.train.ema is None else Ema(spread, config.train.ema)
     scaler = Scaler(processes.device, processes.world_group) if spread.precision.scales else None
     step = Step(
@@ -169,10 +170,11 @@ def make_agreement(processes: Processes) -> Agreement:
     return Agreement(processes.agreement, processes.device, counts=mesh.counts, adds_loss=mesh.adds_loss)
 
 
-def _spread(task: Task, config: Config, processes: Processes) -> Spread:
+def spread_task(task: Task, config: Config, processes: Processes, build: Build | None = None) -> Spread:
+    """The Task's model (or what `build` makes instead), spread as `config` and the layout say; collective."""
     layout, hints = processes.mesh.layout, task.hints()
     return parallelize(
-        task.model,
+        build or task.model,
         processes.mesh,
         choose_precision(config.train.precision, layout.gather, processes.device.type),
         processes.device,
@@ -191,7 +193,8 @@ def _spread(task: Task, config: Config, processes: Processes) -> Spread:
     )
 
 
-def _stream(dataset: Any, config: Config, processes: Processes, *, fixed: bool) -> DataStream:
+def open_stream(dataset: Any, config: Config, processes: Processes, *, fixed: bool) -> DataStream:
+    """The order of the samples, and this rank's part; `fixed`: whether M may not depend on the number of ranks."""
     return DataStream(
         dataset,
         cut=cut_step(config.train, processes.mesh.layout, fixed=fixed),
@@ -202,7 +205,8 @@ def _stream(dataset: Any, config: Config, processes: Processes, *, fixed: bool) 
     )
 
 
-def _passes(task: Task, forward: Forward, optimizers: Optimizers, processes: Processes) -> Passes:
+def make_passes(task: Task, forward: Forward, optimizers: Optimizers, processes: Processes) -> Passes:
+    """How a step of this Task goes forward and backward."""
     if has_step(task):
         if forward.spread.precision.scales:
             raise ConfigError(

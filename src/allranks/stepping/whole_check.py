@@ -90,6 +90,12 @@ def compare_whole(forward: Forward, batch: Any, seed: int, flops: float, *, what
 
 def _advise(layout: Layout, *, same_loss: bool, same_output: bool) -> str:
     """What may be the cause, and what to do."""
+    if layout.pp > 1 and layout.tp == layout.cp == 1:
+        return (
+            "The forward uses something beside its blocks that another stage has: a sum around a block, as in "
+            "x + block(x), or a tensor of an earlier block; put it into the block, or name blocks that hold it in "
+            "hints().blocks"
+        )
     if layout.cp == 1 or (layout.tp > 1 and same_loss and same_output):
         return (
             "Code between the cut layers looks at whole tensors (a number of heads, a norm over all channels), or a "

@@ -95,7 +95,7 @@ def gather_processes(environment: ProcessEnvironment, choice: DeviceChoice, layo
     mesh = replace(build_mesh(layout, choice.device.type), share=choice.share)
     if environment.world_size == 1:
         return Processes(environment, choice, mesh, None, None)
-    agreement = dist.new_group(timeout=AGREEMENT_TIMEOUT)
+    agreement = dist.new_group(timeout=AGREEMENT_TIMEOUT, group_desc="agreement")
     return Processes(environment, choice, mesh, agreement, _host_group(environment, choice.device))
 
 

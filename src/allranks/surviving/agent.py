@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -23,13 +24,15 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from allranks.failure import DONE, RAISED, STOPS, TRANSIENT, clear_failures, read_failures
+from allranks.failure import DONE, RAISED, STOPS, TRANSIENT, Failure, clear_failures, read_failures
 from allranks.process_environment import num_cores
 from allranks.surviving.child import Entry, WorkerStart
 from allranks.surviving.forkserver import StartMethod, choose_start_method
 from allranks.surviving.interrupts import Interrupts
+from allranks.surviving.memory_kill import count_memory_kills, decode_kill
 from allranks.surviving.outcome import Ended, Outcome, conclude
 from allranks.surviving.rendezvous import LocalRendezvous
+from allranks.surviving.supervisor import Supervision, Supervisor
 from allranks.surviving.workers import LocalWorkers
 
 ROLE = "allranks"
@@ -53,6 +56,7 @@ def run_workers(
     replies: bool = False,
     stop_grace_seconds: float = STOP_GRACE_SECONDS,
     stop_notice: str = "",
+    supervision: Supervision | None = None,
 ) -> Outcome:
     """Run `entry(*args)` in `nproc` processes of this host, each with the environment of torchrun, to the last exit.
 
@@ -62,16 +66,18 @@ def run_workers(
         entry: a function, or its name as "package.module:function"; it returns an exit code (None: 0).
         run_id: names the run in the workers' environment.
         log_dir: an existing folder for the failure records of this run; those of earlier attempts are removed.
-        max_restarts: how often all workers are started again after a failure.
+        max_restarts: how often all workers are started again after a failure, where there is no `supervision`.
         start_method: as `choose_start_method` gives it, which is called where this is None.
         environ: further variables of the workers.
         replies: give each worker a pipe as the entry's last argument; what it sends is in the Outcome.
         stop_notice: what to tell the user, on standard error, when the first request to stop has been passed on.
+        supervision: watch the workers, and start them again by its rules; None: neither.
     """
     agent = LocalAgent(
         entry,
         args,
         spec=_spec(nproc, run_id, max_restarts),
+        supervisor=None if supervision is None else Supervisor(supervision, nproc, log_dir),
         log_dir=log_dir,
         method=start_method or choose_start_method(),
         environ=dict(environ or {}),
@@ -81,7 +87,7 @@ def run_workers(
     )
     with agent.interrupts:
         agent.run(ROLE)
-    return agent.outcome()
+    return agent.last_outcome()
 
 
 def _spec(nproc: int, run_id: str, max_restarts: int) -> WorkerSpec:
@@ -105,6 +111,7 @@ class LocalAgent(SimpleElasticAgent):
         args: tuple[Any, ...],
         *,
         spec: WorkerSpec,
+        supervisor: Supervisor | None,
         log_dir: Path,
         method: StartMethod,
         environ: dict[str, str],
@@ -114,6 +121,10 @@ class LocalAgent(SimpleElasticAgent):
     ) -> None:
         super().__init__(spec)
         self.interrupts = Interrupts(self._pass_on)
+        self._supervisor = supervisor
+        self._hang: Failure | None = None
+        self._attempt = 0
+        self._memory_kills: dict[str, int] = {}
         self._entry = entry
         self._args = args
         self._log_dir = log_dir
@@ -127,9 +138,15 @@ class LocalAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         clear_failures(self._log_dir)
-        self._kill_at = None
+        self._kill_at = self._hang = None
+        if self._supervisor is not None:
+            self._supervisor.begin_attempt()
+        if self._attempt and self._method.name == "forkserver":
+            self._method = choose_start_method()  # the server may have been killed along with them
         starts = [self._start_of(worker, worker_group) for worker in worker_group.workers]
         self._workers = LocalWorkers(self._method.name, starts, replies=self._replies)
+        self._attempt += 1
+        self._memory_kills = count_memory_kills()
         if self.interrupts.first is not None:
             self._pass_on()
         return dict(self._workers.pids)
@@ -145,7 +162,7 @@ class LocalAgent(SimpleElasticAgent):
             "GROUP_WORLD_SIZE": group.group_world_size,
             "MASTER_ADDR": group.master_addr,
             "MASTER_PORT": group.master_port,
-            "TORCHELASTIC_RESTART_COUNT": group.spec.max_restarts - self._remaining_restarts,
+            "TORCHELASTIC_RESTART_COUNT": self._attempt,
             "TORCHELASTIC_MAX_RESTARTS": group.spec.max_restarts,
             "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": group.spec.rdzv_handler.use_agent_store,
@@ -161,6 +178,8 @@ class LocalAgent(SimpleElasticAgent):
             num_threads=int(asked) if asked.isdecimal() else max(1, num_cores() // local_world_size),
             entry=self._entry,
             args=self._args,
+            beats="" if self._supervisor is None else self._supervisor.monitor.beats.path,
+            slot=worker.local_rank,
         )
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -174,13 +193,14 @@ class LocalAgent(SimpleElasticAgent):
             self._stop_notice = ""
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             workers.kill()
+        elif self._supervisor is not None and workers.alive and self._kill_at is None:
+            self._watch(self._supervisor, workers, worker_group)
         if workers.alive:
             return RunResult(WorkerState.HEALTHY)
         codes = {worker.global_rank: workers.exits[worker.local_rank].code for worker in worker_group.workers}
         if not any(codes.values()):
             return RunResult(WorkerState.SUCCEEDED, return_values=codes)
-        if self.interrupts.first is not None or self.outcome().exit_code not in RESTARTABLE:
-            self._remaining_restarts = 0
+        self._remaining_restarts = self._restarts_left()
         failures = {
             worker.global_rank: ProcessFailure(worker.local_rank, worker.id, codes[worker.global_rank], error_file="")
             for worker in worker_group.workers
@@ -188,9 +208,35 @@ class LocalAgent(SimpleElasticAgent):
         }
         return RunResult(WorkerState.FAILED, failures=failures)
 
+    def _watch(self, supervisor: Supervisor, workers: LocalWorkers, group: WorkerGroup) -> None:
+        """End workers that hang."""
+        ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
+        self._hang = supervisor.look({place: workers.pids[place] for place in workers.alive}, ranks)
+        if self._hang is not None:
+            workers.kill()
+
+    def _restarts_left(self) -> int:
+        """How often workers may be started again after they have failed now."""
+        outcome = self.outcome()
+        if self.interrupts.first is not None:
+            return 0
+        if self._supervisor is None:
+            return self._remaining_restarts if outcome.exit_code in RESTARTABLE else 0
+        failure = outcome.first_failure
+        if failure is None or not self._supervisor.may_restart(failure):
+            return 0
+        self._supervisor.restarting(failure)
+        return 1
+
     def _set_deadline(self, workers: LocalWorkers) -> None:
-        """The first that stops gives the others time to save; the first that fails, time to say why they fail."""
+        """The first that stops gives the others time to save; the first that fails, time to say why they fail.
+
+        Who was killed by a signal is the cause: what the others would say is its consequence.
+        """
         codes = {one.code for one in workers.exits.values()} - {DONE}
+        if min(codes, default=0) < 0 and self._supervisor is not None:
+            workers.kill()
+            return
         if codes - set(STOPS):
             self._hasten(LINGER_SECONDS)
         elif codes:
@@ -221,6 +267,17 @@ class LocalAgent(SimpleElasticAgent):
         assert self._workers is not None, "torchelastic starts workers before it looks at them"
         return self._workers
 
+    def last_outcome(self) -> Outcome:
+        """How the run ended, after its last attempt."""
+        outcome = self.outcome()
+        if self._supervisor is None:
+            return outcome
+        self._supervisor.monitor.beats.close()
+        if outcome.first_failure is None or self.interrupts.first is not None:
+            return outcome
+        failure = self._supervisor.conclude(outcome.first_failure)
+        return replace(outcome, first_failure=failure, exit_code=failure.exit_code)
+
     def outcome(self) -> Outcome:
         """How the workers of the last attempt ended."""
         workers = self._existing_workers()
@@ -230,4 +287,9 @@ class LocalAgent(SimpleElasticAgent):
             for place, one in workers.exits.items()
         ]
         replies = {ranks[place]: reply for place, reply in workers.replies.items()}
-        return conclude(ended, read_failures(self._log_dir), self.interrupts.first, replies)
+        records = [*read_failures(self._log_dir), *([] if self._hang is None else [self._hang])]
+        outcome = conclude(ended, records, self.interrupts.first, replies)
+        if outcome.first_failure is None:
+            return outcome
+        failure = decode_kill(outcome.first_failure, self._memory_kills, count_memory_kills())
+        return replace(outcome, first_failure=failure)

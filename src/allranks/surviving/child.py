@@ -12,6 +12,7 @@ from typing import Any, final
 
 from allranks.failure import end_process, run_recorded
 from allranks.lifeline import die_with_parent
+from allranks.observing import heartbeat
 from allranks.surviving import preload
 
 Entry = str | Callable[..., int | None]
@@ -31,6 +32,8 @@ class WorkerStart:
         num_threads: threads for computing.
         entry: the function to run, or its name as "package.module:function", which spares the agent the import.
         args: the entry's arguments.
+        beats: the memory in which it shows itself (monitor.py); "": nobody looks.
+        slot: its part of that.
     """
 
     rank: int
@@ -41,6 +44,8 @@ class WorkerStart:
     num_threads: int
     entry: Entry
     args: tuple[Any, ...]
+    beats: str = ""
+    slot: int = 0
 
 
 def run_worker(start: WorkerStart, reply: Connection | None) -> None:
@@ -51,6 +56,8 @@ def run_worker(start: WorkerStart, reply: Connection | None) -> None:
     os.environ["OMP_NUM_THREADS"] = str(start.num_threads)  # read by whatever is imported from here on
     os.chdir(start.folder)
     faulthandler.enable()
+    if start.beats:
+        heartbeat.join(start.beats, start.slot, start.log_dir / f"rank-{start.rank:05d}.log")
     if "torch" in sys.modules:
         import torch
 

@@ -40,11 +40,13 @@ class Outcome:
         exit_code: the run's, by design.md section 6: the first failing rank's, or that of the agreed stop.
         first_failure: the failure that came first and is no consequence of another; None where none failed.
         replies: global rank -> what the worker sent.
+        others: the ranks that failed besides it, mostly as a consequence.
     """
 
     exit_code: int
     first_failure: Failure | None = None
     replies: Mapping[int, bytes] = field(default_factory=dict)
+    others: tuple[int, ...] = ()
 
 
 def conclude(
@@ -60,7 +62,8 @@ def conclude(
     failures = [by_process.get((one.rank, one.pid)) or _unrecorded(one, stop) for one in ended]
     failure = first_failure(one for one in failures if one is not None)
     if failure is not None and not (stop is not None and failure.consequence):
-        return Outcome(failure.exit_code, failure, replies)
+        others = sorted(one.rank for one in failures if one is not None and one.rank != failure.rank)
+        return Outcome(failure.exit_code, failure, replies, tuple(others))
     agreed = [one.code for one in sorted(ended, key=lambda one: one.when) if one.code in STOPS]
     if agreed:
         return Outcome(agreed[0], None, replies)

@@ -1,20 +1,17 @@
 """The layout of a run that names none, decided before anything starts, in a moment where that is enough.
 
 A model whose state obviously fits on every device trains by data parallelism: counting its parameters says so, without
-a trace, and without memory. Only where the state takes a noticeable part of a device is the
-model traced and every layout weighed, which takes seconds.
+a trace, and without memory. Only where the state takes a noticeable part of a device, or where model() needs a device
+to be built, is the model traced and every layout weighed, which takes seconds and a process of its own.
 """
 
 import contextlib
-import io
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Final, Literal, final
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from allranks.cluster import Cluster
 from allranks.config import Config, LayoutConfig, override_config
@@ -25,8 +22,8 @@ from allranks.plan import Choice, Ranked
 from allranks.planning.hardware import find_cluster
 from allranks.planning.this_machine import cpu_cluster
 from allranks.request import TrainRequest
-from allranks.task import Task
-from allranks.training.prepare import Prepared, resolve_layout
+from allranks.training.counted_parameters import count_parameters, device_untouched
+from allranks.training.prepare import Prepared, prepare, resolve_layout
 from allranks.units import format_bytes, format_count
 from allranks.verdict import Decision
 
@@ -35,15 +32,10 @@ STATE_BYTES = 16
 OBVIOUS = 0.25
 """The share of a device's memory up to which a model's state leaves enough for whatever activations it has."""
 MODES = ("recompute", "offload")
-LARGE = 2**16
-"""Elements from which a tensor is left unfilled when parameters are counted."""
-FILLS = {
-    *("normal_", "log_normal_", "trunc_normal_", "kaiming_normal_", "xavier_normal_", "orthogonal_", "sparse_"),
-    *("uniform_", "kaiming_uniform_", "xavier_uniform_", "constant_", "fill_", "ones_", "zeros_", "zero_", "copy_"),
-    *("bernoulli_", "exponential_", "mul_", "add_", "clamp_"),
-}
-MAKERS = frozenset((torch.randn, torch.rand, torch.zeros, torch.ones))
 DEFAULT = "layout ddp, the default"
+Aside = Callable[..., Any]
+UNKNOWN: Final = "unknown"
+LARGE: Final = "large"
 
 
 @final
@@ -62,21 +54,42 @@ class Decided:
     document: dict[str, Any] | None = field(default=None)
 
 
-def decide_layout(prepared: Prepared, request: TrainRequest, num_processes: int) -> Decided:
-    """The layout for `num_processes` of this machine. For a new run of several processes whose config names none."""
+def decide_layout(prepared: Prepared, request: TrainRequest, num_processes: int, aside: Aside) -> Decided:
+    """The layout for `num_processes` of this machine. For a new run of several processes whose config names none.
+
+    Args:
+        aside: calls "package.module:function" with arguments in a process of its own. Here CUDA is not initialised,
+            whose context would lie on a GPU for as long as the run lasts.
+    """
     config = prepared.config
     beside = _beyond_a_plan(config.layout)
     if beside:
         return _default(f"layout.{beside} is set, which a plan does not weigh")
     on_gpu = request.device != "cpu" and torch.cuda.device_count() > 0
     try:
-        with _environment_kept():
-            cluster = _cluster(on_gpu, num_processes, measured=False)
-            parameters = _count(prepared.task)
-            state = STATE_BYTES * (parameters or 0) * (2 if config.train.precision == "float64" else 1)
-            if parameters is not None and state <= OBVIOUS * cluster.device.memory_bytes:
-                return _obvious(config, cluster, num_processes, parameters, state)
-            return _planned(prepared, _cluster(on_gpu, num_processes, measured=True), on_gpu)
+        with _environment_kept(), device_untouched():
+            found = _by_size(prepared, _cluster(on_gpu, num_processes, measured=False), num_processes)
+        if isinstance(found, Decided):
+            return found
+        planned = aside(f"{__name__}:{plan_layout.__name__}", request, num_processes, on_gpu, found == UNKNOWN)
+        assert isinstance(planned, Decided)
+        return planned
+    except AllranksError as error:
+        return _default(f"it could not be planned: {error}")
+
+
+def plan_layout(request: TrainRequest, num_processes: int, on_gpu: bool, count: bool) -> Decided:
+    """The same in whatever process, from a trace: model() runs here as it is.
+
+    Args:
+        count: whether to try first what the parameters alone decide, because they could not be counted without a GPU.
+    """
+    try:
+        prepared = prepare(request)
+        found = _by_size(prepared, _cluster(on_gpu, num_processes, measured=False), num_processes) if count else LARGE
+        if isinstance(found, Decided):
+            return found
+        return _planned(prepared, _cluster(on_gpu, num_processes, measured=True), on_gpu)
     except AllranksError as error:
         return _default(f"it could not be planned: {error}")
     except Exception as error:
@@ -85,47 +98,19 @@ def decide_layout(prepared: Prepared, request: TrainRequest, num_processes: int)
         return _default(f"it could not be planned: {type(error).__name__}: {line}")
 
 
-def _count(task: Task) -> int | None:
-    """None where model() cannot be built without memory: a trace has more ways to do so."""
-    try:
-        return count_parameters(task)
-    except Exception:
-        return None
+def _by_size(prepared: Prepared, cluster: Cluster, num_processes: int) -> Decided | Literal["unknown", "large"]:
+    """What the number of parameters decides; else why it decides nothing.
 
-
-def count_parameters(task: Task) -> int:
-    """Of all models of the Task, shared ones once; no memory is taken, and what model() prints is not shown twice."""
-    silent = io.StringIO()
-    with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with _Unfilled(), torch.random.fork_rng(devices=()):
-            built = task.model()
-    modules = built.values() if isinstance(built, dict) else [built]
-    found = {id(parameter): parameter for module in modules for parameter in module.parameters()}
-    return sum(parameter.numel() for parameter in found.values())
-
-
-@final
-class _Unfilled(TorchFunctionMode):
-    """Large tensors are allocated and never written, so that the system gives them no memory, and none takes time.
-
-    Not the meta device: the first model built there makes torch import its compiler, which takes about a second of
-    processor time; and a model() that reads a value while it builds works here.
+    UNKNOWN: model() cannot be built without memory, or without a device: a trace has more ways to do so.
     """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Return a large tensor as it is in the place of filling it."""
-        given = dict(kwargs or {})
-        if func in MAKERS and "out" not in given:
-            made = torch.empty(*args, **{name: value for name, value in given.items() if name != "generator"})
-            if made.numel() >= LARGE:
-                return made
-        filled = args[0] if args else given.get("tensor")
-        if isinstance(filled, torch.Tensor) and filled.numel() >= LARGE and getattr(func, "__name__", "") in FILLS:
-            return filled
-        return func(*args, **given)
+    try:
+        parameters = count_parameters(prepared.task)
+    except Exception:
+        return UNKNOWN
+    state = STATE_BYTES * parameters * (2 if prepared.config.train.precision == "float64" else 1)
+    if state > OBVIOUS * cluster.device.memory_bytes:
+        return LARGE
+    return _obvious(prepared.config, cluster, num_processes, parameters, state)
 
 
 def apply(prepared: Config, decided: Decided) -> Config:
@@ -177,6 +162,7 @@ def _obvious(config: Config, cluster: Cluster, num_processes: int, parameters: i
 def _planned(prepared: Prepared, cluster: Cluster, on_gpu: bool) -> Decided:
     """From a trace of the model and a search over every layout."""
     from allranks.planning.answer import make_plan
+    from allranks.planning.corrections import explain
     from allranks.planning.document import plan_document
     from allranks.planning.question import Question, choose_precisions, fixed_micro_steps
     from allranks.profiling.cache import ProfileCache
@@ -214,6 +200,8 @@ def _planned(prepared: Prepared, cluster: Cluster, on_gpu: bool) -> Decided:
     fixed = (micro_steps or fixed_micro_steps(profiles[precisions[0]])) is not None
     overrides = _overrides(plan.leading.estimate.choice, config, fixed)
     resolve_layout(override_config(config, overrides), cluster.num_devices)  # what it refuses, it says before a start
+    if cluster.corrections:
+        told.append(Decision(*explain(cluster)))
     decision = _explain(plan.leading, plan.best is not None)
     return Decided((*told, decision), overrides, {**plan_document(plan), "decided": list(overrides)})
 

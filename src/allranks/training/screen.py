@@ -14,6 +14,7 @@ from allranks.run import Run
 from allranks.stepping.session import Session
 from allranks.task import Task
 from allranks.training.load import load
+from allranks.training.remembered import remember_run
 from allranks.training.trainer import Ending
 from allranks.verdict import Decision
 
@@ -49,7 +50,10 @@ class Screen:
         """The end: what the Task has to say of the trained model, the report, and commands to copy."""
         if ending.reason == "done":
             self._summarise(run, task)
-        self.say(render_text(report(run)))
+        found = report(run)
+        self.say(render_text(found))
+        for line in remember_run(run, found):
+            self.say(line)
 
     def _summarise(self, run: Run, task: Task) -> None:
         if type(task).summary is Task.summary:

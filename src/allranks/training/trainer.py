@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Literal, final
 
+from allranks.data.loader import Loader
 from allranks.data.micro_step import StepBatch
+from allranks.observing import heartbeat
 from allranks.observing.counters import Stopwatch
 from allranks.observing.progress import ProgressLine
 from allranks.observing.recorder import Recorder, StepRecord, Value
@@ -66,6 +68,7 @@ class Trainer:
         self._validation: dict[str, float] = {}
         self._evaluated_at = -1
         self._told_of_nonfinite = False
+        self._heart = heartbeat.current()
         # On CUDA the host runs ahead of the device and reads an agreement a step later; on the CPU it is there already.
         self._lag = 1 if session.processes.device.type == "cuda" else 0
 
@@ -85,15 +88,21 @@ class Trainer:
                 if reason is not None:
                     return self._end(reason, batch.step)
                 started = time.perf_counter()
-                outcome = session.step.run(batch, before, lambda: next(loader, None))
+                self._heart.begin_step()
+                outcome = session.step.run(batch, before, lambda: self._load(loader))
                 session.stream.take(batch)
                 self._record(batch, before, outcome, started)
                 done = batch.step + 1
+                self._heart.finish_step(done)
                 self._boundary(done, outcome.pending)
                 older, before, batch = before, outcome.pending, outcome.upcoming
         if before is not None:
             self._read(before, done)
         return self._end("done", done)
+
+    def _load(self, loader: Loader) -> StepBatch | None:
+        with self._heart.loading():
+            return next(loader, None)
 
     def _read(self, pending: Pending, step: int) -> Agreed:
         """What was agreed in step `step` (from 1), which all ranks made alike: else nothing of it may be saved."""
@@ -117,22 +126,26 @@ class Trainer:
         if self._saver.due(step):
             self._read(pending, step)
             self._save(step)
+            self._heart.enter("step")
         evaluate_every = self._session.config.evaluate.every
         if evaluate_every and step % evaluate_every == 0:
             self._evaluate(step)
+            self._heart.enter("step")
 
     def _end(self, reason: Reason, step: int) -> Ending:
         if self._saver.saved_step != step:
             self._save(step)
         if reason == "done" and self._session.config.evaluate.every != 0 and self._evaluated_at != step:
             self._evaluate(step)
+        self._heart.enter("end")
         if self._progress is not None:
             self._progress.close()
         return Ending(reason, step, self._validation)
 
     def _evaluate(self, step: int) -> None:
         started = time.perf_counter()
-        found = validate(self._session)
+        self._heart.enter("evaluation")
+        found = validate(self._session, self._heart.progress)
         self._stopwatch.mark("evaluation")
         if not found:
             return
@@ -144,6 +157,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         started = time.perf_counter()
+        self._heart.enter("checkpoint")
         if self._recorder is not None:
             self._recorder.flush()
         path = self._saver.save(step)

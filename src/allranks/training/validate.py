@@ -1,16 +1,20 @@
 """The validation split, measured exactly."""
 
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from typing import TypeVar
 
 from allranks.data.evaluation import evaluation_batches
 from allranks.stepping.evaluate import evaluate
 from allranks.stepping.session import Session, draws
 
+Batch = TypeVar("Batch")
 
-def validate(session: Session) -> dict[str, float]:
+
+def validate(session: Session, progress: Callable[[], None] = lambda: None) -> dict[str, float]:
     """Mean loss per target and the Task's metrics over the validation split; {} where there is none; collective.
 
-    Of the average of the parameters, where the run has one (`train.ema`).
+    Of the average of the parameters, where the run has one (`train.ema`). `progress` is called for each batch.
     """
     if session.validation is None:
         return {}
@@ -32,4 +36,10 @@ def validate(session: Session) -> dict[str, float]:
         draws=draws(session.validation),
     )
     with nullcontext() if session.ema is None else session.ema.in_place():
-        return evaluate(session.forward, batches, session.processes.mesh.sample_group)
+        return evaluate(session.forward, _tell_each(batches, progress), session.processes.mesh.sample_group)
+
+
+def _tell_each(batches: Iterable[Batch], progress: Callable[[], None]) -> Iterator[Batch]:
+    for batch in batches:
+        progress()
+        yield batch

@@ -9,6 +9,7 @@ from pathlib import Path
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.errors import AllranksError, RunError
 from allranks.launching.environment import read_environment
+from allranks.observing import heartbeat
 from allranks.observing.counters import Stopwatch
 from allranks.observing.journal import Journal
 from allranks.observing.memory import peak_memory_bytes
@@ -169,6 +170,7 @@ class _Training:
             return 0
         self._resumed_otherwise = contents.load(checkpoint)
         manifest = checkpoint.manifest
+        heartbeat.current().resumed(manifest.step)
         if self._screen is not None:
             self._journal.write("resume", step=manifest.step, samples=manifest.samples, path=checkpoint.path.name)
             self._screen.say(

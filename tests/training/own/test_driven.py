@@ -241,7 +241,7 @@ WRONG: dict[str, tuple[str, Callable[[], nn.Module], Callable[..., object], str]
         lambda w, m, o, b: w.run(b, words_loss, targets=lambda batch: -1),
         "world.run(targets=-1): the number of targets of this batch, a whole number",
     ),
-    "a residual": ("pp=2", Residual, run_and_step, "layout pp=2 does not compute what one process computes"),
+    "a residual": ("pp=2", Residual, run_and_step, "a sum around a block, as in x + block"),
     "mixed positions": ("cp=2", Mixing, run_and_step, "and all else must look at each position by itself"),
     "a shift": (
         "cp=2",

@@ -1,0 +1,132 @@
+"""Dry runs against real processes: peak memory of a step and what travels in it, layout by layout, on the CPU.
+
+    python bench/dryrun_accuracy.py [--quick] [--json] [--layout LAYOUT]
+
+Each configuration is trained for four steps by 1, 2 or 4 real processes over gloo; of the third one torch's allocator
+tells the peak, of the fourth one the messages are counted. The dry run of the first and of the last rank is beside it.
+Nothing is timed, so the machine may be busy.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from local_steps import task_of
+from rich.console import Console
+from rich.table import Table
+
+import allranks
+from allranks.config import Config, resolve_config
+from allranks.launching.environment import read_environment
+from allranks.observing.counters import Stopwatch
+from allranks.parallel.backend import choose_device, start, stop
+from allranks.rehearsal import RankRehearsal
+from allranks.rehearsing.dryrun import World, rehearse_rank
+from allranks.rehearsing.reality import measure_step
+from allranks.stepping.session import assemble
+from allranks.stepping.world import gather_processes
+from allranks.training.prepare import resolve_layout
+from allranks.units import format_bytes
+
+TARGET = 0.02
+TIMEOUT_SECONDS = 600.0
+ACCUMULATED = ("train.micro_batch=1",)
+CASES: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("single", 1, ()), ("ddp", 2, ()), ("ddp,recompute=full", 2, ACCUMULATED), ("fsdp", 2, ()),
+    ("fsdp", 2, ("train.precision=bfloat16",)), ("fsdp,recompute=full", 2, ()),
+    ("fsdp,sharding=grad_op", 2, ACCUMULATED), ("dp_shard=2,sharding=optimizer", 2, ()), ("tp=2", 2, ()),
+    ("single,recompute=selective", 1, ()), ("cp=2", 2, ()), ("pp=2", 2, ()), ("pp=2,schedule=gpipe", 2, ()),
+    ("dp_replicate=2,dp_shard=2", 4, ACCUMULATED), ("tp=2,dp_shard=2", 4, ()), ("cp=2,dp_shard=2", 4, ()),
+    ("tp=2,cp=2", 4, ()), ("pp=2,dp_shard=2", 4, ()), ("pp=2,tp=2", 4, ()),
+)  # fmt: skip
+QUICK = ("ddp", "fsdp")
+
+Real = tuple[int, int, Mapping[str, tuple[int, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rank of one configuration; error: predicted by real, less one; messages: whether they are the same."""
+
+    layout: str
+    keys: str
+    rank: int
+    real_bytes: int
+    predicted_bytes: int
+    error: float
+    messages: bool
+
+
+def config_of(layout: str, keys: tuple[str, ...]) -> Config:
+    """Four steps of eight samples."""
+    fixed = ["train.steps=8", "train.global_batch=8", "train.max_norm=1.0", "evaluate.every=0"]
+    return resolve_config(task_defaults={}, toml=None, overrides=[*fixed, *keys], layout=layout)
+
+
+def real_step(layout: str, keys: tuple[str, ...]) -> Real:
+    """In one of the processes."""
+    environment, config = read_environment(os.environ), config_of(layout, keys)
+    found = resolve_layout(config, environment.world_size)
+    choice = choose_device(environment, "cpu", "gloo", found)
+    start(environment, choice, timeout_seconds=TIMEOUT_SECONDS)
+    processes = gather_processes(environment, choice, found)
+    measured = measure_step(assemble(task_of("transformer"), config, processes, Stopwatch(), lambda: (False, False)))
+    processes.barrier()
+    stop()
+    return measured.peak_bytes, measured.resting_bytes, dict(measured.collectives)
+
+
+def compare(layout: str, world: int, keys: tuple[str, ...]) -> list[Row]:
+    """Real processes, then the dry run of the first and the last of them."""
+    everyones: list[Real] = allranks.launch(real_step, layout, keys, nproc=world)
+    config, rows = config_of(layout, keys), []
+    found = resolve_layout(config, world)
+    for rank in sorted({0, world - 1}):
+        told = rehearse_rank(task_of("transformer"), config, World(found, world, on_cuda=False), rank)
+        peak, _, messages = everyones[rank]
+        same = totals(told) == dict(messages)
+        rows.append(Row(layout, " ".join(keys), rank, peak, told.peak_bytes, told.peak_bytes / peak - 1.0, same))
+    return rows
+
+
+def totals(told: RankRehearsal) -> dict[str, tuple[int, int]]:
+    """ "axis op" -> (bytes, count)."""
+    found: dict[str, tuple[int, int]] = {}
+    for one in told.collectives:
+        num_bytes, count = found.get(f"{one.axis} {one.op}", (0, 0))
+        found[f"{one.axis} {one.op}"] = num_bytes + one.bytes, count + one.count
+    return found
+
+
+def print_rows(rows: list[Row]) -> None:
+    """One line a rank."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("layout", "keys", "rank", "real", "dry run", "error", "messages"):
+        table.add_column(heading, no_wrap=True, justify="right" if heading in ("real", "dry run", "error") else "left")
+    for row in rows:
+        sizes = format_bytes(row.real_bytes), format_bytes(row.predicted_bytes), f"{row.error:+.2%}"
+        table.add_row(row.layout, row.keys, str(row.rank), *sizes, "the same" if row.messages else "DIFFER")
+    Console(width=120, highlight=False).print(table)
+    far = sum(abs(row.error) > TARGET for row in rows)
+    print(f"{len(rows) - far} of {len(rows)} within {TARGET:.0%}; messages the same in {sum(r.messages for r in rows)}")
+
+
+def main() -> None:
+    """Compare, and print a table or one JSON document."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two layouts")
+    parser.add_argument("--layout", help="this one only")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    options = parser.parse_args()
+    cases = [case for case in CASES if options.layout in (None, case[0]) and (not options.quick or case[0] in QUICK)]
+    rows = [row for case in cases for row in compare(*case)]
+    if options.json:
+        print(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2))
+    else:
+        print_rows(rows)
+
+
+if __name__ == "__main__":
+    main()

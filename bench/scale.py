@@ -1,0 +1,173 @@
+"""What each part of the system costs as devices, tensors and samples grow: measured as far as one process reaches.
+
+    python bench/scale.py [--quick] [--json]
+
+Nothing is spread here: a part that runs on one rank is run once with what it would get from so many ranks, and torch's
+fake process group stands for a world of them. docs/explanation/scale.md says what follows.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from allranks.checkpointing.checkpoint import Header
+from allranks.checkpointing.commit import Share, merge
+from allranks.checkpointing.manifest import parse_manifest, render_manifest
+from allranks.config import Config
+from allranks.data.cut import Cut
+from allranks.data.permutation import permute
+from allranks.layout import Layout
+from allranks.named_models import find_model
+from allranks.parallel.mesh import build_mesh
+from allranks.planning.answer import make_plan
+from allranks.planning.hardware import find_cluster
+from allranks.planning.question import Question
+from allranks.stepping.agreement import Agreement, Ballot
+
+CHUNK = "0" * 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a part of the system took at one size.
+
+    Attributes:
+        part: of the system; of what: the size.
+        microseconds: of the processor; size_bytes: that are sent, kept or written; None where that is not the point.
+    """
+
+    part: str
+    of: str
+    number: int
+    microseconds: float | None = None
+    size_bytes: int | None = None
+
+
+def timed(call: Callable[[], object], turns: int = 1) -> float:
+    """Microseconds of the processor for one call."""
+    start = time.process_time()
+    for _ in range(turns):
+        call()
+    return (time.process_time() - start) / turns * 1e6
+
+
+def order(samples: tuple[int, ...]) -> Iterator[Row]:
+    """The sample at a position, and what a checkpoint keeps of the order: the position."""
+    positions = np.arange(1024)
+    for number in samples:
+        permute(number, 1, positions)
+        each = timed(lambda number=number: permute(number, 1, number - 1 - positions), 50) / len(positions)
+        yield Row("order of samples: one position", "samples", number, each, len(json.dumps(number)))
+
+
+def cut(ranks: tuple[int, ...]) -> Iterator[Row]:
+    """Which samples of a step are a rank's."""
+    for number in ranks:
+        cut = Cut(global_batch=4 * number, num_ranks=number, micro_batch=1)
+        yield Row(
+            "cut of a step: one rank's samples",
+            "ranks",
+            number,
+            timed(lambda cut=cut: cut.spans(cut.global_batch, 7), 20),
+        )
+
+
+def agreement(ranks: tuple[int, ...]) -> Iterator[Row]:
+    """The vector that every step reduces over all ranks."""
+    pending = Agreement(None, torch.device("meta")).start(Ballot(torch.zeros(()), 1, 1, False, False, (1 << 64) - 1))
+    vector = pending.next_targets._base
+    assert vector is not None
+    for number in ranks:
+        yield Row("agreement on a step: one rank's vector", "ranks", number, None, vector.numel() * 8)
+
+
+def shares(ranks: int, tensors: int) -> list[Share]:
+    """What so many ranks tell the first one after they have written a checkpoint of sharded tensors."""
+    found = []
+    for rank in range(ranks):
+        whole, offset, extent = (8 * ranks, 4), (8 * rank, 0), (8, 4)
+        mine = [(f"model.layers.{n}.weight", "float32", whole, offset, extent, n) for n in range(tensors)]
+        file = {f"rank-{rank}.safetensors": {"bytes": 1 << 20, "chunks": [[0, 1 << 20, CHUNK]]}}
+        held = [(name, dtype, shape) for name, dtype, shape, *_ in mine] if rank == 0 else []
+        found.append(Share(rank, files=file, tensors=mine, held=held))
+    return found
+
+
+def manifest(ranks: tuple[int, ...], tensors: int) -> Iterator[Row]:
+    """Saving: what the first rank gathers and merges, and the manifest that all read."""
+    header = Header("scale", 1, "fsdp", 1, 1)
+    for number in ranks:
+        told = shares(number, tensors)
+        gathered = sum(len(json.dumps(asdict(share))) for share in told)
+        took = timed(lambda told=told: merge(header, told, {}, "2", "scale"))
+        text = render_manifest(merge(header, told, {}, "2", "scale"))
+        yield Row(f"saving {tensors} tensors: gathered and merged by the first rank", "ranks", number, took, gathered)
+        read = timed(lambda text=text: parse_manifest(text.encode(), "scale"))
+        yield Row(f"saving {tensors} tensors: the manifest, read by every rank", "ranks", number, read, len(text))
+
+
+def start(ranks: tuple[int, ...]) -> Iterator[Row]:
+    """What every rank was given, which the first one gathers and compares before the first step."""
+    settings = len(json.dumps([Config().flat(), 10**9], default=str))
+    for number in ranks:
+        yield Row("start: every rank's settings, gathered by the first rank", "ranks", number, None, settings * number)
+
+
+def mesh(ranks: tuple[int, ...]) -> Iterator[Row]:
+    """The mesh and its groups, as one rank builds them."""
+    for number in ranks:
+        dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
+        layout = Layout(dp_replicate=number // 64, dp_shard=8, tp=8)
+        took = timed(lambda layout=layout: build_mesh(layout, "cpu"))
+        yield Row("mesh: one rank's, hsdp and tp=8", "ranks", number, took)
+        dist.destroy_process_group()
+
+
+def plan(clusters: tuple[int, ...]) -> Iterator[Row]:
+    """The search of a plan for a model of 405 billion parameters, its batch in proportion to the devices."""
+    shape = find_model("llama3-405b")
+    for nodes in clusters:
+        cluster = find_cluster(f"{nodes}x8:h100")
+        question = Question(shape.profile, cluster, global_batch=8 * nodes, seq=8192)
+        yield Row("plan of 405B", "devices", 8 * nodes, timed(lambda question=question: make_plan(question)))
+
+
+def measure(quick: bool) -> list[Row]:
+    """All parts, each at rising sizes."""
+    ranks = (64, 512) if quick else (64, 512, 4096)
+    return [
+        *order((10**6, 10**9) if quick else (10**6, 10**9, 10**12, 10**15)),
+        *cut((64, 4096) if quick else (64, 4096, 131072)),
+        *agreement((64, 131072)),
+        *start((64, 4096, 131072)),
+        *manifest(ranks, 20 if quick else 200),
+        *mesh(ranks),
+        *plan((8, 64) if quick else (8, 256, 2048, 16384)),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    rows = measure(arguments.quick)
+    if arguments.json:
+        print(json.dumps({"torch": torch.__version__, "rows": [asdict(row) for row in rows]}, indent=1))
+        return 0
+    for row in rows:
+        took = "" if row.microseconds is None else f"{row.microseconds:,.1f} us"
+        size = "" if row.size_bytes is None else f"{row.size_bytes:,} bytes"
+        print(f"{row.part:<66}{row.number:>20,} {row.of:<9}{took:>18}{size:>20}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

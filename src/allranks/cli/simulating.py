@@ -1,0 +1,190 @@
+"""From a SimulationRequest to a printed Simulation: the plan gives step and checkpoint, the request the rest."""
+
+import math
+import shlex
+import sys
+from dataclasses import asdict, dataclass, replace
+from typing import Any, final
+
+from allranks.cli.output import print_json, stdout_kept_free
+from allranks.cli.planned_model import find_subject
+from allranks.cli.planning import ask, read_number
+from allranks.cluster import Cluster
+from allranks.errors import ConfigError
+from allranks.plan import Estimate
+from allranks.plan_request import PlanRequest
+from allranks.planning.hardware import find_cluster
+from allranks.rehearsing.expectations import best_interval, enough_spares
+from allranks.rehearsing.failure_rates import find_failures
+from allranks.simulation import DAY, FailureModel, Operation, Scope, Simulation, Tier
+from allranks.simulation_request import SimulationRequest
+from allranks.units import format_bytes, format_seconds
+
+TIMES = {"s": 1, "ms": 1e-3, "min": 60, "h": 3600, "d": DAY}
+CHECKPOINT_BYTES = 12
+"""Of a parameter: itself and Adam's two moments in float32 (law 7, law 8)."""
+
+STORAGE_PER_NODE = 2e12 / 7500
+"""Bytes/s that storage takes and gives for each node: 2 TB/s over 7,500 servers (arXiv 2407.21783, section 3.3.1)."""
+
+
+@final
+@dataclass(frozen=True)
+class Costs:
+    """What one step and one checkpoint take, and the nodes of one data-parallel replica, with what was decided.
+
+    Attributes:
+        model: its name; "" where the user gave every figure.
+        save_seconds: that training stops; write_seconds: until the checkpoint counts; load_seconds: to read it.
+    """
+
+    model: str
+    step_seconds: float
+    save_seconds: float
+    write_seconds: float
+    load_seconds: float
+    replica_nodes: int
+    notes: tuple[str, ...]
+
+
+def answer(request: SimulationRequest) -> int:
+    """Simulate and print. Raises AllranksError: what is asked cannot be answered."""
+    with stdout_kept_free(request.json):
+        found = simulation_of(request)
+        if request.html is not None:
+            from allranks.reporting.simulation_page import write_simulation_page
+
+            write_simulation_page(found, request.html, shlex.join(["allranks", *sys.argv[1:]]))
+    if request.json:
+        print_json(document(found))
+    else:
+        from allranks.reporting.simulation_text import render_simulation
+
+        print(render_simulation(found))
+    return 0
+
+
+def simulation_of(request: SimulationRequest) -> Simulation:
+    """The simulation that a request asks for. Raises ConfigError for a figure that cannot be."""
+    from allranks.rehearsing.simulate import Trial, simulate
+
+    if not 0 < request.days <= 3650 or (request.spares or 0) < 0 or (request.runs is not None and request.runs < 1):
+        raise ConfigError("--days are more than 0 and at most 3650, --spares at least 0, --runs at least 1")
+    cluster = find_cluster(request.cluster)
+    if cluster.nodes < 1 or cluster.num_devices < 1:
+        raise ConfigError(f"--cluster {request.cluster}: nothing runs on no device; 2048x8:h100 has 16,384")
+    model, assumed = find_failures(request.failures)
+    costs = costs_of(request, cluster)
+    operation, notes = operation_of(request, cluster, costs, model)
+    return simulate(
+        operation,
+        model,
+        step_seconds=costs.step_seconds,
+        shortest_seconds=max(costs.step_seconds, costs.save_seconds + costs.write_seconds, 1.0),
+        trial=Trial(request.runs, request.seed),
+        named=(costs.model, cluster.name, cluster.devices_per_node),
+        notes=(*costs.notes, *notes, *assumed),
+    )
+
+
+def costs_of(request: SimulationRequest, cluster: Cluster) -> Costs:
+    """From the plan of the model, where there is one; what the user gives comes first."""
+    if not request.arguments:
+        if request.layout or request.global_batch:
+            raise ConfigError("--layout and --global-batch belong to a model: name one, such as llama3-405b")
+        times = [_seconds(text, name) or 0.0 for text, name in _texts(request)]
+        return Costs(
+            "",
+            times[0],
+            times[1],
+            0.0,
+            times[2],
+            1,
+            ("no model is named: a step, a save and a load take what is given",),
+        )
+    name, parameters, best = _planned(request, cluster)
+    size = parameters * CHECKPOINT_BYTES
+    speed = request.storage * 1e9 if request.storage else STORAGE_PER_NODE * cluster.nodes
+    through = size / speed
+    copy = size / cluster.num_devices / (cluster.host_bandwidth or 0.0) if cluster.host_bandwidth else 0.0
+    step, save, load = (_seconds(text, name) for text, name in _texts(request))
+    notes = [f"a checkpoint is {format_bytes(size)}: 12 bytes a parameter, written while training goes on"]
+    if request.storage is None:
+        notes.append(f"storage takes {format_bytes(speed)}/s, because Llama 3's took as much for each node")
+    layout = best.choice.layout
+    if step is None:
+        notes.append(f"a step takes {format_seconds(best.step_seconds.expected)} ({layout}), because the plan says so")
+    return Costs(
+        model=name,
+        step_seconds=best.step_seconds.expected if step is None else step,
+        save_seconds=copy if save is None else save,
+        write_seconds=through,
+        load_seconds=through if load is None else load,
+        replica_nodes=math.ceil(layout.tp * layout.cp * layout.pp / cluster.devices_per_node),
+        notes=tuple(notes),
+    )
+
+
+def _texts(request: SimulationRequest) -> tuple[tuple[str | None, str], ...]:
+    return (request.step, "--step"), (request.save_cost, "--save-cost"), (request.load, "--load")
+
+
+def _planned(request: SimulationRequest, cluster: Cluster) -> tuple[str, int, Estimate]:
+    """The model's name and parameters, and the estimate of what it would run as."""
+    asked = PlanRequest(request.arguments, (request.cluster,), layout=request.layout, global_batch=request.global_batch)
+    plan = ask(asked, find_subject(asked), cluster).plan()
+    if plan.best is None:
+        why = plan.closest.because if plan.closest else f"every layout is refused: {plan.refusals[0].because}"
+        raise ConfigError(f"{plan.model} does not run on {cluster.name}: {why}; see `allranks plan`")
+    return plan.model, plan.parameters, plan.best.estimate
+
+
+def operation_of(
+    request: SimulationRequest, cluster: Cluster, costs: Costs, model: FailureModel
+) -> tuple[Operation, tuple[str, ...]]:
+    """How the run is kept, and what was decided for the user."""
+    notes = []
+    every = _seconds(request.every, "--every")
+    disk = Tier("storage", Scope.RACK, every or DAY, costs.save_seconds, costs.write_seconds, costs.load_seconds)
+    tiers: tuple[Tier, ...] = (disk,)
+    peer = _seconds(request.peer_every, "--peer-every")
+    if peer:
+        tiers = (Tier("peer's memory", Scope.NODE, peer, costs.save_seconds, costs.save_seconds), disk)
+    spares = request.spares
+    if spares is None:
+        spares = enough_spares(cluster.nodes, model)
+        notes.append(f"{spares} spare nodes, because so many are under repair at most in 999 of 1000 moments")
+    operation = Operation(
+        nodes=cluster.nodes,
+        spares=spares,
+        seconds=request.days * DAY,
+        tiers=tiers,
+        detect_seconds=_time(request.detect, "--detect"),
+        restart_seconds=_time(request.restart, "--restart"),
+        elastic_nodes=costs.replica_nodes if request.elastic else 0,
+    )
+    if every is None:
+        shortest = max(costs.step_seconds, costs.save_seconds + costs.write_seconds, 1.0)
+        every = best_interval(operation, model, shortest)
+        why = "Daly's formula says so" if every > shortest else "a save takes so long, and costs training nothing"
+        notes.append(f"a checkpoint every {format_seconds(every)}, because {why}")
+        operation = replace(operation, tiers=(*tiers[:-1], replace(disk, every_seconds=every)))
+    return operation, tuple(notes)
+
+
+def _seconds(text: str | None, option: str) -> float | None:
+    return None if text is None else _time(text, option)
+
+
+def _time(text: str, option: str) -> float:
+    """Seconds; nothing at all is a time too. Raises ConfigError with the forms that there are."""
+    return 0.0 if text.strip() in ("0", "0s") else read_number(text, TIMES, option)
+
+
+def document(found: Simulation) -> dict[str, Any]:
+    """The simulation for programs; a scope goes by its name."""
+    return asdict(found, dict_factory=lambda pairs: {name: _plain(value) for name, value in pairs})
+
+
+def _plain(value: object) -> object:
+    return value.name.lower() if isinstance(value, Scope) else value

@@ -1,0 +1,190 @@
+"""What a worker shows of itself while it works: a few numbers in memory that its agent reads from the other side.
+
+The memory is shared, so that the agent sees it whatever the worker does: hold Python's lock, wait in C++, stand still.
+Times are of the monotonic clock, which all processes of a host share. The loop writes where it is (a tenth of a
+microsecond or so for each number); a thread writes a pulse twice a second, which stops where nobody gets Python's lock,
+and answers when the agent asks for the collectives.
+"""
+
+import contextlib
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, final
+
+PULSE_SECONDS = 0.5
+NUM_FIELDS = 8
+SLOT_BYTES = 8 * NUM_FIELDS
+PULSE, MARK, PHASE, STEP, FIRST, LONGEST, ASKED, ANSWERED = range(NUM_FIELDS)
+"""Fields of a slot, 64-bit whole numbers each; times in nanoseconds.
+
+PULSE: when the thread last ran. MARK: when the loop last came further. PHASE: what it does since, by its place in
+PHASES. STEP: optimizer steps done since the first start. FIRST: how long the first step of this attempt took. LONGEST:
+the longest later one. ASKED, ANSWERED: how often the agent has asked for the collectives, and was answered.
+"""
+
+STACK_SIGNAL = signal.SIGRTMIN + 10 if sys.platform == "linux" else signal.SIGUSR2
+"""Makes a worker write every thread's stack to its log; in C, so that it needs no lock of Python's."""
+
+Phase = Literal["start", "first step", "step", "input", "evaluation", "checkpoint", "end"]
+PHASES: tuple[Phase, ...] = ("start", "first step", "step", "input", "evaluation", "checkpoint", "end")
+
+
+@final
+class Heartbeat:
+    """One worker's numbers. In a process that nobody watches they are written to memory of its own."""
+
+    def __init__(self, fields: memoryview | None = None) -> None:
+        """`fields`: NUM_FIELDS 64-bit whole numbers, shared with the agent."""
+        self._fields = memoryview(bytearray(SLOT_BYTES)).cast("q") if fields is None else fields
+        self._first = True
+        self._began = time.monotonic_ns()
+
+    def enter(self, phase: Phase) -> None:
+        """The loop has come so far; from here on it does this."""
+        self._fields[PHASE] = PHASES.index(phase)
+        self._fields[MARK] = time.monotonic_ns()
+
+    def progress(self) -> None:
+        """The loop has come further in what it does."""
+        self._fields[MARK] = time.monotonic_ns()
+
+    def resumed(self, step: int) -> None:
+        """So many steps are done, by earlier attempts."""
+        self._fields[STEP] = step
+        self.progress()
+
+    def begin_step(self) -> None:
+        """An optimizer step begins."""
+        self.enter("first step" if self._first else "step")
+        self._began = time.monotonic_ns()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, this rank loads its data, and no other rank is needed for that."""
+        before = PHASES[self._fields[PHASE]]
+        if before == "step":
+            self.enter("input")
+        yield
+        if before == "step":
+            self.enter(before)
+
+    def finish_step(self, step: int) -> None:
+        """Step `step` is done."""
+        now = time.monotonic_ns()
+        taken = now - self._began
+        if self._first:
+            self._fields[FIRST], self._first = taken, False
+        elif taken > self._fields[LONGEST]:
+            self._fields[LONGEST] = taken
+        self._fields[STEP] = step
+        self.enter("step")
+
+    def pulse(self, answer: Callable[[], None]) -> None:
+        """What the thread does each time."""
+        self._fields[PULSE] = time.monotonic_ns()
+        asked = self._fields[ASKED]
+        if asked != self._fields[ANSWERED]:
+            with contextlib.suppress(Exception):  # a full disk is no reason to stop beating
+                answer()
+            self._fields[ANSWERED] = asked
+
+
+@final
+class _Process:
+    """The one heart of this process."""
+
+    heartbeat = Heartbeat()
+
+
+def current() -> Heartbeat:
+    """This process's."""
+    return _Process.heartbeat
+
+
+def join(path: str, slot: int, log: Path) -> None:
+    """Let the agent see this process from here on, and ask it where it stands.
+
+    Args:
+        path: of the memory, as the agent names it.
+        slot: which part of it is this worker's.
+        log: gets its stacks. Its collectives come to a file beside it, `collectives_file(log)`.
+    """
+    # Kept open for life: the handler writes to its descriptor.
+    faulthandler.register(STACK_SIGNAL, file=log.open("a", encoding="utf-8"), all_threads=True, chain=False)
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        shared = mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+    fields = memoryview(shared).cast("q")[slot * NUM_FIELDS : (slot + 1) * NUM_FIELDS]
+    _Process.heartbeat = heartbeat = Heartbeat(fields)
+    heartbeat.enter("start")
+    heartbeat.pulse(lambda: None)
+    told = (heartbeat, collectives_file(log))
+    threading.Thread(target=_beat, args=told, name="allranks-heartbeat", daemon=True).start()
+
+
+def _beat(heartbeat: Heartbeat, answer_to: Path) -> None:
+    while True:
+        heartbeat.pulse(lambda: write_collectives(answer_to))
+        time.sleep(PULSE_SECONDS)
+
+
+def collectives_file(log: Path) -> Path:
+    """Where the worker with this log writes its collectives."""
+    return log.with_suffix(".collectives.json")
+
+
+def write_collectives(path: Path) -> None:
+    """Write what torch's flight recorder knows of this process, as JSON, whole or not at all."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(last_collectives()), encoding="utf-8")
+    temporary.replace(path)
+
+
+def last_collectives() -> list[dict[str, object]]:
+    """The collective at which each process group of this process stands: the oldest that has not ended, or the last.
+
+    Each with `group` (its name), `axis`, `ranks`, `name`, `seq`, `p2p`, `sizes` and `waits`: whether it has not ended.
+    Torch's flight recorder keeps the last 2000 of every backend, unless TORCH_FR_BUFFER_SIZE=0.
+    """
+    if "torch" not in sys.modules:
+        return []
+    import torch.distributed as dist
+    from torch._C import _distributed_c10d
+
+    recorder: Any = _distributed_c10d
+    if not dist.is_initialized():
+        return []
+    groups = {group.group_name: dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}
+    found: dict[str, dict[str, object]] = {}
+    for entry in json.loads(recorder._dump_fr_trace_json()).get("entries", []):
+        name, axis = entry["process_group"]
+        before = found.get(name)
+        if before is not None and before["waits"]:
+            continue
+        found[name] = {
+            "group": name,
+            "axis": name_axis(axis),
+            "ranks": groups.get(name, []),
+            "name": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
+            "seq": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+            "p2p": entry["is_p2p"],
+            "sizes": entry["input_sizes"],
+            "waits": not entry["retired"] and entry["state"] != "completed",
+        }
+    return list(found.values())
+
+
+def name_axis(description: str) -> str:
+    """The axis of a process group, from torch's description of it; "all ranks" for the world."""
+    return "all ranks" if description in ("", "default_pg", "undefined") else description.removeprefix("mesh_")

@@ -1,0 +1,237 @@
+"""Rehearsal: what one step of the real program did on ranks that were not there. Values only."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal, final
+
+Category = Literal["weights", "gradients", "optimizer", "activations", "logits", "gathered", "communication", "other"]
+CATEGORIES: tuple[Category, ...] = (
+    *("weights", "gradients", "optimizer", "activations", "logits", "gathered", "communication", "other"),
+)
+Answer = Literal["fits", "does not fit", "unknown"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Messages of one kind in one optimizer step.
+
+    Attributes:
+        axis: of the layout, or what the group is for ("data", "all").
+        op: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "receive".
+        bytes: that this rank receives in all of them together (of an all-reduce 2 (n - 1) / n of its size; what it
+            sends in a send); count: how many.
+        ranks: of the group.
+        line: of the user's code or ours that asked for it, "file.py:12 name".
+    """
+
+    axis: str
+    op: str
+    bytes: int
+    count: int
+    ranks: int
+    line: str
+
+    def to_json(self) -> dict[str, object]:
+        """Its fields."""
+        return asdict(self)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that would have gone wrong, or may.
+
+    Attributes:
+        kind: a short name for programs.
+        what: one line: what, where; next: the move that mends it.
+        fails: whether the run would fail or hang by it.
+    """
+
+    kind: str
+    what: str
+    next: str
+    fails: bool = False
+
+    def to_json(self) -> dict[str, object]:
+        """Its fields."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.next}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Bytes that a module (equal blocks together, "layers.*") holds at the peak, of one category."""
+
+    module: str
+    category: str
+    bytes: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A stretch of the step: what was done, and the memory at its end and at most.
+
+    Attributes:
+        phase: "forward", "backward" or "update"; what: "gather", "compute", "drop", or the collective.
+        unit: the module or group; num_bytes: that travel or are dropped; live_bytes, highest_bytes: in use.
+        times: how many equal stretches follow one another here.
+    """
+
+    phase: str
+    what: str
+    unit: str
+    num_bytes: int
+    live_bytes: int
+    highest_bytes: int
+    times: int = 1
+
+    def to_json(self) -> dict[str, object]:
+        """Its fields."""
+        return asdict(self)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A stretch of the step as work: what is computed and what travels in it.
+
+    Attributes:
+        phase, block: which; "" is outside of all blocks.
+        flops: of one such stretch; messages: (axis, op, bytes) of one; times: how many follow one another.
+    """
+
+    phase: str
+    block: str
+    flops: float
+    messages: tuple[tuple[str, str, int], ...]
+    times: int = 1
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RankRehearsal:
+    """One rank's step in its steady state.
+
+    Attributes:
+        rank, stage: in the world; the first stage of a pipeline that it runs.
+        peak_bytes: the most memory in use at once; by_category: of what, at that moment; at: which moment that was.
+        holdings: of what module, at that moment; the largest first.
+        resting_bytes: in use between two steps.
+        collectives: in the order in which their kinds first came.
+        sequence: (axis, op) of every collective of the traced step, in order.
+        flops: floating-point operations, what is computed again counted again.
+        moments: the step, stretch by stretch.
+        works: the same as work.
+        micro_steps: forwards of the step.
+        traced: blocks that were traced; blocks: that there are.
+    """
+
+    rank: int
+    stage: int
+    peak_bytes: int
+    by_category: Mapping[str, int]
+    at: str
+    holdings: tuple[Holding, ...]
+    resting_bytes: int
+    collectives: tuple[Collective, ...]
+    sequence: tuple[tuple[str, str, int], ...]
+    flops: float
+    findings: tuple[Finding, ...] = ()
+    moments: tuple[Moment, ...] = ()
+    works: tuple[Work, ...] = ()
+    micro_steps: int = 1
+    traced: int = 0
+    blocks: int = 0
+
+    def to_json(self) -> dict[str, object]:
+        """What `dryrun --json` says of it."""
+        return {
+            "peak_bytes": self.peak_bytes,
+            "by_category": dict(self.by_category),
+            "collectives": [one.to_json() for one in self.collectives],
+            "flops": self.flops,
+            "findings": [one.to_json() for one in self.findings],
+            "stage": self.stage,
+            "at": self.at,
+            "holdings": [asdict(one) for one in self.holdings],
+            "resting_bytes": self.resting_bytes,
+            "micro_steps": self.micro_steps,
+            "blocks": {"traced": self.traced, "all": self.blocks},
+        }
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """One change and the peak that a dry run of it has; None and why where it is refused."""
+
+    change: str
+    peak_bytes: int | None
+    because: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """A dry run: its ranks, and whether they fit.
+
+    Attributes:
+        model, cluster, layout: names; world_size: processes.
+        capacity_bytes: what a device has for the process; margin_bytes: what is kept free of it for what nobody sees
+            here (the allocator's fragments, the context, communication buffers).
+        findings: of all ranks together.
+        decisions: what was decided on the way, each with its because.
+        unrehearsed: what no dry run on a processor can check, one line each.
+    """
+
+    model: str
+    cluster: str
+    layout: str
+    world_size: int
+    ranks: Mapping[int, RankRehearsal]
+    capacity_bytes: float
+    margin_bytes: float
+    findings: tuple[Finding, ...] = ()
+    decisions: tuple[str, ...] = ()
+    unrehearsed: tuple[str, ...] = ()
+    remedies: tuple[Remedy, ...] = field(default=())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(rank.peak_bytes for rank in self.ranks.values())
+
+    @property
+    def free_bytes(self) -> float:
+        """What is left on the fullest rank beside peak and margin; below 0: it does not fit."""
+        return self.capacity_bytes - self.margin_bytes - self.peak_bytes
+
+    @property
+    def fails(self) -> bool:
+        """Whether a finding says that the run would fail."""
+        own = (finding for rank in self.ranks.values() for finding in rank.findings)
+        return any(finding.fails for finding in (*self.findings, *own))
+
+    def to_json(self) -> dict[str, object]:
+        """What `dryrun --json` prints."""
+        return {
+            "model": self.model,
+            "cluster": self.cluster,
+            "layout": self.layout,
+            "world_size": self.world_size,
+            "fits": self.free_bytes >= 0,
+            "capacity_bytes": self.capacity_bytes,
+            "margin_bytes": self.margin_bytes,
+            "free_bytes": self.free_bytes,
+            "peak_bytes": self.peak_bytes,
+            "ranks": {str(rank): told.to_json() for rank, told in self.ranks.items()},
+            "findings": [finding.to_json() for finding in self.findings],
+            "decisions": list(self.decisions),
+            "unrehearsed": list(self.unrehearsed),
+            "remedies": [asdict(remedy) for remedy in self.remedies],
+        }

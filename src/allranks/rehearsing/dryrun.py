@@ -1,0 +1,215 @@
+"""`allranks dryrun`: the step of a rank in a world that is not there."""
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from allranks.config import Config
+from allranks.data.cut import cut_step
+from allranks.errors import AllranksError
+from allranks.layout import Layout
+from allranks.parallel.step_record import StepRecord
+from allranks.profiling.fakes import fake_mode
+from allranks.profiling.on_cuda import as_on_cuda
+from allranks.rehearsal import RankRehearsal
+from allranks.rehearsing.crossings import Crossings
+from allranks.rehearsing.findings import unsharded, without_gradient
+from allranks.rehearsing.ledger import Ledger
+from allranks.rehearsing.moments import list_moments, note_deed
+from allranks.rehearsing.rank_step import RankStep, assemble_rank, local, processes_of
+from allranks.rehearsing.refusals import explain
+from allranks.rehearsing.replay import Repeats, add_flops, add_messages, find_peak, list_works
+from allranks.rehearsing.shortening import NotShortened, follow_blocks, shorten
+from allranks.rehearsing.units import watch_units
+from allranks.rehearsing.watch import Watch
+from allranks.rehearsing.world import fake_world
+from allranks.task import Task, has_step
+
+CUDA_ROUNDING = 512
+"""Bytes that CUDA's caching allocator hands out at once (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+MOST_MICRO_STEPS = 3
+
+
+@final
+@dataclass(frozen=True)
+class World:
+    """The machine that is not there.
+
+    Attributes:
+        layout: over its processes; per_node: of them on one node.
+        on_cuda: whether its devices are GPUs.
+    """
+
+    layout: Layout
+    per_node: int
+    on_cuda: bool
+
+    @property
+    def backend(self) -> str:
+        """That training would choose there."""
+        return "nccl" if self.on_cuda else "gloo"
+
+
+def rehearse_rank(
+    task: Task, config: Config, world: World, rank: int, *, full: bool = False, crossings: Crossings | None = None
+) -> RankRehearsal:
+    """One rank's step in its steady state, the second one.
+
+    Args:
+        full: trace every block and micro-step, however many are alike.
+        crossings: what the stages of a pipeline are sent, learnt from the first and kept for the others.
+    """
+    crossings = Crossings() if crossings is None else crossings
+    first = rank // (world.layout.world_size // world.layout.pp) == 0
+    for number in [rank] if first or crossings.known else [0, rank]:
+        told = _rehearse_once(task, config, world, number, crossings, full=full)
+    return told
+
+
+def _rehearse_once(
+    task: Task, config: Config, world: World, rank: int, crossings: Crossings, *, full: bool
+) -> RankRehearsal:
+    if not full:
+        try:
+            return _rehearse(task, config, world, rank, crossings, full=False)
+        except NotShortened:
+            pass
+    return _rehearse(task, config, world, rank, crossings, full=True)
+
+
+def _rehearse(
+    task: Task, config: Config, world: World, rank: int, crossings: Crossings, *, full: bool
+) -> RankRehearsal:
+    layout = _for_rehearsal(world, config)
+    short, times = (config, 1) if full or has_step(task) else fewer_micro_steps(config, layout)
+    mode, ledger = fake_mode(), Ledger(CUDA_ROUNDING if world.on_cuda else 1)
+    with ExitStack() as stack:
+        stack.enter_context(fake_world(rank, layout.world_size, world.backend, crossings))
+        if world.on_cuda:
+            stack.enter_context(as_on_cuda())
+        processes = processes_of(rank, layout, world.backend, world.per_node)
+        told = assemble_rank(task, short, processes, ledger, mode)
+        found = _watch(task, told, ledger, mode, rank, full=full, times=times)
+        if told.spread.stages is not None and found.stage == 0:
+            crossings.learn(told.spread.stages.scheduler.transport)
+        return found
+
+
+def _watch(
+    task: Task, told: RankStep, ledger: Ledger, mode: Any, rank: int, *, full: bool, times: int
+) -> RankRehearsal:
+    spread = told.spread
+    shortened = shorten(spread, task.hints().blocks, full=full)
+    told.passes.absent = shortened.absent
+    watch = Watch(spread, mode, ledger, (told.processes.agreement,))
+    mark_state(told, ledger)
+    watch_units(spread, ledger)
+    with mode, watch.watching():
+        _make_step(task, told, watch)
+        _search_unused(told, lambda: _make_step(task, told, watch))
+        mark_state(told, ledger)
+        _record_step(task, told, watch, ledger, shortened.blocks)
+    repeats = Repeats(shortened.times, 1, times)
+    peak = find_peak(ledger.resting, ledger.stretches, repeats)
+    sequence = tuple((m.axis, m.op, m.num_bytes) for stretch in ledger.stretches for m in stretch.messages)
+    return RankRehearsal(
+        rank=rank,
+        stage=min(spread.stages.pipeline.stages) if spread.stages is not None else 0,
+        peak_bytes=peak.num_bytes,
+        by_category=peak.by_category,
+        at=peak.at,
+        holdings=peak.holdings,
+        resting_bytes=peak.resting,
+        collectives=add_messages(ledger.stretches, repeats),
+        sequence=sequence,
+        flops=add_flops(ledger.stretches, repeats),
+        findings=(*unsharded(spread), *without_gradient(told.passes.unreached)),
+        moments=list_moments(ledger.resting, ledger.stretches, repeats),
+        works=list_works(ledger.stretches, repeats),
+        micro_steps=len(told.batch.micro_steps) + times - 1,
+        traced=len(shortened.blocks) - len(shortened.left_out),
+        blocks=len(shortened.blocks),
+    )
+
+
+def _record_step(task: Task, told: RankStep, watch: Watch, ledger: Ledger, blocks: Sequence[str]) -> None:
+    def begin(phase: str, block: str, micro_step: int) -> None:
+        if told.passes.recording:
+            if phase == "forward" and not block:
+                gc.collect()  # what only cycles hold is gone at the same place in every trace
+            ledger.begin(phase, block, micro_step)
+
+    told.passes.reset = follow_blocks(told.spread, blocks, begin)
+    told.passes.recording = True
+    gc.collect()  # what the steps before left in cycles is no part of this one
+    ledger.begin("start")
+    record = StepRecord(told.spread, (told.processes.agreement,), lambda deed: note_deed(ledger, deed))
+    with record.recording():
+        _make_step(task, told, watch)
+    ledger.end()
+
+
+def _make_step(task: Task, told: RankStep, watch: Watch) -> None:
+    try:
+        told.run()
+    except (AllranksError, NotShortened):
+        raise
+    except Exception as error:
+        layout = told.spread.mesh.layout
+        raise explain(type(task).__name__, error, watch.places.running, layout) from error
+
+
+def _search_unused(told: RankStep, again: Callable[[], None]) -> None:
+    """Training looks for parameters without gradient where its first samples leave some; so does this."""
+    layout = told.spread.mesh.layout
+    minds = (layout.replicated or (layout.copies > 1 and layout.dp_shard > 1)) and told.spread.stages is None
+    if told.passes.unreached and minds and not layout.static_graph and not told.spread.find_unused:
+        told.spread.expect_unused()
+        again()
+
+
+def mark_state(told: RankStep, ledger: Ledger) -> None:
+    """Say what is weights, optimizer state and the batch."""
+    spread = told.spread
+    for leaf in pytree.tree_leaves([one.batch for one in told.batch.micro_steps]):
+        if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+            ledger.mark(leaf, "other", "the batch")
+    for name, tensor in spread.tensors.items():
+        if not tensor.is_meta:
+            ledger.mark(local(tensor.detach()), "weights", name.rpartition(".")[0])
+    for module in spread.modules.values():
+        for buffer in module.buffers():
+            if not buffer.is_meta:
+                ledger.mark(buffer, "weights")
+    for optimizer in told.optimizers.by_name.values():
+        names = {id(tensor): name for name, tensor in spread.updatable().items()}
+        for parameter, state in optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    ledger.mark(local(value), "optimizer", names.get(id(parameter), "").rpartition(".")[0])
+
+
+def fewer_micro_steps(config: Config, layout: Layout) -> tuple[Config, int]:
+    """A step of a few micro-steps that stands for one of many, and how many of them the second one stands for."""
+    cut = cut_step(config.train, layout)
+    number = cut.num_micro_steps()
+    if number <= MOST_MICRO_STEPS or layout.pp > 1 or config.train.global_batch % number:
+        return config, 1
+    changes: dict[str, Any] = {"global_batch": config.train.global_batch // number * MOST_MICRO_STEPS}
+    if config.train.micro_steps is not None:
+        changes["micro_steps"] = MOST_MICRO_STEPS
+    train = config.train.model_copy(update=changes)
+    return config.model_copy(update={"train": train}), number - MOST_MICRO_STEPS + 1
+
+
+def _for_rehearsal(world: World, config: Config) -> Layout:
+    """The layout as it is on its own devices, for tensors that are on a processor's."""
+    layout = world.layout
+    if world.on_cuda and layout.gather is None and config.train.precision in ("bfloat16", "float8"):
+        layout = replace(layout, gather="bfloat16")
+    return replace(layout, compile="none")

@@ -1,0 +1,68 @@
+"""What can be said of an Operation without drawing anything: formulas applied to it, and how many spares it needs."""
+
+import math
+from dataclasses import replace
+
+from allranks.rehearsing.formulas import HOLDS, daly_interval, expected_goodput
+from allranks.simulation import DAY, FailureModel, Operation, Outcome
+
+
+def whole_steps(operation: Operation, step_seconds: float) -> Operation:
+    """Saves happen at the end of a step: every interval rounded up to whole ones."""
+    if step_seconds <= 0:
+        return operation
+    tiers = (
+        replace(tier, every_seconds=math.ceil(tier.every_seconds / step_seconds - 1e-9) * step_seconds)
+        for tier in operation.tiers
+    )
+    return replace(operation, tiers=tuple(tiers))
+
+
+def with_interval(operation: Operation, every_seconds: float, step_seconds: float) -> Operation:
+    """The same with another interval between saves to its slowest tier."""
+    last = replace(operation.tiers[-1], every_seconds=every_seconds)
+    return whole_steps(replace(operation, tiers=(*operation.tiers[:-1], last)), step_seconds)
+
+
+def mean_seconds_between(operation: Operation, model: FailureModel) -> float:
+    """MTBF of the whole run; infinite where nothing fails."""
+    per_second = model.per_1000_node_days * operation.nodes / (1000 * DAY)
+    return 1 / per_second if per_second else math.inf
+
+
+def best_interval(operation: Operation, model: FailureModel, shortest_seconds: float) -> float:
+    """Seconds between saves by Daly's formula, no shorter than a save takes."""
+    mean = mean_seconds_between(operation, model)
+    if math.isinf(mean):
+        return operation.seconds
+    return max(daly_interval(operation.tiers[-1].stall_seconds, mean), shortest_seconds)
+
+
+def closed_form(operation: Operation, model: FailureModel) -> tuple[float | None, str]:
+    """The goodput by formula and whose it is, or None and why it does not hold here."""
+    tier = operation.tiers[-1]
+    if len(operation.tiers) > 1 or model.stragglers_per_1000_node_days:
+        return None, "the formula knows one tier of checkpoints and no stragglers"
+    down = operation.detect_seconds + operation.restart_seconds + tier.load_seconds
+    lost = (down + tier.every_seconds / 2 + tier.lag_seconds) / mean_seconds_between(operation, model)
+    if lost > HOLDS:
+        return None, f"the formula holds where failures take a quarter of the time at most; here they take {lost:.0%}"
+    per_second = 1 / mean_seconds_between(operation, model)
+    found = expected_goodput(per_second, down + tier.lag_seconds, tier.every_seconds, tier.stall_seconds)
+    return found, "Kokolis et al., HPCA 2025; with spares for every failure"
+
+
+def enough_spares(nodes: int, model: FailureModel) -> int:
+    """Spares that 999 of 1000 moments need: the normal quantile of how many nodes are out at once."""
+    mean, spread = 0.0, 0.0
+    for part in model.components:
+        lost = (0, 1, model.rack_nodes)[part.scope]
+        out = part.per_1000_node_days * nodes / (1000 * DAY) * part.repair_seconds
+        mean, spread = mean + out * lost, spread + out * lost**2
+    return math.ceil(mean + 3.1 * math.sqrt(spread)) if mean else 0
+
+
+def work_per_node(outcome: Outcome) -> float:
+    """Goodput of the run for each node that it holds, spares included: what a payer compares."""
+    operation = outcome.operation
+    return outcome.goodput.mean * operation.nodes / (operation.nodes + operation.spares)

@@ -1,0 +1,146 @@
+"""How often what fails: public figures by name, a number, or the user's own TOML file."""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from allranks.errors import ConfigError
+from allranks.simulation import Component, FailureModel, Scope
+
+HOUR = 3600.0
+NODE_REPAIR, SWITCH_REPAIR = 24 * HOUR, 4 * HOUR
+"""Seconds until nodes are back. No public source gives them for these clusters: assumed, and said so in the notes."""
+
+_LLAMA3_NODE_DAYS = 16384 / 8 * 54
+_LLAMA3 = (
+    ("faulty GPU", 148, Scope.NODE),
+    ("GPU HBM3", 72, Scope.NODE),
+    ("software bug", 54, Scope.PROCESS),
+    ("network switch or cable", 35, Scope.RACK),
+    ("host maintenance", 32, Scope.NODE),
+    ("GPU SRAM", 19, Scope.NODE),
+    ("GPU system processor", 17, Scope.NODE),
+    ("NIC", 7, Scope.NODE),
+    ("NCCL watchdog timeout", 7, Scope.PROCESS),
+    ("silent data corruption", 6, Scope.NODE),
+    ("GPU thermal interface and sensor", 6, Scope.NODE),
+    ("SSD", 3, Scope.NODE),
+    ("power supply", 3, Scope.NODE),
+    ("server chassis", 2, Scope.NODE),
+    ("IO expansion board", 2, Scope.NODE),
+    ("dependency", 2, Scope.PROCESS),
+    ("CPU", 2, Scope.NODE),
+    ("system memory", 2, Scope.NODE),
+)
+"""(component, unexpected interruptions in 54 days on 2,048 nodes, what it takes): arXiv 2407.21783, table 5. The scopes
+are ours: what software ends leaves the nodes, and a switch takes the rack of two nodes that the paper describes."""
+
+
+def _repair(scope: Scope) -> float:
+    return {Scope.PROCESS: 0.0, Scope.NODE: NODE_REPAIR, Scope.RACK: SWITCH_REPAIR}[scope]
+
+
+def _of_nodes(name: str, rate: float, source: str) -> FailureModel:
+    return FailureModel(name, (Component("node", rate, Scope.NODE, NODE_REPAIR),), source=source)
+
+
+NAMED = {
+    "llama3": FailureModel(
+        "llama3",
+        tuple(
+            Component(name, 1000 * count / _LLAMA3_NODE_DAYS, scope, _repair(scope)) for name, count, scope in _LLAMA3
+        ),
+        source="arXiv 2407.21783, table 5: 419 unexpected interruptions of 2,048 nodes in 54 days",
+    ),
+    "rsc-1": _of_nodes("rsc-1", 6.5, "Kokolis et al., HPCA 2025 (arXiv 2410.21680): RSC-1, A100"),
+    "rsc-2": _of_nodes("rsc-2", 2.34, "Kokolis et al., HPCA 2025 (arXiv 2410.21680): RSC-2, A100"),
+}
+"""By the name that `--failures` takes."""
+
+ASSUMED = (
+    f"nodes are back after {NODE_REPAIR / HOUR:.0f} h on average and a rack's switch after {SWITCH_REPAIR / HOUR:.0f}"
+    " h, which is assumed, because the source does not say: give repair_hours in a file for --failures"
+)
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class _ComponentTable(_Table):
+    name: str
+    per_1000_node_days: float = Field(ge=0, le=100_000)
+    scope: Literal["process", "node", "rack"] = "node"
+    repair_hours: float = Field(default=NODE_REPAIR / HOUR, ge=0, le=24 * 365)
+
+
+class _StragglerTable(_Table):
+    per_1000_node_days: float = Field(ge=0, le=100_000)
+    slowdown: float = Field(default=0.1, gt=0, le=100)
+    hours: float = Field(default=1.0, gt=0, le=24 * 365)
+
+
+class _File(_Table):
+    rack_nodes: int = Field(default=2, ge=1)
+    source: str = ""
+    component: list[_ComponentTable] = Field(min_length=1)
+    stragglers: _StragglerTable | None = None
+
+
+def find_failures(text: str) -> tuple[FailureModel, tuple[str, ...]]:
+    """What `--failures` names, and what it leaves assumed.
+
+    Args:
+        text: a name of NAMED, incidents in 1000 node-days as a number, or a TOML file of `[[component]]` tables.
+
+    Raises:
+        ConfigError: none of them, or a file with an unknown key or an impossible figure.
+    """
+    if text in NAMED:
+        return NAMED[text], (ASSUMED,)
+    if text.endswith(".toml"):
+        return read_failures(Path(text)), ()
+    try:
+        rate = float(text)
+    except ValueError:
+        near = difflib.get_close_matches(text, NAMED, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"--failures {text}: not a name ({', '.join(NAMED)}), a number of failures in 1000 node-days,"
+            f" or a TOML file{hint}"
+        ) from None
+    if not 0 <= rate <= 100_000:
+        raise ConfigError(f"--failures {text}: failures in 1000 node-days are a number from 0 to 100000")
+    return _of_nodes(f"{rate:g} in 1000 node-days", rate, "as given"), (ASSUMED,)
+
+
+def read_failures(path: Path) -> FailureModel:
+    """A failure model from a file. Raises ConfigError with file, key and what is wrong."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"--failures {path}: no such file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--failures {path}: cannot be read as TOML: {error}") from None
+    try:
+        found = _File.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"--failures {path}: {place}: {first['msg']}") from None
+    slow = found.stragglers or _StragglerTable(per_1000_node_days=0)
+    return FailureModel(
+        path.stem,
+        tuple(
+            Component(one.name, one.per_1000_node_days, Scope[one.scope.upper()], one.repair_hours * HOUR)
+            for one in found.component
+        ),
+        rack_nodes=found.rack_nodes,
+        stragglers_per_1000_node_days=slow.per_1000_node_days,
+        straggler_slowdown=slow.slowdown,
+        straggler_seconds=slow.hours * HOUR,
+        source=found.source or str(path),
+    )

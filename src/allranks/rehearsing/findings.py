@@ -1,0 +1,84 @@
+"""What a rehearsal finds that would have failed on the cluster, or hung there, or wasted memory."""
+
+from collections.abc import Mapping, Sequence
+
+from allranks.parallel.spread import Spread
+from allranks.rehearsal import Finding, RankRehearsal
+
+LARGE_BYTES = 1 << 20
+"""What is smaller may lie whole on every rank."""
+
+
+def unsharded(spread: Spread) -> list[Finding]:
+    """Parameters that every rank of a cut layout holds whole."""
+    layout = spread.mesh.layout
+    found = []
+    for name, entry in spread.map.items():
+        tensor = spread.tensors[name]
+        if entry.kind != "parameter" or entry.alias_of is not None or tensor.is_meta:
+            continue
+        num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes < LARGE_BYTES or entry.sharded:
+            continue
+        if layout.fully_sharded and layout.dp_shard > 1:
+            what = f"{name} ({list(entry.shape)}) lies whole on each of dp_shard={layout.dp_shard} ranks"
+            found.append(
+                Finding("unsharded", what, "make it a parameter of a module that FSDP gathers (at least 1 dim)")
+            )
+        elif layout.tp > 1 and not layout.fully_sharded:
+            what = f"{name} ({list(entry.shape)}) lies whole on each of tp={layout.tp} ranks"
+            found.append(
+                Finding("unsharded", what, 'name its module in hints().tensor ("colwise", "rowwise", "vocab")')
+            )
+    return found
+
+
+def without_gradient(names: Sequence[str]) -> list[Finding]:
+    """Parameters that the step's loss does not reach."""
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    what = f"{names[0]}{more} get no gradient"
+    return [
+        Finding(
+            "no gradient", what, "leave them out of the model, freeze them, or name their modules in hints().optional"
+        )
+    ]
+
+
+def compare_ranks(ranks: Mapping[int, RankRehearsal]) -> list[Finding]:
+    """Ranks of one stage have to execute one sequence of collectives."""
+    found: list[Finding] = []
+    by_stage: dict[int, list[RankRehearsal]] = {}
+    for told in ranks.values():
+        by_stage.setdefault(told.stage, []).append(told)
+    for peers in by_stage.values():
+        first = peers[0]
+        for other in peers[1:]:
+            finding = _compare(first, other)
+            if finding is not None:
+                found.append(finding)
+    return found
+
+
+def _compare(one: RankRehearsal, other: RankRehearsal) -> Finding | None:
+    pairs = list(zip(one.sequence, other.sequence, strict=False))
+    place = next((i for i, (a, b) in enumerate(pairs) if _kind(a) != _kind(b)), None)
+    if place is None and len(one.sequence) == len(other.sequence):
+        return None
+    place = len(pairs) if place is None else place
+    mine, theirs = (_say(told.sequence[place] if place < len(told.sequence) else None) for told in (one, other))
+    what = (
+        f"ranks {one.rank} and {other.rank} part at collective {place + 1} of the step: one executes {mine}, the other "
+        f"{theirs}; the run would hang there"
+    )
+    advice = "let model, loss and data take the same way on every rank: nothing in them may depend on the rank"
+    return Finding("hang", what, advice, fails=True)
+
+
+def _kind(entry: tuple[str, str, int]) -> tuple[str, str]:
+    return entry[0], entry[1]
+
+
+def _say(entry: tuple[str, str, int] | None) -> str:
+    return "none" if entry is None else f"{entry[1]} over {entry[0]}"

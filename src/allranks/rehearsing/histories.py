@@ -1,0 +1,92 @@
+"""What goes wrong and when, drawn once for a simulated run: every Operation that is compared lives through the same."""
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allranks.simulation import DAY, FailureModel, Scope
+
+BINS = 8192
+"""Pieces of the time in which slow seconds are summed; within one they are spread evenly."""
+
+Array = NDArray[Any]
+
+
+@final
+@dataclass(frozen=True)
+class Histories:
+    """One row a run.
+
+    Attributes:
+        nodes: that may fail, spares included; a failure names one by `place`.
+        times: (runs, events) of failures in seconds, rising; the last of a row is infinite.
+        scopes, places, repairs: the same shape: Scope, a share of `nodes`, seconds until the nodes are back.
+        slow: (runs, BINS + 1), seconds so far in which at least one node was slow.
+        seconds: how long they are.
+    """
+
+    nodes: int
+    seconds: float
+    times: Array
+    scopes: Array
+    places: Array
+    repairs: Array
+    slow: Array
+
+    def slow_until(self, runs: Array, when: Array) -> Array:
+        """Seconds up to `when` of each of `runs` in which a node was slow."""
+        exact = np.clip(when / self.seconds, 0.0, 1.0) * BINS
+        place = np.minimum(exact.astype(np.int64), BINS - 1)
+        before, after = self.slow[runs, place], self.slow[runs, place + 1]
+        slow: Array = before + (exact - place) * (after - before)
+        return slow
+
+
+def draw_histories(model: FailureModel, nodes: int, seconds: float, num_runs: int, seed: int) -> Histories:
+    """Failures as independent Poisson processes, one a component, over `nodes` nodes; repairs exponential."""
+    random = np.random.default_rng(seed)
+    rate = model.per_1000_node_days * nodes / (1000 * DAY)
+    mean = rate * seconds
+    events = int(mean + 8 * mean**0.5) + 10
+    shape = (num_runs, events)
+    gaps = random.exponential(1.0, shape) / rate if rate > 0 else np.full(shape, np.inf)
+    times = np.cumsum(gaps, axis=1)
+    times[:, -1] = np.inf
+    rates = np.array([part.per_1000_node_days for part in model.components] or [1.0])
+    which = random.choice(len(rates), shape, p=rates / rates.sum()) if rate > 0 else np.zeros(shape, np.int64)
+    scopes = np.array([part.scope for part in model.components] or [Scope.PROCESS])
+    repair = np.array([part.repair_seconds for part in model.components] or [0.0])
+    return Histories(
+        nodes=nodes,
+        seconds=seconds,
+        times=times,
+        scopes=scopes[which],
+        places=random.random(shape),
+        repairs=random.exponential(1.0, shape) * repair[which],
+        slow=_draw_slow(model, nodes, seconds, num_runs, random),
+    )
+
+
+def _draw_slow(model: FailureModel, nodes: int, seconds: float, num_runs: int, random: np.random.Generator) -> Array:
+    """The cumulative seconds with a slow node: the union of the times in which one is, in bins."""
+    slow = np.zeros((num_runs, BINS + 1))
+    mean = model.stragglers_per_1000_node_days * nodes * seconds / (1000 * DAY)
+    edges = np.linspace(0.0, seconds, BINS + 1)
+    for run in range(num_runs if mean > 0 else 0):
+        starts = np.sort(random.uniform(0.0, seconds, random.poisson(mean)))
+        ends = np.maximum.accumulate(starts + random.exponential(model.straggler_seconds, len(starts)))
+        # An interval counts from where those before it have ended.
+        begins = np.maximum(starts, np.concatenate(([0.0], ends[:-1])))
+        slow[run] = _covered(edges, begins, np.maximum(ends, begins))
+    return slow
+
+
+def _covered(edges: Array, begins: Array, ends: Array) -> Array:
+    """Seconds of the disjoint, rising intervals that lie before each edge."""
+    lengths = np.concatenate(([0.0], np.cumsum(ends - begins)))
+    begun = np.searchsorted(begins, edges, side="right")
+    last = np.maximum(begun - 1, 0)
+    inside = np.minimum(edges, ends[last]) - begins[last] if len(begins) else np.zeros_like(edges)
+    return np.where(begun > 0, lengths[last] + inside, 0.0)

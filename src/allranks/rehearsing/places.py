@@ -1,0 +1,136 @@
+"""Whose code runs: the module that a forward is in, the one whose backward runs, and the line that asked."""
+
+import bisect
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+PACKAGE = str(Path(__file__).parents[1])
+TORCH = str(Path(torch.__file__).parent)
+ENGINE = tuple(
+    f"{PACKAGE}/{room}" for room in ("parallel/", "stepping/", "data/", "rehearsing/", "profiling/", "vocabulary.py")
+)
+RECORD = f"{PACKAGE}/parallel/step_record.py"
+"""Looks on, as the rehearsal does, and asks for nothing."""
+LOSS = "loss"
+"""The place of what runs in a forward outside of all modules: the Task's loss."""
+
+
+def starred(name: str) -> str:
+    """`layers.3.mlp` -> `layers.*.mlp`: equal parts have one name."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+@final
+class Places:
+    """Follows the forwards of some modules, and knows in a backward whose operation it undoes.
+
+    Args:
+        modules: the user's, by name.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._names = {
+            id(member): name for which, module in modules.items() for name, member in module.named_modules(prefix=which)
+        }
+        self._roots = {id(module): which for which, module in modules.items()}
+        self._stack: list[str] = []
+        self._starts: list[int] = []
+        self._owners: list[str] = []
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Inside, forwards are followed."""
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    @property
+    def running(self) -> str:
+        """The module that runs, or whose backward does; `LOSS` outside of all."""
+        if torch._C._current_graph_task_id() == -1:
+            return self._stack[-1] if self._stack else LOSS
+        node: Any = torch._C._current_autograd_node()
+        if node is None or not self._starts:
+            return ""
+        place = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._owners[place] if place >= 0 else ""
+
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        if id(module) in self._roots:
+            self._stack.clear()  # a pipeline leaves forwards in their middle
+        self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
+        self._note()
+
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+        self._note()
+
+    def _note(self) -> None:
+        """From this number on the nodes of the graph belong to the module that runs now."""
+        number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        owner = self._stack[-1] if self._stack else LOSS
+        if self._starts and number < self._starts[-1]:
+            self._starts.clear()
+            self._owners.clear()
+        if self._starts and self._starts[-1] == number:
+            self._owners[-1] = owner
+        else:
+            self._starts.append(number)
+            self._owners.append(owner)
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def line_that_asked() -> str:
+    """The user's line that led here, else ours: `task.py:12 forward`."""
+    ours = ""
+    for frame in _frames():
+        code = frame.f_code
+        if code.co_filename.startswith((TORCH, "<", RECORD, f"{PACKAGE}/rehearsing/")):
+            continue
+        if not code.co_filename.startswith(PACKAGE) or code.co_filename.startswith(f"{PACKAGE}/models/"):
+            if not _is_outer(code):
+                return f"{_short(code.co_filename)}:{frame.f_lineno} {code.co_name}"
+            break
+        if not ours:
+            ours = f"{_short(code.co_filename)}:{frame.f_lineno} {code.co_name}"
+        if code.co_filename.startswith(f"{PACKAGE}/stepping/"):
+            break  # what called the step is nobody's cause
+    return ours
+
+
+def asked_by_engine() -> bool:
+    """Whether the innermost line outside of torch is ours, and not the user's."""
+    for frame in _frames():
+        name = frame.f_code.co_filename
+        if name.startswith((TORCH, "<", RECORD, f"{PACKAGE}/rehearsing/w")):
+            continue
+        return name.startswith(ENGINE) and not name.endswith("/rehearsing/named.py")
+    return False
+
+
+def _is_outer(code: CodeType) -> bool:
+    return code.co_name in ("<module>", "main")
+
+
+def _short(path: str) -> str:
+    return path.removeprefix(str(Path(PACKAGE).parent) + "/") if path.startswith(PACKAGE) else Path(path).name

@@ -1,0 +1,180 @@
+"""One rank's step: the Task's model, spread as training spreads it, and the very Step that training runs."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from allranks.config import Config
+from allranks.data.loader import Loader
+from allranks.data.micro_step import StepBatch
+from allranks.data.stream import declared_order
+from allranks.errors import DataError
+from allranks.layout import Layout
+from allranks.observing.counters import Stopwatch
+from allranks.parallel.backend import DeviceChoice
+from allranks.parallel.batchnorm import has_batch_statistics
+from allranks.parallel.mesh import build_mesh
+from allranks.parallel.replica_twin import ReplicaTwin
+from allranks.parallel.spread import Spread
+from allranks.process_environment import ProcessEnvironment
+from allranks.profiling.fakes import build_fake, make_fake
+from allranks.rehearsing.ledger import Ledger
+from allranks.rehearsing.replay import GIVEN
+from allranks.stepping.ema import Ema
+from allranks.stepping.optimizer import Optimizers, build_optimizers
+from allranks.stepping.outer import make_outer
+from allranks.stepping.passes import Forward, Passes, Scale, StepSums
+from allranks.stepping.session import draws, make_agreement, make_passes, make_schedule, open_stream, spread_task
+from allranks.stepping.step import Step
+from allranks.stepping.world import Processes
+from allranks.task import Task, has_step, resolve_inputs, resolve_targets
+from allranks.verdict import Decision
+
+
+@final
+@dataclass
+class RankStep:
+    """What a rank needs for its steps.
+
+    Attributes:
+        batch: of the first step, on tensors without memory.
+        ledger: where memory is written down.
+    """
+
+    spread: Spread
+    step: Step
+    optimizers: Optimizers
+    processes: Processes
+    batch: StepBatch
+    passes: "WatchedPasses"
+    decisions: tuple[Decision, ...]
+
+    def run(self) -> None:
+        """One optimizer step; the agreement before it is made, too, where there is none."""
+        before = self.step.agree_first(self.batch)
+        self.step.run(self.batch, before, lambda: self.batch)
+
+
+@final
+class WatchedPasses(Passes):
+    """The passes of training, with a note where they end.
+
+    Attributes:
+        absent: ids of parameters whose blocks are left out: they get a gradient afterwards.
+        unreached: names of those that no loss of the last step has reached, though their blocks ran.
+    """
+
+    def __init__(self, passes: Passes, spread: Spread, ledger: Ledger) -> None:
+        self._passes, self._spread, self._ledger = passes, spread, ledger
+        self.absent: set[int] = set()
+        self.recording = False
+        self.reset: Callable[[], None] = lambda: None
+        self.unreached: list[str] = []
+
+    def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
+        self.reset()
+        for sums in self._passes.run(batch, scale):
+            self._mark()
+            self._note(GIVEN)
+            self._give()
+            self._mark()
+            self._note("update")
+            yield sums
+
+    def _note(self, phase: str) -> None:
+        if self.recording:
+            self._ledger.begin(phase)
+
+    def _give(self) -> None:
+        twins = [module for module in self._spread.modules.values() if isinstance(module, ReplicaTwin)]
+        self.unreached = []
+        for name, parameter in self._spread.trainable().items():
+            if parameter.grad is not None:
+                continue
+            if id(parameter) not in self.absent:
+                self.unreached.append(name)
+            elif not any(twin.lend(parameter) for twin in twins):
+                parameter.grad = torch.empty_like(parameter)
+
+    def _mark(self) -> None:
+        for name, parameter in self._spread.trainable().items():
+            if parameter.grad is not None:
+                self._ledger.mark(local(parameter.grad), "gradients", name.rpartition(".")[0])
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that lies here."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def processes_of(rank: int, layout: Layout, backend: str, per_node: int) -> Processes:
+    """Process `rank` among the others, in the fake world that runs."""
+    size = layout.world_size
+    environment = ProcessEnvironment(
+        "none",
+        rank=rank,
+        local_rank=rank % per_node,
+        world_size=size,
+        local_world_size=min(per_node, size),
+        node_rank=rank // per_node,
+        num_nodes=-(-size // per_node),
+    )
+    choice = DeviceChoice(torch.device("cpu"), backend, None, ())
+    agreement = None if size == 1 else dist.new_group()
+    return Processes(environment, choice, build_mesh(layout, "cpu"), agreement, None)
+
+
+def assemble_rank(task: Task, config: Config, processes: Processes, ledger: Ledger, mode: Any) -> RankStep:
+    """As `stepping.session.assemble`, without what looks at values before the first step."""
+    dataset = task.dataset("train")
+    declared_order(dataset)
+    built, decisions = build_fake(task.model, mode)
+    with mode:
+        spread = spread_task(task, config, processes, lambda: built)
+        optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
+        fixed = task.coupled or has_batch_statistics(spread.modules)
+    stream = open_stream(dataset, config, processes, fixed=fixed)
+    batch, forward = _first_batch(task, spread, stream, mode, has_step(task))
+    with mode:
+        outer = make_outer(spread, has_step=has_step(task), order=declared_order(dataset))
+        ema = None if config.train.ema is None else Ema(spread, config.train.ema)
+        passes = WatchedPasses(make_passes(task, forward, optimizers, processes), spread, ledger)
+        step = Step(
+            spread,
+            passes,
+            optimizers,
+            make_schedule(config, stream),
+            make_agreement(processes),
+            max_norm=config.train.max_norm,
+            stop_requested=lambda: (False, False),
+            stopwatch=Stopwatch(),
+            outer=outer,
+            ema=ema,
+        )
+    for _, average in [] if ema is None else ema.parts():
+        ledger.mark(local(average), "other", "the average of the parameters")
+    return RankStep(spread, step, optimizers, processes, batch, passes, decisions + spread.decisions)
+
+
+def _first_batch(task: Task, spread: Spread, stream: Any, mode: Any, own_step: bool) -> tuple[StepBatch, Forward]:
+    """The first step's batches, loaded as training loads them, and what forward gets of them."""
+    loader = Loader(stream, collate=task.collate, draws=draws(stream.dataset))
+    real: StepBatch | None = next(loader, None)
+    loader.close()
+    if real is None:
+        raise DataError(f"{type(task).__name__}.dataset('train') gives no batch to rehearse a step with")
+    sample = real.micro_steps[0].batch
+    micro_steps = tuple(replace(one, batch=make_fake(mode, one.batch)) for one in real.micro_steps)
+    if own_step:
+        forward = Forward(task, spread, lambda batch: (batch,))
+        return replace(real, micro_steps=micro_steps), forward
+    inputs, targets = resolve_inputs(task, spread.bare(), sample), resolve_targets(task, sample)
+    counted = [targets.call(one.batch) if one.weight else 0 for one in real.micro_steps]
+    micro_steps = tuple(replace(one, targets=n) for one, n in zip(micro_steps, counted, strict=True))
+    if spread.context is not None:
+        spread.context.meet(sample, inputs.call(sample), task.hints().sequence_dims)
+    return replace(real, micro_steps=micro_steps), Forward(task, spread, inputs.call)

@@ -1,0 +1,51 @@
+"""What a dry run cannot say, and says so in one line instead of a guess."""
+
+from allranks.errors import LayoutError, TaskError
+from allranks.layout import Layout
+from allranks.profiling.fakes import needs_values, what_failed
+
+
+class Unrehearsable(TaskError):
+    """The step needs values, or operators without a kernel for shapes: nothing is known of it."""
+
+
+def explain(name: str, error: Exception, module: str, layout: Layout) -> TaskError:
+    """The error for what a rehearsed step raised: a fault that training would meet, or a question of values."""
+    what = what_failed(error, module)
+    if needs_values(error):
+        return Unrehearsable(
+            f"{name} cannot be rehearsed: {what}; choose by torch.where instead of a branch there, or leave the check "
+            "out of the model while it trains"
+        )
+    return TaskError(f"a step of {name} under {layout} would fail: {what}; {_advise(layout)}")
+
+
+def _advise(layout: Layout) -> str:
+    if layout.tp > 1:
+        return f"with tp={layout.tp} each rank has a part of the channels: take a tp that divides the number of heads"
+    if layout.cuts_model:
+        return "see whether it runs with --layout single, which has the whole model"
+    return "mend that line: it fails on one process, too"
+
+
+def refuse(layout: Layout, precision: str = "float32") -> None:
+    """LayoutError for what has no rehearsal."""
+    cut = max(layout.dp_shard, layout.tp, layout.cp, layout.pp) > 1
+    reasons = {
+        "placement": (layout.kind == "placement", "devices of one process"),
+        "data_parallel": (layout.kind == "data_parallel", "devices of one process"),
+        f"offload={layout.offload}": (layout.offload != "none", "a host's memory beside a device's"),
+        f"ddp_hook={layout.ddp_hook}": (layout.ddp_hook != "none", "hooks of DDP's reducer"),
+        "recompute=budget": (layout.recompute == "budget", "choices of torch.compile"),
+        "recompute=selective where ranks hold parts": (
+            layout.recompute == "selective" and cut,
+            "end of a recomputed block that agrees with a real one",
+        ),
+        f"local_sgd={layout.local_sgd}": (layout.local_sgd is not None, "step that is like all others"),
+        f"train.precision={precision}": (precision in ("float16", "float8"), "values that say whether a step counts"),
+    }
+    for what, (asked, because) in reasons.items():
+        if asked:
+            raise LayoutError(
+                f"{what} is not rehearsed: tensors without memory have no {because}; `allranks plan` estimates it"
+            )

@@ -1,0 +1,137 @@
+"""From the stretches of a traced step to its whole: memory over time, the peak and who holds it, messages, FLOPs."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from allranks.rehearsal import CATEGORIES, Collective, Holding, Work
+from allranks.rehearsing.ledger import Stored, Stretch
+from allranks.rehearsing.places import starred
+from allranks.rehearsing.watch import Message
+
+GIVEN = "gradients that are given"
+"""The stretch in which blocks that were left out get their gradients: on paper they had them from their backwards."""
+Key = tuple[str, str]
+
+
+@final
+@dataclass(frozen=True)
+class Repeats:
+    """What stands for more than itself.
+
+    Attributes:
+        blocks: (phase, name of a block) -> how many it stands for.
+        micro_step: the number of the micro-step that stands for `micro_times`.
+    """
+
+    blocks: Mapping[tuple[str, str], int]
+    micro_step: int = 1
+    micro_times: int = 1
+
+    def in_depth(self, stretch: Stretch) -> int:
+        """How often the stretch follows itself."""
+        return self.blocks.get((stretch.phase, stretch.block), 1)
+
+    def in_number(self, stretch: Stretch) -> int:
+        """How often what travels and is computed in it counts."""
+        return self.in_depth(stretch) * self.again(stretch)
+
+    def again(self, stretch: Stretch) -> int:
+        """How many micro-steps it stands for."""
+        counts = stretch.phase in ("forward", "backward") and stretch.micro_step == self.micro_step
+        return self.micro_times if counts else 1
+
+
+@final
+@dataclass(frozen=True)
+class Peak:
+    """The fullest moment.
+
+    Attributes:
+        num_bytes: in use; resting: between steps; by_category, holdings: of what and whose; at: when.
+        levels: of each stretch (bytes at its end, the most in it).
+    """
+
+    num_bytes: int
+    resting: int
+    by_category: dict[str, int]
+    holdings: tuple[Holding, ...]
+    at: str
+    levels: list[tuple[int, int]]
+
+
+def find_peak(resting: Sequence[tuple[Stored, int]], stretches: Sequence[Stretch], repeats: Repeats) -> Peak:
+    """Follow the memory through the step."""
+    live: Counter[Key] = Counter()
+    for stored, num_bytes in resting:
+        live[_key(stored)] += num_bytes
+    start = total = highest = sum(live.values())
+    at, held, levels = "between steps", dict(live), list[tuple[int, int]]()
+    for stretch in stretches:
+        most = total
+        keyed = [(_key(stored), num_bytes) for stored, num_bytes in stretch.changes]
+        for _ in range(repeats.in_depth(stretch) if stretch.phase != GIVEN else 0):
+            for key, num_bytes in keyed:
+                live[key] += num_bytes
+                total += num_bytes
+                if total > most:
+                    most = total
+                    if total > highest:
+                        highest, at, held = total, describe(stretch), dict(live)
+        levels.append((total, most))
+    by_category: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+    for (category, _), num_bytes in held.items():
+        by_category[category] += num_bytes
+    rows = sorted(held.items(), key=lambda item: -item[1])
+    holdings = tuple(Holding(module, category, num) for (category, module), num in rows if num > 0)
+    return Peak(highest, start, {k: v for k, v in by_category.items() if v}, holdings, at, levels)
+
+
+def describe(stretch: Stretch) -> str:
+    """`backward of layers.3`, `update`."""
+    if stretch.phase not in ("forward", "backward"):
+        return stretch.phase
+    return f"{stretch.phase} of {stretch.block or 'the model'}"
+
+
+def add_messages(stretches: Sequence[Stretch], repeats: Repeats) -> tuple[Collective, ...]:
+    """Messages of a kind together."""
+    count: Counter[tuple[str, str, int, str]] = Counter()
+    sizes: Counter[tuple[str, str, int, str]] = Counter()
+    for message, times in _messages(stretches, repeats):
+        key = (message.axis, message.op, message.ranks, message.line)
+        count[key] += times
+        sizes[key] += message.num_bytes * times
+    return tuple(
+        Collective(axis, op, sizes[key], n, ranks, line) for key, n in count.items() for axis, op, ranks, line in [key]
+    )
+
+
+def _messages(stretches: Sequence[Stretch], repeats: Repeats) -> Iterator[tuple[Message, int]]:
+    for stretch in stretches:
+        for message in stretch.messages:
+            yield message, 1 if message.once else repeats.in_number(stretch)
+
+
+def list_works(stretches: Sequence[Stretch], repeats: Repeats) -> tuple[Work, ...]:
+    """The stretches in which something is computed or travels."""
+    found = []
+    for stretch in stretches:
+        messages = tuple((m.axis, m.op, m.num_bytes) for m in stretch.messages if not m.once)
+        times = repeats.in_number(stretch)
+        if stretch.flops or messages:
+            found.append(Work(stretch.phase, stretch.block, stretch.flops, messages, times))
+        buckets = tuple((m.axis, m.op, m.num_bytes) for m in stretch.messages if m.once)
+        if buckets:
+            found.append(Work(stretch.phase, stretch.block, 0.0, buckets))
+    return tuple(found)
+
+
+def add_flops(stretches: Sequence[Stretch], repeats: Repeats) -> float:
+    """Of the whole step."""
+    return sum(stretch.flops * repeats.in_number(stretch) for stretch in stretches)
+
+
+def _key(stored: Stored) -> Key:
+    return stored.category or "activations", starred(stored.module)

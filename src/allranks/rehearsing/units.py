@@ -1,0 +1,46 @@
+"""What FSDP2 does for a unit, told to the ledger: what it gathers, what it sends, and whose gradients it reduces."""
+
+from collections.abc import Callable
+from typing import Any
+
+from allranks.parallel.spread import Spread
+from allranks.parallel.step_record import find_units
+from allranks.rehearsal import Category
+from allranks.rehearsing.ledger import Ledger
+
+_OF_METHOD: dict[str, Category] = {
+    "unshard": "communication",  # the message that gathers
+    "wait_for_unshard": "gathered",  # what it is taken apart into
+    "post_backward": "communication",
+}
+
+
+def watch_units(spread: Spread, ledger: Ledger) -> None:
+    """From now on the ledger knows what each unit's own memory is for; the units live as long as the rehearsal."""
+    for which in spread.modules:
+        for group, unit, _ in find_units(spread.bare(which), which):
+            for name, category in _OF_METHOD.items():
+                setattr(group, name, _inside(getattr(group, name), ledger, category, unit, group))
+
+
+def _inside(
+    method: Callable[..., Any], ledger: Ledger, category: Category, unit: str, group: Any
+) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if method.__name__ == "post_backward":
+            _mark_gradients(group, ledger, unit)
+        outer, ledger.place = ledger.place, (category, unit)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            ledger.place = outer
+
+    return call
+
+
+def _mark_gradients(group: Any, ledger: Ledger, unit: str) -> None:
+    for parameter in group.fsdp_params:
+        whole = getattr(parameter, "_unsharded_param", None)
+        for gradient in (None if whole is None else whole.grad, parameter.unsharded_accumulated_grad):
+            if gradient is not None:
+                ledger.mark(gradient, "gradients", unit)

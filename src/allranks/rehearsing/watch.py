@@ -1,0 +1,150 @@
+"""Sees every operation of a rehearsed step below autograd: its memory, its messages, its FLOPs, and what it reads.
+
+What the engine itself reads of tensors (a norm, an agreement) is answered with 1, which changes no control flow of a
+step; what the user's code reads has no answer, and ends the rehearsal with the line.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from allranks.losses import ChunkedHead
+from allranks.parallel.spread import Spread
+from allranks.parallel.step_record import collective_name, received_bytes
+from allranks.profiling.fakes import run_kernel
+from allranks.profiling.kernels import count_flops
+from allranks.rehearsing.groups import GroupNames
+from allranks.rehearsing.ledger import Ledger
+from allranks.rehearsing.places import LOSS, Places, asked_by_engine, line_that_asked, starred
+
+_ONE_TYPE = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution"}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One collective as it was dispatched.
+
+    Attributes:
+        axis, op, line: as in `Collective`; num_bytes: of this one; ranks: of the group.
+        once: whether it is one message also where the block it came in stands for several (a bucket of DDP).
+    """
+
+    axis: str
+    op: str
+    num_bytes: int
+    ranks: int
+    line: str
+    once: bool = False
+
+
+@final
+class Watch(TorchDispatchMode):
+    """Looks on inside, where `mode` makes the tensors.
+
+    Args:
+        ignored: groups whose collectives are no part of the model's step (the agreement's).
+    """
+
+    def __init__(
+        self,
+        spread: Spread,
+        mode: FakeTensorMode,
+        ledger: Ledger,
+        ignored: Sequence[dist.ProcessGroup | None] = (),
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+        self._ledger = ledger
+        self._names = GroupNames(spread.mesh)
+        self._ignored = {group.group_name for group in ignored if group is not None}
+        modules = {which: spread.bare(which) for which in spread.modules}
+        self.places = Places(modules)
+        self._chunked = {
+            name
+            for which, module in modules.items()
+            for name, member in module.named_modules(prefix=which)
+            if isinstance(member, ChunkedHead)
+        }
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look on, follow forwards, and see storages that are resized."""
+        with ExitStack() as stack:
+            stack.enter_context(self.places.following())
+            stack.enter_context(self._ledger.watching_sizes())
+            stack.enter_context(self)
+            yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if active_fake_mode() is not self._mode:
+            return func(*args, **kwargs)
+        name = func._schema.name if hasattr(func, "_schema") else str(func)
+        if name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor) and asked_by_engine():
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        if name.startswith(("c10d::", "_c10d_functional::")):
+            self._tell(name, args)
+        _check_types(name, args)
+        found = run_kernel(func, tuple(args), kwargs)
+        self._note(name, func, args, kwargs, found)
+        return found
+
+    def _note(self, name: str, func: Any, args: Any, kwargs: Any, found: Any) -> None:
+        ledger = self._ledger
+        outputs = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, FakeTensor) and not leaf.is_meta]
+        if outputs:
+            module = self.places.running
+            ledger.module = module
+            for tensor in outputs:
+                stored = ledger.find(tensor)
+                if stored.category is None and (module == LOSS or module in self._chunked):
+                    stored.category = "logits"
+        now = ledger.now
+        if now is not None:
+            now.flops += count_flops(func, args, kwargs, found)
+
+    def _tell(self, name: str, args: Sequence[Any]) -> None:
+        now = self._ledger.now
+        boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+        if now is None or boxed is None or name == "c10d::barrier":
+            return
+        group = dist.ProcessGroup.unbox(boxed)
+        if group.group_name in self._ignored:
+            return
+        short = name.removeprefix("c10d::")
+        num_bytes = sent_bytes(args) if short == "send" else received_bytes(short, group, args)
+        line = line_that_asked()
+        once = "parallel/replica_twin.py" in line
+        module = self.places.running
+        if torch._C._current_graph_task_id() != -1:
+            line = f"backward of {starred(module) or 'the model'}" + (f", {line}" if line else "")
+        message = Message(self._names.axis(group), collective_name(short), num_bytes, group.size(), line, once)
+        now.messages.append(message)
+
+
+def _check_types(name: str, args: Sequence[Any]) -> None:
+    """Kernels for shapes take operands of several types; a processor's and a GPU's do not."""
+    if name in _ONE_TYPE:
+        kinds = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
+        if len(kinds) > 1:
+            said = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+            raise RuntimeError(f"{name.removeprefix('aten::')} expects operands of one dtype, and gets {said}")
+
+
+def sent_bytes(args: Sequence[Any]) -> int:
+    """Of a send."""
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(args[0]) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,90 @@
+"""A whole dry run: the ranks that were asked for, what they have in common, and whether they fit."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from allranks.cluster import Cluster
+from allranks.config import Config
+from allranks.layout import Layout
+from allranks.rehearsal import RankRehearsal, Rehearsal
+from allranks.rehearsing.crossings import Crossings
+from allranks.rehearsing.dryrun import World, rehearse_rank
+from allranks.rehearsing.findings import compare_ranks
+from allranks.task import Task
+
+CONTEXT_BYTES = 2.0e9
+"""Of the driver, the libraries and their communicators on a GPU: what the planner counts (planning/setting.py)."""
+SLACK = 0.12
+"""Of what comes and goes in a step: by how much the allocator's blocks exceed it, as in the planner."""
+USABLE = 0.985
+COMING_AND_GOING = ("activations", "logits", "gathered", "communication")
+UNREHEARSED = (
+    "kernels of CUDA: operators were checked as a processor's",
+    "NCCL: its limits, its buffers and its time-outs",
+    "values: overflow, NaN, what the model learns",
+    "speed: `allranks plan` estimates it",
+)
+
+
+@final
+@dataclass(frozen=True)
+class Question:
+    """What is to be rehearsed.
+
+    Attributes:
+        model: its name, for people.
+        full: whether every block is traced.
+    """
+
+    model: str
+    task: Task
+    config: Config
+    cluster: Cluster
+    layout: Layout
+    ranks: tuple[int, ...]
+    full: bool = False
+
+
+def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None) -> Rehearsal:
+    """One step of each rank.
+
+    Raises:
+        AllranksError: the step would be refused, or fail, or cannot be rehearsed; the line is named.
+    """
+    cluster, layout = question.cluster, question.layout
+    on_cuda = cluster.device.name != "cpu"
+    world = World(layout, max(1, layout.world_size // cluster.nodes), on_cuda)
+    ranks: dict[int, RankRehearsal] = {}
+    crossings = Crossings()
+    for rank in question.ranks:
+        tell(f"rank {rank} of {layout.world_size}")
+        ranks[rank] = rehearse_rank(
+            question.task, question.config, world, rank, full=question.full, crossings=crossings
+        )
+    fullest = max(ranks.values(), key=lambda told: told.peak_bytes)
+    loose = sum(fullest.by_category.get(name, 0) for name in COMING_AND_GOING)
+    capacity = USABLE * cluster.device.memory_bytes if on_cuda else cluster.device.memory_bytes
+    return Rehearsal(
+        model=question.model,
+        cluster=cluster.name,
+        layout=str(layout),
+        world_size=layout.world_size,
+        ranks=ranks,
+        capacity_bytes=capacity,
+        margin_bytes=CONTEXT_BYTES + SLACK * loose if on_cuda else 0.0,
+        findings=tuple(compare_ranks(ranks)),
+        decisions=tuple(_describe(question, ranks)),
+        unrehearsed=UNREHEARSED if on_cuda else UNREHEARSED[2:],
+    )
+
+
+def _describe(question: Question, ranks: dict[int, RankRehearsal]) -> Sequence[str]:
+    told = next(iter(ranks.values()))
+    found = []
+    if told.traced < told.blocks:
+        because = "blocks of one kind do the same; --full-trace traces all"
+        found.append(f"{told.traced} of {told.blocks} blocks were traced, because {because}")
+    if question.layout.compile != "none":
+        found.append("blocks run uncompiled, because compiled code cannot be traced: what it saves is not counted")
+    return found

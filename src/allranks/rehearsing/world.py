@@ -1,0 +1,169 @@
+"""A world of any size in one process: a process group whose messages go nowhere, and what has to step aside for it.
+
+Three kinds of code cannot run on tensors without values, and are answered here, each by name:
+
+    torch's DeviceMesh and our Mesh.peers    index the tensor of all ranks: they run outside of fakes
+    what waits for other ranks' answers      pipeline warm-up votes, headers, gloo's lines, counts of routed tokens
+    DTensor's propagation of placements      gets a mode of its own, so that its whole shapes are not counted as ours
+
+Everything else of a step runs as it is (law 10).
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor._sharding_prop as sharding_prop
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from allranks.errors import ConfigError
+from allranks.parallel import expert, gather, gloo_ops, identity, stages
+from allranks.parallel.mesh import Mesh
+from allranks.parallel.pipeline import Pipeline
+from allranks.parallel.stage_schedule import View
+from allranks.parallel.stage_transport import Sent, Signature, Transport
+from allranks.rehearsing.crossings import Crossings, check_entry
+from allranks.stepping import scheduled
+
+_ON_REAL_TENSORS = {"get_local_rank", "_flatten", "__getitem__", "size", "_get_slice_mesh_layout"}
+_OURS_ON_REAL_TENSORS = (
+    (Mesh, "peers"),
+    (Mesh, "coordinate"),
+    (stages, "_group_over"),
+    (identity, "compute_local_shape_and_global_offset"),
+)
+
+
+@contextmanager
+def fake_world(rank: int, size: int, backend: str, crossings: Crossings | None = None) -> Iterator[None]:
+    """Inside, this process is `rank` of `size`, and every collective returns at once.
+
+    Args:
+        backend: "gloo" or "nccl", which the code is told that it runs on.
+        crossings: what the stages of a pipeline are sent; None: nobody knows yet.
+
+    Raises:
+        ConfigError: a process group runs here already.
+    """
+    if dist.is_initialized():
+        raise ConfigError("a dry run makes a world of its own: call it where torch.distributed is not initialised")
+    with _stepping_aside(backend, crossings or Crossings()), _forgetting_placements():
+        if size == 1:
+            yield
+            return
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _forgetting_placements() -> Iterator[None]:
+    """DTensor keeps placements with their mesh, and takes an equal mesh of a world that is gone for this one's."""
+    _clear_sharding_prop_cache()
+    try:
+        yield
+    finally:
+        _clear_sharding_prop_cache()
+
+
+@contextmanager
+def _stepping_aside(backend: str, crossings: Crossings) -> Iterator[None]:
+    with ExitStack() as stack:
+
+        def put(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(_replaced(owner, name, value))
+
+        def hear(transport: Transport, stage: int, signature: Signature) -> tuple[Sent, ...]:
+            return crossings.hear(transport, stage, signature)
+
+        put(dist, "get_backend", lambda group=None: backend)
+        put(DeviceMesh, "_concatenate", staticmethod(_on_real(DeviceMesh.__dict__["_concatenate"].__func__)))
+        put(DeviceMesh, "mesh", property(_on_real(DeviceMesh.__dict__["mesh"].fget)))
+        for name in vars(DeviceMesh).keys() & _ON_REAL_TENSORS:
+            put(DeviceMesh, name, _on_real(vars(DeviceMesh)[name]))
+        for owner, name in _OURS_ON_REAL_TENSORS:
+            put(owner, name, _on_real(getattr(owner, name)))
+        put(sharding_prop, "detect_fake_mode", lambda *args, **kwargs: None)
+        put(gloo_ops, "_open_lines", lambda module, group: {})
+        put(expert, "count_rows", _even_rows)
+        put(View, "which", _Turns())
+        put(scheduled, "agree_on", _agree_with_oneself)
+        put(gather, "_counts", _as_many_rows)
+        put(Transport, "hear", hear)
+        put(Pipeline, "_enter", _checked(Pipeline._enter))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _on_real(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _checked(enter: Callable[..., Any]) -> Callable[..., Any]:
+    def run(pipeline: Pipeline, stage: int, args: Any, kwargs: Any) -> Any:
+        check_entry(pipeline, stage, args, kwargs, pipeline._received)
+        return enter(pipeline, stage, args, kwargs)
+
+    return run
+
+
+def _even_rows(tokens: torch.Tensor, mine: torch.Tensor, theirs: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Every expert gets as many tokens as every other one."""
+    ranks = len(mine)
+    whole, left = divmod(len(tokens), ranks)
+    sent = [whole + (place < left) for place in range(ranks)]
+    return sent, list(sent)
+
+
+def _as_many_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> list[int]:
+    """Every rank brings as many rows as this one."""
+    mine = torch.tensor([len(rows), 0], dtype=torch.int64, device=rows.device)
+    dist.all_gather([torch.empty_like(mine) for _ in range(dist.get_world_size(group))], mine, group=group)
+    return [len(rows)] * dist.get_world_size(group)
+
+
+def _agree_with_oneself(flags: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
+    """All ranks have what this one has: the message is sent, and nobody's answer is read."""
+    dist.all_reduce(torch.tensor([float(flag) for flag in flags], device=device), dist.ReduceOp.MIN, group)
+    return list(flags)
+
+
+class _Turns:
+    """The micro-steps of a stage come in their order in every step: a number without a value is known by its turn."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[object, int]] = {}
+
+    def __get__(self, view: View | None, owner: type | None = None) -> Callable[[torch.Tensor], int]:
+        assert view is not None
+
+        def which(number: torch.Tensor) -> int:
+            step, turn = self._seen.get(id(view), (None, 0))
+            turn = turn if step is view.compute else 0  # each step computes by a function of its own
+            self._seen[id(view)] = (view.compute, turn + 1)
+            return turn
+
+        return which

@@ -1,0 +1,34 @@
+"""Which ranks of a world are rehearsed: one of each kind, some, or all."""
+
+from allranks.errors import ConfigError
+from allranks.layout import Layout
+
+KINDS, ALL = "kinds", "all"
+
+
+def choose_ranks(text: str, layout: Layout) -> tuple[int, ...]:
+    """The ranks that `--ranks` names.
+
+    Args:
+        text: "kinds" (the first rank of the first, a middle and the last stage, and the last rank of the first stage,
+            whose collectives have to be the first one's), "all", or numbers with commas.
+
+    Raises:
+        ConfigError: no number, or a rank outside of the world.
+    """
+    size = layout.world_size
+    if text == ALL:
+        return tuple(range(size))
+    if text == KINDS:
+        each = size // layout.pp  # pp is the outermost axis
+        stages = {0, layout.pp // 2, layout.pp - 1}
+        return tuple(sorted({stage * each for stage in stages} | {each - 1}))
+    found = []
+    for word in text.split(","):
+        if not word.strip().isdecimal():
+            raise ConfigError(f"--ranks {text}: {word.strip()!r} is no rank; write kinds, all, or numbers as in 0,20")
+        rank = int(word)
+        if rank >= size:
+            raise ConfigError(f"--ranks {text}: the world has {size} processes, whose ranks are 0 to {size - 1}")
+        found.append(rank)
+    return tuple(dict.fromkeys(found))

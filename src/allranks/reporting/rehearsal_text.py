@@ -1,0 +1,164 @@
+"""A Rehearsal as text, for a terminal of 100 columns: the verdict first, then memory, messages and findings."""
+
+import io
+from collections.abc import Iterable, Sequence
+
+from rich.bar import Bar
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.terminal_theme import SVG_EXPORT_THEME
+from rich.text import Text
+
+from allranks.rehearsal import Collective, Moment, RankRehearsal, Rehearsal
+from allranks.units import format_bytes, format_count
+
+WIDTH = 100
+BAR_CELLS = 24
+SHOWN = 12
+
+
+def render_rehearsal(told: Rehearsal, *, width: int = WIDTH) -> str:
+    """The whole of it, at most `width` columns wide."""
+    fullest = max(told.ranks.values(), key=lambda rank: rank.peak_bytes)
+    parts: list[RenderableType] = [
+        Text(f"{told.model} under {told.layout} on {told.cluster}: {told.world_size} processes, one step rehearsed"),
+        Text(render_verdict(told)),
+        Text(),
+        _ranks(told),
+        Text(),
+        Text(f"What fills rank {fullest.rank} at its peak ({fullest.at})"),
+        _categories(fullest),
+        Text(),
+        Text("Which modules hold it"),
+        _holdings(fullest),
+        Text(),
+        Text(f"What rank {fullest.rank} sends and receives in a step"),
+        _collectives(fullest.collectives),
+    ]
+    for title, body in (
+        ("Found", _findings(told)),
+        ("What would help (each rehearsed)", _remedies(told)),
+        ("Decided for you", _lines(told.decisions)),
+        ("Not rehearsed", _lines(told.unrehearsed)),
+    ):
+        if body is not None:
+            parts += [Text(), Text(title), body]
+    return _print(parts, width)
+
+
+def render_verdict(told: Rehearsal) -> str:
+    """`fits: 24.1 GB of 78.8 GB at the peak, 50.2 GB free beside a margin of 4.5 GB`."""
+    margin = f"beside a margin of {format_bytes(told.margin_bytes)}" if told.margin_bytes else "with no margin"
+    used = f"{format_bytes(told.peak_bytes)} of {format_bytes(told.capacity_bytes)} at the peak"
+    if told.fails:
+        return f"would fail: see Found ({used})"
+    if told.free_bytes >= 0:
+        return f"fits: {used}, {format_bytes(told.free_bytes)} free {margin}"
+    return f"does not fit: {used}, {format_bytes(-told.free_bytes)} too much {margin}"
+
+
+def render_moments(rank: RankRehearsal, *, width: int = WIDTH) -> str:
+    """One rank's step, stretch by stretch."""
+    return _print([Text(f"One step of rank {rank.rank}"), _moments(rank)], max(width, 78 + _widest(rank.moments)))
+
+
+def draw_moments(rank: RankRehearsal, *, width: int = WIDTH) -> str:
+    """The same as an SVG document."""
+    console = Console(
+        file=io.StringIO(), record=True, width=max(width, 78 + _widest(rank.moments)), color_system="truecolor"
+    )
+    console.print(_moments(rank))
+    return console.export_svg(title=f"one step of rank {rank.rank}", theme=SVG_EXPORT_THEME)
+
+
+def _moments(rank: RankRehearsal) -> Table:
+    table = _table(("phase", "what", "unit", "moves", "in use after", "at most", ""), right=3, last_left=True)
+    before = ""
+    for moment in rank.moments:
+        times = f" x {moment.times}" if moment.times > 1 else ""
+        moves = format_bytes(moment.num_bytes) if moment.num_bytes else ""
+        cells = moves, format_bytes(moment.live_bytes), format_bytes(moment.highest_bytes)
+        bar = Bar(rank.peak_bytes, 0, moment.highest_bytes, width=BAR_CELLS, color="#2f6fad")
+        table.add_row("" if moment.phase == before else moment.phase, moment.what, moment.unit + times, *cells, bar)
+        before = moment.phase
+    return table
+
+
+def _widest(moments: Sequence[Moment]) -> int:
+    return max((len(moment.unit) for moment in moments), default=0) + 10
+
+
+def _ranks(told: Rehearsal) -> Table:
+    table = _table(("rank", "stage", "peak", "between steps", "FLOPs", "receives", "collectives"), right=0)
+    for rank in told.ranks.values():
+        moved = sum(one.bytes for one in rank.collectives)
+        count = sum(one.count for one in rank.collectives)
+        sizes = format_bytes(rank.peak_bytes), format_bytes(rank.resting_bytes)
+        table.add_row(
+            str(rank.rank), str(rank.stage), *sizes, format_count(rank.flops), format_bytes(moved), str(count)
+        )
+    return table
+
+
+def _categories(rank: RankRehearsal) -> Table:
+    table = _table(("category", "bytes", "share"), right=1)
+    for name, num_bytes in sorted(rank.by_category.items(), key=lambda item: -item[1]):
+        table.add_row(name, format_bytes(num_bytes), f"{num_bytes / rank.peak_bytes:.0%}")
+    return table
+
+
+def _holdings(rank: RankRehearsal) -> Table:
+    table = _table(("module", "category", "bytes"), right=2)
+    for one in rank.holdings[:SHOWN]:
+        table.add_row(one.module or "the model", one.category, format_bytes(one.bytes))
+    if len(rank.holdings) > SHOWN:
+        rest = sum(one.bytes for one in rank.holdings[SHOWN:])
+        table.add_row(f"{len(rank.holdings) - SHOWN} more", "", format_bytes(rest))
+    return table
+
+
+def _collectives(found: Sequence[Collective]) -> Table:
+    table = _table(("axis", "collective", "times", "bytes", "ranks", "asked for by"), right=2, last_left=True)
+    for one in sorted(found, key=lambda c: -c.bytes)[: 2 * SHOWN]:
+        table.add_row(one.axis, one.op, str(one.count), format_bytes(one.bytes), str(one.ranks), one.line)
+    return table
+
+
+def _findings(told: Rehearsal) -> Group | None:
+    own = [f"rank {n}: {finding}" for n, rank in told.ranks.items() for finding in rank.findings]
+    lines = [*(str(finding) for finding in told.findings), *own]
+    return _lines(lines)
+
+
+def _remedies(told: Rehearsal) -> Table | None:
+    if not told.remedies:
+        return None
+    table = _table(("change", "peak", "saves"), right=1, last_left=True)
+    for remedy in told.remedies:
+        if remedy.peak_bytes is None:
+            table.add_row(remedy.change, "-", remedy.because)
+        else:
+            saved = told.peak_bytes - remedy.peak_bytes
+            sign = "" if saved >= 0 else "-"
+            table.add_row(remedy.change, format_bytes(remedy.peak_bytes), sign + format_bytes(abs(saved)))
+    return table
+
+
+def _lines(lines: Iterable[object]) -> Group | None:
+    texts = [Text(f"  - {line}") for line in lines]
+    return Group(*texts) if texts else None
+
+
+def _table(headings: Sequence[str], right: int, *, last_left: bool = False) -> Table:
+    """`right`: the first column that holds numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for place, heading in enumerate(headings):
+        left = place < right or (last_left and place == len(headings) - 1)
+        table.add_column(heading, justify="left" if left else "right", overflow="fold")
+    return table
+
+
+def _print(parts: Sequence[RenderableType], width: int) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False, color_system=None, legacy_windows=False).print(Group(*parts))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

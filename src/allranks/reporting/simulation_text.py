@@ -1,0 +1,153 @@
+"""A Simulation as text, for a terminal of 100 columns."""
+
+import io
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from allranks.simulation import CAUSES, DAY, Interval, Operation, Outcome, Simulation
+from allranks.units import format_seconds
+
+WIDTH = 100
+MEANINGS = {
+    "productive": "training that the end still has",
+    "redone": "steps lost by a failure, done again",
+    "saving": "stopped by a checkpoint",
+    "stragglers": "waiting for slow nodes",
+    "shrunk": "fewer nodes than the run wants",
+    "detecting": "a failure that nobody knows of yet",
+    "restarting": "processes, network, reading the checkpoint",
+    "waiting": "no spare left, nodes under repair",
+}
+
+
+def render_simulation(found: Simulation, *, width: int = WIDTH) -> str:
+    """The whole of it, the answer first, at most `width` columns wide."""
+    parts: list[RenderableType] = [*_verdict(found), Text(), Text("Where the time goes"), _shares(found)]
+    parts += [Text(), Text("Time between checkpoints"), _intervals(found), Text(say_interval(found), overflow="fold")]
+    parts += [Text(), Text("Spare nodes"), _spares(found), Text(say_spares(found), overflow="fold")]
+    parts += [Text(), Text(say_faster(found), overflow="fold"), Text(), Text("Decided for you")]
+    parts += [Text(f"  {note}", overflow="fold") for note in (*found.notes, say_source(found))]
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None, force_terminal=False).print(Group(*parts))
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def _verdict(found: Simulation) -> list[RenderableType]:
+    chosen = found.chosen
+    operation = chosen.operation
+    what = f"{found.model} on {found.cluster}" if found.model else f"A run on {found.cluster}"
+    devices = operation.nodes * found.devices_per_node
+    between = operation.seconds / max(chosen.interruptions.mean, 1e-9)
+    often = f", one every {format_seconds(between)}" if chosen.interruptions.mean >= 1 else ""
+    return [
+        Text(f"{what}: {devices:,} devices for {operation.seconds / DAY:g} days", overflow="fold"),
+        Text(f"Goodput {say_percent(chosen.goodput)}: so much of the time ends as training", overflow="fold"),
+        Text(f"Interruptions {_say_number(chosen.interruptions)}{often}", overflow="fold"),
+        Text(_say_formula(found), overflow="fold"),
+    ]
+
+
+def _say_formula(found: Simulation) -> str:
+    if found.formula is None:
+        return f"No formula beside it, because {found.formula_because}"
+    return f"By formula {found.formula:.1%} ({found.formula_because})"
+
+
+def say_percent(span: Interval) -> str:
+    """`94.1% (93.6 to 94.6)`: the mean and the middle 90% of the runs."""
+    return f"{span.mean:.1%} ({100 * span.low:.1f} to {100 * span.high:.1f})"
+
+
+def _say_number(span: Interval) -> str:
+    return f"{span.mean:,.0f} ({span.low:,.0f} to {span.high:,.0f})"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=True, padding=(0, 2, 0, 0))
+    for place, heading in enumerate(columns):
+        table.add_column(heading, justify="left" if place in (0, len(columns) - 1) else "right", overflow="fold")
+    return table
+
+
+def _shares(found: Simulation) -> Table:
+    table = _table("cause", "share", "device-days", "")
+    operation = found.chosen.operation
+    whole = operation.nodes * found.devices_per_node * operation.seconds / DAY
+    for cause in CAUSES:
+        share = found.chosen.shares[cause]
+        if cause == "productive" or share >= 5e-5:
+            table.add_row(cause, f"{share:.2%}", f"{share * whole:,.0f}", MEANINGS[cause])
+    return table
+
+
+def every_of(outcome: Outcome) -> float:
+    """Seconds between two saves to the slowest tier."""
+    return outcome.operation.tiers[-1].every_seconds
+
+
+def _intervals(found: Simulation) -> Table:
+    table = _table("every", "goodput", "")
+    for outcome in found.intervals:
+        marks = [
+            word
+            for word, there in (
+                ("best", every_of(outcome) == found.best_every_seconds),
+                ("yours", every_of(outcome) == every_of(found.chosen)),
+            )
+            if there
+        ]
+        table.add_row(format_seconds(every_of(outcome)), f"{outcome.goodput.mean:.2%}", ", ".join(marks))
+    return table
+
+
+def say_interval(found: Simulation) -> str:
+    """What the formulas say of the interval between checkpoints."""
+    if found.young_seconds is None or found.daly_seconds is None:
+        return "  A save costs training nothing: the shortest interval is the best (Young and Daly: 0)"
+    formulas = f"Young {format_seconds(found.young_seconds)}, Daly {format_seconds(found.daly_seconds)}"
+    return f"  By formula: {formulas}; by simulation {format_seconds(found.best_every_seconds)}"
+
+
+def _spares(found: Simulation) -> Table:
+    table = _table("spares", "goodput", "waiting", "work per node", "")
+    for outcome in found.spares:
+        number = outcome.operation.spares
+        marks = [word for word, its in (("best", found.best_spares), ("yours", _own_spares(found))) if number == its]
+        paid = outcome.goodput.mean * outcome.operation.nodes / (outcome.operation.nodes + number)
+        shares = (outcome.goodput.mean, outcome.shares["waiting"], paid)
+        table.add_row(str(number), *(f"{share:.2%}" for share in shares), ", ".join(marks))
+    return table
+
+
+def _own_spares(found: Simulation) -> int:
+    operation: Operation = found.chosen.operation
+    return operation.spares
+
+
+def say_spares(found: Simulation) -> str:
+    """How many spares pay."""
+    return f"  {found.best_spares} pay: the most work for each node that is held, spares included"
+
+
+def say_faster(found: Simulation) -> str:
+    """What a restart in half the time is worth."""
+    same = _with(found.spares, _own_spares(found)) or found.chosen
+    gained = found.faster.goodput.mean - same.goodput.mean
+    operation = found.chosen.operation
+    days = gained * operation.nodes * found.devices_per_node * operation.seconds / DAY
+    half = format_seconds(operation.restart_seconds / 2)
+    return f"Restarted in {half} instead of twice that: {100 * gained:+.2f} points, {days:,.0f} device-days"
+
+
+def _with(outcomes: Sequence[Outcome], spares: int) -> Outcome | None:
+    return next((one for one in outcomes if one.operation.spares == spares), None)
+
+
+def say_source(found: Simulation) -> str:
+    """Whose failures they are, and how many runs were simulated."""
+    model = found.failures
+    rate = f"{model.per_1000_node_days:.2f} failures in 1000 node-days"
+    return f"{rate} ({model.source}); {found.chosen.num_runs} runs simulated"

@@ -1,0 +1,178 @@
+"""Where every worker of this host stands: its stack and its collectives, asked of it from outside."""
+
+import contextlib
+import json
+import os
+import re
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from allranks.observing.heartbeat import STACK_SIGNAL, collectives_file
+from allranks.surviving.monitor import Row, SharedBeats
+
+ANSWER_SECONDS = 2.0
+POLL_SECONDS = 0.05
+SHOWN_FRAMES = 12
+
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
+_THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.*:$")  # what faulthandler writes before each stack
+# Whose code a frame is not: the user's is what lies elsewhere.
+_NOT_THE_USERS = (
+    str(Path(__file__).parents[1]),
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("platlib"),
+    "<frozen",
+)
+_PACKAGES = tuple(f"{folder}/" for folder in (sysconfig.get_path("purelib"), Path(__file__).parents[2]))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        file = self.file
+        for folder in _PACKAGES:  # torch/nn/modules/linear.py says enough
+            file = file.removeprefix(folder)
+        return f"{file}:{self.line} in {self.function}"
+
+    @property
+    def of_the_user(self) -> bool:
+        """Whether it is in a file of the user's, rather than of Python, torch or allranks."""
+        return not self.file.startswith(_NOT_THE_USERS)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """The place of a rank in the collectives of one group; fields as `heartbeat.last_collectives` gives them."""
+
+    group: str
+    axis: str
+    ranks: tuple[int, ...]
+    name: str
+    seq: int
+    p2p: bool
+    sizes: tuple[tuple[int, ...], ...]
+    waits: bool
+
+    def __str__(self) -> str:
+        shape = ", ".join(str(list(size)) for size in self.sizes[:2])
+        return f"{self.name} number {self.seq} over {self.axis}" + (f", of {shape}" if shape else "")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Testimony:
+    """What is known of one rank.
+
+    Attributes:
+        stack: of its main thread, innermost first; empty where it could not answer.
+        collectives: one for each group it has used, as far as it could answer.
+    """
+
+    row: Row
+    stack: tuple[Frame, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def waits_in(self) -> Collective | None:
+        """The collective that it has begun and that has not ended, or None."""
+        return next((one for one in self.collectives if one.waits), None)
+
+    @property
+    def place(self) -> Frame | None:
+        """The innermost line of the user's; where there is none, the innermost of all."""
+        own = (frame for frame in self.stack if frame.of_the_user)
+        return next(own, self.stack[0] if self.stack else None)
+
+
+def question(rows: Sequence[Row], places: Mapping[int, int], beats: SharedBeats, logs: Path) -> list[Testimony]:
+    """Ask every worker of this host where it stands, and wait for up to two seconds.
+
+    Args:
+        places: global rank -> local rank.
+        logs: the folder with the ranks' logs.
+    """
+    paths = {row.rank: logs / f"rank-{row.rank:05d}.log" for row in rows}
+    before = {rank: _size(path) for rank, path in paths.items()}
+    asked = [row for row in rows if row.pulse_seconds is not None and not row.state.startswith("T")]
+    beats.ask()
+    for row in asked:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(row.pid, STACK_SIGNAL)
+    deadline, last = time.monotonic() + ANSWER_SECONDS, before
+    while asked and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        sizes = {rank: _size(path) for rank, path in paths.items()}
+        # A stack is written in many small pieces: it is whole when nothing more comes.
+        if all(
+            before[row.rank] < last[row.rank] == sizes[row.rank] and beats.answered(places[row.rank]) for row in asked
+        ):
+            break
+        last = sizes
+    found = []
+    for row in rows:
+        stack = main_stack(_tail(paths[row.rank], before[row.rank])) if row in asked else ()
+        told = read_collectives(collectives_file(paths[row.rank])) if beats.answered(places[row.rank]) else ()
+        found.append(Testimony(row, stack, told if row in asked else ()))
+    return found
+
+
+def main_stack(text: str) -> tuple[Frame, ...]:
+    """The main thread's stack in what faulthandler wrote, innermost first: it is the last one."""
+    stacks: list[list[Frame]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            stacks.append([])
+        elif stacks and (match := _FRAME.fullmatch(line)):
+            stacks[-1].append(Frame(match["file"], int(match["line"]), match["function"]))
+    return tuple(stacks[-1]) if stacks else ()
+
+
+def read_collectives(path: Path) -> tuple[Collective, ...]:
+    """What a worker wrote of itself; nothing where it cannot be read. The file goes."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        path.unlink(missing_ok=True)
+        return tuple(
+            Collective(
+                group=str(entry["group"]),
+                axis=str(entry["axis"]),
+                ranks=tuple(entry["ranks"]),
+                name=str(entry["name"]),
+                seq=int(entry["seq"]),
+                p2p=bool(entry["p2p"]),
+                sizes=tuple(tuple(size) for size in entry["sizes"]),
+                waits=bool(entry["waits"]),
+            )
+            for entry in entries
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _tail(path: Path, offset: int) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""

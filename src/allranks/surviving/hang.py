@@ -1,0 +1,161 @@
+"""The hang verdict: from where every rank stands to who is in the way of whom, of what kind, and what to do. Pure.
+
+kind         is said where
+stopped      the kernel shows a rank as stopped
+data         a rank loads its data while the others wait
+disk         a rank writes a checkpoint, or the kernel shows it waiting for a disk
+divergence   ranks wait in different collectives, or in the same one with other shapes
+dead_peer    ranks wait for one that is no longer there
+straggler    ranks wait for one that is in code of its own
+network      all ranks of a group wait in the same collective
+stuck        nobody waits for anybody
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+from allranks.surviving.evidence import SHOWN_FRAMES, Collective, Testimony
+from allranks.surviving.monitor import Alarm
+from allranks.units import format_seconds
+from allranks.verdict import Verdict
+
+Kind = Literal["stopped", "data", "disk", "divergence", "dead_peer", "straggler", "network", "stuck"]
+PULSE_LATE_SECONDS = 5.0
+
+NEXT: dict[Kind, str] = {
+    "stopped": "`kill -CONT {pid}` lets it go on; see who stopped it (a debugger, a scheduler, a frozen container)",
+    "data": "look at {place} and at what it reads (a share, a lock, a queue); guard.input_seconds says how long to"
+    " wait",
+    "disk": "look at the disk or share behind the run's directory (`df`, `dmesg`); guard.checkpoint_seconds says how"
+    " long to wait",
+    "divergence": "let every rank make the same calls in the same order: compare the lines above, and what depends on"
+    " the rank in them",
+    "dead_peer": "see why that process ended: the logs of its host, `dmesg` there",
+    "straggler": "look at {place}: it waits for something, or computes for longer than any step before;"
+    " guard.hang_seconds says how long to wait",
+    "network": "see whether the ranks reach each other (firewall, interface, switch): `allranks doctor` on each host",
+    "stuck": "look at {place}; guard.hang_seconds says how long to wait",
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Who is in the way, how, and in words."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    words: str
+
+
+def diagnose(found: Sequence[Testimony], alarm: Alarm, follows: str) -> tuple[Verdict, tuple[int, ...]]:
+    """Say what hangs, and which ranks are in the way.
+
+    Args:
+        found: of every rank that could be looked at.
+        alarm: what the monitor saw.
+        follows: what happens now, in words.
+    """
+    cause = find_cause(found, alarm)
+    step = max((one.row.step for one in found), default=0)
+    quiet = min((one.row.quiet_seconds for one in found), default=0.0)
+    first = next((one for one in found if one.row.rank in cause.ranks), None)
+    move = NEXT[cause.kind].format(
+        pid="" if first is None else first.row.pid, place="the stacks" if first is None else first.place or "its log"
+    )
+    what = f"no progress for {format_seconds(quiet)} after step {step}: {cause.words}"
+    evidence = (*(line for one in found for line in describe(one)), follows)
+    return Verdict(cause.kind, what, evidence, move), cause.ranks
+
+
+def find_cause(found: Sequence[Testimony], alarm: Alarm) -> Cause:
+    """Who is in the way of whom."""
+    stopped = alarm.ranks if alarm.kind == "stopped" else tuple(one.row.rank for one in found if one.row.state == "T")
+    if stopped:
+        return Cause("stopped", stopped, f"{name_ranks(stopped)} stopped by a signal (SIGSTOP) or a freezer")
+    by_rank = {one.row.rank: one for one in found}
+    waits = {rank: one.waits_in for rank, one in by_rank.items() if one.waits_in is not None}
+    free = tuple(rank for rank in by_rank if rank not in waits)
+    awaited = {rank: absent_from(own, by_rank) for rank, own in waits.items()}
+    gone = sorted({rank for ranks in awaited.values() for rank in ranks if rank not in by_rank})
+    if gone:
+        return Cause("dead_peer", tuple(gone), f"{name_ranks(gone)} not there any more, and waited for")
+    if waits and not free:
+        return _compare(waits)
+    late = tuple(rank for rank in free if by_rank[rank].row.quiet_seconds > alarm.limit_seconds / 2)
+    return _find_occupied(by_rank, late or free or alarm.ranks, waited_for=bool(waits))
+
+
+def _find_occupied(by_rank: Mapping[int, Testimony], ranks: Sequence[int], *, waited_for: bool) -> Cause:
+    """Ranks that wait in no collective: what they do instead."""
+    others = ", and the others wait for it" if waited_for else ""
+    loading = tuple(rank for rank in ranks if by_rank[rank].row.phase == "input")
+    if loading:
+        return Cause("data", loading, f"{name_ranks(loading)} still loading data{others}")
+    writing = tuple(rank for rank in ranks if by_rank[rank].row.phase == "checkpoint" or by_rank[rank].row.state == "D")
+    if writing:
+        return Cause("disk", writing, f"{name_ranks(writing)} waiting for a disk{others}")
+    place = by_rank[ranks[0]].place if ranks else None
+    where = f" at {place}" if place is not None else ""
+    kind: Kind = "straggler" if waited_for else "stuck"
+    return Cause(kind, tuple(ranks), f"{name_ranks(ranks)} busy{where}{others}")
+
+
+def absent_from(own: Collective, by_rank: Mapping[int, Testimony]) -> list[int]:
+    """The ranks of its group that have not come to this collective, as far as can be known."""
+    if own.p2p:
+        return [rank for rank in own.ranks if rank not in by_rank]
+    return [rank for rank in own.ranks if rank not in by_rank or not _has_come(own, by_rank[rank])]
+
+
+def _has_come(own: Collective, other: Testimony) -> bool:
+    return any(theirs.group == own.group and theirs.seq >= own.seq for theirs in other.collectives)
+
+
+def _compare(waits: Mapping[int, Collective]) -> Cause:
+    """Every rank waits in a collective: in the same one?"""
+    ranks = sorted(waits)
+    first = waits[ranks[0]]
+    for rank in ranks[1:]:
+        if not _fit(first, waits[rank]):
+            words = f"rank {ranks[0]} waits in {first}, rank {rank} in {waits[rank]}: they never meet"
+            return Cause("divergence", (ranks[0], rank), words)
+    return Cause("network", tuple(ranks), f"all ranks wait in {first}, which does not come through")
+
+
+def _fit(one: Collective, other: Collective) -> bool:
+    if one.p2p and other.p2p:
+        return True  # a send of one is the receive of another: whether they are each other's, torch does not tell
+    if one.group != other.group and not set(one.ranks) & set(other.ranks):
+        return True  # the same axis elsewhere
+    same = (one.group, one.seq, one.name) == (other.group, other.seq, other.name)
+    return same and (one.sizes == other.sizes or one.name != "all_reduce")
+
+
+def describe(one: Testimony) -> list[str]:
+    """One rank, in lines: how it is, what it waits for, where it stands."""
+    row = one.row
+    state = {"T": "stopped", "D": "waiting for a disk", "R": "computing"}.get(row.state[:1], "waiting")
+    words = {"input": "loading data", "step": "in a step", "checkpoint": "saving", "evaluation": "evaluating"}
+    doing = words.get(row.phase, f"in its {row.phase}")
+    line = f"rank {row.rank} (pid {row.pid}, {state}): {doing} for {format_seconds(row.quiet_seconds)}"
+    lines = [f"{line}, step {row.step} done"]
+    if row.pulse_seconds is not None and row.pulse_seconds > PULSE_LATE_SECONDS and row.state != "T":
+        since = format_seconds(row.pulse_seconds)
+        lines.append(f"  no thread of its Python has run for {since}: compiled code holds Python's lock")
+    waits = one.waits_in
+    last = waits or max(one.collectives, key=lambda theirs: theirs.seq, default=None)
+    if last is not None:
+        lines.append(f"  {'waits in' if waits else 'last ended'} {last}")
+    if one.stack:
+        shown = one.stack[:SHOWN_FRAMES]
+        lines += [f"  {frame}" for frame in shown]
+    else:
+        lines.append("  no stack: it could not answer")
+    return lines
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 1 is`, `ranks 0, 2 are`."""
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"

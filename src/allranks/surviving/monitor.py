@@ -1,0 +1,288 @@
+"""The side from which workers are watched: their agent's process, which needs nothing of theirs to see them.
+
+It reads the numbers that each worker keeps in shared memory (observing/heartbeat.py) and the kernel's word on its
+process, on the monotonic clock alone, and tells apart
+
+    dead       the kernel says so at once (workers.py)
+    stopped    the kernel shows the process as stopped (SIGSTOP, a frozen terminal), for `guard.stopped_seconds`
+    hung       nobody comes further for longer than steps take here
+    slow       a rank loads data for longer than that: told, and left in peace until `guard.input_seconds`
+
+How long a step may take is learned from this run's own steps. The first step, evaluation and checkpoints have limits
+of their own. A time in which this process did not run (a suspended machine) counts for nobody, and neither does one in
+which the kernel let a worker that wanted to compute wait for a core.
+"""
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, final
+
+from allranks.config_sections import GuardConfig
+from allranks.observing.heartbeat import (
+    ANSWERED,
+    ASKED,
+    FIRST,
+    LONGEST,
+    MARK,
+    NUM_FIELDS,
+    PHASE,
+    PHASES,
+    PULSE,
+    SLOT_BYTES,
+    STEP,
+    Phase,
+)
+
+LEAST_HANG_SECONDS = 15.0
+LEARNED_FACTOR = 5.0
+LOOK_SECONDS = 0.25
+SUSPENDED_SECONDS = 5.0  # between two looks: then this process itself did not run
+
+Kind = Literal["stopped", "hung", "slow"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One worker, as seen from outside.
+
+    Attributes:
+        rank, pid: which process.
+        state: the kernel's letter for its main thread (R, S, D, T ...); "" where the system does not tell.
+        phase: what it does.
+        quiet_seconds: how long since it came further.
+        pulse_seconds: how long since a thread of its Python ran; None: it cannot be asked yet.
+        step: optimizer steps done.
+        first_seconds, longest_seconds: its first step of this attempt, the longest later one; 0.0 where there is none.
+    """
+
+    rank: int
+    pid: int
+    state: str
+    phase: Phase
+    quiet_seconds: float
+    pulse_seconds: float | None
+    step: int
+    first_seconds: float
+    longest_seconds: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something is wrong: what, with whom first of all, and whether to act now or only to tell."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    limit_seconds: float
+    act: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _CoreTime:
+    """A worker's core at its last MARK, and since when what the kernel tells of it (ran, waited) has not changed."""
+
+    mark: int
+    waited_at_mark: float
+    last: tuple[float, float]
+    since: float
+
+
+@final
+class SharedBeats:
+    """The memory that the workers of one host share with their agent; it ends with the two, however they end."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._size = num_workers * SLOT_BYTES
+        if hasattr(os, "memfd_create"):
+            self._descriptor = os.memfd_create("allranks-heartbeats")  # has no name that could be left behind
+            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        else:
+            self._descriptor, self.path = tempfile.mkstemp(prefix="allranks-")
+        os.ftruncate(self._descriptor, self._size)
+        self._fields = memoryview(mmap.mmap(self._descriptor, self._size)).cast("q")
+
+    def slot(self, place: int) -> memoryview:
+        """The numbers of one worker."""
+        return self._fields[place * NUM_FIELDS : (place + 1) * NUM_FIELDS]
+
+    def clear(self) -> None:
+        """Before workers are started: nobody has shown anything, from now on."""
+        now = time.monotonic_ns()
+        for at in range(len(self._fields)):
+            self._fields[at] = now if at % NUM_FIELDS == MARK else 0
+
+    def ask(self) -> None:
+        """Let every worker write down its collectives."""
+        for place in range(len(self._fields) // NUM_FIELDS):
+            self.slot(place)[ASKED] += 1
+
+    def answered(self, place: int) -> bool:
+        """Whether a worker has done so."""
+        slot = self.slot(place)
+        return slot[ASKED] == slot[ANSWERED]
+
+    def steps(self) -> list[int]:
+        """The last step that each worker of this attempt has finished."""
+        return [self.slot(place)[STEP] for place in range(len(self._fields) // NUM_FIELDS)]
+
+    def close(self) -> None:
+        """Let the memory go."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            if not self.path.startswith("/proc/"):
+                Path(self.path).unlink(missing_ok=True)
+
+
+@final
+class Monitor:
+    """Looks at the workers of one attempt after the other.
+
+    Attributes:
+        beats: where they show themselves.
+        furthest_step: the last step that all workers of one attempt have finished.
+    """
+
+    def __init__(self, guard: GuardConfig, num_workers: int) -> None:
+        self.beats = SharedBeats(num_workers)
+        self.furthest_step = 0
+        self._guard = guard
+        self._last_look = self._awake_since = time.monotonic()
+        self._stopped_since: dict[int, float] = {}
+        self._told: tuple[int, int] | None = None  # what was told of already: (rank, whether to act)
+        self._delays: dict[int, _CoreTime] = {}  # by local rank
+
+    def begin_attempt(self) -> None:
+        """Workers are about to start."""
+        self.beats.clear()
+        self._last_look = self._awake_since = time.monotonic()
+        self._stopped_since, self._told, self._delays = {}, None, {}
+
+    def look(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> tuple[list[Row], Alarm | None]:
+        """See how the living workers do.
+
+        Args:
+            pids: local rank -> process id, of those that live.
+            ranks: local rank -> global rank.
+
+        Returns:
+            The workers by local rank, and what is wrong, once: the same silence is told of again only to act.
+        """
+        now = time.monotonic()
+        if now - self._last_look > SUSPENDED_SECONDS:
+            self._awake_since = now
+            self._stopped_since = {}
+        self._last_look = now
+        # Who waits for a worker that gets no core is not in the way either: the longest wait counts for all.
+        delayed = max((self._delayed_seconds(place, pid, now) for place, pid in pids.items()), default=0.0)
+        rows = [self._row(place, pid, ranks[place], now - delayed) for place, pid in sorted(pids.items())]
+        self.note_steps()
+        alarm = self._find_stopped(rows, now) or find_hung(rows, self._guard)
+        if alarm is None:
+            self._told = None
+            return rows, None
+        silence = (alarm.ranks[0], int(alarm.act))
+        if self._told == silence:
+            return rows, None
+        self._told = silence
+        return rows, alarm
+
+    def _delayed_seconds(self, place: int, pid: int, now: float) -> float:
+        """How long a worker has waited for a core since it came further."""
+        mark, (ran, waited) = self.beats.slot(place)[MARK], core_seconds(pid)
+        before = self._delays.get(place)
+        if before is None or before.mark != mark:
+            before = self._delays[place] = _CoreTime(mark, waited, (ran, waited), now)
+        elif before.last != (ran, waited):
+            before = self._delays[place] = replace(before, last=(ran, waited), since=now)
+        # The kernel adds a wait when it ends: one that lasts shows as a worker that would run and does not.
+        lasting = now - before.since if process_state(pid) == "R" else 0.0
+        return max(0.0, waited - before.waited_at_mark) + lasting
+
+    def note_steps(self) -> None:
+        """See how far the workers came, also those that have ended."""
+        self.furthest_step = max(self.furthest_step, min(self.beats.steps()))
+
+    def _row(self, place: int, pid: int, rank: int, now: float) -> Row:
+        slot = self.beats.slot(place)
+        mark, pulse = max(slot[MARK] / 1e9, self._awake_since), slot[PULSE] / 1e9
+        return Row(
+            rank=rank,
+            pid=pid,
+            state=process_state(pid),
+            phase=PHASES[slot[PHASE]],
+            quiet_seconds=max(0.0, now - mark),
+            pulse_seconds=max(0.0, now - max(pulse, self._awake_since)) if pulse else None,
+            step=slot[STEP],
+            first_seconds=slot[FIRST] / 1e9,
+            longest_seconds=slot[LONGEST] / 1e9,
+        )
+
+    def _find_stopped(self, rows: Sequence[Row], now: float) -> Alarm | None:
+        self._stopped_since = {
+            row.rank: self._stopped_since.get(row.rank, now) for row in rows if row.state.startswith("T")
+        }
+        limit = self._guard.stopped_seconds
+        found = tuple(rank for rank, since in self._stopped_since.items() if now - since >= limit)
+        return Alarm("stopped", found, limit, act=True) if found else None
+
+
+def find_hung(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
+    """Who has not come further for too long; None: all is well, or somebody does what may take longer."""
+    limits = {row.rank: allowed_seconds(row, rows, guard) for row in rows}
+    late = [row for row in rows if row.quiet_seconds > limits[row.rank]]
+    patient = [row for row in rows if row.phase not in ("step", "input") and row not in late]
+    if not late or (patient and all(row.phase in ("step", "input") for row in late)):
+        return None
+    # The first of all is who is in the way of the others: who waits in a step waits for somebody.
+    loading = tuple(row.rank for row in late if row.phase == "input")
+    limit = min(limits[row.rank] for row in late)
+    if loading:
+        act = any(row.quiet_seconds > guard.input_seconds for row in late if row.phase == "input")
+        return Alarm("hung" if act else "slow", loading, guard.input_seconds if act else limit, act)
+    return Alarm("hung", tuple(row.rank for row in late), limit, act=True)
+
+
+def allowed_seconds(row: Row, rows: Sequence[Row], guard: GuardConfig) -> float:
+    """How long this worker may take without coming further, in what it does now."""
+    match row.phase:
+        case "start" | "first step":
+            return guard.first_step_seconds
+        case "evaluation" | "end":
+            return guard.evaluation_seconds
+        case "checkpoint":
+            return guard.checkpoint_seconds
+        case "step" | "input":
+            if guard.hang_seconds is not None:
+                return guard.hang_seconds
+            longest = max(other.longest_seconds for other in rows)
+            if longest == 0.0:  # the second step may compile what the first did not need
+                longest = max(other.first_seconds for other in rows)
+            return max(LEAST_HANG_SECONDS, LEARNED_FACTOR * longest)
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for the state of a process, as in ps; "" where it cannot be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def core_seconds(pid: int) -> tuple[float, float]:
+    """How long the main thread of a process has run, and has waited for a core; (0, 0) where the system does not tell.
+
+    Source: /proc/PID/schedstat (Documentation/scheduler/sched-stats.rst of Linux), nanoseconds.
+    """
+    try:
+        ran, waited, *_ = Path(f"/proc/{pid}/schedstat").read_text().split()
+        return int(ran) / 1e9, int(waited) / 1e9
+    except (OSError, ValueError):
+        return 0.0, 0.0

@@ -1,0 +1,161 @@
+"""What the agent does besides starting workers: watches them, tells why they hang, and keeps the budget of restarts.
+
+A restart is paid for only where nothing was gained by the attempt before: the furthest finished step did not rise. So a
+run that fails every hour goes on for ever, and one that fails at the same step each time ends with 93.
+"""
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import final
+
+from allranks.config_sections import GuardConfig
+from allranks.failure import NO_PROGRESS, STOPS, TRANSIENT, Failure
+from allranks.observing.journal import Journal
+from allranks.run import Run
+from allranks.surviving.evidence import question
+from allranks.surviving.hang import diagnose
+from allranks.surviving.monitor import Monitor, Row
+from allranks.verdict import Verdict
+
+FOLLOWS = {
+    "restart": "all workers are ended now, and start again from the newest checkpoint (guard.hang=restart)",
+    "stop": "all workers are ended now, and the run with 93 (guard.hang=stop)",
+    "report": "the run goes on as it is (guard.hang=report)",
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """What `allranks train` asks of the agent.
+
+    Attributes:
+        guard: the limits, and what follows.
+        tell: takes every verdict.
+        next_attempt: called before workers are started again.
+    """
+
+    guard: GuardConfig
+    tell: Callable[[Verdict], None]
+    next_attempt: Callable[[], None]
+
+    @classmethod
+    def of_run(cls, run: Run, guard: GuardConfig) -> "Supervision":
+        """Verdicts go to the screen and to rank 0's journal."""
+
+        def tell(verdict: Verdict) -> None:
+            print(f"\n{verdict}", file=sys.stderr, flush=True)
+            journal = Journal(run.journal())
+            journal.append([{"t": time.time(), "event": "verdict", **verdict.to_json()}])
+            journal.close()
+
+        def count() -> None:
+            run.begin_attempt()
+
+        return cls(guard, tell, count)
+
+
+@final
+class Supervisor:
+    """One run's, over all attempts.
+
+    Attributes:
+        monitor: looks at the workers.
+        restarts: how often workers have been started again.
+    """
+
+    def __init__(self, supervision: Supervision, num_workers: int, logs: Path) -> None:
+        self.monitor = Monitor(supervision.guard, num_workers)
+        self.restarts = 0
+        self._supervision = supervision
+        self._logs = logs
+        self._paid = 0
+        self._furthest = 0
+        self._slow: tuple[int, ...] = ()
+
+    def begin_attempt(self) -> None:
+        """Workers are about to be started, for the first time or again."""
+        self.monitor.begin_attempt()
+        self._slow = ()
+
+    def look(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> Failure | None:
+        """See how the living workers do; the failure for which all of them have to be ended now, or None.
+
+        Args:
+            pids: local rank -> process id, of those that live.
+            ranks: local rank -> global rank.
+        """
+        rows, alarm = self.monitor.look(pids, ranks)
+        if alarm is None:
+            self._see_whether_it_goes_on(rows)
+            return None
+        places = {rank: place for place, rank in ranks.items()}
+        found = question(rows, places, self.monitor.beats, self._logs)
+        guard = self._supervision.guard
+        follows = FOLLOWS[guard.hang]
+        if not alarm.act:
+            follows = f"nothing follows yet: data may take {guard.input_seconds:g} s (guard.input_seconds)"
+            self._slow = alarm.ranks
+        verdict, culprits = diagnose(found, alarm, follows)
+        self._supervision.tell(verdict)
+        if not alarm.act or guard.hang == "report":
+            return None
+        return self._failure(culprits or alarm.ranks, rows, verdict)
+
+    def _see_whether_it_goes_on(self, rows: list[Row]) -> None:
+        late = [row for row in rows if row.rank in self._slow and row.phase != "input"]
+        if not late:
+            return
+        names = ", ".join(str(row.rank) for row in late)
+        what = f"the run goes on: rank {names} has its data; it was slow and did not hang"
+        self._slow = ()
+        self._supervision.tell(Verdict("goes_on", what, (), "see why loading took so long there"))
+
+    def _failure(self, culprits: Sequence[int], rows: list[Row], verdict: Verdict) -> Failure:
+        row = next((row for row in rows if row.rank in culprits), rows[0])
+        words = f"{verdict.what}\n  next: {verdict.next}"
+        return Failure(row.rank, socket.gethostname(), row.pid, time.time(), NO_PROGRESS, words, hung=True)
+
+    def may_restart(self, failure: Failure) -> bool:
+        """Whether workers are started again after this failure; counts it."""
+        guard = self._supervision.guard
+        if not _can_pass(failure, guard):
+            return False
+        self.monitor.note_steps()
+        if self.monitor.furthest_step > self._furthest:
+            self._furthest, self._paid = self.monitor.furthest_step, 0
+        if self._paid >= guard.restarts:
+            return False
+        self._paid += 1
+        return True
+
+    def restarting(self, failure: Failure) -> None:
+        """Say that workers start again, and why; before they do."""
+        self.restarts += 1
+        step = self.monitor.furthest_step
+        what = f"restart {self.restarts}, after step {step}: {failure.brief()}"
+        left = self._supervision.guard.restarts - self._paid
+        evidence = (f"restarts that may still finish no further step: {left} (guard.restarts)",)
+        self._supervision.tell(Verdict("restart", what, evidence, f"nothing; the logs are in {self._logs}"))
+        self._supervision.next_attempt()
+
+    def conclude(self, failure: Failure) -> Failure:
+        """The failure that ends the run: a crash or hang that came again and again without progress ends it with 93."""
+        if not _can_pass(failure, self._supervision.guard) or self.restarts == 0:
+            return failure
+        step = self.monitor.furthest_step
+        words = f"\nno progress: {self._paid + 1} attempts in a row ended without a step after step {step}"
+        return replace(failure, exit_code=NO_PROGRESS, message=failure.message + words)
+
+
+def _can_pass(failure: Failure, guard: GuardConfig) -> bool:
+    """Whether the same workers, started again, may not meet it: no error of the user's, no refusal, no request."""
+    if failure.exit_code in STOPS:
+        return False
+    if failure.hung:
+        return guard.hang == "restart"
+    return failure.exit_code == TRANSIENT or bool(failure.signal)

@@ -1,0 +1,108 @@
+"""The answer of `allranks verify`: equal, different or not to be verified; in words and as JSON."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from allranks.verdict import Verdict
+from allranks.verifying.assembly import Places, compare_parts
+from allranks.verifying.findings import Finding
+from allranks.verifying.recording import OneDevice, RunRecord
+from allranks.verifying.world_view import WorldView
+
+EQUAL, DIFFERS, UNKNOWN = 0, 1, 3
+UNVERIFIED = "unverified"
+
+
+@final
+@dataclass(frozen=True)
+class Answer:
+    """What was found out.
+
+    Attributes:
+        findings: what differs; empty where nothing does.
+        one: one device; None where it could not be verified.
+        ranks: the ranks.
+        world: which of them see the same samples.
+        unverified: why nothing can be said; None where something can.
+        notes: what was checked beside, in words.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    one: OneDevice | None = None
+    ranks: Sequence[RunRecord] = ()
+    world: WorldView | None = None
+    unverified: Verdict | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether the ranks compute what one device computes."""
+        return self.unverified is None and not self.findings
+
+    @property
+    def exit_code(self) -> int:
+        """0 equal, 1 differs, 3 could not be verified."""
+        return UNKNOWN if self.unverified is not None else DIFFERS if self.findings else EQUAL
+
+    def to_json(self) -> dict[str, object]:
+        """{equal, verdicts, ...}; equal is null where it could not be verified."""
+        if self.unverified is not None:
+            verdict = {**self.unverified.to_json(), "tensor": "", "axis": "", "factor": ""}
+            return {"equal": None, "verdicts": [verdict], "notes": list(self.notes)}
+        return {
+            "equal": self.equal,
+            "verdicts": [finding.to_json() for finding in self.findings],
+            "notes": [*self.notes, *self._errors()],
+        }
+
+    def __str__(self) -> str:
+        """Verdict first, evidence second, next move third."""
+        if self.unverified is not None:
+            return f"could not be verified: {self.unverified}"
+        lines = [*self.notes, *self._errors()]
+        if not self.findings:
+            return "\n".join([self._heading("equal"), *(f"  {line}" for line in lines)])
+        told = "\n".join(str(finding.verdict) for finding in self.findings)
+        return "\n".join([self._heading("differs"), told])
+
+    def _heading(self, word: str) -> str:
+        number = 0 if self.world is None else self.world.size
+        steps = 0 if self.one is None else len(self.one.run.steps)
+        verb = "compute what one device computes" if word == "equal" else "compute something else than one device"
+        return f"{word}: {number} processes {verb}, over {steps} steps"
+
+    def _errors(self) -> list[str]:
+        """To what error which tensors are equal."""
+        if self.one is None or self.findings or not self.ranks:
+            return []
+        told = []
+        for what in ("raw", "gradients", "parameters", "buffers"):
+            worst = largest_error(self.one, self.ranks, what)
+            if worst is not None:
+                name = "gradients before clipping" if what == "raw" else what
+                told.append(f"{name}: equal to {worst:.2g} of each tensor's largest value")
+        return told
+
+
+def largest_error(one: OneDevice, ranks: Sequence[RunRecord], what: str, places: Places | None = None) -> float | None:
+    """The largest relative error over all steps; None where there is nothing to compare."""
+    worst: float | None = None
+    for index, step in enumerate(one.run.steps):
+        parts = [getattr(run.steps[index], what) for run in ranks]
+        expected = getattr(step, what)
+        for name, part in expected.items():
+            size = float(part.value.abs().max()) if part.value.numel() else 0.0
+            held = [p[name] for p in parts if name in p]
+            if not held or not size:
+                continue
+            off = compare_parts(parts, {name: part}, (), places or {}, relative=-1.0, floor=-1.0)
+            errors = [m.relative for m in off if math.isfinite(m.relative)]
+            worst = max([*errors, worst or 0.0])
+    return worst
+
+
+def cannot(what: str, evidence: str, next: str) -> Answer:
+    """An answer that says why nothing can be said."""
+    return Answer(unverified=Verdict(UNVERIFIED, what, tuple(evidence.splitlines()), next))

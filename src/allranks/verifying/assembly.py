@@ -1,0 +1,179 @@
+"""Parts of tensors against whole ones: where they lie, how far they are off, by which factor."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from allranks.parameter_map import Box
+from allranks.verifying.recording import Part, Parts
+
+RELATIVE = 1e-12
+OF_LARGEST = 1e-14
+TIMES_ROUNDING = 32.0  # how much further than what rounding was seen to do a right program may be off
+
+
+@final
+@dataclass(frozen=True)
+class Mismatch:
+    """A tensor that is not what one device has.
+
+    Attributes:
+        name: logical.
+        ranks: whose part is off.
+        error: the largest difference, absolute; infinite where a part is missing or not finite.
+        bound: what was allowed.
+        size: the largest expected value.
+        factors: rank -> found / expected, where one factor explains that rank's part; nan where none does.
+        agree: whether ranks that hold the same part hold the same.
+        missing: nobody has it.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    error: float
+    bound: float
+    size: float
+    factors: Mapping[int, float]
+    agree: bool
+    missing: bool = False
+
+    @property
+    def relative(self) -> float:
+        """The error by the largest expected value."""
+        return self.error / self.size if self.size else math.inf
+
+    @property
+    def factor(self) -> float:
+        """The factor that every rank has; nan where there is none."""
+        values = list(self.factors.values())
+        same = bool(values) and all(abs(v - values[0]) <= 1e-5 * max(1.0, abs(v)) for v in values)
+        return sum(values) / len(values) if same else math.nan
+
+
+Places = Mapping[tuple[str, int], Box]
+
+
+def locate(name: str, whole: torch.Tensor, part: Part) -> Box | None:
+    """Where a part lies in the whole tensor, by its box or by its values; None where that cannot be seen."""
+    if part.box is not None:
+        return part.box
+    shape, own = tuple(whole.shape), tuple(part.value.shape)
+    if shape == own:
+        return Box.whole(shape)
+    if len(shape) != len(own):
+        return None
+    dims = [dim for dim in range(len(shape)) if shape[dim] != own[dim]]
+    if len(dims) != 1 or own[dims[0]] > shape[dims[0]] or not own[dims[0]]:
+        return None
+    dim, extent = dims[0], own[dims[0]]
+    for start in range(0, shape[dim] - extent + 1):
+        if torch.allclose(whole.narrow(dim, start, extent), part.value.to(whole.dtype), rtol=1e-6, atol=0.0):
+            offset = [0] * len(shape)
+            offset[dim] = start
+            return Box(tuple(offset), own)
+    return None
+
+
+def rounding(expected: torch.Tensor, variants: Iterable[torch.Tensor | None]) -> float:
+    """How far what changes nothing but rounding has moved a tensor."""
+    moved = [float((v - expected).abs().max()) for v in variants if v is not None and v.numel()]
+    return TIMES_ROUNDING * max((m for m in moved if math.isfinite(m)), default=0.0)
+
+
+def compare_parts(
+    ranks: Sequence[Parts],
+    expected: Parts,
+    variants: Sequence[Parts],
+    places: Places,
+    *,
+    floor: float = 0.0,
+    counted: Mapping[str, torch.Tensor] | None = None,
+    relative: float = RELATIVE,
+) -> list[Mismatch]:
+    """What is off, in the order of `expected`.
+
+    Args:
+        ranks: what each rank has.
+        expected: what one device has, whole.
+        variants: the same under another rounding.
+        places: (name, rank) -> where it lies, of parts without a box.
+        floor: the least bound.
+        counted: name -> which elements are compared; all where it is not there.
+        relative: of a tensor's largest value that is allowed.
+    """
+    found = []
+    for name, (_, whole) in expected.items():
+        moved = rounding(whole, (variant[name].value if name in variant else None for variant in variants))
+        size = float(whole.abs().max()) if whole.numel() else 0.0
+        bound = max(relative * size, floor, moved)
+        mismatch = _compare(name, whole, ranks, places, bound, size, (counted or {}).get(name))
+        if mismatch is not None:
+            found.append(mismatch)
+    return found
+
+
+def _compare(
+    name: str,
+    whole: torch.Tensor,
+    ranks: Sequence[Parts],
+    places: Places,
+    bound: float,
+    size: float,
+    counted: torch.Tensor | None,
+) -> Mismatch | None:
+    covered, first = torch.zeros_like(whole, dtype=torch.bool), torch.zeros_like(whole)
+    error, off, agree, factors = 0.0, list[int](), True, dict[int, float]()
+    for rank, parts in enumerate(ranks):
+        if name not in parts:
+            continue
+        part = parts[name]
+        box = part.box or places.get((name, rank)) or Box.whole(tuple(whole.shape))
+        place = box.place(tuple(whole.shape))
+        value, want = part.value.to(whole.dtype), whole[place]
+        if value.shape != want.shape:
+            return Mismatch(name, (rank,), math.inf, bound, size, {}, agree)
+        before = covered[place]
+        if bool(before.any()):
+            apart = (value - first[place])[before].abs()
+            agree = agree and not bool((apart > 2 * bound).any()) and bool(torch.isfinite(apart).all())
+        first[place], covered[place] = value, True
+        difference = (value - want).abs()
+        if counted is not None:
+            difference = difference * counted[place]
+        worst = float(difference.max()) if difference.numel() else 0.0
+        worst = worst if math.isfinite(worst) else math.inf
+        factors[rank] = fit(value, want, bound)
+        if not worst <= bound:
+            off.append(rank)
+            error = max(error, worst)
+    missing = not bool(covered.all()) and whole.numel() > 0
+    if missing:
+        error = math.inf if bool(covered.any()) else size
+        return Mismatch(name, tuple(off), error, bound, size, factors, agree, missing=not bool(covered.any()))
+    return Mismatch(name, tuple(off), error, bound, size, factors, agree) if off else None
+
+
+def fit(value: torch.Tensor, want: torch.Tensor, bound: float) -> float:
+    """The factor f with value = f * want, nan where there is none."""
+    square = float((want.double() * want.double()).sum())
+    if square == 0.0 or not bool(torch.isfinite(value).all()):
+        return math.nan
+    factor = float((value.double() * want.double()).sum()) / square
+    rest = float((value.double() - factor * want.double()).abs().max())
+    return factor if rest <= max(4 * bound * max(1.0, abs(factor)), 1e-9 * float(want.abs().max())) else math.nan
+
+
+def put_together(name: str, whole: torch.Tensor, ranks: Sequence[Parts], places: Places) -> torch.Tensor | None:
+    """A tensor from the parts of all ranks; None where some of it is nowhere."""
+    covered, found = torch.zeros_like(whole, dtype=torch.bool), torch.zeros_like(whole)
+    for rank, parts in enumerate(ranks):
+        if name in parts:
+            box = parts[name].box or places.get((name, rank)) or Box.whole(tuple(whole.shape))
+            place = box.place(tuple(whole.shape))
+            if found[place].shape != parts[name].value.shape:
+                return None
+            found[place], covered[place] = parts[name].value.to(whole.dtype), True
+    return found if bool(covered.all()) else None

@@ -1,0 +1,158 @@
+"""What ranks are fed and how they drop, against one device: samples by their digests, dropouts by their generators."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from allranks.verifying.evidence import Evidence
+from allranks.verifying.findings import OTHER, Finding, found
+from allranks.verifying.recording import RunRecord, StepRecord
+
+
+def judge_samples(evidence: Evidence, step: int) -> list[Finding]:
+    """Whether the ranks together are fed in `step` what one device is, each sample as often."""
+    one, ranks = evidence.step(step)
+    due, fed = Counter(one.rows), _of_all(evidence, ranks)
+    if due == fed:
+        return []
+    axis, counts = evidence.world.data_axis, f"one device has {len(one.rows)} samples, the ranks {fed.total()}"
+    if fed.total() != due.total() and set(fed) <= set(_everything(evidence.one.run)) and not _repeated(ranks):
+        factor = fed.total() / max(1, due.total())
+        said = evidence.world.in_words(factor)
+        return [
+            found("S24", f"step {step}: the ranks are fed {said} times the samples", counts,
+                  axis=axis, factor=said, step=step)
+        ]  # fmt: skip
+    if _repeated(ranks):
+        return [
+            found("S4", f"step {step}: samples are fed to more than one rank", counts, _overlap(ranks),
+                  axis=axis, step=step)
+        ]  # fmt: skip
+    repeats = _epoch_repeats(evidence)
+    if repeats:
+        return [
+            found("S1", f"step {step}: the ranks begin the epoch in the order of the one before", repeats, step=step)
+        ]
+    lost, extra = due - fed, fed - due
+    kind = "S3" if not extra else "S2" if not lost else OTHER
+    mend = {OTHER: "cut one global order over the ranks, the same for every number of them"}
+    return [
+        found(kind, f"step {step}: the ranks are fed other samples than one device", counts,
+              f"{lost.total()} of one device's are missing, {extra.total()} are too many",
+              axis=axis, step=step, next=mend.get(kind, ""))
+    ]  # fmt: skip
+
+
+def _of_all(evidence: Evidence, ranks: Sequence[StepRecord]) -> "Counter[int]":
+    """What the world is fed: of ranks that share their samples one tells."""
+    first = {evidence.world.data_rank[rank]: rank for rank in reversed(range(evidence.world.size))}
+    return sum((Counter(ranks[rank].rows) for rank in first.values()), Counter())
+
+
+def _everything(run: RunRecord) -> set[int]:
+    return {row for step in run.steps for row in step.rows}
+
+
+def _repeated(ranks: Sequence[StepRecord]) -> bool:
+    """Whether most of what some rank is fed, another one is fed as well."""
+    for index, one in enumerate(ranks):
+        for other in ranks[index + 1 :]:
+            common = set(one.rows) & set(other.rows)
+            if common and 2 * len(common) >= len(set(one.rows)):
+                return True
+    return False
+
+
+def _overlap(ranks: Sequence[StepRecord]) -> str:
+    common = set(ranks[0].rows) & set(ranks[-1].rows)
+    return f"{len(common)} of rank 0's {len(set(ranks[0].rows))} samples are also rank {len(ranks) - 1}'s"
+
+
+def _epoch_repeats(evidence: Evidence) -> str:
+    """In words, where the ranks' order of samples begins anew and one device's does not."""
+    period = _period([step.rows for step in evidence.ranks[0].steps])
+    alone = _period([step.rows for step in evidence.one.run.steps])
+    if period and period != alone:
+        return (
+            f"rank 0 is fed the same samples every {period} steps, one device {f'every {alone}' if alone else 'never'}"
+        )
+    return ""
+
+
+def _period(steps: Sequence[Sequence[int]]) -> int:
+    """After how many steps the same samples come in the same order again; 0 for never."""
+    for period in range(1, len(steps)):
+        if all(list(steps[i]) == list(steps[i + period]) for i in range(len(steps) - period)):
+            return period
+    return 0
+
+
+def judge_draws(evidence: Evidence, step: int) -> list[Finding]:
+    """Dropouts: other ones where samples or units differ, the same where ranks hold the same."""
+    one, ranks = evidence.step(step)
+    findings = _recomputed(ranks, step)
+    world = evidence.world
+    firsts = {world.data_rank[rank]: rank for rank in reversed(range(world.size))}
+    states = {rank: {draw.state for draw in ranks[rank].draws if not draw.again} for rank in firsts.values()}
+    numbers = sorted(states)
+    for place, rank in enumerate(numbers):
+        for other in numbers[place + 1 :]:
+            if states[rank] and len(states[rank] & states[other]) * 2 >= len(states[rank]):
+                same = f"{len(states[rank] & states[other])} of {len(states[rank])} dropouts"
+                findings.append(
+                    found("S6", f"step {step}: ranks {rank} and {other} drop the same units of different samples",
+                          f"{same} begin from the same state of the generator",
+                          axis=world.data_axis, step=step)
+                )  # fmt: skip
+                return findings
+    return findings + _inside(evidence, one, ranks, step)
+
+
+def _recomputed(ranks: Sequence[StepRecord], step: int) -> list[Finding]:
+    for rank, record in enumerate(ranks):
+        seen = {draw.state for draw in record.draws if not draw.again}
+        other = [draw for draw in record.draws if draw.again and draw.state not in seen]
+        if other:
+            said = f"{len(other)} dropouts of the backward begin from a state that no forward of the step began from"
+            return [
+                found(
+                    "S34", f"step {step}: rank {rank} computes activations again with other dropouts", said, step=step
+                )
+            ]
+    return []
+
+
+def _inside(evidence: Evidence, one: StepRecord, ranks: Sequence[StepRecord], step: int) -> list[Finding]:
+    """Ranks with the same samples: alike where the activation is whole, different where it is cut."""
+    # How many samples a forward has is no matter of the layer.
+    world, whole = evidence.world, {draw.shape[1:] for draw in one.draws}
+    for rank in range(world.size):
+        for twin in world.twins(rank):
+            if twin <= rank:
+                continue
+            for place, (mine, other) in enumerate(zip(ranks[rank].draws, ranks[twin].draws, strict=False)):
+                alike, cut = mine.state == other.state, mine.shape[1:] not in whole
+                if alike == cut:
+                    what = "same" if alike else "other"
+                    kind_of = "cut" if cut else "whole on both"
+                    return [
+                        found("S7", f"step {step}: ranks {rank} and {twin} drop {what} units of an activation that is "
+                              f"{kind_of}", f"dropout {place} of shape {list(mine.shape)}",
+                              axis=world.model_axis, step=step)
+                    ]  # fmt: skip
+    return []
+
+
+def judge_seeds(evidence: Evidence) -> list[Finding]:
+    """Ranks that draw random numbers for every batch, from the same state: augmentation alike for other samples."""
+    world = evidence.world
+    for library, name in enumerate(("torch", "numpy", "python")):
+        for step in range(1, evidence.num_steps):
+            _, ranks = evidence.step(step)
+            drew = [len(record.drew) > library and record.drew[library] for record in ranks]
+            states = {record.seeds[library] for record in ranks if record.seeds}
+            rows = {tuple(record.rows) for record in ranks}
+            if all(drew) and len(states) == 1 and len(rows) == world.size > 1:
+                said = f"before step {step} {name}'s generator has one state on all {world.size} ranks, and draws"
+                return [found("S5", f"the ranks make different samples from the same random numbers of {name}", said,
+                              axis=world.data_axis, step=step)]  # fmt: skip
+    return []

@@ -1,0 +1,171 @@
+"""What differs after training: a resume, and an evaluation."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from allranks.verifying.assembly import Mismatch, compare_parts, put_together
+from allranks.verifying.evidence import Evidence, describe, few
+from allranks.verifying.findings import OTHER, Finding, found
+from allranks.verifying.recording import Parts, RunRecord, StepRecord
+from allranks.verifying.start_causes import is_untied
+
+
+def judge_evaluation(evidence: Evidence) -> list[Finding]:
+    """Whether each rank reports what one device measures."""
+    one = evidence.one.run
+    if one.evaluation is None:
+        return []
+    coverage = _coverage(evidence)
+    for name, due in one.evaluation.items():
+        values = [(run.evaluation or {}).get(name, math.nan) for run in evidence.ranks]
+        allowed = _allowed(evidence, name, due)
+        if all(abs(value - due) <= allowed for value in values):
+            continue
+        told = values[0]
+        said = f"{name}: {due:.6g} on one device, {', '.join(f'{value:.6g}' for value in values)} on the ranks"
+        if coverage is not None:
+            kind, why = coverage
+            return [found(kind, f"evaluation: {name} differs", said, why, tensor=name)]
+        if one.start.statistics and not _buffers_agree(evidence):
+            return [found("S25", f"evaluation: {name} differs with the ranks' own statistics", said, tensor=name)]
+        factor = evidence.world.in_words(told / due) if due else ""
+        return [found("S30", f"evaluation: {name} is not what one device reports", said, tensor=name,
+                      axis=evidence.world.data_axis, factor=factor)]  # fmt: skip
+    return []
+
+
+def _allowed(evidence: Evidence, name: str, due: float) -> float:
+    moved = [abs((run.evaluation or {}).get(name, due) - due) for run in evidence.one.variants]
+    return max(1e-9 * abs(due), 1e-12, 32 * max(moved, default=0.0))
+
+
+def _coverage(evidence: Evidence) -> tuple[str, str] | None:
+    due = Counter(evidence.one.run.evaluated)
+    firsts = {evidence.world.data_rank[rank]: rank for rank in reversed(range(evidence.world.size))}
+    fed = sum((Counter(evidence.ranks[rank].evaluated) for rank in firsts.values()), Counter[int]())
+    extra, lost = (fed - due).total(), (due - fed).total()
+    if extra:
+        return "S2", f"{extra} samples are counted more than once: {fed.total()} are measured, {due.total()} are there"
+    return ("S3", f"{lost} of {due.total()} samples are measured by nobody") if lost else None
+
+
+def _buffers_agree(evidence: Evidence) -> bool:
+    return not evidence.compare(evidence.num_steps - 1, "buffers")
+
+
+def judge_resume(evidence: Evidence) -> list[Finding]:
+    """Whether the ranks go on from a save as if nothing had happened, by their own uninterrupted run."""
+    if any(run.resumed is None for run in evidence.ranks):
+        return []
+    first = evidence.ranks[0].resumed_from
+    errors = [run.resumed.error for run in evidence.ranks if run.resumed is not None and run.resumed.error]
+    if errors:
+        return [found(OTHER, "the resume fails", errors[0])]
+    found_here = _loaded(evidence, first)
+    if found_here:
+        return found_here
+    for index in range(first, evidence.num_steps):
+        for rank, run in enumerate(evidence.ranks):
+            finding = _resumed_step(evidence, rank, run, index, first)
+            if finding is not None:
+                return [finding]
+    return []
+
+
+def _loaded(evidence: Evidence, first: int) -> list[Finding]:
+    """Findings on the parameters that a load gave."""
+    due: Parts = {n: p for n, p in evidence.one.run.steps[first - 1].parameters.items()}
+    starts = [run.resumed.start for run in evidence.ranks if run.resumed is not None]
+    held = [run.steps[first - 1].parameters for run in evidence.ranks]
+    whole = {n: put_together(n, p.value, held, evidence.places) for n, p in due.items()}
+    expected: Parts = {n: due[n]._replace(value=value) for n, value in whole.items() if value is not None}
+    off = compare_parts([start.parameters for start in starts], expected, (), evidence.places, relative=0.0)
+    if off:
+        kind, what = _why_loaded(evidence, off, [start.parameters for start in starts], expected, first)
+        lines = [describe(m, "parameter", evidence.world) for m in off[:3]]
+        return [
+            found(kind, f"after the load {what}: {few([m.name for m in off])}", *lines, tensor=off[0].name, step=first)
+        ]
+    lost = _buffers_lost(evidence, first)
+    if lost:
+        said = f"{few(lost)} are not what was saved"
+        return [found("S17", "after the load buffers differ", said, tensor=lost[0], step=first)]
+    for some in evidence.one.run.start.tied:
+        if any(is_untied(some, start) for start in starts):
+            return [found("S14", f"tied tensors are apart after the load: {few(some)}", tensor=some[0], step=first)]
+    return []
+
+
+def _buffers_lost(evidence: Evidence, first: int) -> list[str]:
+    """Buffers that a rank has after the load otherwise than when it saved."""
+    lost = []
+    for run in evidence.ranks:
+        now = {} if run.resumed is None else run.resumed.start.buffers
+        saved = run.steps[first - 1].buffers
+        lost += [name for name, part in now.items() if name in saved and _apart(part.value, saved[name].value)]
+    return lost
+
+
+def _why_loaded(
+    evidence: Evidence, off: Sequence[Mismatch], held: Sequence[Parts], expected: Parts, first: int
+) -> tuple[str, str]:
+    earlier = [evidence.one.run.start.parameters, *(step.parameters for step in evidence.one.run.steps[: first - 1])]
+    for index, parts in enumerate(earlier):
+        if not compare_parts(held, parts, (), evidence.places, relative=1e-9):
+            return "S40", f"the run stands before step {index}, not before step {first}"
+    for m in off:
+        got, due = put_together(m.name, expected[m.name].value, held, evidence.places), expected[m.name].value
+        if got is None:
+            return "S19", "part of a tensor is nowhere"
+        if not torch.equal(got, due) and torch.equal(got.flatten().sort().values, due.flatten().sort().values):
+            return "S18", "values are there in another order"
+        same = (got == due).reshape(len(got), -1).all(1) if got.dim() else got == due
+        if bool(same.any()) and not bool(same.all()):
+            return "S19", f"{int((~same).sum())} of {same.numel()} rows are lost"
+    return "S40", "parameters are not those that were saved"
+
+
+def _resumed_step(evidence: Evidence, rank: int, run: RunRecord, index: int, first: int) -> Finding | None:
+    """A finding on one step after the load, by what the same rank did without one."""
+    assert run.resumed is not None
+    if index - first >= len(run.resumed.steps):
+        return found("S20", f"after the load the data ends before step {index}", step=index)
+    due, now = run.steps[index], run.resumed.steps[index - first]
+    if now.rows != due.rows:
+        return found("S20", f"after the load step {index} is fed other samples on rank {rank}",
+                     _where(now.rows, run.steps), step=index)  # fmt: skip
+    lr = [group.get("lr") for group in now.settings], [group.get("lr") for group in due.settings]
+    if lr[0] != lr[1]:
+        return found(
+            "S17", f"after the load the learning rate of step {index} is {lr[0]}, without it {lr[1]}", step=index
+        )
+    drawn = [[draw.state for draw in record.draws] for record in (now, due)]
+    if drawn[0] != drawn[1]:
+        return found("S21", f"after the load step {index} drops other units on rank {rank}", step=index)
+    lost = [name for name in due.state if name not in now.state]
+    off = [n for n, part in due.state.items() if n in now.state and _apart(now.state[n].value, part.value)]
+    if lost or off:
+        names = lost or off
+        return found("S17", f"after the load optimizer state differs: {few(names)}", tensor=names[0], step=index)
+    moved = [n for n, part in due.parameters.items() if _apart(now.parameters[n].value, part.value)]
+    if moved:
+        return found("S17", f"after the load parameters differ after step {index}: {few(moved)}", tensor=moved[0],
+                     step=index)  # fmt: skip
+    kept = [n for n, part in due.kept.items() if n not in now.kept or _apart(now.kept[n].value, part.value)]
+    return found("S17", f"after the load {few(kept)} differ", tensor=kept[0], step=index) if kept else None
+
+
+def _where(rows: Sequence[int], steps: Sequence[StepRecord]) -> str:
+    for index, step in enumerate(steps):
+        if list(step.rows) == list(rows):
+            return f"they are those of step {index}"
+    return "they are of no step of the run without a load"
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return True
+    return bool(one.numel()) and not torch.allclose(one.double(), other.double(), rtol=1e-9, atol=1e-13)

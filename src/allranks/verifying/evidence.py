@@ -1,0 +1,107 @@
+"""What judging has before it: one device, all ranks, where parts lie; and words for differences."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+
+from allranks.verifying.assembly import OF_LARGEST, RELATIVE, Mismatch, Places, compare_parts
+from allranks.verifying.recording import OneDevice, Parts, RunRecord, StepRecord
+from allranks.verifying.world_view import WorldView
+
+ZERO_OF_TENSOR, ZERO_OF_MODEL = 1e-6, 1e-10
+Shares = Sequence[Sequence[Mapping[str, torch.Tensor]]]
+
+
+@final
+@dataclass(frozen=True)
+class Evidence:
+    """One device and the ranks.
+
+    Attributes:
+        places: where parts lie that were cut by hand.
+        relative: of a tensor's largest value that rounding may take: law 4's, or of a lower precision.
+        before: one device's steps before the first that is judged, where that is not its first.
+        own_types: whether both sides have chosen the types of their tensors themselves, so that these are compared.
+        shares: step -> gradients of each rank's micro-batches alone; computed when it is asked for.
+    """
+
+    one: OneDevice
+    ranks: Sequence[RunRecord]
+    world: WorldView
+    places: Places = field(default_factory=dict)
+    relative: float = RELATIVE
+    before: Sequence[StepRecord] = ()
+    own_types: bool = True
+    shares: Callable[[int], Shares] = lambda step: ()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that all have made."""
+        return min(len(run.steps) for run in (self.one.run, *self.ranks))
+
+    def step(self, index: int) -> tuple[StepRecord, list[StepRecord]]:
+        """(one device's, the ranks') step."""
+        return self.one.run.steps[index], [run.steps[index] for run in self.ranks]
+
+    def compare(self, index: int, what: str) -> list[Mismatch]:
+        """What is off of the parts `what` (a name of StepRecord's) of a step."""
+        one, ranks = self.step(index)
+        variants = [getattr(run.steps[index], what) for run in self.one.variants if len(run.steps) > index]
+        expected: Parts = getattr(one, what)
+        floor, counted = 0.0, None
+        if what in ("raw", "gradients"):
+            floor = OF_LARGEST * largest(expected) * (self.relative / RELATIVE)
+        elif what == "parameters":
+            counted = self._significant(index)
+        return compare_parts(
+            [getattr(step, what) for step in ranks],
+            expected,
+            variants,
+            self.places,
+            floor=floor,
+            counted=counted,
+            relative=self.relative,
+        )
+
+    def _significant(self, index: int) -> dict[str, torch.Tensor]:
+        """Which elements of parameters are compared: what divides noise by noise (Adam) is not, from then on."""
+        if all(name == "SGD" for name in self.one.run.start.optimizers):
+            return {}
+        found: dict[str, torch.Tensor] = {}
+        for step in [*self.before, *self.one.run.steps[: index + 1]]:
+            gradients = step.gradients or step.raw
+            most = largest(gradients)
+            for name, part in gradients.items():
+                size = part.value.abs()
+                own = float(size.max()) if size.numel() else 0.0
+                # A gradient of exactly 0 everywhere moves nothing, and what moves there has no excuse.
+                counts = size > max(ZERO_OF_TENSOR * own, ZERO_OF_MODEL * most) if own else torch.ones_like(size) > 0
+                found[name] = found.get(name, torch.tensor(True)) & counts
+        return found
+
+
+def largest(parts: Parts) -> float:
+    """The largest magnitude of all of them."""
+    sizes = [float(part.value.abs().max()) for part in parts.values() if part.value.numel()]
+    return max((size for size in sizes if math.isfinite(size)), default=0.0)
+
+
+def describe(mismatch: Mismatch, what: str, world: WorldView) -> str:
+    """A difference in words: by how much, by which factor, on which ranks."""
+    if mismatch.missing:
+        return f"{what} {mismatch.name} is on no rank; on one device its largest is {mismatch.size:.3g}"
+    factor = world.in_words(mismatch.factor)
+    times = f"; it is {factor} times what one device has" if factor != "" else ""
+    where = "" if len(mismatch.ranks) == world.size else f" on rank {', '.join(map(str, mismatch.ranks))}"
+    off = "is not finite" if math.isinf(mismatch.error) else f"is off by {mismatch.relative:.3g} of its largest value"
+    allowed = f" (allowed are {mismatch.bound / mismatch.size:.2g})" if mismatch.size else ""
+    return f"{what} {mismatch.name} {off}{where}{allowed}{times}"
+
+
+def few(names: Sequence[str]) -> str:
+    """Some names, and how many more there are."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,265 @@
+"""Why gradients differ: by which ranks, tensors and factors, and by what a least-squares fit of the ranks' own says."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from allranks.verifying.assembly import Mismatch, put_together
+from allranks.verifying.evidence import Evidence, describe, few
+from allranks.verifying.findings import OTHER, Finding, found
+from allranks.verifying.recording import Parts
+
+SPAN = 1e-7  # relative, of what a combination of the ranks' gradients leaves unexplained
+
+
+def explain_gradients(evidence: Evidence, step: int, what: str, off: Sequence[Mismatch]) -> list[Finding]:
+    """Findings for gradients that differ in `step`; `what` is "raw" or "gradients"."""
+    one, _ = evidence.step(step)
+    expected: Parts = getattr(one, what)
+    apart = [m for m in off if not m.agree]
+    if apart:
+        return [_unsynchronised(evidence, step, what, apart, len(off) == len(expected))]
+    tied = {name for names in evidence.one.run.start.tied for name in names}
+    if tied and all(m.name in tied for m in off):
+        return [_finding("S14", evidence, step, off, "the gradient of tied tensors")]
+    factor = _common(off)
+    everything = len(off) == len([n for n, p in expected.items() if bool(p.value.any())])
+    if not math.isnan(factor) and factor != 0.0:
+        return [_scaled(evidence, step, off, factor, everything, what)]
+    if everything and _each_rank_by_its_own(off):
+        return [
+            _finding(
+                "S13",
+                evidence,
+                step,
+                off,
+                "every gradient, by a factor of each rank's own,",
+                axis=evidence.world.axis_of(()),
+            )
+        ]
+    if any(m.missing or m.factor == 0.0 for m in off):
+        gone = [m for m in off if m.missing or m.factor == 0.0]
+        return [_finding("S11", evidence, step, gone, "a gradient that one device has")]
+    return [_combined(evidence, step, what, off, everything)]
+
+
+def _unsynchronised(evidence: Evidence, step: int, what: str, apart: Sequence[Mismatch], everything: bool) -> Finding:
+    """Ranks hold the same parameter and another gradient of it."""
+    world = evidence.world
+    inside = world.model_ranks > 1 and _differ_among_twins(evidence, step, what, apart[0].name)
+    if inside:
+        return _finding("S15", evidence, step, apart, "a gradient differs over ranks with the same samples",
+                        axis=world.model_axis)  # fmt: skip
+    wrapped = any(word in evidence.ranks[0].start.wrapper for word in ("Parallel", "FSDP"))
+    kind = "S10" if everything and wrapped and world.micro_batches == 1 else "S11"
+    lone = {rank for m in apart for rank in m.ranks}
+    if len(lone) == 1 and world.size > 2 and not everything:
+        kind = "S39"
+    return _finding(kind, evidence, step, apart, "each rank has a gradient of its own", axis=world.data_axis)
+
+
+def _differ_among_twins(evidence: Evidence, step: int, what: str, name: str) -> bool:
+    _, ranks = evidence.step(step)
+    for rank in range(evidence.world.size):
+        values = [getattr(ranks[twin], what).get(name) for twin in evidence.world.twins(rank)]
+        tensors = [part.value for part in values if part is not None]
+        if any(t.shape == tensors[0].shape and not torch.allclose(t, tensors[0], rtol=1e-9) for t in tensors[1:]):
+            return True
+    return False
+
+
+def _common(off: Sequence[Mismatch]) -> float:
+    factors = [m.factor for m in off]
+    same = all(abs(f - factors[0]) <= 1e-5 * max(1.0, abs(f)) for f in factors)
+    return factors[0] if same else math.nan
+
+
+def _each_rank_by_its_own(off: Sequence[Mismatch]) -> bool:
+    """Whether each rank has one factor for all tensors, and not all ranks the same: a norm of its own part."""
+    by_rank: dict[int, list[float]] = {}
+    for m in off:
+        for rank, factor in m.factors.items():
+            by_rank.setdefault(rank, []).append(factor)
+    alike = all(max(some) - min(some) <= 1e-5 * max(map(abs, some)) for some in by_rank.values())
+    return alike and len({round(some[0], 5) for some in by_rank.values()}) > 1
+
+
+def _scaled(
+    evidence: Evidence, step: int, off: Sequence[Mismatch], factor: float, everything: bool, what: str
+) -> Finding:
+    """Every gradient that is off is off by one factor."""
+    world, (one, _) = evidence.world, evidence.step(step)
+    clipped = one.norm is not None and what == "gradients"
+    if not everything:
+        partial = [m for m in off if _held_by(evidence, m.name) < world.size]
+        cut = [m for m in off if _is_cut(evidence, m.name)]
+        if len(partial) == len(off) and world.model_ranks == 1:
+            return _finding("S36", evidence, step, off, "the gradient of what only some ranks hold")
+        if world.model_ranks > 1 and not cut:
+            return _finding("S15", evidence, step, off, "the gradient of parameters that every rank holds whole",
+                            axis=world.model_axis)  # fmt: skip
+        kind = "S36" if _look_like_experts(evidence, off) else "S16"
+        return _finding(kind, evidence, step, off, "the gradient of some parameters", axis=_axis(evidence, factor))
+    if clipped:
+        return _finding("S13", evidence, step, off, "every gradient after clipping")
+    share = _weights_of(evidence, step, what)
+    if share is not None and share[0] in ("S8", "S9"):
+        return _finding(share[0], evidence, step, off, "every gradient", said=share[1], axis=_axis(evidence, factor))
+    kind = "S13"
+    if world.is_count(factor, world.micro_batches):
+        kind = "S8"
+    elif world.is_count(factor, world.model_ranks):
+        kind = "S16"
+    elif world.is_count(factor, world.data_ranks):
+        kind = "S9" if world.model_ranks == 1 else "S16"
+    return _finding(kind, evidence, step, off, "every gradient", axis=_axis(evidence, factor))
+
+
+def _look_like_experts(evidence: Evidence, off: Sequence[Mismatch]) -> bool:
+    """Stacked matrices, one for each expert: three dims where the other parameters have fewer."""
+    shapes = {name: part.value.dim() for name, part in evidence.one.run.start.parameters.items()}
+    return all(shapes.get(m.name, 0) >= 3 for m in off if m.name in shapes)
+
+
+def _held_by(evidence: Evidence, name: str) -> int:
+    return sum(name in run.start.parameters for run in evidence.ranks)
+
+
+def _is_cut(evidence: Evidence, name: str) -> bool:
+    whole = evidence.one.run.start.parameters[name].value.shape
+    return any(
+        run.start.parameters[name].value.shape != whole for run in evidence.ranks if name in run.start.parameters
+    )
+
+
+def _axis(evidence: Evidence, factor: float) -> str:
+    world = evidence.world
+    return world.model_axis if world.is_count(factor, world.model_ranks) else world.data_axis
+
+
+def _combined(evidence: Evidence, step: int, what: str, off: Sequence[Mismatch], everything: bool) -> Finding:
+    """No factor fits: weights of the ranks' own gradients, batch statistics, a coupled loss, or rounding."""
+    world = evidence.world
+    if evidence.one.run.start.statistics and evidence.compare(step, "buffers"):
+        layers = ", ".join(evidence.one.run.start.statistics)
+        return _finding("S25", evidence, step, off, f"gradients under {layers}", axis=world.data_axis)
+    rounded = _rounded(evidence, step, what, off)
+    if rounded:
+        return _finding("S37", evidence, step, off, f"gradients rounded to {rounded}", axis=world.data_axis)
+    share = _weights_of(evidence, step, what)
+    if share is not None:
+        return _finding(share[0], evidence, step, off, "gradients", said=share[1], axis=world.data_axis)
+    if _drew_again(evidence, step):
+        return _finding("S34", evidence, step, off, "gradients")
+    if world.model_ranks > 1:
+        return _finding("S16", evidence, step, off, "gradients", axis=world.model_axis)
+    return _finding(OTHER if not everything else "S16", evidence, step, off, "gradients")
+
+
+def _drew_again(evidence: Evidence, step: int) -> bool:
+    """Whether a recomputation drew what no forward of the step had drawn."""
+    _, ranks = evidence.step(step)
+    for one in ranks:
+        seen = {draw.state for draw in one.draws if not draw.again}
+        if any(draw.again and draw.state not in seen for draw in one.draws):
+            return True
+    return False
+
+
+def _rounded(evidence: Evidence, step: int, what: str, off: Sequence[Mismatch]) -> str:
+    """The low precision whose grid the ranks' gradients, or their sums, lie on; "" for none."""
+    _, ranks = evidence.step(step)
+    if any(m.relative > 0.05 for m in off):
+        return ""
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"), (torch.float32, "float32")):
+        values = [getattr(ranks[m.ranks[0]], what)[m.name].value for m in off if m.ranks]
+        for times in (1, evidence.world.data_ranks, evidence.world.size):
+            if any(value.dtype == dtype for value in values):
+                continue
+            on_grid = [bool(((v * times).to(dtype).to(v.dtype) == v * times).all()) for v in values]
+            if values and all(on_grid):
+                return name
+    return ""
+
+
+def _weights_of(evidence: Evidence, step: int, what: str) -> tuple[str, str] | None:
+    """(kind, in words) from the weights with which the ranks' own gradients make up what was found and expected."""
+    shares = evidence.shares(step)
+    if not shares:
+        return None
+    one, ranks = evidence.step(step)
+    expected: Parts = getattr(one, what)
+    held = [getattr(rank, what) for rank in ranks]
+    found_whole = {n: put_together(n, p.value, held, evidence.places) for n, p in expected.items()}
+    flat_found = _flat(found_whole, expected)
+    flat_expected = _flat({n: p.value for n, p in expected.items()}, expected)
+    own = [(rank, _flat(batch, expected)) for rank, batches in enumerate(shares) for batch in batches]
+    if flat_found is None or flat_expected is None or any(vector is None for _, vector in own):
+        return None
+    matrix = torch.stack([vector for _, vector in own if vector is not None], 1)
+    got, rest = _solve(matrix, flat_found)
+    due, rest_due = _solve(matrix, flat_expected)
+    if rest_due > SPAN:
+        return "S29", "what one device computes is no sum over the ranks' own batches: the loss couples samples"
+    if rest > SPAN:
+        return None
+    words = f"weights of the ranks' batches {_shown(got)}, on one device {_shown(due)}"
+    ratios = [float(a / b) if abs(float(b)) > 1e-9 else math.nan for a, b in zip(got, due, strict=True)]
+    by_rank: dict[int, list[float]] = {}
+    for (rank, _), ratio in zip(own, ratios, strict=True):
+        by_rank.setdefault(rank, []).append(ratio)
+    inside = any(max(some) - min(some) > 1e-6 for some in by_rank.values())
+    means = [sum(some) / len(some) for some in by_rank.values()]
+    if inside:
+        return "S8", words
+    return ("S9", words) if max(means) - min(means) > 1e-6 else None
+
+
+def is_sum_of(gradients: Parts, own: Sequence[Mapping[str, torch.Tensor]]) -> bool:
+    """Whether some gradients are a weighted sum of others."""
+    target, vectors = (
+        _flat({n: p.value for n, p in gradients.items()}, gradients),
+        [_flat(one, gradients) for one in own],
+    )
+    if target is None or any(vector is None for vector in vectors):
+        return False
+    return _solve(torch.stack([vector for vector in vectors if vector is not None], 1), target)[1] <= SPAN
+
+
+def _flat(tensors: Mapping[str, torch.Tensor | None], order: Parts) -> torch.Tensor | None:
+    some = [tensors.get(name) for name in order]
+    zeros = [torch.zeros_like(p.value) if t is None else t for t, p in zip(some, order.values(), strict=True)]
+    return torch.cat([t.double().reshape(-1) for t in zeros]) if zeros else None
+
+
+def _solve(matrix: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """(weights, relative rest) of the least-squares fit."""
+    weights = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
+    return weights, float((matrix @ weights - target).norm() / target.norm().clamp(min=1e-300))
+
+
+def _shown(weights: torch.Tensor) -> str:
+    return "[" + ", ".join(f"{float(w):.4g}" for w in weights[:8]) + (", ..." if len(weights) > 8 else "") + "]"
+
+
+def _finding(
+    kind: str, evidence: Evidence, step: int, off: Sequence[Mismatch], what: str, said: str = "", axis: str = ""
+) -> Finding:
+    first, world = off[0], evidence.world
+    lines = [describe(m, "gradient of", world) for m in off[:3]]
+    if said:
+        lines.insert(0, said)
+    factor = world.in_words(_common(off))
+    times = f" by the factor {factor}" if factor != "" else ""
+    over = f" over {axis}" if axis else ""
+    return found(
+        kind,
+        f"step {step}: {what} differs{times}{over}: {few([m.name for m in off])}",
+        *lines,
+        tensor=first.name,
+        axis=axis,
+        factor=factor,
+        step=step,
+        error=None if math.isinf(first.relative) else first.relative,
+    )

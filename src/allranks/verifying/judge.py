@@ -1,0 +1,158 @@
+"""From what one device and the ranks did to findings: the first thing that differs, and what stands apart from it."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from allranks.verifying.data_causes import judge_draws, judge_samples, judge_seeds
+from allranks.verifying.end_causes import judge_evaluation, judge_resume
+from allranks.verifying.evidence import Evidence, describe, few
+from allranks.verifying.findings import OTHER, Finding, found
+from allranks.verifying.gradient_causes import explain_gradients
+from allranks.verifying.start_causes import judge_start
+from allranks.verifying.update_causes import explain_parameters, judge_settings, judge_updates
+
+LEDGER = "ledger"
+
+
+def judge(evidence: Evidence, *, start: bool = True) -> list[Finding]:
+    """Every finding that is not the consequence of another one; empty where the ranks compute what one device does.
+
+    Args:
+        start: whether the two sides have to begin with the same bits.
+
+    The order is that of a step: start, samples, gradients, clipping, update, buffers, what is kept, what is reported.
+    The first that differs ends the chain: what comes after it differs because of it.
+    """
+    chain = judge_start(evidence) if start else []
+    if not chain:
+        chain = _steps(evidence)
+    apart = judge_seeds(evidence) + _first(evidence, judge_draws) + _first(evidence, judge_settings)
+    kinds = {finding.verdict.kind for finding in chain}
+    findings = chain + [finding for finding in apart if finding.verdict.kind not in kinds]
+    if not findings:
+        findings += _reported(evidence)
+    if not chain:
+        findings += judge_resume(evidence) + judge_evaluation(evidence)
+    return findings
+
+
+def _first(evidence: Evidence, judge_step: Callable[[Evidence, int], list[Finding]]) -> list[Finding]:
+    for step in range(evidence.num_steps):
+        found_here = judge_step(evidence, step)
+        if found_here:
+            return found_here
+    return []
+
+
+def _steps(evidence: Evidence) -> list[Finding]:
+    lengths = {len(run.steps) for run in evidence.ranks} | {len(evidence.one.run.steps)}
+    for step in range(evidence.num_steps):
+        found_here = _step(evidence, step)
+        if found_here:
+            return found_here
+    if len(lengths) > 1:
+        counts = f"one device {len(evidence.one.run.steps)}, ranks {[len(run.steps) for run in evidence.ranks]}"
+        return [found("S3", "the data ends sooner on some ranks than on one device", f"steps: {counts}")]
+    return []
+
+
+def _step(evidence: Evidence, step: int) -> list[Finding]:
+    samples = judge_samples(evidence, step)
+    if samples:
+        return samples
+    one, ranks = evidence.step(step)
+    clipped = bool(one.raw) and all(record.raw for record in ranks)
+    for what in ("raw", "gradients") if clipped else ("gradients",):
+        off = [m for m in evidence.compare(step, what)]
+        unmatched = [m for m in off if not (m.missing and m.size == 0.0)]
+        if unmatched:
+            return explain_gradients(evidence, step, what, unmatched)
+        if what == "raw":
+            norms = _norms(evidence, step)
+            if norms:
+                return norms
+    updates = judge_updates(evidence, step) or judge_settings(evidence, step)
+    if updates:
+        return updates
+    off = evidence.compare(step, "parameters")
+    if off:
+        return explain_parameters(evidence, step, off)
+    return _beside(evidence, step)
+
+
+def _norms(evidence: Evidence, step: int) -> list[Finding]:
+    one, ranks = evidence.step(step)
+    if one.norm is None:
+        return []
+    moved = [run.steps[step].norm for run in evidence.one.variants if len(run.steps) > step]
+    apart = max((abs(norm - one.norm) for norm in moved if norm is not None), default=0.0)
+    allowed = max(evidence.relative * abs(one.norm), 32 * apart)
+    off = {rank: record.norm for rank, record in enumerate(ranks) if not _near(record.norm, one.norm, allowed)}
+    if not off:
+        return []
+    _, norm = next(iter(off.items()))
+    said = f"before clipping the norm is {one.norm:.6g} on one device, {[record.norm for record in ranks]} on the ranks"
+    factor = evidence.world.in_words((norm or 0.0) ** 2 / one.norm**2) if one.norm else ""
+    more = f"its square is {factor} times what one device has" if factor != "" else "the gradients are equal"
+    return [found("S13", f"step {step}: the gradient norm is not that of the whole model", said, more,
+                  axis=evidence.world.axis_of(list(off)), factor=factor, step=step)]  # fmt: skip
+
+
+def _near(value: float | None, due: float, allowed: float) -> bool:
+    return value is not None and abs(value - due) <= allowed
+
+
+def _beside(evidence: Evidence, step: int) -> list[Finding]:
+    """Buffers and what the program keeps, after a step whose parameters are right."""
+    buffers = [m for m in evidence.compare(step, "buffers") if not m.missing]
+    world = evidence.world
+    if buffers:
+        lines = [describe(m, "buffer", world) for m in buffers[:3]]
+        return [found("S25", f"step {step}: buffers differ: {few([m.name for m in buffers])}", *lines,
+                      tensor=buffers[0].name, axis=world.data_axis, step=step)]  # fmt: skip
+    kept = evidence.compare(step, "kept")
+    if kept and kept[0].name == LEDGER:
+        said = "the journal's sum over all samples is not that of the samples that were fed"
+        return [found(OTHER, f"step {step}: the ledger is wrong", said, step=step)]
+    if kept:
+        lines = [describe(m, "", world).strip() for m in kept[:3]]
+        return [found("S31", f"step {step}: what the program keeps differs: {few([m.name for m in kept])}", *lines,
+                      tensor=kept[0].name, step=step, factor=world.in_words(kept[0].factor))]  # fmt: skip
+    return []
+
+
+def _reported(evidence: Evidence) -> list[Finding]:
+    """Whether the loss that a step returns is the world's, or at least the ranks' mean or sum is."""
+    world = evidence.world
+    for step in range(evidence.num_steps):
+        one, ranks = evidence.step(step)
+        losses = [record.loss for record in ranks]
+        if one.loss is None or any(loss is None for loss in losses):
+            continue
+        values = [loss for loss in losses if loss is not None]
+        allowed = _loss_allowed(evidence, step, one.loss)
+        if all(abs(value - one.loss) <= allowed for value in values) or _own_shares(
+            evidence, step, values, one.loss, allowed
+        ):
+            continue
+        said = f"loss {one.loss:.9g} on one device, {', '.join(f'{v:.9g}' for v in values)} on the ranks"
+        factor = world.in_words(values[0] / one.loss) if one.loss else ""
+        return [found("S30", f"step {step}: the loss that is reported is not the world's", said,
+                      axis=world.data_axis, factor=factor, step=step)]  # fmt: skip
+    return []
+
+
+def _loss_allowed(evidence: Evidence, step: int, due: float) -> float:
+    moved = [run.steps[step].loss for run in evidence.one.variants if len(run.steps) > step]
+    apart = max((abs(loss - due) for loss in moved if loss is not None and math.isfinite(loss)), default=0.0)
+    return max(evidence.relative * abs(due), 32 * apart, 1e-15)
+
+
+def _own_shares(evidence: Evidence, step: int, values: Sequence[float], due: float, allowed: float) -> bool:
+    """Whether each rank reports its own samples' loss: the mean by samples, or the sum, is the world's."""
+    _, ranks = evidence.step(step)
+    weights = [len(record.rows) for record in ranks]
+    mean = sum(v * w for v, w in zip(values, weights, strict=True)) / max(1, sum(weights))
+    even, total = sum(values) / len(values), sum(values)
+    alike = max(values) - min(values) <= allowed
+    return not alike and any(abs(found_here - due) <= allowed for found_here in (mean, even, total))

@@ -1,0 +1,60 @@
+"""Gradients of a run in a low precision: how far off is decided by what rounding in that precision was seen to do.
+
+Two numbers for each tensor: the relative error (in the 2-norm), and the factor by which it is too large, which is known
+much better, since rounding averages out in it.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from allranks.verifying.assembly import Mismatch, put_together
+from allranks.verifying.evidence import Evidence
+from allranks.verifying.findings import Finding
+from allranks.verifying.gradient_causes import explain_gradients
+from allranks.verifying.recording import Parts
+
+TIMES_ERROR: Final = 4.0  # of the largest error of a variant
+TIMES_FACTOR: Final = 8.0  # of the largest deviation of a variant's factor
+LEAST_FACTOR: Final = 0.004  # half an ulp of bfloat16: a factor nearer to 1 than that is not seen
+LEAST_ERROR: Final = 0.008
+
+
+def judge_low_precision(evidence: Evidence) -> list[Finding]:
+    """Findings on the gradients of the first step, from the same parameters and samples."""
+    one, ranks = evidence.step(0)
+    variants = [run.steps[0].raw for run in evidence.one.variants]
+    held = [record.raw for record in ranks]
+    off = [m for name in one.raw if (m := compare_noisy(name, one.raw, held, variants, evidence)) is not None]
+    return explain_gradients(evidence, 0, "raw", off) if off else []
+
+
+def compare_noisy(
+    name: str, expected: Parts, ranks: Sequence[Parts], variants: Sequence[Parts], evidence: Evidence
+) -> Mismatch | None:
+    """How one tensor is off, None where rounding explains it."""
+    whole = expected[name].value.double()
+    value = put_together(name, whole, ranks, evidence.places)
+    size = float(whole.abs().max()) if whole.numel() else 0.0
+    if value is None:
+        return Mismatch(name, (), size, 0.0, size, {}, agree=True, missing=True)
+    if not size:
+        return None
+    noise = [distance(v[name].value.double(), whole) for v in variants if name in v]
+    error, factor = distance(value, whole)
+    allowed = max([LEAST_ERROR, *(TIMES_ERROR * e for e, _ in noise)])
+    allowed_factor = max([LEAST_FACTOR, *(TIMES_FACTOR * abs(f - 1) for _, f in noise)])
+    if error <= allowed and abs(factor - 1) <= allowed_factor:
+        return None
+    factors = {0: factor} if abs(factor - 1) > allowed_factor else {0: math.nan}
+    everyone = tuple(range(len(ranks)))
+    return Mismatch(name, everyone, error * size, allowed * size, size, factors, agree=True)
+
+
+def distance(value: torch.Tensor, whole: torch.Tensor) -> tuple[float, float]:
+    """(relative error in the 2-norm, factor of the least squares)."""
+    norm = float(whole.norm())
+    factor = float(value.flatten() @ whole.flatten()) / (norm * norm)
+    return float((value - whole).norm()) / norm, factor

@@ -1,0 +1,286 @@
+"""One process of an own loop, run as its author wrote it and watched from outside."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any, final
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from allranks.task_loading import user_line
+from allranks.verifying import observation as look
+from allranks.verifying.program import Program, cast_floats, shuffled
+from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord
+
+SEED = 20261121
+OF_A_STEP = 1000
+TIMEOUT = timedelta(seconds=60)  # what one rank waits for and the other never sends ends in an error
+
+
+@final
+@dataclass(frozen=True)
+class Setting:
+    """How a program is run.
+
+    Attributes:
+        num_steps: of training.
+        dtype: floating numbers of parameters and data; None: as the program has them.
+        drops: whether dropouts drop.
+        folder: where a save goes.
+        seed: added to the random numbers of the steps.
+        shake: add an ulp of noise to the parameters, of this seed; None: do not.
+        shuffled: feed the samples of every batch in another order.
+        resume: whether to save and load.
+    """
+
+    num_steps: int
+    dtype: torch.dtype | None = torch.float64
+    drops: bool = False
+    folder: str = ""
+    seed: int = 0
+    shake: int | None = None
+    shuffled: bool = False
+    resume: bool = True
+
+
+@contextmanager
+def process_group() -> Iterator[tuple[int, int]]:
+    """(rank, world size) in a gloo world as the environment has it; the program's own start of one does nothing."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    with (
+        patch.object(dist, "init_process_group", lambda *args, **options: None),
+        patch.object(dist, "destroy_process_group", lambda *args, **options: None),
+    ):
+        try:
+            yield rank, size
+        finally:
+            pass
+    dist.destroy_process_group()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, new floating tensors are of this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@final
+@dataclass
+class OwnLoop:
+    """The program in this process.
+
+    Attributes:
+        record: what is known so far.
+    """
+
+    program: Program
+    setting: Setting
+    rank: int
+    size: int
+    distributed: bool
+    observer: look.Observer
+    record: RunRecord = field(default_factory=RunRecord)
+    _model: Any = None
+    _optimizer: Any = None
+    _step: StepRecord = field(default_factory=StepRecord)
+    _hooks: list[Any] = field(default_factory=list)
+
+    def run(self) -> RunRecord:
+        """Build, step, evaluate, and once more from a save in the middle."""
+        try:
+            with default_dtype(self.setting.dtype):
+                self._run()
+        except Exception as error:  # the user's program may raise anything: it is part of what it did
+            self.record.error = user_line(error)
+        return self.record
+
+    def _run(self) -> None:
+        program, setting = self.program, self.setting
+        can_save = program.save is not None and setting.resume
+        middle = max(1, setting.num_steps // 2) if can_save else -1
+        self._build()
+        self.record.start = self._start()
+        self._train(0, middle)
+        self._evaluate()
+        if not can_save or len(self.record.steps) <= middle:
+            return
+        assert program.load is not None
+        whole = self.record
+        self.record = RunRecord(resumed_from=middle)
+        self._build()
+        program.load(self._model, self._optimizer, Path(setting.folder))
+        self.record.start = self._start()
+        self._train(middle, -1)
+        whole.resumed, whole.resumed_from, self.record = self.record, middle, whole
+
+    def _build(self) -> None:
+        # Rank 0 begins with the numbers of one device; a program that wants all ranks alike has to see to it.
+        look.seed_everything(SEED + 7919 * self.rank)
+        self.observer.feed([])
+        for hook in self._hooks:
+            hook.remove()
+        self._model, self._optimizer = self.program.build(self.distributed)
+        if self.setting.shake is not None:
+            look.shake(look.logical_parameters(self._model), self.setting.shake)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_update) for optimizer in optimizers_of(self._optimizer)
+        ]
+        self.observer.on_clip = self._before_clipping
+
+    def _start(self) -> Start:
+        parameters, modules = look.logical_parameters(self._model), look.modules_of(self._model)
+        held = {
+            id(p) for optimizer in optimizers_of(self._optimizer) for g in optimizer.param_groups for p in g["params"]
+        }
+        names: dict[int, list[str]] = {}
+        for name, parameter in parameters.items():
+            names.setdefault(id(parameter), []).append(name)
+        return Start(
+            parameters=look.parts_of(parameters),
+            buffers=look.parts_of(look.logical_buffers(self._model)),
+            tied=[tuple(some) for some in names.values() if len(some) > 1],
+            unlinked=[name for name, p in parameters.items() if p.requires_grad and id(p) not in held],
+            wrapper=" ".join(type(module).__name__ for module in modules.values()),
+            statistics=statistics_of(modules),
+            optimizers=[type(optimizer).__name__ for optimizer in optimizers_of(self._optimizer)],
+        )
+
+    def _train(self, first: int, save_before: int) -> None:
+        """Steps from `first` on; the data is made anew, and what lies before is left out."""
+        program, setting = self.program, self.setting
+        steps = iter(program.steps(self.rank, self.size))
+        for _ in islice(steps, first):
+            pass
+        for index in range(first, setting.num_steps):
+            if index == save_before:
+                assert program.save is not None
+                program.save(self._model, self._optimizer, Path(setting.folder))
+            seeds = look.generator_digests()
+            batches = next(steps, None)
+            if batches is None:
+                break
+            after = look.generator_digests()
+            self._step = StepRecord(seeds=seeds, drew=tuple(a != b for a, b in zip(seeds, after, strict=True)))
+            self._step.rows = [row for batch in batches for row in look.rows_of(batch)]
+            self._step.num_batches = len(batches)
+            if setting.seed:
+                look.seed_everything(setting.seed + OF_A_STEP * index)
+            self.observer.feed(self._step.rows if len(batches) == 1 else [], self._step.draws)
+            loss = program.step(self._model, self._optimizer, self._prepared(batches, index))
+            self._step.loss = number(loss)
+            self._after_update()
+            self.record.steps.append(self._step)
+
+    def _prepared(self, batches: list[Any], step: int) -> list[Any]:
+        found = []
+        for place, batch in enumerate(batches):
+            found.append(cast_floats(batch, self.setting.dtype))
+            if self.setting.shuffled:
+                found[-1] = shuffled(found[-1], seed=step * 100 + place)
+        return found
+
+    def _before_clipping(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
+        self._step.norm = number(norm)
+        wanted = {id(parameter) for parameter in parameters}
+        self._step.raw |= self._gradients(wanted)
+
+    def _before_update(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        self._step.updates += 1
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        everything = {id(p) for p in look.logical_parameters(self._model).values()}
+        alone = len(optimizers_of(self._optimizer)) == 1
+        self._step.gradients |= self._gradients(everything if alone else held)
+        for group in optimizer.param_groups:
+            numbers = {k: float(v) for k, v in group.items() if k != "params" and _is_number(v)}
+            self._step.settings.append(numbers)
+
+    def _gradients(self, wanted: set[int]) -> Parts:
+        parameters, done, found = look.logical_parameters(self._model), set(), {}
+        for name, parameter in parameters.items():
+            if parameter.grad is not None and id(parameter) in wanted and id(parameter) not in done:
+                done.add(id(parameter))
+                found[name] = look.part_of(parameter.grad)
+        return found
+
+    def _after_update(self) -> None:
+        parameters = look.logical_parameters(self._model)
+        self._step.parameters = look.parts_of(parameters)
+        self._step.buffers = look.parts_of(look.logical_buffers(self._model))
+        names = {id(parameter): name for name, parameter in reversed(parameters.items())}
+        for optimizer in optimizers_of(self._optimizer):
+            for parameter, state in getattr(optimizer, "state", {}).items():
+                name = names.get(id(parameter))
+                for key, value in state.items() if name is not None and isinstance(state, Mapping) else ():
+                    if isinstance(value, torch.Tensor):
+                        self._step.state[f"{key}.{name}"] = look.part_of(value)
+        if self.program.state is not None:
+            kept = self.program.state(self._model, self._optimizer)
+            self._step.kept = {str(name): _kept(value) for name, value in kept.items()}
+
+    def _evaluate(self) -> None:
+        program = self.program
+        self.observer.feed([])
+        if program.evaluate is None:
+            return
+        batches = program.evaluation_batches(self.rank, self.size)
+        self.record.evaluated = [row for batch in batches for row in look.rows_of(batch)]
+        prepared = [cast_floats(batch, self.setting.dtype) for batch in batches]
+        found = program.evaluate(self._model, prepared)
+        values = {str(name): number(value) for name, value in dict(found).items()}
+        self.record.evaluation = {name: math.nan if value is None else value for name, value in values.items()}
+
+
+def optimizers_of(optimizer: Any) -> list[Optimizer]:
+    """The optimizers of what `build` returned."""
+    if isinstance(optimizer, Mapping):
+        optimizer = list(optimizer.values())
+    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+
+
+def statistics_of(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Class names of the layers that look at the batch as a whole."""
+    found = {
+        type(layer).__name__
+        for module in modules.values()
+        for layer in module.modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training
+    }
+    return sorted(found)
+
+
+def unique(tensors: Any) -> list[Any]:
+    """Each once."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def number(value: Any) -> float | None:
+    """A loss or a norm as a number; None where it is none. Collective where it is a DTensor that is not reduced."""
+    if isinstance(value, Mapping | tuple | list) and value:
+        return number(next(iter(value.values())) if isinstance(value, Mapping) else value[0])
+    if isinstance(value, torch.Tensor):
+        full = look.part_of(value).value if not hasattr(value, "full_tensor") else value.full_tensor().detach()
+        return float(full) if full.numel() == 1 else None
+    return float(value) if _is_number(value) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _kept(value: Any) -> Part:
+    return look.part_of(value if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64))

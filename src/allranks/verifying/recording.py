@@ -1,0 +1,143 @@
+"""What one process did, as values that can be judged: tensors by logical name, samples, randomness, settings."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+import torch
+
+from allranks.parameter_map import Box
+
+
+class Part(NamedTuple):
+    """What a process holds of a tensor.
+
+    Attributes:
+        box: where it lies in the whole; None where only a comparison of values can tell (a part cut by hand).
+        value: a copy, on the CPU.
+    """
+
+    box: Box | None
+    value: torch.Tensor
+
+
+Parts = dict[str, Part]
+
+
+class Draw(NamedTuple):
+    """Random numbers for one dropout.
+
+    Attributes:
+        state: digest of the generator before it.
+        shape: of what was dropped.
+        again: whether a recomputation during the backward drew them.
+    """
+
+    state: int
+    shape: tuple[int, ...]
+    again: bool
+
+
+@final
+@dataclass
+class StepRecord:
+    """One optimizer step as one process saw it.
+
+    Attributes:
+        loss: what the step returned, None where that is no number.
+        rows: digests of the samples that were fed, in their order.
+        num_batches: micro-batches that were fed.
+        raw: gradients before clipping, where torch's clipping was called.
+        gradients: gradients as the optimizer found them.
+        norm: as torch's clipping had it.
+        settings: of every param_group as the optimizer found it (lr, weight_decay, ...).
+        updates: calls of optimizer.step.
+        parameters, buffers, state: after the step; optimizer state as "exp_avg.NAME".
+        draws: dropouts, in their order.
+        seeds: digests of the generators (torch, numpy, python) before the step's batches were made.
+        drew: whether making them drew random numbers of torch, numpy, python.
+        kept: what `state` of the program gives.
+    """
+
+    loss: float | None = None
+    rows: list[int] = field(default_factory=list)
+    num_batches: int = 0
+    raw: Parts = field(default_factory=dict)
+    gradients: Parts = field(default_factory=dict)
+    norm: float | None = None
+    settings: list[dict[str, float]] = field(default_factory=list)
+    updates: int = 0
+    parameters: Parts = field(default_factory=dict)
+    buffers: Parts = field(default_factory=dict)
+    state: Parts = field(default_factory=dict)
+    draws: list[Draw] = field(default_factory=list)
+    seeds: tuple[int, ...] = ()
+    drew: tuple[bool, ...] = ()
+    kept: Parts = field(default_factory=dict)
+
+
+@final
+@dataclass
+class Start:
+    """A model and its optimizer before the first step.
+
+    Attributes:
+        tied: names that share one tensor.
+        unlinked: trainable parameters that no optimizer holds.
+        wrapper: class of the outermost module.
+        statistics: modules whose statistics depend on the batch.
+        optimizers: class names.
+    """
+
+    parameters: Parts = field(default_factory=dict)
+    buffers: Parts = field(default_factory=dict)
+    tied: list[tuple[str, ...]] = field(default_factory=list)
+    unlinked: list[str] = field(default_factory=list)
+    wrapper: str = ""
+    statistics: list[str] = field(default_factory=list)
+    optimizers: list[str] = field(default_factory=list)
+
+
+@final
+@dataclass
+class RunRecord:
+    """What one process did from its start on.
+
+    Attributes:
+        start: before the first step.
+        steps: one by one.
+        evaluation: name -> value, as the program measured it.
+        evaluated: digests of the samples that it was measured on.
+        resumed: the same steps once more, from a save in the middle on; None where the program cannot save.
+        resumed_from: the step before which the save was made.
+        error: why the process could not go on, in one line; "" where it could.
+    """
+
+    start: Start = field(default_factory=Start)
+    steps: list[StepRecord] = field(default_factory=list)
+    evaluation: dict[str, float] | None = None
+    evaluated: list[int] = field(default_factory=list)
+    resumed: "RunRecord | None" = None
+    resumed_from: int = 0
+    error: str = ""
+
+
+@final
+@dataclass(frozen=True)
+class OneDevice:
+    """What one process computes alone, and how far rounding alone moves it.
+
+    Attributes:
+        run: the run.
+        variants: the same run again, with what changes nothing but the rounding: samples in another order, parameters
+            moved by an ulp.
+        shares: step -> rank -> micro-batch -> gradients of it alone, from the parameters before that step.
+        again: the run with other random numbers and dropout off; it differs where the model draws some itself.
+        random: the operations that draw them.
+    """
+
+    run: RunRecord
+    variants: Sequence[RunRecord] = ()
+    shares: Mapping[int, Sequence[Sequence[Mapping[str, torch.Tensor]]]] = field(default_factory=dict)
+    again: RunRecord | None = None
+    random: tuple[str, ...] = ()

@@ -1,0 +1,260 @@
+"""A Task on one device: its own model, loss and samples, fed to the plain loop of `one_device`."""
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from allranks.config import Config, OptimizerConfig
+from allranks.data.cut import cut_step
+from allranks.data.evaluation import evaluation_batches
+from allranks.data.loader import Loader
+from allranks.data.micro_step import StepBatch
+from allranks.data.stream import DataStream
+from allranks.digest import ledger_sum, sample_hash
+from allranks.layout import Layout
+from allranks.stepping.session import draws, make_schedule
+from allranks.task import Task, has_step, resolve_inputs, resolve_targets
+from allranks.task_loading import user_line
+from allranks.verifying import observation as look
+from allranks.verifying.one_device import evaluate_on_one_device, train_on_one_device
+from allranks.verifying.own_loop import statistics_of, unique
+from allranks.verifying.program import call, cast_floats, shuffled
+from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord
+from allranks.verifying.task_ranks import ledger
+
+
+@final
+@dataclass(frozen=True)
+class Variation:
+    """What changes nothing but the rounding, or what is random.
+
+    Attributes:
+        shake: seed of an ulp of noise on the parameters; None: none.
+        shuffled: feed the samples of each forward in another order.
+        seed: of the random numbers of the steps.
+    """
+
+    shake: int | None = None
+    shuffled: bool = False
+    seed: int = 1
+
+
+@final
+@dataclass
+class TaskAlone:
+    """One run of a Task on one device.
+
+    Attributes:
+        lowered: the type to which autocast lowers a forward; None: everything is in float64.
+    """
+
+    task: Task
+    config: Config
+    num_steps: int
+    observer: look.Observer
+    variation: Variation = Variation()
+    lowered: torch.dtype | None = None
+    record: RunRecord = field(default_factory=RunRecord)
+    _models: dict[str, nn.Module] = field(default_factory=dict)
+    _optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    _batch: StepBatch | None = None
+    _step: StepRecord = field(default_factory=StepRecord)
+
+    def run(self) -> RunRecord:
+        """Train and evaluate."""
+        try:
+            self._build()
+            self._train()
+            values = self._evaluate()
+            self.record.evaluation = values or None
+        except Exception as error:  # the user's code may raise anything: it is part of what it did
+            self.record.error = user_line(error)
+        return self.record
+
+    def _build(self) -> None:
+        seed = self.config.train.seed
+        self.observer.feed([])
+        random.seed(seed)
+        np.random.seed((seed ^ (seed >> 32)) & 0xFFFFFFFF)
+        torch.manual_seed(seed)
+        made = self.task.model()
+        self._models = {name: module.to(self._dtype) for name, module in look.modules_of(made).items()}
+        for module in self._models.values():
+            if not any(part.training for part in module.modules()):
+                module.train()
+        parameters = {
+            which: unique(p for p in look.logical_parameters(module).values() if p.requires_grad)
+            for which, module in self._models.items()
+        }
+        parameters = {which: held for which, held in parameters.items() if held}
+        found: Any = self.task.optimizer(parameters.get("", parameters))
+        if found is None:
+            found = {which: plain_optimizer(held, self.config.optimizer) for which, held in parameters.items()}
+        self._optimizers = found if isinstance(found, Mapping) else {"": found}  # type: ignore[assignment]
+        named = look.logical_parameters(self._models)
+        self.record.start = Start(
+            parameters=self._unaliased(named),
+            buffers=look.parts_of(look.logical_buffers(self._models)),
+            tied=self._tied(named),
+            statistics=statistics_of(self._models),
+            optimizers=[type(optimizer).__name__ for optimizer in self._optimizers.values()],
+        )
+        if self.variation.shake is not None:
+            look.shake(named, self.variation.shake, self.lowered)
+
+    def _train(self) -> None:
+        dataset = self.task.dataset("train")
+        fixed = self.task.coupled or bool(self.record.start.statistics)
+        cut = cut_step(self.config.train, Layout(), fixed=fixed)
+        if not fixed:
+            cut = replace(cut, micro_batch=None, micro_steps=None)  # one forward over the whole global batch
+        stream = DataStream(
+            dataset, cut=cut, seed=self.config.train.seed, epochs=self.config.train.epochs, steps=self.num_steps
+        )
+        schedule = make_schedule(self.config, stream)
+        size = self.config.train.global_batch
+        with Loader(stream, collate=self.task.collate, draws=draws(dataset)) as loader:
+            train_on_one_device(
+                self._models,
+                self._optimizers,
+                self._steps(loader),
+                self._losses,
+                lambda step: schedule.factor(step * size, size),
+                self.config.train.max_norm,
+                self._before_update,
+                self._after_step,
+            )
+
+    def _steps(self, loader: Loader) -> Iterator[list[Any]]:
+        for index in range(self.num_steps):
+            batch = next(loader, None)
+            if batch is None:
+                return
+            loader.stream.take(batch)
+            self._batch, self._step = batch, StepRecord(num_batches=len(batch.micro_steps))
+            pairs = [(int(p), int(s)) for m in batch.micro_steps for p, s in zip(m.positions, m.samples, strict=True)]
+            self._step.rows = [sample_hash(*pair) for pair in pairs]
+            value = ledger_sum([p for p, _ in pairs], [s for _, s in pairs])
+            self._step.kept = {"ledger": Part(None, ledger(f"{value:016x}"))}
+            self.observer.feed(self._step.rows if len(batch.micro_steps) == 1 else [], self._step.draws)
+            look.seed_everything(self.variation.seed + index)
+            yield [self._prepared(m.batch, index) for m in batch.micro_steps]
+
+    def _prepared(self, batch: Any, index: int) -> Any:
+        cast = self._cast(batch)
+        return shuffled(cast, index) if self.variation.shuffled else cast
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float64 if self.lowered is None else torch.float32
+
+    def _cast(self, batch: Any) -> Any:
+        return cast_floats(batch, self._dtype)
+
+    def _output(self, model: nn.Module, batch: Any) -> Any:
+        arguments = resolve_inputs(self.task, model, batch).call(batch)
+        if self.lowered is None:
+            return call(model, arguments)
+        with torch.autocast("cpu", self.lowered):
+            output = call(model, arguments)
+        return cast_floats(output, torch.float32)
+
+    def _losses(self, models: Mapping[str, nn.Module], batches: list[Any]) -> Iterator[tuple[str, torch.Tensor, int]]:
+        if has_step(self.task):
+            own: Any = models.get("", models)
+            for turn in zip(*(self.task.step(own, batch) for batch in batches), strict=True):
+                yield turn[0][0], torch.stack([loss for _, loss, _ in turn]).sum(), sum(int(n) for _, _, n in turn)
+            return
+        count = resolve_targets(self.task, batches[0]).call
+        losses = [self.task.loss(self._output(models[""], batch), batch) for batch in batches]
+        yield "", torch.stack(losses).sum(), sum(count(batch) for batch in batches)
+
+    def _before_update(self, step: int, which: str, loss: float, norm: float) -> None:
+        held = {id(p) for group in self._optimizers[which].param_groups for p in group["params"]}
+        if self._step.loss is None:
+            self._step.loss = loss
+        self._step.norm = norm
+        self._step.updates += 1
+        for name, parameter in look.logical_parameters(self._models).items():
+            if parameter.grad is not None and id(parameter) in held and name in self.record.start.parameters:
+                self._step.raw[name] = look.part_of(parameter.grad)
+
+    def _after_step(self, step: int) -> None:
+        for module in self._models.values():
+            for part in module.modules():
+                move: Any = getattr(part, "update_balance", None)
+                if hasattr(part, "tokens_per_expert") and callable(move):
+                    move()
+        named = look.logical_parameters(self._models)
+        self._step.parameters = self._unaliased(named)
+        self._step.buffers = look.parts_of(look.logical_buffers(self._models))
+        self._step.settings = [
+            {key: float(value) for key, value in group.items() if key != "params" and isinstance(value, int | float)}
+            for optimizer in self._optimizers.values()
+            for group in optimizer.param_groups[:1]
+        ]
+        self._follow(named)
+        self.record.steps.append(self._step)
+
+    def _follow(self, named: Mapping[str, nn.Parameter]) -> None:
+        """The average of the parameters (train.ema) after this step."""
+        decay = self.config.train.ema
+        if decay is None:
+            return
+        before = self.record.steps[-1].kept if self.record.steps else None
+        for name, (_, value) in self.record.start.parameters.items():
+            if named[name].requires_grad:
+                last = value if before is None else before[f"ema.{name}"].value
+                self._step.kept[f"ema.{name}"] = Part(None, decay * last + (1 - decay) * named[name].detach())
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        validation = None if has_step(self.task) else self.task.dataset("validation")
+        if validation is None:
+            return {}
+        model = self._models[""]
+        model.eval()
+        for name, parameter in look.logical_parameters(model).items():
+            average = self.record.steps[-1].kept.get(f"ema.{name}")
+            if average is not None:
+                parameter.copy_(average.value)
+        batches = evaluation_batches(
+            validation,
+            batch_size=self.config.train.global_batch,
+            seed=self.config.train.seed,
+            collate=self.task.collate,
+            draws=draws(validation),
+        )
+        return evaluate_on_one_device(self._terms(model, self._cast(m.batch)) for m in batches)
+
+    def _terms(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+        output = self._output(model, batch)
+        loss = self.task.loss(output, batch), resolve_targets(self.task, batch).call(batch)
+        return {"loss": loss, **self.task.metrics(output, batch)}
+
+    def _unaliased(self, named: Mapping[str, nn.Parameter]) -> Parts:
+        first: dict[int, str] = {}
+        for name, parameter in named.items():
+            first.setdefault(id(parameter), name)
+        return {name: look.part_of(p) for name, p in named.items() if first[id(p)] == name}
+
+    def _tied(self, named: Mapping[str, nn.Parameter]) -> list[tuple[str, ...]]:
+        groups: dict[int, list[str]] = {}
+        for name, parameter in named.items():
+            groups.setdefault(id(parameter), []).append(name)
+        return [tuple(some) for some in groups.values() if len(some) > 1]
+
+
+def plain_optimizer(parameters: list[Any], config: OptimizerConfig) -> Optimizer:
+    """torch's own, as the config names it."""
+    if config.name == "sgd":
+        return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    betas = config.beta1, config.beta2
+    return kind(parameters, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay)

@@ -1,0 +1,281 @@
+"""A Task in this process as training has it: the real session and step, watched from outside."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Subset
+
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.config import Config
+from allranks.data.micro_step import StepBatch
+from allranks.digest import sample_hash
+from allranks.launching.environment import read_environment
+from allranks.observing.counters import Stopwatch
+from allranks.parallel.backend import choose_device, start, stop
+from allranks.request import TrainRequest
+from allranks.stepping.passes import Passes, Scale, StepSums
+from allranks.stepping.session import Session, assemble
+from allranks.stepping.world import Processes, gather_processes
+from allranks.task import Task
+from allranks.training.prepare import prepare, resolve_layout
+from allranks.training.snapshot import Contents, Saver, find_checkpoint, kept_schedule, schedule_state
+from allranks.training.validate import validate
+from allranks.verifying import observation as look
+from allranks.verifying.own_loop import default_dtype
+from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord
+
+BACKEND_TIMEOUT_SECONDS = 120.0
+RUN_ID = "verify"
+MOST_VALIDATED = 61
+
+
+@final
+@dataclass(frozen=True)
+class Errand:
+    """What the ranks of a Task are told.
+
+    Attributes:
+        request: the Task, its config and layout, as training takes them.
+        num_steps: of training.
+        folder: where the checkpoint goes.
+        save_after: steps after which it is saved; None: never.
+        resume: whether to begin with the checkpoint that lies in `folder`.
+    """
+
+    request: TrainRequest
+    num_steps: int
+    folder: str
+    save_after: int | None = None
+    resume: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class TaskRecord:
+    """What a rank did, and who it is.
+
+    Attributes:
+        data_rank: the number of the samples that it sees.
+        axes: the layout's degrees above 1.
+        layout: as printed.
+    """
+
+    run: RunRecord
+    data_rank: int = 0
+    axes: Mapping[str, int] | None = None
+    layout: str = ""
+
+
+def shorten_validation(task: Task) -> None:
+    """Let the validation split of this very Task end after some samples: a number that no world size divides."""
+    whole = task.dataset
+
+    def dataset(split: str) -> Any:
+        samples = whole(split)
+        long = split == "validation" and hasattr(samples, "__len__") and len(samples) > MOST_VALIDATED
+        return Subset(samples, range(MOST_VALIDATED)) if long and hasattr(samples, "__getitem__") else samples
+
+    task.dataset = dataset  # type: ignore[method-assign]
+
+
+class _Watching(Passes):
+    """The run's own passes; what they leave in the gradients is copied before it is clipped."""
+
+    def __init__(self, inner: Passes) -> None:
+        self.inner = inner
+        self.session: Session | None = None
+        self.step = StepRecord()
+
+    def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
+        assert self.session is not None
+        for sums in self.inner.run(batch, scale):
+            self.step.raw |= gradients_of(self.session, sums)
+            self.step.updates += 1
+            yield sums
+
+
+def gradients_of(session: Session, sums: StepSums) -> Parts:
+    """This rank's parts of the gradients that an optimizer is about to get, before clipping."""
+    spread = session.spread
+    # Where the step itself counted its targets, its gradients are not divided yet.
+    divide = 1.0 if sums.targets is None else spread.divisor / max(1.0, float(sums.targets))
+    due = {id(parameter) for parameter in session.optimizers.parameters(sums.which)}
+    found = {}
+    for name, tensor in spread.trainable().items():
+        if tensor.grad is not None and id(tensor) in due:
+            local = tensor.grad._local_tensor if isinstance(tensor.grad, DTensor) else tensor.grad
+            found[name] = Part(spread.map[name].box, local.detach().cpu() * divide)
+    return found
+
+
+def run_task_rank(errand: Errand) -> TaskRecord:
+    """One rank; runs in a process that `launch` has started."""
+    environment = read_environment(os.environ)
+    prepared = prepare(errand.request)
+    layout = resolve_layout(prepared.config, environment.world_size, environment.num_nodes)
+    choice = choose_device(environment, "cpu", prepared.config.train.backend, layout)
+    start(environment, choice, timeout_seconds=BACKEND_TIMEOUT_SECONDS)
+    observer = look.Observer()
+    try:
+        exact = prepared.config.train.precision == "float64"
+        with observer.watching(), default_dtype(torch.float64 if exact else None):
+            shorten_validation(prepared.task)
+            processes = gather_processes(environment, choice, layout)
+            data_rank = processes.mesh.dp_rank
+            record = _Run(errand, prepared.task, prepared.config, processes, observer).go()
+    finally:
+        stop()
+    degrees = {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")}
+    axes = {axis: degree for axis, degree in degrees.items() if degree > 1}
+    return TaskRecord(record, data_rank, axes, str(layout))
+
+
+@final
+class _Run:
+    """Assemble, perhaps resume, step, save, evaluate."""
+
+    def __init__(
+        self, errand: Errand, task: Task, config: Config, processes: Processes, observer: look.Observer
+    ) -> None:
+        self._errand, self._task, self._config = errand, task, config
+        self._processes, self._observer = processes, observer
+
+    def go(self) -> RunRecord:
+        """The steps from the start, or from the checkpoint on; then the same from the save, where there is one."""
+        record = self._train(resume=self._errand.resume)
+        if self._errand.save_after is not None:
+            record.resumed_from = self._errand.save_after
+            record.resumed = self._train(resume=True)
+        return record
+
+    def _train(self, resume: bool) -> RunRecord:
+        watching: list[_Watching] = []
+        self._observer.feed([])
+
+        def observe(passes: Passes) -> Passes:
+            watching.append(_Watching(passes))
+            return watching[0]
+
+        checkpoint = None
+        if resume:
+            checkpoint, _ = find_checkpoint(Path(self._errand.folder), RUN_ID, self._processes)
+        session = assemble(
+            self._task,
+            self._config,
+            self._processes,
+            Stopwatch(),
+            lambda: (False, False),
+            observe=observe,
+            kept_schedule=kept_schedule(checkpoint, self._config.schedule),
+        )
+        watching[0].session = session
+        contents = _contents(session)
+        record = RunRecord()
+        if checkpoint is not None:
+            contents.load(checkpoint)
+            record.resumed_from = checkpoint.step
+        record.start = _start(session)
+        self._step_through(session, watching[0], contents, record, resume)
+        values = validate(session)
+        record.evaluation = values or None
+        return record
+
+    def _step_through(
+        self, session: Session, watching: _Watching, contents: Contents, record: RunRecord, resumed: bool
+    ) -> None:
+        save_after = None if resumed else self._errand.save_after
+        with session.loader() as loader:
+            batch: StepBatch | None = next(loader, None)
+            if batch is None:
+                return
+            before = session.step.agree_first(batch)
+            for index in range(record.resumed_from, self._errand.num_steps):
+                if batch is None:
+                    break
+                watching.step = step = StepRecord(num_batches=len(batch.micro_steps))
+                step.rows = _rows(batch)
+                self._observer.feed(step.rows if len(batch.micro_steps) == 1 else [], step.draws)
+                outcome = session.step.run(batch, before, lambda: next(loader, None))
+                session.stream.take(batch)
+                _finish(session, step, batch, outcome, before)
+                record.steps.append(step)
+                before, batch = outcome.pending, outcome.upcoming
+                if save_after == index + 1:
+                    self._save(session, contents, index + 1)
+
+    def _save(self, session: Session, contents: Contents, step: int) -> Checkpoint:
+        folder = Path(self._errand.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        saver = Saver(contents, self._processes, self._config.checkpoint, folder, RUN_ID, 1)
+        return Checkpoint.open(saver.save(step), run_id=RUN_ID)
+
+
+def _contents(session: Session) -> Contents:
+    return Contents(
+        session.spread,
+        session.optimizers,
+        session.stream,
+        extra=schedule_state(session.schedule, session.config.schedule),
+        task=session.task,
+        outer=session.outer,
+        beside=session.beside,
+    )
+
+
+def _start(session: Session) -> Start:
+    spread = session.spread
+    tied: dict[str, list[str]] = {}
+    for name, entry in spread.map.items():
+        if entry.alias_of is not None:
+            tied.setdefault(entry.alias_of, [entry.alias_of]).append(name)
+    held = {id(p) for which in session.optimizers.by_name for p in session.optimizers.parameters(which)}
+    return Start(
+        parameters=_parts(session, "parameter"),
+        buffers=_parts(session, "buffer"),
+        tied=[tuple(some) for some in tied.values()],
+        unlinked=[name for name, tensor in spread.trainable().items() if id(tensor) not in held],
+        wrapper=" ".join(type(module).__name__ for module in spread.modules.values()),
+        optimizers=[type(one).__name__ for one in session.optimizers.by_name.values()],
+    )
+
+
+def _parts(session: Session, kind: str) -> Parts:
+    spread = session.spread
+    return {
+        name: Part(entry.box, spread.local(name).cpu().clone())
+        for name, entry in spread.map.items()
+        if entry.kind == kind and entry.alias_of is None
+    }
+
+
+def _rows(batch: StepBatch) -> list[int]:
+    pairs = [(int(p), int(s)) for m in batch.micro_steps for p, s in zip(m.positions, m.samples, strict=True)]
+    return [sample_hash(*pair) for pair in pairs]
+
+
+def _finish(session: Session, step: StepRecord, batch: StepBatch, outcome: Any, before: Any) -> None:
+    values = outcome.values(before, batch.size)
+    step.loss, step.norm = float(values["loss"]), float(outcome.grad_norm)
+    step.kept = {"ledger": Part(None, ledger(str(values["ledger"])))}
+    step.settings = [
+        {key: float(value) for key, value in group.items() if key != "params" and isinstance(value, int | float)}
+        for optimizer in session.optimizers.by_name.values()
+        for group in optimizer.param_groups[:1]
+    ]
+    step.parameters, step.buffers = _parts(session, "parameter"), _parts(session, "buffer")
+    step.state = {
+        entry.name.removeprefix("optimizer."): Part(entry.box, tensor.detach().cpu().clone())
+        for entry, tensor in session.optimizers.parts()
+    }
+    for other in session.beside:
+        step.kept |= {entry.name: Part(entry.box, tensor.detach().cpu().clone()) for entry, tensor in other.parts()}
+
+
+def ledger(text: str) -> torch.Tensor:
+    """16 hex digits as two numbers that float64 holds."""
+    return torch.tensor([int(text[:8], 16), int(text[8:], 16)], dtype=torch.float64)

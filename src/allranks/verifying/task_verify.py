@@ -1,0 +1,250 @@
+"""`allranks verify TASK`: the real session under a layout against one device."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+
+from allranks.config import Config, override_config
+from allranks.data.stream import declared_order
+from allranks.errors import AllranksError, ConfigError, LayoutError
+from allranks.layout import Layout, num_processes, render_layout
+from allranks.request import TrainRequest
+from allranks.surviving.launch import launch
+from allranks.task import Task, has_step
+from allranks.training.prepare import prepare, resolve_layout
+from allranks.verifying import observation as look
+from allranks.verifying.answer import Answer, cannot
+from allranks.verifying.evidence import Evidence
+from allranks.verifying.findings import Finding
+from allranks.verifying.judge import judge
+from allranks.verifying.low_precision import judge_low_precision
+from allranks.verifying.own_loop import default_dtype
+from allranks.verifying.recording import OneDevice, RunRecord
+from allranks.verifying.task_alone import TaskAlone, Variation
+from allranks.verifying.task_ranks import Errand, TaskRecord, run_task_rank, shorten_validation
+from allranks.verifying.world_view import WorldView
+
+MOST_PROCESSES = 8  # what a small machine runs without its ranks waiting for each other past their time limits
+DEFAULT_PROCESSES = 2
+SAMPLES_A_RANK = 4
+NUM_VARIANTS = 2
+OTHER_SEED = 977
+LOWERED = {"bfloat16": torch.bfloat16}
+PLAIN = Variation()
+EXACT = "train.precision=float64"
+AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """What is run.
+
+    Attributes:
+        request: the user's, with the settings of the comparison.
+        nproc: processes.
+        layout: resolved.
+        task, config: what the request means.
+        precision: the run's own; the comparison's is float64.
+    """
+
+    request: TrainRequest
+    nproc: int
+    layout: Layout
+    task: Task
+    config: Config
+    precision: str
+
+
+def verify_task(request: TrainRequest, num_steps: int) -> Answer:
+    """Verify a Task under a layout.
+
+    Raises:
+        ConfigError, LayoutError, TaskError, DataError: what was asked cannot be run.
+    """
+    if num_steps < 2:
+        raise ConfigError(f"--steps {num_steps}: the optimizer's state shows from the second step on: give at least 2")
+    plan = plan_run(request, num_steps)
+    if declared_order(plan.task.dataset("train")) == "sharded":
+        because = 'the dataset declares order="sharded": which samples a step has depends on the number of ranks'
+        return cannot("there is no order to compare", because, 'verify it with order="global"')
+    with tempfile.TemporaryDirectory(prefix="allranks-verify-") as folder:
+        errand = Errand(plan.request, num_steps, f"{folder}/checkpoints", save_after=max(1, num_steps // 2))
+        one: OneDevice = launch(run_task_alone, errand, nproc=1)[0]
+        stopped = hindrance(one)
+        if stopped is not None:
+            return stopped
+        try:
+            ranks: list[TaskRecord] = launch(run_task_rank, errand, nproc=plan.nproc)
+        except AllranksError:
+            raise
+        except Exception as error:  # the user's code may raise anything on a rank
+            told = f"{error}\n{error.__cause__ or ''}".strip()
+            return cannot("a rank fails", told, "make it train under this layout first: allranks train")
+        evidence = evidence_of(one, ranks)
+        findings = judge(evidence)
+        if not findings:
+            findings = _resharded(plan, errand, one)
+        low = _lowered(plan)
+        if not findings and low is not None:
+            findings = _in_low_precision(low, errand, plan.nproc)
+    answer = Answer(tuple(findings), one, tuple(record.run for record in ranks), evidence.world, notes=_notes(plan))
+    return answer
+
+
+def plan_run(request: TrainRequest, num_steps: int) -> Plan:
+    """The settings of the comparison: float64, an uneven global batch, accumulation, a few steps."""
+    fixed = [f"train.steps={num_steps}", "data.workers=0", "track.tensorboard=false"]
+    asked = replace(request, overrides=(*request.overrides, *fixed))
+    prepared = prepare(asked)  # once: a Task may take long to make
+    config = prepared.config
+    nproc = request.nproc or num_processes(config.layout, DEFAULT_PROCESSES)
+    layout = Layout.resolve(config.layout, nproc)
+    if nproc > MOST_PROCESSES:
+        raise LayoutError(
+            f"{render_layout(config.layout)} takes {nproc} processes, more than the {MOST_PROCESSES} that run on one "
+            f"machine; the nearest that exercises every axis: --layout {nearest(layout)}"
+        )
+    words = [*cut_words(prepared.task, config, layout), EXACT]
+    exact = override_config(config, words)
+    resolve_layout(exact, nproc)
+    asked = replace(asked, overrides=(*asked.overrides, *words), nproc=nproc)
+    return Plan(asked, nproc, layout, prepared.task, exact, config.train.precision)
+
+
+def nearest(layout: Layout) -> str:
+    """The layout with every degree above 2 made 2."""
+    degrees = {axis: min(2, getattr(layout, axis)) for axis in AXES}
+    return ",".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
+
+
+def cut_words(task: Task, config: Config, layout: Layout) -> list[str]:
+    """A small global batch which the data ranks cannot share evenly, in some micro-steps; even where pp needs it."""
+    ranks = layout.dp
+    most = min(config.train.global_batch, ranks * SAMPLES_A_RANK * (layout.num_stages if layout.pp > 1 else 1))
+    if layout.pp > 1:
+        per_rank = max(layout.num_stages, most // ranks // layout.num_stages * layout.num_stages)
+        return [f"train.global_batch={per_rank * ranks}"]
+    batch = max(ranks, most)
+    if ranks > 1 and batch % ranks == 0:
+        batch = batch + 1 if batch + 1 <= max(config.train.global_batch, ranks + 1) else batch - 1
+    words = [f"train.global_batch={batch}"]
+    if config.train.micro_steps is None and config.train.micro_batch is None and not has_step(task):
+        # Another number than that of the data ranks, so that a factor tells which of the two it is.
+        micro_steps = 3 if ranks == 2 else 2
+        words += [] if task.coupled or batch < micro_steps else [f"train.micro_steps={micro_steps}"]
+    return words
+
+
+def hindrance(one: OneDevice) -> Answer | None:
+    """Why one device gives nothing to compare with; None where it does."""
+    if one.run.error:
+        return cannot("the Task fails on one device", one.run.error, "make it train alone first: --layout single")
+    if len(one.run.steps) < 2:
+        return cannot("the data is too small for two steps", f"it gives {len(one.run.steps)}", "give more samples")
+    assert one.again is not None
+    alone = Evidence(replace(one, again=None), [one.again], WorldView((0,)))
+    differs = judge(alone)
+    if differs:
+        drawn = f"it draws random numbers: {', '.join(one.random)}" if one.random else "two equal runs differ"
+        advice = "make the noise a function of the sample, or part of it, for the time of the comparison"
+        return cannot("the Task is not deterministic on one device", f"{drawn}; {differs[0].verdict.what}", advice)
+    return None
+
+
+def evidence_of(one: OneDevice, ranks: Sequence[TaskRecord]) -> Evidence:
+    """What is judged."""
+    batches = max((step.num_batches for record in ranks for step in record.run.steps), default=1)
+    world = WorldView(tuple(record.data_rank for record in ranks), dict(ranks[0].axes or {}), batches)
+    return Evidence(one, [record.run for record in ranks], world, own_types=False)
+
+
+def run_task_alone(errand: Errand) -> OneDevice:
+    """One device: the run, the run with other random numbers, and with another rounding; in a process of `launch`."""
+    prepared = prepare(errand.request)
+    observer = look.Observer()
+    with observer.watching(), default_dtype(torch.float64):
+        shorten_validation(prepared.task)
+
+        def run(variation: Variation = PLAIN) -> RunRecord:
+            return TaskAlone(prepared.task, prepared.config, errand.num_steps, observer, variation).run()
+
+        first = run()
+        if first.error:
+            return OneDevice(first)
+        again = run(Variation(seed=OTHER_SEED))
+        variants = [run(Variation(shake=number, shuffled=True)) for number in range(1, NUM_VARIANTS + 1)]
+        operations = look.RandomOperations()
+        with operations:
+            TaskAlone(prepared.task, prepared.config, 1, observer).run()
+        return OneDevice(first, [v for v in variants if not v.error], again=again, random=tuple(operations.names))
+
+
+def run_task_lowered(errand: Errand) -> OneDevice:
+    """One device under autocast to the run's low precision, and with what rounding in it moves."""
+    prepared = prepare(errand.request)
+    lowered = LOWERED[prepared.config.train.precision]
+    shorten_validation(prepared.task)
+    observer = look.Observer()
+    with observer.watching():
+
+        def run(variation: Variation = PLAIN) -> RunRecord:
+            alone = TaskAlone(prepared.task, prepared.config, errand.num_steps, observer, variation, lowered)
+            return alone.run()
+
+        first = run()
+        numbers = range(1, NUM_VARIANTS + 1)
+        variants = [run(Variation(shake=number, shuffled=True)) for number in numbers] if not first.error else []
+        return OneDevice(first, [variant for variant in variants if not variant.error])
+
+
+def _resharded(plan: Plan, errand: Errand, one: OneDevice) -> list[Finding]:
+    """Findings on the run that goes on alone from the ranks' checkpoint."""
+    assert errand.save_after is not None
+    request = replace(plan.request, layout="single", nproc=1)
+    again = replace(errand, request=request, resume=True, save_after=None)
+    record: TaskRecord = launch(run_task_rank, again, nproc=1)[0]
+    first = record.run.resumed_from
+    rest = replace_steps(one, first)
+    evidence = Evidence(rest, [record.run], WorldView((0,)), before=one.run.steps[:first])
+    return [
+        replace(finding, verdict=replace(finding.verdict, what=f"after a load on one process: {finding.verdict.what}"))
+        for finding in judge(evidence, start=False)
+    ]
+
+
+def _lowered(plan: Plan) -> TrainRequest | None:
+    """The run in its own precision, where that is bfloat16; else None."""
+    words = (*plan.request.overrides, f"train.precision={plan.precision}")
+    return replace(plan.request, overrides=words) if plan.precision in LOWERED else None
+
+
+def _in_low_precision(request: TrainRequest, errand: Errand, nproc: int) -> list[Finding]:
+    """Findings on the first step in the low precision; logic is judged in float64."""
+    low = replace(errand, request=request, num_steps=1, save_after=None, folder=f"{errand.folder}-low")
+    one: OneDevice = launch(run_task_lowered, low, nproc=1)[0]
+    ranks: list[TaskRecord] = launch(run_task_rank, low, nproc=nproc)
+    return judge_low_precision(evidence_of(one, ranks)) if not one.run.error else []
+
+
+def replace_steps(one: OneDevice, first: int) -> OneDevice:
+    """One device from step `first` on, as if it had begun there."""
+
+    def rest(run: RunRecord) -> RunRecord:
+        return replace(run, steps=run.steps[first:])
+
+    return replace(one, run=rest(one.run), variants=[rest(run) for run in one.variants])
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    config = plan.config
+    batch, micro = config.train.global_batch, config.train.micro_steps or 1
+    return (
+        f"layout {plan.layout} on {plan.nproc} processes, float64, {batch} samples a step in {micro} micro-steps",
+        "dropouts are off, and their random numbers are compared",
+        *(("and the first step in bfloat16",) if _lowered(plan) is not None else ()),
+        "saved after half of the steps, resumed under the same layout, and alone on one process",
+    )

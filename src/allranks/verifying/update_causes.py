@@ -1,0 +1,107 @@
+"""Why parameters differ although gradients do not: settings, skipped updates, an optimizer of other tensors."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from allranks.verifying.assembly import Mismatch
+from allranks.verifying.evidence import Evidence, describe, few
+from allranks.verifying.findings import OTHER, Finding, found
+
+
+def judge_settings(evidence: Evidence, step: int) -> list[Finding]:
+    """Whether the optimizers' settings are those of one device: learning rate, weight decay and the like."""
+    one, ranks = evidence.step(step)
+    for rank, record in enumerate(ranks):
+        for index, (mine, due) in enumerate(zip(record.settings, one.settings, strict=False)):
+            for key, value in due.items():
+                if key in mine and not math.isclose(mine[key], value, rel_tol=1e-9, abs_tol=1e-15):
+                    return [_setting(evidence, step, rank, index, key, mine[key], value)]
+    return []
+
+
+def _setting(evidence: Evidence, step: int, rank: int, group: int, key: str, value: float, due: float) -> Finding:
+    factor = evidence.world.in_words(value / due) if due else ""
+    if key != "lr":
+        kind = "S38"
+    else:
+        first = evidence.step(0)[1][rank].settings
+        first_due = evidence.one.run.steps[0].settings
+        from_the_first = bool(first) and bool(first_due) and first[0].get("lr") != first_due[0].get("lr")
+        kind = "S23" if from_the_first else "S22"
+    times = f", {factor} times" if factor != "" else ""
+    return found(
+        kind,
+        f"step {step}: {key} of group {group} is {value:.6g} on rank {rank}, on one device {due:.6g}{times}",
+        f"the samples seen are the same: {key} is a function of them, or of the number of steps",
+        axis=evidence.world.data_axis,
+        factor=factor,
+        step=step,
+    )
+
+
+def judge_updates(evidence: Evidence, step: int) -> list[Finding]:
+    """Whether every rank's optimizers made as many updates as one device's."""
+    one, ranks = evidence.step(step)
+    counts = [record.updates for record in ranks]
+    if all(count == one.updates for count in counts):
+        return []
+    said = f"calls of optimizer.step: {one.updates} on one device, {counts} on the ranks"
+    if len(set(counts)) > 1:
+        return [found("S28", f"step {step}: some ranks update and others do not", said, step=step)]
+    return [found("S22", f"step {step}: the ranks make another number of updates", said, step=step)]
+
+
+def explain_parameters(evidence: Evidence, step: int, off: Sequence[Mismatch]) -> list[Finding]:
+    """Findings for parameters that differ after `step`, whose gradients did not."""
+    world, names = evidence.world, [m.name for m in off]
+    lines = [describe(m, "parameter", world) for m in off[:3]]
+    first, kind, axis, advice = off[0], OTHER, "", ""
+    still = [m for m in off if _unmoved(evidence, step, m)]
+    what = "parameters differ after an update from equal gradients"
+    tied = {name for some in evidence.one.run.start.tied for name in some}
+    lone = {rank for m in off for rank in m.ranks}
+    if still:
+        kind, what = "S12", "parameters with a gradient are not updated"
+        names = [m.name for m in still]
+    elif tied and set(names) <= tied:
+        kind = "S14"
+    elif all(_without_gradient(evidence, step, name) for name in names):
+        kind, what = "S35", "parameters without a gradient are updated otherwise"
+    elif any(not m.agree for m in off) and len(lone) == 1 and world.size > 1:
+        kind, what = "S39", f"rank {min(lone)} alone has other parameters after the same update"
+    elif any(not m.agree for m in off):
+        kind, what = "S11", "ranks hold different values of the same parameter"
+        axis = world.data_axis
+    elif any(word in evidence.ranks[0].start.optimizers for word in ("Adam", "AdamW")):
+        kind = "S12"
+    if kind in ("S12", OTHER) and not still:
+        kind, advice = OTHER, "compare the optimizer's state and its param_groups: which tensors does it hold?"
+    return [
+        found(kind, f"step {step}: {what}: {few(names)}", *lines, tensor=first.name, axis=axis,
+              factor="" if still else world.in_words(first.factor), step=step,
+              error=None if math.isinf(first.relative) else first.relative, next=advice)
+    ]  # fmt: skip
+
+
+def _unmoved(evidence: Evidence, step: int, mismatch: Mismatch) -> bool:
+    """Whether some rank's part is what it was before the step, while one device's has moved."""
+    for rank in mismatch.ranks:
+        run = evidence.ranks[rank]
+        before = run.steps[step - 1].parameters if step else run.start.parameters
+        now = run.steps[step].parameters
+        if mismatch.name in before and mismatch.name in now:
+            was, part = before[mismatch.name].value, now[mismatch.name].value
+            if was.shape == part.shape and was.numel() and torch.equal(was, part):
+                return True
+    return False
+
+
+def _without_gradient(evidence: Evidence, step: int, name: str) -> bool:
+    """Whether one device has no gradient of it, or one of zeros, and the ranks the other way round."""
+    one, ranks = evidence.step(step)
+    part = (one.gradients or one.raw).get(name)
+    nothing = part is None or not bool(part.value.any())
+    have = [name in (record.gradients or record.raw) for record in ranks]
+    return nothing and (any(have) != (part is not None) or not all(have))

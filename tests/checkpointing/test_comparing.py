@@ -1,0 +1,88 @@
+"""Two checkpoints beside each other: what is missing, extra, reshaped, retyped, altered, tied otherwise."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allranks.checkpointing import comparing
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.comparing import TensorDifference, compare
+from tests.checkpointing.worlds import parts, save_alone, whole_tensors
+
+
+def saved(directory: Path, changes: dict[str, torch.Tensor | None] | None = None, **options: Any) -> Checkpoint:
+    """One whose tensors are changed, added (a new name) or left out (None)."""
+    tensors = whole_tensors() | (changes or {})
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return save_alone(directory, pairs=parts(kept, 0, 1), **options)
+
+
+def only(first: Checkpoint, second: Checkpoint) -> TensorDifference:
+    found = compare(first, second)
+    assert (len(found.tensors), found.num_equal, found.equal) == (1, 6, False)
+    return found.tensors[0]
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Checkpoint:
+    return saved(tmp_path / "first")
+
+
+def test_equal_ones_are_equal_without_reading_a_value(
+    first: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparing, "read_whole", lambda *_: pytest.fail("read"))
+    found = compare(first, saved(tmp_path / "second"))
+    assert (found.equal, found.num_equal, found.tensors) == (True, 7, ())
+
+
+def test_one_element_is_found_with_its_place_and_sizes(first: Checkpoint, tmp_path: Path) -> None:
+    changed = whole_tensors()["model.embedding.weight"].clone()
+    changed[4, 2] += 0.5
+    largest = float(whole_tensors()["model.embedding.weight"].abs().max())
+    found = only(first, saved(tmp_path / "second", {"model.embedding.weight": changed}))
+    assert (found.what, found.elements, found.index) == ("altered", 1, (4, 2))
+    assert found.absolute == pytest.approx(0.5, rel=1e-5)
+    assert found.relative == pytest.approx(0.5 / largest, rel=1e-5)
+
+
+def test_other_types_shapes_and_names(first: Checkpoint, tmp_path: Path) -> None:
+    values = whole_tensors()
+    retyped = only(first, saved(tmp_path / "a", {"model.scale": values["model.scale"].float()}))
+    assert (retyped.what, retyped.first, retyped.second) == ("retyped", "float64 scalar", "float32 scalar")
+    assert (retyped.elements, retyped.absolute) == (0, 0.0)
+    reshaped = only(first, saved(tmp_path / "b", {"model.norm.weight": values["model.norm.weight"].reshape(7, 1)}))
+    assert (reshaped.what, reshaped.second, reshaped.elements) == ("reshaped", "int64 7x1", 0)
+    missing = only(first, saved(tmp_path / "c", {"model.nothing": None}))
+    assert (missing.what, missing.second) == ("missing", "")
+    extra = compare(first, saved(tmp_path / "d", {"model.more": torch.ones(2)})).tensors
+    assert [(one.name, one.what) for one in extra] == [("model.more", "extra")]
+
+
+@pytest.mark.parametrize(("value", "elements"), [(float("nan"), 1), (float("inf"), 1)])
+def test_what_is_not_finite_differs_from_a_number_by_inf(
+    first: Checkpoint, tmp_path: Path, value: float, elements: int
+) -> None:
+    changed = whole_tensors()["model.embedding.weight"].clone()
+    changed[0, 0] = value
+    second = saved(tmp_path / "second", {"model.embedding.weight": changed})
+    found = only(first, second)
+    assert (found.elements, found.absolute, found.index) == (elements, float("inf"), (0, 0))
+    row = compare(first, second).to_json()["tensors"][0]
+    assert row["absolute"] == "inf"
+    assert compare(second, second).equal
+
+
+def test_ties_and_state(first: Checkpoint, tmp_path: Path) -> None:
+    state = {"position": 1600, "best": 0.2, "inner": {"list": [1, 2]}}
+    found = compare(first, saved(tmp_path / "second", aliases={}, state=state))
+    assert found.aliases == {"model.head.weight": ("model.embedding.weight", None)}
+    assert found.state == {
+        "best": (0.1, 0.2),
+        "worst.__float__": ("-inf", None),
+        "inner.list[0]": (None, 1),
+        "inner.list[1]": (None, 2),
+    }
+    assert not found.equal and not found.tensors

@@ -1,0 +1,75 @@
+"""`allranks dryrun` from its words to its exit code."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from allranks.cli.main import main
+
+NAME = "tests.rehearsing.tasks:Tokens"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dynamo() -> None:
+    """Fake tensors import this, which sets an environment variable: before any test looks."""
+    importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    importlib.import_module("torch._dynamo")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error)."""
+    code = main(["dryrun", *words])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def test_a_model_that_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "step.svg"
+    words = (NAME, "--cluster", "1x4:a100-80g", "--layout", "tp=2,dp_shard=2", "--timeline", "--svg", str(picture))
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    assert "fits: " in out.splitlines()[1]
+    assert "One step of rank 0" in out and "One step of rank 3" in out
+    assert picture.read_text().startswith("<svg")
+    assert "kernels of CUDA" in out
+
+
+def test_a_name_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("llama3-8b", "task.layers=6", "train.global_batch=64", "task.seq=4096")
+    code, out, _ = run(capsys, *words, "--cluster", "8:a100-40g", "--layout", "ddp", "--ranks", "5", "--json")
+    document = json.loads(out)
+    assert code == 1
+    assert document["fits"] is False and document["free_bytes"] < 0
+    assert list(document["ranks"]) == ["5"]
+    assert document["ranks"]["5"]["blocks"] == {"traced": 4, "all": 6}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "needs --cluster"),
+        (("--cluster", "4:a100-80g"), "needs a model"),
+        (("llama3-9b", "--cluster", "4:a100-80g"), "nearest: llama3-8b"),
+        (("gpt2", "--cluster", "4:a100-80g"), "can be planned and not rehearsed"),
+        (("llama3-8b", "more", "--cluster", "4:a100-80g"), "write config keys there"),
+        ((NAME, "--cluster", "4:a100-80g", "--layout", "tp=3"), "but the world has 4 processes"),
+        ((NAME, "--cluster", "4:a100-80g", "--ranks", "4"), "ranks are 0 to 3"),
+        ((NAME, "--cluster", "4:a100-80g", "--layout", "fsdp,offload=parameters"), "is not rehearsed"),
+        ((NAME, "--cluster", "4:a100-81g"), "a100-80g"),
+    ],
+)
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+    code, out, err = run(capsys, *words)
+    assert code == 2 and not out
+    (line,) = [line for line in err.splitlines() if line.startswith("allranks: error")]
+    assert message in line
+
+
+def test_what_cannot_be_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("tests.rehearsing.test_findings:Branching", "--cluster", "2:a100-80g", "--layout", "ddp", "--json")
+    code, out, err = run(capsys, *words)
+    assert code == 3
+    assert json.loads(out)["exit_code"] == 3
+    assert "torch.where instead of a branch" in err

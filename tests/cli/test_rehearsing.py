@@ -1,0 +1,30 @@
+"""What the words of `allranks dryrun` mean."""
+
+from dataclasses import replace
+
+import pytest
+
+from allranks.cli.rehearsing import NAMED, Asked, exit_code, question_of, task_of
+from allranks.errors import ConfigError
+from allranks.rehearsal import Finding
+from tests.test_rehearsal import rank, rehearsal
+
+
+def test_names_and_tasks() -> None:
+    assert task_of(("LLAMA3-8b", "task.seq=64")) == (NAMED, None, ("task.name=llama3-8b", "task.seq=64"))
+    assert task_of(("task.py:Name", "train.steps=3")) == ("task.py:Name", None, ("train.steps=3",))
+    with pytest.raises(ConfigError, match="nearest"):
+        task_of(("llama9",))
+
+
+def test_a_question() -> None:
+    asked = Asked(("llama3-8b", "train.global_batch=64"), "8x8:a100-80g", "dp_shard=8,tp=8")
+    question = question_of(asked)
+    assert (question.model, question.layout.world_size, question.ranks) == ("llama3-8b", 64, (0, 63))
+    assert question.config.train.precision == "bfloat16"
+
+
+def test_exit_codes() -> None:
+    assert exit_code(rehearsal()) == 0
+    assert exit_code(rehearsal(rank(0, 950))) == 1
+    assert exit_code(replace(rehearsal(), findings=(Finding("hang", "a", "b", fails=True),))) == 1

@@ -1,0 +1,85 @@
+"""`allranks simulate` as users type it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from allranks.cli.main import main
+
+SMALL = ("--cluster", "64x8:h100", "--days", "10", "--runs", "20")
+
+
+def simulate(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["simulate", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_named_model_is_planned_and_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    text = simulate(capsys, "llama3-70b", *SMALL)
+
+    assert text.startswith("llama3-70b on 64x8:h100: 512 devices for 10 days\nGoodput ")
+    assert max(map(len, text.splitlines())) <= 100
+    for said in ("a step takes", "because the plan says so", "Daly's formula says so", "Spare nodes", "Restarted in"):
+        assert said in text
+
+
+def test_the_document_holds_what_the_text_says(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(simulate(capsys, "llama3-8b", *SMALL, "--every", "20min", "--json"))
+
+    operation = found["chosen"]["operation"]
+    assert operation["nodes"] == 64
+    assert operation["tiers"][-1]["survives"] == "rack"
+    assert operation["tiers"][-1]["every_seconds"] == pytest.approx(1200, abs=20)
+    assert 0 < found["chosen"]["goodput"]["mean"] <= 1
+    assert sum(found["chosen"]["shares"].values()) == pytest.approx(1)
+
+
+def test_without_a_model_the_user_gives_step_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--step",
+        "10s",
+        "--save-cost",
+        "30s",
+        "--every",
+        "1h",
+        "--failures",
+        "rsc-1",
+        "--spares",
+        "9",
+        "--elastic",
+    )
+    found = json.loads(simulate(capsys, *SMALL, *words, "--peer-every", "1min", "--json"))
+
+    operation = found["chosen"]["operation"]
+    assert [tier["name"] for tier in operation["tiers"]] == ["peer's memory", "storage"]
+    assert (operation["spares"], operation["elastic_nodes"]) == (9, 1)
+    assert found["daly_seconds"] > 0
+
+
+def test_the_page_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    simulate(capsys, *SMALL, "--html", str(path))
+
+    assert "Where the rest of the time goes" in path.read_text()
+    assert "http://" not in path.read_text().split("</script>")[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--days", "0"), "--days are more than 0"),
+        (("--failures", "rsc1"), "did you mean rsc-1"),
+        (("--restart", "soon"), "--restart soon: not understood"),
+        (("--layout", "tp=8"), "belong to a model"),
+        (("llama3-405b", "--layout", "ddp"), "does not run on 64x8:h100"),
+        (("llama3-40b",), "llama3-405b"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
+) -> None:
+    assert main(["simulate", *SMALL, *words]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1
+    assert says in told.err

@@ -1,0 +1,43 @@
+"""From a request to what is simulated: which figure comes from where."""
+
+import pytest
+
+from allranks.cli.simulating import STORAGE_PER_NODE, costs_of, operation_of, simulation_of
+from allranks.errors import ConfigError
+from allranks.planning.hardware import find_cluster
+from allranks.rehearsing.failure_rates import NAMED
+from allranks.simulation_request import SimulationRequest
+
+CLUSTER = "8x8:a100-80g"
+
+
+def test_a_checkpoint_is_twelve_bytes_a_parameter_through_the_storage() -> None:
+    request = SimulationRequest(CLUSTER, ("100b",), storage=10.0)
+    costs = costs_of(request, find_cluster(CLUSTER))
+
+    assert costs.write_seconds == costs.load_seconds == pytest.approx(101.6e9 * 12 / 10e9, rel=0.01)
+    assert costs.step_seconds > 1
+    assert costs.replica_nodes >= 1
+
+
+def test_what_the_user_gives_comes_before_the_plan() -> None:
+    request = SimulationRequest(CLUSTER, ("100b",), step="7s", save_cost="2s", load="0")
+    costs = costs_of(request, find_cluster(CLUSTER))
+
+    assert (costs.step_seconds, costs.save_seconds, costs.load_seconds) == (7.0, 2.0, 0.0)
+    assert costs.write_seconds == pytest.approx(101.6e9 * 12 / (8 * STORAGE_PER_NODE), rel=0.01)
+
+
+def test_the_interval_is_no_shorter_than_a_save_takes() -> None:
+    request = SimulationRequest(CLUSTER, ("100b",), storage=1.0)
+    cluster = find_cluster(CLUSTER)
+    costs = costs_of(request, cluster)
+    operation, notes = operation_of(request, cluster, costs, NAMED["llama3"])
+
+    assert operation.tiers[-1].every_seconds >= costs.write_seconds
+    assert any("spare nodes, because" in note for note in notes)
+
+
+def test_a_cluster_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        simulation_of(SimulationRequest("0x8:h100"))

@@ -1,0 +1,98 @@
+"""A dry run against the real step: peak memory within 3%, messages exactly, on every axis (real processes on the CPU).
+
+Memory is compared in the steady state, as torch's allocator tells it; messages by axis, kind, number and bytes. Of
+experts the real router decides how many tokens travel, and the dry run shares them out evenly: there the number of
+messages is compared.
+"""
+
+import importlib
+from typing import Any
+
+import pytest
+
+from allranks.rehearsing.dryrun import World, rehearse_rank
+from allranks.training.prepare import resolve_layout
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import config_of
+from tests.rehearsing.tasks import Experts, Tokens
+
+CLOSE = 0.03
+SIZES: dict[str, Any] = {"hidden": 128, "seq": 128, "vocab": 512, "layers": 4}
+ACCUMULATED = ("train.micro_batch=1",)
+FIRST = [
+    (Tokens, "ddp", 2, ()),
+    (Tokens, "fsdp,sharding=grad_op", 2, ACCUMULATED),
+    (Tokens, "tp=2", 2, ()),
+]
+OTHERS = [
+    (Tokens, "single", 1, ()),
+    (Tokens, "ddp,recompute=full", 2, ACCUMULATED),
+    (Tokens, "fsdp", 2, ()),
+    (Tokens, "fsdp,recompute=full", 2, ()),
+    (Tokens, "fsdp", 2, ("train.precision=bfloat16",)),
+    (Tokens, "dp_shard=2,sharding=optimizer", 2, ()),
+    (Tokens, "single,recompute=selective", 1, ()),
+    (Tokens, "cp=2", 2, ()),
+    (Tokens, "pp=2", 2, ()),
+    (Tokens, "pp=2,schedule=gpipe", 2, ()),
+    (Experts, "dp_replicate=2,ep=2", 2, ()),
+    (Tokens, "dp_replicate=2,dp_shard=2", 4, ACCUMULATED),
+    (Tokens, "tp=2,dp_shard=2", 4, ()),
+    (Tokens, "cp=2,dp_shard=2", 4, ()),
+    (Tokens, "tp=2,cp=2", 4, ()),
+    (Tokens, "pp=2,dp_shard=2", 4, ()),
+    (Tokens, "pp=2,tp=2", 4, ()),
+    (Experts, "dp_shard=4,ep=2", 4, ()),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dynamo() -> None:
+    """Fake tensors import this, which sets an environment variable: before any test looks."""
+    importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    importlib.import_module("torch._dynamo")
+
+
+def compare(pool: Pools, kind: type[Tokens], layout: str, world: int, words: tuple[str, ...]) -> None:
+    """The first and the last rank."""
+    given = ("train.global_batch=8", "train.max_norm=1.0", *words)
+    precision = "bfloat16" if "train.precision=bfloat16" in words else "float32"
+    config = config_of(layout, *(word for word in given if "precision" not in word), precision=precision, steps=8)
+
+    def real() -> tuple[int, int, dict[str, tuple[int, int]]]:
+        from allranks.rehearsing.reality import measure_step
+        from tests.distributed.sessions import session_of
+
+        measured = measure_step(session_of(kind(**SIZES), config))
+        return measured.peak_bytes, measured.resting_bytes, dict(measured.collectives)
+
+    measured = pool(world).run(real)
+    found = resolve_layout(config, world)
+    for rank in {0, world - 1}:
+        told = rehearse_rank(kind(**SIZES), config, World(found, world, on_cuda=False), rank)
+        peak, resting, messages = measured[rank]
+        assert told.resting_bytes == pytest.approx(resting, rel=1e-3)
+        assert told.peak_bytes == pytest.approx(peak, rel=CLOSE)
+        mine: dict[str, tuple[int, int]] = {}
+        for one in told.collectives:
+            num_bytes, count = mine.get(f"{one.axis} {one.op}", (0, 0))
+            mine[f"{one.axis} {one.op}"] = num_bytes + one.bytes, count + one.count
+        if kind is Experts:
+            assert {name: count for name, (_, count) in mine.items()} == {n: c for n, (_, c) in messages.items()}
+        else:
+            assert mine == messages
+
+
+@pytest.mark.parametrize(("kind", "layout", "world", "words"), FIRST)
+def test_a_dry_run_is_the_real_step(
+    pool: Pools, kind: type[Tokens], layout: str, world: int, words: tuple[str, ...]
+) -> None:
+    compare(pool, kind, layout, world, words)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "layout", "world", "words"), OTHERS)
+def test_a_dry_run_is_the_real_step_on_every_axis(
+    pool: Pools, kind: type[Tokens], layout: str, world: int, words: tuple[str, ...]
+) -> None:
+    compare(pool, kind, layout, world, words)

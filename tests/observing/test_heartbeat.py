@@ -1,0 +1,149 @@
+"""A worker's numbers: what the loop writes, what the thread answers, and the collectives of torch's recorder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from allranks.observing.heartbeat import (
+    ANSWERED,
+    ASKED,
+    FIRST,
+    LONGEST,
+    MARK,
+    NUM_FIELDS,
+    PHASE,
+    PHASES,
+    PULSE,
+    SLOT_BYTES,
+    STACK_SIGNAL,
+    STEP,
+    Heartbeat,
+    last_collectives,
+    name_axis,
+)
+from tests.distributed.pool import Pools
+from tests.processes import wait_until
+
+
+@pytest.fixture
+def fields() -> memoryview:
+    return memoryview(bytearray(SLOT_BYTES)).cast("q")
+
+
+def at_time(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+    clock = iter(int(second * 1e9) for second in seconds)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: next(clock))
+
+
+def test_the_first_step_is_told_apart_and_the_longest_other_one_is_kept(
+    fields: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_time(monkeypatch, 0, 1, 1, 31, 31, 40, 40, 42, 42, 50, 50, 51, 51)
+    heart = Heartbeat(fields)
+    heart.begin_step()
+    assert PHASES[fields[PHASE]] == "first step"
+    heart.finish_step(8)
+    heart.begin_step()
+    assert PHASES[fields[PHASE]] == "step"
+    heart.finish_step(9)
+    heart.begin_step()
+    heart.finish_step(10)
+    assert (fields[FIRST], fields[LONGEST], fields[STEP]) == (30 * 10**9, 2 * 10**9, 10)
+
+
+def test_loading_is_a_phase_of_its_own_but_for_the_first_step(fields: memoryview) -> None:
+    heart = Heartbeat(fields)
+    heart.begin_step()
+    with heart.loading():
+        assert PHASES[fields[PHASE]] == "first step"
+    heart.finish_step(1)
+    heart.begin_step()
+    with heart.loading():
+        assert PHASES[fields[PHASE]] == "input"
+        before = fields[MARK]
+    assert PHASES[fields[PHASE]] == "step" and fields[MARK] > before
+
+
+def test_a_question_is_answered_once_also_where_the_answer_fails(fields: memoryview) -> None:
+    heart, answers = Heartbeat(fields), list[int]()
+    heart.pulse(lambda: answers.append(1))
+    assert fields[PULSE] > 0 and not answers
+    fields[ASKED] = 1
+    heart.pulse(lambda: answers.append(1))
+    heart.pulse(lambda: answers.append(1))
+    assert (answers, fields[ANSWERED]) == ([1], 1)
+    fields[ASKED] = 2
+    heart.pulse(lambda: os.stat("/nowhere"))  # type: ignore[arg-type]
+    assert fields[ANSWERED] == 2
+
+
+def test_a_process_that_joined_beats_and_shows_its_stack_while_it_holds_pythons_lock(tmp_path: Path) -> None:
+    memory, log = tmp_path / "memory", tmp_path / "rank-00000.log"
+    memory.write_bytes(bytes(2 * SLOT_BYTES))
+    script = f"""
+import re
+from pathlib import Path
+from allranks.observing import heartbeat
+heartbeat.join({str(memory)!r}, 1, Path({str(log)!r}))
+heartbeat.current().finish_step(7)
+def in_compiled_code():
+    re.match(r"(a?){{40}}a{{40}}", "a" * 40)
+in_compiled_code()
+"""
+
+    def shown() -> memoryview:
+        return memoryview(memory.read_bytes()).cast("q")[NUM_FIELDS:]
+
+    def silent() -> bool:
+        before = shown()[PULSE]
+        time.sleep(1.2)
+        return shown()[PULSE] == before > 0
+
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        try:
+            wait_until(lambda: shown()[STEP] == 7)
+            wait_until(silent)  # no thread of its Python runs beside the regular expression
+            os.kill(process.pid, STACK_SIGNAL)
+            wait_until(lambda: "in in_compiled_code" in log.read_text())
+        finally:
+            process.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.distributed
+def test_the_collective_that_a_rank_waits_in_is_known(pool: Pools) -> None:
+    def case() -> list[dict[str, object]]:
+        group = dist.new_group([0, 1], group_desc="mesh_dp_shard")
+        dist.all_reduce(torch.ones(3), group=group)
+        work = None
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(torch.ones(5, 2), group=group, async_op=True)
+            time.sleep(0.1)
+            found = json.loads(json.dumps(last_collectives()))
+        dist.barrier()
+        if work is None:
+            found = json.loads(json.dumps(last_collectives()))
+            dist.all_reduce(torch.ones(5, 2), group=group)
+        else:
+            work.wait()
+        return [one for one in found if one["axis"] == "dp_shard"]
+
+    (first,), (second,) = pool(2).run(case)
+    assert first["waits"] and not second["waits"]
+    assert (first["name"], first["sizes"], first["ranks"]) == ("all_reduce", [[5, 2]], [0, 1])
+    assert first["group"] == second["group"] and first["seq"] == int(second["seq"]) + 1
+
+
+def test_without_a_world_there_are_no_collectives() -> None:
+    assert last_collectives() == []
+
+
+def test_axes_by_their_names() -> None:
+    assert [name_axis(text) for text in ("default_pg", "mesh_tp", "agreement")] == ["all ranks", "tp", "agreement"]

@@ -1,0 +1,73 @@
+"""A user's Task file that meets a fault in its first attempt: rank 1, in the 15th forward or at a sample."""
+
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+import allranks
+
+
+def first_attempt() -> bool:
+    """Whether the workers were not started again yet."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+
+class Numbers(Dataset[Any]):
+    """Numbers; rank 1 waits for its 60th where the fault is `data`."""
+
+    draws = False
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+        self.loads = 0
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> Any:
+        self.loads += 1
+        if self.fault == "data" and self.loads == 60 and os.environ.get("RANK") == "1" and first_attempt():
+            time.sleep(600)
+        return torch.full((2,), float(index % 7)), index % 2
+
+
+class Faulty(allranks.Task):
+    """Learn little, and meet a fault."""
+
+    fault: str = "none"
+
+    def dataset(self, split: str) -> Any:
+        """Nothing to validate."""
+        return Numbers(self.fault) if split == "train" else None
+
+    def model(self) -> nn.Module:
+        """Two layers."""
+        return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        """Summed cross-entropy."""
+        self._calls = getattr(self, "_calls", 0) + 1
+        time.sleep(0.01)
+        if self._calls == 15 and os.environ.get("RANK") == "1" and first_attempt():
+            meet(self.fault)
+        return nn.functional.cross_entropy(output, batch[1], reduction="sum")
+
+
+def meet(fault: str) -> None:
+    """What a fault is made of."""
+    match fault:
+        case "straggler":
+            time.sleep(600)
+        case "lock":
+            re.match(r"(a?){40}a{40}", "a" * 40)
+        case "divergence":
+            dist.broadcast(torch.ones(42), src=0)
+        case "SIGSTOP" | "SIGKILL":
+            os.kill(os.getpid(), signal.Signals[fault])

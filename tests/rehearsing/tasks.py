@@ -1,0 +1,126 @@
+"""Tasks that are small enough to rehearse in a second, sound ones and broken ones."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from allranks.config import Config, resolve_config
+from allranks.layout import Layout
+from allranks.losses import cross_entropy
+from allranks.models.moe import MoETransformer
+from allranks.models.transformer import Transformer
+from allranks.rehearsal import RankRehearsal
+from allranks.rehearsing.dryrun import World, rehearse_rank
+from allranks.task import Hints, Task
+from allranks.training.prepare import resolve_layout
+
+
+class Tokens(Task):
+    """A small language model on random tokens."""
+
+    defaults: ClassVar[Mapping[str, object]] = {"train.steps": 4, "train.global_batch": 8, "train.max_norm": 1.0}
+
+    layers: int = 3
+    hidden: int = 64
+    seq: int = 32
+    vocab: int = 256
+    chunk: int = 0
+
+    def model(self) -> nn.Module:
+        sizes: Any = {"ffn": 4 * self.hidden, "max_seq": self.seq, "tied": False, "chunk": self.chunk or None}
+        return Transformer(self.vocab, self.layers, self.hidden, 4, **sizes)
+
+    def dataset(self, split: str) -> Any:
+        if split != "train":
+            return None
+        data = torch.randint(0, self.vocab, (64, self.seq + 1), generator=torch.Generator().manual_seed(0))
+        return [{"tokens": row[:-1], "y": row[1:]} for row in data]
+
+    def inputs(self, batch: Any) -> Any:
+        return {"tokens": batch["tokens"], **({"targets": batch["y"]} if self.chunk else {})}
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        return output.sum() if self.chunk else cross_entropy(output, batch["y"])
+
+    def hints(self) -> Hints:
+        plan: Any = Transformer.tensor_plan
+        return Hints(blocks=("layers.*",), tensor=plan)
+
+
+class Experts(Tokens):
+    """The same with experts."""
+
+    def model(self) -> nn.Module:
+        sizes: Any = {"ffn": 2 * self.hidden, "max_seq": self.seq, "tied": False}
+        return MoETransformer(self.vocab, self.layers, self.hidden, 4, 4, 2, **sizes)
+
+    def hints(self) -> Hints:
+        plan: Any = MoETransformer.tensor_plan
+        return Hints(blocks=("layers.*",), tensor=plan)
+
+
+class Layered(Task):
+    """A stack of linear layers, in which a subclass puts something wrong."""
+
+    defaults: ClassVar[Mapping[str, object]] = {"train.steps": 4, "train.global_batch": 8}
+
+    width: int = 32
+
+    def middle(self) -> nn.Module:
+        """What stands between the two layers."""
+        return nn.ReLU()
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(self.width, self.width), self.middle(), nn.Linear(self.width, 10))
+
+    def dataset(self, split: str) -> Any:
+        data = torch.randn(16, self.width, generator=torch.Generator().manual_seed(0))
+        return [(row, 3) for row in data] if split == "train" else None
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, batch[1], reduction="sum")
+
+
+class Calling(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.function(value)
+
+
+def branch(value: torch.Tensor) -> torch.Tensor:
+    """Looks at a value."""
+    return value if value.sum() > 0 else -value
+
+
+def mixed(value: torch.Tensor) -> torch.Tensor:
+    """Multiplies two types."""
+    return value @ torch.ones(value.shape[-1], value.shape[-1], dtype=torch.float64)
+
+
+def lopsided(value: torch.Tensor) -> torch.Tensor:
+    """Rank 0 alone calls a collective."""
+    if dist.get_rank() == 0:
+        dist.all_reduce(value.detach().clone())
+    return value
+
+
+def configured(task: Task, layout: str, world: int, *overrides: str) -> tuple[Config, Layout]:
+    """As the command reads them."""
+    config = resolve_config(task_defaults=type(task).defaults, toml=None, overrides=overrides, layout=layout)
+    return config, resolve_layout(config, world)
+
+
+def rehearsed(
+    task: Task, layout: str, world: int, *overrides: str, rank: int = 0, full: bool = False, on_cuda: bool = False
+) -> RankRehearsal:
+    """One rank's step."""
+    config, found = configured(task, layout, world, *overrides)
+    return rehearse_rank(task, config, World(found, world, on_cuda), rank, full=full)

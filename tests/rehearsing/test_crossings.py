@@ -1,0 +1,41 @@
+"""What the first stage sends stands for what every stage is sent; another shape is said, not guessed."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from allranks.errors import LayoutError
+from allranks.parallel.stage_transport import Sent
+from allranks.rehearsing.crossings import Crossings, check_entry
+from allranks.rehearsing.refusals import Unrehearsable
+
+SENT = (Sent(0, (2, 8), torch.float32, True),)
+SIGNATURE = (True, ((2, 8), torch.int64))
+
+
+def transport(**sent: Any) -> Any:
+    return SimpleNamespace(sent={(int(name[1:]), SIGNATURE): found for name, found in sent.items()})
+
+
+def test_later_stages_are_sent_what_the_second_one_is() -> None:
+    crossings = Crossings()
+    with pytest.raises(LayoutError, match="was not rehearsed"):
+        crossings.hear(transport(), 2, SIGNATURE)
+    crossings.learn(transport(s1=SENT))
+    assert crossings.hear(transport(), 2, SIGNATURE) == SENT
+    assert crossings.known and not Crossings().known
+
+
+def test_a_rank_with_two_stages_knows_from_its_first() -> None:
+    assert Crossings().hear(transport(s1=SENT), 3, SIGNATURE) == SENT
+
+
+def test_another_shape_is_said() -> None:
+    pipeline: Any = SimpleNamespace(crossings={2: (0,)})
+    check_entry(pipeline, 2, (torch.zeros(2, 8),), {}, (torch.zeros(2, 8),))
+    with pytest.raises(Unrehearsable, match=r"stage 2 of the pipeline begins with \[2, 4\].*\[2, 8\]"):
+        check_entry(pipeline, 2, (torch.zeros(2, 4),), {}, (torch.zeros(2, 8),))
+    with pytest.raises(Unrehearsable, match="begins with int"):
+        check_entry(pipeline, 2, (3,), {}, (torch.zeros(2, 8),))

@@ -1,0 +1,96 @@
+"""One rank's step without its world: what repeats is traced once, and nothing else differs from the full trace."""
+
+import pytest
+
+from allranks.rehearsal import RankRehearsal
+from tests.rehearsing.tasks import Experts, Tokens, rehearsed
+
+EVERY_AXIS = [
+    (Tokens, "ddp", 4),
+    (Tokens, "fsdp", 4),
+    (Tokens, "fsdp,sharding=grad_op,recompute=full", 4),
+    (Tokens, "dp_replicate=2,dp_shard=2", 4),
+    (Tokens, "dp_shard=4,sharding=optimizer", 4),
+    (Tokens, "tp=2,dp_shard=2", 4),
+    (Tokens, "cp=2,dp_shard=2", 4),
+    (Experts, "dp_shard=4,ep=2", 4),
+    (Tokens, "pp=2,dp_shard=2", 4),
+]
+
+
+def totals(told: RankRehearsal) -> dict[tuple[str, str], tuple[int, int]]:
+    """(axis, op) -> (bytes, count)."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for one in told.collectives:
+        num_bytes, count = found.get((one.axis, one.op), (0, 0))
+        found[one.axis, one.op] = num_bytes + one.bytes, count + one.count
+    return found
+
+
+@pytest.mark.parametrize(("kind", "layout", "world"), EVERY_AXIS[1:2] + EVERY_AXIS[5:6])
+def test_a_short_trace_agrees_with_the_full_one(kind: type[Tokens], layout: str, world: int) -> None:
+    check_short(kind, layout, world)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "layout", "world"), EVERY_AXIS)
+def test_a_short_trace_agrees_with_the_full_one_on_every_axis(kind: type[Tokens], layout: str, world: int) -> None:
+    check_short(kind, layout, world, "train.global_batch=16")
+
+
+def check_short(kind: type[Tokens], layout: str, world: int, *overrides: str) -> None:
+    """Of nine blocks (of a stage: at least six) some are traced."""
+    task = kind(layers=12 if "pp" in layout else 9)
+    short, full = (rehearsed(task, layout, world, *overrides, full=full) for full in (False, True))
+    assert short.traced < short.blocks == full.traced
+    assert short.peak_bytes == pytest.approx(full.peak_bytes, rel=0.01)
+    assert short.resting_bytes == full.resting_bytes
+    assert short.flops == full.flops
+    assert totals(short) == totals(full)
+
+
+def test_micro_steps_that_are_alike_are_counted() -> None:
+    task, words = Tokens(layers=1), ("train.global_batch=10", "train.micro_batch=1")
+    short, full = (rehearsed(task, "fsdp", 2, *words, full=full) for full in (False, True))
+    assert short.micro_steps == full.micro_steps == 5
+    assert short.flops == full.flops
+    assert totals(short) == totals(full)
+    assert short.peak_bytes == pytest.approx(full.peak_bytes, rel=0.01)
+
+
+def test_what_a_shard_holds() -> None:
+    task = Tokens()
+    alone, shared = rehearsed(task, "single", 1), rehearsed(task, "fsdp", 4)
+    parameters = sum(p.numel() for p in task.model().parameters())
+    buffers = sum(b.nbytes for b in task.model().buffers())
+    assert alone.by_category["weights"] == 4 * parameters + buffers
+    assert alone.by_category["optimizer"] == pytest.approx(8 * parameters, rel=1e-3)
+    assert shared.by_category["weights"] == parameters + buffers
+    assert any(moment.what == "gather" and moment.num_bytes > 0 for moment in shared.moments)
+    assert alone.collectives == ()
+
+
+def test_every_message_has_the_line_that_asked_for_it() -> None:
+    told = rehearsed(Tokens(), "tp=2,dp_shard=2", 4, on_cuda=True)
+    assert {one.axis for one in told.collectives} == {"tp", "dp_shard"}
+    assert {one.op for one in told.collectives} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert all(".py:" in one.line or one.line.startswith("backward of") for one in told.collectives)
+    gathers = [one for one in told.collectives if one.axis == "dp_shard" and "transformer.py" in one.line]
+    assert sum(one.count for one in gathers) == 3
+
+
+def test_a_gpu_gathers_in_bfloat16() -> None:
+    task, words = Tokens(), ("train.precision=bfloat16",)
+    on_cpu, on_gpu = (rehearsed(task, "fsdp", 2, *words, on_cuda=on_cuda) for on_cuda in (False, True))
+    sizes = [sum(c.bytes for c in told.collectives if c.op in ("broadcast", "all-gather")) for told in (on_cpu, on_gpu)]
+    assert sizes[0] == 2 * sizes[1] > 0
+
+
+def test_the_last_stage_has_the_logits() -> None:
+    task = Tokens(layers=4)
+    first, last = (rehearsed(task, "pp=2", 2, rank=rank) for rank in (0, 1))
+    assert (first.stage, last.stage) == (0, 1)
+    assert "logits" not in first.by_category or first.by_category["logits"] < last.by_category["logits"]
+    sent, received = totals(first)["pp", "send"], totals(last)["pp", "receive"]
+    assert sent == received and sent[1] == first.micro_steps == 4
+    assert totals(first)["pp", "receive"] == totals(last)["pp", "send"]

@@ -1,0 +1,63 @@
+"""What formulas say of an Operation."""
+
+import math
+
+import pytest
+
+from allranks.rehearsing.expectations import (
+    best_interval,
+    closed_form,
+    enough_spares,
+    mean_seconds_between,
+    with_interval,
+)
+from allranks.rehearsing.failure_rates import NAMED
+from allranks.simulation import DAY, Component, FailureModel, Operation, Scope, Tier
+
+NONE = FailureModel("none", ())
+
+
+def operate(every: float, *, save: float = 0.0) -> Operation:
+    return Operation(2000, 0, 54 * DAY, (Tier("storage", Scope.RACK, every, save),), 0.0, 300.0)
+
+
+def test_more_tiers_or_stragglers_have_no_formula() -> None:
+    slow = FailureModel("x", (), stragglers_per_1000_node_days=1.0)
+
+    assert closed_form(operate(600.0), slow)[0] is None
+
+
+def test_intervals_are_whole_steps() -> None:
+    operation = with_interval(operate(600.0), 100.0, step_seconds=30.0)
+
+    assert operation.tiers[-1].every_seconds == 120.0
+
+
+def test_the_formula_is_not_said_where_failures_take_more_than_a_quarter() -> None:
+    found, because = closed_form(operate(3600.0), NAMED["rsc-1"])
+
+    assert found is None
+    assert "here they take 32%" in because
+    assert closed_form(operate(300.0), NAMED["rsc-1"])[0] == pytest.approx(0.932, abs=0.001)
+
+
+def test_the_best_interval_is_dalys_and_never_shorter_than_a_save() -> None:
+    model = NAMED["rsc-1"]
+
+    assert best_interval(operate(600.0, save=30.0), model, 1.0) == pytest.approx(math.sqrt(60 * 6646), rel=0.05)
+    assert best_interval(operate(600.0), model, 45.0) == 45.0
+    assert best_interval(operate(600.0), NONE, 45.0) == 54 * DAY
+
+
+def test_mtbf_is_of_the_whole_run() -> None:
+    assert mean_seconds_between(operate(600.0), NAMED["rsc-1"]) == pytest.approx(DAY / 13)
+    assert math.isinf(mean_seconds_between(operate(600.0), NONE))
+
+
+def test_spares_are_for_what_is_under_repair_at_once() -> None:
+    days = FailureModel("x", (Component("node", 10.0, Scope.NODE, DAY), Component("p", 99.0, Scope.PROCESS, DAY)))
+    racks = FailureModel("x", (Component("rack", 10.0, Scope.RACK, DAY),), rack_nodes=4)
+
+    assert enough_spares(1000, days) == math.ceil(10 + 3.1 * math.sqrt(10))
+    assert enough_spares(1000, racks) == math.ceil(40 + 3.1 * math.sqrt(160))
+    assert enough_spares(1000, NONE) == 0

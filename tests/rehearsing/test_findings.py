@@ -1,0 +1,156 @@
+"""What would have failed on the cluster is found, and each message names the move that mends it."""
+
+from typing import Any, ClassVar
+
+import pytest
+from torch import nn
+
+from allranks.errors import ConfigError, LayoutError, TaskError
+from allranks.rehearsing.findings import compare_ranks
+from allranks.rehearsing.refusals import Unrehearsable
+from allranks.rehearsing.world_of_ranks import choose_ranks
+from allranks.task import Hints, TensorStyle
+from tests.rehearsing.tasks import Calling, Layered, Tokens, branch, configured, lopsided, mixed, rehearsed
+
+
+class Branching(Layered):
+    """Its forward branches on a value."""
+
+    def middle(self) -> nn.Module:
+        return Calling(branch)
+
+
+class Mixed(Layered):
+    """Two types meet in a product."""
+
+    def middle(self) -> nn.Module:
+        return Calling(mixed)
+
+
+class Lopsided(Layered):
+    """Rank 0 calls a collective that the others do not."""
+
+    def middle(self) -> nn.Module:
+        return Calling(lopsided)
+
+
+class Misshapen(Layered):
+    """Two layers that do not fit each other."""
+
+    def middle(self) -> nn.Module:
+        return nn.Linear(self.width, self.width + 1)
+
+
+class Forgetful(Tokens):
+    """Its plan forgets the feed-forwards."""
+
+    style: ClassVar[dict[str, TensorStyle]] = {}
+
+    def hints(self) -> Hints:
+        plan = {name: style for name, style in super().hints().tensor.items() if "feed_forward." not in name}
+        return Hints(blocks=("layers.*",), tensor={**plan, **self.style})
+
+
+class Whole(Forgetful):
+    """Its plan leaves the feed-forwards whole."""
+
+    style: ClassVar[dict[str, TensorStyle]] = {"layers.*.feed_forward": "replicate"}
+
+
+class Hinting(Tokens):
+    """Its hint names blocks that are not there."""
+
+    def hints(self) -> Hints:
+        return Hints(blocks=("blocks.*",))
+
+
+class Idle(Layered):
+    """Keeps a layer that the loss does not reach."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_module("idle", nn.Linear(4, 4))
+        model.forward = lambda value: model[2](model[1](model[0](value)))  # type: ignore[index]
+        return model
+
+
+BROKEN = [
+    ("a branch on a value", Branching, "ddp", 4, (), Unrehearsable, r"branch on a tensor.*tasks.py:\d+.*torch.where"),
+    (
+        "two types",
+        Mixed,
+        "ddp",
+        4,
+        (),
+        TaskError,
+        r"would fail: .*(dtype|expected m1 and m2).*tasks.py:\d+.*mend that line",
+    ),
+    ("shapes", Misshapen, "ddp", 4, (), TaskError, r"would fail: .*(33|shape)"),
+    ("a hint for nothing", Hinting, "fsdp", 4, (), LayoutError, r"hints\(\).blocks: 'blocks.\*' matches no module"),
+    (
+        "more stages than blocks",
+        Tokens,
+        "pp=4",
+        4,
+        (),
+        LayoutError,
+        r"begins at 4 blocks at least, .* use fewer stages",
+    ),
+    ("a world of another size", Tokens, "tp=3,dp_shard=2", 8, (), LayoutError, r"= 6, but the world has 8 .* fits"),
+    ("heads that do not divide", Tokens, "tp=8", 8, (), LayoutError, r"num_heads=4, .*tp can be 1, 2, 4"),
+    ("layers without a rule", Forgetful, "tp=2", 2, (), LayoutError, r"feed_forward.gate has parameters and no rule"),
+    ("positions that do not divide", Tokens, "cp=3", 3, (), LayoutError, r"cp"),
+    ("fewer samples than ranks", Tokens, "ddp", 16, (), LayoutError, r"set train.global_batch=16 or more"),
+    (
+        "experts where there are none",
+        Tokens,
+        "dp_replicate=4,ep=2",
+        4,
+        (),
+        LayoutError,
+        r"model\(\) has none.*leave ep out",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "world", "words", "error", "message"), [case[1:] for case in BROKEN], ids=[c[0] for c in BROKEN]
+)
+def test_a_broken_layout_or_task_is_caught(
+    kind: type[Any], layout: str, world: int, words: tuple[str, ...], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        rehearsed(kind(), layout, world, *words)
+
+
+def test_a_rank_that_takes_another_way_is_found() -> None:
+    first, last = (rehearsed(Lopsided(), "fsdp", 4, rank=rank) for rank in (0, 3))
+    (found,) = compare_ranks({0: first, 3: last})
+    assert found.fails and found.kind == "hang"
+    assert "ranks 0 and 3 part at collective" in found.what and "all-reduce over dp_shard" in found.what
+    assert "nothing in them may depend on the rank" in found.next
+    same = rehearsed(Layered(), "fsdp", 4), rehearsed(Layered(), "fsdp", 4, rank=3)
+    assert compare_ranks(dict(enumerate(same))) == []
+
+
+def test_a_parameter_that_stays_whole_is_found() -> None:
+    found = [one for one in rehearsed(Whole(hidden=256), "tp=2", 2).findings if one.kind == "unsharded"]
+    assert len(found) == 3 * 3
+    assert found[0].what == "layers.0.feed_forward.gate.weight ([1024, 256]) lies whole on each of tp=2 ranks"
+    assert "hints().tensor" in found[0].next
+    assert rehearsed(Tokens(hidden=256), "tp=2", 2).findings == ()
+
+
+def test_parameters_that_the_loss_does_not_reach_are_found() -> None:
+    (found,) = rehearsed(Idle(), "ddp", 2).findings
+    assert found.what == "idle.weight and 1 more get no gradient"
+
+
+def test_ranks_that_are_asked_for() -> None:
+    _, layout = configured(Tokens(layers=8), "pp=4,dp_shard=2", 8, "train.global_batch=16")
+    assert choose_ranks("kinds", layout) == (0, 1, 4, 6)
+    assert choose_ranks("7, 0", layout) == (7, 0)
+    assert choose_ranks("all", layout) == tuple(range(8))
+    for wrong, message in (("8", "8 processes, whose ranks are 0 to 7"), ("one", "'one' is no rank")):
+        with pytest.raises(ConfigError, match=message):
+            choose_ranks(wrong, layout)

@@ -1,0 +1,28 @@
+"""A process group is known by the axis that its ranks lie along."""
+
+import torch.distributed as dist
+
+from allranks.layout import Layout
+from allranks.parallel.mesh import build_mesh
+from allranks.rehearsing.groups import GroupNames
+from allranks.rehearsing.world import fake_world
+
+
+def test_axes_and_what_is_put_together() -> None:
+    with fake_world(0, 16, "gloo"):
+        mesh = build_mesh(Layout(dp_replicate=2, dp_shard=2, cp=2, tp=2), "cpu")
+        names = GroupNames(mesh)
+        for axis in ("dp_replicate", "dp_shard", "cp", "tp"):
+            assert names.axis(mesh.group(axis)) == axis
+        assert mesh.data_group is not None and names.axis(mesh.data_group) == "dp_replicate+dp_shard"
+        assert mesh.gradient_group is not None
+        assert names.axis(mesh.gradient_group) == "dp_replicate+dp_shard+cp"
+        assert names.axis(dist.group.WORLD) == "all"  # type: ignore[arg-type]
+
+
+def test_experts() -> None:
+    with fake_world(5, 8, "gloo"):
+        mesh = build_mesh(Layout(dp_shard=8, ep=4), "cpu")
+        names = GroupNames(mesh)
+        assert mesh.twin_group is not None
+        assert (names.axis(mesh.group("ep")), names.axis(mesh.twin_group)) == ("ep", "copies of experts")

@@ -1,0 +1,52 @@
+"""Storages are counted once, however many tensors view them, and as long as they live."""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from allranks.rehearsing.ledger import Ledger
+
+
+def changes(ledger: Ledger) -> list[int]:
+    return [num_bytes for stretch in ledger.stretches for _, num_bytes in stretch.changes]
+
+
+def test_a_storage_lives_from_its_first_tensor_to_its_last() -> None:
+    ledger = Ledger()
+    with FakeTensorMode():
+        resting = torch.empty(3)
+        ledger.find(resting)
+        ledger.begin("forward")
+        first = torch.empty(10)
+        assert ledger.find(first) is ledger.find(first[2:4])
+        view = first[1:]
+        del first
+        assert changes(ledger) == [40]
+        ledger.begin("backward")
+        del view
+    assert changes(ledger) == [40, -40]
+    assert [stored.num_bytes for stored, _ in ledger.resting] == [12]
+    assert [len(stretch.changes) for stretch in ledger.stretches] == [1, 1]
+
+
+def test_resizing_in_place_is_seen() -> None:
+    ledger = Ledger()
+    with FakeTensorMode(), ledger.watching_sizes():
+        ledger.begin("forward")
+        tensor = torch.empty(10)
+        ledger.find(tensor)
+        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(80)
+        del tensor
+    assert changes(ledger) == [40, -40, 80, -80]
+
+
+def test_an_allocator_hands_out_whole_blocks() -> None:
+    ledger = Ledger(512)
+    with FakeTensorMode():
+        ledger.begin("forward")
+        tensor = torch.empty(129)
+        ledger.place = ("gathered", "layers.0")
+        assert ledger.find(tensor).num_bytes == 1024
+        assert (ledger.find(tensor).category, ledger.find(tensor).module) == ("gathered", "layers.0")
+        ledger.mark(tensor, "weights", "embedding")
+        assert (ledger.find(tensor).category, ledger.find(tensor).module) == ("weights", "embedding")

@@ -1,0 +1,39 @@
+"""What cannot be rehearsed says so in one line, and what would fail says where."""
+
+import pytest
+
+from allranks.errors import LayoutError, TaskError
+from allranks.layout import Layout
+from allranks.rehearsing.refusals import Unrehearsable, explain, refuse
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(Layout(kind="placement"), Layout(kind="data_parallel"), Layout(dp_shard=2, offload="all")),
+        *(Layout(dp_replicate=2, ddp_hook="bfloat16"), Layout(recompute="budget", compile="block")),
+        *(Layout(tp=2, recompute="selective"), Layout(dp_shard=2, recompute="selective")),
+    ],
+)
+def test_layouts_without_a_rehearsal(layout: Layout) -> None:
+    with pytest.raises(LayoutError, match=r"is not rehearsed: .*`allranks plan` estimates it"):
+        refuse(layout)
+
+
+def test_other_layouts_have_one() -> None:
+    refuse(Layout(dp_shard=8, tp=8, recompute="full"), "bfloat16")
+    refuse(Layout(dp_replicate=2, recompute="selective"))
+    with pytest.raises(LayoutError, match="float16 is not rehearsed"):
+        refuse(Layout(), "float16")
+
+
+def test_a_fault_and_a_question_of_values() -> None:
+    fault = explain("Net", RuntimeError("mat1 and mat2"), "layers.0", Layout(tp=2))
+    assert type(fault) is TaskError
+    assert str(fault) == (
+        "a step of Net under tp=2 would fail: RuntimeError: mat1 and mat2 (in layers.0); with tp=2 each rank has a "
+        "part of the channels: take a tp that divides the number of heads"
+    )
+    unknown = explain("Net", RuntimeError("no fake impl registered for x::y"), "", Layout())
+    assert isinstance(unknown, Unrehearsable)
+    assert "register_fake" in str(unknown)

@@ -1,0 +1,53 @@
+"""Stretches that stand for several are repeated on paper: memory in depth, messages and FLOPs in number, too."""
+
+from allranks.parallel.step_record import Deed
+from allranks.rehearsing.ledger import Stored, Stretch
+from allranks.rehearsing.replay import GIVEN, Repeats, add_flops, add_messages, describe, find_peak
+from allranks.rehearsing.watch import Message
+
+GATHER = Message("dp_shard", "all-gather", 10, 4, "task.py:3 forward")
+BUCKET = Message("dp_replicate", "all-reduce", 7, 4, "replica_twin.py:9 _launch", once=True)
+
+
+def step() -> list[Stretch]:
+    """Block 0 keeps 5 bytes, block 1 stands for three and keeps 4 each; the gradient of a block is 2."""
+    kept = [Stored(5, "layers.0"), Stored(4, "layers.1")]
+    gradient = Stored(2, "layers.1", "gradients")
+    return [
+        Stretch("forward", "layers.0", 0, [(kept[0], 5)], [GATHER], 1.0, [(0, Deed("forward", "compute", "layers.0"))]),
+        Stretch("forward", "layers.1", 0, [(kept[1], 4)], [GATHER], 2.0, [(0, Deed("forward", "compute", "layers.1"))]),
+        Stretch("backward", "layers.1", 0, [(gradient, 2), (kept[1], -4)], [BUCKET], 4.0),
+        Stretch("backward", "layers.0", 0, [(kept[0], -5)]),
+        Stretch(GIVEN, changes=[(Stored(4, "layers.2", "gradients"), 4)]),
+        Stretch("update", changes=[(gradient, -6)]),
+    ]
+
+
+REPEATS = Repeats({("forward", "layers.1"): 3, ("backward", "layers.1"): 3})
+
+
+def test_memory_repeats_in_depth() -> None:
+    resting = [(Stored(100, "layers.1", "weights"), 100)]
+    alone, deep = find_peak(resting, step(), Repeats({})), find_peak(resting, step(), REPEATS)
+    assert (alone.num_bytes, alone.at) == (111, "backward of layers.1")
+    assert (deep.num_bytes, deep.at) == (119, "backward of layers.1")
+    assert deep.by_category == {"weights": 100, "gradients": 2, "activations": 17}
+    assert [(h.module, h.category, h.bytes) for h in deep.holdings] == [
+        ("layers.*", "weights", 100),
+        ("layers.*", "activations", 17),
+        ("layers.*", "gradients", 2),
+    ]
+    assert deep.levels[-1] == (100, 106)
+
+
+def test_messages_and_flops_repeat_in_number() -> None:
+    found = {one.op: (one.count, one.bytes) for one in add_messages(step(), REPEATS)}
+    assert found == {"all-gather": (4, 40), "all-reduce": (1, 7)}
+    assert add_flops(step(), REPEATS) == 1.0 + 3 * (2.0 + 4.0)
+    often = Repeats({}, micro_step=0, micro_times=5)
+    assert add_flops(step(), often) == 5 * 7.0
+    assert {one.count for one in add_messages(step(), often)} == {10, 1}
+
+
+def test_what_a_stretch_is_called() -> None:
+    assert [describe(stretch) for stretch in step()][3:] == ["backward of layers.0", GIVEN, "update"]

@@ -1,0 +1,53 @@
+"""The engine's reads are answered, the user's are not; FLOPs are torch's."""
+
+import pytest
+from torch import nn
+
+from allranks.errors import TaskError
+from allranks.rehearsing.refusals import Unrehearsable
+from tests.rehearsing.tasks import Calling, Layered, Tokens, branch, mixed, rehearsed
+
+
+class Reading(Layered):
+    """Reads a value in its loss."""
+
+    def loss(self, output, batch):  # type: ignore[no-untyped-def]
+        loss = super().loss(output, batch)
+        return loss * float(loss.item() > 0)
+
+
+class Mixed(Layered):
+    """Multiplies two types in its forward."""
+
+    def middle(self) -> nn.Module:
+        return Calling(mixed)
+
+
+class Branching(Layered):
+    """Branches in its forward."""
+
+    def middle(self) -> nn.Module:
+        return Calling(branch)
+
+
+@pytest.mark.parametrize("kind", [Reading, Branching])
+def test_the_users_reads_have_no_answer(kind: type[Layered]) -> None:
+    with pytest.raises(Unrehearsable, match=r"_local_scalar_dense.*\.py:\d+"):
+        rehearsed(kind(), "ddp", 2)
+
+
+def test_flops_of_a_step() -> None:
+    told = rehearsed(Layered(), "single", 1, "train.max_norm=1.0")
+    forward = 2 * 8 * (32 * 32 + 32 * 10)
+    assert told.flops == 3 * forward - 2 * 8 * 32 * 32  # the input wants no gradient
+
+
+def test_lines_are_of_those_who_asked() -> None:
+    lines = {one.line for one in rehearsed(Tokens(), "tp=2,dp_shard=2", 4).collectives}
+    assert any("models/transformer.py" in line for line in lines)
+    assert not any(looks_on in line for line in lines for looks_on in ("step_record", "rehearsing/"))
+
+
+def test_products_of_two_types_fail_as_on_a_device() -> None:
+    with pytest.raises(TaskError, match="mm expects operands of one dtype, and gets float32 and float64"):
+        rehearsed(Mixed(), "single", 1)

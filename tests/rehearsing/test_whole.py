@@ -1,0 +1,31 @@
+"""A whole dry run: the ranks that were asked for, a margin on GPUs, and what is not rehearsed."""
+
+from allranks.planning.hardware import find_cluster
+from allranks.rehearsing.whole import CONTEXT_BYTES, Question, rehearse
+from tests.rehearsing.tasks import Tokens, configured
+
+
+def question(cluster: str, layout: str, *ranks: int, layers: int = 3) -> Question:
+    task, found = Tokens(layers=layers), find_cluster(cluster)
+    config, spread = configured(task, layout, found.num_devices)
+    return Question("tokens", task, config, found, spread, ranks)
+
+
+def test_on_gpus_there_is_a_margin() -> None:
+    lines: list[str] = []
+    told = rehearse(question("2x2:a100-80g", "fsdp", 0, 3, layers=7), lines.append)
+    assert list(told.ranks) == [0, 3] and lines == ["rank 0 of 4", "rank 3 of 4"]
+    assert told.capacity_bytes < 80e9 * 1.1
+    assert told.margin_bytes > CONTEXT_BYTES
+    assert told.findings == () and not told.fails and told.free_bytes > 0
+    assert any("CUDA" in line for line in told.unrehearsed)
+    assert told.decisions == (
+        "4 of 7 blocks were traced, because blocks of one kind do the same; --full-trace traces all",
+    )
+
+
+def test_on_a_processor_there_is_none() -> None:
+    told = rehearse(question("1x2:cpu", "ddp", 0))
+    assert told.margin_bytes == 0
+    assert told.decisions == ()
+    assert not any("CUDA" in line for line in told.unrehearsed)

@@ -1,0 +1,39 @@
+"""A world of any size in one process, which leaves nothing behind."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from allranks.errors import ConfigError
+from allranks.layout import Layout
+from allranks.parallel import expert
+from allranks.parallel.mesh import build_mesh
+from allranks.profiling.fakes import fake_mode
+from allranks.rehearsing.world import fake_world
+
+
+def test_a_rank_of_many() -> None:
+    before = DeviceMesh.__dict__["mesh"], expert.count_rows, dist.get_backend
+    with fake_world(37, 64, "nccl"):
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (37, 64, "nccl")
+        mesh = build_mesh(Layout(dp_shard=8, tp=8), "cpu")
+        with fake_mode():
+            assert (mesh.coordinate("dp_shard"), mesh.coordinate("tp")) == (4, 5)
+            assert mesh.peers(("dp_shard",)) == tuple(range(32, 40))
+            gathered = torch.zeros(64)
+            dist.all_reduce(gathered)
+    assert not dist.is_initialized()
+    assert (DeviceMesh.__dict__["mesh"], expert.count_rows, dist.get_backend) == before
+
+
+def test_one_world_at_a_time() -> None:
+    with fake_world(0, 2, "gloo"), pytest.raises(ConfigError, match="a world of its own"), fake_world(0, 2, "gloo"):
+        pass
+    assert not dist.is_initialized()
+
+
+def test_every_expert_gets_as_many_tokens() -> None:
+    with fake_world(0, 1, "gloo"):
+        sent, received = expert.count_rows(torch.empty(10, 3), torch.empty(4, 2), torch.empty(4, 2))
+    assert sent == received == [3, 3, 2, 2]

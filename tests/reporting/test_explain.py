@@ -1,0 +1,102 @@
+"""From a log or a run's directory to the cause: what is certain first, consequences last."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from allranks.config import Config
+from allranks.errors import ConfigError, RunError
+from allranks.failure import Failure
+from allranks.reporting.explain import GENERAL, explain, explain_log
+from allranks.run import Run
+from tests.reporting.test_signatures import LINES
+
+
+def timeout(rank: int, seq: int = 41, op: str = "ALLREDUCE", size: int = 4096) -> str:
+    call = f"WorkNCCL(SeqNum={seq}, OpType={op}, NumelIn={size}, NumelOut={size}, Timeout(ms)=600000)"
+    return f"[rank{rank}]: [Rank {rank}] Watchdog caught collective operation timeout: {call} ran for 600029 ms\n"
+
+
+def log(folder: Path, *lines: str) -> Path:
+    path = folder / "train.log"
+    path.write_text("starting\n" + "".join(line.rstrip("\n") + "\n" for line in lines))
+    return path
+
+
+def test_a_consequence_comes_after_its_cause(tmp_path: Path) -> None:
+    found = explain_log(log(tmp_path, LINES["P1"], LINES["E6"], LINES["E10"], LINES["P1"]))
+    assert [one.kind for one in found] == ["E10", "P1", "E6"]
+    assert "node-a.cluster, port 29500" in found[0].what and "nc -vz node-a.cluster 29500" in found[0].next
+    assert found[0].evidence[0].startswith(f"{tmp_path / 'train.log'}:4: ")
+    assert "2 times in this log" in found[1].evidence
+
+
+def test_what_is_not_confirmed_says_so(tmp_path: Path) -> None:
+    first, second = explain_log(log(tmp_path, LINES["E17"], LINES["E9"]))
+    assert GENERAL in first.evidence and GENERAL not in second.evidence
+
+
+@pytest.mark.parametrize(
+    ("lines", "what", "next"),
+    [
+        ([timeout(0), timeout(1, 42, "BROADCAST")], "rank 0 in ALLREDUCE number 41, rank 1 in BROADCAST", "depends on"),
+        ([timeout(0), timeout(2)], "rank 1 did not come", "rank 1 died"),
+        ([timeout(0, size=1), timeout(1, size=1)], "all ranks alike", "early stop"),
+        ([timeout(0), timeout(1)], "all ranks alike", "network"),
+        ([timeout(0)], "NCCL waited in vain in ALLREDUCE (number 41, 4096 values)", "compare"),
+    ],
+)
+def test_timeouts_of_several_ranks_are_compared(tmp_path: Path, lines: list[str], what: str, next: str) -> None:
+    (found,) = explain_log(log(tmp_path, *lines))
+    assert found.kind == "E1" and what in found.what and next in found.next
+
+
+def test_what_means_something_only_beside_another_is_left_out_alone(tmp_path: Path) -> None:
+    assert explain_log(log(tmp_path, LINES["E15"])) == []
+    assert [one.kind for one in explain_log(log(tmp_path, LINES["E15"], LINES["E13"]))] == ["E13", "E15"]
+
+
+def test_bytes_that_are_no_text_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_bytes(b"\xff\xfe\x00 " * 5000 + b"\n" + LINES["E9"].encode() + b"\n")
+    assert [one.kind for one in explain_log(path)] == ["E9"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run.create(tmp_path, "Digits", Config(), {"task": "digits.py:Digits"})
+    lines = [
+        {"t": 1.0, "event": "verdict", "kind": "data", "what": "rank 1 loads", "evidence": ["a", "b"], "next": "look"},
+        {"t": 2.0, "event": "verdict", "kind": "restart", "what": "restart 1", "evidence": [], "next": "nothing"},
+    ]
+    run.journal().write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_a_runs_own_verdict(run: Run) -> None:
+    (found,) = explain(run.path)
+    assert (found.kind, found.what, found.evidence, found.next) == ("data", "rank 1 loads", ("a", "b"), "look")
+
+
+def test_the_first_failing_rank_comes_before_all(run: Run) -> None:
+    cause = Failure(1, "h", 5, 2.0, 1, "ValueError: mine", traceback="Traceback ...\nValueError: mine")
+    Failure(0, "h", 4, 1.0, 76, "Connection closed by peer", consequence=True).write(run.log().parent)
+    cause.write(run.log().parent)
+    run.log(0).write_text(LINES["P1"] + "\n")
+    found = explain(run.path)
+    assert [one.kind for one in found] == ["crash", "data", "P1"]
+    assert found[0].what == "rank 1 on h: ValueError: mine" and found[0].evidence[-1] == "ValueError: mine"
+
+
+def test_a_failure_with_a_signature_gets_its_remedy(run: Run) -> None:
+    Failure(1, "h", 5, 2.0, 76, "was killed by SIGKILL: by somebody", signal="SIGKILL").write(run.log().parent)
+    found = explain(run.path)
+    assert found[0].kind == "E4" and "dmesg" in found[0].next and found[0].what.startswith("rank 1 on h was killed")
+
+
+def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file or directory; give"):
+        explain(tmp_path / "nothing")
+    with pytest.raises(RunError, match="not a run"):
+        explain(tmp_path)

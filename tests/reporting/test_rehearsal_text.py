@@ -1,0 +1,44 @@
+"""A dry run as text and as a picture: the verdict first, and nothing wider than the terminal."""
+
+from dataclasses import replace
+from xml.etree import ElementTree
+
+from allranks.rehearsal import Finding, Remedy
+from allranks.reporting.rehearsal_text import draw_moments, render_moments, render_rehearsal, render_verdict
+from tests.test_rehearsal import rank, rehearsal
+
+
+def test_the_verdict() -> None:
+    assert render_verdict(rehearsal()) == "fits: 600 B of 1.0 kB at the peak, 300 B free beside a margin of 100 B"
+    full = rehearsal(rank(0, 950))
+    assert render_verdict(full) == ("does not fit: 950 B of 1.0 kB at the peak, 50 B too much beside a margin of 100 B")
+    fatal = replace(rehearsal(), findings=(Finding("hang", "ranks 0 and 3 part", "let them not", fails=True),))
+    assert render_verdict(fatal).startswith("would fail: see Found")
+
+
+def test_all_of_it() -> None:
+    told = replace(
+        rehearsal(rank(0, 600, Finding("unsharded", "w lies whole", "cut it")), rank(63)),
+        remedies=(Remedy("layout.recompute=full", 250), Remedy("layout.sharding=full", None, "there is nobody")),
+        decisions=("4 of 10 blocks were traced, because blocks of one kind do the same",),
+        unrehearsed=("kernels of CUDA",),
+    )
+    lines = render_rehearsal(told).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[1].startswith("fits: 600 B")
+    text = "\n".join(lines)
+    for part in (
+        *("What fills rank 0 at its peak (backward of layers.3)", "activations  500 B    83%"),
+        *("task.py:3 forward", "rank 0: w lies whole; cut it", "layout.recompute=full  250 B  350 B"),
+        *("there is nobody", "kernels of CUDA", "4 of 10 blocks were traced"),
+    ):
+        assert part in text
+
+
+def test_moments_as_text_and_picture() -> None:
+    text = render_moments(rank())
+    assert "layers.1 x 7" in text and "600 B" in text
+    picture = ElementTree.fromstring(draw_moments(rank()))
+    assert picture.tag.endswith("svg")
+    words = "".join(picture.itertext()).replace("\xa0", " ")
+    assert "layers.1 x 7" in words and "one step of rank 0" in words

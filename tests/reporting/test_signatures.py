@@ -1,0 +1,78 @@
+"""Every signature knows its line, and none takes another's."""
+
+import re
+
+import pytest
+
+from allranks.reporting.signatures import SIGNATURES
+
+# As they were printed; what stands for paths, hosts and numbers is made up.
+LINES = {
+    "E1": "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=41, OpType=ALLREDUCE, NumelIn=1, "
+    "NumelOut=1, Timeout(ms)=600000) ran for 600029 milliseconds before timing out.",
+    "E2": "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective: ...",
+    "E3": "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in monitoring",
+    "E4": "  exitcode  : -9 (pid: 3312)",
+    "E5": "  exitcode  : -7 (pid: 3312)",
+    "E6": "  exitcode  : -6 (pid: 3312)",
+    "E7": "  exitcode  : -11 (pid: 3312)",
+    "E8": "  error_file: <N/A>",
+    "E9": "RuntimeError: The server socket has failed to listen on any local network address. port: 29500, "
+    "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+    "E10": "The client socket has timed out after 60000ms while trying to connect to (node-a.cluster, 29500).",
+    "E11": "ncclSystemError: System call (e.g. socket, malloc) or external library call failed",
+    "E13": "CUDA out of memory. Tried to allocate 2.00 GiB. Of the allocated memory 60.00 GiB is allocated by PyTorch, "
+    "and 9.50 GiB is reserved by PyTorch but unallocated.",
+    "E13b": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    "E14": '  File "/x/fsdp.py", line 12, in full_state_dict',
+    "E15": '  File "/x/functional.py", line 3029, in cross_entropy',
+    "E16": "ValueError: Must flatten tensors with uniform requires_grad when `use_orig_params=False`",
+    "E17": "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.",
+    "E18": "Expected to mark a variable ready only once. Parameter at index 3 has been marked as ready twice",
+    "E19": "ValueError: The optimizer does not seem to reference any FSDP parameters.",
+    "E20": "RuntimeError: 'weight' must be 2-D",
+    "E21": "RuntimeError: The tensor has a non-zero number of elements, but its data is not allocated yet.",
+    "E22": "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+    "E23": "AssertionError: No inf checks were recorded for this optimizer.",
+    "E24": "RuntimeError: expected scalar type Half but found Float",
+    "E25": "safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer",
+    "E26": 'RuntimeError: Missing key(s) in state_dict: "module.0.weight"',
+    "E27": "Didn't find an RNG file for process 3, if you are resuming a training that wasn't launched",
+    "E28": "ValueError: world size (6) is not divisible by tensor parallel size (4)",
+    "E29": "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+    "E30": "step 120 loss: nan",
+    "E31": "RuntimeError: Rank 3 has different values for step: 12.0",
+    "E32": "RuntimeError: DataLoader worker (pid 4411) is killed by signal: Killed.",
+    "P1": "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:5123",
+}
+
+
+def test_every_signature_has_a_line_here() -> None:
+    assert [one.name for one in SIGNATURES] == list(LINES)
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_is_its_signatures(name: str) -> None:
+    first = next(one for one in SIGNATURES if one.regex.search(LINES[name]))
+    assert first.name == name
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 120/1000  12%  loss 2.3456  1.2k samples/s  ETA 3 min 05 s",
+        "  exitcode  : 1 (pid: 3312)",
+        "info: the validation information is inf-initialised",
+        "NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>",
+        "loaded 2000 samples from /data/nan/x.bin",
+        "",
+    ],
+)
+def test_what_a_healthy_run_prints_is_nobodys(line: str) -> None:
+    assert [one.name for one in SIGNATURES if one.regex.search(line)] == []
+
+
+def test_words_use_groups_that_there_are() -> None:
+    for one in SIGNATURES:
+        used = {int(number) for number in re.findall(r"\{(\d)\}", one.what + one.next)}
+        assert not used or max(used) <= one.regex.groups, one.name

@@ -1,0 +1,103 @@
+"""The verdict from where ranks stand: one case for each kind, and what must not be mistaken for another."""
+
+from typing import Any
+
+import pytest
+
+from allranks.surviving.hang import absent_from, diagnose, find_cause, name_ranks
+from allranks.surviving.monitor import Alarm
+from tests.surviving.rows import collective, witness
+
+HUNG = Alarm("hung", (0, 1), 15.0, act=True)
+WAITS, BEFORE = collective(12), collective(11, waits=False)
+QUIET: dict[str, Any] = {"quiet_seconds": 20.0}
+
+
+def test_a_rank_that_loads_while_the_others_wait_is_about_data() -> None:
+    found = [witness(0, WAITS), witness(1, BEFORE, phase="input", **QUIET)]
+    cause = find_cause(found, HUNG)
+    assert (cause.kind, cause.ranks) == ("data", (1,))
+
+
+def test_a_rank_that_saves_or_waits_for_a_disk_is_about_the_disk() -> None:
+    changes: tuple[dict[str, Any], ...] = ({"phase": "checkpoint"}, {"state": "D"})
+    for change in changes:
+        cause = find_cause([witness(0, WAITS), witness(1, BEFORE, **change, **QUIET)], HUNG)
+        assert (cause.kind, cause.ranks) == ("disk", (1,))
+
+
+def test_a_rank_in_code_of_its_own_is_a_straggler_and_its_line_is_named() -> None:
+    verdict, ranks = diagnose([witness(0, WAITS), witness(1, BEFORE)], HUNG, "nothing")
+    assert (verdict.kind, ranks) == ("straggler", (1,))
+    assert "rank 1 is busy at /home/me/task.py:31 in loss" in verdict.what
+    assert "/home/me/task.py:31" in verdict.next
+    assert "  waits in all_reduce number 12 over dp_shard, of [4]" in verdict.evidence
+    assert "  last ended all_reduce number 11 over dp_shard, of [4]" in verdict.evidence
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        collective(12, name="broadcast"),
+        collective(12, sizes=((5,),)),
+        collective(3, group="0", axis="all ranks"),
+        collective(13),
+    ],
+)
+def test_ranks_in_different_collectives_diverge(other: object) -> None:
+    cause = find_cause([witness(0, WAITS), witness(1, other)], HUNG)  # type: ignore[arg-type]
+    assert (cause.kind, cause.ranks) == ("divergence", (0, 1))
+    assert "they never meet" in cause.words
+
+
+def test_all_ranks_in_the_same_collective_is_the_network() -> None:
+    assert find_cause([witness(0, WAITS), witness(1, WAITS)], HUNG).kind == "network"
+
+
+def test_a_gather_of_unequal_parts_is_no_divergence() -> None:
+    one, other = collective(12, name="_allgather_base"), collective(12, name="_allgather_base", sizes=((9,),))
+    assert find_cause([witness(0, one), witness(1, other)], HUNG).kind == "network"
+
+
+def test_neighbours_that_send_and_receive_do_not_diverge() -> None:
+    one, other = collective(7, p2p=True, name="send 0->1"), collective(3, p2p=True, name="recv 1<-0")
+    assert find_cause([witness(0, one), witness(1, other)], HUNG).kind == "network"
+
+
+def test_a_rank_that_is_gone_is_named() -> None:
+    cause = find_cause([witness(0, WAITS)], HUNG)
+    assert (cause.kind, cause.ranks) == ("dead_peer", (1,))
+
+
+def test_nobody_waits_for_anybody() -> None:
+    cause = find_cause([witness(0)], Alarm("hung", (0,), 15.0, act=True))
+    assert (cause.kind, cause.ranks) == ("stuck", (0,))
+
+
+def test_a_stopped_rank_comes_before_all_else() -> None:
+    verdict, ranks = diagnose(
+        [witness(0, WAITS), witness(1, BEFORE, state="T", **QUIET)], Alarm("stopped", (1,), 10.0, act=True), "x"
+    )
+    assert (verdict.kind, ranks) == ("stopped", (1,)) and "kill -CONT 101" in verdict.next
+
+
+def test_who_computes_on_is_not_blamed_beside_one_that_is_late() -> None:
+    busy = witness(2, BEFORE, quiet_seconds=1.0)
+    wide = collective(12, ranks=(0, 1, 2))
+    assert find_cause([witness(0, wide), witness(1, BEFORE), busy], HUNG).ranks == (1,)
+
+
+def test_compiled_code_that_holds_pythons_lock_is_seen() -> None:
+    verdict, _ = diagnose([witness(0, pulse_seconds=18.0, **QUIET)], HUNG, "x")
+    assert any("holds Python's lock" in line for line in verdict.evidence)
+    assert not any("holds Python's lock" in line for line in diagnose([witness(0)], HUNG, "x")[0].evidence)
+
+
+def test_who_has_not_come() -> None:
+    by_rank = {0: witness(0, WAITS), 1: witness(1, BEFORE), 2: witness(2, collective(12, group="9"))}
+    assert absent_from(collective(12, ranks=(0, 1, 2, 3)), by_rank) == [1, 2, 3]
+    assert absent_from(collective(11, ranks=(0, 1)), by_rank) == []
+
+
+def test_names() -> None:
+    assert [name_ranks([1]), name_ranks([0, 2])] == ["rank 1 is", "ranks 0, 2 are"]

@@ -1,0 +1,50 @@
+"""Faults of the real command with real training: told in words, and the run goes on to its last step."""
+
+from pathlib import Path
+
+import pytest
+
+from allranks.reporting.explain import explain
+from allranks.run import Run
+from tests.commands import PROGRAMS, allranks, steps
+
+FAULTY = str(PROGRAMS / "faulty.py")
+QUICK = ("train.steps=30", "train.global_batch=8", "checkpoint.every=5", "guard.hang_seconds=3", "--nproc", "2")
+LIMITS = ("guard.stopped_seconds=2", "guard.input_seconds=4", "--layout", "ddp", "--run", "run")
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize(
+    ("fault", "kinds"),
+    [
+        ("divergence", ["divergence", "restart"]),
+        pytest.param("straggler", ["straggler", "restart"], marks=pytest.mark.full),
+        pytest.param("SIGSTOP", ["stopped", "restart"], marks=pytest.mark.full),
+        pytest.param("SIGKILL", ["restart"], marks=pytest.mark.full),
+        pytest.param("data", ["data", "restart"], marks=pytest.mark.full),
+        pytest.param("lock", ["straggler", "restart"], marks=pytest.mark.full),
+    ],
+)
+def test_a_fault_of_a_real_run(tmp_path: Path, fault: str, kinds: list[str]) -> None:
+    ran = allranks("train", FAULTY, *QUICK, *LIMITS, f"task.fault={fault}", folder=tmp_path)
+    run = tmp_path / "run"
+    told = [event for event in Run.open(run).events() if event["event"] == "verdict"]
+    assert list(dict.fromkeys(event["kind"] for event in told)) == kinds, ran.stderr
+    assert list(steps(run)) == list(range(1, 31))
+    assert Run.open(run).attempts == 2
+    assert "rank 1" in told[0]["what"] and told[0]["what"] in ran.stderr
+    if fault not in ("SIGKILL", "SIGSTOP"):
+        assert any("faulty.py" in line for line in told[0]["evidence"]), told[0]
+    if fault == "divergence":
+        assert "broadcast number" in told[0]["what"] and "all_reduce number" in told[0]["what"]
+    if kinds[0] != "restart":
+        assert explain(run)[0].kind == kinds[0]
+
+
+@pytest.mark.full
+def test_a_hang_ends_the_run_with_its_verdict_last_on_the_screen(tmp_path: Path) -> None:
+    wanted = (*QUICK, *LIMITS, "task.fault=straggler", "guard.hang=stop")
+    ran = allranks("train", FAULTY, *wanted, folder=tmp_path, check=93)
+    last = ran.stderr.strip().splitlines()[-2:]
+    assert "rank 1 is busy at" in last[0] and "faulty.py" in last[0] and last[1].startswith("  next: look at")

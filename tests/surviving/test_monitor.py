@@ -1,0 +1,215 @@
+"""Who is dead, stopped, hung or only slow; and what is none of these."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from allranks.config_sections import GuardConfig
+from allranks.observing.heartbeat import FIRST, LONGEST, MARK, PHASE, PHASES, PULSE, STEP
+from allranks.surviving import monitor as module
+from allranks.surviving.monitor import (
+    LEAST_HANG_SECONDS,
+    Alarm,
+    Monitor,
+    SharedBeats,
+    core_seconds,
+    find_hung,
+    process_state,
+)
+from tests.processes import wait_until
+from tests.surviving.rows import row
+
+GUARD = GuardConfig()
+
+
+def rows(*changes: dict[str, Any]) -> list[Any]:
+    return [row(rank, **one) for rank, one in enumerate(changes)]
+
+
+def quiet(seconds: float, phase: str = "step", **more: Any) -> dict[str, Any]:
+    return {"quiet_seconds": seconds, "phase": phase, **more}
+
+
+def test_steps_that_take_long_here_may_take_long() -> None:
+    assert find_hung(rows(quiet(LEAST_HANG_SECONDS - 1), quiet(14)), GUARD) is None
+    assert find_hung(rows(quiet(16), quiet(16)), GUARD) == Alarm("hung", (0, 1), LEAST_HANG_SECONDS, act=True)
+    slow: dict[str, Any] = {"longest_seconds": 6.0}
+    assert find_hung(rows(quiet(29, **slow), quiet(29)), GUARD) is None
+    assert find_hung(rows(quiet(31, **slow), quiet(31)), GUARD) is not None
+
+
+def test_the_second_step_may_take_as_long_as_the_first() -> None:
+    assert find_hung(rows(quiet(200, first_seconds=60.0, longest_seconds=0.0)), GUARD) is None
+    assert find_hung(rows(quiet(200, first_seconds=60.0, longest_seconds=0.1)), GUARD) is not None
+
+
+def test_the_limit_of_the_config_is_taken() -> None:
+    assert find_hung(rows(quiet(4)), GuardConfig(hang_seconds=3.0)) is not None
+    assert find_hung(rows(quiet(400, longest_seconds=0.1)), GuardConfig(hang_seconds=500.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("phase", "limit"),
+    [("start", 1800), ("first step", 1800), ("evaluation", 1800), ("checkpoint", 1800), ("end", 1800)],
+)
+def test_what_takes_long_has_limits_of_its_own(phase: str, limit: float) -> None:
+    assert find_hung(rows(quiet(limit - 1, phase), quiet(limit - 1, phase)), GUARD) is None
+    assert find_hung(rows(quiet(limit - 1, phase), quiet(60)), GUARD) is None, "the other one waits for it"
+    found = find_hung(rows(quiet(limit + 1, phase), quiet(60)), GUARD)
+    assert found is not None and found.act
+
+
+def test_long_loading_is_told_of_and_left_in_peace_for_its_own_limit() -> None:
+    assert find_hung(rows(quiet(16), quiet(16, "input")), GUARD) == Alarm("slow", (1,), LEAST_HANG_SECONDS, act=False)
+    assert find_hung(rows(quiet(601), quiet(601, "input")), GUARD) == Alarm("hung", (1,), 600.0, act=True)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        yield process
+        process.send_signal(signal.SIGKILL)
+
+
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, real_states: bool = False) -> None:
+        self.now = 1000.0
+        if not real_states:
+            monkeypatch.setattr(module, "process_state", lambda pid: "S")
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic_ns", lambda: int(self.now * 1e9))
+
+    def pass_seconds(self, watch: Monitor, seconds: float, pid: int) -> Alarm | None:
+        """Look every second; the last alarm."""
+        last = None
+        for _ in range(round(seconds)):
+            self.now += 1.0
+            last = watch.look({0: pid}, {0: 5})[1] or last
+        return last
+
+
+def test_a_stopped_process_is_seen_by_the_kernels_word(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch, real_states=True)
+    watch = Monitor(GUARD, 1)
+    watch.begin_attempt()
+    sleeper.send_signal(signal.SIGSTOP)
+    monkeypatch.undo()
+    wait_until(lambda: process_state(sleeper.pid) == "T")
+    clock = Clock(monkeypatch, real_states=True)
+    assert clock.pass_seconds(watch, 10, sleeper.pid) is None
+    assert clock.pass_seconds(watch, 3, sleeper.pid) == Alarm("stopped", (5,), 10.0, act=True)
+    sleeper.send_signal(signal.SIGCONT)
+    monkeypatch.undo()
+    wait_until(lambda: process_state(sleeper.pid) == "S")
+    clock = Clock(monkeypatch, real_states=True)
+    assert clock.pass_seconds(watch, 20, sleeper.pid) is None
+    watch.beats.close()
+
+
+def test_a_silence_is_told_once_and_again_only_to_act(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    watch = Monitor(GuardConfig(hang_seconds=5.0, input_seconds=20.0), 1)
+    watch.begin_attempt()
+    slot = watch.beats.slot(0)
+    slot[PHASE], slot[STEP], slot[LONGEST], slot[FIRST] = PHASES.index("input"), 3, 10**8, 10**8
+    alarms = []
+    for _ in range(30):
+        clock.now += 1.0
+        alarms.append(watch.look({0: os.getpid()}, {0: 0})[1])
+    assert [alarm.kind for alarm in alarms if alarm is not None] == ["slow", "hung"]
+    assert (alarms[5], alarms[20]) != (None, None)
+    assert watch.furthest_step == 3
+    slot[MARK] = int(clock.now * 1e9)
+    assert clock.pass_seconds(watch, 4, os.getpid()) is None
+    watch.beats.close()
+
+
+def test_a_time_in_which_this_process_did_not_run_counts_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    watch = Monitor(GuardConfig(hang_seconds=5.0), 1)
+    watch.begin_attempt()
+    watch.beats.slot(0)[PHASE] = PHASES.index("step")
+    clock.now += 3600.0
+    assert watch.look({0: os.getpid()}, {0: 0})[1] is None
+    assert clock.pass_seconds(watch, 4, os.getpid()) is None
+    assert clock.pass_seconds(watch, 3, os.getpid()) is not None
+    watch.beats.close()
+
+
+def test_a_new_attempt_begins_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Monitor(GUARD, 2)
+    slot = watch.beats.slot(1)
+    slot[STEP], slot[PULSE] = 9, time.monotonic_ns()
+    watch.note_steps()
+    assert watch.furthest_step == 0, "not all of them have finished it"
+    watch.beats.slot(0)[STEP] = 7
+    watch.note_steps()
+    watch.begin_attempt()
+    assert (watch.beats.steps(), watch.furthest_step) == ([0, 0], 7)
+    assert [one.pulse_seconds for one in watch.look({0: os.getpid()}, {0: 0})[0]] == [None]
+    watch.beats.close()
+
+
+def test_the_memory_is_shared_by_its_path_and_leaves_nothing() -> None:
+    beats = SharedBeats(2)
+    with open(beats.path, "r+b") as file:
+        file.seek(8 * (8 + STEP))
+        file.write((41).to_bytes(8, sys.byteorder))
+    assert beats.steps() == [0, 41]
+    beats.ask()
+    assert not beats.answered(0)
+    beats.close()
+    beats.close()
+    assert not os.path.exists(beats.path)
+
+
+def test_a_wait_for_a_core_is_no_hang_of_anybodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, waited = Clock(monkeypatch), {1: 100.0, 2: 0.0}
+    monkeypatch.setattr(module, "core_seconds", lambda pid: (0.0, waited[pid]))
+    watch = Monitor(GuardConfig(hang_seconds=5.0), 2)
+    watch.begin_attempt()
+    for place in (0, 1):
+        watch.beats.slot(place)[PHASE] = PHASES.index("step")
+    alarms = []
+    for second in range(30):
+        clock.now += 1.0
+        waited[1] += 1.0 if second < 20 else 0.0
+        alarms.append(watch.look({0: 1, 1: 2}, {0: 0, 1: 1})[1])
+    assert alarms.index(next(filter(None, alarms))) == 24  # what was before the first look is not known
+    watch.beats.close()
+
+
+def test_a_wait_for_a_core_that_lasts_is_no_hang_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, ran = Clock(monkeypatch), [1.0]
+    monkeypatch.setattr(module, "core_seconds", lambda pid: (ran[0], 2.0))
+    monkeypatch.setattr(module, "process_state", lambda pid: "R")
+    watch = Monitor(GuardConfig(hang_seconds=5.0), 1)
+    watch.begin_attempt()
+    watch.beats.slot(0)[PHASE] = PHASES.index("step")
+    assert clock.pass_seconds(watch, 30, 7) is None
+    alarm = None
+    for _ in range(10):  # it computes, and comes no further
+        ran[0] += 1.0
+        alarm = clock.pass_seconds(watch, 1, 7) or alarm
+    assert alarm is not None
+    watch.beats.close()
+
+
+def test_the_kernel_tells_who_waits_for_a_core() -> None:
+    assert min(core_seconds(os.getpid())) > 0.0
+    assert core_seconds(2**22 + 1) == (0.0, 0.0)
+
+
+def test_the_state_of_a_process_that_is_gone() -> None:
+    assert process_state(os.getpid()) == "R"
+    assert process_state(2**22 + 1) == ""

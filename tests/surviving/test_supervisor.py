@@ -1,0 +1,117 @@
+"""Hangs, crashes and restarts through the agent, with real processes and real signals, which train without torch."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.config_sections import GuardConfig
+from allranks.failure import NO_PROGRESS, PREEMPTED, RAISED, TRANSIENT, Failure
+from allranks.surviving.agent import run_workers
+from allranks.surviving.forkserver import choose_start_method
+from allranks.surviving.outcome import Outcome
+from allranks.surviving.supervisor import Supervision, Supervisor
+from allranks.verdict import Verdict
+
+pytestmark = pytest.mark.distributed
+QUICK: dict[str, Any] = {"hang_seconds": 1.5, "stopped_seconds": 1.0, "input_seconds": 60.0}
+
+
+def train(
+    folder: Path, fault: str, times: int = 1, entry: str = "steps", **guard: Any
+) -> tuple[Outcome, list[Verdict], int]:
+    """The outcome, what was told, and the number of attempts."""
+    told: list[Verdict] = []
+    again: list[int] = []
+    outcome = run_workers(
+        f"tests.surviving.entries:{entry}",
+        (str(folder), fault, times),
+        nproc=2,
+        run_id="test",
+        log_dir=folder,
+        start_method=choose_start_method(),
+        supervision=Supervision(GuardConfig(**{**QUICK, **guard}), told.append, lambda: again.append(1)),
+    )
+    attempts = len(list(folder.glob("*-0")))
+    assert len(again) == attempts - 1, (outcome, told, sorted(path.name for path in folder.iterdir()))
+    return outcome, told, attempts
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("hang", "stuck"),
+        pytest.param("lock", "stuck", marks=pytest.mark.full),
+        ("SIGSTOP", "stopped"),
+        ("data", "data"),
+    ],
+)
+def test_a_hang_is_told_with_its_line_and_the_workers_start_again(
+    small_server: None, tmp_path: Path, fault: str, kind: str
+) -> None:
+    outcome, told, attempts = train(tmp_path, fault, input_seconds=2.0)
+    assert (outcome.exit_code, outcome.first_failure, attempts) == (0, None, 2)
+    # Loading is told of first and ended later; a machine that is late may see both at once.
+    assert list(dict.fromkeys(verdict.kind for verdict in told)) == [kind, "restart"]
+    assert "rank 1" in told[0].what and "after step 7" in told[-1].what
+    assert fault == "SIGSTOP" or any("entries.py" in line and "meet_fault" in line for line in told[0].evidence)
+
+
+def test_a_hang_ends_the_run_where_the_config_says_so(small_server: None, tmp_path: Path) -> None:
+    outcome, told, attempts = train(tmp_path, "hang", hang="stop")
+    assert (outcome.exit_code, attempts) == (NO_PROGRESS, 1)
+    assert outcome.first_failure is not None and outcome.first_failure.rank == 1
+    assert "no progress for" in outcome.first_failure.render() and "next: look at" in outcome.first_failure.render()
+    assert "(guard.hang=stop)" in told[0].evidence[-1]
+
+
+def test_nothing_hangs_in_a_run_that_is_only_slow(small_server: None, tmp_path: Path) -> None:
+    outcome, told, attempts = train(tmp_path, "slow data")
+    assert (outcome.exit_code, attempts) == (0, 1)
+    assert [verdict.kind for verdict in told] == ["data", "goes_on"]
+    assert "nothing follows yet" in told[0].evidence[-1]
+
+
+def test_an_evaluation_may_take_its_time(small_server: None, tmp_path: Path) -> None:
+    assert train(tmp_path, "evaluation")[1] == []
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSEGV"])
+def test_a_killed_worker_starts_again(small_server: None, tmp_path: Path, fault: str) -> None:
+    outcome, told, attempts = train(tmp_path, fault)
+    assert (outcome.exit_code, attempts) == (0, 2)
+    (verdict,) = told
+    assert verdict.kind == "restart" and f"was killed by {fault}" in verdict.what and "step 7" in verdict.what
+
+
+def test_a_crash_at_the_same_step_each_time_ends_with_93(small_server: None, tmp_path: Path) -> None:
+    outcome, told, attempts = train(tmp_path, "SIGKILL", times=99, restarts=2)
+    assert (outcome.exit_code, attempts) == (NO_PROGRESS, 3)
+    assert outcome.first_failure is not None
+    assert "3 attempts in a row ended without a step after step 7" in outcome.first_failure.render()
+    assert [verdict.kind for verdict in told] == ["restart", "restart"]
+
+
+def test_without_restarts_the_failure_keeps_its_code(small_server: None, tmp_path: Path) -> None:
+    outcome, told, attempts = train(tmp_path, "SIGKILL", restarts=0)
+    assert (outcome.exit_code, told, attempts) == (TRANSIENT, [], 1)
+
+
+def test_an_error_of_the_users_is_not_tried_again(small_server: None, tmp_path: Path) -> None:
+    outcome, told, attempts = train(tmp_path, "raise")
+    assert (outcome.exit_code, told, attempts) == (RAISED, [], 1)
+    assert outcome.first_failure is not None and "the user's own mistake" in outcome.first_failure.render()
+
+
+def test_attempts_that_come_further_cost_nothing(tmp_path: Path) -> None:
+    supervisor = Supervisor(Supervision(GuardConfig(restarts=1), lambda verdict: None, lambda: None), 1, tmp_path)
+    lost = Failure(0, "h", 1, time.time(), TRANSIENT, "was killed", signal="SIGKILL")
+    allowed = []
+    for step in (0, 5, 9, 9):
+        supervisor.monitor.furthest_step = step
+        allowed.append(supervisor.may_restart(lost))
+    assert allowed == [True, True, True, False]
+    preempted = Failure(0, "h", 1, time.time(), PREEMPTED, "saved")
+    assert not supervisor.may_restart(preempted)
+    supervisor.monitor.beats.close()

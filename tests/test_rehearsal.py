@@ -1,0 +1,59 @@
+"""A Rehearsal says what the fullest rank has left, and whether anything would fail; its document is design.md's."""
+
+import json
+from dataclasses import replace
+
+from allranks.rehearsal import Collective, Finding, Holding, Moment, RankRehearsal, Rehearsal, Remedy
+
+
+def rank(number: int = 0, peak_bytes: int = 600, *findings: Finding) -> RankRehearsal:
+    """One that holds weights and activations."""
+    return RankRehearsal(
+        rank=number,
+        stage=0,
+        peak_bytes=peak_bytes,
+        by_category={"weights": 100, "activations": peak_bytes - 100},
+        at="backward of layers.3",
+        holdings=(Holding("layers.*", "activations", peak_bytes - 100), Holding("", "weights", 100)),
+        resting_bytes=300,
+        collectives=(Collective("tp", "all-reduce", 40, 2, 8, "task.py:3 forward"),),
+        sequence=(("tp", "all-reduce", 20),) * 2,
+        flops=2e12,
+        findings=findings,
+        moments=(
+            Moment("start", "begin", "the step", 0, 300, 300),
+            Moment("forward", "compute", "layers.1", 0, 500, peak_bytes, 7),
+        ),
+        traced=4,
+        blocks=10,
+    )
+
+
+def rehearsal(*ranks: RankRehearsal) -> Rehearsal:
+    """On a device of a thousand bytes, a hundred of them margin."""
+    found = {one.rank: one for one in ranks or (rank(),)}
+    return Rehearsal("100b", "8x8:a100-80g", "dp_shard=8,tp=8", 64, found, 1000.0, 100.0)
+
+
+def test_the_fullest_rank_decides() -> None:
+    told = rehearsal(rank(0, 600), rank(63, 950))
+    assert (told.peak_bytes, told.free_bytes) == (950, -50.0)
+    assert rehearsal().free_bytes == 300.0
+
+
+def test_a_finding_may_fail() -> None:
+    harmless, fatal = Finding("unsharded", "w lies whole", "cut it"), Finding("hang", "a", "b", fails=True)
+    assert not rehearsal(rank(0, 600, harmless)).fails
+    assert rehearsal(rank(0, 600, fatal)).fails
+    assert replace(rehearsal(), findings=(fatal,)).fails
+    assert str(harmless) == "w lies whole; cut it"
+
+
+def test_the_document_is_the_designs() -> None:
+    told = replace(rehearsal(rank(20)), remedies=(Remedy("layout.recompute=full", 300),))
+    document = json.loads(json.dumps(told.to_json(), allow_nan=False))
+    assert document["fits"] is True
+    found = document["ranks"]["20"]
+    assert {"peak_bytes", "by_category", "collectives", "flops", "findings"} <= found.keys()
+    assert {"axis", "op", "bytes", "count"} <= found["collectives"][0].keys()
+    assert document["remedies"] == [{"change": "layout.recompute=full", "peak_bytes": 300, "because": ""}]

@@ -1,0 +1,59 @@
+"""docs/explanation/scale.md: its program runs, and what it says of growth is what is measured."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import environment
+from tools.scale import RESULTS, extrapolate, table
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    """What the program prints now, at small sizes."""
+    command = [sys.executable, str(ROOT / "bench" / "scale.py"), "--quick", "--json"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=True)
+    found: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+    return found
+
+
+def sizes(rows: list[dict[str, Any]], part: str) -> list[int]:
+    return [row["size_bytes"] for row in rows if row["part"].startswith(part)]
+
+
+def test_the_program_measures_the_parts_of_the_page(rows: list[dict[str, Any]]) -> None:
+    stored = json.loads(RESULTS.read_text())["rows"]
+
+    def kinds(found: list[dict[str, Any]]) -> set[str]:
+        return {row["part"].partition(":")[0].split(" ")[0] for row in found}
+
+    assert kinds(rows) == kinds(stored)
+    assert len(list(table(stored))) == len(stored) + 2
+
+
+def test_the_vector_of_a_step_is_the_same_for_any_number_of_ranks(rows: list[dict[str, Any]]) -> None:
+    assert set(sizes(rows, "agreement")) == {96}
+
+
+def test_what_the_first_rank_gathers_grows_with_the_ranks(rows: list[dict[str, Any]]) -> None:
+    gathered = [row for row in rows if "gathered and merged" in row["part"]]
+
+    grown = gathered[-1]["size_bytes"] / gathered[0]["size_bytes"]
+    assert grown == pytest.approx(gathered[-1]["number"] / gathered[0]["number"], rel=0.1)
+
+
+def test_the_position_is_one_number(rows: list[dict[str, Any]]) -> None:
+    assert max(sizes(rows, "order")) <= 20
+
+
+def test_an_extrapolation_is_in_proportion() -> None:
+    rows = [{"part": "saving 100 tensors: gathered and merged", "number": 4096, "microseconds": 1e6, "size_bytes": 100}]
+
+    assert extrapolate(rows)["gather_seconds"] == "2 min 17 s"
+    assert extrapolate(rows)["gather_bytes"] == "13.7 kB"

@@ -1,0 +1,29 @@
+"""The answer in words and as JSON, and its exit code."""
+
+from allranks.verifying.answer import Answer, cannot, largest_error
+from allranks.verifying.findings import found
+from tests.verifying.records import evidence, scale
+
+
+def test_the_three_answers() -> None:
+    right = evidence()
+    equal = Answer((), right.one, right.ranks, right.world)
+    assert (equal.exit_code, equal.equal, equal.to_json()["equal"]) == (0, True, True)
+    assert str(equal).splitlines()[0] == "equal: 2 processes compute what one device computes, over 2 steps"
+    differs = Answer((found("S9", "every gradient differs", "by 2"),), right.one, right.ranks, right.world)
+    assert (differs.exit_code, differs.equal) == (1, False)
+    assert str(differs).splitlines()[1:3] == [
+        "every gradient differs (S9: ranks weigh the same whatever they hold)",
+        "  by 2",
+    ]
+    unknown = cannot("it fails", "line 3\nValueError", "mend it")
+    assert (unknown.exit_code, unknown.equal, unknown.to_json()["equal"]) == (3, False, None)
+    assert str(unknown) == "could not be verified: it fails\n  line 3\n  ValueError\n  next: mend it"
+
+
+def test_the_largest_error_is_told() -> None:
+    right = evidence()
+    assert largest_error(right.one, right.ranks, "gradients") == 0.0
+    wrong = evidence(lambda ranks: scale(ranks[1].steps[1].gradients, 1.25, ["bias"]))
+    assert largest_error(wrong.one, wrong.ranks, "gradients") == 0.25
+    assert largest_error(right.one, right.ranks, "kept") is None

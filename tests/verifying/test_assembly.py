@@ -1,0 +1,78 @@
+"""Parts against wholes: places, bounds, factors, twins that disagree."""
+
+import math
+
+import pytest
+import torch
+
+from allranks.parameter_map import Box
+from allranks.verifying.assembly import compare_parts, fit, locate, put_together, rounding
+from allranks.verifying.recording import Part
+
+WHOLE = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(4, 3)
+TOP, BOTTOM = Box((0, 0), (2, 3)), Box((2, 0), (2, 3))
+
+
+def halves(factor: float = 1.0) -> list[dict[str, Part]]:
+    return [{"w": Part(TOP, WHOLE[:2])}, {"w": Part(BOTTOM, WHOLE[2:] * factor)}]
+
+
+def test_equal_parts_do_not_differ() -> None:
+    assert compare_parts(halves(), {"w": Part(None, WHOLE)}, (), {}) == []
+
+
+@pytest.mark.parametrize("error", [1e-9, math.nan, math.inf])
+def test_one_element_is_seen(error: float) -> None:
+    ranks = halves()
+    value = WHOLE[2:].clone()
+    value[1, 2] += error
+    ranks[1]["w"] = Part(BOTTOM, value)
+    (mismatch,) = compare_parts(ranks, {"w": Part(None, WHOLE)}, (), {})
+    assert mismatch.ranks == (1,)
+    assert mismatch.error == pytest.approx(1e-9, rel=1e-3) if error == 1e-9 else math.isinf(mismatch.error)
+
+
+def test_a_factor_is_fitted_for_each_rank_and_for_all() -> None:
+    (mismatch,) = compare_parts(halves(2.0), {"w": Part(None, WHOLE)}, (), {})
+    assert mismatch.factors == {0: pytest.approx(1.0), 1: pytest.approx(2.0)} and math.isnan(mismatch.factor)
+    ranks = [{"w": Part(None, WHOLE * 0.5)}, {"w": Part(None, WHOLE * 0.5)}]
+    (mismatch,) = compare_parts(ranks, {"w": Part(None, WHOLE)}, (), {})
+    assert mismatch.factor == pytest.approx(0.5) and mismatch.agree
+    assert math.isnan(fit(WHOLE + 1, WHOLE, 1e-12)) and math.isnan(fit(WHOLE, WHOLE * 0, 1e-12))
+
+
+def test_twins_that_disagree_and_parts_that_are_nowhere() -> None:
+    ranks = [{"w": Part(None, WHOLE)}, {"w": Part(None, WHOLE + 1)}]
+    (mismatch,) = compare_parts(ranks, {"w": Part(None, WHOLE)}, (), {})
+    assert not mismatch.agree and mismatch.ranks == (1,)
+    (mismatch,) = compare_parts([{}, {}], {"w": Part(None, WHOLE)}, (), {})
+    assert mismatch.missing
+    (mismatch,) = compare_parts([halves()[0]], {"w": Part(None, WHOLE)}, (), {})
+    assert math.isinf(mismatch.error) and not mismatch.missing
+    assert put_together("w", WHOLE, [halves()[0]], {}) is None
+    whole = put_together("w", WHOLE, halves(), {})
+    assert whole is not None and torch.equal(whole, WHOLE)
+
+
+def test_a_part_that_was_cut_by_hand_is_found_by_its_values() -> None:
+    assert locate("w", WHOLE, Part(None, WHOLE[:, 1:3].clone())) == Box((0, 1), (4, 2))
+    assert locate("w", WHOLE, Part(None, WHOLE[:, 1:3] + 5)) is None
+    assert locate("w", WHOLE, Part(None, WHOLE)) == Box.whole((4, 3))
+    assert locate("w", WHOLE, Part(TOP, WHOLE[:2])) == TOP
+    assert locate("w", WHOLE, Part(None, WHOLE[0])) is None
+
+
+def test_rounding_widens_the_bound() -> None:
+    moved = WHOLE.clone()
+    moved[0, 0] += 1e-6
+    ranks = [{"w": Part(None, WHOLE + 2e-5)}]
+    assert compare_parts(ranks, {"w": Part(None, WHOLE)}, [{"w": Part(None, moved)}], {}) == []
+    assert rounding(WHOLE, [moved, None]) == pytest.approx(32e-6)
+
+
+def test_elements_that_do_not_count_are_left_out() -> None:
+    counted = torch.ones_like(WHOLE, dtype=torch.bool)
+    counted[0, 0] = False
+    moved = WHOLE.clone()
+    moved[0, 0] = 7
+    assert compare_parts([{"w": Part(None, moved)}], {"w": Part(None, WHOLE)}, (), {}, counted={"w": counted}) == []

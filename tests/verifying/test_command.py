@@ -1,0 +1,33 @@
+"""A file with build, step and data is a loop of its own; every other one holds a Task."""
+
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import ConfigError, TaskError
+from allranks.request import TrainRequest
+from allranks.verifying.command import is_own_loop, verify_request
+from tests.commands import POINTS
+
+LOOP = "def build(distributed): ...\ndef step(model, optimizer, batches): ...\ndata = []\n"
+
+
+def test_forms(tmp_path: Path) -> None:
+    loop = tmp_path / "own_forms.py"
+    loop.write_text(LOOP)
+    assert is_own_loop(str(loop)) and not is_own_loop(POINTS) and not is_own_loop(f"{loop}:Task")
+    assert not is_own_loop("package.module:Task")
+
+
+def test_a_loop_takes_no_config(tmp_path: Path) -> None:
+    loop = tmp_path / "own_config.py"
+    loop.write_text(LOOP)
+    with pytest.raises(ConfigError, match="which --layout cannot change: leave it out"):
+        verify_request(TrainRequest(task_spec=str(loop), layout="ddp"), 4)
+
+
+def test_what_is_missing_is_said_first(tmp_path: Path) -> None:
+    loop = tmp_path / "own_half.py"
+    loop.write_text("def build(distributed): ...\ndata = []\n")
+    with pytest.raises(TaskError, match=r"own_half.py defines no step"):
+        verify_request(TrainRequest(task_spec=str(loop)), 4)

@@ -1,0 +1,106 @@
+"""What differs after a load, by what the same rank did without one."""
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+
+from allranks.verifying.judge import judge
+from allranks.verifying.recording import Draw, Part, RunRecord
+from tests.verifying.records import VALUES, evidence, scale
+
+Change = Callable[[RunRecord], None]
+
+
+def resumed(change: Change) -> list[tuple[str, int | None]]:
+    """Findings where every rank saves after step 0 and goes on, after `change` of the resumed record."""
+
+    def resume(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            again = RunRecord(start=deepcopy(run.start), steps=deepcopy(run.steps[1:]))
+            again.start.parameters = deepcopy(run.steps[0].parameters)
+            again.start.buffers = deepcopy(run.steps[0].buffers)
+            change(again)
+            run.resumed, run.resumed_from = again, 1
+
+    return [(finding.verdict.kind, finding.step) for finding in judge(evidence(resume))]
+
+
+def permuted(run: RunRecord) -> None:
+    run.start.parameters["weight"] = Part(None, run.start.parameters["weight"].value[[1, 0, 2]])
+
+
+def lost_row(run: RunRecord) -> None:
+    value = run.start.parameters["weight"].value.clone()
+    value[2] = 0
+    run.start.parameters["weight"] = Part(None, value)
+
+
+def from_the_start(run: RunRecord) -> None:
+    run.start.parameters = {name: Part(None, value) for name, value in VALUES.items()}
+
+
+def rate(run: RunRecord) -> None:
+    run.steps[0].settings = [{"lr": 0.3}]
+
+
+def state(run: RunRecord) -> None:
+    run.steps[0].state = {}
+
+
+def drops(run: RunRecord) -> None:
+    run.steps[0].draws = [Draw(424242, (2, 4), False)]
+
+
+def rows(run: RunRecord) -> None:
+    run.steps[0].rows = [0, 1]
+
+
+def ends(run: RunRecord) -> None:
+    run.steps = []
+
+
+def untied(run: RunRecord) -> None:
+    scale(run.steps[0].parameters, 1.001)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda run: None, []),
+        (permuted, [("S18", 1)]),
+        (lost_row, [("S19", 1)]),
+        (from_the_start, [("S40", 1)]),
+        (rate, [("S17", 1)]),
+        (state, [("S17", 1)]),
+        (untied, [("S17", 1)]),
+        (drops, [("S21", 1)]),
+        (rows, [("S20", 1)]),
+        (ends, [("S20", 1)]),
+        (lambda run: scale(run.start.buffers, 0.0, ["mean"]), [("S17", 1)]),
+    ],
+)
+def test_resumes(change: Change, expected: list[tuple[str, int]]) -> None:
+    assert resumed(change) == expected
+
+
+def test_a_resume_that_fails_is_a_finding() -> None:
+    def fail(ranks: list[RunRecord]) -> None:
+        ranks[0].resumed, ranks[1].resumed = RunRecord(error="KeyError: 'state'"), RunRecord()
+
+    (finding,) = judge(evidence(fail))
+    assert finding.verdict.evidence == ("KeyError: 'state'",)
+
+
+def test_statistics_of_each_rank_show_in_the_evaluation() -> None:
+    def own(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            run.evaluation = {"accuracy": 0.5}
+            for step in run.steps[1:]:
+                step.buffers["mean"] = Part(None, torch.zeros(2, dtype=torch.float64))
+
+    def statistics(run: RunRecord) -> None:
+        run.start.statistics = ["BatchNorm1d"]
+
+    assert [finding.verdict.kind for finding in judge(evidence(own, statistics))] == ["S25"]

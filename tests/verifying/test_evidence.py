@@ -1,0 +1,47 @@
+"""What is compared, and what is not: elements that Adam divides noise in."""
+
+import torch
+
+from allranks.verifying.evidence import describe, few, largest
+from allranks.verifying.recording import Part, RunRecord
+from tests.verifying.records import evidence, parts
+
+
+def noise(run: RunRecord) -> None:
+    run.start.optimizers = ["AdamW"]
+    for step in run.steps:
+        step.gradients["weight"].value[0, 0] = 1e-15
+
+
+def moved(ranks: list[RunRecord]) -> None:
+    for run in ranks:
+        for step in run.steps:
+            step.gradients["weight"].value[0, 0] = 1e-15
+        value = run.steps[0].parameters["weight"].value.clone()
+        value[0, 0] += 1e-3
+        run.steps[0].parameters["weight"] = Part(None, value)
+
+
+def test_adam_is_compared_where_the_gradient_is_not_noise() -> None:
+    assert evidence(moved, noise).compare(0, "parameters") == []
+
+    def sgd(run: RunRecord) -> None:
+        noise(run)
+        run.start.optimizers = ["SGD"]
+
+    assert [m.name for m in evidence(moved, sgd).compare(0, "parameters")] == ["weight"]
+
+
+def test_words() -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            run.steps[0].raw["weight"] = Part(None, run.steps[0].raw["weight"].value * 0.5)
+
+    found = evidence(change)
+    (mismatch,) = found.compare(0, "raw")
+    said = "gradient of weight is off by 0.5 of its largest value (allowed are 1e-12)"
+    assert describe(mismatch, "gradient of", found.world) == (
+        f"{said}; it is 1/data ranks = 1/2 times what one device has"
+    )
+    assert few(["a", "b", "c"]) == "a, b, c" and few(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert largest(parts()) == 6.0 and largest({"w": Part(None, torch.empty(0))}) == 0.0

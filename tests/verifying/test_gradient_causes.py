@@ -1,0 +1,141 @@
+"""Causes of wrong gradients: weights of the ranks' batches, axes, grids, missing tensors."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from allranks.parameter_map import Box
+from allranks.verifying.gradient_causes import is_sum_of
+from allranks.verifying.judge import judge
+from allranks.verifying.recording import Draw, Part, RunRecord
+from allranks.verifying.world_view import WorldView
+from tests.verifying.records import VALUES, evidence, scale
+
+FIRST = {name: torch.sin(value * 3) for name, value in VALUES.items()}
+SECOND = {name: torch.cos(value * 5) for name, value in VALUES.items()}
+TENSOR_WORLD = WorldView((0, 0), {"tp": 2})
+
+
+def mixed(one: float, two: float, noise: float = 0.0) -> dict[str, Part]:
+    return {n: Part(None, one * FIRST[n] + two * SECOND[n] + noise * FIRST[n] ** 2) for n in VALUES}
+
+
+def judged(found: dict[str, Part], expected: dict[str, Part], shares: Any) -> Any:
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            run.steps[0].raw = dict(found)
+
+    def alone(run: RunRecord) -> None:
+        run.steps[0].raw = dict(expected)
+
+    (finding,) = judge(evidence(change, alone, shares=lambda step: shares))
+    return finding
+
+
+def test_a_mean_of_means_over_ranks() -> None:
+    finding = judged(mixed(0.5, 0.5), mixed(0.2, 0.8), [[FIRST], [SECOND]])
+    assert (finding.verdict.kind, finding.axis) == ("S9", "dp")
+    assert finding.verdict.evidence[0] == "weights of the ranks' batches [0.5, 0.5], on one device [0.2, 0.8]"
+
+
+def test_a_mean_of_means_over_micro_batches() -> None:
+    half = {name: value * 0.5 + 1 for name, value in FIRST.items()}
+    third = {name: value**2 for name, value in SECOND.items()}
+
+    def of(*weights: float) -> dict[str, Part]:
+        some = (FIRST, half, SECOND, third)
+        return {
+            n: Part(None, sum((w * t[n] for w, t in zip(weights, some, strict=True)), start=torch.zeros(())))
+            for n in VALUES
+        }
+
+    finding = judged(of(0.25, 0.25, 0.25, 0.25), of(0.1, 0.4, 0.1, 0.4), [[FIRST, half], [SECOND, third]])
+    assert finding.verdict.kind == "S8"
+
+
+def test_a_loss_that_couples_samples() -> None:
+    assert judged(mixed(0.5, 0.5), mixed(0.5, 0.5, 0.3), [[FIRST], [SECOND]]).verdict.kind == "S29"
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, "S37"), (torch.float32, "S37")])
+def test_gradients_on_the_grid_of_a_lower_precision(dtype: torch.dtype, kind: str) -> None:
+    rounded = {n: Part(None, p.value.to(dtype).double()) for n, p in mixed(0.5, 0.5).items()}
+    finding = judged(rounded, mixed(0.5, 0.5), [[FIRST], [SECOND]])
+    assert finding.verdict.kind == kind and str(dtype).removeprefix("torch.") in finding.verdict.what
+
+
+def test_whole_parameters_over_ranks_that_cut() -> None:
+    def apart(ranks: list[RunRecord]) -> None:
+        scale(ranks[1].steps[0].raw, 1.1, ["bias"])
+        same_samples(ranks)
+
+    def scaled(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            scale(run.steps[0].raw, 2.0, ["bias"])
+        same_samples(ranks)
+
+    for change in (apart, scaled):
+        (finding,) = judge(evidence(change, world=TENSOR_WORLD))
+        assert (finding.verdict.kind, finding.axis, finding.tensor) == ("S15", "tp", "bias")
+
+
+def same_samples(ranks: list[RunRecord]) -> None:
+    for run in ranks:
+        for step, rows in zip(run.steps, ([0, 1, 2, 3], [4, 5, 6, 7]), strict=True):
+            step.rows = list(rows)
+            step.draws = []
+
+
+def test_a_gradient_that_is_nowhere_and_one_of_zeros() -> None:
+    def gone(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            del run.steps[0].raw["bias"]
+
+    def zero(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            scale(run.steps[0].raw, 0.0, ["bias"])
+
+    for change in (gone, zero):
+        (finding,) = judge(evidence(change))
+        assert (finding.verdict.kind, finding.tensor) == ("S11", "bias")
+
+
+def test_tied_tensors_and_recomputation() -> None:
+    def tie(run: RunRecord) -> None:
+        run.start.tied = [("bias", "other")]
+
+    def half(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            scale(run.steps[0].raw, 0.5, ["bias"])
+
+    (finding,) = judge(evidence(half, tie))
+    assert finding.verdict.kind == "S14"
+
+    def other(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            run.steps[0].raw["bias"] = Part(None, VALUES["bias"] ** 2 + 0.1)
+        ranks[0].steps[0].draws.append(Draw(5, (2, 4), True))
+
+    assert {f.verdict.kind for f in judge(evidence(other))} == {"S34"}
+
+
+def test_sums() -> None:
+    assert is_sum_of(mixed(0.3, 0.9), [FIRST, SECOND]) and not is_sum_of(mixed(0.3, 0.9, 0.2), [FIRST, SECOND])
+
+
+def test_each_rank_clips_by_the_norm_of_its_own_part() -> None:
+    def halves(ranks: list[RunRecord]) -> None:
+        for rank, (run, factor) in enumerate(zip(ranks, (0.7, 0.9), strict=True)):
+            for step in run.steps:
+                for name, value in VALUES.items():
+                    cut = 1 + rank
+                    box = Box((0, *(0 for _ in value.shape[1:])), (1, *value.shape[1:]))
+                    box = box if rank == 0 else Box((1, *box.offset[1:]), (len(value) - 1, *value.shape[1:]))
+                    for what in (step.raw, step.gradients, step.parameters):
+                        part = what[name].value[:1] if cut == 1 else what[name].value[1:]
+                        scaled = part * factor if what is step.gradients else part
+                        what[name] = Part(box, scaled)
+
+    (finding,) = judge(evidence(halves))
+    assert (finding.verdict.kind, finding.step) == ("S13", 0)

@@ -1,0 +1,159 @@
+"""From records to findings: nothing for what is equal, and for each injected difference its kind, step and factor."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from allranks.verifying.findings import Finding
+from allranks.verifying.judge import judge
+from allranks.verifying.recording import Draw, Part, RunRecord
+from tests.verifying.records import evidence, scale
+
+Change = Callable[[list[RunRecord]], object]
+
+
+def kinds(findings: Sequence[Finding]) -> list[str]:
+    return [finding.verdict.kind for finding in findings]
+
+
+def test_equal_records_give_no_finding() -> None:
+    assert judge(evidence()) == []
+
+
+def each(
+    ranks: list[RunRecord], what: str, factor: float, step: int = 0, names: Sequence[str] = ("weight", "bias")
+) -> None:
+    for run in ranks:
+        scale(getattr(run.steps[step], what), factor, names)
+
+
+def own(ranks: list[RunRecord]) -> None:
+    scale(ranks[0].steps[0].raw, 1.5)
+    scale(ranks[1].steps[0].raw, 0.5)
+
+
+def settings(key: str, value: float, first: int = 0) -> Change:
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            for step in run.steps[first:]:
+                step.settings = [{**step.settings[0], key: value}]
+
+    return change
+
+
+def still(ranks: list[RunRecord]) -> None:
+    for run in ranks:
+        run.steps[0].parameters["bias"] = run.start.parameters["bias"]
+
+
+def lone(ranks: list[RunRecord]) -> None:
+    value = ranks[1].steps[1].parameters["weight"].value.clone()
+    value[0, 0] += 1e-3
+    ranks[1].steps[1].parameters["weight"] = Part(None, value)
+
+
+def rows(first: list[int], second: list[int]) -> Change:
+    def change(ranks: list[RunRecord]) -> None:
+        ranks[0].steps[0].rows, ranks[1].steps[0].rows = first, second
+
+    return change
+
+
+def draws(ranks: list[RunRecord]) -> None:
+    for run in ranks:
+        run.steps[0].draws = [Draw(7, (2, 4), False)]
+
+
+def drawn_again(ranks: list[RunRecord]) -> None:
+    ranks[0].steps[1].draws.append(Draw(99, (2, 4), True))
+
+
+def seeds(ranks: list[RunRecord]) -> None:
+    for run in ranks:
+        for step in run.steps:
+            step.drew = (False, True, False)
+
+
+def told(ranks: list[RunRecord]) -> None:
+    for run in ranks:
+        run.steps[0].loss = 1.0
+
+
+def evaluated(values: list[int]) -> Change:
+    def change(ranks: list[RunRecord]) -> None:
+        ranks[1].evaluated = values
+        for run in ranks:
+            run.evaluation = {"accuracy": 0.6}
+
+    return change
+
+
+CASES: dict[str, tuple[Change, str, int | None, str | float]] = {
+    "no synchronisation at all": (own, "S10", 0, ""),
+    "divided by too few ranks": (lambda r: each(r, "raw", 2.0), "S9", 0, "data ranks = 2"),
+    "divided once too often": (lambda r: each(r, "raw", 0.5), "S9", 0, "1/data ranks = 1/2"),
+    "one part in a billion": (lambda r: each(r, "raw", 1 + 1e-9, 1, ["weight"]), "S16", 1, 1.000000001),
+    "clipped by another norm": (lambda r: each(r, "gradients", 0.7), "S13", 0, 0.7),
+    "learning rate from the first step on": (settings("lr", 0.2), "S23", 0, "data ranks = 2"),
+    "learning rate later": (settings("lr", 0.05, 1), "S22", 1, "1/data ranks = 1/2"),
+    "another weight decay": (settings("weight_decay", 0.0), "S38", 0, 0.0),
+    "not updated": (still, "S12", 0, ""),
+    "one rank alone": (lone, "S39", 1, ""),
+    "the same samples": (rows([0, 1], [0, 1]), "S4", 0, ""),
+    "a sample too few": (rows([0, 1], [2]), "S24", 0, 0.75),
+    "other samples": (rows([0, 1], [2, 50]), "other", 0, ""),
+    "the same dropouts": (draws, "S6", 0, ""),
+    "recomputed with other dropouts": (drawn_again, "S34", 1, ""),
+    "augmented alike": (seeds, "S5", 1, ""),
+    "a loss of its own": (told, "S30", 0, "1/data ranks = 1/2"),
+    "a metric of its own": (evaluated([101, 103]), "S30", None, 0.8),
+    "evaluated twice": (evaluated([101, 103, 100]), "S2", None, ""),
+    "evaluated by nobody": (evaluated([101]), "S3", None, ""),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_difference_is_found_and_named(name: str) -> None:
+    change, kind, step, factor = CASES[name]
+    findings = judge(evidence(change))
+    assert kinds(findings) == [kind], [str(finding.verdict) for finding in findings]
+    assert (findings[0].step, findings[0].factor) == (step, factor)
+
+
+def test_what_follows_from_a_difference_is_no_finding_of_its_own() -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        for step in (0, 1):
+            each(ranks, "raw", 2.0, step)
+            each(ranks, "parameters", 3.0, step)
+
+    (finding,) = judge(evidence(change))
+    assert (finding.verdict.kind, finding.step) == ("S9", 0)
+
+
+def test_the_norm_is_judged_before_clipping() -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            run.steps[0].norm = 3.0 * 2**0.5
+
+    (finding,) = judge(evidence(change))
+    assert (finding.verdict.kind, finding.factor) == ("S13", "data ranks = 2")
+
+
+def test_skipped_updates_and_buffers() -> None:
+    def skipped(ranks: list[RunRecord]) -> None:
+        ranks[1].steps[0].updates = 0
+
+    def statistics(ranks: list[RunRecord]) -> None:
+        ranks[1].steps[0].buffers["mean"] = Part(None, torch.tensor([5.0, 2.0], dtype=torch.float64))
+
+    assert kinds(judge(evidence(skipped))) == ["S28"]
+    assert kinds(judge(evidence(statistics))) == ["S25"]
+
+
+def test_ranks_that_report_their_own_share_of_the_loss_are_right() -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            run.steps[0].loss = 1.5 if run is ranks[0] else 2.5
+
+    assert judge(evidence(change)) == []

@@ -1,0 +1,105 @@
+"""Looking from outside: logical names, digests of samples, dropouts, noise by sample, clipping."""
+
+import pytest
+import torch
+from torch import nn
+
+from allranks.verifying import observation as look
+from allranks.verifying.recording import Draw
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def test_wrappers_leave_the_names() -> None:
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert list(look.logical_parameters(Wrapped())) == names
+    assert list(look.logical_parameters({"net": Wrapped()})) == [f"net.{name}" for name in names]
+    assert look.logical_name("module._orig_mod.layers.0._checkpoint_wrapped_module.w") == "layers.0.w"
+    assert "1.running_mean" in look.logical_buffers(Wrapped())
+
+
+def test_tied_parameters_are_there_under_both_names() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    model["b"].weight = model["a"].weight
+    found = look.logical_parameters(model)
+    assert found["a.weight"] is found["b.weight"]
+
+
+def test_samples_are_known_by_their_values() -> None:
+    x, y = torch.randn(4, 3), torch.arange(4)
+    whole = look.rows_of((x, y))
+    assert look.rows_of((x[2:], y[2:])) == whole[2:] and len(set(whole)) == 4
+    assert look.rows_of((x, y.flip(0))) != whole
+    padded = torch.cat([y[:, None], torch.full((4, 1), -100)], 1)
+    longer = torch.cat([y[:, None], torch.full((4, 5), -100)], 1)
+    assert look.rows_of(padded) == look.rows_of(longer)
+    assert len(look.rows_of((x, y[:2]))) == 1 and len(look.rows_of("text")) == 1
+
+
+def test_dropouts_are_noted_and_let_everything_pass() -> None:
+    observer = look.Observer()
+    layer, x = nn.Dropout(0.5), torch.ones(4, 8)
+    with observer.watching():
+        first, second = layer(x), layer(x)
+        nn.functional.dropout(x, 0.5, False)
+    assert torch.equal(first, x) and torch.equal(second, x)
+    assert [draw.shape for draw in observer.draws] == [(4, 8), (4, 8)]
+    assert observer.draws[0].state != observer.draws[1].state
+    with look.Observer(drops=True).watching():
+        assert not torch.equal(layer(x), x)
+    assert not torch.equal(nn.functional.dropout(torch.ones(100), 0.5), torch.ones(100))
+
+
+def test_a_recomputation_is_told_from_a_forward() -> None:
+    observer, x = look.Observer(), torch.ones(2, 4, requires_grad=True)
+    layer = nn.Dropout(0.5)
+    with observer.watching():
+        torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert [draw.again for draw in observer.draws][:1] == [False]
+
+
+def test_noise_belongs_to_the_sample() -> None:
+    observer = look.Observer()
+    with observer.watching():
+        observer.feed([11, 12, 13])
+        whole, again = torch.randn(3, 5), torch.rand_like(torch.zeros(3, 2, dtype=torch.float64))
+        observer.feed([12, 13])
+        part, more = torch.randn((2, 5)), torch.rand_like(torch.zeros(2, 2, dtype=torch.float64))
+        free = torch.randn(7)
+        drawn: list[Draw] = []
+        observer.feed([], drawn)
+        nn.functional.dropout(torch.ones(2))
+        observer.feed([])
+        nn.functional.dropout(torch.ones(2))
+    assert torch.equal(part, whole[1:]) and torch.equal(more, again[1:])
+    assert again.dtype == torch.float64 and free.shape == (7,)
+    assert len(drawn) == 1
+
+
+def test_clipping_tells_before_it_scales() -> None:
+    told: list[float] = []
+    observer = look.Observer(on_clip=lambda held, norm: told.append(float(norm) + float(held[0].grad.sum())))  # type: ignore[union-attr]
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), 2.0)
+    with observer.watching():
+        nn.utils.clip_grad_norm_([parameter], 1.0)
+    assert told == [pytest.approx(4.0 + 8.0)] and float(parameter.grad.norm()) == pytest.approx(1.0)
+
+
+def test_random_operations_are_named() -> None:
+    mode = look.RandomOperations()
+    with mode:
+        torch.bernoulli(torch.full((3,), 0.5))
+        torch.ones(3) + 1
+    assert mode.names == ["bernoulli"]
+
+
+def test_shaking_moves_by_ulps() -> None:
+    parameter = nn.Parameter(torch.ones(50, dtype=torch.float64))
+    look.shake({"a": parameter, "b": parameter}, 1)
+    moved = (parameter.detach() - 1).abs().max()
+    assert 0 < float(moved) <= 2.3e-16

@@ -1,0 +1,112 @@
+"""One process of an own loop: what is recorded of its start, its steps, its resume and its evaluation."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from allranks.verifying import observation as look
+from allranks.verifying.own_loop import OwnLoop, Setting, number, optimizers_of
+from allranks.verifying.program import Program, cast_floats, shuffled
+
+DATA = [(torch.arange(12.0).reshape(4, 3) / 7 + step, torch.tensor([0, 1, 0, 1])) for step in range(4)]
+
+
+def build(distributed: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def step(model: Any, optimizer: Any, batches: Any) -> float:
+    optimizer.zero_grad()
+    (x, y), *_ = batches
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+    return float(loss.detach())
+
+
+def save(model: Any, optimizer: Any, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    model.kept = {name: value.clone() for name, value in model.state_dict().items()}
+    SAVED[str(folder)] = (model.kept, deepcopy(optimizer.state_dict()))
+
+
+def load(model: Any, optimizer: Any, folder: Path) -> None:
+    kept, state = SAVED[str(folder)]
+    model.load_state_dict(kept)
+    optimizer.load_state_dict(state)
+
+
+SAVED: dict[str, Any] = {}
+
+
+def run(program: Program, **changes: Any) -> Any:
+    observer = look.Observer()
+    with observer.watching():
+        return OwnLoop(program, Setting(4, **changes), 0, 1, False, observer).run()
+
+
+def test_a_run_is_recorded_in_float64(tmp_path: Path) -> None:
+    record = run(Program(build, step, DATA))
+    assert record.error == "" and len(record.steps) == 4
+    first = record.steps[0]
+    assert set(first.raw) == set(first.gradients) == set(first.parameters) == set(record.start.parameters)
+    assert all(part.value.dtype == torch.float64 for part in first.parameters.values())
+    assert first.norm > 0.05 and first.updates == 1 and first.settings[0]["lr"] == 0.1
+    assert len(first.rows) == 4 and len(first.draws) == 1 and first.loss > 0
+    assert "momentum_buffer.0.weight" in first.state
+    clipped = torch.cat([part.value.flatten() for part in first.gradients.values()]).norm()
+    assert float(clipped) == pytest.approx(0.05, rel=1e-4)
+    assert record.start.unlinked == [] and record.start.optimizers == ["SGD"]
+
+
+def test_a_resume_goes_on_from_the_middle(tmp_path: Path) -> None:
+    record = run(Program(build, step, DATA, save=save, load=load), folder=str(tmp_path / "x"))
+    assert record.resumed is not None and record.resumed_from == 2 and len(record.resumed.steps) == 2
+    for name, part in record.steps[3].parameters.items():
+        assert torch.equal(part.value, record.resumed.steps[1].parameters[name].value)
+
+
+def test_evaluation_and_what_is_kept() -> None:
+    program = Program(
+        build,
+        step,
+        DATA,
+        evaluate=lambda model, batches: {"rows": sum(len(batch) for batch in batches)},
+        validation=torch.ones(5, 3),
+        state=lambda model, optimizer: {"number": 3},
+    )
+    record = run(program)
+    assert record.evaluation == {"rows": 5.0} and len(record.evaluated) == 5
+    assert float(record.steps[0].kept["number"].value) == 3.0
+
+
+def test_an_error_is_part_of_the_record() -> None:
+    def wrong(model: Any, optimizer: Any, batches: Any) -> None:
+        raise ValueError("no")
+
+    assert run(Program(build, wrong, DATA)).error.endswith("ValueError: no")
+
+
+def test_variants_differ_by_rounding_alone() -> None:
+    plain, moved = run(Program(build, step, DATA)), run(Program(build, step, DATA), shake=1, shuffled=True)
+    for name, part in plain.steps[0].raw.items():
+        apart = (part.value - moved.steps[0].raw[name].value).abs().max()
+        assert 0 < float(apart) < 1e-13
+
+
+def test_small_conversions() -> None:
+    assert number(torch.tensor([2.0])) == 2.0 and number((3.0, 1)) == 3.0 and number({"loss": 4}) == 4.0
+    assert number(torch.ones(2)) is None and number("text") is None
+    one = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    assert optimizers_of(one) == optimizers_of({"a": one}) == optimizers_of([one]) == [one]
+    assert cast_floats((torch.ones(1), torch.tensor([1])), torch.float64)[1].dtype == torch.int64
+    x, y = shuffled((torch.arange(9), torch.arange(9)), 3)
+    assert torch.equal(x, y) and not torch.equal(x, torch.arange(9)) and torch.equal(x.sort().values, torch.arange(9))
+    assert shuffled((torch.arange(2), torch.arange(3)), 0)[1].tolist() == [0, 1, 2]

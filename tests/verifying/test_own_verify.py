@@ -1,0 +1,108 @@
+"""`allranks.verify`: real processes, raw torch.distributed, right and wrong."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import allranks
+from allranks.errors import ConfigError
+
+pytestmark = pytest.mark.distributed
+
+IGNORED = -100
+
+
+def batches(ignored: int = 0, seed: int = 1) -> list[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(4):
+        x = torch.randn(8, 6, generator=generator)
+        y = torch.randint(0, 3, (8,), generator=generator)
+        y[:ignored] = IGNORED
+        found.append((x, y))
+    return found
+
+
+def build(distributed: bool) -> Any:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+    if distributed:
+        model = DistributedDataParallel(model)
+        torch.manual_seed(100 + dist.get_rank())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(model: Any, optimizer: Any, some: Any, change: Callable[[Any], None] = lambda model: None) -> float:
+    optimizer.zero_grad()
+    total = 0.0
+    for x, y in some:
+        loss = nn.functional.cross_entropy(model(x), y, ignore_index=IGNORED) / len(some)
+        loss.backward()
+        total += float(loss.detach())
+    change(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return total
+
+
+def past_the_wrapper(model: Any, optimizer: Any, some: Any) -> float:
+    return train(model.module if hasattr(model, "module") else model, optimizer, some)
+
+
+def a_billionth(model: Any) -> None:
+    if isinstance(model, DistributedDataParallel):
+        model.module[0].weight.grad *= 1 + 1e-9
+
+
+def test_a_right_loop_is_equal() -> None:
+    answer = allranks.verify(build, train, batches())
+    assert answer.equal and answer.exit_code == 0, str(answer)
+    assert answer.to_json()["verdicts"] == []
+    assert str(answer).startswith(
+        "equal: 2 processes compute what one device computes, over 4 steps\n  gradients before clipping: equal to"
+    )
+
+
+def test_uneven_targets_are_found_with_the_weights_of_the_ranks() -> None:
+    answer = allranks.verify(build, train, batches(ignored=3))
+    (finding,) = answer.findings
+    assert finding.verdict.kind == "S9" and finding.step == 0 and answer.exit_code == 1
+    # Rank 0 has 1 of 5 targets and half of the mean of means.
+    assert finding.verdict.evidence[0] == "weights of the ranks' batches [0.5, 0.5], on one device [0.2, 0.8]"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("step", "data", "more", "kind"),
+    [
+        (past_the_wrapper, batches(), {}, "S10"),
+        (lambda m, o, b: train(m, o, b, a_billionth), batches(), {}, "S16"),
+        (train, batches(ignored=1), {"micro_batches": 2}, "S8"),
+    ],
+)
+def test_wrong_loops_are_found(step: Any, data: Any, more: dict[str, Any], kind: str) -> None:
+    answer = allranks.verify(build, step, data, **more)
+    assert [finding.verdict.kind for finding in answer.findings] == [kind], str(answer)
+
+
+def noisy(model: Any, optimizer: Any, some: Any) -> float:
+    return train(model, optimizer, [(x + torch.randn(6), y) for x, y in some])
+
+
+@pytest.mark.full
+def test_a_loop_that_draws_by_itself_cannot_be_verified() -> None:
+    answer = allranks.verify(build, noisy, batches())
+    assert answer.exit_code == 3 and not answer.equal
+    assert "not deterministic on one device" in str(answer) and "randn" in str(answer)
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 2 processes"):
+        allranks.verify(build, train, batches(), nproc=1)
+    with pytest.raises(ConfigError, match="from the second step on"):
+        allranks.verify(build, train, batches(), num_steps=1)

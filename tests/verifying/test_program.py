@@ -1,0 +1,76 @@
+"""An own loop as a value: what each rank is fed, and files that are no own loop."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from allranks.errors import DataError, TaskError
+from allranks.verifying.program import Program, cut, merge, program_of
+
+
+def program(data: Any, **more: Any) -> Program:
+    return Program(lambda distributed: (None, None), lambda model, optimizer, batches: 0.0, data, **more)
+
+
+def test_a_list_of_global_batches_is_cut_over_the_ranks() -> None:
+    data = [{"x": torch.arange(5), "k": 3}]
+    shares = [next(program(data).steps(rank, 2)) for rank in range(2)]
+    assert [share[0]["x"].tolist() for share in shares] == [[0, 1, 2], [3, 4]]
+    assert shares[0][0]["k"] == 3
+    (step,) = program(data, micro_batches=2).steps(0, 1)
+    assert [batch["x"].tolist() for batch in step] == [[0, 1, 2], [3, 4]]
+
+
+def test_a_function_says_itself_what_a_rank_gets() -> None:
+    found = program(lambda rank, size: [[(rank, size)]])
+    assert list(found.steps(1, 2)) == [[(1, 2)]]
+    with pytest.raises(DataError, match=r"a step of data.* is a Tensor: give a list of batches"):
+        list(program(lambda rank, size: [torch.ones(3)]).steps(0, 1))
+    with pytest.raises(DataError, match="data is a Tensor: give one entry for each step"):
+        list(program(torch.ones(3)).steps(0, 1))
+    with pytest.raises(DataError, match=r"tensors of lengths \[2, 3\]"):
+        list(program([(torch.ones(3), torch.ones(2))]).steps(0, 2))
+
+
+def test_micro_batches_become_one_batch_where_they_fit() -> None:
+    batch = (torch.arange(6).reshape(6, 1), torch.arange(6))
+    parts = cut(batch, 4)
+    assert [len(part[0]) for part in parts] == [2, 2, 1, 1]
+    whole = merge(parts)
+    assert whole is not None and torch.equal(whole[0], batch[0]) and torch.equal(whole[1], batch[1])
+    assert merge([(torch.ones(2, 3),), (torch.ones(2, 4),)]) is None
+    assert merge([{"a": torch.ones(2)}, (torch.ones(2),)]) is None
+
+
+def test_evaluation_is_cut_too() -> None:
+    found = program([], validation=torch.arange(5))
+    assert [batch.tolist() for batch in found.evaluation_batches(1, 2)] == [[3, 4]]
+    assert program([]).evaluation_batches(0, 1) == []
+    assert program([], validation=lambda rank, size: [rank]).evaluation_batches(1, 2) == [1]
+
+
+def module(**names: Any) -> ModuleType:
+    made = ModuleType("own")
+    vars(made).update(names)
+    return made
+
+
+RIGHT: dict[str, Any] = {"build": lambda d: (0, 0), "step": lambda m, o, b: 0, "data": []}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"build": RIGHT["build"]}, "own.py defines no step and no data"),
+        (RIGHT | {"step": 3}, "step in own.py is a int: expected a function"),
+        (RIGHT | {"step": lambda m: 0}, r"step in own.py cannot be called as step\(model, optimizer, batches\)"),
+        (RIGHT | {"build": lambda: 0}, r"build in own.py cannot be called as build\(distributed\)"),
+        (RIGHT | {"save": lambda m, o, f: 0}, "defines only one of save and load"),
+    ],
+)
+def test_what_is_missing_is_said(names: dict[str, Any], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        program_of(module(**names), "own.py")
+    assert program_of(module(**RIGHT), "own.py").data == []

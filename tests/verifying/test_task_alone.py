@@ -1,0 +1,66 @@
+"""A Task on one device: real samples, real schedule, float64, and rounding that is told from mistakes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from allranks.request import TrainRequest
+from allranks.training.prepare import prepare
+from allranks.verifying import observation as look
+from allranks.verifying.own_loop import default_dtype
+from allranks.verifying.task_alone import TaskAlone, Variation, plain_optimizer
+from tests.commands import POINTS
+
+PLAIN = Variation()
+
+
+def run(variation: Variation = PLAIN, **more: Any) -> Any:
+    words = (
+        "train.precision=float64",
+        "train.global_batch=9",
+        "train.steps=3",
+        "schedule.name=linear",
+        "train.ema=0.9",
+    )
+    prepared = prepare(TrainRequest(task_spec=POINTS, overrides=words))
+    observer = look.Observer()
+    with observer.watching(), default_dtype(torch.float64):
+        return TaskAlone(prepared.task, prepared.config, 3, observer, variation, **more).run()
+
+
+def test_steps_are_recorded() -> None:
+    record = run()
+    assert record.error == "" and len(record.steps) == 3
+    first, second = record.steps[:2]
+    assert len(first.rows) == 9 and set(first.rows).isdisjoint(second.rows)
+    assert first.settings[0]["lr"] > second.settings[0]["lr"]
+    assert set(first.raw) == {"0.weight", "0.bias", "3.weight", "3.bias"} and first.norm > 0
+    average = 0.9 * record.start.parameters["0.bias"].value + 0.1 * first.parameters["0.bias"].value
+    assert torch.allclose(first.kept["ema.0.bias"].value, average, rtol=1e-15)
+    assert set(record.evaluation) == {"loss", "accuracy"} and len(first.draws) == 1
+
+
+def test_another_rounding_and_other_random_numbers() -> None:
+    plain, moved, other = run(), run(Variation(shake=1, shuffled=True)), run(Variation(seed=5))
+    apart = (plain.steps[0].raw["0.weight"].value - moved.steps[0].raw["0.weight"].value).abs().max()
+    assert 0 < float(apart) < 1e-13
+    assert torch.equal(plain.steps[2].parameters["0.weight"].value, other.steps[2].parameters["0.weight"].value)
+    assert plain.steps[0].draws != other.steps[0].draws
+
+
+def test_a_lower_precision() -> None:
+    exact, low = run(), run(lowered=torch.bfloat16)
+    gradient, rounded = exact.steps[0].raw["0.weight"].value, low.steps[0].raw["0.weight"].value
+    assert rounded.dtype == torch.float32 and not torch.allclose(gradient.float(), rounded, rtol=1e-5)
+    assert torch.allclose(gradient.float(), rounded, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("sgd", torch.optim.SGD), ("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)]
+)
+def test_optimizers_are_torchs(name: str, kind: type) -> None:
+    words = (f"optimizer.name={name}", "optimizer.lr=0.3", "train.steps=1")
+    config = prepare(TrainRequest(task_spec=POINTS, overrides=words)).config.optimizer
+    made = plain_optimizer([torch.zeros(1, requires_grad=True)], config)
+    assert type(made) is kind and made.param_groups[0]["lr"] == 0.3

@@ -1,0 +1,86 @@
+"""`allranks verify TASK`: right under its layouts; and mistakes in allranks itself are each found."""
+
+import pytest
+
+from allranks.errors import ConfigError, LayoutError
+from allranks.request import TrainRequest
+from allranks.verifying.answer import Answer
+from allranks.verifying.task_verify import nearest, plan_run, verify_task
+from tests.commands import POINTS, PROGRAMS
+
+MUTANTS = str(PROGRAMS / "mutants.py")
+
+
+def verify(task: str, layout: str, *overrides: str) -> Answer:
+    return verify_task(TrainRequest(task_spec=task, layout=layout, overrides=overrides, device="cpu"), 4)
+
+
+@pytest.mark.distributed
+def test_a_right_task_is_equal() -> None:
+    answer = verify(POINTS, "ddp")
+    assert answer.exit_code == 0, str(answer)
+    assert "9 samples a step in 3 micro-steps" in str(answer)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("task", "layout", "words"),
+    [
+        (MUTANTS, "fsdp", ()),
+        (MUTANTS, "ddp", ("task.statistics=true",)),
+        (POINTS, "tp=2", ()),
+        (POINTS, "dp_shard=2,dp_replicate=2", ()),
+        (MUTANTS, "ddp", ("train.ema=0.9", "train.precision=bfloat16")),
+    ],
+)
+def test_right_tasks_are_equal(task: str, layout: str, words: tuple[str, ...]) -> None:
+    answer = verify(task, layout, *words)
+    assert answer.exit_code == 0, str(answer)
+
+
+FOUND = {
+    "missing divide": "S9",
+    "wrong norm": "S13",
+    "tied twice in the norm": "S13",
+    "ranks with equal data": "S4",
+    "dropout seeds equal": "S6",
+    "resume at another position": "S20",
+    "optimizer state not restored": "S17",
+    "average of averages": "S30",
+    "no synchronisation": "S11",
+    "rate times ranks": "S23",
+    "wrong ledger": "other",
+    "a billionth": "S16",
+}
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize("mutant", FOUND)
+def test_mistakes_of_our_own_are_found(mutant: str) -> None:
+    answer = verify(MUTANTS, "ddp", f"task.mutant={mutant}")
+    assert answer.exit_code == 1, str(answer)
+    assert answer.findings[0].verdict.kind == FOUND[mutant], str(answer)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_forgotten_buffers_and_two_percent_in_bfloat16_are_found() -> None:
+    answer = verify(MUTANTS, "ddp", "task.mutant=buffers not restored", "task.statistics=true")
+    assert [finding.verdict.kind for finding in answer.findings] == ["S17"], str(answer)
+    answer = verify(MUTANTS, "ddp", "task.mutant=two percent", "train.precision=bfloat16")
+    assert answer.exit_code == 1 and answer.findings[0].tensor == "inner.weight", str(answer)
+
+
+def test_what_cannot_run_here_is_refused_with_the_nearest() -> None:
+    with pytest.raises(LayoutError, match="--layout dp_shard=2,tp=2"):
+        verify(POINTS, "tp=4,dp_shard=4")
+    with pytest.raises(ConfigError, match="give at least 2"):
+        verify_task(TrainRequest(task_spec=POINTS, layout="ddp"), 1)
+
+
+def test_the_batch_is_small_and_uneven() -> None:
+    plan = plan_run(TrainRequest(task_spec=POINTS, layout="ddp", nproc=3), 4)
+    assert {"train.precision=float64", "train.global_batch=13", "train.micro_steps=2"} <= set(plan.request.overrides)
+    assert nearest(plan.layout) == "dp_replicate=2"

@@ -1,0 +1,46 @@
+"""Causes of wrong updates, beyond the cases of test_judge: no gradient for a gradient of zero, tied tensors."""
+
+import torch
+
+from allranks.verifying.judge import judge
+from allranks.verifying.recording import Part, RunRecord
+from tests.verifying.records import evidence
+
+
+def moved(ranks: list[RunRecord]) -> None:
+    for run in ranks:
+        run.steps[0].parameters["bias"] = Part(None, run.steps[0].parameters["bias"].value * 0.9)
+
+
+def test_no_gradient_for_a_gradient_of_zero() -> None:
+    def unused(run: RunRecord) -> None:
+        for step in run.steps:
+            del step.raw["bias"], step.gradients["bias"]
+
+    def change(ranks: list[RunRecord]) -> None:
+        moved(ranks)
+        for run in ranks:
+            for step in run.steps:
+                zero = Part(None, torch.zeros(3, dtype=torch.float64))
+                step.raw["bias"] = step.gradients["bias"] = zero
+
+    (finding,) = judge(evidence(change, unused))
+    assert (finding.verdict.kind, finding.tensor) == ("S35", "bias")
+
+
+def test_tied_tensors_that_part_in_the_update() -> None:
+    (finding,) = judge(evidence(moved, lambda run: run.start.tied.append(("bias", "other"))))
+    assert (finding.verdict.kind, finding.step) == ("S14", 0)
+
+
+def test_what_nothing_explains_says_so() -> None:
+    (finding,) = judge(evidence(moved))
+    assert finding.verdict.kind == "other" and "param_groups" in finding.verdict.next
+
+
+def test_another_number_of_updates_everywhere() -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            run.steps[0].updates = 2
+
+    assert [finding.verdict.kind for finding in judge(evidence(change))] == ["S22"]
