@@ -71,6 +71,7 @@ def test_the_users_own_error_is_shown_as_it_is(tmp_path: Path) -> None:
     )
     assert ran.stderr.count("ValueError: the user's own mistake") == 1
     assert "failed to run forward" not in ran.stderr and "points.py" in ran.stderr
+    assert "After it failed rank 0: what they say is in runs/" in ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ DIGITS, FINE_TUNING = (str(EXAMPLES / name / "task.py") for name in ("digits", "
 def losses_under(layout: str, nproc: int, folder: Path) -> list[float]:
     """The losses of a short run on top of `base`, in float64."""
     (folder / layout).mkdir()
-    settings = ("train.precision=float64", "train.epochs=3", f"task.base={folder / 'base' / 'run'}")
+    settings = ("train.precision=float64", "train.epochs=8", f"task.base={folder / 'base' / 'run'}")
     events = train(FINE_TUNING, "--layout", layout, "--nproc", str(nproc), *settings, folder=folder / layout)
     return [event["loss"] for event in events if event["event"] == "step"]
 

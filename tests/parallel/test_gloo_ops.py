@@ -119,15 +119,29 @@ def test_gradients_are_whole_when_the_backward_has_ended(pool: Pools, world_size
     assert max(pool(world_size).run(_apart, torch.float32, num_replicas, 1)) < 1e-5
 
 
+def _given_back(give_back: bool) -> tuple[list[float], int]:
+    """In a worker: the sum, and the bytes of what was sent once it is there."""
+    whole, part = torch.arange(4.0), torch.empty(2)
+    exchange = Exchange(part, whole, dist.group.WORLD, 1, give_back=give_back)  # type: ignore[arg-type]
+    exchange.finish()
+    return part.tolist(), whole.untyped_storage().nbytes()
+
+
+@pytest.mark.distributed
+def test_what_was_sent_is_given_back_at_once_where_it_is_of_no_further_use(pool: Pools) -> None:
+    assert pool(2).run(_given_back, True) == [([0.0, 2.0], 0), ([4.0, 6.0], 0)]
+    assert pool(2).run(_given_back, False) == [([0.0, 2.0], 16), ([4.0, 6.0], 16)]
+
+
 def _order(num_replicas: int, overlap: bool = True) -> tuple[list[str], list[str], bool]:
     """In a worker: what a first backward and a second one do in turn, and whether a hook sees the whole sum."""
     model, _ = _chain(torch.float32, num_replicas, overlap=overlap)
     events: list[str] = []
     begin, finish = Exchange.__init__, Exchange.finish
 
-    def beginning(self: Exchange, *args: Any) -> None:
+    def beginning(self: Exchange, *args: Any, **options: Any) -> None:
         events.append("begin")
-        begin(self, *args)
+        begin(self, *args, **options)
 
     def finishing(self: Exchange) -> None:
         events.append("finish")

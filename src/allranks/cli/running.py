@@ -157,7 +157,7 @@ def _run(
         if outcome.exit_code != WORKER_REFUSED and any(run.checkpoints.glob("step-*[0-9]")):
             # Before the traceback, which is the last on the screen.
             console.print(f"The run lies in {run.path}; `--resume {run.path}` goes on from its newest checkpoint.")
-        if outcome.others:
+        if outcome.others and outcome.exit_code != WORKER_REFUSED:  # of a refusal one line says all
             names = ", ".join(map(str, outcome.others))
             console.print(f"After it failed rank {names}: what they say is in {run.log().parent}", markup=False)
         console.print(failure.render(), markup=False)

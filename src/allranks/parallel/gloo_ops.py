@@ -64,10 +64,19 @@ class Exchange:
         part: what `finish` fills.
         group: of two ranks at least.
         divisor: of the sum.
+        give_back: whether `whole` is of no use afterwards. A thread of gloo may hold on to what it has sent for as long
+            as it does not come to run: its memory is given back for it.
     """
 
     def __init__(
-        self, part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, divisor: int, wait: Wait = wait_plainly
+        self,
+        part: torch.Tensor,
+        whole: torch.Tensor,
+        group: dist.ProcessGroup,
+        divisor: int,
+        wait: Wait = wait_plainly,
+        *,
+        give_back: bool = False,
     ) -> None:
         self._part, self._divisor, self._wait = part.view(-1), divisor, wait
         size, rank, num = dist.get_world_size(group), dist.get_rank(group), part.numel()
@@ -85,6 +94,7 @@ class Exchange:
             for to, lengths, given, own_lengths in halves
         ]
         self._rows = [*received[:rank], parts[rank], *received[rank:]]
+        self._spent = [received, whole] if give_back else [received]
 
     def finish(self) -> None:
         """Wait for the others' parts, and sum."""
@@ -97,6 +107,8 @@ class Exchange:
             self._part += row
         if self._divisor > 1:
             self._part /= self._divisor
+        for tensor in self._spent:
+            tensor.untyped_storage().resize_(0)
 
 
 def exchange_and_sum(
@@ -264,7 +276,7 @@ class _Scatter(_Allocating):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM and not async_op
-        exchange = Exchange(output_tensor, input_tensor, group, self._divisor, self._wait)
+        exchange = Exchange(output_tensor, input_tensor, group, self._divisor, self._wait, give_back=True)
         if self._is_read_at_once():
             exchange.finish()
         else:

@@ -111,7 +111,7 @@ class StepRecord:
                 for module in self._spread.modules.values():
                     stack.callback(module.register_forward_pre_hook(lambda *_: self._note("compute", MODEL)).remove)
                     stack.callback(module.register_forward_hook(self._watch_output).remove)
-            stack.enter_context(_Collectives(self._collective))
+            stack.enter_context(Collectives(self._collective))
             yield
 
     def _note(self, what: str, unit: str, num_bytes: int = 0) -> None:
@@ -184,8 +184,9 @@ class StepRecord:
         self._note(what, unit, num_bytes)
 
 
-class _Collectives(TorchDispatchMode):
-    """Tells of every collective that is dispatched inside."""
+@final
+class Collectives(TorchDispatchMode):
+    """Tells of every collective that is dispatched inside: torch's name for it, its group, its arguments."""
 
     def __init__(self, tell: Callable[[str, dist.ProcessGroup, Sequence[Any]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
