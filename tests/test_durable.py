@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks.durable import preflight_writable, refusing, replacing, write_json
-from allranks.errors import RunError
+from allranks.durable import preflight_writable, refusing, replacing, write_json, write_whole
+from allranks.errors import ConfigError, RunError
 
 
 def test_replacing_shows_the_old_file_until_the_new_one_is_whole(tmp_path: Path) -> None:
@@ -83,3 +83,19 @@ def test_preflight_refuses_a_read_only_file_system(tmp_path: Path) -> None:
     assert done.stderr.rstrip().endswith(
         f"RunError: {tmp_path} cannot be written: Read-only file system; choose another place with --run DIR"
     )
+
+
+def test_a_file_of_the_users_is_whole_or_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new" / "plan.html"
+    write_whole(path, "first")
+    assert path.read_text() == "first"
+    monkeypatch.setattr("allranks.durable.sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(ConfigError, match=r"plan.html cannot be written: No space left; name another place"):
+        write_whole(path, "second")
+    assert path.read_text() == "first" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_place_below_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file.*cannot be written"):
+        write_whole(tmp_path / "file" / "RUN.toml", "")

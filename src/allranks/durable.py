@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from allranks.errors import RunError
+from allranks.errors import ConfigError, RunError
 
 
 def preflight_writable(directory: Path) -> None:
@@ -56,6 +56,20 @@ def replacing(path: Path) -> Iterator[Path]:
         sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that the user has named, and the folders above it: whole, or what was there stays.
+
+    Raises:
+        ConfigError: the system does not let it be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as draft:
+            write_synced(draft, text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; name another place") from error
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from allranks.config import read_task_spec, resolve_config
-from allranks.errors import ConfigError
 from allranks.layout import Layout
 from allranks.plan import Choice
 from allranks.planning.answer import make_plan
-from allranks.planning.document import layout_table, plan_document, run_toml, write_text
+from allranks.planning.document import layout_table, plan_document, run_toml
 from tests.planning.questions import ask
 
 
@@ -71,9 +70,3 @@ def test_declared_micro_steps_take_the_place_of_a_micro_batch() -> None:
 
 def test_one_process_is_written_as_one_copy() -> None:
     assert layout_table(Layout(kind="single")) == {"dp_replicate": 1}
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"file.*cannot be written"):
-        write_text(tmp_path / "file" / "RUN.toml", "")

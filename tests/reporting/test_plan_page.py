@@ -3,14 +3,12 @@
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
-from allranks.errors import ConfigError
 from allranks.layout import Layout
 from allranks.plan import Plan, Ranked, Refusal
-from allranks.reporting.plan_page import group_refusals, rank_all, render_plan_page, write_plan_page
+from allranks.reporting.plan_page import group_refusals, rank_all, render_plan_page
 from allranks.reporting.plotly_bundle import SCRIPT, read_asset
 from tests.reporting import plans
 
@@ -219,20 +217,3 @@ def test_refusals_are_grouped_by_rule() -> None:
     first, second = group_refusals([*(Refusal("a", str(n), "") for n in range(6)), Refusal("b", "x", "")])
     assert (first.rule, [one.layout for one in first.shown], first.left_out) == ("a", ["0", "1", "2", "3"], 2)
     assert (second.rule, len(second.shown), second.left_out) == ("b", 1, 0)
-
-
-def test_the_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "plan.html"
-    path.write_text("old")
-    write_plan_page(plans.single(), path)
-    assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
-    before = path.read_bytes()
-    monkeypatch.setattr("allranks.durable.sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
-    with pytest.raises(ConfigError, match=r"plan.html cannot be written: No space left; name another file"):
-        write_plan_page(plans.pipelined(), path)
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written: No such file"):
-        write_plan_page(plans.single(), tmp_path / "no" / "plan.html")

@@ -1,11 +1,6 @@
 """A Simulation as a page."""
 
-from pathlib import Path
-
-import pytest
-
-from allranks.errors import ConfigError
-from allranks.reporting.simulation_page import render_simulation_page, write_simulation_page
+from allranks.reporting.simulation_page import render_simulation_page
 from tests.reporting.simulations import simulation
 
 
@@ -16,8 +11,3 @@ def test_the_page_escapes_names_and_holds_every_plot() -> None:
     assert "allranks simulate tiny" in page
     for name in ("shares", "intervals", "spares"):
         assert f'id="{name}"' in page
-
-
-def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written"):
-        write_simulation_page(simulation(), tmp_path / "no" / "such" / "x.html")

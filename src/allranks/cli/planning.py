@@ -12,13 +12,14 @@ from typing import Any, final
 from allranks.cli.output import print_json, stdout_kept_free
 from allranks.cli.planned_model import Subject, find_subject
 from allranks.cluster import Cluster
+from allranks.durable import write_whole
 from allranks.errors import ConfigError
 from allranks.layout import parse_layout
 from allranks.layout_string import layout_values
 from allranks.plan import Plan
 from allranks.plan_request import PlanRequest
 from allranks.planning.answer import make_plan, plan_gpus, plan_seq
-from allranks.planning.document import PLAN_FILE, RUN_FILE, plan_document, run_toml, write_text
+from allranks.planning.document import PLAN_FILE, RUN_FILE, plan_document, run_toml
 from allranks.planning.hardware import find_cluster
 from allranks.planning.question import Question, choose_precisions, fixed_micro_steps, usual_batch
 from allranks.planning.scale import cluster_of
@@ -28,7 +29,7 @@ FITS, NOT, REFUSED = 0, 1, 2
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)", re.IGNORECASE)
 _THOUSANDS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _POSITIONS = {"": 1, "k": 1024, "m": 1024**2}
-_TIMES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+TIMES = {"s": 1, "ms": 1e-3, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _MODES = ("recompute", "sharding", "offload", "schedule")
 
 
@@ -100,7 +101,7 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
         micro_batch=request.micro_batch if request.micro_batch is not None else subject.micro_batch,
         micro_steps=subject.micro_steps,
         tokens=None if request.tokens is None else read_number(request.tokens, _THOUSANDS, "--tokens"),
-        limit_seconds=None if request.deadline is None else read_number(request.deadline, _TIMES, "--deadline"),
+        limit_seconds=None if request.deadline is None else read_number(request.deadline, TIMES, "--deadline"),
         limit_money=request.budget,
         what_ifs=request.what_if,
         notes=notes,
@@ -163,12 +164,12 @@ def _write(request: PlanRequest, subject: Subject, plan: Plan) -> None:
         choice = plan.leading.estimate.choice
         micro_steps = subject.micro_steps or fixed_micro_steps(subject.make_profile(None, choice.precision))
         text = run_toml(choice, _beside(subject.task, request.save), micro_steps, dict(subject.settings))
-        write_text(request.save / PLAN_FILE, json.dumps(plan_document(plan), indent=2, allow_nan=False) + "\n")
-        write_text(request.save / RUN_FILE, text)
+        write_whole(request.save / PLAN_FILE, json.dumps(plan_document(plan), indent=2, allow_nan=False) + "\n")
+        write_whole(request.save / RUN_FILE, text)
     if request.html is not None:
-        from allranks.reporting.plan_page import write_plan_page
+        from allranks.reporting.plan_page import render_plan_page
 
-        write_plan_page(plan, request.html, shlex.join(["allranks", *sys.argv[1:]]))
+        write_whole(request.html, render_plan_page(plan, shlex.join(["allranks", *sys.argv[1:]])))
 
 
 def _beside(task: str | None, folder: Path) -> str | None:

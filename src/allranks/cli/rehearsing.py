@@ -148,12 +148,12 @@ def _write_trace(path: Path, question: "Question", told: Rehearsal) -> None:
     """The predicted step for Perfetto."""
     import json
 
-    from allranks.planning.document import write_text
+    from allranks.durable import write_whole
     from allranks.planning.estimate import estimate
     from allranks.reporting.step_trace import make_trace
 
     predicted = estimate(profile_of(question), question.cluster, choice_of(question))
-    write_text(path, json.dumps(make_trace(told, predicted), allow_nan=False) + "\n")
+    write_whole(path, json.dumps(make_trace(told, predicted), allow_nan=False) + "\n")
 
 
 def profile_of(question: "Question") -> "ModelProfile":
@@ -181,7 +181,7 @@ def choice_of(question: "Question") -> "Choice":
 def _draw(asked: Asked, told: Rehearsal) -> None:
     """The step of the first rank as a picture."""
     if asked.svg is not None:
-        from allranks.planning.document import write_text
+        from allranks.durable import write_whole
         from allranks.reporting.rehearsal_text import draw_moments
 
-        write_text(asked.svg, draw_moments(next(iter(told.ranks.values()))))
+        write_whole(asked.svg, draw_moments(next(iter(told.ranks.values()))))

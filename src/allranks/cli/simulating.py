@@ -8,8 +8,9 @@ from typing import Any, final
 
 from allranks.cli.output import print_json, stdout_kept_free
 from allranks.cli.planned_model import find_subject
-from allranks.cli.planning import ask, read_number
+from allranks.cli.planning import TIMES, ask, read_number
 from allranks.cluster import Cluster
+from allranks.durable import write_whole
 from allranks.errors import ConfigError
 from allranks.plan import Estimate
 from allranks.plan_request import PlanRequest
@@ -20,7 +21,6 @@ from allranks.simulation import DAY, FailureModel, Operation, Scope, Simulation,
 from allranks.simulation_request import SimulationRequest
 from allranks.units import format_bytes, format_seconds
 
-TIMES = {"s": 1, "ms": 1e-3, "min": 60, "h": 3600, "d": DAY}
 CHECKPOINT_BYTES = 12
 """Of a parameter: itself and Adam's two moments in float32 (law 7, law 8)."""
 
@@ -52,9 +52,9 @@ def answer(request: SimulationRequest) -> int:
     with stdout_kept_free(request.json):
         found = simulation_of(request)
         if request.html is not None:
-            from allranks.reporting.simulation_page import write_simulation_page
+            from allranks.reporting.simulation_page import render_simulation_page
 
-            write_simulation_page(found, request.html, shlex.join(["allranks", *sys.argv[1:]]))
+            write_whole(request.html, render_simulation_page(found, shlex.join(["allranks", *sys.argv[1:]])))
     if request.json:
         print_json(document(found))
     else:

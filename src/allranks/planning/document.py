@@ -1,13 +1,10 @@
 """A Plan as data: the JSON document of `--json` and plan.json, and the RUN.toml that `allranks train` takes."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from allranks.config_sections import LayoutConfig
 from allranks.config_toml import render_toml
-from allranks.durable import replacing
-from allranks.errors import ConfigError
 from allranks.layout import Layout
 from allranks.plan import Choice, Estimate, Plan, Ranked, Span
 from allranks.planning.reasons import bytes_by_category, seconds_by_cause
@@ -115,13 +112,3 @@ def layout_table(layout: Layout) -> dict[str, object]:
     found = {name: getattr(layout, name) for name in modes if getattr(layout, name) != getattr(usual, name)}
     shared = {"sharding": layout.sharding} if layout.dp_shard > 1 or layout.sharding == "none" else {}
     return {**degrees, **shared, **found}
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a whole file or nothing. Raises ConfigError where it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as draft:
-            draft.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another place") from None

@@ -1,9 +1,9 @@
 """The step that was rehearsed, made by real processes and measured: what a dry run is held against.
 
-Memory is what torch's allocator says over a step in its steady state (the profiler's memory events), beside the bytes of
-what lies between two steps. It is the least of several steps: a thread of gloo holds on to what it has sent for as long
-as it does not come to run, which on a busy processor is some steps' peak and no other's. Messages are counted where torch
-dispatches them.
+Memory is what torch's allocator says over a step in its steady state (the profiler's memory events), beside the bytes
+of what lies between two steps. It is the least of several steps: a thread of gloo holds on to what it has sent for as
+long as it does not come to run, which on a busy processor is some steps' peak and no other's. Messages are counted
+where torch dispatches them.
 """
 
 import gc

@@ -2,11 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
-from allranks.durable import replacing, write_synced
-from allranks.errors import ConfigError
 from allranks.plan import Estimate, MemoryUse, Plan, Ranked, Refusal, Span, StepTime, Traffic
 from allranks.reporting.axis_places import Axis, Node, devices_on_node, place_axes, show_nodes
 from allranks.reporting.page import COLOURS, draw_figure, render_template
@@ -39,20 +36,6 @@ class AxisView:
     axis: Axis
     nodes: tuple[Node, ...]
     links: tuple[str, ...]
-
-
-def write_plan_page(plan: Plan, path: Path, command: str = "") -> None:
-    """Write `render_plan_page` to `path`, whole or not at all.
-
-    Raises:
-        ConfigError: the system does not let it be written there.
-    """
-    page = render_plan_page(plan, command)
-    try:
-        with replacing(path) as temporary:
-            write_synced(temporary, page)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; name another file") from error
 
 
 def render_plan_page(plan: Plan, command: str = "") -> str:

@@ -1,14 +1,14 @@
 """A Plan as text, for a terminal of 100 columns."""
 
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
-from rich.console import Console, Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from allranks.plan import Bill, Choice, Estimate, Plan, Ranked
+from allranks.reporting.as_text import as_text
 from allranks.units import format_bytes, format_count, format_seconds
 
 WIDTH = 100
@@ -31,7 +31,7 @@ def render_plan(plan: Plan, *, width: int = WIDTH) -> str:
     ):
         if body is not None:
             parts += [Text(), Text(title), body]
-    return _print(parts, width)
+    return as_text(parts, width)
 
 
 def render_comparison(plans: Sequence[Plan], *, width: int = WIDTH) -> str:
@@ -45,7 +45,7 @@ def render_comparison(plans: Sequence[Plan], *, width: int = WIDTH) -> str:
     table.add_column("layout", overflow="fold")
     for plan in sorted(plans, key=_pace, reverse=True):
         table.add_row(*_comparison_row(plan, priced))
-    return _print([Text("Compared"), table], width)
+    return as_text([Text("Compared"), table], width)
 
 
 def _pace(plan: Plan) -> float:
@@ -63,12 +63,6 @@ def _comparison_row(plan: Plan, priced: bool) -> list[str]:
     figures = [f"{found.samples_per_second:.3g}", format_seconds(found.step_seconds.expected)]
     figures += [format_bytes(found.peak_bytes.expected), f"{found.mfu:.0%}", *([money] if priced else [])]
     return [plan.cluster, *figures, _choice(found.choice) + fits]
-
-
-def _print(parts: Sequence[RenderableType], width: int) -> str:
-    file = io.StringIO()
-    Console(file=file, width=width, color_system=None, force_terminal=False).print(Group(*parts))
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def _headline(plan: Plan) -> Text:

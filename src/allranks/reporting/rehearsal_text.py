@@ -10,6 +10,7 @@ from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
 from allranks.rehearsal import Collective, Moment, RankRehearsal, Rehearsal
+from allranks.reporting.as_text import as_text
 from allranks.units import format_bytes, format_count
 
 WIDTH = 100
@@ -43,7 +44,7 @@ def render_rehearsal(told: Rehearsal, *, width: int = WIDTH) -> str:
     ):
         if body is not None:
             parts += [Text(), Text(title), body]
-    return _print(parts, width)
+    return as_text(parts, width)
 
 
 def render_verdict(told: Rehearsal) -> str:
@@ -59,7 +60,7 @@ def render_verdict(told: Rehearsal) -> str:
 
 def render_moments(rank: RankRehearsal, *, width: int = WIDTH) -> str:
     """One rank's step, stretch by stretch."""
-    return _print([Text(f"One step of rank {rank.rank}"), _moments(rank)], max(width, 78 + _widest(rank.moments)))
+    return as_text([Text(f"One step of rank {rank.rank}"), _moments(rank)], max(width, 78 + _widest(rank.moments)))
 
 
 def draw_moments(rank: RankRehearsal, *, width: int = WIDTH) -> str:
@@ -156,9 +157,3 @@ def _table(headings: Sequence[str], right: int, *, last_left: bool = False) -> T
         left = place < right or (last_left and place == len(headings) - 1)
         table.add_column(heading, justify="left" if left else "right", overflow="fold")
     return table
-
-
-def _print(parts: Sequence[RenderableType], width: int) -> str:
-    out = io.StringIO()
-    Console(file=out, width=width, highlight=False, color_system=None, legacy_windows=False).print(Group(*parts))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

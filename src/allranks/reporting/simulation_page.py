@@ -1,23 +1,9 @@
 """A Simulation as one page of plots that opens anywhere, without a network."""
 
-from pathlib import Path
-
-from allranks.durable import replacing, write_synced
-from allranks.errors import ConfigError
 from allranks.reporting.charts import Panel, draw
 from allranks.reporting.page import COLOURS, draw_figure, render_template
 from allranks.reporting.simulation_text import MEANINGS, every_of, render_simulation, say_percent
 from allranks.simulation import CAUSES, Simulation
-
-
-def write_simulation_page(found: Simulation, path: Path, command: str = "") -> None:
-    """Write `render_simulation_page` to `path`, whole or not at all. Raises ConfigError where it cannot be."""
-    page = render_simulation_page(found, command)
-    try:
-        with replacing(path) as temporary:
-            write_synced(temporary, page)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; name another file") from error
 
 
 def render_simulation_page(found: Simulation, command: str = "") -> str:

@@ -1,12 +1,12 @@
 """A Simulation as text, for a terminal of 100 columns."""
 
-import io
 from collections.abc import Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from allranks.reporting.as_text import as_text
 from allranks.simulation import CAUSES, DAY, Interval, Operation, Outcome, Simulation
 from allranks.units import format_seconds
 
@@ -30,9 +30,7 @@ def render_simulation(found: Simulation, *, width: int = WIDTH) -> str:
     parts += [Text(), Text("Spare nodes"), _spares(found), Text(say_spares(found), overflow="fold")]
     parts += [Text(), Text(say_faster(found), overflow="fold"), Text(), Text("Decided for you")]
     parts += [Text(f"  {note}", overflow="fold") for note in (*found.notes, say_source(found))]
-    file = io.StringIO()
-    Console(file=file, width=width, color_system=None, force_terminal=False).print(Group(*parts))
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+    return as_text(parts, width)
 
 
 def _verdict(found: Simulation) -> list[RenderableType]:

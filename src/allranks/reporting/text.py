@@ -1,6 +1,5 @@
 """A Report as text, for a terminal of 96 columns, a log or a mail."""
 
-import io
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -9,10 +8,11 @@ from math import isfinite
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console, Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from allranks.reporting.as_text import as_text
 from allranks.reporting.history import LossCurve
 from allranks.reporting.predicted import Prediction
 from allranks.reporting.report import KeptCheckpoint, Report
@@ -40,10 +40,7 @@ def render_text(report: Report, *, width: int = WIDTH) -> str:
     ):
         if body is not None:
             parts += [Text(), Text(title), body]
-    file = io.StringIO()
-    Console(file=file, width=width, color_system=None, force_terminal=False).print(Group(*parts))
-    lines = [line.rstrip() for line in file.getvalue().splitlines()]
-    return "\n".join([*lines, "", render_next(report)])
+    return "\n".join([as_text(parts, width), "", render_next(report)])
 
 
 def render_next(report: Report) -> str:
