@@ -1,0 +1,18 @@
+"""What rich draws, as plain text."""
+
+from rich.table import Table
+from rich.text import Text
+
+from allranks.reporting.as_text import as_text
+
+
+def test_parts_stand_below_each_other_without_colours_and_without_spaces_at_the_ends() -> None:
+    table = Table("name", "bytes", box=None)
+    table.add_row("weights", "12")
+    drawn = as_text([Text("first", style="bold red"), table], 40)
+    assert [line.split() for line in drawn.splitlines()] == [["first"], ["name", "bytes"], ["weights", "12"]]
+    assert "\x1b" not in drawn and all(line == line.rstrip() for line in drawn.splitlines())
+
+
+def test_no_line_is_wider() -> None:
+    assert max(map(len, as_text([Text("a word and another " * 9)], 30).splitlines())) <= 30
