@@ -84,5 +84,5 @@ def test_what_is_refused_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_what_train_refuses_is_refused_in_its_words(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown key 'train.stepss'"):
+    with pytest.raises(ConfigError, match=r"unknown key 'train\.stepss'"):
         ask(tmp_path / "new", POINTS, "train.stepss=3")

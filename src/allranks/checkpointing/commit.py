@@ -105,7 +105,8 @@ def explain(error: Exception, path: Path, num_bytes: int = 0) -> str:
     text = f"{error.filename or path}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         disk = os.statvfs(next(place for place in (path, *path.parents) if place.exists()))
-        text += f" (this rank needs {format_bytes(num_bytes)}, {format_bytes(disk.f_bavail * disk.f_frsize)} are free)"
+        needs = f"this rank needs {format_bytes(num_bytes)}, " if num_bytes else ""
+        text += f" ({needs}{format_bytes(disk.f_bavail * disk.f_frsize)} are free)"
     return text
 
 

@@ -136,8 +136,12 @@ def _choose(
     number: int,
     generator: random.Random,
 ) -> list[Fault]:
-    """Faults at steps of their own; the choices with the fewest steps take theirs first, an even share each."""
-    order = sorted(choices, key=lambda choice: (len({step for step, *_ in sites[choice]}), choice))
+    """Faults at steps of their own; the choices with the fewest steps take theirs first, an even share each.
+
+    Where there are fewer faults than choices, the generator says which of these it is.
+    """
+    some = generator.sample(sorted(choices), min(number, len(choices)))
+    order = sorted(some, key=lambda choice: (len({step for step, *_ in sites[choice]}), choice))
     taken: set[int] = set()
     chosen: list[Fault] = []
     exhausted: set[Choice] = set()
