@@ -73,7 +73,6 @@ def _read_incident(
     fault: Fault, fired: Fired, until: float, events: Sequence[Event], commands: Sequence[Command]
 ) -> Incident:
     later = [event for event in events if event["t"] > fired.time]
-    until = min(until, float("inf"))
     within = [event for event in later if event["t"] <= until]
     restarts = [event["what"] for event in within if event["event"] == "verdict" and event["kind"] == "restart"]
     ended = [command for command in commands if fired.time <= command.ended <= until and command.code]
@@ -91,14 +90,16 @@ def _read_incident(
     if not again:
         return Incident(fault, recovery, tuple(causes), None, 0, None)
     attempt = _attempt(later, again[0])
-    resumed = next((int(event["step"]) for event in attempt if event["event"] == "resume"), 0)
+    step = next((event for event in attempt if event["event"] == "step" and event["t"] <= until), None)
+    said = next((int(event["step"]) for event in attempt if event["event"] == "resume"), None)
+    if step is None:  # another fault was faster
+        return Incident(fault, recovery, tuple(causes), said, 0, None)
+    resumed = said or 0
     before = [event["step"] for event in events if event["event"] == "step" and event["t"] <= again[0]["t"]]
     # A line that was on its way to the disk when the process died is missing: the fault knows its step as well.
     furthest = max([*before, fired.step - 1, 0])
-    step = next((event for event in attempt if event["event"] == "step" and event["t"] <= until), None)
-    seconds = None if step is None else round(step["t"] - fired.time, 3)
-    redone = 0 if step is None else max(0, furthest - resumed)
-    return Incident(fault, recovery, tuple(causes), resumed, redone, seconds)
+    seconds = round(step["t"] - fired.time, 3)
+    return Incident(fault, recovery, tuple(causes), resumed, max(0, furthest - resumed), seconds)
 
 
 def _attempt(events: Sequence[Event], start: Event) -> list[Event]:

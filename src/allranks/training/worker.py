@@ -174,12 +174,12 @@ class _Training:
         manifest = checkpoint.manifest
         heartbeat.current().resumed(manifest.step)
         fault_points.begin_step(manifest.step)
-        fault_points.reach("resume")
         if self._screen is not None:
             self._journal.write("resume", step=manifest.step, samples=manifest.samples, path=checkpoint.path.name)
             self._screen.say(
                 f"resumed at step {manifest.step:,}, sample {manifest.samples:,}, from {checkpoint.path.name}"
             )
+        fault_points.reach("resume")
         return manifest.step
 
     def _warn(self, line: str) -> None:
