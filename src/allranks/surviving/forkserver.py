@@ -50,7 +50,6 @@ class _Server:
     """The one fork server that multiprocessing keeps."""
 
     has: _Preload | None = None
-    judged: tuple[int, StartMethod] | None = None  # its process id, and what it was found to be good for
 
 
 _server = _Server()
@@ -79,27 +78,12 @@ def start(task: str | None = None, modules: Sequence[str] = ()) -> None:
 def choose_start_method() -> StartMethod:
     """Wait until the fork server has imported what the last `start` asked for, and see whether it can be used.
 
-    Starts one where none runs, and another where variables that are read at import have changed since. One that was
-    asked before is not asked again: it has only waited since, and a restart need not wait for one more fork.
+    Starts one where none runs, and another where variables that are read at import have changed since.
     """
     start() if _server.has is None else start(_server.has.task, _server.has.modules)
     if sys.platform != "linux":
         return StartMethod("spawn", Decision("workers are spawned", f"forking torch is not safe on {sys.platform}"))
-    pid = _server_pid()
-    if _server.judged is not None and _server.judged[0] == pid:
-        return _server.judged[1]
-    method = _judge(_ask())
-    if method.name == "forkserver":
-        _server.judged = (pid, method)
-    return method
-
-
-def _server_pid() -> int:
-    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    return pid
-
-
-def _judge(report: preload.Report | str) -> StartMethod:
+    report = _ask()
     hindrance = report if isinstance(report, str) else report.hindrance()
     if isinstance(report, str) or hindrance is not None:
         return StartMethod("spawn", Decision("workers are spawned", str(hindrance)))
