@@ -41,6 +41,7 @@ def test_help_names_every_command(words: list[str], capsys: pytest.CaptureFixtur
         "train",
         "plan",
         "verify",
+        "chaos",
         "dryrun",
         "simulate",
         "new",

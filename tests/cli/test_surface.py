@@ -18,6 +18,7 @@ SURFACE = {
         "--tokens --top-k --vocab --watts --what-if"
     ),
     "allranks verify": "ARGUMENTS... --help --json --layout --nproc --steps",
+    "allranks chaos": "ARGUMENTS... --help --json --kills --layout --nproc --points --run --run-dir --seed",
     "allranks dryrun": (
         "ARGUMENTS... --cluster --full-trace --help --json --layout --ranks --remedies --svg --timeline --trace"
     ),

@@ -152,6 +152,9 @@ def meet_fault(fault: str) -> None:
         time.sleep(4.0)
     if fault == "lock":
         re.match(r"(a?){40}a{40}", "a" * 40)
+    if fault == "server":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)  # its own end follows
     if fault in ("SIGSTOP", "SIGKILL", "SIGSEGV"):
         os.kill(os.getpid(), getattr(signal, fault))
     if fault == "raise":

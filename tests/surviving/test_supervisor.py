@@ -1,5 +1,6 @@
 """Hangs, crashes and restarts through the agent, with real processes and real signals, which train without torch."""
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,13 @@ def test_a_killed_worker_starts_again(small_server: None, tmp_path: Path, fault:
     assert (outcome.exit_code, attempts) == (0, 2)
     (verdict,) = told
     assert verdict.kind == "restart" and f"was killed by {fault}" in verdict.what and "step 7" in verdict.what
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fork servers are Linux's")
+def test_workers_start_again_from_another_server_where_theirs_was_killed(small_server: None, tmp_path: Path) -> None:
+    outcome, told, attempts = train(tmp_path, "server")
+    assert (outcome.exit_code, attempts) == (0, 2)
+    assert [verdict.kind for verdict in told] == ["restart"] and "was killed by SIGKILL" in told[0].what
 
 
 def test_a_crash_at_the_same_step_each_time_ends_with_93(small_server: None, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from allranks.surviving.child import WorkerStart
@@ -83,6 +84,20 @@ def test_signals_and_kill(small_server: None, tmp_path: Path) -> None:
     assert workers.exits[1].code == 130
     assert workers.killed == set()
     workers.kill()  # of none
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fork servers are Linux's")
+def test_a_lost_server_is_told_from_lost_workers(small_server: None, tmp_path: Path) -> None:
+    start()
+    for lost in (False, True):
+        workers = LocalWorkers("forkserver", starts(tmp_path, "never_mind", str(tmp_path)), replies=False)
+        wait_until(lambda: len(list(tmp_path.glob("started-*"))) == 2)
+        os.kill(psutil.Process(workers.pids[0]).ppid() if lost else workers.pids[0], signal.SIGKILL)
+        workers.wait(60)
+        assert workers.lost_their_server == lost
+        workers.kill()
+        for path in tmp_path.glob("started-*"):
+            path.unlink()
 
 
 def test_kill_ends_all_at_once(small_server: None, tmp_path: Path) -> None:

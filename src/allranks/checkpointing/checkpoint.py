@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from allranks import fault_points
 from allranks.checkpointing.index import read_index
 from allranks.checkpointing.manifest import MANIFEST_BYTES_CAP, Manifest, parse_manifest, sha256_hex
 from allranks.checkpointing.tensor_file import OpenFile, open_regular
@@ -223,6 +224,7 @@ def discard(path: Path) -> None:
     try:
         path.rename(trash)
         sync(path.parent)
+        fault_points.reach("checkpoint.remove")
         shutil.rmtree(trash)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be deleted: {error.strerror or error}") from error

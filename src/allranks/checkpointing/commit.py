@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks import fault_points
 from allranks.checkpointing.checkpoint import COMMITTED_FILE, MANIFEST_FILE, Checkpoint, Header, discard, seal
 from allranks.checkpointing.index import check_cover
 from allranks.checkpointing.manifest import FileRecord, Manifest, TensorRecord, render_manifest
@@ -79,11 +80,14 @@ def commit(
     manifest = merge(header, shares, state, torch_version, str(target))
     try:
         _check_visible(temporary, manifest)
+        fault_points.reach("checkpoint.manifest")
         text = render_manifest(manifest)
         write_synced(temporary / MANIFEST_FILE, text)
         write_synced(temporary / COMMITTED_FILE, seal(text.encode()).decode())
         sync(temporary)
+        fault_points.reach("checkpoint.rename")
         replaced = _publish(temporary, target)
+        fault_points.reach("checkpoint.renamed")
         sync(target.parent)
         sync(target.parent.parent)
     except OSError as error:
@@ -101,7 +105,8 @@ def explain(error: Exception, path: Path, num_bytes: int = 0) -> str:
     text = f"{error.filename or path}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         disk = os.statvfs(next(place for place in (path, *path.parents) if place.exists()))
-        text += f" (this rank needs {format_bytes(num_bytes)}, {format_bytes(disk.f_bavail * disk.f_frsize)} are free)"
+        needs = f"this rank needs {format_bytes(num_bytes)}, " if num_bytes else ""
+        text += f" ({needs}{format_bytes(disk.f_bavail * disk.f_frsize)} are free)"
     return text
 
 

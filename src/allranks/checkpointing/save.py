@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allranks import fault_points
 from allranks.checkpointing.checkpoint import MANIFEST_FILE, Checkpoint, Header, step_name
 from allranks.checkpointing.commit import Share, check_target, commit, explain
 from allranks.checkpointing.exchange import broadcast_bytes, gather_bytes
@@ -113,6 +114,7 @@ def _attempt_share(
             raise CheckpointError(f"{temporary.name}: a token is letters and digits")
         check_target(target, header)
         temporary.mkdir(parents=True, exist_ok=True)
+        fault_points.reach("checkpoint.stage")
         held = [(entry.name, entry.dtype, entry.shape) for entry, _ in stored]
         return Share(rank, "", _write(temporary, mine, rank), _digests(mine), held, aliases), kept
     except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from allranks import fault_points
 from allranks.checkpointing.manifest import CHUNK_BYTES, FileRecord
 from allranks.checkpointing.tensor_file import Part, render_header
 
@@ -25,6 +26,7 @@ def write_file(path: Path, tensors: Sequence[tuple[Part, torch.Tensor]]) -> File
     start, length, digest = 0, 0, hashlib.sha256()
     with path.open("xb", buffering=1 << 20) as file, ThreadPoolExecutor(1) as pool:
         for piece, ends_chunk in _pieces(tensors):
+            fault_points.reach("checkpoint.write")
             if len(piece) < _SMALL_BYTES:
                 digest.update(piece)
                 file.write(piece)
@@ -37,6 +39,7 @@ def write_file(path: Path, tensors: Sequence[tuple[Part, torch.Tensor]]) -> File
                 chunks.append((start, length, digest.hexdigest()))
                 start, length, digest = start + length, 0, hashlib.sha256()
         file.flush()
+        fault_points.reach("checkpoint.sync")
         os.fsync(file.fileno())
     return FileRecord(bytes=start, chunks=tuple(chunks))
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from allranks import __version__
-from allranks.cli import bench, checkpoint, doctor, dryrun, explain, new, plan, report, simulate, train, verify
+from allranks.cli import bench, chaos, checkpoint, doctor, dryrun, explain, new, plan, report, simulate, train, verify
 from allranks.cli.output import print_error
 from allranks.errors import AllranksError, ConfigError
 
@@ -28,6 +28,7 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
+app.command("chaos")(chaos.chaos)
 app.command("dryrun")(dryrun.dryrun)
 app.command("simulate")(simulate.simulate)
 app.command("new")(new.new)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from allranks import fault_points
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import mix, seed_all
 from allranks.errors import TaskError
@@ -74,6 +75,7 @@ class AlternatingPasses(Passes):
             names.add(None if yielded is None else yielded[0])
             if yielded is not None:
                 _, loss, num_targets = yielded
+                fault_points.reach("backward")
                 (loss * float(micro_step.weight)).backward()
                 total += loss.detach().double() * micro_step.weight
                 targets += num_targets * micro_step.weight
@@ -86,6 +88,7 @@ class AlternatingPasses(Passes):
         return name, total, targets
 
     def _advance(self, generator: Iterator[Yielded], micro_step: MicroStep, turn: int) -> Yielded | None:
+        fault_points.reach("forward")
         seed_all(mix(micro_step.random_key, turn))
         with micro_forward(self._spread, micro_step.weight) as rows, self._forward.autocast():
             yielded: object = next(generator, None)

@@ -8,6 +8,7 @@ from numbers import Real
 import torch
 import torch.distributed as dist
 
+from allranks import fault_points
 from allranks.data.micro_step import MicroStep
 from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
@@ -40,6 +41,7 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
     with _evaluation_mode(spread), buffers_kept(spread, unless=False):
         spread.batch_norms.average()
         for micro_step in batches:
+            fault_points.reach("evaluate")
             seed_all(micro_step.random_key)
             batch = forward.place(micro_step.batch)
             with spread.batch_norms.counting(micro_step.weight > 0):

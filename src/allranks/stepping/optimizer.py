@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from allranks import fault_points
 from allranks.config import OptimizerConfig
 from allranks.errors import TaskError
 from allranks.parallel.spread import Spread
@@ -73,6 +74,7 @@ class Optimizers:
             rows.lend(self.parameters(which))
         for name in self._named(which):
             self.by_name[name].step()
+            fault_points.reach("optimizer")
             if name not in self._seen:
                 self._seen.add(name)
                 self._check_state(name)

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch.utils import _pytree as pytree
 
+from allranks import fault_points
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import seed_all
 from allranks.digest import ledger_sum
@@ -141,10 +142,12 @@ class PlainPasses(Passes):
         yield StepSums("", total, None, ledger_of(batch))
 
     def _backward(self, micro_step: MicroStep, scale: Scale) -> torch.Tensor:
+        fault_points.reach("forward")
         seed_all(micro_step.random_key)
         with micro_forward(self._spread, micro_step.weight):
             batch = self._forward.place(micro_step.batch)
             loss = self._forward.task.loss(self._forward(batch), batch)
+        fault_points.reach("backward")
         # A filler's loss counts nothing, but its backward runs: every rank takes part in every collective.
         (loss * (scale * micro_step.weight)).backward()
         total = loss.detach().double()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allranks import fault_points
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import mix, seed_all
 from allranks.errors import LayoutError
@@ -82,6 +83,7 @@ class ScheduledPasses(Passes):
 
     def _compute(self, micro_step: MicroStep, placed: Any, loss: Loss, stage: int, received: Payload) -> Payload:
         """What a stage sends on, or the last one's loss."""
+        fault_points.reach("forward")
         # The first stage draws as one device does; each other has numbers of its own (law 6).
         seed_all(mix(micro_step.random_key, stage) if stage else micro_step.random_key)
         with micro_forward(self._spread, micro_step.weight):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from allranks import fault_points
 from allranks.data.micro_step import StepBatch
 from allranks.errors import TaskError
 from allranks.observing.counters import Stopwatch
@@ -155,6 +156,7 @@ class Step:
         return divisor / before.next_targets.clamp(min=1.0)
 
     def _agree(self, loss: torch.Tensor, ledger: int, upcoming: StepBatch | None) -> Pending:
+        fault_points.reach("agreement")
         interrupt, terminate = self._stop_requested()
         targets = 0 if upcoming is None else upcoming.targets or 0
         samples = 0 if upcoming is None else sum(len(m.positions) for m in upcoming.micro_steps)

@@ -141,8 +141,8 @@ class LocalAgent(SimpleElasticAgent):
         self._kill_at = self._hang = None
         if self._supervisor is not None:
             self._supervisor.begin_attempt()
-        if self._attempt and self._method.name == "forkserver":
-            self._method = choose_start_method()  # the server may have been killed along with them
+        if self._workers is not None and self._method.name == "forkserver" and self._workers.lost_their_server:
+            self._method = choose_start_method()
         starts = [self._start_of(worker, worker_group) for worker in worker_group.workers]
         self._workers = LocalWorkers(self._method.name, starts, replies=self._replies)
         self._attempt += 1

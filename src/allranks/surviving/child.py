@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, final
 
+from allranks import fault_points
 from allranks.failure import end_process, run_recorded
 from allranks.lifeline import die_with_parent
 from allranks.observing import heartbeat
@@ -56,6 +57,7 @@ def run_worker(start: WorkerStart, reply: Connection | None) -> None:
     os.environ["OMP_NUM_THREADS"] = str(start.num_threads)  # read by whatever is imported from here on
     os.chdir(start.folder)
     faulthandler.enable()
+    fault_points.join(os.environ, start.rank)
     if start.beats:
         heartbeat.join(start.beats, start.slot, start.log_dir / f"rank-{start.rank:05d}.log")
     if "torch" in sys.modules:

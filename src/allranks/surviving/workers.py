@@ -13,6 +13,7 @@ from typing import final
 
 from allranks.surviving.child import WorkerStart, run_worker
 from allranks.surviving.forkserver import main_hidden
+from allranks.surviving.outcome import UNKNOWN_CODE
 
 
 @final
@@ -73,6 +74,14 @@ class LocalWorkers:
     def alive(self) -> list[int]:
         """The local ranks that have not ended."""
         return [local_rank for local_rank in self._processes if local_rank not in self.exits]
+
+    @property
+    def lost_their_server(self) -> bool:
+        """Whether the fork server that knows exit codes has gone, of which its workers die; it is not asked for less.
+
+        Asking a server costs a fork, for which a restart would have to wait.
+        """
+        return any(one.code == UNKNOWN_CODE for one in self.exits.values())
 
     def wait(self, seconds: float) -> None:
         """Return when a worker ends or replies, and after `seconds` at the latest."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Literal, final
 
+from allranks import fault_points
 from allranks.data.loader import Loader
 from allranks.data.micro_step import StepBatch
 from allranks.observing import heartbeat
@@ -77,7 +78,7 @@ class Trainer:
         session = self._session
         self._stopwatch.mark("other")
         with session.loader() as loader:
-            batch = next(loader, None)
+            batch = self._load(loader)
             before = session.step.agree_first(batch) if batch is not None else None
             older = before
             done = session.stream.step
@@ -89,6 +90,7 @@ class Trainer:
                     return self._end(reason, batch.step)
                 started = time.perf_counter()
                 self._heart.begin_step()
+                fault_points.begin_step(batch.step + 1)
                 outcome = session.step.run(batch, before, lambda: self._load(loader))
                 session.stream.take(batch)
                 self._record(batch, before, outcome, started)
@@ -101,6 +103,7 @@ class Trainer:
         return self._end("done", done)
 
     def _load(self, loader: Loader) -> StepBatch | None:
+        fault_points.reach("data.next")
         with self._heart.loading():
             return next(loader, None)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from allranks import fault_points
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.errors import AllranksError, RunError
 from allranks.launching.environment import read_environment
@@ -54,6 +55,7 @@ class Assignment:
 def work(assignment: Assignment) -> int:
     """Train as one rank of the world that the environment describes; returns the exit code of design.md section 6."""
     stops = StopRequests.install()
+    fault_points.reach("start")
     environment = read_environment(os.environ)
     prepared = _prepared(assignment)
     layout = resolve_layout(prepared.config, environment.world_size, environment.num_nodes)
@@ -171,11 +173,13 @@ class _Training:
         self._resumed_otherwise = contents.load(checkpoint)
         manifest = checkpoint.manifest
         heartbeat.current().resumed(manifest.step)
+        fault_points.begin_step(manifest.step)
         if self._screen is not None:
             self._journal.write("resume", step=manifest.step, samples=manifest.samples, path=checkpoint.path.name)
             self._screen.say(
                 f"resumed at step {manifest.step:,}, sample {manifest.samples:,}, from {checkpoint.path.name}"
             )
+        fault_points.reach("resume")
         return manifest.step
 
     def _warn(self, line: str) -> None:

@@ -1,0 +1,88 @@
+"""Trials with the real command and real kills."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import ConfigError
+from allranks.fault_points import read_schedule
+from allranks.surviving.chaos import Trial, break_on_purpose
+from tests.commands import POINTS, allranks
+
+pytestmark = pytest.mark.distributed
+TRAIN = ("train.global_batch=8", "evaluate.every=10", "track.tensorboard=false", "task.num_points=64")
+EVERY_POINT = 15
+
+
+def trial(folder: Path, *words: str, kills: int, check: int = 0) -> dict[str, object]:
+    """What `allranks chaos --json` says; everything holds, or what does not is in the message."""
+    wanted = ("--kills", str(kills), "--nproc", "2", "--layout", "ddp", "--json", "--run", "trial")
+    ran = allranks("chaos", POINTS, *TRAIN, *wanted, *words, folder=folder, check=None)
+    document: dict[str, object] = json.loads(ran.stdout)
+    told = "\n".join(json.dumps(one) for key in ("invariants", "incidents") for one in document.get(key, ()))  # type: ignore[attr-defined]
+    assert ran.returncode == check == document["exit_code"], f"{document.get('verdict')}\n{told}\n{ran.stderr}"
+    return document
+
+
+def test_killed_at_eight_points_nothing_is_lost(tmp_path: Path) -> None:
+    document = trial(tmp_path, "train.steps=26", kills=8)
+    assert (document["planned"], document["happened"], document["recovered"], document["restarts"]) == (8, 8, 8, 8)
+    schedule = read_schedule(tmp_path / "trial" / "faults")
+    assert len({fault.point for fault in schedule}) >= 6 and {fault.rank for fault in schedule} == {0, 1}
+    assert [one["holds"] for one in document["invariants"]] == [True] * 7  # type: ignore[attr-defined]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(4))
+def test_sixty_kills(tmp_path: Path, seed: int) -> None:
+    document = trial(tmp_path, "train.steps=90", "--seed", str(seed), kills=EVERY_POINT)
+    assert document["recovered"] == EVERY_POINT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["kill", "stop", "segfault", "exit", "raise", "enospc", "eio"])
+def test_every_point_and_kind(tmp_path: Path, kind: str) -> None:
+    kills = 8 if kind in ("enospc", "eio") else EVERY_POINT
+    words = ("--points", f"*:{kind}", "train.steps=90", "guard.stopped_seconds=1")
+    document = trial(tmp_path, *words, kills=kills)
+    assert document["recovered"] == kills
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["fsdp", "pp=2", "tp=2"])
+def test_other_layouts(tmp_path: Path, layout: str) -> None:
+    assert trial(tmp_path, "train.steps=40", "--layout", layout, kills=8)["recovered"] == 8
+
+
+@pytest.mark.full
+def test_a_point_that_never_happens_is_refused(tmp_path: Path) -> None:
+    refused = trial(tmp_path, "train.steps=4", "evaluate.every=0", "--points", "evaluate", kills=1, check=2)
+    assert str(refused["error"]).startswith("evaluate never happens in this program: it passes start, resume, data")
+
+
+@pytest.mark.full
+def test_a_training_that_fails_by_itself_is_undetermined(tmp_path: Path) -> None:
+    document = trial(tmp_path, "train.steps=30", "task.boom_rank=1", kills=2, check=3)
+    assert str(document["verdict"]).startswith("undetermined: the undisturbed run itself ended with 1: ValueError: the")
+
+
+def ask(folder: Path, *arguments: str, kills: int = 1, points: str | None = None) -> None:
+    break_on_purpose(Trial(arguments, ("--nproc", "1"), kills, 0, points, folder), lambda line: None)
+
+
+def test_what_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--kills 0: a trial without a fault proves nothing"):
+        ask(tmp_path / "new", kills=0)
+    with pytest.raises(ConfigError, match="no such point 'forwad'; did you mean 'forward'"):
+        ask(tmp_path / "new", points="forwad")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(ConfigError, match="is not empty: name another directory"):
+        ask(tmp_path / "full")
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_train_refuses_is_refused_in_its_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'train\.stepss'"):
+        ask(tmp_path / "new", POINTS, "train.stepss=3")

@@ -1,0 +1,123 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from allranks import fault_points
+from allranks.fault_points import EXIT_CODE, KINDS, POINTS, VARIABLE, Fault, Kind
+
+SOURCE = Path(fault_points.__file__).parent
+WALK = """
+import sys
+from allranks import fault_points
+fault_points.join({fault_points.VARIABLE: sys.argv[1]}, int(sys.argv[2]))
+fault_points.reach("start")
+for step in range(int(sys.argv[3]) + 1, 6):
+    fault_points.begin_step(step)
+    for visit in (1, 2):
+        print(step, visit, flush=True)
+        fault_points.reach("forward")
+"""
+
+
+@pytest.fixture(autouse=True)
+def left_alone() -> Iterator[None]:
+    yield
+    fault_points.join({}, 0)
+
+
+def fault(**fields: object) -> Fault:
+    return Fault(**{"number": 0, "point": "forward", "rank": 0, "step": 3, "visit": 2, "kind": "kill", **fields})  # type: ignore[arg-type]
+
+
+def walk(folder: Path, rank: int = 0, done: int = 0) -> tuple[int, str]:
+    """A program that passes `forward` twice a step, from step `done` on: how it ends, and what it passed last."""
+    command = [sys.executable, "-c", WALK, str(folder), str(rank), str(done)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    return ran.returncode, (ran.stdout.splitlines() or [""])[-1]
+
+
+def test_every_point_is_named_once_in_the_program_and_none_besides() -> None:
+    named = [
+        line.split('reach("')[1].split('"')[0]
+        for path in SOURCE.rglob("*.py")
+        if path.name != "fault_points.py"
+        for line in path.read_text().splitlines()
+        if 'fault_points.reach("' in line
+    ]
+    assert set(named) == set(POINTS)
+
+
+def test_a_point_does_nothing_unless_chaos_asks(tmp_path: Path) -> None:
+    fault_points.write_schedule(tmp_path, [fault(kind="raise", step=0, visit=1)])
+    fault_points.join({}, 0)
+    fault_points.reach("forward")
+    fault_points.join({VARIABLE: str(tmp_path)}, 0)
+    with pytest.raises(RuntimeError, match="fault 0, at forward of rank 0"):
+        fault_points.reach("forward")
+
+
+def test_a_fault_strikes_its_rank_in_its_step_once_over_all_starts(tmp_path: Path) -> None:
+    fault_points.write_schedule(tmp_path, [fault()])
+    assert walk(tmp_path, rank=1) == (0, "5 2")
+    assert walk(tmp_path) == (-signal.SIGKILL, "3 2")
+    fired = fault_points.read_fired(tmp_path)
+    assert list(fired) == [0] and fired[0].step == 3
+    assert walk(tmp_path) == (0, "5 2")
+
+
+def test_what_was_missed_strikes_at_the_next_passing(tmp_path: Path) -> None:
+    fault_points.write_schedule(tmp_path, [fault()])
+    assert walk(tmp_path, done=3) == (-signal.SIGKILL, "4 1")
+
+
+def test_a_fault_in_a_recovery_waits_for_the_fault_before(tmp_path: Path) -> None:
+    fault_points.write_schedule(tmp_path, [fault(), fault(number=1, point="start", after=0)])
+    assert walk(tmp_path)[1] == "3 2"
+    assert walk(tmp_path) == (-signal.SIGKILL, "")
+    assert walk(tmp_path) == (0, "5 2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [("segfault", -signal.SIGSEGV), ("exit", EXIT_CODE), ("raise", 1), ("enospc", 1), ("eio", 1)],
+)
+def test_kinds(tmp_path: Path, kind: Kind, code: int) -> None:
+    fault_points.write_schedule(tmp_path, [fault(kind=kind)])
+    assert walk(tmp_path) == (code, "3 2")
+
+
+def test_a_stop_stops_and_the_process_can_go_on(tmp_path: Path) -> None:
+    fault_points.write_schedule(tmp_path, [fault(kind="stop")])
+    with subprocess.Popen([sys.executable, "-c", WALK, str(tmp_path), "0", "0"], stdout=subprocess.PIPE) as process:
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+        process.send_signal(signal.SIGCONT)
+        assert process.wait() == 0
+
+
+def test_every_kind_is_tried_here() -> None:
+    tried = {"kill", "stop", "segfault", "exit", "raise", "enospc", "eio"}
+    assert set(KINDS) == tried
+
+
+def test_an_undisturbed_run_writes_down_what_it_passes(tmp_path: Path) -> None:
+    assert walk(tmp_path, rank=1) == (0, "5 2")
+    assert fault_points.read_passed(tmp_path) == {1: {"start": {0: 1}, "forward": dict.fromkeys(range(1, 6), 2)}}
+
+
+def test_a_process_that_was_forked_off_is_no_rank(tmp_path: Path) -> None:
+    fault_points.write_schedule(tmp_path, [fault(step=0, visit=1)])
+    fault_points.join({VARIABLE: str(tmp_path)}, 0)
+    in_fork: Callable[[], None] = lambda: fault_points.reach("forward")  # noqa: E731
+    child = os.fork()
+    if child == 0:
+        in_fork()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert json.loads((tmp_path / "schedule.json").read_text())[0]["point"] == "forward"
+    assert fault_points.read_fired(tmp_path) == {}
