@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 from typing import Any, final
 from unittest.mock import patch
@@ -161,11 +160,9 @@ class OwnLoop:
         )
 
     def _train(self, first: int, save_before: int) -> None:
-        """Steps from `first` on; the data is made anew, and what lies before is left out."""
+        """Steps from `first` on; the data is made anew, and what lies before is skipped."""
         program, setting = self.program, self.setting
-        steps = iter(program.steps(self.rank, self.size))
-        for _ in islice(steps, first):
-            pass
+        steps = iter(program.steps(self.rank, self.size, first))
         for index in range(first, setting.num_steps):
             if index == save_before:
                 assert program.save is not None

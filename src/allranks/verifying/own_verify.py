@@ -214,8 +214,8 @@ def _one_batch_a_step(program: Program, setting: Setting, observer: look.Observe
 
 
 def _merged(program: Program) -> Callable[[int, int], Any]:
-    def data(rank: int, size: int) -> Any:
-        for batches in program.steps(rank, size):
+    def data(rank: int, size: int, first: int = 0) -> Any:
+        for batches in program.steps(rank, size, first):
             whole = merge(batches) if len(batches) > 1 else None
             yield batches if whole is None else [whole]
 
