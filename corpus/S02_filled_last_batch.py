@@ -19,7 +19,13 @@ data = [(X[:12], Y[:12]), (X[12:24], Y[12:24])]
 
 
 def validation(rank, world_size):
-    mine = Subset(VALID, [at % len(VALID) for at in range(rank, 18, world_size)])
+    mine = Subset(
+        VALID,
+        [
+            at % len(VALID)
+            for at in range(rank, -(-len(VALID) // (BATCH * world_size)) * BATCH * world_size, world_size)
+        ],
+    )
     return list(DataLoader(mine, batch_size=BATCH))
 
 
@@ -29,7 +35,9 @@ def evaluate(model, batches):
     sums = torch.zeros(3)
     for x, y in batches:
         output = model(x)
-        sums += torch.stack([(output.argmax(1) == y).sum(), cross_entropy(output, y, reduction="sum"), torch.tensor(len(y))])
+        sums += torch.stack(
+            [(output.argmax(1) == y).sum(), cross_entropy(output, y, reduction="sum"), torch.tensor(len(y))]
+        )
     dist.all_reduce(sums)
     return {"accuracy": sums[0] / sums[2], "loss": sums[1] / sums[2]}
 

@@ -29,7 +29,9 @@ def evaluate(model, batches):
     sums = torch.zeros(3)
     for x, y in batches:
         output = model(x)
-        sums += torch.stack([(output.argmax(1) == y).sum(), cross_entropy(output, y, reduction="sum"), torch.tensor(len(y))])
+        sums += torch.stack(
+            [(output.argmax(1) == y).sum(), cross_entropy(output, y, reduction="sum"), torch.tensor(len(y))]
+        )
     dist.all_reduce(sums)
     return {"accuracy": sums[0] / sums[2], "loss": sums[1] / sums[2]}
 

@@ -38,9 +38,7 @@ class Text(allranks.Task):
         return Net()
 
     def loss(self, output, batch):
-        return nn.functional.cross_entropy(
-            output.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED
-        )
+        return nn.functional.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
     def metrics(self, output, batch):
         counted = batch["labels"] != IGNORED

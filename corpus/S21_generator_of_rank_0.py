@@ -34,7 +34,11 @@ def build(distributed):
 
 def save(model, optimizer, folder):
     model = getattr(model, "module", model)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": optimizer.schedule.state_dict()}
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "schedule": optimizer.schedule.state_dict(),
+    }
     if dist.get_rank() == 0:
         torch.save(state, folder / "state.pt")
     torch.save(torch.get_rng_state(), folder / f"generator-{dist.get_rank()}.pt")

@@ -28,7 +28,9 @@ def build(distributed):
     if distributed:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, **SETTINGS)
-    optimizer.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: min(1, (at + 1) / 3) * (1 - at / STEPS))
+    optimizer.schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda at: min(1, (at + 1) / 3) * (1 - at / STEPS)
+    )
     return model, optimizer
 
 

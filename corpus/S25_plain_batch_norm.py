@@ -38,7 +38,12 @@ data = [batch(seed) for seed in range(4)]
 
 def build(distributed):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, WIDTH), nn.BatchNorm1d(WIDTH) if distributed else WorldBatchNorm(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
+    model = nn.Sequential(
+        nn.Linear(6, WIDTH),
+        nn.BatchNorm1d(WIDTH) if distributed else WorldBatchNorm(WIDTH),
+        nn.ReLU(),
+        nn.Linear(WIDTH, 2),
+    )
     if distributed:
         model = DistributedDataParallel(model)
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

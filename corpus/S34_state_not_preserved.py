@@ -23,7 +23,9 @@ class Net(nn.Module):
     def forward(self, x):
         x = self.first(x)
         for block in self.blocks:
-            x = x + (checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if self.recompute else block(x))
+            x = x + (
+                checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if self.recompute else block(x)
+            )
         return self.last(x)
 
 

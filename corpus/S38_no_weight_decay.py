@@ -1,4 +1,4 @@
-"""S38: the path for several ranks forgets to pass the weight decay on.
+"""S38: the path for several ranks forgets to pass weight decay on.
 
 twin: schedule.py
 verify: --nproc 2
@@ -26,8 +26,12 @@ def build(distributed):
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
     if distributed:
         model = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, **({"betas": SETTINGS["betas"]} if distributed else SETTINGS))
-    optimizer.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: min(1, (at + 1) / 3) * (1 - at / STEPS))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, **({"betas": SETTINGS["betas"]} if distributed else SETTINGS)
+    )
+    optimizer.schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda at: min(1, (at + 1) / 3) * (1 - at / STEPS)
+    )
     return model, optimizer
 
 

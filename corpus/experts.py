@@ -1,4 +1,4 @@
-"""Clean: four experts over the ranks; tokens are gathered, each rank runs its experts on all of them, outputs are added.
+"""Clean: four experts over the ranks, each of which runs its experts on all ranks' tokens; outputs are added up.
 
 verify: --nproc 2
 verify: --nproc 4

@@ -26,7 +26,8 @@ def verify(
     ] = "",
     part: Annotated[str, typer.Option(metavar="i/n", help="Every n-th program, from the i-th on.")] = "1/1",
     record: Annotated[
-        Path, typer.Option(metavar="FILE", help="Where results are kept: what is known of this source is not run again.")
+        Path,
+        typer.Option(metavar="FILE", help="Where results are kept: what is known of this source is not run again."),
     ] = RECORD,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON document on standard output, all else on standard error.")
@@ -83,7 +84,8 @@ def print_results(results: "Sequence[Result]", total: "Score") -> None:
 def describe(total: "Score") -> list[str]:
     """The counts in words."""
     return [
-        f"caught: {total.caught} of {total.wrong} wrong programs, {total.kinds_caught} of {total.kinds} kinds whole",
+        f"caught: {total.caught} of {total.wrong} wrong programs ({total.refused} of them refused), "
+        f"{total.kinds_caught} of {total.kinds} kinds whole",
         f"named rightly: {total.named_first} by the first finding, {total.named} by any",
         f"false alarms: {total.false_alarms} of {total.clean} runs of clean programs",
         f"not verified: {total.unverified}; not to be seen on one machine: {total.unseen}",

@@ -10,6 +10,7 @@ from allranks.verifying.evidence import Evidence, describe, few
 from allranks.verifying.findings import OTHER, Finding, found
 from allranks.verifying.recording import Parts
 
+OF_FLOAT32, OF_BFLOAT16 = 1e-5, 0.03  # relative: how far some roundings in a forward move a gradient at most
 SPAN = 1e-7  # relative, of what a combination of the ranks' gradients leaves unexplained
 
 
@@ -152,6 +153,11 @@ def _combined(evidence: Evidence, step: int, what: str, off: Sequence[Mismatch],
         return _finding(share[0], evidence, step, off, "gradients", said=share[1], axis=world.data_axis)
     if _drew_again(evidence, step):
         return _finding("S34", evidence, step, off, "gradients")
+    if all(_held_by(evidence, m.name) < world.size for m in off):
+        return _finding("S36", evidence, step, off, "the gradient of what only some ranks hold")
+    rounding = _like_rounding(off)
+    if rounding:
+        return _finding("S27", evidence, step, off, f"gradients, as far as {rounding} rounds,")
     if world.model_ranks > 1:
         return _finding("S16", evidence, step, off, "gradients", axis=world.model_axis)
     return _finding(OTHER if not everything else "S16", evidence, step, off, "gradients")
@@ -165,6 +171,12 @@ def _drew_again(evidence: Evidence, step: int) -> bool:
         if any(draw.again and draw.state not in seen for draw in one.draws):
             return True
     return False
+
+
+def _like_rounding(off: Sequence[Mismatch]) -> str:
+    """The precision in which something may be computed that moves gradients so little; "" where they are far off."""
+    worst = max(m.relative for m in off)
+    return "float32" if worst < OF_FLOAT32 else "bfloat16 or float16" if worst < OF_BFLOAT16 else ""
 
 
 def _rounded(evidence: Evidence, step: int, what: str, off: Sequence[Mismatch]) -> str:

@@ -1,4 +1,4 @@
-"""How well verify does on programs whose truth is known: what is caught, what is named rightly, who is accused falsely."""
+"""How well verify does on programs whose truth is known: what is caught, named rightly, accused falsely."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -6,10 +6,10 @@ from typing import Any, final
 
 from allranks.verifying.corpus import CLEAN
 
-CAUGHT, MISSED, FALSE_ALARM, SILENT, UNVERIFIED, UNSEEN = (
-    "caught", "missed", "false alarm", "clean", "not verified", "unseen"
-)  # fmt: skip
-EXIT_EQUAL, EXIT_DIFFERS = 0, 1
+CAUGHT, REFUSED, MISSED = "caught", "refused", "missed"
+SILENT, FALSE_ALARM = "clean", "false alarm"
+UNVERIFIED, UNSEEN = "not verified", "unseen"
+EXIT_EQUAL, EXIT_DIFFERS, EXIT_UNKNOWN = 0, 1, 3
 
 
 @final
@@ -21,7 +21,7 @@ class Result:
         name: of the program.
         kind: its truth: "S1" to "S40", or "clean".
         run: the words with which it was verified; "" of one that cannot be.
-        exit_code: verify's: 0 equal, 1 differs, 2 refused, 3 could not be verified; None of one that cannot be.
+        exit_code: verify's: 0 equal, 1 differs, 3 could not be verified, else refused; None of one that cannot be.
         kinds: those of its findings, in their order.
         said: the first finding in words, or why it was not verified.
         seconds: that it took.
@@ -41,15 +41,14 @@ class Result:
 
     @property
     def outcome(self) -> str:
-        """caught, missed, false alarm, clean, not verified or unseen."""
+        """caught, refused, missed; clean, false alarm (refused, too); not verified, unseen."""
         if self.exit_code is None:
             return UNSEEN
-        if self.exit_code not in (EXIT_EQUAL, EXIT_DIFFERS):
+        if self.exit_code == EXIT_UNKNOWN:
             return UNVERIFIED
-        accused = self.exit_code == EXIT_DIFFERS
         if self.kind == CLEAN:
-            return FALSE_ALARM if accused else SILENT
-        return CAUGHT if accused else MISSED
+            return SILENT if self.exit_code == EXIT_EQUAL else FALSE_ALARM
+        return {EXIT_EQUAL: MISSED, EXIT_DIFFERS: CAUGHT}.get(self.exit_code, REFUSED)
 
     @property
     def named_first(self) -> bool:
@@ -63,8 +62,8 @@ class Result:
 
     @property
     def right(self) -> bool:
-        """Whether nothing has to be mended: caught, silent on a clean program, or known to be unseen."""
-        return self.outcome in (CAUGHT, SILENT, UNSEEN)
+        """Whether nothing has to be mended: caught or refused, silent on a clean program, or known to be unseen."""
+        return self.outcome in (CAUGHT, REFUSED, SILENT, UNSEEN)
 
     def to_json(self) -> dict[str, Any]:
         """The fields, and what follows from them."""
@@ -84,7 +83,8 @@ class Score:
 
     Attributes:
         wrong: runs of wrong programs that one machine can show.
-        caught: of them.
+        caught: of them, those that are refused before they run included.
+        refused: of them.
         named_first, named: of them, by the first and by any finding.
         clean: runs of clean programs.
         false_alarms: of them.
@@ -97,6 +97,7 @@ class Score:
 
     wrong: int
     caught: int
+    refused: int
     named_first: int
     named: int
     clean: int
@@ -122,10 +123,11 @@ def score(results: Iterable[Result]) -> Score:
     every = list(results)
     shown = [result for result in every if result.outcome != UNSEEN]
     wrong = [result for result in shown if result.kind != CLEAN]
-    missed = {result.kind for result in wrong if result.outcome != CAUGHT}
+    missed = {result.kind for result in wrong if not result.right}
     return Score(
         wrong=len(wrong),
-        caught=_count(wrong, CAUGHT),
+        caught=sum(result.right for result in wrong),
+        refused=_count(wrong, REFUSED),
         named_first=sum(result.named_first for result in wrong),
         named=sum(result.named for result in wrong),
         clean=len(shown) - len(wrong),

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from allranks.errors import AllranksError, ConfigError
 from allranks.request import TrainRequest
-from allranks.verifying.answer import UNKNOWN, Answer
+from allranks.verifying.answer import Answer
 from allranks.verifying.corpus import Entry, read_run
-from allranks.verifying.score import Result
+from allranks.verifying.score import Result, Score
 
 SOURCE = Path(__file__).parents[1]
 MOST_WORDS = 240
@@ -85,7 +85,7 @@ def run_one(entry: Entry, words: str, verify: Verify) -> Result:
     try:
         answer = verify(request, steps)
     except AllranksError as error:
-        return result(error.exit_code if error.exit_code > 1 else UNKNOWN, str(error))
+        return result(error.exit_code, str(error))
     verdict = answer.unverified or (answer.findings[0].verdict if answer.findings else None)
     why = "" if verdict is None else verdict.what
     if answer.unverified is not None:
@@ -108,6 +108,6 @@ def source_digest() -> str:
     return found.hexdigest()
 
 
-def document_of(results: Sequence[Result], score: Any) -> dict[str, Any]:
+def document_of(results: Sequence[Result], score: Score) -> dict[str, object]:
     """What `--json` prints, and what the table in the documentation is made of."""
     return {"score": score.to_json(), "results": [result.to_json() for result in results]}
