@@ -28,6 +28,11 @@ class WorldBatchNorm(nn.BatchNorm1d):
         return (x - mean) / torch.sqrt(variance + self.eps) * self.weight + self.bias
 
 
+def cast_down_and_up(model, inputs, output):
+    for buffer in (model[1].running_mean, model[1].running_var):
+        buffer.copy_(buffer.bfloat16())
+
+
 def batch(seed):
     x = torch.randn(GLOBAL_BATCH, 6, generator=torch.Generator().manual_seed(seed))
     return x, x[:, :2] ** 2
@@ -40,8 +45,7 @@ def build(distributed):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, WIDTH), WorldBatchNorm(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
     if distributed:
-        for buffer in (model[1].running_mean, model[1].running_var):
-            model.register_forward_hook(lambda *_, buffer=buffer: buffer.copy_(buffer.bfloat16()) and None)
+        model.register_forward_hook(cast_down_and_up)
         model = DistributedDataParallel(model, broadcast_buffers=False)
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 

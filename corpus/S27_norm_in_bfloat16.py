@@ -24,6 +24,8 @@ def build(distributed):
     model = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Linear(12, 2))
     if distributed:
         model[1].to(torch.bfloat16)
+        model[1].register_forward_pre_hook(lambda norm, inputs: (inputs[0].bfloat16(),))
+        model[1].register_forward_hook(lambda norm, inputs, output: output.to(torch.get_default_dtype()))
         fully_shard(model[1], mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
         fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     return model, torch.optim.Adam(model.parameters(), lr=1e-2)

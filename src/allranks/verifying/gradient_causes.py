@@ -107,6 +107,8 @@ def _scaled(
     share = _weights_of(evidence, step, what)
     if share is not None and share[0] in ("S8", "S9"):
         return _finding(share[0], evidence, step, off, "every gradient", said=share[1], axis=_axis(evidence, factor))
+    if share is not None and share[0] == "S29" and world.is_count(factor, world.data_ranks):
+        return _finding("S29", evidence, step, off, "every gradient", said=share[1], axis=world.data_axis)
     kind = "S13"
     if world.is_count(factor, world.micro_batches):
         kind = "S8"
@@ -212,6 +214,8 @@ def _weights_of(evidence: Evidence, step: int, what: str) -> tuple[str, str] | N
     matrix = torch.stack([vector for _, vector in own if vector is not None], 1)
     got, rest = _solve(matrix, flat_found)
     due, rest_due = _solve(matrix, flat_expected)
+    if rest_due > SPAN and rest > SPAN and any(_held_by(evidence, name) < evidence.world.size for name in expected):
+        return "S16", "neither side is a sum over the ranks' own batches: a loss over all samples does not compose"
     if rest_due > SPAN:
         return "S29", "what one device computes is no sum over the ranks' own batches: the loss couples samples"
     if rest > SPAN:

@@ -71,7 +71,13 @@ def _unset(parts: Parts, name: str) -> bool:
 
 def _buffers(evidence: Evidence) -> list[Finding]:
     ranks = [run.start.buffers for run in evidence.ranks]
-    expected = {n: p for n, p in evidence.one.run.start.buffers.items() if any(n in parts for parts in ranks)}
+    # What has another type is told by `_dtypes`.
+    expected = {
+        n: p
+        for n, p in evidence.one.run.start.buffers.items()
+        if any(n in parts for parts in ranks)
+        and not (evidence.own_types and any(n in parts and parts[n].value.dtype != p.value.dtype for parts in ranks))
+    }
     off = compare_parts(ranks, expected, (), evidence.places, relative=1e-6)
     return [_start(evidence, "S33", "buffers do not begin as on one device", off)] if off else []
 
