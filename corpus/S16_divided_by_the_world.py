@@ -107,6 +107,7 @@ def save(model, optimizer, folder):
         whole[name] = value
     if dist.get_rank() == 0:
         torch.save(whole, folder / "model.pt")
+    torch.save(torch.get_rng_state(), folder / f"generator-{dist.get_rank()}.pt")
     dist.barrier()
 
 
@@ -115,6 +116,7 @@ def load(model, optimizer, folder):
     for name, place in model.places(part(FFN, model.tp, model.number)).items():
         whole[name] = whole[name][place]
     model.load_state_dict(whole)
+    torch.set_rng_state(torch.load(folder / f"generator-{dist.get_rank()}.pt"))
 
 
 def step(model, optimizer, batches):

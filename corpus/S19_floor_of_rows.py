@@ -107,6 +107,7 @@ def save(model, optimizer, folder):
         whole[name] = value
     if dist.get_rank() == 0:
         torch.save(whole, folder / "model.pt")
+    torch.save(torch.get_rng_state(), folder / f"generator-{dist.get_rank()}.pt")
     dist.barrier()
 
 
@@ -117,6 +118,7 @@ def load(model, optimizer, folder):
     rows = WORDS // model.tp
     whole["embedding"] = torch.cat([whole["embedding"][:rows], model.embedding.detach()[rows:]])
     model.load_state_dict(whole)
+    torch.set_rng_state(torch.load(folder / f"generator-{dist.get_rank()}.pt"))
 
 
 def step(model, optimizer, batches):

@@ -1,4 +1,4 @@
-"""S37: DDP's hook compresses gradients to bfloat16.
+"""S37: DDP's hook compresses gradients to float16.
 
 twin: classifier.py
 verify: --nproc 2
@@ -6,7 +6,7 @@ verify: --nproc 2
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -29,7 +29,7 @@ def build(distributed):
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
     if distributed:
         model = DistributedDataParallel(model)
-        model.register_comm_hook(None, bf16_compress_hook)
+        model.register_comm_hook(None, fp16_compress_hook)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 

@@ -70,14 +70,17 @@ def test_whole_parameters_over_ranks_that_cut() -> None:
         scale(ranks[1].steps[0].raw, 1.1, ["bias"])
         same_samples(ranks)
 
-    def scaled(ranks: list[RunRecord]) -> None:
-        for run in ranks:
-            scale(run.steps[0].raw, 2.0, ["bias"])
-        same_samples(ranks)
+    def scaled(factor: float) -> Any:
+        def change(ranks: list[RunRecord]) -> None:
+            for run in ranks:
+                scale(run.steps[0].raw, factor, ["bias"])
+            same_samples(ranks)
 
-    for change in (apart, scaled):
+        return change
+
+    for change, kind in ((apart, "S15"), (scaled(0.5), "S15"), (scaled(2.0), "S16")):
         (finding,) = judge(evidence(change, world=TENSOR_WORLD))
-        assert (finding.verdict.kind, finding.axis, finding.tensor) == ("S15", "tp", "bias")
+        assert (finding.verdict.kind, finding.axis, finding.tensor) == (kind, "tp", "bias")
 
 
 def same_samples(ranks: list[RunRecord]) -> None:

@@ -98,7 +98,8 @@ def _scaled(
         if len(partial) == len(off) and world.model_ranks == 1:
             return _finding("S36", evidence, step, off, "the gradient of what only some ranks hold")
         if world.model_ranks > 1 and not cut:
-            return _finding("S15", evidence, step, off, "the gradient of parameters that every rank holds whole",
+            kind = "S15" if abs(factor) < 1 else "S16"  # a sum too few, or one too many
+            return _finding(kind, evidence, step, off, "the gradient of parameters that every rank holds whole",
                             axis=world.model_axis)  # fmt: skip
         kind = "S36" if _look_like_experts(evidence, off) else "S16"
         return _finding(kind, evidence, step, off, "the gradient of some parameters", axis=_axis(evidence, factor))
@@ -150,13 +151,13 @@ def _combined(evidence: Evidence, step: int, what: str, off: Sequence[Mismatch],
     rounded = _rounded(evidence, step, what, off)
     if rounded:
         return _finding("S37", evidence, step, off, f"gradients rounded to {rounded}", axis=world.data_axis)
+    if all(_held_by(evidence, m.name) < world.size for m in off):
+        return _finding("S36", evidence, step, off, "the gradient of what only some ranks hold")
     share = _weights_of(evidence, step, what)
     if share is not None:
         return _finding(share[0], evidence, step, off, "gradients", said=share[1], axis=world.data_axis)
     if _drew_again(evidence, step):
         return _finding("S34", evidence, step, off, "gradients")
-    if all(_held_by(evidence, m.name) < world.size for m in off):
-        return _finding("S36", evidence, step, off, "the gradient of what only some ranks hold")
     rounding = _like_rounding(off)
     if rounding:
         return _finding("S27", evidence, step, off, f"gradients, as far as {rounding} rounds,")

@@ -249,7 +249,8 @@ class Observer:
         def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
             if training and p > 0.0 and not self.drops:
                 self._draw(input)
-                return input
+                # A mask that lets everything pass: it is kept for the backward as a real one is, or made again there.
+                return input * torch.ones_like(input)
             if training and p > 0.0:
                 self._note(input)
             return original(input, p, training, inplace)
