@@ -27,12 +27,16 @@ def environment() -> dict[str, str]:
 
 
 def allranks(
-    *arguments: str, folder: Path, check: int | None = 0, launcher: Sequence[str] = ()
+    *arguments: str,
+    folder: Path,
+    check: int | None = 0,
+    launcher: Sequence[str] = (),
+    limit: float = LIMIT_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """`LAUNCHER python -m allranks ARGUMENTS` in `folder`, to its end; its exit code has to be `check` (None: any)."""
     command = [*launcher, sys.executable, "-m", "allranks", *arguments]
     ran = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=limit, check=False
     )
     assert check is None or ran.returncode == check, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
     return ran

@@ -29,6 +29,7 @@ from tools.planner_accuracy import render_accuracy
 from tools.scale import render_scale
 from tools.step_picture import draw_step
 from tools.strategies import render_strategies
+from tools.verify_scores import render_verify
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "allranks"
@@ -161,6 +162,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/explanation/planner-accuracy.md": lambda: render_accuracy(NOTE),
     "docs/explanation/scale.md": lambda: render_scale(NOTE),
     "docs/how-to/plan-100b.md": render_100b,
+    "docs/explanation/verify.md": render_verify,
     **{f"docs/assets/{name}.svg": partial(draw, name) for name in COLLECTIVES},
     "docs/assets/sharding.svg": lambda: draw_step((ROOT / "docs" / "how-to" / "sharding.md").read_text()),
     **{f"docs/how-to/{page}.md": partial(render_migration, page) for page in MIGRATIONS},

@@ -31,6 +31,12 @@ def permuted(run: RunRecord) -> None:
     run.start.parameters["weight"] = Part(None, run.start.parameters["weight"].value[[1, 0, 2]])
 
 
+def permuted_over_tensors(run: RunRecord) -> None:
+    first, second = run.start.parameters["weight"].value.clone(), run.start.parameters["bias"].value.clone()
+    first[0, 0], second[0] = float(second[0]), float(first[0, 0])
+    run.start.parameters = {"weight": Part(None, first), "bias": Part(None, second)}
+
+
 def lost_row(run: RunRecord) -> None:
     value = run.start.parameters["weight"].value.clone()
     value[2] = 0
@@ -70,6 +76,7 @@ def untied(run: RunRecord) -> None:
     [
         (lambda run: None, []),
         (permuted, [("S18", 1)]),
+        (permuted_over_tensors, [("S18", 1)]),
         (lost_row, [("S19", 1)]),
         (from_the_start, [("S40", 1)]),
         (rate, [("S17", 1)]),

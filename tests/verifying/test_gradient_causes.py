@@ -70,14 +70,17 @@ def test_whole_parameters_over_ranks_that_cut() -> None:
         scale(ranks[1].steps[0].raw, 1.1, ["bias"])
         same_samples(ranks)
 
-    def scaled(ranks: list[RunRecord]) -> None:
-        for run in ranks:
-            scale(run.steps[0].raw, 2.0, ["bias"])
-        same_samples(ranks)
+    def scaled(factor: float) -> Any:
+        def change(ranks: list[RunRecord]) -> None:
+            for run in ranks:
+                scale(run.steps[0].raw, factor, ["bias"])
+            same_samples(ranks)
 
-    for change in (apart, scaled):
+        return change
+
+    for change, kind in ((apart, "S15"), (scaled(0.5), "S15"), (scaled(2.0), "S16")):
         (finding,) = judge(evidence(change, world=TENSOR_WORLD))
-        assert (finding.verdict.kind, finding.axis, finding.tensor) == ("S15", "tp", "bias")
+        assert (finding.verdict.kind, finding.axis, finding.tensor) == (kind, "tp", "bias")
 
 
 def same_samples(ranks: list[RunRecord]) -> None:
@@ -139,3 +142,42 @@ def test_each_rank_clips_by_the_norm_of_its_own_part() -> None:
 
     (finding,) = judge(evidence(halves))
     assert (finding.verdict.kind, finding.step) == ("S13", 0)
+
+
+def test_a_coupled_loss_off_by_the_ranks_was_gathered_without_its_gradient() -> None:
+    finding = judged(mixed(0.25, 0.25, 0.15), mixed(0.5, 0.5, 0.3), [[FIRST], [SECOND]])
+    assert (finding.verdict.kind, finding.factor) == ("S29", "1/data ranks = 1/2")
+
+
+def test_a_coupled_loss_of_experts_does_not_compose() -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        del ranks[1].start.parameters["bias"]
+        for run in ranks:
+            run.steps[0].raw = mixed(0.5, 0.4, 0.1)
+
+    def alone(run: RunRecord) -> None:
+        run.steps[0].raw = mixed(0.5, 0.5, 0.3)
+
+    (finding,) = judge(evidence(change, alone, shares=lambda step: [[FIRST], [SECOND]]))
+    assert finding.verdict.kind == "S16"
+
+
+@pytest.mark.parametrize(("size", "kind"), [(1e-7, "S27"), (1e-3, "S27"), (0.2, "S16")])
+def test_what_is_as_small_as_a_rounding_is_called_one(size: float, kind: str) -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            for name, part in run.steps[0].raw.items():
+                run.steps[0].raw[name] = Part(None, part.value * (1 + size * FIRST[name]))
+
+    (finding,) = judge(evidence(change))
+    assert finding.verdict.kind == kind
+
+
+def test_experts_that_are_mixed_up_are_those_of_some_ranks() -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        del ranks[1].start.parameters["bias"]
+        ranks[0].steps[0].raw["bias"] = Part(None, VALUES["bias"].flip(0))
+        del ranks[1].steps[0].raw["bias"]
+
+    (finding,) = judge(evidence(change))
+    assert (finding.verdict.kind, finding.tensor) == ("S36", "bias")

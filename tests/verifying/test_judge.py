@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from allranks.verifying.findings import Finding
-from allranks.verifying.judge import judge
+from allranks.verifying.judge import judge, judge_ranks
 from allranks.verifying.recording import Draw, Part, RunRecord
 from tests.verifying.records import evidence, scale
 
@@ -29,8 +29,15 @@ def each(
 
 
 def own(ranks: list[RunRecord]) -> None:
+    for what in ("raw", "gradients"):
+        scale(getattr(ranks[0].steps[0], what), 1.5)
+        scale(getattr(ranks[1].steps[0], what), 0.5)
+
+
+def clipped_first(ranks: list[RunRecord]) -> None:
     scale(ranks[0].steps[0].raw, 1.5)
     scale(ranks[1].steps[0].raw, 0.5)
+    each(ranks, "gradients", 0.9)
 
 
 def settings(key: str, value: float, first: int = 0) -> Change:
@@ -40,6 +47,11 @@ def settings(key: str, value: float, first: int = 0) -> Change:
                 step.settings = [{**step.settings[0], key: value}]
 
     return change
+
+
+def paced(ranks: list[RunRecord]) -> None:
+    settings("lr", 0.13)(ranks)
+    settings("lr", 0.17, 1)(ranks)
 
 
 def still(ranks: list[RunRecord]) -> None:
@@ -91,12 +103,14 @@ def evaluated(values: list[int]) -> Change:
 
 CASES: dict[str, tuple[Change, str, int | None, str | float]] = {
     "no synchronisation at all": (own, "S10", 0, ""),
+    "clipped before the sum": (clipped_first, "S13", 0, ""),
     "divided by too few ranks": (lambda r: each(r, "raw", 2.0), "S9", 0, "data ranks = 2"),
     "divided once too often": (lambda r: each(r, "raw", 0.5), "S9", 0, "1/data ranks = 1/2"),
     "one part in a billion": (lambda r: each(r, "raw", 1 + 1e-9, 1, ["weight"]), "S16", 1, 1.000000001),
     "clipped by another norm": (lambda r: each(r, "gradients", 0.7), "S13", 0, 0.7),
     "learning rate from the first step on": (settings("lr", 0.2), "S23", 0, "data ranks = 2"),
     "learning rate later": (settings("lr", 0.05, 1), "S22", 1, "1/data ranks = 1/2"),
+    "learning rate at another pace from the first step on": (paced, "S22", 0, 1.3),
     "another weight decay": (settings("weight_decay", 0.0), "S38", 0, 0.0),
     "not updated": (still, "S12", 0, ""),
     "one rank alone": (lone, "S39", 1, ""),
@@ -149,6 +163,33 @@ def test_skipped_updates_and_buffers() -> None:
 
     assert kinds(judge(evidence(skipped))) == ["S28"]
     assert kinds(judge(evidence(statistics))) == ["S25"]
+
+
+def test_buffers_on_the_grid_of_bfloat16_were_rounded() -> None:
+    def alone(run: RunRecord) -> None:
+        run.steps[0].buffers["mean"] = Part(None, torch.tensor([1.001, 2.0], dtype=torch.float64))
+
+    def mean(value: float) -> Change:
+        def change(ranks: list[RunRecord]) -> None:
+            for run in ranks:
+                run.steps[0].buffers["mean"] = Part(None, torch.tensor([value, 2.0], dtype=torch.float64))
+
+        return change
+
+    assert kinds(judge(evidence(mean(1.0), alone))) == ["S26"]
+    assert kinds(judge(evidence(mean(1.1), alone))) == ["S25"]
+
+
+def test_ranks_are_judged_without_one_device() -> None:
+    def all_of_it(ranks: list[RunRecord]) -> None:
+        draws(ranks)
+        seeds(ranks)
+        ranks[1].repeated_epochs = [3]
+
+    findings = judge_ranks(evidence(all_of_it))
+    assert kinds(findings) == ["S1", "S5", "S6"]
+    assert "has begun epoch 3 again" in str(findings[0].verdict)
+    assert judge_ranks(evidence()) == []
 
 
 def test_ranks_that_report_their_own_share_of_the_loss_are_right() -> None:

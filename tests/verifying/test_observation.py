@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from allranks.verifying import observation as look
 from allranks.verifying.recording import Draw
@@ -58,8 +59,18 @@ def test_a_recomputation_is_told_from_a_forward() -> None:
     observer, x = look.Observer(), torch.ones(2, 4, requires_grad=True)
     layer = nn.Dropout(0.5)
     with observer.watching():
-        torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
-    assert [draw.again for draw in observer.draws][:1] == [False]
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert [draw.again for draw in observer.draws] == [False, True]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_dropout_at_the_end_of_a_block_is_made_again(reentrant: bool) -> None:
+    observer, inner = look.Observer(), nn.Linear(3, 3)
+    with observer.watching():
+        block = nn.Sequential(inner, nn.Dropout(0.5))
+        x = torch.ones(2, 3, requires_grad=True)
+        checkpoint(block, x, use_reentrant=reentrant, preserve_rng_state=False).sum().backward()
+    assert [draw.again for draw in observer.draws] == [False, True]
 
 
 def test_noise_belongs_to_the_sample() -> None:

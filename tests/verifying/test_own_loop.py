@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from allranks.verifying import observation as look
-from allranks.verifying.own_loop import OwnLoop, Setting, number, optimizers_of
+from allranks.verifying.own_loop import OwnLoop, Setting, number, optimizers_of, settings_of
 from allranks.verifying.program import Program, cast_floats, shuffled
 
 DATA = [(torch.arange(12.0).reshape(4, 3) / 7 + step, torch.tensor([0, 1, 0, 1])) for step in range(4)]
@@ -110,3 +110,10 @@ def test_small_conversions() -> None:
     x, y = shuffled((torch.arange(9), torch.arange(9)), 3)
     assert torch.equal(x, y) and not torch.equal(x, torch.arange(9)) and torch.equal(x.sort().values, torch.arange(9))
     assert shuffled((torch.arange(2), torch.arange(3)), 0)[1].tolist() == [0, 1, 2]
+
+
+def test_settings_are_numbers_and_those_of_pairs() -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(1, 1).parameters(), lr=0.5, betas=(0.8, 0.95))
+    found = settings_of(optimizer.param_groups[0])
+    assert (found["lr"], found["betas.0"], found["betas.1"]) == (0.5, 0.8, 0.95)
+    assert "params" not in found and "betas" not in found

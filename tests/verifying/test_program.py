@@ -74,3 +74,15 @@ def test_what_is_missing_is_said(names: dict[str, Any], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         program_of(module(**names), "own.py")
     assert program_of(module(**RIGHT), "own.py").data == []
+
+
+def test_a_program_may_skip_by_itself() -> None:
+    def skipping(rank: int, world_size: int, first_step: int) -> Any:
+        return [[torch.tensor([float(step)])] for step in range(first_step, 4)]
+
+    def whole(rank: int, world_size: int) -> Any:
+        return skipping(rank, world_size, 0)
+
+    for data in (skipping, whole, [torch.tensor([float(step)]) for step in range(4)]):
+        found = program(data).steps(0, 1, 2)
+        assert [float(batches[0]) for batches in found] == [2.0, 3.0]

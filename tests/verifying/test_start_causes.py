@@ -33,10 +33,18 @@ def table(run: RunRecord) -> None:
     run.start.buffers = {"table": Part(None, torch.ones(3))}
 
 
-@pytest.mark.parametrize(("change", "kind"), [(initial, "S32"), (buffer, "S33"), (unlinked, "S12"), (dtype, "S26")])
+@pytest.mark.parametrize(("change", "kind"), [(initial, "S32"), (buffer, "S33"), (unlinked, "S12"), (dtype, "S27")])
 def test_starts(change: Callable[[list[RunRecord]], None], kind: str) -> None:
     (finding,) = judge(evidence(change, table))
     assert (finding.verdict.kind, finding.step) == (kind, None)
+
+
+def test_a_statistic_in_another_precision_is_no_table() -> None:
+    def alone(run: RunRecord) -> None:
+        table(run)
+        run.steps[-1].buffers["table"] = Part(None, torch.zeros(3))
+
+    assert [finding.verdict.kind for finding in judge(evidence(dtype, alone))] == ["S26"]
 
 
 def test_tied_tensors_that_are_apart() -> None:

@@ -1,4 +1,4 @@
-"""`allranks bench`: how fast is it, beside the same thing written by hand, and on more processes."""
+"""`allranks bench`: how fast is it beside the same thing written by hand and on more processes; what verify finds."""
 
 import sys
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from allranks.cli.bench_scaling import scaling
+from allranks.cli.bench_verify import verify
 from allranks.cli.output import print_error, print_json, stdout_kept_free
 from allranks.errors import ProcessError
 from allranks.units import format_bytes, format_seconds
@@ -20,11 +21,12 @@ DIFFERS, UNDETERMINED = 1, 3
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 app.command("scaling")(scaling)
+app.command("verify")(verify)
 
 
 @app.callback()
 def start(context: typer.Context) -> None:
-    """Measure what strategies cost beside raw torch, and what more processes save."""
+    """Measure what strategies cost beside raw torch, what more processes save, and what verify finds."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

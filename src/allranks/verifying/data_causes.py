@@ -142,6 +142,16 @@ def _inside(evidence: Evidence, one: StepRecord, ranks: Sequence[StepRecord], st
     return []
 
 
+def judge_epochs(evidence: Evidence) -> list[Finding]:
+    """Whether ranks shuffle every epoch as the one before, which a sampler may do on one device too."""
+    told = [run.repeated_epochs for run in evidence.ranks]
+    if evidence.world.size < 2 or not any(told):
+        return []
+    epochs = sorted({epoch for some in told for epoch in some})
+    said = f"a DistributedSampler that shuffles has begun epoch {epochs[0]} again: its next epoch has the same order"
+    return [found("S1", "the ranks' samples come in the same order in every epoch", said)]
+
+
 def judge_seeds(evidence: Evidence) -> list[Finding]:
     """Ranks that draw random numbers for every batch, from the same state: augmentation alike for other samples."""
     world = evidence.world

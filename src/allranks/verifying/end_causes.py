@@ -116,16 +116,26 @@ def _why_loaded(
     for index, parts in enumerate(earlier):
         if not compare_parts(held, parts, (), evidence.places, relative=1e-9):
             return "S40", f"the run stands before step {index}, not before step {first}"
+    if _permuted(evidence, off, held, expected):
+        return "S18", "values are there in other places"
     for m in off:
         got, due = put_together(m.name, expected[m.name].value, held, evidence.places), expected[m.name].value
         if got is None:
             return "S19", "part of a tensor is nowhere"
-        if not torch.equal(got, due) and torch.equal(got.flatten().sort().values, due.flatten().sort().values):
-            return "S18", "values are there in another order"
         same = (got == due).reshape(len(got), -1).all(1) if got.dim() else got == due
         if bool(same.any()) and not bool(same.all()):
             return "S19", f"{int((~same).sum())} of {same.numel()} rows are lost"
     return "S40", "parameters are not those that were saved"
+
+
+def _permuted(evidence: Evidence, off: Sequence[Mismatch], held: Sequence[Parts], expected: Parts) -> bool:
+    """Whether the tensors that are off hold together just what they should, each value somewhere."""
+    got = [put_together(m.name, expected[m.name].value, held, evidence.places) for m in off]
+    if any(value is None for value in got):
+        return False
+    found_here = torch.cat([value.flatten() for value in got if value is not None])
+    due = torch.cat([expected[m.name].value.flatten() for m in off])
+    return torch.equal(found_here.sort().values, due.sort().values)
 
 
 def _resumed_step(evidence: Evidence, rank: int, run: RunRecord, index: int, first: int) -> Finding | None:

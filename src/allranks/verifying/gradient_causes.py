@@ -10,6 +10,7 @@ from allranks.verifying.evidence import Evidence, describe, few
 from allranks.verifying.findings import OTHER, Finding, found
 from allranks.verifying.recording import Parts
 
+OF_FLOAT32, OF_BFLOAT16 = 1e-5, 0.03  # relative: how far some roundings in a forward move a gradient at most
 SPAN = 1e-7  # relative, of what a combination of the ranks' gradients leaves unexplained
 
 
@@ -97,7 +98,8 @@ def _scaled(
         if len(partial) == len(off) and world.model_ranks == 1:
             return _finding("S36", evidence, step, off, "the gradient of what only some ranks hold")
         if world.model_ranks > 1 and not cut:
-            return _finding("S15", evidence, step, off, "the gradient of parameters that every rank holds whole",
+            kind = "S15" if abs(factor) < 1 else "S16"  # a sum too few, or one too many
+            return _finding(kind, evidence, step, off, "the gradient of parameters that every rank holds whole",
                             axis=world.model_axis)  # fmt: skip
         kind = "S36" if _look_like_experts(evidence, off) else "S16"
         return _finding(kind, evidence, step, off, "the gradient of some parameters", axis=_axis(evidence, factor))
@@ -106,6 +108,8 @@ def _scaled(
     share = _weights_of(evidence, step, what)
     if share is not None and share[0] in ("S8", "S9"):
         return _finding(share[0], evidence, step, off, "every gradient", said=share[1], axis=_axis(evidence, factor))
+    if share is not None and share[0] == "S29" and world.is_count(factor, world.data_ranks):
+        return _finding("S29", evidence, step, off, "every gradient", said=share[1], axis=world.data_axis)
     kind = "S13"
     if world.is_count(factor, world.micro_batches):
         kind = "S8"
@@ -147,11 +151,16 @@ def _combined(evidence: Evidence, step: int, what: str, off: Sequence[Mismatch],
     rounded = _rounded(evidence, step, what, off)
     if rounded:
         return _finding("S37", evidence, step, off, f"gradients rounded to {rounded}", axis=world.data_axis)
+    if all(_held_by(evidence, m.name) < world.size for m in off):
+        return _finding("S36", evidence, step, off, "the gradient of what only some ranks hold")
     share = _weights_of(evidence, step, what)
     if share is not None:
         return _finding(share[0], evidence, step, off, "gradients", said=share[1], axis=world.data_axis)
     if _drew_again(evidence, step):
         return _finding("S34", evidence, step, off, "gradients")
+    rounding = _like_rounding(off)
+    if rounding:
+        return _finding("S27", evidence, step, off, f"gradients, as far as {rounding} rounds,")
     if world.model_ranks > 1:
         return _finding("S16", evidence, step, off, "gradients", axis=world.model_axis)
     return _finding(OTHER if not everything else "S16", evidence, step, off, "gradients")
@@ -165,6 +174,12 @@ def _drew_again(evidence: Evidence, step: int) -> bool:
         if any(draw.again and draw.state not in seen for draw in one.draws):
             return True
     return False
+
+
+def _like_rounding(off: Sequence[Mismatch]) -> str:
+    """The precision in which something may be computed that moves gradients so little; "" where they are far off."""
+    worst = max(m.relative for m in off)
+    return "float32" if worst < OF_FLOAT32 else "bfloat16 or float16" if worst < OF_BFLOAT16 else ""
 
 
 def _rounded(evidence: Evidence, step: int, what: str, off: Sequence[Mismatch]) -> str:
@@ -200,6 +215,8 @@ def _weights_of(evidence: Evidence, step: int, what: str) -> tuple[str, str] | N
     matrix = torch.stack([vector for _, vector in own if vector is not None], 1)
     got, rest = _solve(matrix, flat_found)
     due, rest_due = _solve(matrix, flat_expected)
+    if rest_due > SPAN and rest > SPAN and any(_held_by(evidence, name) < evidence.world.size for name in expected):
+        return "S16", "neither side is a sum over the ranks' own batches: a loss over all samples does not compose"
     if rest_due > SPAN:
         return "S29", "what one device computes is no sum over the ranks' own batches: the loss couples samples"
     if rest > SPAN:

@@ -3,7 +3,10 @@
 import math
 from collections.abc import Callable, Sequence
 
-from allranks.verifying.data_causes import judge_draws, judge_samples, judge_seeds
+import torch
+
+from allranks.verifying.assembly import Mismatch
+from allranks.verifying.data_causes import judge_draws, judge_epochs, judge_samples, judge_seeds
 from allranks.verifying.end_causes import judge_evaluation, judge_resume
 from allranks.verifying.evidence import Evidence, describe, few
 from allranks.verifying.findings import OTHER, Finding, found
@@ -26,7 +29,7 @@ def judge(evidence: Evidence, *, start: bool = True) -> list[Finding]:
     chain = judge_start(evidence) if start else []
     if not chain:
         chain = _steps(evidence)
-    apart = judge_seeds(evidence) + _first(evidence, judge_draws) + _first(evidence, judge_settings)
+    apart = judge_ranks(evidence) + _first(evidence, judge_settings)
     kinds = {finding.verdict.kind for finding in chain}
     findings = chain + [finding for finding in apart if finding.verdict.kind not in kinds]
     if not findings:
@@ -34,6 +37,11 @@ def judge(evidence: Evidence, *, start: bool = True) -> list[Finding]:
     if not chain:
         findings += judge_resume(evidence) + judge_evaluation(evidence)
     return findings
+
+
+def judge_ranks(evidence: Evidence) -> list[Finding]:
+    """Findings that need no comparison with one device: of what a world's ranks have to do alike, and what not."""
+    return judge_epochs(evidence) + judge_seeds(evidence) + _first(evidence, judge_draws)
 
 
 def _first(evidence: Evidence, judge_step: Callable[[Evidence, int], list[Finding]]) -> list[Finding]:
@@ -65,6 +73,10 @@ def _step(evidence: Evidence, step: int) -> list[Finding]:
     for what in ("raw", "gradients") if clipped else ("gradients",):
         off = [m for m in evidence.compare(step, what)]
         unmatched = [m for m in off if not (m.missing and m.size == 0.0)]
+        if unmatched and what == "raw" and _agree_later(evidence, step, unmatched):
+            said = "when they are clipped each rank has its own, and when the optimizer takes them all have the same"
+            return [found("S13", f"step {step}: gradients are clipped before they are summed over ranks", said,
+                          tensor=unmatched[0].name, axis=evidence.world.data_axis, step=step)]  # fmt: skip
         if unmatched:
             return explain_gradients(evidence, step, what, unmatched)
         if what == "raw":
@@ -78,6 +90,12 @@ def _step(evidence: Evidence, step: int) -> list[Finding]:
     if off:
         return explain_parameters(evidence, step, off)
     return _beside(evidence, step)
+
+
+def _agree_later(evidence: Evidence, step: int, off: Sequence[Mismatch]) -> bool:
+    """Whether data ranks part in gradients before clipping, and agree in them when the optimizer begins."""
+    apart = evidence.world.data_ranks > 1 and any(not m.agree for m in off)
+    return apart and all(m.agree for m in evidence.compare(step, "gradients"))
 
 
 def _norms(evidence: Evidence, step: int) -> list[Finding]:
@@ -108,7 +126,11 @@ def _beside(evidence: Evidence, step: int) -> list[Finding]:
     world = evidence.world
     if buffers:
         lines = [describe(m, "buffer", world) for m in buffers[:3]]
-        return [found("S25", f"step {step}: buffers differ: {few([m.name for m in buffers])}", *lines,
+        rounded = _rounding_of(evidence, step, [m.name for m in buffers])
+        if rounded:
+            lines.insert(0, f"every value of them is one of {rounded}'s")
+        kind, names = "S26" if rounded else "S25", few([m.name for m in buffers])
+        return [found(kind, f"step {step}: buffers differ: {names}", *lines,
                       tensor=buffers[0].name, axis=world.data_axis, step=step)]  # fmt: skip
     kept = evidence.compare(step, "kept")
     if kept and kept[0].name == LEDGER:
@@ -121,8 +143,23 @@ def _beside(evidence: Evidence, step: int) -> list[Finding]:
     return []
 
 
+def _rounding_of(evidence: Evidence, step: int, names: Sequence[str]) -> str:
+    """The low precision on whose grid the ranks' buffers lie, and one device's do not; "" for none."""
+    one, ranks = evidence.step(step)
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
+        held = [record.buffers[n].value for record in ranks for n in names if n in record.buffers]
+        due = [one.buffers[n].value for n in names]
+        if all(_on_grid(value, dtype) for value in held) and not all(_on_grid(value, dtype) for value in due):
+            return name
+    return ""
+
+
+def _on_grid(value: torch.Tensor, dtype: torch.dtype) -> bool:
+    return bool((value.to(dtype).to(value.dtype) == value).all())
+
+
 def _reported(evidence: Evidence) -> list[Finding]:
-    """Whether the loss that a step returns is the world's, or at least the ranks' mean or sum is."""
+    """Whether the loss that a step returns is the world's, or at least the ranks' mean is."""
     world = evidence.world
     for step in range(evidence.num_steps):
         one, ranks = evidence.step(step)
@@ -149,10 +186,10 @@ def _loss_allowed(evidence: Evidence, step: int, due: float) -> float:
 
 
 def _own_shares(evidence: Evidence, step: int, values: Sequence[float], due: float, allowed: float) -> bool:
-    """Whether each rank reports its own samples' loss: the mean by samples, or the sum, is the world's."""
+    """Whether each rank reports its own samples' loss, of which the mean, by samples or by ranks, is the world's."""
     _, ranks = evidence.step(step)
     weights = [len(record.rows) for record in ranks]
     mean = sum(v * w for v, w in zip(values, weights, strict=True)) / max(1, sum(weights))
-    even, total = sum(values) / len(values), sum(values)
+    even = sum(values) / len(values)
     alike = max(values) - min(values) <= allowed
-    return not alike and any(abs(found_here - due) <= allowed for found_here in (mean, even, total))
+    return not alike and any(abs(found_here - due) <= allowed for found_here in (mean, even))

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.parameter_map import Box
+from allranks.verifying.loader_watch import LoaderWatch, torch_digest
 from allranks.verifying.recording import Draw, Part, Parts
 
 WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
@@ -115,7 +116,7 @@ def generator_digests() -> tuple[int, int, int]:
     """Digests of the states of torch's, numpy's and python's generators."""
     numpy_state: Any = np.random.get_state()
     return (
-        zlib.crc32(torch.get_rng_state().numpy().tobytes()),
+        torch_digest(),
         zlib.crc32(numpy_state[1].tobytes() + bytes([numpy_state[2] % 251])),
         zlib.crc32(repr(random.getstate()).encode()),
     )
@@ -173,12 +174,14 @@ class Observer:
         rows: digests of the samples in work; noise with a row for each of them (torch.randn and the like) is then a
             function of the sample, so that it does not depend on who draws it.
         on_clip: called with (parameters, norm) before torch's clipping scales gradients.
+        loaders: what torch's loaders and samplers do.
     """
 
     drops: bool = False
     draws: list[Draw] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     on_clip: Callable[[Sequence[torch.Tensor], torch.Tensor], None] = lambda parameters, norm: None
+    loaders: LoaderWatch = field(default_factory=LoaderWatch)
     _calls: int = 0
 
     @contextmanager
@@ -208,6 +211,7 @@ class Observer:
             return found
 
         with ExitStack() as stack:
+            stack.enter_context(self.loaders.watching())
             stack.enter_context(patch.object(clip_grad, "_clip_grads_with_norm_", clipping))
             stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attending))
             for name in DROPOUTS:
@@ -245,7 +249,8 @@ class Observer:
         def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
             if training and p > 0.0 and not self.drops:
                 self._draw(input)
-                return input
+                # A mask that lets everything pass: it is kept for the backward as a real one is, or made again there.
+                return input * torch.ones_like(input)
             if training and p > 0.0:
                 self._note(input)
             return original(input, p, training, inplace)
@@ -258,4 +263,4 @@ class Observer:
 
     def _note(self, input: torch.Tensor) -> None:
         again = bool(torch._C._current_graph_task_id() != -1)
-        self.draws.append(Draw(zlib.crc32(torch.get_rng_state().numpy().tobytes()), tuple(input.shape), again))
+        self.draws.append(Draw(torch_digest(), tuple(input.shape), again))

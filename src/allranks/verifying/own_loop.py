@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 from typing import Any, final
 from unittest.mock import patch
@@ -161,11 +160,10 @@ class OwnLoop:
         )
 
     def _train(self, first: int, save_before: int) -> None:
-        """Steps from `first` on; the data is made anew, and what lies before is left out."""
+        """Steps from `first` on; the data is made anew, and what lies before is skipped."""
         program, setting = self.program, self.setting
-        steps = iter(program.steps(self.rank, self.size))
-        for _ in islice(steps, first):
-            pass
+        self.observer.loaders.reset()
+        steps = iter(program.steps(self.rank, self.size, first))
         for index in range(first, setting.num_steps):
             if index == save_before:
                 assert program.save is not None
@@ -174,8 +172,7 @@ class OwnLoop:
             batches = next(steps, None)
             if batches is None:
                 break
-            after = look.generator_digests()
-            self._step = StepRecord(seeds=seeds, drew=tuple(a != b for a, b in zip(seeds, after, strict=True)))
+            self._step = StepRecord(seeds=seeds, drew=self._drew(seeds, look.generator_digests()))
             self._step.rows = [row for batch in batches for row in look.rows_of(batch)]
             self._step.num_batches = len(batches)
             if setting.seed:
@@ -185,6 +182,12 @@ class OwnLoop:
             self._step.loss = number(loss)
             self._after_update()
             self.record.steps.append(self._step)
+        self.record.repeated_epochs = list(self.observer.loaders.repeated)
+
+    def _drew(self, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[bool, ...]:
+        """Whether torch, numpy and python have drawn for samples in between."""
+        drew = [a != b for a, b in zip(before, after, strict=True)]
+        return (not self.observer.loaders.is_own_draw(before[0], after[0]), *drew[1:])
 
     def _prepared(self, batches: list[Any], step: int) -> list[Any]:
         found = []
@@ -206,8 +209,7 @@ class OwnLoop:
         alone = len(optimizers_of(self._optimizer)) == 1
         self._step.gradients |= self._gradients(everything if alone else held)
         for group in optimizer.param_groups:
-            numbers = {k: float(v) for k, v in group.items() if k != "params" and _is_number(v)}
-            self._step.settings.append(numbers)
+            self._step.settings.append(settings_of(group))
 
     def _gradients(self, wanted: set[int]) -> Parts:
         parameters, done, found = look.logical_parameters(self._model), set(), {}
@@ -261,6 +263,14 @@ def statistics_of(modules: Mapping[str, nn.Module]) -> list[str]:
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training
     }
     return sorted(found)
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a param_group by name; those of a pair, such as Adam's betas, as `betas.0` and `betas.1`."""
+    several = {
+        f"{k}.{place}": v for k, some in group.items() if isinstance(some, tuple) for place, v in enumerate(some)
+    }
+    return {key: float(value) for key, value in {**group, **several}.items() if key != "params" and _is_number(value)}
 
 
 def unique(tensors: Any) -> list[Any]:

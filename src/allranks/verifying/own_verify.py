@@ -15,7 +15,7 @@ from allranks.verifying import observation as look
 from allranks.verifying.answer import Answer, cannot
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.gradient_causes import is_sum_of
-from allranks.verifying.judge import judge
+from allranks.verifying.judge import judge, judge_ranks
 from allranks.verifying.own_loop import OwnLoop, Setting, default_dtype, process_group
 from allranks.verifying.program import Program, load_program, merge
 from allranks.verifying.recording import OneDevice, RunRecord
@@ -73,12 +73,15 @@ def verify_program(source: Source, *, nproc: int = 2, num_steps: int = 4) -> Ans
             setting = replace(setting, dtype=None)  # written for one precision: compared in that
             one = launch(run_alone, source, setting, nproc, nproc=1)[0]
         stopped = _hindrance(one)
-        if stopped is not None:
+        if stopped is not None and one.again is None:
             return stopped
         try:
             ranks = launch(run_rank, source, replace(setting, folder=f"{folder}/ranks"), nproc=nproc)
         except RankFailed as error:
-            return cannot(f"the program fails on one of {nproc} processes", str(error), RUN_IT)
+            return stopped or cannot(f"the program fails on one of {nproc} processes", str(error), RUN_IT)
+        if stopped is not None:
+            findings = judge_ranks(Evidence(one, ranks, view_of(ranks)))
+            return Answer(tuple(findings), one, ranks, view_of(ranks)) if findings else stopped
         return _answer(source, setting, one, ranks)
 
 
@@ -214,8 +217,8 @@ def _one_batch_a_step(program: Program, setting: Setting, observer: look.Observe
 
 
 def _merged(program: Program) -> Callable[[int, int], Any]:
-    def data(rank: int, size: int) -> Any:
-        for batches in program.steps(rank, size):
+    def data(rank: int, size: int, first: int = 0) -> Any:
+        for batches in program.steps(rank, size, first):
             whole = merge(batches) if len(batches) > 1 else None
             yield batches if whole is None else [whole]
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
@@ -28,7 +29,8 @@ class Program:
         data: what each step is fed. Either a list of global batches, one a step, each a tensor, tuple or dict of
             tensors whose first dim counts samples: with N processes each gets a consecutive share of near-equal size,
             one process gets all; or a function (rank, world_size) -> an iterable of steps, each a list of this rank's
-            micro-batches, where (0, 1) gives what one device gets.
+            micro-batches, where (0, 1) gives what one device gets. Where it takes a third argument, that is the number
+            of steps that are done: a resumed run is given what comes after them, by the program's own skipping.
         micro_batches: into how many micro-batches a share of a list is cut.
         evaluate: (model, batches) -> {name: value}, or None; run on every process after the last step.
         validation: what it is measured on: one global batch, or a function (rank, world_size) -> batches.
@@ -48,15 +50,17 @@ class Program:
     load: Callable[[Any, Any, Path], object] | None = None
     state: Callable[[Any, Any], Mapping[str, Any]] | None = None
 
-    def steps(self, rank: int, world_size: int) -> Iterator[list[Any]]:
-        """The micro-batches of each step on this rank; [] where it has none."""
+    def steps(self, rank: int, world_size: int, first: int = 0) -> Iterator[list[Any]]:
+        """The micro-batches of each step from `first` on, on this rank; [] where it has none."""
         if callable(self.data):
-            for batches in _iterate(self.data(rank, world_size), "data(rank, world_size)"):
+            skips = _takes(self.data, 3)
+            steps = _iterate(self.data(rank, world_size, *([first] if skips else [])), "data(rank, world_size)")
+            for batches in steps if skips else islice(steps, first, None):
                 if not isinstance(batches, list | tuple):
                     raise DataError(f"a step of data(rank, world_size) is a {_kind(batches)}: give a list of batches")
                 yield list(batches)
             return
-        for batch in _iterate(self.data, "data"):
+        for batch in islice(_iterate(self.data, "data"), first, None):
             yield cut(_share(batch, rank, world_size), self.micro_batches)
 
     def evaluation_batches(self, rank: int, world_size: int) -> list[Any]:
@@ -144,12 +148,19 @@ def program_of(module: ModuleType, name: str) -> Program:
     return Program(**found)
 
 
-def _check_arguments(function: Callable[..., Any], word: str, needs: int, name: str) -> None:
+def _takes(function: Callable[..., Any], number: int) -> bool:
+    """Whether a function can be called with so many arguments."""
     try:
-        inspect.signature(function).bind(*range(needs))
+        inspect.signature(function).bind(*range(number))
     except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _check_arguments(function: Callable[..., Any], word: str, needs: int, name: str) -> None:
+    if not _takes(function, needs):
         forms = {"build": "build(distributed)", "step": "step(model, optimizer, batches)"}
-        raise TaskError(f"{word} in {name} cannot be called as {forms[word]}") from None
+        raise TaskError(f"{word} in {name} cannot be called as {forms[word]}")
 
 
 def load_program(spec: str) -> Program:

@@ -110,6 +110,7 @@ class RunRecord:
         evaluated: digests of the samples that it was measured on.
         resumed: the same steps once more, from a save in the middle on; None where the program cannot save.
         resumed_from: the step before which the save was made.
+        repeated_epochs: epochs that a shuffling sampler has begun once more, without having been told of the next.
         error: why the process could not go on, in one line; "" where it could.
     """
 
@@ -119,6 +120,7 @@ class RunRecord:
     evaluated: list[int] = field(default_factory=list)
     resumed: "RunRecord | None" = None
     resumed_from: int = 0
+    repeated_epochs: list[int] = field(default_factory=list)
     error: str = ""
 
 

@@ -71,7 +71,13 @@ def _unset(parts: Parts, name: str) -> bool:
 
 def _buffers(evidence: Evidence) -> list[Finding]:
     ranks = [run.start.buffers for run in evidence.ranks]
-    expected = {n: p for n, p in evidence.one.run.start.buffers.items() if any(n in parts for parts in ranks)}
+    # What has another type is told by `_dtypes`.
+    expected = {
+        n: p
+        for n, p in evidence.one.run.start.buffers.items()
+        if any(n in parts for parts in ranks)
+        and not (evidence.own_types and any(n in parts and parts[n].value.dtype != p.value.dtype for parts in ranks))
+    }
     off = compare_parts(ranks, expected, (), evidence.places, relative=1e-6)
     return [_start(evidence, "S33", "buffers do not begin as on one device", off)] if off else []
 
@@ -112,12 +118,20 @@ def _linked(evidence: Evidence) -> list[Finding]:
 
 def _dtypes(evidence: Evidence) -> list[Finding]:
     one = evidence.one.run.start
-    for kind, what in (("S27", "parameters"), ("S26", "buffers")):
+    for what in ("parameters", "buffers"):
         due: Parts = getattr(one, what)
         for rank, run in enumerate(evidence.ranks):
             parts: Parts = getattr(run.start, what)
             off = [n for n, p in parts.items() if n in due and p.value.dtype != due[n].value.dtype]
             if off:
                 types = f"{parts[off[0]].value.dtype} on rank {rank}, {due[off[0]].value.dtype} on one device"
+                kind = "S26" if what == "buffers" and _follows(evidence, off[0]) else "S27"
                 return [found(kind, f"{what} have another precision: {few(off)}", types, tensor=off[0])]
     return []
+
+
+def _follows(evidence: Evidence, name: str) -> bool:
+    """Whether a buffer changes while one device trains: a statistic, and no table that a forward computes with."""
+    run = evidence.one.run
+    held = [run.start.buffers[name].value, *(step.buffers[name].value for step in run.steps if name in step.buffers)]
+    return any(not torch.equal(value, held[0]) for value in held[1:])

@@ -26,10 +26,7 @@ def _setting(evidence: Evidence, step: int, rank: int, group: int, key: str, val
     if key != "lr":
         kind = "S38"
     else:
-        first = evidence.step(0)[1][rank].settings
-        first_due = evidence.one.run.steps[0].settings
-        from_the_first = bool(first) and bool(first_due) and first[0].get("lr") != first_due[0].get("lr")
-        kind = "S23" if from_the_first else "S22"
+        kind = "S23" if _same_ratio(evidence, rank, group) else "S22"
     times = f", {factor} times" if factor != "" else ""
     return found(
         kind,
@@ -39,6 +36,15 @@ def _setting(evidence: Evidence, step: int, rank: int, group: int, key: str, val
         factor=factor,
         step=step,
     )
+
+
+def _same_ratio(evidence: Evidence, rank: int, group: int) -> bool:
+    """Whether a learning rate is by one factor off in all steps: not a schedule that moves at another pace."""
+    ratios = []
+    for mine, due in zip(evidence.ranks[rank].steps, evidence.one.run.steps, strict=False):
+        if group < len(mine.settings) and group < len(due.settings) and due.settings[group].get("lr"):
+            ratios.append(mine.settings[group].get("lr", math.nan) / due.settings[group]["lr"])
+    return all(math.isclose(ratio, ratios[0], rel_tol=1e-9) for ratio in ratios)
 
 
 def judge_updates(evidence: Evidence, step: int) -> list[Finding]:

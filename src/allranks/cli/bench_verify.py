@@ -1,0 +1,92 @@
+"""`allranks bench verify`: how well verify does on programs of which it is known what is wrong with them."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from allranks.cli.output import print_json, stdout_kept_free
+from allranks.units import format_seconds
+
+if TYPE_CHECKING:
+    from allranks.verifying.score import Result, Score
+
+RECORD = Path(".cache/bench-verify.jsonl")
+IMPERFECT = 1
+
+
+def verify(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder of programs: Sxx_name.py beside their clean twins.")
+    ] = Path("corpus"),
+    kinds: Annotated[
+        str, typer.Option(metavar="S05,S12", help="Only programs of these kinds; `clean` is one.", show_default=False)
+    ] = "",
+    part: Annotated[str, typer.Option(metavar="i/n", help="Every n-th program, from the i-th on.")] = "1/1",
+    record: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Where results are kept: what is known of this source is not run again."),
+    ] = RECORD,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON document on standard output, all else on standard error.")
+    ] = False,
+) -> int:
+    """Verify every program of a folder, and count what is caught, named rightly and accused falsely.
+
+    Exit code 0: every wrong program is caught and no clean one accused, 1: not so.
+    """
+    with stdout_kept_free(json):
+        from allranks.verifying.corpus import part_of, read_corpus, read_kinds
+        from allranks.verifying.score import by_kind, score
+        from allranks.verifying.scoring import Record, document_of, run_all
+
+        entries = part_of(read_corpus(folder, read_kinds(kinds)), part)
+        from allranks.verifying.command import verify_request
+
+        found = []
+        for result, known in run_all(entries, Record(record), verify_request):
+            found.append(result)
+            print(_line(result, known), file=sys.stderr, flush=True)
+    results = sorted(found, key=by_kind)
+    total = score(results)
+    if json:
+        print_json(document_of(results, total))
+    else:
+        print_results(results, total)
+    return 0 if total.perfect else IMPERFECT
+
+
+def _line(result: "Result", known: bool) -> str:
+    how = "known" if known else format_seconds(result.seconds)
+    return f"{result.name} {result.run}: {result.outcome} {' '.join(result.kinds)} ({how})"
+
+
+def print_results(results: "Sequence[Result]", total: "Score") -> None:
+    """One row a run, and the counts below."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("program", "run", "outcome", "findings", "time"):
+        table.add_column(heading, justify="right" if heading == "time" else "left", no_wrap=True)
+    for result in results:
+        found = " ".join(result.kinds) + ("" if result.named_first or not result.named else " (not first)")
+        table.add_row(result.name, result.run, result.outcome, found, format_seconds(result.seconds))
+    # As wide as it has to be: what is cut cannot be read, and is not found by grep.
+    console = Console(file=sys.stdout, width=160, highlight=False)
+    console.print(table)
+    for line in describe(total):
+        console.print(line)
+
+
+def describe(total: "Score") -> list[str]:
+    """The counts in words."""
+    return [
+        f"caught: {total.caught} of {total.wrong} wrong programs ({total.refused} of them refused), "
+        f"{total.kinds_caught} of {total.kinds} kinds whole",
+        f"named rightly: {total.named_first} by the first finding, {total.named} by any",
+        f"false alarms: {total.false_alarms} of {total.clean} runs of clean programs",
+        f"not verified: {total.unverified}; not to be seen on one machine: {total.unseen}",
+    ]

@@ -1,0 +1,91 @@
+"""`allranks bench verify`: the real command on a covering sample of our corpus, and under --full on all of it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.cli.bench_verify import RECORD
+from allranks.cli.main import main
+from tests.commands import allranks
+
+CORPUS = Path(__file__).parents[2] / "corpus"
+SAMPLE = (  # a program of each way in which something is found: by samples, factors, weights, state and ranks alone
+    "S01_no_set_epoch",
+    "S06_one_seed",
+    "S09_forgotten_mean",
+    "S12_optimizer_before_sharding",
+    "S17_no_optimizer",
+    "S30_mean_of_means",
+    "resumed",
+)
+NUM_PARTS = 8
+MISSED: dict[str, str] = {}  # program -> why verify does not catch it
+NOT_VERIFIED: dict[str, str] = {}  # clean program -> why verify can say nothing of it
+
+
+def document(ran: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+@pytest.mark.distributed
+def test_a_covering_sample_is_scored_and_not_run_twice(tmp_path: Path) -> None:
+    twins = ("classifier", "dropped", "tokens", "fsdp", "evaluated")
+    (tmp_path / "corpus").mkdir()
+    for name in (*SAMPLE, *twins):
+        text = (CORPUS / f"{name}.py").read_text()
+        if name in twins:  # they are there to be named; each has its own test under --full
+            text = text.replace("\nverify: ", "\nas in: ")
+        (tmp_path / "corpus" / f"{name}.py").write_text(text)
+    first = document(allranks("bench", "verify", "--json", folder=tmp_path))
+    assert first["score"] | {"seconds": 0} == {
+        "wrong": 6, "caught": 6, "refused": 0, "named_first": 6, "named": 6, "clean": 1, "false_alarms": 0,
+        "unverified": 0, "unseen": 0, "kinds": 6, "kinds_caught": 6, "seconds": 0,
+    }  # fmt: skip
+    assert [result["name"] for result in first["results"]] == list(SAMPLE)
+    assert (tmp_path / RECORD).is_file()
+    again = allranks("bench", "verify", "--kinds", "S09", folder=tmp_path)
+    assert "S09_forgotten_mean --nproc 2: caught S9 (known)" in again.stderr
+    assert "caught: 1 of 1 wrong programs" in again.stdout
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(1, NUM_PARTS + 1))
+def test_every_program_is_judged_rightly(part: int, tmp_path: Path) -> None:
+    shutil.copytree(CORPUS, tmp_path / "corpus", ignore=shutil.ignore_patterns("__pycache__"))
+    words = ("bench", "verify", "--json", "--part", f"{part}/{NUM_PARTS}")
+    found = document(allranks(*words, folder=tmp_path, check=None, limit=1700.0))
+    wrong = [result for result in found["results"] if result["outcome"] in ("missed", "false alarm", "not verified")]
+    excused = MISSED.keys() | NOT_VERIFIED.keys()
+    assert [result for result in wrong if result["name"] not in excused] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["none"], "none is no folder of programs"),
+        ([".", "--kinds", "S99"], "S99 is no kind"),
+        (["."], "holds no program"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "verify", *words]) == 2
+    err = capsys.readouterr().err
+    assert told in err and len(err.strip().splitlines()) == 1
+
+
+def test_the_exit_code_says_whether_anything_has_to_be_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text('"""Clean: a.\n\nverify: --nproc 1\n"""\nbuild = step = data = None\n')
+    assert main(["bench", "verify", "."]) == 1  # a clean program that verify refuses
+    assert "false alarms: 1 of 1 runs of clean programs" in capsys.readouterr().out

@@ -1,0 +1,34 @@
+"""The table of what verify catches is that of the stored run, and the stored run is of this corpus."""
+
+import json
+from typing import Any
+
+from allranks.verifying.corpus import read_corpus
+from tools.verify_scores import PAGE, RESULTS, ROOT, missing_kinds, render_scores, render_verify
+
+ROW: dict[str, Any] = {
+    "name": "S08_means", "kind": "S8", "run": "--nproc 2", "what": "a | b.", "kinds": ["S9", "S8"],
+    "outcome": "caught", "named_first": False,
+}  # fmt: skip
+COUNTS = ("caught", "wrong", "refused", "kinds_caught", "kinds", "named_first", "named", "false_alarms", "clean")
+SCORE = dict.fromkeys((*COUNTS, "unverified", "unseen"), 3)
+
+
+def test_the_page_is_what_the_run_says() -> None:
+    assert PAGE.read_text() == render_verify()
+
+
+def test_the_run_is_of_every_program_there_is() -> None:
+    stored = json.loads(RESULTS.read_text())
+    runs = {(result["name"], result["run"]) for result in stored["results"]}
+    assert runs == {(entry.name, words) for entry in read_corpus(ROOT / "corpus") for words in entry.runs or ("",)}
+    assert missing_kinds(stored) == []
+
+
+def test_a_row_says_what_was_found() -> None:
+    clean = ROW | {"name": "right", "kind": "clean", "what": "Right.", "kinds": ["S8"], "outcome": "false alarm"}
+    text = render_scores({"score": SCORE, "results": [ROW, ROW | {"outcome": "missed"}, clean]})
+    assert "| S8 | `S08_means` | a \\| b | S9 S8 (another name) |" in text
+    assert "| S8 | `S08_means` | a \\| b | **missed** |" in text
+    assert "| `right` | Right | `--nproc 2` | **false alarm** S8 |" in text
+    assert missing_kinds({"results": [ROW]})[:2] == ["S1", "S2"]
