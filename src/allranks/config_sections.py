@@ -225,7 +225,7 @@ class TrackConfig(Section):
 
 @final
 class GuardConfig(Section):
-    """What watches over the workers that `allranks train` starts, and what it does then."""
+    """What watches over the workers that `allranks train` starts and over their steps, and what it does then."""
 
     hang: Literal["restart", "stop", "report"] = key(
         "restart", "what follows when workers hang: start them again, end with 93, or only say so"
@@ -250,3 +250,7 @@ class GuardConfig(Section):
     restarts: CountOrZero = key(
         3, "restarts in a row that finish no further step, before the run ends with 93; 0: none", unit="restarts"
     )
+    nonfinite: Literal["skip", "stop"] = key(
+        "skip", "what follows a step whose gradients are not finite and which so changes nothing: go on, or end with 93"
+    )
+    nonfinite_limit: Count = key(10, "so many such steps in a row end the run with 93", unit="steps")

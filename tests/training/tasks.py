@@ -66,6 +66,19 @@ class Overflowing(Curve):
         return loss * float("inf") if output.requires_grad and self.first <= self._losses < self.last else loss
 
 
+class Poisoned(Curve):
+    """The samples from `bad` to before `healthy` have no number for their first coordinate."""
+
+    bad: int = 17
+    healthy: int = 18
+
+    def dataset(self, split: str) -> Any:
+        found = super().dataset(split)
+        if split == "train":
+            found.tensors[0][self.bad : self.healthy, 0] = float("nan")
+        return found
+
+
 class Remembering(Curve):
     """Counts its training losses, and remembers the count in the checkpoint."""
 

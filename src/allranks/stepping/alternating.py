@@ -17,7 +17,7 @@ from allranks.data.random_keys import mix, seed_all
 from allranks.errors import TaskError
 from allranks.parallel.average import average_gradients
 from allranks.stepping.optimizer import Optimizers
-from allranks.stepping.passes import Forward, Passes, Scale, StepSums, ledger_of, micro_forward
+from allranks.stepping.passes import Forward, Passes, Scale, StepSums, ledger_of, micro_forward, tell_nonfinite
 
 Yielded = tuple[str, torch.Tensor, int]
 
@@ -74,7 +74,7 @@ class AlternatingPasses(Passes):
             names.add(None if yielded is None else yielded[0])
             if yielded is not None:
                 _, loss, num_targets = yielded
-                (loss * float(micro_step.weight)).backward()
+                (loss * float(micro_step.weight)).backward(tell_nonfinite(loss) if micro_step.weight else None)
                 total += loss.detach().double() * micro_step.weight
                 targets += num_targets * micro_step.weight
         if names == {None}:

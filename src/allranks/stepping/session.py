@@ -24,10 +24,11 @@ from allranks.stepping.agreement import Agreement
 from allranks.stepping.alike import check_same_start
 from allranks.stepping.alternating import AlternatingPasses
 from allranks.stepping.ema import Ema
+from allranks.stepping.guards import StepGuard
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.outer import OuterOptimizer, make_outer
 from allranks.stepping.passes import Forward, Passes, PlainPasses
-from allranks.stepping.remarks import say_at_start
+from allranks.stepping.remarks import describe_waiting, say_at_start
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.scheduled import ScheduledPasses
@@ -131,6 +132,7 @@ def assemble(
         outer=outer,
         ema=ema,
         scaler=scaler,
+        guard=StepGuard(spread),
     )
     return Session(
         task=task,
@@ -144,7 +146,9 @@ def assemble(
         count_targets=meeting.count_targets,
         step=step,
         validation=None if has_step(task) else task.dataset("validation"),
-        decisions=processes.choice.decisions + say_at_start(task, config, spread, meeting, stream, schedule),
+        decisions=processes.choice.decisions
+        + say_at_start(task, config, spread, meeting, stream, schedule)
+        + describe_waiting(optimizers, processes.device),
         flops_per_sample=meeting.flops_per_sample,
         beside=tuple(other for other in (ema, scaler) if other is not None),
     )
