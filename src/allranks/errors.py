@@ -7,6 +7,7 @@
     ├── DataError          2      a dataset that is empty, too small, or does not say how it is ordered
     ├── RunError          78      a Run directory that refuses: no Run, another task or config, leased, read-only
     ├── CheckpointError   78      a checkpoint that is torn, incomplete, reshaped or altered
+    ├── MemoryShortError   1      memory ran out in a step, and its forwards cannot be made smaller
     ├── ProcessError      76      a transient condition: a port in use, a peer or a store lost
     └── GuardError        93      a guard has ended the run: nothing is learnt any more, or copies are not alike
 
@@ -53,6 +54,20 @@ class ProcessError(AllranksError):
     """A transient condition outside the program: a port in use, a peer or a store lost."""
 
     exit_code = 76
+
+
+class MemoryShortError(AllranksError):
+    """Memory ran out in a step.
+
+    Attributes:
+        divisible: whether the same step may be cut into smaller forwards.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, divisible: bool) -> None:
+        super().__init__(message)
+        self.divisible = divisible
 
 
 class GuardError(AllranksError):

@@ -30,7 +30,7 @@ def moved(run: Path, step: int) -> set[str]:
 def test_a_bad_sample_costs_its_step_and_nothing_else(tmp_path: Path) -> None:
     """Model, buffers, optimizer, its step counts and the average are bitwise as before it; the verdict names it."""
     run = tmp_path / "run"
-    assert start("Poisoned", run, "train.steps=8", "train.ema=0.9", *EACH) == 0
+    assert start("Poisoned", run, "train.steps=10", "train.ema=0.9", *EACH) == 0
     (step, *later) = skipped(run)
     assert moved(run, step) == set() and moved(run, step + 1), "the step after it is a step again"
     assert len(later) == 1, "47 samples, 10 a step: it comes once more in the second epoch"
@@ -41,7 +41,9 @@ def test_a_bad_sample_costs_its_step_and_nothing_else(tmp_path: Path) -> None:
     assert line.startswith("rank 0: first seen in what goes into the model: look at the data; it was fed samples ")
     assert "17" in line or "..." in line
     assert all(losses(run)[other][0] is not None for other in losses(run) if other not in (step, *later))
-    assert len({ledger for _, _, ledger in losses(run).values()}) == 8, "what was fed stands in the ledger all the same"
+    assert len({ledger for _, _, ledger in losses(run).values()}) == 10, (
+        "what was fed stands in the ledger all the same"
+    )
 
 
 def test_the_ledger_is_that_of_a_run_without_the_bad_sample(tmp_path: Path) -> None:

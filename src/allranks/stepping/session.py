@@ -51,6 +51,7 @@ class Session:
         decisions: what was chosen, with because.
         flops_per_sample: of a forward and a backward; None where they cannot be counted.
         beside: what has tensors for a checkpoint besides model and optimizers.
+        fixed: whether what is learnt depends on which samples share a forward.
     """
 
     task: Task
@@ -67,6 +68,7 @@ class Session:
     decisions: tuple[Decision, ...]
     flops_per_sample: float | None = None
     beside: tuple[Ema | Scaler, ...] = ()
+    fixed: bool = False
 
     @property
     def ema(self) -> Ema | None:
@@ -114,7 +116,8 @@ def assemble(
     meeting = check_at_start(task, spread, dataset, config.train.seed, draws=draws(dataset), group=processes.data_group)
     spread.path.take()  # of the check, which each rank may make on samples of its own
     check_coupling(task, meeting, processes.mesh.layout)
-    stream = open_stream(dataset, config, processes, fixed=meeting.coupled or has_batch_statistics(spread.modules))
+    fixed = meeting.coupled or has_batch_statistics(spread.modules)
+    stream = open_stream(dataset, config, processes, fixed=fixed)
     _check_alike(config, stream, processes)
     schedule = kept_schedule or make_schedule(config, stream)
     passes = observe(make_passes(task, meeting.forward, optimizers, processes))
@@ -151,6 +154,7 @@ def assemble(
         + describe_waiting(optimizers, processes.device),
         flops_per_sample=meeting.flops_per_sample,
         beside=tuple(other for other in (ema, scaler) if other is not None),
+        fixed=fixed,
     )
 
 
