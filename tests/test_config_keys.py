@@ -65,7 +65,7 @@ def test_the_keys_are_frozen() -> None:
         "checkpoint": "every keep",
         "track": "tensorboard",
         "guard": "hang hang_seconds stopped_seconds input_seconds first_step_seconds evaluation_seconds "
-        "checkpoint_seconds restarts nonfinite nonfinite_limit",
+        "checkpoint_seconds restarts nonfinite nonfinite_limit digest_every",
     }
     assert {name: key.default for name, key in config_keys().items() if key.default is not None} == {
         "train.global_batch": 32,
@@ -108,4 +108,5 @@ def test_the_keys_are_frozen() -> None:
         "guard.restarts": 3,
         "guard.nonfinite": "skip",
         "guard.nonfinite_limit": 10,
+        "guard.digest_every": 100,
     }

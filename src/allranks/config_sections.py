@@ -254,3 +254,8 @@ class GuardConfig(Section):
         "skip", "what follows a step whose gradients are not finite and which so changes nothing: go on, or end with 93"
     )
     nonfinite_limit: Count = key(10, "so many such steps in a row end the run with 93", unit="steps")
+    digest_every: CountOrZero = key(
+        100,
+        "steps between two comparisons of the parameters that several ranks must have alike; 0: never",
+        unit="steps",
+    )

@@ -79,6 +79,22 @@ class Poisoned(Curve):
         return found
 
 
+class Flipping(Curve):
+    """On rank 2 a bit of one weight flips in the `flip_at`-th training forward: memory that is at fault."""
+
+    flip_at: int = -1
+
+    def model(self) -> Any:
+        self._made = super().model()
+        return self._made
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        loss = super().loss(output, batch)
+        if output.requires_grad and self._losses == self.flip_at and torch.distributed.get_rank() == 2:
+            self._made[0].weight.data.view(torch.int32)[0, 0] ^= 1 << 20
+        return loss
+
+
 class Remembering(Curve):
     """Counts its training losses, and remembers the count in the checkpoint."""
 

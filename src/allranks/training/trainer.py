@@ -16,6 +16,7 @@ from allranks.stepping.agreement import Agreed, Pending
 from allranks.stepping.alike import explain_divergence
 from allranks.stepping.session import Session
 from allranks.stepping.step import Outcome
+from allranks.training.replicas import Replicas
 from allranks.training.skips import KIND, Skips
 from allranks.training.snapshot import Saver
 from allranks.training.validate import validate
@@ -72,6 +73,7 @@ class Trainer:
         self._told_of_scale = False
         self._num_skipped = 0
         self._skips = Skips(session, self._tell)
+        self._replicas = Replicas(session)
         self._heart = heartbeat.current()
         # On CUDA the host runs ahead of the device and reads an agreement a step later; on the CPU it is there already.
         self._lag = 1 if session.processes.device.type == "cuda" else 0
@@ -129,6 +131,14 @@ class Trainer:
         self._tell(verdict, told)
         raise GuardError(f"{verdict.what}; {verdict.next}")
 
+    def _end_unless_alike(self, step: int) -> None:
+        """Compare the copies of the parameters; collective. Where they differ nothing is saved any more."""
+        verdict = self._replicas.compare(step)
+        self._stopwatch.mark("other")
+        if verdict is not None:
+            self._tell(verdict, step)
+            raise GuardError(f"{verdict.what}; {verdict.next}")
+
     def _tell(self, verdict: Verdict, step: int) -> None:
         if self._recorder is not None:
             self._recorder.write("verdict", step=step, **verdict.to_json())
@@ -145,7 +155,10 @@ class Trainer:
         return "done" if batch.exhausted and before.read().next_samples == 0 else None
 
     def _boundary(self, step: int, pending: Pending) -> None:
-        # Saved first: metrics that fail lose no step.
+        if self._replicas.due(step):
+            self._heart.progress()
+            self._end_unless_alike(step)
+        # Saved before it is evaluated: metrics that fail lose no step.
         if self._saver.due(step):
             self._read(pending, step)
             self._save(step)
