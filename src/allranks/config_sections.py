@@ -259,3 +259,18 @@ class GuardConfig(Section):
         "steps between two comparisons of the parameters that several ranks must have alike; 0: never",
         unit="steps",
     )
+    spike: Literal["off", "log", "skip"] = key(
+        "log", "what follows a loss or gradient norm that is a spike: nothing, a verdict, or (of a norm) no update"
+    )
+    spike_threshold: float = key(10.0, "robust deviations above the median from which a value is a spike", gt=0)
+    spike_window: Annotated[int, Field(ge=2, le=1000)] = key(
+        100, "steps whose median and deviation a value is compared with", unit="steps"
+    )
+    spike_times: CountOrZero = key(3, "under skip: so many spikes are left out in a run, at most", unit="steps")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_rollback(cls, values: object) -> object:
+        if isinstance(values, dict) and values.get("spike") == "rollback":
+            raise ValueError("guard.spike=rollback is not built: use skip, or resume from an older checkpoint by hand")
+        return values

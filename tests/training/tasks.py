@@ -79,6 +79,16 @@ class Poisoned(Curve):
         return found
 
 
+class Spiking(Curve):
+    """One of its training losses, the `from_loss`-th, is a thousand times what it should be."""
+
+    from_loss: int = -1
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        loss = super().loss(output, batch)
+        return loss * 1000.0 if output.requires_grad and self._losses == self.from_loss else loss
+
+
 class Flipping(Curve):
     """On rank 2 a bit of one weight flips in the `flip_at`-th training forward: memory that is at fault."""
 

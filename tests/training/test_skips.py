@@ -120,3 +120,20 @@ def test_the_rank_that_read_the_sample_is_named(pool: Pools, tmp_path: Path) -> 
     rank, first, last = map(int, re.findall(r"^rank (\d): .*positions (\d+) to (\d+)", line)[0])
     assert (first, last) == (10 * (step - 1) + 5 * rank, 10 * (step - 1) + 5 * rank + 4), "its part of the step"
     assert "first seen in what goes into the model" in line and re.search(r"samples .*\b17\b", line)
+
+
+SPIKED = ("train.steps=30", "guard.spike_window=5", "optimizer.lr=0.001", "task.from_loss=25")
+
+
+def test_a_spike_is_told_of_or_left_out(tmp_path: Path) -> None:
+    for action in ("log", "skip", "off"):
+        run = tmp_path / action
+        assert start("Spiking", run, *SPIKED, f"guard.spike={action}", *EACH) == 0
+        told = [event for event in events(run, "verdict") if event["kind"] == "spike"]
+        assert len(told) == {"log": 2, "skip": 1, "off": 0}[action]
+        assert len(skipped(run)) == (action == "skip")
+        if action == "skip":
+            assert moved(run, told[0]["step"]) <= {"spikes.norms", "spikes.skipped"}
+            assert told[0]["step"] == skipped(run)[0] and "changed nothing (guard.spike=skip)" in told[0]["what"]
+        if action == "log":
+            assert {"the loss" in one["what"] for one in told} == {True, False}

@@ -16,25 +16,32 @@ from typing import final
 import torch
 
 from allranks.parallel.spread import Spread
+from allranks.stepping.spikes import SpikeJudge
 
 
 @final
 class StepGuard:
-    """Judges every step of a run, and puts back what the forwards of one that is left out have learnt."""
+    """Judges every step of a run, and puts back what the forwards of one that is left out have learnt.
 
-    def __init__(self, spread: Spread) -> None:
-        self._spread = spread
+    Args:
+        spikes: also leaves out steps whose norm is a spike; the host then waits for every norm. None: does not.
+    """
+
+    def __init__(self, spread: Spread, spikes: SpikeJudge | None = None) -> None:
+        self._spread, self._spikes = spread, spikes
         self._buffers = LearntBuffers(spread)
 
     def begin(self) -> None:
         """Before the forwards of a step."""
         self._buffers.keep()
 
-    def judge(self, norm: torch.Tensor) -> torch.Tensor | None:
-        """1.0 where the update is to be left out, else 0.0: float32, 0-dim, where the norm lies.
+    def judge(self, norm: torch.Tensor, step: int = 0) -> torch.Tensor | None:
+        """1.0 where the update of step `step` (from 1) is to be left out, else 0.0: float32, 0-dim, beside the norm.
 
-        On the CPU the value is at hand: None where there is nothing to leave out.
+        On the CPU the value is at hand: None where there is nothing to leave out. Collective where spikes are judged.
         """
+        if self._spikes is not None and self._spikes.judge(norm.item(), step):
+            return torch.ones((), device=norm.device)
         if norm.device.type == "cpu":
             return None if math.isfinite(norm.item()) else torch.ones(())
         return (~norm.isfinite()).to(torch.float32)

@@ -28,8 +28,10 @@ def say_at_start(
     return warnings + spread.decisions + meeting.decisions + loading + remarks
 
 
-def describe_waiting(optimizers: Optimizers, device: torch.device) -> tuple[Decision, ...]:
+def describe_waiting(optimizers: Optimizers, device: torch.device, *, spikes: bool) -> tuple[Decision, ...]:
     """Said where the host has to wait for the device in every step, to know whether the update is left out."""
+    if spikes and device.type != "cpu":
+        return (Decision("each step waits for the device once, to see its gradient norm", "guard.spike=skip"),)
     waiting = {
         type(optimizer).__name__
         for which, optimizer in optimizers.by_name.items()

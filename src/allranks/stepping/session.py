@@ -32,6 +32,7 @@ from allranks.stepping.remarks import describe_waiting, say_at_start
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.scheduled import ScheduledPasses
+from allranks.stepping.spikes import SpikeJudge, make_judge
 from allranks.stepping.start_check import check_at_start, check_coupling
 from allranks.stepping.step import Step
 from allranks.stepping.world import Processes
@@ -67,13 +68,18 @@ class Session:
     validation: Any
     decisions: tuple[Decision, ...]
     flops_per_sample: float | None = None
-    beside: tuple[Ema | Scaler, ...] = ()
+    beside: tuple[Ema | Scaler | SpikeJudge, ...] = ()
     fixed: bool = False
 
     @property
     def ema(self) -> Ema | None:
         """An average that follows the parameters; None for none."""
         return next((other for other in self.beside if isinstance(other, Ema)), None)
+
+    @property
+    def spikes(self) -> SpikeJudge | None:
+        """What leaves out steps whose gradient norm is a spike; None for none."""
+        return next((other for other in self.beside if isinstance(other, SpikeJudge)), None)
 
     @property
     def outer(self) -> OuterOptimizer | None:
@@ -123,6 +129,7 @@ def assemble(
     passes = observe(make_passes(task, meeting.forward, optimizers, processes))
     ema = None if config.train.ema is None else Ema(spread, config.train.ema)
     scaler = Scaler(processes.device, processes.world_group) if spread.precision.scales else None
+    spikes = make_judge(task, config, processes)
     step = Step(
         spread,
         passes,
@@ -135,7 +142,7 @@ def assemble(
         outer=outer,
         ema=ema,
         scaler=scaler,
-        guard=StepGuard(spread),
+        guard=StepGuard(spread, spikes),
     )
     return Session(
         task=task,
@@ -151,9 +158,9 @@ def assemble(
         validation=None if has_step(task) else task.dataset("validation"),
         decisions=processes.choice.decisions
         + say_at_start(task, config, spread, meeting, stream, schedule)
-        + describe_waiting(optimizers, processes.device),
+        + describe_waiting(optimizers, processes.device, spikes=spikes is not None),
         flops_per_sample=meeting.flops_per_sample,
-        beside=tuple(other for other in (ema, scaler) if other is not None),
+        beside=tuple(other for other in (ema, scaler, spikes) if other is not None),
         fixed=fixed,
     )
 

@@ -144,7 +144,7 @@ class Step:
             if scaler is not None:
                 divide = self._spread.divisor / scaler.scale
             norm = self._spread.clip(updated, self._max_norm, divide)
-            judged.append(self._judge(norm))
+            judged.append(self._judge(norm, batch.step + 1))
             lr = self._optimizers.step(sums.which, factor, judged[-1])
             mark("optimizer")
         if pending is None:
@@ -167,10 +167,10 @@ class Step:
         """As `origin.find_origin`, of a step that `run` has made of `batch` and `before`; collective."""
         return find_origin(self._passes, self._spread, batch, self._scale(before), group)
 
-    def _judge(self, norm: torch.Tensor) -> torch.Tensor | None:
+    def _judge(self, norm: torch.Tensor, step: int) -> torch.Tensor | None:
         if self._scaler is not None:
             return self._scaler.judge(norm)
-        return None if self._guard is None else self._guard.judge(norm)
+        return None if self._guard is None else self._guard.judge(norm, step)
 
     def _scale(self, before: Pending) -> Scale:
         """What makes DDP's and FSDP2's mean over ranks the sum over targets, divided once by their number (law 3).

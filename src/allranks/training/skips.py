@@ -47,8 +47,12 @@ class Skips:
 
     def see(self, agreed: Agreed, step: int) -> Verdict | None:
         """What ends the run, if the agreement says that step `step` (from 1) was one too many; collective then."""
-        if not agreed.skipped:
+        spikes = self._session.spikes
+        spike = None if spikes is None else spikes.found.pop(step, None)
+        if not agreed.skipped or spike is not None:
             self._row = 0
+            if spike is not None:
+                self._tell(explain_spike("gradient norm", step, *spike, skipped=True), step)
             return None
         if agreed.skipped < agreed.num_ranks and self._session.outer is None:
             return _not_alike(agreed, step)
@@ -81,6 +85,14 @@ class Skips:
         move = "train.precision=bfloat16" if self._scaled else "a lower optimizer.lr, or train.max_norm"
         what += f": the run ends ({why}); the parameters are as before them, and saved"
         return Verdict(KIND, what, _evidence(found), f"{_look(found)}; a resume goes on after them: take {move}")
+
+
+def explain_spike(what: str, step: int, value: float, middle: float, *, skipped: bool) -> Verdict:
+    """A loss or gradient norm `value` far above the window's median `middle`."""
+    follows = "changed nothing (guard.spike=skip)" if skipped else "was applied all the same (guard.spike=log)"
+    words = f"the {what} of step {step} is a spike: {value:.4g}, where the median is {middle:.4g}; the step {follows}"
+    move = "look at the samples of this step; train.max_norm or a lower optimizer.lr makes spikes smaller"
+    return Verdict("spike", words, (), move)
 
 
 def _skipped(step: int, found: tuple[Origin, ...]) -> Verdict:

@@ -15,15 +15,19 @@ from allranks.observing.recorder import Recorder, StepRecord, Value
 from allranks.stepping.agreement import Agreed, Pending
 from allranks.stepping.alike import explain_divergence
 from allranks.stepping.session import Session
+from allranks.stepping.spikes import Window
 from allranks.stepping.step import Outcome
 from allranks.training.replicas import Replicas
-from allranks.training.skips import KIND, Skips
+from allranks.training.skips import KIND, Skips, explain_spike
 from allranks.training.snapshot import Saver
 from allranks.training.validate import validate
 from allranks.verdict import Verdict
 
 SMALLEST_SCALE = 1.0
 """Below it gradients are not finite for another reason than the scale, which then makes them smaller than they are."""
+
+SPIKES = 10
+"""So many are told of in one attempt, where they are only logged."""
 
 Reason = Literal["done", "interrupted", "terminated"]
 
@@ -70,7 +74,10 @@ class Trainer:
         self._flops_per_sample = None if per_sample is None else per_sample / session.processes.size
         self._validation: dict[str, float] = {}
         self._evaluated_at = -1
-        self._told_of_scale = False
+        self._told_of_scale, self._told_of_spikes = False, 0
+        guard = session.config.guard
+        watched = ("loss", "grad_norm") if guard.spike == "log" else ()
+        self._windows = {name: Window(guard.spike_window, guard.spike_threshold) for name in watched}
         self._num_skipped = 0
         self._skips = Skips(session, self._tell)
         self._replicas = Replicas(session)
@@ -223,7 +230,13 @@ class Trainer:
         self._recorder.record(StepRecord(step, samples, batch.size, outcome.lr, seconds, ready, flops))
 
     def _watch(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Tell once of a scale that has fallen too far: the gradients are not finite for another reason."""
+        """Tell of spikes; once of a scale that has fallen too far: gradients are not finite for another reason."""
+        for name, window in self._windows.items():
+            value = float(values[name])
+            middle = window.add(value)
+            if middle is not None and "skipped" not in values and self._told_of_spikes < SPIKES:
+                self._told_of_spikes += 1
+                self._tell(explain_spike(name.replace("grad_", "gradient "), step, value, middle, skipped=False), step)
         scale = float(values.get("loss_scale", 1.0))
         if self._told_of_scale or scale >= SMALLEST_SCALE:
             return
