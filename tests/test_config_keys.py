@@ -65,7 +65,8 @@ def test_the_keys_are_frozen() -> None:
         "checkpoint": "every keep",
         "track": "tensorboard",
         "guard": "hang hang_seconds stopped_seconds input_seconds first_step_seconds evaluation_seconds "
-        "checkpoint_seconds restarts",
+        "checkpoint_seconds restarts nonfinite nonfinite_limit digest_every "
+        "spike spike_threshold spike_window spike_times",
     }
     assert {name: key.default for name, key in config_keys().items() if key.default is not None} == {
         "train.global_batch": 32,
@@ -106,4 +107,11 @@ def test_the_keys_are_frozen() -> None:
         "guard.evaluation_seconds": 1800.0,
         "guard.checkpoint_seconds": 1800.0,
         "guard.restarts": 3,
+        "guard.nonfinite": "skip",
+        "guard.nonfinite_limit": 10,
+        "guard.digest_every": 100,
+        "guard.spike": "log",
+        "guard.spike_threshold": 10.0,
+        "guard.spike_window": 100,
+        "guard.spike_times": 3,
     }

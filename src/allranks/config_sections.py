@@ -225,7 +225,7 @@ class TrackConfig(Section):
 
 @final
 class GuardConfig(Section):
-    """What watches over the workers that `allranks train` starts, and what it does then."""
+    """What watches over the workers that `allranks train` starts and over their steps, and what it does then."""
 
     hang: Literal["restart", "stop", "report"] = key(
         "restart", "what follows when workers hang: start them again, end with 93, or only say so"
@@ -250,3 +250,27 @@ class GuardConfig(Section):
     restarts: CountOrZero = key(
         3, "restarts in a row that finish no further step, before the run ends with 93; 0: none", unit="restarts"
     )
+    nonfinite: Literal["skip", "stop"] = key(
+        "skip", "what follows a step whose gradients are not finite and which so changes nothing: go on, or end with 93"
+    )
+    nonfinite_limit: Count = key(10, "so many such steps in a row end the run with 93", unit="steps")
+    digest_every: CountOrZero = key(
+        100,
+        "steps between two comparisons of the parameters that several ranks must have alike; 0: never",
+        unit="steps",
+    )
+    spike: Literal["off", "log", "skip"] = key(
+        "log", "what follows a loss or gradient norm that is a spike: nothing, a verdict, or (of a norm) no update"
+    )
+    spike_threshold: float = key(10.0, "robust deviations above the median from which a value is a spike", gt=0)
+    spike_window: Annotated[int, Field(ge=2, le=1000)] = key(
+        100, "steps whose median and deviation a value is compared with", unit="steps"
+    )
+    spike_times: CountOrZero = key(3, "under skip: so many spikes are left out in a run, at most", unit="steps")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_rollback(cls, values: object) -> object:
+        if isinstance(values, dict) and values.get("spike") == "rollback":
+            raise ValueError("guard.spike=rollback is not built: use skip, or resume from an older checkpoint by hand")
+        return values

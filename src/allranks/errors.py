@@ -7,7 +7,9 @@
     ├── DataError          2      a dataset that is empty, too small, or does not say how it is ordered
     ├── RunError          78      a Run directory that refuses: no Run, another task or config, leased, read-only
     ├── CheckpointError   78      a checkpoint that is torn, incomplete, reshaped or altered
-    └── ProcessError      76      a transient condition: a port in use, a peer or a store lost
+    ├── MemoryShortError   1      memory ran out in a step, and its forwards cannot be made smaller
+    ├── ProcessError      76      a transient condition: a port in use, a peer or a store lost
+    └── GuardError        93      a guard has ended the run: nothing is learnt any more, or copies are not alike
 
 Each carries one line: what is wrong, where, and the next move. The command prints that line and exits with the class's
 code; inside a worker the code 2 ("refused before a worker starts") becomes 78 ("refused by a worker").
@@ -52,6 +54,26 @@ class ProcessError(AllranksError):
     """A transient condition outside the program: a port in use, a peer or a store lost."""
 
     exit_code = 76
+
+
+class MemoryShortError(AllranksError):
+    """Memory ran out in a step.
+
+    Attributes:
+        divisible: whether the same step may be cut into smaller forwards.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, divisible: bool) -> None:
+        super().__init__(message)
+        self.divisible = divisible
+
+
+class GuardError(AllranksError):
+    """A guard has ended the run: gradients stay not finite, or copies of the model are not alike."""
+
+    exit_code = 93
 
 
 WORKER_REFUSED = 78

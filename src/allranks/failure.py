@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, final
 
-from allranks.errors import AllranksError, worker_exit_code
+from allranks.errors import AllranksError, MemoryShortError, worker_exit_code
 
 DONE, RAISED, PREEMPTED, TRANSIENT, NO_PROGRESS, INTERRUPTED = 0, 1, 75, 76, 93, 130
 STOPS = (PREEMPTED, INTERRUPTED)
@@ -51,6 +51,8 @@ PEER_LOST = (
 )
 TORCH_ERRORS = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
+NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+
 # Signals that a program brings on itself; the others come from outside: the kernel for want of memory, a scheduler.
 CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
 
@@ -69,6 +71,7 @@ class Failure:
         signal: the name of the signal that killed it, or "".
         consequence: whether it looks like the loss of a peer rather than a cause.
         hung: whether the agent ended it because nothing went on; the verdict tells more.
+        divisible: whether memory ran out in a step that can be made in smaller forwards.
     """
 
     rank: int
@@ -81,6 +84,7 @@ class Failure:
     signal: str = ""
     consequence: bool = False
     hung: bool = False
+    divisible: bool = False
 
     def brief(self) -> str:
         """One line."""
@@ -110,7 +114,8 @@ def describe_error(error: BaseException, rank: int) -> Failure:
     message = "".join(traceback.format_exception_only(error)).strip()
     failure = Failure(rank, socket.gethostname(), os.getpid(), time.time(), RAISED, message.splitlines()[-1])
     if isinstance(error, AllranksError):
-        return replace(failure, exit_code=worker_exit_code(error), message=str(error), consequence=_lost_a_peer(error))
+        told = replace(failure, exit_code=worker_exit_code(error), message=str(error), consequence=_lost_a_peer(error))
+        return replace(told, divisible=isinstance(error, MemoryShortError) and error.divisible)
     if isinstance(error, KeyboardInterrupt):
         return replace(failure, exit_code=INTERRUPTED, message="stopped by Ctrl-C")
     if isinstance(error, SystemExit):
@@ -140,6 +145,14 @@ def describe_exit(code: int, *, rank: int, pid: int, when: float) -> Failure:
     """The Failure of a worker of this host that ended with a code and left no record."""
     exit_code = code if code in KNOWN_CODES else RAISED
     return Failure(rank, socket.gethostname(), pid, when, exit_code, f"ended with exit code {code} and no word why")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: Python's, torch's on a device, or torch's on the CPU."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in kinds:
+        return True
+    return type(error).__name__ == "RuntimeError" and any(text in str(error) for text in NO_MEMORY)
 
 
 def run_recorded(entry: Callable[..., int | None], args: Sequence[Any], *, rank: int, folder: Path | None) -> int:

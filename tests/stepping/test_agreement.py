@@ -22,10 +22,10 @@ def ballot(loss: float = 0.0, **fields: Any) -> Ballot:
 
 def test_one_process_agrees_with_itself() -> None:
     pending = Agreement(None, CPU).start(
-        ballot(1.25, next_targets=7, next_samples=3, terminate=True, ledger=0x0123456789ABCDEF)
+        ballot(1.25, next_targets=7, next_samples=3, terminate=True, ledger=0x0123456789ABCDEF, skipped=torch.ones(()))
     )
     assert pending.next_targets.item() == 7.0
-    assert pending.read() == Agreed(1.25, 7, 3, False, True, 0x0123456789ABCDEF)
+    assert pending.read() == Agreed(1.25, 7, 3, False, True, 0x0123456789ABCDEF, skipped=1)
     assert pending.read() is pending.read()
 
 
@@ -47,6 +47,7 @@ def vote(world_ledger: int) -> Any:
             interrupt=rank == 1,
             terminate=rank == last,
             ledger=world_ledger,
+            skipped=torch.ones(()) if rank else None,
         )
     )
     quiet = agreement.start(ballot(math.nan if rank == 1 else 1.0))
@@ -57,7 +58,7 @@ def vote(world_ledger: int) -> Any:
 def test_every_rank_reads_the_same_sums(pool: Pools) -> None:
     for targets, agreed, quiet in pool(3).run(vote, LARGEST):
         assert targets == 3.0
-        assert agreed == Agreed(4.5, 3, 6, True, True, 3 * LARGEST % (1 << 64))
+        assert agreed == Agreed(4.5, 3, 6, True, True, 3 * LARGEST % (1 << 64), skipped=2, num_ranks=3)
         assert math.isnan(quiet.loss)
         assert (quiet.interrupt, quiet.terminate, quiet.ledger) == (False, False, 0)
 

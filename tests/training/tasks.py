@@ -66,6 +66,45 @@ class Overflowing(Curve):
         return loss * float("inf") if output.requires_grad and self.first <= self._losses < self.last else loss
 
 
+class Poisoned(Curve):
+    """The samples from `bad` to before `healthy` have no number for their first coordinate."""
+
+    bad: int = 17
+    healthy: int = 18
+
+    def dataset(self, split: str) -> Any:
+        found = super().dataset(split)
+        if split == "train":
+            found.tensors[0][self.bad : self.healthy, 0] = float("nan")
+        return found
+
+
+class Spiking(Curve):
+    """One of its training losses, the `from_loss`-th, is a thousand times what it should be."""
+
+    from_loss: int = -1
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        loss = super().loss(output, batch)
+        return loss * 1000.0 if output.requires_grad and self._losses == self.from_loss else loss
+
+
+class Flipping(Curve):
+    """On rank 2 a bit of one weight flips in the `flip_at`-th training forward: memory that is at fault."""
+
+    flip_at: int = -1
+
+    def model(self) -> Any:
+        self._made = super().model()
+        return self._made
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        loss = super().loss(output, batch)
+        if output.requires_grad and self._losses == self.flip_at and torch.distributed.get_rank() == 2:
+            self._made[0].weight.data.view(torch.int32)[0, 0] ^= 1 << 20
+        return loss
+
+
 class Remembering(Curve):
     """Counts its training losses, and remembers the count in the checkpoint."""
 

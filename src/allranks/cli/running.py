@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +133,7 @@ def _run(
     from allranks.surviving.supervisor import Supervision
     from allranks.training.plan_kept import write_plan
     from allranks.training.prepare import open_run
+    from allranks.training.shortage import halve_micro_batch
     from allranks.training.worker import Assignment
 
     run = open_run(prepared, request)
@@ -148,7 +150,7 @@ def _run(
         log_dir=run.log().parent,
         start_method=method,
         stop_notice="stopping after the step in hand, then saving (once more: now)",
-        supervision=Supervision.of_run(run, prepared.config.guard),
+        supervision=Supervision.of_run(run, prepared.config.guard, partial(halve_micro_batch, run, num_processes)),
     )
     run.release()
     failure = outcome.first_failure

@@ -81,6 +81,17 @@ class PowerSGD:
             matrix.error -= sent
             gradient.copy_(sent.view(gradient.shape))
 
+    @torch.no_grad()
+    def begin_anew(self, where: torch.Tensor) -> None:
+        """Forget what was not sent, and begin with the first columns, where the 0-dim `where` is 1.0.
+
+        What is not finite would stay in both for ever.
+        """
+        for matrix in self._matrices.values():
+            first = _columns(matrix.name, *matrix.q.shape)
+            matrix.error.copy_(torch.where(where > 0, torch.zeros_like(matrix.error), matrix.error))
+            matrix.q.copy_(torch.where(where > 0, first.to(matrix.q), matrix.q))
+
     def parts(self, entries: Mapping[str, Entry]) -> list[tuple[Entry, torch.Tensor]]:
         """The state under its names in a checkpoint; what each rank has not sent is one row of a tensor [ranks, ...].
 
@@ -121,6 +132,10 @@ def _is_worth_it(rows: int, columns: int, rank: int) -> bool:
 def _begin(name: str, parameter: torch.Tensor, rank: int) -> _Matrix:
     """Nothing unsent, and random columns, which are a function of the name: the same on every rank."""
     rows, columns = _matrix_shape(parameter)
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    q = torch.randn(columns, rank, generator=generator, dtype=torch.float64)
+    q = _columns(name, columns, rank)
     return _Matrix(name, parameter.new_zeros(rows, columns), q.to(dtype=parameter.dtype, device=parameter.device))
+
+
+def _columns(name: str, num_rows: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(num_rows, rank, generator=generator, dtype=torch.float64)

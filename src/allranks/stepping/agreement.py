@@ -15,6 +15,8 @@ from allranks.parallel.path import differ, path_digest, wait_plainly
 
 LEDGER_DIGITS = 4
 DIGIT_BITS = 16
+SKIPPED = 5
+"""Where in the vector stands what may be known to the device alone, besides the loss, which comes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class Ballot:
         ledger: its 64-bit sum of hash(position, sample).
         path: the sharded units that its forwards have entered.
         wait: how to wait for the ranks, which may have parted.
+        skipped: 1.0 where it left out the update of the step before, 0-dim; None: it did not.
     """
 
     loss: torch.Tensor
@@ -40,11 +43,15 @@ class Ballot:
     ledger: int
     path: tuple[str, ...] = ()
     wait: Callable[[dist.Work], object] = wait_plainly
+    skipped: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The world's sums, on the host; `diverged`: the ranks' paths were not the same."""
+    """The world's sums, on the host; `diverged`: the ranks' paths were not the same.
+
+    Of `num_ranks` ranks `skipped` left out the update of the step before.
+    """
 
     loss: float
     next_targets: int
@@ -53,6 +60,8 @@ class Agreed:
     terminate: bool
     ledger: int
     diverged: bool = False
+    skipped: int = 0
+    num_ranks: int = 1
 
 
 class Pending:
@@ -135,15 +144,16 @@ class Agreement:
             ballot = replace(ballot, loss=loss, next_targets=0, next_samples=0, ledger=0)
         if self.group is None and self._device.type == "cpu":
             # One process agrees with itself: a vector would only cost it a tenth of what a small step may cost in all.
-            counts = (ballot.next_targets, ballot.next_samples)
-            return Pending(
-                None, None, Agreed(float(ballot.loss), *counts, ballot.interrupt, ballot.terminate, ballot.ledger)
-            )
+            counts, stop = (ballot.next_targets, ballot.next_samples), (ballot.interrupt, ballot.terminate)
+            skipped = 0 if ballot.skipped is None else int(ballot.skipped)
+            return Pending(None, None, Agreed(float(ballot.loss), *counts, *stop, ballot.ledger, skipped=skipped))
         vector = torch.tensor(_encode(ballot), dtype=torch.float64)
         if self._device.type == "cuda":
             # Made on the device, or copied from ordinary memory, it would make the host wait for the whole stream.
             vector = vector.pin_memory().to(self._device, non_blocking=True)
         vector[0] = ballot.loss
+        if ballot.skipped is not None:
+            vector[SKIPPED] = ballot.skipped
         work = None
         if self.group is not None:
             work = dist.all_reduce(vector, group=self.group, async_op=True)
@@ -154,15 +164,15 @@ def _encode(ballot: Ballot) -> list[float]:
     # A sum of 64-bit words does not fit a float64; four 16-bit digits do, over up to 2**37 ranks.
     mask = (1 << DIGIT_BITS) - 1
     digits = [float((ballot.ledger >> (DIGIT_BITS * place)) & mask) for place in range(LEDGER_DIGITS)]
-    flags = [float(ballot.interrupt), float(ballot.terminate)]
+    flags = [float(ballot.interrupt), float(ballot.terminate), 0.0]
     digest = path_digest(ballot.path)
     paths = [1.0, float(digest), float(digest**2)]
     return [0.0, float(ballot.next_targets), float(ballot.next_samples), *flags, *paths, *digits]
 
 
 def _decode(values: list[float]) -> Agreed:
-    loss, targets, samples, interrupt, terminate, num_ranks, paths, squares, *digits = values
+    loss, targets, samples, interrupt, terminate, skipped, num_ranks, paths, squares, *digits = values
     ledger = sum(int(digit) << (DIGIT_BITS * place) for place, digit in enumerate(digits)) % (1 << 64)
-    return Agreed(
-        loss, int(targets), int(samples), interrupt > 0, terminate > 0, ledger, differ(num_ranks, paths, squares)
-    )
+    diverged = differ(num_ranks, paths, squares)
+    counts, stop = (int(targets), int(samples)), (interrupt > 0, terminate > 0)
+    return Agreed(loss, *counts, *stop, ledger, diverged, int(skipped), int(num_ranks))

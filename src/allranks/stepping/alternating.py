@@ -18,7 +18,7 @@ from allranks.data.random_keys import mix, seed_all
 from allranks.errors import TaskError
 from allranks.parallel.average import average_gradients
 from allranks.stepping.optimizer import Optimizers
-from allranks.stepping.passes import Forward, Passes, Scale, StepSums, ledger_of, micro_forward
+from allranks.stepping.passes import Forward, Passes, Scale, StepSums, ledger_of, micro_forward, tell_nonfinite
 
 Yielded = tuple[str, torch.Tensor, int]
 
@@ -76,7 +76,7 @@ class AlternatingPasses(Passes):
             if yielded is not None:
                 _, loss, num_targets = yielded
                 fault_points.reach("backward")
-                (loss * float(micro_step.weight)).backward()
+                (loss * float(micro_step.weight)).backward(tell_nonfinite(loss) if micro_step.weight else None)
                 total += loss.detach().double() * micro_step.weight
                 targets += num_targets * micro_step.weight
         if names == {None}:

@@ -47,6 +47,8 @@ class Ema:
     @torch.no_grad()
     def update(self, skipped: torch.Tensor | None = None) -> None:
         """Take the parameters of a finished optimizer step in; not where `skipped`, on the device, is 1.0."""
+        if skipped is not None and skipped.device.type == "cpu" and bool(skipped):
+            return
         if skipped is None:
             torch._foreach_lerp_(self._averages, self._live(), self._weight)
         else:

@@ -37,6 +37,7 @@ class Optimizers:
         self._initial = {name: [_settings(group) for group in it.param_groups] for name, it in optimizers.items()}
         self._updated: dict[str, list[torch.Tensor]] = {}
         self._seen: set[str] = set()
+        self._skipping: dict[str, bool] = {}
         self._check_linkage(spread)
 
     def parameters(self, which: str) -> list[torch.Tensor]:
@@ -61,10 +62,9 @@ class Optimizers:
 
     def update(self, which: str, skipped: torch.Tensor | None = None) -> None:
         """One update at the present learning rates, then no gradients; collective where the optimizer is sharded."""
-        optimizers = [self.by_name[name] for name in self._named(which)]
-        if skipped is not None and skips_on_device(optimizers, skipped.device):
-            for optimizer in optimizers:
-                optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        if skipped is not None and self.skips_on_device(which, skipped.device):
+            for name in self._named(which):
+                self.by_name[name].found_inf = skipped  # type: ignore[attr-defined]
         elif skipped is not None and bool(skipped):
             for parameter in self.parameters(which):
                 parameter.grad = None
@@ -82,6 +82,12 @@ class Optimizers:
             rows.collect(self.parameters(which))
         for name in self._named(which):
             self.by_name[name].zero_grad(set_to_none=True)
+
+    def skips_on_device(self, which: str, device: torch.device) -> bool:
+        """Whether `update` obeys a `skipped` that lies on `device` without the host's waiting for it."""
+        if which not in self._skipping:  # asked once: it looks at every parameter
+            self._skipping[which] = skips_on_device([self.by_name[name] for name in self._named(which)], device)
+        return self._skipping[which]
 
     def materialise(self) -> None:
         """Make every optimizer's state exist without moving a parameter, so that a checkpoint can be read into it.

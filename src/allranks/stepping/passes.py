@@ -149,7 +149,7 @@ class PlainPasses(Passes):
             loss = self._forward.task.loss(self._forward(batch), batch)
         fault_points.reach("backward")
         # A filler's loss counts nothing, but its backward runs: every rank takes part in every collective.
-        (loss * (scale * micro_step.weight)).backward()
+        (loss * (scale * micro_step.weight)).backward(tell_nonfinite(loss) if micro_step.weight else None)
         total = loss.detach().double()
         return total if micro_step.weight else torch.zeros_like(total)
 
@@ -162,6 +162,14 @@ class PlainPasses(Passes):
                 for parameter in self._spread.trainable().values():
                     parameter.grad = None
         self._settled = True
+
+
+def tell_nonfinite(loss: torch.Tensor) -> torch.Tensor:
+    """1.0, exactly, but nan where the loss is not finite: the gradient with which its backward begins.
+
+    A loss can be infinite while its gradients are not. So all of them are not, and every rank hears of it by the norm.
+    """
+    return loss.detach() * 0.0 + 1.0
 
 
 def ledger_of(batch: StepBatch) -> int:

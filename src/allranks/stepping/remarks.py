@@ -1,5 +1,7 @@
 """What is said of a training before its first step, besides what its parts have decided themselves."""
 
+import torch
+
 from allranks.config import Config, OptimizerConfig
 from allranks.data.cut import Cut
 from allranks.data.loader import Loader
@@ -7,6 +9,7 @@ from allranks.data.stream import DataStream
 from allranks.parallel.precision import warn_of_precision
 from allranks.parallel.spread import Spread
 from allranks.stepping.ema import describe_ema
+from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.start_check import Meeting
 from allranks.stepping.transfer_cost import describe_transfers
@@ -23,6 +26,21 @@ def say_at_start(
     warnings = warn_of_precision(spread.precision, spread.device.type)
     remarks = _unused(task, config) + _remarks(task, schedule, config, stream)
     return warnings + spread.decisions + meeting.decisions + loading + remarks
+
+
+def describe_waiting(optimizers: Optimizers, device: torch.device, *, spikes: bool) -> tuple[Decision, ...]:
+    """Said where the host has to wait for the device in every step, to know whether the update is left out."""
+    if spikes and device.type != "cpu":
+        return (Decision("each step waits for the device once, to see its gradient norm", "guard.spike=skip"),)
+    waiting = {
+        type(optimizer).__name__
+        for which, optimizer in optimizers.by_name.items()
+        if device.type != "cpu" and not optimizers.skips_on_device(which, device)
+    }
+    if not waiting:
+        return ()
+    because = f"{', '.join(sorted(waiting))} cannot leave an update out by itself; torch's fused Adam and AdamW can"
+    return (Decision("each step waits for the device once, to see whether its gradients are finite", because),)
 
 
 def _describe_cut(cut: Cut, spread: Spread, config: Config) -> tuple[Decision, ...]:

@@ -13,7 +13,16 @@ from allranks.data.random_keys import mix, seed_all
 from allranks.errors import LayoutError
 from allranks.parallel.pipeline import Payload
 from allranks.parallel.stage_transport import Signature, signature_of
-from allranks.stepping.passes import Forward, Passes, Scale, StepSums, buffers_kept, ledger_of, micro_forward
+from allranks.stepping.passes import (
+    Forward,
+    Passes,
+    Scale,
+    StepSums,
+    buffers_kept,
+    ledger_of,
+    micro_forward,
+    tell_nonfinite,
+)
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -57,6 +66,7 @@ class ScheduledPasses(Passes):
             (loss,) = output
             if micro_step.weight:  # a filler adds nothing, not even 0 * nan
                 found.append(loss.detach().double())
+                loss = loss * tell_nonfinite(loss)
             return (loss * (scale * micro_step.weight),)
 
         self._stages.scheduler.run(signatures, compute, scheduled=fits)

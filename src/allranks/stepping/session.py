@@ -24,13 +24,15 @@ from allranks.stepping.agreement import Agreement
 from allranks.stepping.alike import check_same_start
 from allranks.stepping.alternating import AlternatingPasses
 from allranks.stepping.ema import Ema
+from allranks.stepping.guards import StepGuard
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.outer import OuterOptimizer, make_outer
 from allranks.stepping.passes import Forward, Passes, PlainPasses
-from allranks.stepping.remarks import say_at_start
+from allranks.stepping.remarks import describe_waiting, say_at_start
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.scheduled import ScheduledPasses
+from allranks.stepping.spikes import SpikeJudge, make_judge
 from allranks.stepping.start_check import check_at_start, check_coupling
 from allranks.stepping.step import Step
 from allranks.stepping.world import Processes
@@ -50,6 +52,7 @@ class Session:
         decisions: what was chosen, with because.
         flops_per_sample: of a forward and a backward; None where they cannot be counted.
         beside: what has tensors for a checkpoint besides model and optimizers.
+        fixed: whether what is learnt depends on which samples share a forward.
     """
 
     task: Task
@@ -65,12 +68,18 @@ class Session:
     validation: Any
     decisions: tuple[Decision, ...]
     flops_per_sample: float | None = None
-    beside: tuple[Ema | Scaler, ...] = ()
+    beside: tuple[Ema | Scaler | SpikeJudge, ...] = ()
+    fixed: bool = False
 
     @property
     def ema(self) -> Ema | None:
         """An average that follows the parameters; None for none."""
         return next((other for other in self.beside if isinstance(other, Ema)), None)
+
+    @property
+    def spikes(self) -> SpikeJudge | None:
+        """What leaves out steps whose gradient norm is a spike; None for none."""
+        return next((other for other in self.beside if isinstance(other, SpikeJudge)), None)
 
     @property
     def outer(self) -> OuterOptimizer | None:
@@ -113,12 +122,14 @@ def assemble(
     meeting = check_at_start(task, spread, dataset, config.train.seed, draws=draws(dataset), group=processes.data_group)
     spread.path.take()  # of the check, which each rank may make on samples of its own
     check_coupling(task, meeting, processes.mesh.layout)
-    stream = open_stream(dataset, config, processes, fixed=meeting.coupled or has_batch_statistics(spread.modules))
+    fixed = meeting.coupled or has_batch_statistics(spread.modules)
+    stream = open_stream(dataset, config, processes, fixed=fixed)
     _check_alike(config, stream, processes)
     schedule = kept_schedule or make_schedule(config, stream)
     passes = observe(make_passes(task, meeting.forward, optimizers, processes))
     ema = None if config.train.ema is None else Ema(spread, config.train.ema)
     scaler = Scaler(processes.device, processes.world_group) if spread.precision.scales else None
+    spikes = make_judge(task, config, processes)
     step = Step(
         spread,
         passes,
@@ -131,6 +142,7 @@ def assemble(
         outer=outer,
         ema=ema,
         scaler=scaler,
+        guard=StepGuard(spread, spikes),
     )
     return Session(
         task=task,
@@ -144,9 +156,12 @@ def assemble(
         count_targets=meeting.count_targets,
         step=step,
         validation=None if has_step(task) else task.dataset("validation"),
-        decisions=processes.choice.decisions + say_at_start(task, config, spread, meeting, stream, schedule),
+        decisions=processes.choice.decisions
+        + say_at_start(task, config, spread, meeting, stream, schedule)
+        + describe_waiting(optimizers, processes.device, spikes=spikes is not None),
         flops_per_sample=meeting.flops_per_sample,
-        beside=tuple(other for other in (ema, scaler) if other is not None),
+        beside=tuple(other for other in (ema, scaler, spikes) if other is not None),
+        fixed=fixed,
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from allranks import fault_points
 from allranks.data.micro_step import StepBatch
@@ -12,7 +13,9 @@ from allranks.observing.counters import Stopwatch
 from allranks.parallel.spread import Spread
 from allranks.stepping.agreement import Agreement, Ballot, Pending
 from allranks.stepping.ema import Ema
+from allranks.stepping.guards import StepGuard, all_of, any_of
 from allranks.stepping.optimizer import Optimizers
+from allranks.stepping.origin import Origin, find_origin
 from allranks.stepping.outer import OuterOptimizer
 from allranks.stepping.passes import Passes, Scale
 from allranks.stepping.scaler import Scaler, Scaling
@@ -30,6 +33,7 @@ class Outcome:
         upcoming: the coming step's batch, None at the end.
         targets: the world's targets of the first loss, where they were counted in the step itself; else None.
         scaling: of the loss, under float16.
+        skipped: 1.0 where an update was left out (on CUDA also 0.0 where none was), 0-dim; None: none was.
     """
 
     pending: Pending
@@ -38,6 +42,7 @@ class Outcome:
     upcoming: StepBatch | None
     targets: torch.Tensor | None = None
     scaling: Scaling | None = None
+    skipped: torch.Tensor | None = None
 
     def values(self, before: Pending, samples: int) -> dict[str, float | str]:
         """Loss per target, gradient norm and ledger (16 hex digits) of this step; waits for its reduction.
@@ -51,11 +56,13 @@ class Outcome:
         targets = before.read().next_targets if self.targets is None else float(self.targets)
         tokens: dict[str, float | str] = {"tokens": targets} if targets > samples else {}
         scaling = {} if self.scaling is None else self.scaling.values()
+        skipped = {"skipped": 1.0} if self.skipped is not None and float(self.skipped) else {}
         return tokens | {
             "loss": agreed.loss / max(1.0, targets),
             "grad_norm": float(self.grad_norm),
             "ledger": f"{agreed.ledger:016x}",
             **scaling,
+            **skipped,
         }
 
 
@@ -67,6 +74,7 @@ class Step:
         stopwatch: told what each part of the step was.
         ema: an average that follows the parameters; None for none.
         scaler: scales the loss, and says which steps are skipped; None for neither.
+        guard: says so where nothing is scaled, and puts back what a skipped step has learnt; None: nothing is skipped.
 
     Attributes:
         outer: puts copies together that are by themselves between its steps; None where there are none.
@@ -86,6 +94,7 @@ class Step:
         outer: OuterOptimizer | None = None,
         ema: Ema | None = None,
         scaler: Scaler | None = None,
+        guard: StepGuard | None = None,
     ) -> None:
         self._spread = spread
         self._ranks = spread.mesh.layout.sample_ranks
@@ -99,10 +108,16 @@ class Step:
         self._stopwatch = stopwatch
         self._ema = ema
         self._scaler = scaler
+        self._guard = guard
+        self._skipped: torch.Tensor | None = None  # whether the step before left out an update
 
     def agree_first(self, batch: StepBatch) -> Pending:
         """The agreement that goes before the first step: it carries that step's targets; collective."""
         return self._agree(torch.zeros((), dtype=torch.float64), 0, batch)
+
+    def agree_last(self) -> Pending:
+        """The one that comes after the last step: it carries whether that was skipped; collective."""
+        return self._agree(torch.zeros((), dtype=torch.float64), 0, None)
 
     def run(self, batch: StepBatch, before: Pending, upcoming: Callable[[], StepBatch | None]) -> Outcome:
         """One step: run, agree, clip, update; collective.
@@ -115,7 +130,9 @@ class Step:
         mark = self._stopwatch.mark
         factor = self._schedule.factor(batch.position, batch.size)
         pending: Pending | None = None
-        scale, scaler = self._scale(before), self._scaler
+        scale, scaler, judged = self._scale(before), self._scaler, list[torch.Tensor | None]()
+        if self._guard is not None:
+            self._guard.begin()
         mark("agreement")
         for sums in self._passes.run(batch, scale):
             mark("forward_backward")
@@ -128,13 +145,16 @@ class Step:
             if scaler is not None:
                 divide = self._spread.divisor / scaler.scale
             norm = self._spread.clip(updated, self._max_norm, divide)
-            skipped = None if scaler is None else scaler.judge(norm)
-            lr = self._optimizers.step(sums.which, factor, skipped)
+            judged.append(self._judge(norm, batch.step + 1))
+            lr = self._optimizers.step(sums.which, factor, judged[-1])
             mark("optimizer")
         if pending is None:
             raise TaskError("step() ended without yielding: yield (name, loss_sum, targets) at least once")
+        skipped, self._skipped = all_of(judged), any_of(judged)
         if self._ema is not None:
             self._ema.update(skipped)
+        if self._guard is not None:
+            self._guard.finish(skipped)
         scaling = None if scaler is None or skipped is None else scaler.update(skipped)
         self._spread.balances.finish_step()
         if self.outer is not None:
@@ -142,7 +162,16 @@ class Step:
             mark("optimizer")
         # Read here where it is at hand: the thread that writes would contend for the interpreter lock with the loop.
         told = norm.item() if norm.device.type == "cpu" else norm
-        return Outcome(pending, told, lr, coming, targets, scaling)
+        return Outcome(pending, told, lr, coming, targets, scaling, self._skipped)
+
+    def find_origin(self, batch: StepBatch, before: Pending, group: dist.ProcessGroup | None) -> tuple[Origin, ...]:
+        """As `origin.find_origin`, of a step that `run` has made of `batch` and `before`; collective."""
+        return find_origin(self._passes, self._spread, batch, self._scale(before), group)
+
+    def _judge(self, norm: torch.Tensor, step: int) -> torch.Tensor | None:
+        if self._scaler is not None:
+            return self._scaler.judge(norm)
+        return None if self._guard is None else self._guard.judge(norm, step)
 
     def _scale(self, before: Pending) -> Scale:
         """What makes DDP's and FSDP2's mean over ranks the sum over targets, divided once by their number (law 3).
@@ -160,7 +189,6 @@ class Step:
         interrupt, terminate = self._stop_requested()
         targets = 0 if upcoming is None else upcoming.targets or 0
         samples = 0 if upcoming is None else sum(len(m.positions) for m in upcoming.micro_steps)
-        path = self._spread.path.take()
-        return self._agreement.start(
-            Ballot(loss, targets, samples, interrupt, terminate, ledger, path, self._spread.path.wait)
-        )
+        path, wait = self._spread.path.take(), self._spread.path.wait
+        ballot = Ballot(loss, targets, samples, interrupt, terminate, ledger, path, wait, self._skipped)
+        return self._agreement.start(ballot)

@@ -37,14 +37,17 @@ class Supervision:
         guard: the limits, and what follows.
         tell: takes every verdict.
         next_attempt: called before workers are started again.
+        halve: called when memory ran out in a step: has the next attempt make it in forwards of half as many samples,
+            and says so; None where it cannot.
     """
 
     guard: GuardConfig
     tell: Callable[[Verdict], None]
     next_attempt: Callable[[], None]
+    halve: Callable[[], str | None] = lambda: None
 
     @classmethod
-    def of_run(cls, run: Run, guard: GuardConfig) -> "Supervision":
+    def of_run(cls, run: Run, guard: GuardConfig, halve: Callable[[], str | None] = lambda: None) -> "Supervision":
         """Verdicts go to the screen and to rank 0's journal."""
 
         def tell(verdict: Verdict) -> None:
@@ -56,7 +59,7 @@ class Supervision:
         def count() -> None:
             run.begin_attempt()
 
-        return cls(guard, tell, count)
+        return cls(guard, tell, count, halve)
 
 
 @final
@@ -76,6 +79,7 @@ class Supervisor:
         self._paid = 0
         self._furthest = 0
         self._slow: tuple[int, ...] = ()
+        self._halved: str | None = None
 
     def begin_attempt(self) -> None:
         """Workers are about to be started, for the first time or again."""
@@ -123,6 +127,9 @@ class Supervisor:
     def may_restart(self, failure: Failure) -> bool:
         """Whether workers are started again after this failure; counts it."""
         guard = self._supervision.guard
+        self._halved = self._supervision.halve() if failure.divisible and guard.restarts else None
+        if self._halved is not None:
+            return True  # paid for by what is halved: that ends by itself
         if not _can_pass(failure, guard):
             return False
         self.monitor.note_steps()
@@ -139,6 +146,12 @@ class Supervisor:
         step = self.monitor.furthest_step
         what = f"restart {self.restarts}, after step {step}: {failure.brief()}"
         left = self._supervision.guard.restarts - self._paid
+        if self._halved is not None:
+            kept = "the global batch, the order of the samples and what is learnt from them stay as they are"
+            move = f"nothing; {self._halved} from the start saves the restart"
+            self._supervision.tell(Verdict("out_of_memory", f"{what}; it goes on with {self._halved}", (kept,), move))
+            self._supervision.next_attempt()
+            return
         evidence = (f"restarts that may still finish no further step: {left} (guard.restarts)",)
         self._supervision.tell(Verdict("restart", what, evidence, f"nothing; the logs are in {self._logs}"))
         self._supervision.next_attempt()

@@ -9,7 +9,11 @@ import torch
 from allranks.parameter_map import Entry
 from allranks.verdict import Decision
 
-PREFIXES = {"ema.": "the average of the parameters", "scaler.": "the scale of the loss"}
+PREFIXES = {
+    "ema.": "the average of the parameters",
+    "scaler.": "the scale of the loss",
+    "spikes.": "the window of norms",
+}
 """Every prefix that a checkpoint may have besides `model.` and `optimizer.`, in words."""
 
 

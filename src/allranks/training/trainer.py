@@ -3,12 +3,12 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Literal, final
 
 from allranks import fault_points
 from allranks.data.loader import Loader
 from allranks.data.micro_step import StepBatch
+from allranks.errors import GuardError
 from allranks.observing import heartbeat
 from allranks.observing.counters import Stopwatch
 from allranks.observing.progress import ProgressLine
@@ -16,12 +16,19 @@ from allranks.observing.recorder import Recorder, StepRecord, Value
 from allranks.stepping.agreement import Agreed, Pending
 from allranks.stepping.alike import explain_divergence
 from allranks.stepping.session import Session
+from allranks.stepping.spikes import Window
 from allranks.stepping.step import Outcome
+from allranks.training.replicas import Replicas
+from allranks.training.skips import KIND, Skips, explain_spike
 from allranks.training.snapshot import Saver
 from allranks.training.validate import validate
+from allranks.verdict import Verdict
 
 SMALLEST_SCALE = 1.0
 """Below it gradients are not finite for another reason than the scale, which then makes them smaller than they are."""
+
+SPIKES = 10
+"""So many are told of in one attempt, where they are only logged."""
 
 Reason = Literal["done", "interrupted", "terminated"]
 
@@ -68,7 +75,13 @@ class Trainer:
         self._flops_per_sample = None if per_sample is None else per_sample / session.processes.size
         self._validation: dict[str, float] = {}
         self._evaluated_at = -1
-        self._told_of_nonfinite = False
+        self._told_of_scale, self._told_of_spikes = False, 0
+        guard = session.config.guard
+        watched = ("loss", "grad_norm") if guard.spike == "log" else ()
+        self._windows = {name: Window(guard.spike_window, guard.spike_threshold) for name in watched}
+        self._num_skipped = 0
+        self._skips = Skips(session, self._tell)
+        self._replicas = Replicas(session)
         self._heart = heartbeat.current()
         # On CUDA the host runs ahead of the device and reads an agreement a step later; on the CPU it is there already.
         self._lag = 1 if session.processes.device.type == "cuda" else 0
@@ -85,12 +98,14 @@ class Trainer:
             self._stopwatch.mark("input")
             while batch is not None and before is not None and older is not None:
                 agreed = self._read(older if self._lag else before, batch.step - self._lag)
+                self._guard(agreed, batch.step - self._lag - 1, done)
                 reason = self._stop(agreed, before, batch)
                 if reason is not None:
                     return self._end(reason, batch.step)
                 started = time.perf_counter()
                 self._heart.begin_step()
                 fault_points.begin_step(batch.step + 1)
+                self._skips.remember(batch, before)
                 outcome = session.step.run(batch, before, lambda: self._load(loader))
                 session.stream.take(batch)
                 self._record(batch, before, outcome, started)
@@ -98,8 +113,9 @@ class Trainer:
                 self._heart.finish_step(done)
                 self._boundary(done, outcome.pending)
                 older, before, batch = before, outcome.pending, outcome.upcoming
-        if before is not None:
-            self._read(before, done)
+        if before is not None and older is not None:
+            for lag, pending in enumerate((session.step.agree_last(), before, older)[: 2 + self._lag]):
+                self._guard(self._read(pending, done - lag + 1), done - lag, done)
         return self._end("done", done)
 
     def _load(self, loader: Loader) -> StepBatch | None:
@@ -115,6 +131,30 @@ class Trainer:
             raise explain_divergence(pending.path, step, processes.world_group, processes.device)
         return agreed
 
+    def _guard(self, agreed: Agreed, told: int, step: int) -> None:
+        """End the run, after saving, where what was agreed about step `told` says so; `step` steps are done."""
+        verdict = self._skips.see(agreed, told)
+        if verdict is None:
+            return
+        if verdict.kind == KIND and self._saver.saved_step != step:
+            self._save(step)  # the parameters are good, and the samples that were not are behind
+        self._tell(verdict, told)
+        raise GuardError(f"{verdict.what}; {verdict.next}")
+
+    def _end_unless_alike(self, step: int) -> None:
+        """Compare the copies of the parameters; collective. Where they differ nothing is saved any more."""
+        verdict = self._replicas.compare(step)
+        self._stopwatch.mark("other")
+        if verdict is not None:
+            self._tell(verdict, step)
+            raise GuardError(f"{verdict.what}; {verdict.next}")
+
+    def _tell(self, verdict: Verdict, step: int) -> None:
+        if self._recorder is not None:
+            self._recorder.write("verdict", step=step, **verdict.to_json())
+        if self._progress is not None:
+            self._progress.say(f"warning: {verdict}")
+
     def _stop(self, agreed: Agreed, before: Pending, batch: StepBatch) -> Reason | None:
         if agreed.interrupt:
             return "interrupted"
@@ -125,7 +165,10 @@ class Trainer:
         return "done" if batch.exhausted and before.read().next_samples == 0 else None
 
     def _boundary(self, step: int, pending: Pending) -> None:
-        # Saved first: metrics that fail lose no step.
+        if self._replicas.due(step):
+            self._heart.progress()
+            self._end_unless_alike(step)
+        # Saved before it is evaluated: metrics that fail lose no step.
         if self._saver.due(step):
             self._read(pending, step)
             self._save(step)
@@ -181,7 +224,8 @@ class Trainer:
             values = outcome.values(before, batch.size)
             self._watch(step, values)
             if self._progress is not None:
-                skipped = int(values.get("skipped_steps", 0))
+                self._num_skipped += "skipped" in values
+                skipped = max(self._num_skipped, int(values.get("skipped_steps", 0)))
                 self._progress.update(step, float(values["loss"]), batch.size / seconds, skipped)
             return values
 
@@ -189,26 +233,17 @@ class Trainer:
         self._recorder.record(StepRecord(step, samples, batch.size, outcome.lr, seconds, ready, flops))
 
     def _watch(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Tell once of a loss that is no number, and of a scale that has fallen too far: all after it is lost, too.
-
-        A step that was skipped has left nothing: its loss may be what it is.
-        """
-        if self._told_of_nonfinite:
+        """Tell of spikes; once of a scale that has fallen too far: gradients are not finite for another reason."""
+        for name, window in self._windows.items():
+            value = float(values[name])
+            middle = window.add(value)
+            if middle is not None and "skipped" not in values and self._told_of_spikes < SPIKES:
+                self._told_of_spikes += 1
+                self._tell(explain_spike(name.replace("grad_", "gradient "), step, value, middle, skipped=False), step)
+        scale = float(values.get("loss_scale", 1.0))
+        if self._told_of_scale or scale >= SMALLEST_SCALE:
             return
-        loss, scale = float(values["loss"]), float(values.get("loss_scale", 1.0))
-        if scale < SMALLEST_SCALE:
-            what = (
-                f"the scale of the loss has fallen to {scale:g} at step {step}: gradients are not finite at any scale"
-            )
-            self._tell_of_nonfinite(what, "stop it; look at the data of these steps, or take train.precision=bfloat16")
-        elif not isfinite(loss) and "skipped" not in values:
-            what = f"the loss is {loss} from step {step} on: what is trained from here is most likely worthless"
-            remedy = "stop it; resume from a checkpoint before that step with a lower optimizer.lr, or train.max_norm"
-            self._tell_of_nonfinite(what, remedy)
-
-    def _tell_of_nonfinite(self, what: str, remedy: str) -> None:
-        assert self._recorder is not None
-        self._told_of_nonfinite = True
-        self._recorder.write("verdict", kind="not_finite", what=what, evidence=[], next=remedy)
-        if self._progress is not None:
-            self._progress.say(f"warning: {what}; {remedy}")
+        self._told_of_scale = True
+        what = f"the scale of the loss has fallen to {scale:g} at step {step}: gradients are not finite at any scale"
+        remedy = "stop it; look at the data of these steps, or take train.precision=bfloat16"
+        self._tell(Verdict(KIND, what, (), remedy), step)

@@ -9,6 +9,7 @@ from pathlib import Path
 from allranks import fault_points
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.errors import AllranksError, RunError
+from allranks.failure import is_out_of_memory
 from allranks.launching.environment import read_environment
 from allranks.observing import heartbeat
 from allranks.observing.counters import Stopwatch
@@ -25,6 +26,7 @@ from allranks.training.load import task_of_run
 from allranks.training.logs import log_of_rank
 from allranks.training.prepare import Prepared, open_run, prepare, resolve_layout
 from allranks.training.screen import Screen
+from allranks.training.shortage import explain_shortage
 from allranks.training.snapshot import Contents, Saver, find_checkpoint, kept_schedule, schedule_state
 from allranks.training.stop import StopRequests
 from allranks.training.trainer import Ending, Trainer
@@ -155,6 +157,10 @@ class _Training:
             )
         try:
             return Trainer(session, saver, self._stopwatch, recorder, progress).train()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise explain_shortage(session, error) from error
+            raise
         finally:
             if progress is not None:
                 progress.close()

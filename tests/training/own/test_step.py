@@ -320,3 +320,21 @@ def test_an_average_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
         assert "not the model of this world" in refusal(lambda: world.ema(Net(), 0.9))
         world.ema(model, 0.9)
         assert "was called already" in refusal(lambda: world.ema(model, 0.9))
+
+
+def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def lines(world: Any, model: nn.Module, optimizer: Any, batch: Any) -> None:
+        loss = loss_of(model, batch) * (float("inf") if len(seen) == 2 else 1.0)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        world.backward(loss, targets=count(batch))
+        stepped = bool(world.step(optimizer))
+        now = [parameter.detach() for parameter in model.parameters()]
+        same = all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
+        seen.append((stepped, same and all(bool(one.isfinite().all()) for one in now)))
+
+    assert one_loop(str(tmp_path / "run"), "single", lines, micro_batch=10, epochs=1) == "nothing was refused"
+    assert seen[2] == (True, True) and seen[1] == seen[3] == (True, False)
+    skipped = [event["step"] for event in Run.open(tmp_path / "run").steps() if "skipped" in event]
+    assert skipped == [3]

@@ -23,7 +23,20 @@ from allranks.training.prepare import RUNS, config_digest
 
 # What the journal's line of a step has anyway.
 WRITTEN = frozenset(
-    ("t", "event", "step", "samples", "loss", "lr", "grad_norm", "ledger", "seconds", "tokens", "memory_bytes")
+    (
+        "t",
+        "event",
+        "step",
+        "samples",
+        "loss",
+        "lr",
+        "grad_norm",
+        "ledger",
+        "seconds",
+        "tokens",
+        "skipped",
+        "memory_bytes",
+    )
 )
 
 OWN_LOOP = "(own loop)"  # ends the `task` of run.json: no spec, so that nobody imports the script to find a Task in it

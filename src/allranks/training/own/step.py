@@ -19,8 +19,9 @@ from allranks.parallel.spread import Spread
 from allranks.stepping.agreement import Agreed, Agreement, Ballot, Pending
 from allranks.stepping.alike import explain_divergence
 from allranks.stepping.ema import Ema
+from allranks.stepping.guards import StepGuard
 from allranks.stepping.optimizer import Optimizers
-from allranks.stepping.passes import Forward, ledger_of, micro_forward
+from allranks.stepping.passes import Forward, ledger_of, micro_forward, tell_nonfinite
 from allranks.training.own.buckets import check_all_reached, must_settle, settle_buckets
 from allranks.training.own.driven import Driven
 from allranks.training.own.forward import Loss, Targets, check_callable, check_loss, check_targets, count_targets
@@ -69,6 +70,7 @@ class OwnStep:
         self._accumulated: torch.Tensor | None = None  # one parameter that got a gradient in this step
         self._reduced_once = False
         self._pendings: deque[Pending] = deque(maxlen=2)
+        self._guard: StepGuard | None = None
 
     @property
     def between_steps(self) -> bool:
@@ -89,6 +91,8 @@ class OwnStep:
         """The step of `batch` begins, requested at `started`; `more`: this rank's samples after it, 0 at its end."""
         self.abandon()
         self.links.begin()
+        self._guard = self._guard or StepGuard(self._models.trained)
+        self._guard.begin()
         self._batch, self._more, self._started, self._steps_total = batch, more, started, steps_total
 
     def give(self, index: int) -> MicroStep:
@@ -190,10 +194,13 @@ class OwnStep:
         scale = self.links.divide(self._models.trained, pending.next_targets)
         self._stopwatch.mark("agreement")
         norm = self._models.trained.clip(optimizers.parameters(""), max_norm, scale)
-        lr = self._update(optimizers)
+        assert self._guard is not None
+        skipped = self._guard.judge(norm)
+        lr = self._update(optimizers, skipped)
+        self._guard.finish(skipped)
         self.links.finish_step(self._batch.step + 1, self._steps_total)
         turn.state = "stepped"
-        return self._finish(self._batch, pending, norm, lr)
+        return self._finish(self._batch, pending, norm, lr, skipped)
 
     def agreed(self, lag: int) -> Agreed | None:
         """What the ranks agreed on `lag` steps before the last one, in which they entered the same units; or None.
@@ -239,25 +246,27 @@ class OwnStep:
         loss, count = (loss, count) if turn.micro_step.weight else (loss * 0.0, 0)
         assert self._batch is not None
         with self.links.reducing(spread, self._batch.step, self._targets + count) if turn.last else nullcontext():
-            loss.backward()
+            loss.backward(tell_nonfinite(loss) if turn.micro_step.weight else None)
         if first:
             check_all_reached(spread)
             self._reduced_once = True
         if self._accumulated is None and not turn.last:
             self._accumulated = next((p for p in spread.trainable().values() if p.grad is not None), None)
 
-    def _update(self, optimizers: Optimizers) -> float:
+    def _update(self, optimizers: Optimizers, skipped: torch.Tensor | None) -> float:
         optimizer = optimizers.by_name[""]
         lr = float(optimizer.param_groups[0]["lr"])
-        optimizers.update("")
+        optimizers.update("", skipped)
         for average in self.averages:
-            average.update()
+            average.update(skipped)
         self._models.trained.balances.finish_step()
         self._models.reshard()
         self._stopwatch.mark("optimizer")
         return lr
 
-    def _finish(self, batch: StepBatch, pending: Pending, norm: torch.Tensor, lr: float) -> FinishedStep:
+    def _finish(
+        self, batch: StepBatch, pending: Pending, norm: torch.Tensor, lr: float, skipped: torch.Tensor | None
+    ) -> FinishedStep:
         self._pendings.append(pending)
         self._done = batch.step + 1
         self._reset()
@@ -269,6 +278,7 @@ class OwnStep:
             seconds=time.perf_counter() - self._started,
             pending=pending,
             grad_norm=norm,
+            skipped=skipped,
         )
 
     def _reset(self) -> None:

@@ -20,6 +20,7 @@ class FinishedStep:
         samples: consumed since the start of the run, this step's included; `size` of them in this step.
         lr: of the first group, as this step used it.
         seconds: from the request for its first batch to the update.
+        skipped: 1.0 where its gradients were not finite and it changed nothing; None or 0.0: it did.
     """
 
     number: int
@@ -29,16 +30,19 @@ class FinishedStep:
     seconds: float
     pending: Pending
     grad_norm: torch.Tensor
+    skipped: torch.Tensor | None = None
 
     def values(self) -> dict[str, Value]:
         """Loss per target, gradient norm and ledger; tokens where a sample has more than one target."""
         agreed = self.pending.read()
         targets = float(agreed.next_targets)
         tokens: dict[str, Value] = {"tokens": targets} if targets > self.size else {}
+        skipped: dict[str, Value] = {"skipped": 1.0} if self.skipped is not None and float(self.skipped) else {}
         return tokens | {
             "loss": agreed.loss / max(1.0, targets),
             "grad_norm": float(self.grad_norm),
             "ledger": f"{agreed.ledger:016x}",
+            **skipped,
         }
 
 
