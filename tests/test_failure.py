@@ -123,6 +123,15 @@ def test_run_recorded_gives_the_code_and_leaves_a_record(tmp_path: Path) -> None
     assert read_failures(tmp_path) == []
 
 
+def test_what_a_killed_worker_was_writing_goes_with_its_record(tmp_path: Path) -> None:
+    for name in ("failure-00001.77.tmp", "rank-00001.collectives.77.tmp", "failure-00001.json"):
+        (tmp_path / name).touch()
+    for name in ("rank-00001.log", "rank-00001.collectives.json"):
+        (tmp_path / name).touch()
+    clear_failures(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00001.collectives.json", "rank-00001.log"]
+
+
 def _exit(code: int) -> None:
     raise SystemExit(code)
 

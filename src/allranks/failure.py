@@ -213,9 +213,10 @@ def read_failures(folder: Path) -> list[Failure]:
 
 
 def clear_failures(folder: Path) -> None:
-    """Remove the records of an earlier attempt."""
-    for path in folder.glob("failure-*.json"):
-        path.unlink(missing_ok=True)
+    """Remove the records of an earlier attempt, and what a worker that was killed while it wrote has left."""
+    for pattern in ("failure-*.json", "failure-*.tmp", "rank-*.collectives.*.tmp"):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:

@@ -103,7 +103,7 @@ class _Rank:
         self._passed: dict[str, dict[int, int]] = {}
         schedule = folder / SCHEDULE_FILE
         self._due = [fault for fault in read_schedule(folder) if fault.rank == rank] if schedule.exists() else []
-        self._gone = {fault.number for fault in self._due if fired_file(folder, fault.number).exists()}
+        self._gone: set[int] = set()
         if not schedule.exists():
             atexit.register(self._write_passed)
 
@@ -131,7 +131,7 @@ class _Rank:
             with fired_file(self._folder, fault.number).open("x", encoding="utf-8") as file:
                 json.dump(asdict(Fired(fault.number, time.time(), self._pid, self._step)), file)
         except FileExistsError:
-            return
+            return  # it struck before a restart
         break_here(fault)
 
     def _write_passed(self) -> None:

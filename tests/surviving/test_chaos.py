@@ -50,6 +50,12 @@ def test_every_point_and_kind(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.full
+def test_killed_in_the_last_deletion_nothing_is_left(tmp_path: Path) -> None:
+    document = trial(tmp_path, "train.steps=15", "--points", "checkpoint.remove", kills=1)
+    assert document["incidents"][0]["step"] == 15  # type: ignore[index]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["fsdp", "pp=2", "tp=2"])
 def test_other_layouts(tmp_path: Path, layout: str) -> None:
     assert trial(tmp_path, "train.steps=40", "--layout", layout, kills=8)["recovered"] == 8

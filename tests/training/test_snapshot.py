@@ -137,6 +137,17 @@ def test_the_newest_few_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
+def test_what_a_dead_writer_left_goes_without_a_save(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    saver = saver_of(session, contents, tmp_path, keep=2)
+    for step in (1, 2):
+        saver.save(step)
+    for name in (".trash-step-00000000-ab", "step-00000003.tmp-run_1"):
+        (tmp_path / name).mkdir()
+    saver_of(session, contents, tmp_path, keep=1).tidy()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
 def test_what_another_run_wrote_does_not_take_the_place_of_ours(tmp_path: Path) -> None:
     session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
     Saver(contents, session.processes, CheckpointConfig(keep=1), tmp_path, "another", 1).save(9)

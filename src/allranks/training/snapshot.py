@@ -219,8 +219,7 @@ class Saver:
         self._run = run
         self._generation = generation
         self._warn = warn
-        self._warned = False
-        self._proven = False
+        self._warned = self._proven = False
         self._good: set[Path] = set()
         self.saved_step = -1
 
@@ -255,14 +254,15 @@ class Saver:
         if not self._proven:
             check_files(checkpoint, processes.world_group, processes.device)
             self._proven = True
-        if processes.rank == 0:
-            self._good.add(checkpoint.path)
-            self._prune()
+        self._good.add(checkpoint.path)
+        self.tidy()
         self.saved_step = step
         return checkpoint.path
 
-    def _prune(self) -> None:
-        """Let old ones go. What stays costs room, not the run: the new one is safe, and the next save tries again."""
+    def tidy(self) -> None:
+        """Let old ones go, and what dead writers left. What stays costs room, not the run: the next one tries again."""
+        if self._processes.rank != 0:
+            return
         try:
             prune(self._directory, self._config.keep, self._run, check=self._check)
         except (CheckpointError, OSError) as error:

@@ -181,6 +181,8 @@ class Trainer:
     def _end(self, reason: Reason, step: int) -> Ending:
         if self._saver.saved_step != step:
             self._save(step)
+        else:
+            self._saver.tidy()  # who saved it may have died before it had deleted what is too old
         if reason == "done" and self._session.config.evaluate.every != 0 and self._evaluated_at != step:
             self._evaluate(step)
         self._heart.enter("end")
