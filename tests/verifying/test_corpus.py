@@ -96,7 +96,8 @@ def test_every_kind_has_two_programs_and_thirty_are_clean() -> None:
 @pytest.mark.parametrize("entry", [e for e in read_corpus(CORPUS) if not e.clean], ids=lambda entry: str(entry.name))
 def test_a_wrong_program_is_its_twin_but_for_the_mistake(entry: Entry) -> None:
     texts = [path.read_text().partition('"""\n\n')[2] for path in (entry.path.parent / entry.twin, entry.path)]
-    changed = [line for line in difflib.ndiff(*(text.splitlines() for text in texts)) if line[:1] in "+-"]
+    right, wrong = (text.splitlines() for text in texts)
+    changed = [line for line in difflib.ndiff(right, wrong) if line[:1] in "+-"]
     in_run_only = not changed and entry.runs[0] not in (read_entry(entry.path.parent / entry.twin) or entry).runs
     assert changed or in_run_only
     assert len(changed) <= MOST_CHANGED_LINES

@@ -149,17 +149,20 @@ def test_a_coupled_loss_off_by_the_ranks_was_gathered_without_its_gradient() -> 
     assert (finding.verdict.kind, finding.factor) == ("S29", "1/data ranks = 1/2")
 
 
-def test_a_coupled_loss_of_experts_does_not_compose() -> None:
+@pytest.mark.parametrize(("coupled", "kind"), [(0.1, "S16"), (0.0, "S29")])
+def test_a_coupled_loss_of_experts_does_not_compose(coupled: float, kind: str) -> None:
+    """Unless each rank has compared its own samples only."""
+
     def change(ranks: list[RunRecord]) -> None:
         del ranks[1].start.parameters["bias"]
         for run in ranks:
-            run.steps[0].raw = mixed(0.5, 0.4, 0.1)
+            run.steps[0].raw = mixed(0.5, 0.4, coupled)
 
     def alone(run: RunRecord) -> None:
         run.steps[0].raw = mixed(0.5, 0.5, 0.3)
 
     (finding,) = judge(evidence(change, alone, shares=lambda step: [[FIRST], [SECOND]]))
-    assert finding.verdict.kind == "S16"
+    assert finding.verdict.kind == kind
 
 
 @pytest.mark.parametrize(("size", "kind"), [(1e-7, "S27"), (1e-3, "S27"), (0.2, "S16")])

@@ -198,3 +198,11 @@ def test_ranks_that_report_their_own_share_of_the_loss_are_right() -> None:
             run.steps[0].loss = 1.5 if run is ranks[0] else 2.5
 
     assert judge(evidence(change)) == []
+
+
+def test_ranks_that_report_their_share_of_a_sum_are_not_right() -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            run.steps[0].loss = 0.75 if run is ranks[0] else 1.25
+
+    assert kinds(judge(evidence(change))) == ["S30"]
