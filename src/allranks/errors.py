@@ -7,8 +7,8 @@
     ├── DataError          2      a dataset that is empty, too small, or does not say how it is ordered
     ├── RunError          78      a Run directory that refuses: no Run, another task or config, leased, read-only
     ├── CheckpointError   78      a checkpoint that is torn, incomplete, reshaped or altered
-    ├── MemoryShortError   1      memory ran out in a step, and its forwards cannot be made smaller
     ├── ProcessError      76      a transient condition: a port in use, a peer or a store lost
+    ├── MemoryShortError   1      memory ran out in a step, and its forwards cannot be made smaller
     └── GuardError        93      a guard has ended the run: nothing is learnt any more, or copies are not alike
 
 Each carries one line: what is wrong, where, and the next move. The command prints that line and exits with the class's
@@ -65,7 +65,7 @@ class MemoryShortError(AllranksError):
 
     exit_code = 1
 
-    def __init__(self, message: str, *, divisible: bool) -> None:
+    def __init__(self, message: str, *, divisible: bool = False) -> None:
         super().__init__(message)
         self.divisible = divisible
 

@@ -18,14 +18,21 @@ from allranks.verdict import Decision
 
 
 def say_at_start(
-    task: Task, config: Config, spread: Spread, meeting: Meeting, stream: DataStream, schedule: Schedule
+    task: Task,
+    config: Config,
+    spread: Spread,
+    meeting: Meeting,
+    stream: DataStream,
+    schedule: Schedule,
+    optimizers: Optimizers,
 ) -> tuple[Decision, ...]:
     """Every decision of the session's parts, and remarks on what has no effect or an unlikely one, in reading order."""
     loading = Loader(stream, workers=config.data.workers).decisions + _describe_cut(stream.cut, spread, config)
     loading += describe_transfers(meeting.transfers, stream.cut)
     warnings = warn_of_precision(spread.precision, spread.device.type)
     remarks = _unused(task, config) + _remarks(task, schedule, config, stream)
-    return warnings + spread.decisions + meeting.decisions + loading + remarks
+    waiting = describe_waiting(optimizers, spread.device, spikes=config.guard.spike == "skip")
+    return warnings + spread.decisions + meeting.decisions + loading + remarks + waiting
 
 
 def describe_waiting(optimizers: Optimizers, device: torch.device, *, spikes: bool) -> tuple[Decision, ...]:

@@ -28,7 +28,7 @@ from allranks.stepping.guards import StepGuard
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.outer import OuterOptimizer, make_outer
 from allranks.stepping.passes import Forward, Passes, PlainPasses
-from allranks.stepping.remarks import describe_waiting, say_at_start
+from allranks.stepping.remarks import say_at_start
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.scheduled import ScheduledPasses
@@ -123,16 +123,12 @@ def assemble(
     spread.path.take()  # of the check, which each rank may make on samples of its own
     check_coupling(task, meeting, processes.mesh.layout)
     fixed = meeting.coupled or has_batch_statistics(spread.modules)
-    stream = open_stream(dataset, config, processes, fixed=fixed)
-    _check_alike(config, stream, processes)
+    stream = _check_alike(config, open_stream(dataset, config, processes, fixed=fixed), processes)
     schedule = kept_schedule or make_schedule(config, stream)
-    passes = observe(make_passes(task, meeting.forward, optimizers, processes))
-    ema = None if config.train.ema is None else Ema(spread, config.train.ema)
-    scaler = Scaler(processes.device, processes.world_group) if spread.precision.scales else None
-    spikes = make_judge(task, config, processes)
+    ema, scaler, spikes = beside = _make_beside(task, config, spread, processes)
     step = Step(
         spread,
-        passes,
+        observe(make_passes(task, meeting.forward, optimizers, processes)),
         optimizers,
         schedule,
         make_agreement(processes),
@@ -157,12 +153,19 @@ def assemble(
         step=step,
         validation=None if has_step(task) else task.dataset("validation"),
         decisions=processes.choice.decisions
-        + say_at_start(task, config, spread, meeting, stream, schedule)
-        + describe_waiting(optimizers, processes.device, spikes=spikes is not None),
+        + say_at_start(task, config, spread, meeting, stream, schedule, optimizers),
         flops_per_sample=meeting.flops_per_sample,
-        beside=tuple(other for other in (ema, scaler, spikes) if other is not None),
+        beside=tuple(other for other in beside if other is not None),
         fixed=fixed,
     )
+
+
+def _make_beside(
+    task: Task, config: Config, spread: Spread, processes: Processes
+) -> tuple[Ema | None, Scaler | None, SpikeJudge | None]:
+    ema = None if config.train.ema is None else Ema(spread, config.train.ema)
+    scaler = Scaler(processes.device, processes.world_group) if spread.precision.scales else None
+    return ema, scaler, make_judge(task, config, processes)
 
 
 def _open_dataset(task: Task, config: Config, device: torch.device) -> Any:
@@ -173,10 +176,11 @@ def _open_dataset(task: Task, config: Config, device: torch.device) -> Any:
     return dataset
 
 
-def _check_alike(config: Config, stream: DataStream, processes: Processes) -> None:
+def _check_alike(config: Config, stream: DataStream, processes: Processes) -> DataStream:
     # Where the Task's file lies is each host's own business.
     settings = {key: value for key, value in config.flat().items() if key != "task.spec"}
     check_same_start(settings, stream.num_samples, processes.world_group, processes.device)
+    return stream
 
 
 def make_agreement(processes: Processes) -> Agreement:
