@@ -109,7 +109,7 @@ def test_the_keys_are_frozen() -> None:
         "guard.restarts": 3,
         "guard.nonfinite": "skip",
         "guard.nonfinite_limit": 10,
-        "guard.digest_every": 100,
+        "guard.digest_every": 200,
         "guard.spike": "log",
         "guard.spike_threshold": 10.0,
         "guard.spike_window": 100,

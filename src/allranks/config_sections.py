@@ -255,7 +255,7 @@ class GuardConfig(Section):
     )
     nonfinite_limit: Count = key(10, "so many such steps in a row end the run with 93", unit="steps")
     digest_every: CountOrZero = key(
-        100,
+        200,
         "steps between two comparisons of the parameters that several ranks must have alike; 0: never",
         unit="steps",
     )

@@ -35,7 +35,7 @@ def test_where_it_is_seen_first() -> None:
     linear = nn.Linear(3, 3)
     assert see(linear, Spoiler()) is None
     assert see(linear, x=math.nan) == Sighting("input", "")
-    assert see(linear, Spoiler(math.inf), nn.Linear(3, 3)) == Sighting("output", "1", "Spoiler")
+    assert see(linear, Spoiler(math.nan), nn.Linear(3, 3)) == Sighting("output", "1", "Spoiler")
     assert see(linear, Spoiler(), nn.Tanh(), Spoiler(backward=math.inf)) == Sighting("output_gradient", "1", "Spoiler")
     assert see(linear, Spoiler(math.nan), which="critic") == Sighting("output", "critic.1", "Spoiler")
 
