@@ -11,6 +11,8 @@ from allranks.cli.output import print_json, stdout_kept_free
 from allranks.units import format_seconds
 
 if TYPE_CHECKING:
+    from allranks.request import TrainRequest
+    from allranks.verifying.answer import Answer
     from allranks.verifying.score import Result, Score
 
 RECORD = Path(".cache/bench-verify.jsonl")
@@ -43,10 +45,8 @@ def verify(
         from allranks.verifying.scoring import Record, document_of, run_all
 
         entries = part_of(read_corpus(folder, read_kinds(kinds)), part)
-        from allranks.verifying.command import verify_request
-
         found = []
-        for result, known in run_all(entries, Record(record), verify_request):
+        for result, known in run_all(entries, Record(record), _verify):
             found.append(result)
             print(_line(result, known), file=sys.stderr, flush=True)
     results = sorted(found, key=by_kind)
@@ -56,6 +56,12 @@ def verify(
     else:
         print_results(results, total)
     return 0 if total.perfect else IMPERFECT
+
+
+def _verify(request: "TrainRequest", steps: int) -> "Answer":
+    from allranks.verifying.command import verify_request  # torch, which what is known needs not
+
+    return verify_request(request, steps)
 
 
 def _line(result: "Result", known: bool) -> str:

@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from allranks.errors import AllranksError, ConfigError
 from allranks.request import TrainRequest
-from allranks.verifying.answer import Answer
 from allranks.verifying.corpus import Entry, read_run
 from allranks.verifying.score import Result, Score
 
+if TYPE_CHECKING:
+    from allranks.verifying.answer import Answer
+
 SOURCE = Path(__file__).parents[1]
 MOST_WORDS = 240
-Verify = Callable[[TrainRequest, int], Answer]
+Verify = Callable[[TrainRequest, int], "Answer"]
 
 
 @final
