@@ -28,4 +28,5 @@ def test_the_keys_of_the_json_object() -> None:
 def test_the_page_lists_the_kinds_as_they_are() -> None:
     page = (Path(__file__).parents[2] / "docs" / "explanation" / "verify.md").read_text()
     rows = [f"| {number} | {kind.name} | {kind.next} |" for number, kind in KINDS.items() if number != OTHER]
-    assert [line for line in page.splitlines() if line.startswith("| S")] == rows
+    found = [line for line in page.splitlines() if line.startswith("| S")]
+    assert [line for line in found if not line.split(" | ")[1].startswith("`")] == rows  # those of the score name files
