@@ -50,9 +50,15 @@ def show(*arguments: str, capsys: Capture) -> list[str]:
     ("wrong", "words"),
     [
         ("task.wrong=mean", ("Line.loss returns a mean over targets", "return the SUM")),
-        ("task.wrong=vector", ("float32 tensor [5, 1]", "return one floating-point number")),
-        ("task.wrong=detached", ("without a gradient",)),
-        ("task.wrong=state", ("state_dict().mean: a torch.Tensor cannot be kept", "tensor.tolist()")),
+        pytest.param(
+            "task.wrong=vector", ("float32 tensor [5, 1]", "return one floating-point number"), marks=pytest.mark.full
+        ),
+        pytest.param("task.wrong=detached", ("without a gradient",), marks=pytest.mark.full),
+        pytest.param(
+            "task.wrong=state",
+            ("state_dict().mean: a torch.Tensor cannot be kept", "tensor.tolist()"),
+            marks=pytest.mark.full,
+        ),
         ("task.num_points=0", ("TensorDataset is empty",)),
         ("task.num_points=7", ("7 samples, fewer than train.global_batch(8)", "train.global_batch=7")),
     ],

@@ -70,7 +70,7 @@ def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path: Path) -> None
     ("nproc", "layout", "more"),
     [
         (2, "ddp", ()),
-        (4, "ddp", ("layout.static_graph=true",)),
+        pytest.param(4, "ddp", ("layout.static_graph=true",), marks=pytest.mark.full),
         pytest.param(4, "ddp", (), marks=pytest.mark.full),
         pytest.param(2, "fsdp", (), marks=pytest.mark.full),
         pytest.param(4, "dp_replicate=2,dp_shard=2", (), marks=pytest.mark.full),

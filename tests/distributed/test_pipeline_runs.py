@@ -17,6 +17,7 @@ def losses(directory: Path) -> list[float]:
     return [event["loss"] for _, event in sorted(steps(directory).items())]
 
 
+@pytest.mark.full
 def test_a_run_is_the_run_of_one_process_and_resumes_under_other_layouts(tmp_path: Path) -> None:
     ran = {
         name: allranks("train", STACKED, *QUICK, "--layout", layout, "--run", name, "--json", folder=tmp_path)
