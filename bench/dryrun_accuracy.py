@@ -3,8 +3,7 @@
     python bench/dryrun_accuracy.py [--quick] [--json] [--layout LAYOUT]
 
 Each configuration is trained by 1, 2 or 4 real processes over gloo; after two steps torch's allocator tells the peak of
-eight, whose least counts, and of one more the messages are counted. The dry run of the first and of the last rank is
-beside it.
+the next, and of one more the messages are counted. The dry run of the first and of the last rank is beside it.
 Nothing is timed, so the machine may be busy.
 """
 

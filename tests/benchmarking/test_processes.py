@@ -13,6 +13,7 @@ from allranks.layout import Layout
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 
 
+@pytest.mark.full
 def test_on_two_processes_both_sides_train_the_same() -> None:
     told: list[str] = []
     found = measure_all(plan_cases(None, [2]), 2, "tiny", tell=lambda case: told.append(case.strategy))

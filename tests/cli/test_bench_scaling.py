@@ -12,6 +12,7 @@ DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "task.py")
 
 
 @pytest.mark.distributed
+@pytest.mark.full
 def test_digits_on_one_process_and_on_two(tmp_path: Path) -> None:
     ran = allranks("bench", "scaling", DIGITS, "--quick", "--json", "--plot", "plot.html", folder=tmp_path)
     document = json.loads(ran.stdout)

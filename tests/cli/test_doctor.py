@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -103,7 +104,8 @@ def test_two_processes_are_measured_and_local_takes_it(tmp_path: Path, clusters:
     assert all(set(groups) == {2} and len(groups[2]) == 3 for groups in link.measured.values())
     assert link.bandwidth > 1e5 and link.latency_seconds < 1
     assert device.cores == 1.0 and device.context_bytes is not None and 5e7 < device.context_bytes < 2e9
-    assert device.fixed.operation > 0 and device.fixed.step > 0 and document["cluster"]["device"]["fixed"]["step"] > 0
+    fixed = document["cluster"]["device"]["fixed"]  # a share that is too small to be told from noise is none
+    assert asdict(device.fixed) == fixed and min(fixed.values()) >= 0 < sum(fixed.values())
     about = allranks("doctor", folder=tmp_path)
     assert f"measured: {path}" in about.stdout
 

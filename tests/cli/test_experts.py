@@ -11,6 +11,7 @@ EXPERTS = str(PROGRAMS / "experts.py")
 SETTINGS = ("train.precision=float64", "train.global_batch=7", "optimizer.name=sgd", "optimizer.lr=0.1")
 
 
+@pytest.mark.full
 def test_a_run_is_that_of_one_process_and_goes_on_as_one(tmp_path: Path) -> None:
     alone = (*SETTINGS, "train.steps=8", "--layout", "single", "--nproc", "1", "--run", "alone")
     allranks("train", EXPERTS, *alone, folder=tmp_path)

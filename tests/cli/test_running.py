@@ -98,6 +98,7 @@ def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(
         }
 
 
+@pytest.mark.full
 def test_resumed_at_other_sizes_and_layouts_sees_the_same_samples(tmp_path: Path) -> None:
     exact = (
         "train.precision=float64",

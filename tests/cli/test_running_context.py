@@ -13,6 +13,7 @@ TINY = (
 )
 
 
+@pytest.mark.full
 def test_each_process_has_half_of_every_sequence(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"{number} bottles of beer on the wall, " for number in range(200)))
     found = {}

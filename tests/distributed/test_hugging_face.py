@@ -88,7 +88,13 @@ def test_they_compute_with_the_positions_of_a_process(pool: Pools, family: str, 
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize(("layout", "world_size", "told"), [("pp=2", 2, [0]), ("pp=2,dp_shard=2,tp=2", 8, [0, 2])])
+@pytest.mark.parametrize(
+    ("layout", "world_size", "told"),
+    [
+        ("pp=2", 2, [0]),
+        pytest.param("pp=2,dp_shard=2,tp=2", 8, [0, 2], marks=pytest.mark.full),
+    ],
+)
 def test_their_layers_run_in_stages(
     pool: Pools, family: str, layout: str, world_size: int, told: Sequence[int]
 ) -> None:

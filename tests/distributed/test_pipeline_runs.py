@@ -53,6 +53,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, layout: 
     assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_the_short_last_batch_of_an_epoch_goes_through_in_turn(tmp_path: Path) -> None:
     """61 samples in batches of 12: the last one has a single sample."""
     common = (STACKED, "train.global_batch=12", "train.epochs=1", "train.precision=float64")

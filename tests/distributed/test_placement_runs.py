@@ -59,6 +59,7 @@ def test_the_commands_of_the_page(folder: Path) -> None:
     assert isinstance(library.load(folder / "runs/large"), library.load(folder / "alone").__class__)
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(folder: Path) -> None:
     common = ("train", "RUN.toml", *SMALL, "--layout", "ddp")
     allranks(*common, "--run", "whole", folder=folder)

@@ -116,3 +116,20 @@ def count_kept(schedule: str) -> int:
 
 def max_kept(pool: Pools, schedule: str) -> int:
     return int(pool(2).run(count_kept, schedule)[0])
+
+
+def test_what_is_received_into_stays_from_step_to_step(pool: Pools) -> None:
+    def case() -> list[tuple[int, ...]]:
+        scheduler, pipeline = made("gpipe")
+        assert scheduler.received_into == []
+
+        def compute(index: int, stage: int, received: Payload) -> Payload:
+            output: Any = pipeline.run(stage, (inputs(index),), received)
+            return tuple(output) if stage < pipeline.last else (output.square().sum(),)
+
+        signature = signature_of((inputs(0),))
+        scheduler.forward([signature], compute)
+        scheduler.run([signature] * NUMBER, compute, scheduled=True)
+        return [tuple(buffer.shape) for buffer in scheduler.received_into]
+
+    assert pool(2).run(case) == [[(2, 3)] * NUMBER] * 2

@@ -49,6 +49,14 @@ class Scheduler:
         self._mesh = mesh
         self._device = device
         self._made: dict[tuple[int, Signature], tuple[Any, list[View]]] = {}
+        self._stages: list[Any] = []  # torch's, of all schedules made
+
+    @property
+    def received_into(self) -> list[torch.Tensor]:
+        """What torch's stages keep from step to step to receive into."""
+        infos = [info for stage in self._stages for info in (stage.args_recv_info, stage.grad_recv_info)]
+        buffers = [getattr(one, "buffer", None) for info in infos for chunk in info.values() for one in chunk]
+        return [buffer for buffer in buffers if isinstance(buffer, torch.Tensor)]
 
     def forward(self, signatures: Sequence[Signature], compute: Compute) -> None:
         """Forwards alone, one micro-step after another; collective along pp."""
@@ -135,6 +143,7 @@ class Scheduler:
         layout = self._mesh.layout
         views = [View(self._pipeline, stage) for stage in self._pipeline.stages]
         stages = [self._stage(view, signature) for view in views]
+        self._stages += stages
         kind = get_schedule_class(CLASSES[layout.schedule])
         one_each = layout.num_stages == layout.pp
         made: Any = kind(stages[0] if one_each else stages, number, loss_fn=_as_loss, scale_grads=False)

@@ -1,0 +1,49 @@
+"""What gloo's threads still hold is given back before the next operator: a peak that does not depend on who ran when.
+
+A thread of gloo that has ended a collective wakes whoever waits for it, and lets go of the message only when it comes
+to run again. On a busy processor that is some operators later: up to a tenth of a small model's peak, in one step and
+not in the next.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+TASKS = Path("/proc/self/task")
+THREADS = ("pt_gloo_runloop", "gloo_tcp_loop")
+LIMIT_SECONDS = 1.0  # a thread that runs for longer does not lag, it works
+_RUNNABLE = "R"
+
+
+@final
+class GlooAtRest(TorchDispatchMode):
+    """Inside, no operator begins while a thread of gloo has still to run. Where there is no /proc it never waits."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        found = TASKS.iterdir() if TASKS.is_dir() else ()
+        self._stats = [task / "stat" for task in found if _name(task / "stat") in THREADS]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.wait()
+        return func(*args, **(kwargs or {}))
+
+    def wait(self) -> None:
+        """Until all of them sleep, at most LIMIT_SECONDS."""
+        limit = time.monotonic() + LIMIT_SECONDS
+        while any(_state(stat) == _RUNNABLE for stat in self._stats) and time.monotonic() < limit:
+            os.sched_yield()
+
+
+def _name(stat: Path) -> str:
+    return stat.read_text().partition("(")[2].rpartition(")")[0]
+
+
+def _state(stat: Path) -> str:
+    return stat.read_text().rpartition(") ")[2][:1]
