@@ -35,6 +35,7 @@ from allranks.observing.memory import peak_memory_bytes
 from allranks.observing.progress import ProgressLine
 from allranks.observing.recorder import Recorder
 from allranks.parallel.backend import DeviceChoice
+from allranks.parallel.heap import keep_heap
 from allranks.stepping.passes import Passes, Scale, StepSums
 from allranks.stepping.session import assemble
 from allranks.stepping.world import gather_processes
@@ -175,6 +176,7 @@ def our_loop(size: str, steps: int, world: int, rank: int, folder: Path) -> list
 def measure(rank: int, world: int, size: str, turns: int, port: int, result: Path) -> None:
     """One process of a measurement; rank 0 writes what each turn spent."""
     torch.set_num_threads(1)
+    keep_heap()  # as every process of a run does; it serves both loops
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the progress line is drawn, and thrown away
     if world > 1:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")

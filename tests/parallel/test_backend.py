@@ -163,6 +163,14 @@ def test_the_device_comes_before_the_backend(monkeypatch: pytest.MonkeyPatch) ->
     assert order == [torch.device("cuda:0")]
 
 
+def test_a_process_on_the_cpu_keeps_its_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[str] = []
+    monkeypatch.setattr(backend, "keep_heap", lambda: kept.append("kept"))
+    environment = ProcessEnvironment("environment", 0, 0, 1, 1)
+    start(environment, choose_device(environment, "cpu", "auto"), timeout_seconds=10)
+    assert kept == ["kept"]
+
+
 @pytest.mark.distributed
 def test_processes_start_with_our_timeout_and_interface() -> None:
     def work() -> Any:

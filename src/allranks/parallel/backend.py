@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from allranks.errors import ConfigError, ProcessError
 from allranks.layout import Layout
+from allranks.parallel.heap import keep_heap
 from allranks.parallel.interface import choose_interface
 from allranks.parallel.share import Share, share_of
 from allranks.parallel.store import open_store
@@ -140,6 +141,8 @@ def start(
 ) -> None:
     """Take the device, then start the backend; collective. A world of one process takes its device only.
 
+    On the CPU the process keeps the memory that it has freed from now on.
+
     Args:
         timeout_seconds: after which a collective that a peer does not join fails (gloo's own default is 30 minutes).
         connect_seconds: how long to wait for rank 0's store.
@@ -190,6 +193,7 @@ def stop() -> None:
 
 def _take_device(device: torch.device) -> None:
     if device.type != "cuda":
+        keep_heap()
         return
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")

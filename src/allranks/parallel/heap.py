@@ -1,7 +1,7 @@
 """Memory that a step gives back, and needs again in the next one, stays with the process.
 
-glibc returns the free end of its heap to the system, and maps large tensors one by one: a sharded step, which gathers
-and drops its units, then has its pages made and cleared anew every time (docs/explanation/measured.md).
+glibc returns the free end of its heap to the system, and maps large tensors one by one: a step, which drops gradients
+and activations, and a sharded one its units, too, then has its pages made and cleared anew every time.
 
 Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
 """
