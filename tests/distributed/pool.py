@@ -10,10 +10,11 @@
 
 Functions travel by value (closures included), arguments and results by cloudpickle: results on the CPU, detached. A
 failed or a hanging case ends its workers, because one bad case poisons a process group; the next case gets new ones,
-forked from a host that has torch imported already. Each worker has one thread; after a case its environment, default
-dtype and generators are put back.
+forked from a host that has torch imported already. Between two cases they stand still (SIGSTOP). Each worker has one
+thread; after a case its environment, default dtype and generators are put back.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -35,7 +36,9 @@ from tests.distributed.messages import Done, Failed, Setup, kill
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_SECONDS = 60.0
 STACK_WAIT_SECONDS = 0.5  # how long a hanging worker gets to write down where it stands
-CASES_PER_CREW = 30  # every DeviceMesh leaves groups behind, with their threads and sockets: start anew now and then
+# Every DeviceMesh leaves groups behind, each with a thread of gloo's that wakes a hundred times a second: so many cases
+# times processes until new ones start, and between two cases the processes stand still.
+TURNS_PER_CREW = 60
 
 HOST_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -111,6 +114,7 @@ class Crew:
         Raises TimeoutError with every hanging rank's stack, or ChildProcessError if a worker dies.
         """
         self.cases += 1
+        self._signal(signal.SIGCONT)
         for connection in self._connections:
             connection.send_bytes(payload)
         outcomes: dict[int, Done | Failed] = {}
@@ -123,6 +127,8 @@ class Crew:
             for rank, connection in enumerate(self._connections):
                 if connection in ready:
                     outcomes[rank] = self._receive(rank, connection)
+        if len(outcomes) == len(self._connections):
+            self._signal(signal.SIGSTOP)
         return outcomes
 
     def kill(self) -> None:
@@ -131,6 +137,11 @@ class Crew:
             kill(pid)
             connection.close()
             stack.unlink(missing_ok=True)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _receive(self, rank: int, connection: Connection) -> Done | Failed:
         try:
@@ -163,7 +174,7 @@ class Pool:
         Raises what the first failing rank raised, with that rank's traceback as a note; TimeoutError after `timeout`
         seconds; ChildProcessError if a worker dies.
         """
-        if self._crew is not None and self._crew.cases >= CASES_PER_CREW:
+        if self._crew is not None and self._crew.cases * self._world_size >= TURNS_PER_CREW:
             self.close()
         self._crew = self._crew or Crew(self._host, self._world_size, self._directory, group=True)
         ended_well = False

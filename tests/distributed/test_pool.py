@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from allranks.errors import LayoutError
+from tests.commands import wait_for
 from tests.distributed.pool import Pools
 
 pytestmark = pytest.mark.distributed
@@ -63,9 +64,15 @@ def test_a_pool_is_kept(pool: Pools) -> None:
 
 def test_a_crew_is_replaced_now_and_then(pool: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     pool(1).close()
-    monkeypatch.setattr("tests.distributed.pool.CASES_PER_CREW", 2)
+    monkeypatch.setattr("tests.distributed.pool.TURNS_PER_CREW", 2)
     first, second, third = (pool(1).run(os.getpid) for _ in range(3))
     assert first == second != third
+
+
+def test_between_two_cases_nothing_runs(pool: Pools) -> None:
+    workers = [psutil.Process(pid) for pid in pool(2).run(os.getpid)]
+    wait_for(lambda: {worker.status() for worker in workers} == {psutil.STATUS_STOPPED}, "that all stand still")
+    assert pool(2).run(summed, 0) == [2 * OFFSET + 1] * 2
 
 
 def test_the_failing_rank_is_raised_and_the_next_case_is_good(pool: Pools) -> None:

@@ -28,6 +28,7 @@ import torch.distributed.tensor
 import torch.nn.parallel
 from torch._C._distributed_c10d import TCPStore
 
+import allranks.stepping.session  # noqa: F401  # what most cases import: half a second in every worker
 from tests.distributed.messages import Done, Failed, Setup, kill
 
 GROUP_TIMEOUT = timedelta(minutes=5)  # the parent's own timeout of a case is the one that counts
