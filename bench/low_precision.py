@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import default_collate
 
@@ -26,9 +27,11 @@ from allranks.task import Task
 from allranks.verifying.reference import plain_loop, rankwise_loop, scaled_loop
 
 GLOBAL_BATCH, LR = 12, 0.001
+GATHER = "bfloat16 gather"
 LAWS = {
     "float16": "each rank's share in float16, gradients summed in float32, torch's GradScaler",
     "bfloat16": "each rank's share in bfloat16, gradients summed in float32",
+    GATHER: "the same under fsdp with layout.gather=bfloat16: weights and a rank's gradients rounded to bfloat16",
 } | (
     {"float8": "the same, and products of linear layers in float8, scaled by each rank's share (torchao, emulated)"}
     if find_spec("torchao")
@@ -55,9 +58,14 @@ class Signals(Task):
 
 def train(precision: str, steps: int) -> tuple[Values, int, list[list[int]]]:
     """In every process: parameters at the end, steps that were skipped, and its samples in each step."""
-    given = (f"train.steps={steps}", f"train.global_batch={GLOBAL_BATCH}", f"train.precision={precision}")
+    given = (
+        f"train.steps={steps}",
+        f"train.global_batch={GLOBAL_BATCH}",
+        f"train.precision={precision.partition(' ')[0]}",
+    )
+    layout, gather = ("fsdp", ["layout.gather=bfloat16"]) if precision == GATHER else ("ddp", [])
     sgd = ("optimizer.name=sgd", f"optimizer.lr={LR}", "optimizer.momentum=0.9", "optimizer.weight_decay=0")
-    config = resolve_config(task_defaults={}, toml=None, overrides=[*given, *sgd], layout="ddp")
+    config = resolve_config(task_defaults={}, toml=None, overrides=[*given, *gather, *sgd], layout=layout)
     environment = read_environment(os.environ)
     choice = choose_device(environment, "cpu", "gloo")
     start(environment, choice, timeout_seconds=600)
@@ -74,9 +82,14 @@ def train(precision: str, steps: int) -> tuple[Values, int, list[list[int]]]:
                 samples.append([int(sample) for m in batch.micro_steps if m.weight for sample in m.samples])
                 skipped = 0.0 if outcome.scaling is None else outcome.scaling.values()["skipped_steps"]
                 before, batch = outcome.pending, outcome.upcoming
-        return {name: session.spread.local(name).clone() for name in session.spread.map}, int(skipped), samples
+        return {name: _whole(tensor) for name, tensor in session.spread.tensors.items()}, int(skipped), samples
     finally:
         stop()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    found = tensor.detach()
+    return found.full_tensor() if isinstance(found, DTensor) else found.clone()
 
 
 def in_float8(model: nn.Module) -> nn.Module:
@@ -108,8 +121,11 @@ def measure_precision(precision: str, num_ranks: int, steps: int) -> tuple[Value
         return task.loss(module(batch["x"]).float(), batch)
 
     def lowered_loss(module: nn.Module, batch: Any) -> torch.Tensor:
+        weights = dict(module.named_parameters())
+        if precision == GATHER:
+            weights = {name: weight.bfloat16() for name, weight in weights.items()}
         with torch.autocast("cpu", lowered):
-            output = module(batch["x"])
+            output = torch.func.functional_call(module, weights, (batch["x"],))
         return task.loss(output.float(), batch)
 
     if precision == "float16":

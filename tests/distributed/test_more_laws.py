@@ -202,6 +202,17 @@ def test_a_gather_in_bfloat16_rounds_what_autocast_keeps(pool: Pools) -> None:
     assert error(found, expected) < BFLOAT16_GRADIENT
 
 
+def test_the_banner_says_so(pool: Pools) -> None:
+    def said(layout: str, *overrides: str) -> list[str]:
+        session = session_of(Rounding(), config_of(layout, "train.global_batch=24", *overrides, precision="bfloat16"))
+        return [decision.what for decision in session.decisions]
+
+    line = "parameters are rounded to bfloat16 where they are gathered"
+    assert line in pool(2).run(said, "fsdp", "layout.gather=bfloat16")[0]
+    assert line not in pool(2).run(said, "fsdp")[0]
+    assert line not in pool(2).run(said, "ddp", "layout.gather=bfloat16")[0]
+
+
 # law 8, for a session whose state is copied (checkpoints have tests of their own)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from allranks.errors import ConfigError
-from allranks.parallel.precision import choose_precision, warn_of_precision
+from allranks.parallel.precision import choose_precision, describe_gather, warn_of_precision
 
 
 @pytest.mark.parametrize(
@@ -95,3 +95,13 @@ def test_float16_alone_scales_and_is_warned_of_where_it_is_slow(monkeypatch: pyt
     assert warn_of_precision(chosen["float16"], "cuda") == warn_of_precision(chosen["bfloat16"], "cpu") == ()
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     assert warn_of_precision(chosen["float16"], "cpu") == ()
+
+
+def test_a_gather_in_a_lower_type_is_said() -> None:
+    (chosen,) = describe_gather(choose_precision("bfloat16", None, "cuda"), None)
+    assert chosen.what == "parameters are rounded to bfloat16 where they are gathered"
+    assert chosen.because.startswith("half the traffic, under train.precision=bfloat16 on GPUs; layout.gather=float32")
+    (asked,) = describe_gather(choose_precision("bfloat16", "bfloat16", "cpu"), "bfloat16")
+    assert asked.because.startswith("layout.gather says so; ")
+    assert describe_gather(choose_precision("bfloat16", None, "cpu"), None) == ()
+    assert describe_gather(choose_precision("bfloat16", "float32", "cuda"), "float32") == ()

@@ -78,6 +78,6 @@ def test_too_few_blocks_are_refused_with_the_numbers() -> None:
 
 def test_a_hint_that_matches_nothing_is_refused_with_names() -> None:
     with pytest.raises(
-        LayoutError, match=r"hints\(\).split_before: 'layer.1' matches no module; there are embedding, layers"
+        LayoutError, match=r"hints\(\).split_before: 'layer.1' matches no module; the nearest are layers.1, "
     ):
         plan_stages(transformer(2), 2, split_before=["layer.1"])

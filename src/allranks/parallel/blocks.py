@@ -5,9 +5,10 @@ FSDP gathers one at a time (torch's own advice: one `fully_shard` per block, the
 parameter must lie in one unit.
 """
 
+import difflib
 import fnmatch
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -16,6 +17,8 @@ from allranks.errors import LayoutError
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 Unit = tuple[str, ...]
+
+_SHOWN = 3
 
 
 def find_blocks(modules: Mapping[str, nn.Module], patterns: Sequence[str] = ()) -> dict[str, list[str]]:
@@ -68,6 +71,12 @@ def group_units(module: nn.Module, blocks: Sequence[str]) -> list[Unit]:
     return [tuple(group) for head, group in members.items() if head != ""]
 
 
+def nearest_to(pattern: str, names: Iterable[str]) -> str:
+    """What to say of a pattern that matches none of `names`."""
+    near = difflib.get_close_matches(pattern, sorted(names), n=_SHOWN, cutoff=0.0)
+    return f"the nearest are {', '.join(near)}" if near else "there are none"
+
+
 def _match_blocks(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> dict[str, list[str]]:
     # A list of modules is never called, and what has no parameter has nothing to gather.
     names = {
@@ -79,8 +88,9 @@ def _match_blocks(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> 
     for pattern in patterns:
         found = {name for name in logical if fnmatch.fnmatchcase(name, pattern)}
         if not found:
-            shown = f"{', '.join(sorted(logical)[:8])}{' ...' * (len(logical) > 8)}"
-            raise LayoutError(f"hints().blocks: {pattern!r} matches no module with parameters; there are {shown}")
+            raise LayoutError(
+                f"hints().blocks: {pattern!r} matches no module with parameters; {nearest_to(pattern, logical)}"
+            )
         matched |= found
     outermost = {name for name in matched if not any(_is_inside(name, other) for other in matched)}
     return {

@@ -5,18 +5,16 @@ of its own, therefore, but part of the next one around it that every forward ent
 backward, of zeros where it was left out: the reductions of DDP and FSDP2 then always find the same parameters.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError, TaskError
-
-SUGGESTIONS: Final = 3
+from allranks.parallel.blocks import nearest_to
 
 
 def find_optional(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> dict[str, list[str]]:
@@ -39,9 +37,8 @@ def find_optional(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> 
     for pattern in patterns:
         matches = [place for name, place in logical.items() if fnmatchcase(name, pattern)]
         if not matches:
-            near = difflib.get_close_matches(pattern, logical, n=SUGGESTIONS, cutoff=0.0)
             raise LayoutError(
-                f"hints().optional: {pattern!r} matches no module with parameters; the nearest are {', '.join(near)}"
+                f"hints().optional: {pattern!r} matches no module with parameters; {nearest_to(pattern, logical)}"
             )
         for which, name in matches:
             found[which].append(name)

@@ -95,6 +95,19 @@ def warn_of_precision(precision: Precision, device_type: str) -> tuple[Decision,
     return (Decision(what, because),)
 
 
+def describe_gather(precision: Precision, asked: str | None) -> tuple[Decision, ...]:
+    """Say where shards are gathered in a lower type than they are kept in, which is one of law 4's exceptions.
+
+    Args:
+        asked: `layout.gather` as it was given.
+    """
+    if precision.gather is precision.parameters:
+        return ()
+    because = "layout.gather says so" if asked else f"half the traffic, under train.precision={precision.name} on GPUs"
+    alone = "layout.gather=float32 rounds only what autocast does"
+    return (Decision("parameters are rounded to bfloat16 where they are gathered", f"{because}; {alone}"),)
+
+
 def _has_half_instructions() -> bool:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True  # ARM processors have had them for years

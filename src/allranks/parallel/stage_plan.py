@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from allranks.errors import LayoutError
-from allranks.parallel.blocks import find_blocks
+from allranks.parallel.blocks import find_blocks, nearest_to
 
 _SHOWN = 6
 
@@ -79,8 +79,7 @@ def _candidates(
         named = [name for name, _ in module.named_modules() if name]
         for pattern in split_before:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
-                shown = f"{', '.join(named[:_SHOWN])}{' ...' * (len(named) > _SHOWN)}"
-                raise LayoutError(f"hints().split_before: {pattern!r} matches no module; there are {shown}")
+                raise LayoutError(f"hints().split_before: {pattern!r} matches no module; {nearest_to(pattern, named)}")
         chosen = [name for name in named if any(fnmatch.fnmatchcase(name, pattern) for pattern in split_before)]
         return chosen, "hints().split_before names them"
     found = find_blocks({"": module}, blocks)[""]

@@ -6,7 +6,7 @@ from allranks.config import Config, OptimizerConfig
 from allranks.data.cut import Cut
 from allranks.data.loader import Loader
 from allranks.data.stream import DataStream
-from allranks.parallel.precision import warn_of_precision
+from allranks.parallel.precision import describe_gather, warn_of_precision
 from allranks.parallel.spread import Spread
 from allranks.stepping.ema import describe_ema
 from allranks.stepping.optimizer import Optimizers
@@ -30,6 +30,8 @@ def say_at_start(
     loading = Loader(stream, workers=config.data.workers).decisions + _describe_cut(stream.cut, spread, config)
     loading += describe_transfers(meeting.transfers, stream.cut)
     warnings = warn_of_precision(spread.precision, spread.device.type)
+    if spread.mesh.layout.fully_sharded:
+        warnings += describe_gather(spread.precision, config.layout.gather)
     remarks = _unused(task, config) + _remarks(task, schedule, config, stream)
     waiting = describe_waiting(optimizers, spread.device, spikes=config.guard.spike == "skip")
     return warnings + spread.decisions + meeting.decisions + loading + remarks + waiting
