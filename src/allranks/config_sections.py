@@ -214,6 +214,15 @@ class CheckpointConfig(Section):
 
     every: Count | None = key(None, "steps between checkpoints; not given: one at the end", unit="steps")
     keep: Count = key(2, "newest checkpoints that are kept", unit="checkpoints")
+    asynchronous: bool | Literal["auto"] = key(
+        "auto",
+        "steps go on while a copy of the state in the host's memory is written; auto: on CUDA, where that copy takes "
+        "nothing from the model",
+    )
+
+    def beside(self, device_type: str) -> bool:
+        """Whether checkpoints are written beside the training on devices of that type."""
+        return device_type == "cuda" if self.asynchronous == "auto" else self.asynchronous
 
 
 @final

@@ -8,7 +8,8 @@ from allranks.config import resolve_config
 from allranks.errors import ConfigError, GuardError
 from allranks.observing.counters import Stopwatch
 from allranks.run import Run
-from allranks.training.snapshot import Contents, Saver
+from allranks.training.saver import Saver
+from allranks.training.snapshot import Contents
 from allranks.training.trainer import Trainer
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import session_of

@@ -25,9 +25,10 @@ from allranks.stepping.world import Processes, gather_processes
 from allranks.training.load import task_of_run
 from allranks.training.logs import log_of_rank
 from allranks.training.prepare import Prepared, open_run, prepare, resolve_layout
+from allranks.training.saver import Saver
 from allranks.training.screen import Screen
 from allranks.training.shortage import explain_shortage
-from allranks.training.snapshot import Contents, Saver, find_checkpoint, kept_schedule, schedule_state
+from allranks.training.snapshot import Contents, find_checkpoint, kept_schedule, schedule_state
 from allranks.training.stop import StopRequests
 from allranks.training.trainer import Ending, Trainer
 from allranks.verdict import Decision
