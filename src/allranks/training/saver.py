@@ -16,6 +16,7 @@ from allranks.config import CheckpointConfig
 from allranks.errors import CheckpointError
 from allranks.stepping.world import Processes
 from allranks.training.snapshot import Contents, check_state
+from allranks.verdict import Decision
 
 
 def print_warning(line: str) -> None:
@@ -68,6 +69,14 @@ class Saver:
     def due(self, step: int) -> bool:
         """Whether the config asks for a checkpoint after `step` steps."""
         return self._config.every is not None and step % self._config.every == 0
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What was chosen, where the config leaves it to us and saves at an interval."""
+        if not self.beside or self._config.asynchronous != "auto" or self._config.every is None:
+            return ()
+        because = "a copy in the host's memory takes nothing from a model on CUDA; checkpoint.asynchronous=false waits"
+        return (Decision("checkpoints are written beside the steps", because),)
 
     def save(self, step: int) -> Path:
         """Write a checkpoint after `step` steps, prove the first one, keep the newest few; collective."""

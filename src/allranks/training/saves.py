@@ -18,7 +18,6 @@ from allranks.stepping.agreement import NOTHING, Agreed, Pending, Saving
 from allranks.training.saver import Saver
 from allranks.verdict import Verdict
 
-
 SLOW_SECONDS = 1.0
 """So long may a training wait for the checkpoint before without a word; the journal has every wait."""
 

@@ -142,7 +142,7 @@ class _Training:
         recorder = progress = None
         if self._screen is not None:
             told = (*self._prepared.decisions, *self._assignment.decisions)
-            decisions = (*told, *session.decisions, *self._resumed_otherwise)
+            decisions = (*told, *session.decisions, *self._resumed_otherwise, *saver.decisions)
             for decision in decisions:
                 self._journal.write("decision", what=decision.what, because=decision.because)
             if config.train.steps is None:
