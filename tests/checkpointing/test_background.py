@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from allranks.checkpointing import commit
 from allranks.checkpointing.background import BackgroundSave
 from allranks.checkpointing.checkpoint import Checkpoint, newest_good, prune, verify_files
 from allranks.checkpointing.stage import Stage
+from allranks.checkpointing.writing import write_file
 from allranks.errors import CheckpointError
 from tests.checkpointing.worlds import begin, parts, save_alone, save_together, whole_tensors
 from tests.distributed.pool import Pools
@@ -88,8 +90,6 @@ def test_what_fails_on_one_rank_is_raised_by_all(pool: Pools, tmp_path: Path, fa
                 return save.failed, str(error)
         return save.failed, "saved"
 
-    from allranks.checkpointing.writing import write_file
-
     found = pool(2).run(case)
     assert [failed for failed, _ in found] == [rank == failing for rank in (0, 1)]
     (message,) = {message for _, message in found}
@@ -140,7 +140,7 @@ def test_what_fails_after_the_commit_does_not_say_that_nothing_was_saved(tmp_pat
 def test_a_share_that_is_damaged_or_not_to_be_seen_is_named(tmp_path: Path) -> None:
     for content, words in ((None, "not to be seen here"), (b"{", "the share is damaged"), (b"[]", "is damaged")):
         save = begin(tmp_path)
-        wait_for(lambda save=save: save.written)
+        wait_for(partial(getattr, save, "written"))
         share = save.place.temporary / "rank-00000.share.json"
         share.unlink() if content is None else share.write_bytes(content)
         assert words in refused(save) and names(tmp_path) == []

@@ -45,7 +45,7 @@ def test_a_share_says_what_was_written_or_why_nothing_was(tmp_path: Path) -> Non
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch("allranks.checkpointing.portion.write_file", side_effect=full):
         refused = write_portion(place_of(tmp_path, header(), "t2"), portion)
-    assert "No space left on device (this rank needs 1.1 kB, " in refused.error
+    assert "No space left on device (this rank needs 916 B, " in refused.error
 
 
 def test_digests_that_are_known_are_not_computed_again(tmp_path: Path) -> None:

@@ -63,7 +63,6 @@ def test_no_memory_is_one_line_with_the_way_out() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_device_is_copied_in_the_order_of_its_stream() -> None:
     tensor = torch.ones(1 << 24, device="cuda")
     live = parts({"model.a": torch.zeros(1 << 24)}, 0, 1)
