@@ -129,6 +129,20 @@ def test_what_must_stand_before_the_commit_keeps_it_from_being_one(tmp_path: Pat
     assert [one.path for one in seen] == [save.place.target]
 
 
+def test_it_is_not_told_of_before_what_follows_the_commit_is_done(tmp_path: Path) -> None:
+    """Retention deletes temporary directories: the next save must not have begun."""
+    go_on = threading.Event()
+    save = begin(tmp_path, after_commit=lambda checkpoint: go_on.wait(30))
+    wait_for(lambda: save.written)
+    save.all_have_written()
+    wait_for(save.place.target.exists)
+    time.sleep(0.02)
+    assert not save.committed
+    go_on.set()
+    save.settle()
+    assert save.committed
+
+
 def test_what_fails_after_the_commit_does_not_say_that_nothing_was_saved(tmp_path: Path) -> None:
     def refuse(checkpoint: Checkpoint) -> None:
         raise RuntimeError("odd")

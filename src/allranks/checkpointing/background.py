@@ -68,7 +68,7 @@ class BackgroundSave:
         ready: waits until the copies are there.
         proves: whether the file is read back and compared with the portion's digests before it counts as written.
         before_commit: called on the first rank, in the thread; what it raises keeps the checkpoint from being one.
-        after_commit: likewise, afterwards.
+        after_commit: likewise, afterwards; it may delete what other saves have left, because none is under way.
 
     Attributes:
         place: as given.
@@ -91,7 +91,7 @@ class BackgroundSave:
         self._ready, self._proves = ready, proves
         self._before_commit, self._after_commit = before_commit, after_commit
         self._error = ""
-        self._written = self._committed = self._agreed = False
+        self._written = self._agreed = self._named = self._committed = False
         self._abandoned = threading.Event()
         self._thread = self._start(self._write)
 
@@ -112,7 +112,9 @@ class BackgroundSave:
 
     @property
     def committed(self) -> bool:
-        """On the first rank: whether the checkpoint has its name. Nobody else knows before `settle`."""
+        """On the first rank: whether the checkpoint has its name and what follows a commit is done, so that the next
+        one may begin. Nobody else knows before `settle`.
+        """
         return self._committed
 
     def all_have_written(self) -> None:
@@ -146,7 +148,7 @@ class BackgroundSave:
                 errors = [self._error] if self._error else []
             more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
             if errors:
-                answer = errors[0] if self._committed else refusal(place, errors[0] + more)
+                answer = errors[0] if self._named else refusal(place, errors[0] + more)
         answer = broadcast_bytes(answer.encode(), world.group, world.device).decode()
         if answer:
             shutil.rmtree(place.temporary, ignore_errors=True)
@@ -197,8 +199,9 @@ class BackgroundSave:
             shares = _take_shares(place.temporary, self._world.size)
             state: Mapping[str, Any] = self._portion.state
             manifest = commit(place.temporary, place.target, place.header, shares, state, torch.__version__)
-            self._committed = True
+            self._named = True
             self._after_commit(Checkpoint(place.target, manifest))
+            self._committed = True
         except Exception as error:
             self._error = failed_share(place, self._world.rank, error).error
 
