@@ -220,6 +220,12 @@ class CheckpointConfig(Section):
         "nothing from the model",
     )
 
+    mirror: str | None = key(
+        None,
+        "where fsspec brings a copy of every checkpoint, such as s3://bucket/folder or /mnt/share; a resume takes what "
+        "is newer there; not given: nowhere",
+    )
+
     def beside(self, device_type: str) -> bool:
         """Whether checkpoints are written beside the training on devices of that type."""
         return device_type == "cuda" if self.asynchronous == "auto" else self.asynchronous

@@ -15,6 +15,7 @@ from allranks.checkpointing.stage import Stage
 from allranks.config import CheckpointConfig
 from allranks.errors import CheckpointError
 from allranks.stepping.world import Processes
+from allranks.training.mirroring import Mirroring
 from allranks.training.snapshot import Contents, check_state
 from allranks.verdict import Decision
 
@@ -33,6 +34,7 @@ class Saver:
         run: the run's id.
         generation: the attempt, counted over restarts.
         warn: told once, on rank 0, that old checkpoints cannot be deleted; by default it prints that.
+        mirroring: brings what rank 0 has committed to another place; None: nobody does.
 
     Attributes:
         beside: whether those that come at an interval are written beside the training.
@@ -51,6 +53,7 @@ class Saver:
         run: str,
         generation: int,
         warn: Callable[[str], None] = print_warning,
+        mirroring: Mirroring | None = None,
     ) -> None:
         check_state(contents)
         self.beside = config.beside(processes.device.type)
@@ -62,6 +65,7 @@ class Saver:
         self._run = run
         self._generation = generation
         self._warn = warn
+        self._mirroring = mirroring
         self._warned = self._proven = False
         self._good: set[Path] = set()
         self._stage = Stage()
@@ -97,8 +101,8 @@ class Saver:
         if not self._proven:
             check_files(checkpoint, processes.world_group, processes.device)
             self._proven = True
-        self._good.add(checkpoint.path)
-        self.tidy()
+        if processes.rank == 0:
+            self._keep(checkpoint)
         self.saved_step = step
         return checkpoint.path
 
@@ -139,11 +143,18 @@ class Saver:
         if self._processes.rank != 0:
             return
         try:
-            prune(self._directory, self._config.keep, self._run, check=self._check)
+            leased = self._mirroring.leased() if self._mirroring is not None else ()
+            prune(self._directory, self._config.keep, self._run, leased=leased, check=self._check)
         except (CheckpointError, OSError) as error:
             if not self._warned:
                 self._warn(f"{error}; the run goes on, and tries again at every save")
             self._warned = True
+
+    def finish(self, progress: Callable[[], None]) -> None:
+        """Wait until all that was committed is in the mirror too; `progress` is called as it comes further."""
+        if self._mirroring is not None:
+            self._mirroring.finish(progress)
+            self.tidy()  # what was kept only to be brought
 
     @property
     def _token(self) -> str:
@@ -155,6 +166,8 @@ class Saver:
 
     def _keep(self, checkpoint: Checkpoint) -> None:
         self._good.add(checkpoint.path)
+        if self._mirroring is not None:
+            self._mirroring.bring(checkpoint)
         self.tidy()
 
     def _check(self, checkpoint: Checkpoint) -> None:

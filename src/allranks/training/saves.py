@@ -98,6 +98,12 @@ class Saves:
         else:
             self.save(step)
 
+    def finish(self) -> None:
+        """The training is over: what is on its way to a mirror gets there."""
+        self._heart.enter("checkpoint")
+        self._saver.finish(self._heart.progress)
+        self._stopwatch.mark("checkpoint")
+
     def begin(self, step: int, check: Callable[[], object]) -> None:
         """Begin to save beside the training; where the one before is not done, wait for that; collective.
 

@@ -194,6 +194,7 @@ class Trainer:
         self._saves.save_last(step)
         if reason == "done" and self._session.config.evaluate.every != 0 and self._evaluated_at != step:
             self._evaluate(step)
+        self._saves.finish()
         self._heart.enter("end")
         if self._progress is not None:
             self._progress.close()
