@@ -42,6 +42,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_the_files_are_those_of_a_save_that_is_waited_for(tmp_path: Path, proves: bool) -> None:
     save = begin(tmp_path / "beside", proves=proves)
     wait_for(lambda: save.written)
+    time.sleep(0.1)
     assert not save.committed and newest_good(tmp_path / "beside")[0] is None, "nobody has agreed yet"
     save.all_have_written()
     wait_for(lambda: save.committed)

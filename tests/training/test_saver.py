@@ -4,10 +4,12 @@ import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from allranks.checkpointing.stage import Stage
 from allranks.config import CheckpointConfig
 from allranks.errors import CheckpointError, TaskError
 from allranks.training.saver import Saver
@@ -128,3 +130,43 @@ def test_what_this_run_wrote_is_not_read_again_at_every_save(tmp_path: Path, mon
     damaged.write_bytes(damaged.read_bytes()[:-1])
     saver.save(7)
     assert (tmp_path / "step-00000004").exists(), "it stays in the place of the one that lost a byte"
+
+
+def test_a_copy_that_fails_is_told_as_a_writer_that_fails(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    saver = saver_of(session, contents, tmp_path, asynchronous=True)
+    refusal = CheckpointError("no memory for a copy of 5.1 kB")
+    with mock.patch.object(Stage, "copy", side_effect=refusal):
+        save = saver.begin(1, lambda: None)
+    with pytest.raises(CheckpointError, match="step-00000001 was not saved: rank 0: no memory for a copy of 5.1 kB"):
+        save.settle()
+    saver.begin(2, lambda: None).settle()
+    saver.settled(2)
+    assert saver.saved_step == 2 and [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_only_the_first_of_a_start_is_proven_beside_too(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    saver, proven = saver_of(session, contents, tmp_path, asynchronous=True), list[bool]()
+    real = Stage.copy
+
+    def copy(stage: Stage, portion: Any, *, proves: bool) -> Any:
+        proven.append(proves)
+        return real(stage, portion, proves=proves)
+
+    with mock.patch.object(Stage, "copy", copy):
+        for step in (1, 2, 3):
+            saver.begin(step, lambda: None).settle()
+            saver.settled(step)
+    assert proven == [True, False, False]
+
+
+def test_where_checkpoints_are_written_beside_the_steps(tmp_path: Path) -> None:
+    assert [CheckpointConfig(asynchronous=choice).beside("cpu") for choice in ("auto", True, False)] == [0, 1, 0]
+    assert [CheckpointConfig(asynchronous=choice).beside("cuda") for choice in ("auto", True, False)] == [1, 1, 0]
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    assert saver_of(session, contents, tmp_path, every=2).decisions == ()
+    saver = saver_of(session, contents, tmp_path, every=2)
+    saver.beside = True  # as on CUDA
+    (decision,) = saver.decisions
+    assert str(decision).startswith("checkpoints are written beside the steps, because a copy in the host's memory")
