@@ -138,7 +138,7 @@ def test_a_copy_that_fails_is_told_as_a_writer_that_fails(tmp_path: Path) -> Non
     refusal = CheckpointError("no memory for a copy of 5.1 kB")
     with mock.patch.object(Stage, "copy", side_effect=refusal):
         save = saver.begin(1, lambda: None)
-    with pytest.raises(CheckpointError, match="step-00000001 was not saved: rank 0: no memory for a copy of 5.1 kB"):
+    with pytest.raises(CheckpointError, match=r"step-00000001 was not saved: rank 0: no memory for a copy of 5\.1 kB"):
         save.settle()
     saver.begin(2, lambda: None).settle()
     saver.settled(2)
