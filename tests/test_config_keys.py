@@ -99,6 +99,7 @@ def test_the_keys_are_frozen() -> None:
         "layout.context": "ulysses",
         "data.workers": 0,
         "checkpoint.keep": 2,
+        "checkpoint.asynchronous": "auto",
         "track.tensorboard": True,
         "guard.hang": "restart",
         "guard.stopped_seconds": 10.0,

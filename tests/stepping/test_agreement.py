@@ -29,6 +29,12 @@ def test_one_process_agrees_with_itself() -> None:
     assert pending.read() is pending.read()
 
 
+def test_one_process_tells_itself_how_far_a_checkpoint_is() -> None:
+    alone = Agreement(None, CPU).start(ballot(saving=Saving(6, written=True, failed=True)))
+    assert (alone.saving, alone.read().written, alone.read().committed, alone.read().failed) == (6, 1, 0, 1)
+    assert Agreement(None, CPU).start(ballot()).saving is None
+
+
 def test_every_bit_of_the_ledger_travels() -> None:
     agreement = Agreement(None, CPU)
     for ledger in (0, 1, LARGEST, 1 << 63, 0xFFFF0000FFFF0000):
@@ -74,8 +80,6 @@ def vote_on_a_save() -> Any:
 
 @pytest.mark.distributed
 def test_ranks_tell_how_far_a_checkpoint_is(pool: Pools) -> None:
-    alone = Agreement(None, CPU).start(ballot(saving=Saving(6, written=True, failed=True)))
-    assert (alone.saving, alone.read().written, alone.read().committed, alone.read().failed) == (6, 1, 0, 1)
     for step, agreed, quiet in pool(3).run(vote_on_a_save):
         assert (step, quiet) == (6, None)
         assert agreed == Agreed(0.0, 0, 0, False, False, 0, num_ranks=3, written=3, committed=1, failed=1)
