@@ -62,7 +62,7 @@ def test_the_keys_are_frozen() -> None:
         "outer_nesterov context placement",
         "data": "workers text",
         "evaluate": "every",
-        "checkpoint": "every keep",
+        "checkpoint": "every keep asynchronous mirror",
         "track": "tensorboard",
         "guard": "hang hang_seconds stopped_seconds input_seconds first_step_seconds evaluation_seconds "
         "checkpoint_seconds restarts nonfinite nonfinite_limit digest_every "
@@ -99,6 +99,7 @@ def test_the_keys_are_frozen() -> None:
         "layout.context": "ulysses",
         "data.workers": 0,
         "checkpoint.keep": 2,
+        "checkpoint.asynchronous": "auto",
         "track.tensorboard": True,
         "guard.hang": "restart",
         "guard.stopped_seconds": 10.0,

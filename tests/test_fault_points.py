@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -108,6 +109,33 @@ def test_every_kind_is_tried_here() -> None:
 def test_an_undisturbed_run_writes_down_what_it_passes(tmp_path: Path) -> None:
     assert walk(tmp_path, rank=1) == (0, "5 2")
     assert fault_points.read_passed(tmp_path) == {1: {"start": {0: 1}, "forward": dict.fromkeys(range(1, 6), 2)}}
+
+
+def test_a_thread_has_a_step_of_its_own(tmp_path: Path) -> None:
+    """What is written beside the steps belongs to the step that it is of, not to the one that is made meanwhile."""
+    beside = fault(kind="raise", point="checkpoint.write", step=2, visit=2)
+    meanwhile = fault(kind="raise", point="backward", step=7, visit=1, number=1)
+    fault_points.write_schedule(tmp_path, [beside, meanwhile])
+    fault_points.join({VARIABLE: str(tmp_path)}, 0)
+    fault_points.begin_step(7)
+    fault_points.reach("forward")
+    seen = list[str]()
+
+    def write() -> None:
+        fault_points.begin_step(2)
+        fault_points.reach("checkpoint.write")
+        seen.append("once")
+        with pytest.raises(RuntimeError, match=r"at checkpoint\.write"):
+            fault_points.reach("checkpoint.write")
+        seen.append("twice")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    assert seen == ["once", "twice"] and fault_points.read_fired(tmp_path)[0].step == 2
+    with pytest.raises(RuntimeError, match="at backward"):
+        fault_points.reach("backward")
+    assert fault_points.read_fired(tmp_path)[1].step == 7
 
 
 def test_a_process_that_was_forked_off_is_no_rank(tmp_path: Path) -> None:

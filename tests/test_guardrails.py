@@ -21,6 +21,7 @@ WITHOUT_MIRROR: dict[str, str] = {}
 
 # Bytes that a process gets from its own parent or child through a pipe; never from a disk or a store.
 MAY_UNPICKLE = {
+    "checkpointing/foreign.py: torch.load": "on request, weights_only=True: a reader of tensors that runs no code",
     "training/counted_parameters.py: torch.load": "the call of the user's own model(), with its file mapped",
     "surviving/launch.py: cloudpickle.loads": "function and results travel through pipes between parent and child",
 }

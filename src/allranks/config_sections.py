@@ -214,6 +214,21 @@ class CheckpointConfig(Section):
 
     every: Count | None = key(None, "steps between checkpoints; not given: one at the end", unit="steps")
     keep: Count = key(2, "newest checkpoints that are kept", unit="checkpoints")
+    asynchronous: bool | Literal["auto"] = key(
+        "auto",
+        "steps go on while a copy of the state in the host's memory is written; auto: on CUDA, where that copy takes "
+        "nothing from the model",
+    )
+
+    mirror: str | None = key(
+        None,
+        "where fsspec brings a copy of every checkpoint, such as s3://bucket/folder or /mnt/share; a resume takes what "
+        "is newer there; not given: nowhere",
+    )
+
+    def beside(self, device_type: str) -> bool:
+        """Whether checkpoints are written beside the training on devices of that type."""
+        return device_type == "cuda" if self.asynchronous == "auto" else self.asynchronous
 
 
 @final

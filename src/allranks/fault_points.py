@@ -17,6 +17,7 @@ import errno
 import json
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -40,6 +41,9 @@ POINTS: Final[Mapping[str, str]] = {
     "backward": "between a micro-step's forward and its backward",
     "agreement": "before the ranks agree on a step",
     "optimizer": "after an optimizer has moved its parameters, before the next one and before gradients go",
+    "background.copy": "before a rank copies what an asynchronous checkpoint is written from",
+    "background.written": "after a rank's part of an asynchronous checkpoint is on the disk, before it says so",
+    "background.commit": "after the ranks have agreed that all parts are written, before the manifest",
     "checkpoint.stage": "before a rank writes its part of a checkpoint",
     "checkpoint.write": "before each piece of a rank's file",
     "checkpoint.sync": "between the last piece of a rank's file and its sync",
@@ -91,6 +95,14 @@ class Fired:
     step: int
 
 
+class _Passing(threading.local):
+    """Where one thread is: the step that its work belongs to, and how often it has passed each point in it."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.visits: Counter[str] = Counter()
+
+
 class _Rank:
     """What one process knows of the trial that it is part of."""
 
@@ -98,8 +110,7 @@ class _Rank:
         self._folder = folder
         self._rank = rank
         self._pid = os.getpid()
-        self._step = 0
-        self._visits: Counter[str] = Counter()
+        self._passing = _Passing()
         self._passed: dict[str, dict[int, int]] = {}
         schedule = folder / SCHEDULE_FILE
         self._due = [fault for fault in read_schedule(folder) if fault.rank == rank] if schedule.exists() else []
@@ -108,14 +119,15 @@ class _Rank:
             atexit.register(self._write_passed)
 
     def begin_step(self, step: int) -> None:
-        self._step = step
-        self._visits.clear()
+        self._passing.step = step
+        self._passing.visits.clear()
 
     def reach(self, point: str) -> None:
         if os.getpid() != self._pid:
             return  # a process that this one has forked is no rank
-        self._visits[point] += 1
-        self._passed.setdefault(point, {})[self._step] = self._visits[point]
+        passing = self._passing
+        passing.visits[point] += 1
+        self._passed.setdefault(point, {})[passing.step] = passing.visits[point]
         for fault in self._due:
             if fault.point == point and fault.number not in self._gone and self._is_due(fault):
                 self._strike(fault)
@@ -123,13 +135,13 @@ class _Rank:
     def _is_due(self, fault: Fault) -> bool:
         if fault.after is not None:
             return fired_file(self._folder, fault.after).exists()
-        return (self._step, self._visits[fault.point]) >= (fault.step, fault.visit)
+        return (self._passing.step, self._passing.visits[fault.point]) >= (fault.step, fault.visit)
 
     def _strike(self, fault: Fault) -> None:
         self._gone.add(fault.number)
         try:
             with fired_file(self._folder, fault.number).open("x", encoding="utf-8") as file:
-                json.dump(asdict(Fired(fault.number, time.time(), self._pid, self._step)), file)
+                json.dump(asdict(Fired(fault.number, time.time(), self._pid, self._passing.step)), file)
         except FileExistsError:
             return  # it struck before a restart
         break_here(fault)
@@ -160,7 +172,9 @@ def reach(point: str) -> None:
 
 
 def begin_step(step: int) -> None:
-    """What is passed from here on belongs to optimizer step `step`, counted from 1 at the first start; 0 is before."""
+    """What this thread passes from here on belongs to optimizer step `step`, counted from 1 at the first start; 0 is
+    before.
+    """
     if _Trial.rank is not None:
         _Trial.rank.begin_step(step)
 

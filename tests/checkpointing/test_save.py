@@ -96,7 +96,7 @@ def test_a_full_disk_on_one_rank_fails_every_rank_and_leaves_the_older_one(
     before = (tmp_path / "step-00000100" / "manifest.json").read_bytes()
 
     def case() -> None:
-        broken = mock.patch("allranks.checkpointing.save.write_file", side_effect=FULL_DISK)
+        broken = mock.patch("allranks.checkpointing.portion.write_file", side_effect=FULL_DISK)
         if dist.get_rank() == failing:
             with broken:
                 save_together(tmp_path)

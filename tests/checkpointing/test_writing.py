@@ -25,6 +25,19 @@ def example() -> Tensors:
     ]
 
 
+def test_the_writing_can_be_given_up_between_pieces(tmp_path: Path) -> None:
+    asked = list[int]()
+
+    def check() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            raise RuntimeError("not wanted")
+
+    with pytest.raises(RuntimeError, match="not wanted"):
+        write_file(tmp_path / "a.safetensors", example(), check)
+    assert len(asked) == 3
+
+
 def test_the_safetensors_library_reads_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     pair = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex128)

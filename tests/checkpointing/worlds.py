@@ -9,8 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allranks.checkpointing.background import BackgroundSave, World
 from allranks.checkpointing.checkpoint import Checkpoint, Header
+from allranks.checkpointing.portion import place_of, portion_of
 from allranks.checkpointing.save import save
+from allranks.checkpointing.stage import Stage
 from allranks.parameter_map import Box, Entry
 
 Pairs = list[tuple[Entry, torch.Tensor]]
@@ -116,6 +119,29 @@ def save_together(directory: Path, step: int = 200, **options: Any) -> Checkpoin
         "world_size": world_size,
     }
     return save_alone(directory, step, **(arguments | options))
+
+
+def begin(
+    directory: Path,
+    step: int = 200,
+    pairs: Pairs | None = None,
+    *,
+    stage: Stage | None = None,
+    generation: int = 1,
+    proves: bool = False,
+    together: bool = False,
+    token: str = "t1",
+    **options: Any,
+) -> BackgroundSave:
+    """Begin a save beside this process, alone or in the pool's world."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+    held = parts(whole_tensors(), rank, size) if pairs is None else pairs
+    aliases, state = {"model.head.weight": "model.embedding.weight"}, {"position": 1600, "best": 0.1}
+    portion = portion_of(held, rank, aliases, state, tells=rank == 0)
+    copied, ready = (stage or Stage()).copy(portion, proves=proves)
+    world = World(dist.group.WORLD if together else None, rank, size, torch.device("cpu"))
+    place = place_of(directory, header(step, generation=generation), token)
+    return BackgroundSave(place, copied, world, ready=ready, proves=proves, **options)
 
 
 def flip(path: Path, bit: int) -> None:

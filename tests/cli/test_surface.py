@@ -38,6 +38,7 @@ SURFACE = {
     "allranks bench strategies": "--help --json --layouts --nproc --quick --turns",
     "allranks checkpoint": "--help",
     "allranks checkpoint diff": "FIRST SECOND --help --json",
+    "allranks checkpoint import": "FILE OUT --cast --help --json --key --task",
     "allranks checkpoint list": "DIRECTORY --help --json",
     "allranks checkpoint show": "DIRECTORY --help --json",
     "allranks checkpoint verify": "DIRECTORY --help --json",

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from allranks.stepping.agreement import Agreed, Agreement, Ballot
+from allranks.stepping.agreement import Agreed, Agreement, Ballot, Saving
 from tests.distributed.pool import Pools
 
 CPU = torch.device("cpu")
@@ -27,6 +27,12 @@ def test_one_process_agrees_with_itself() -> None:
     assert pending.next_targets.item() == 7.0
     assert pending.read() == Agreed(1.25, 7, 3, False, True, 0x0123456789ABCDEF, skipped=1)
     assert pending.read() is pending.read()
+
+
+def test_one_process_tells_itself_how_far_a_checkpoint_is() -> None:
+    alone = Agreement(None, CPU).start(ballot(saving=Saving(6, written=True, failed=True)))
+    assert (alone.saving, alone.read().written, alone.read().committed, alone.read().failed) == (6, 1, 0, 1)
+    assert Agreement(None, CPU).start(ballot()).saving is None
 
 
 def test_every_bit_of_the_ledger_travels() -> None:
@@ -61,6 +67,22 @@ def test_every_rank_reads_the_same_sums(pool: Pools) -> None:
         assert agreed == Agreed(4.5, 3, 6, True, True, 3 * LARGEST % (1 << 64), skipped=2, num_ranks=3)
         assert math.isnan(quiet.loss)
         assert (quiet.interrupt, quiet.terminate, quiet.ledger) == (False, False, 0)
+
+
+def vote_on_a_save() -> Any:
+    """Of the checkpoint of step 6 all have written their part, the first has committed it, and the last has failed."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    agreement = Agreement(dist.new_group(), CPU)
+    saving = Saving(6, written=True, committed=rank == 0, failed=rank == last)
+    pending = agreement.start(ballot(saving=saving))
+    return pending.saving, pending.read(), agreement.start(ballot()).saving
+
+
+@pytest.mark.distributed
+def test_ranks_tell_how_far_a_checkpoint_is(pool: Pools) -> None:
+    for step, agreed, quiet in pool(3).run(vote_on_a_save):
+        assert (step, quiet) == (6, None)
+        assert agreed == Agreed(0.0, 0, 0, False, False, 0, num_ranks=3, written=3, committed=1, failed=1)
 
 
 def overtake() -> list[float]:

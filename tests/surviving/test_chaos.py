@@ -13,6 +13,7 @@ from tests.commands import POINTS, allranks
 pytestmark = pytest.mark.distributed
 TRAIN = ("train.global_batch=8", "evaluate.every=10", "track.tensorboard=false", "task.num_points=64")
 EVERY_POINT = 15
+WRITING = ("checkpoint.write", "checkpoint.sync", "checkpoint.manifest", "checkpoint.rename", "checkpoint.renamed")
 
 
 def trial(folder: Path, *words: str, kills: int, check: int = 0) -> dict[str, object]:
@@ -59,6 +60,19 @@ def test_killed_in_the_last_deletion_nothing_is_left(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["fsdp", "pp=2", "tp=2"])
 def test_other_layouts(tmp_path: Path, layout: str) -> None:
     assert trial(tmp_path, "train.steps=40", "--layout", layout, kills=8)["recovered"] == 8
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["kill", "stop", "raise"])
+def test_killed_beside_the_training(tmp_path: Path, kind: str) -> None:
+    """While a checkpoint is copied, written and committed beside the steps."""
+    names = ("background.copy", "background.written", "background.commit", *WRITING)
+    points = ",".join(f"{name}:{kind}" for name in names)
+    words = ("checkpoint.asynchronous=true", "train.steps=90", "--points", points, "guard.stopped_seconds=1")
+    document = trial(tmp_path, *words, kills=EVERY_POINT)
+    assert document["recovered"] == EVERY_POINT
+    schedule = read_schedule(tmp_path / "trial" / "faults")
+    assert {fault.point for fault in schedule} == set(names)
 
 
 @pytest.mark.full

@@ -98,6 +98,8 @@ def test_i4_counts_what_was_done_again() -> None:
     assert bounded_work([GOOD, replace(GOOD, redone=5)], 5, 100).holds
     assert bounded_work([replace(GOOD, redone=6)], 5, 100).holds is False
     assert bounded_work([replace(GOOD, redone=6)], None, 100).holds
+    assert bounded_work([replace(GOOD, redone=10)], 5, 100, beside=True).holds
+    assert bounded_work([replace(GOOD, redone=11)], 5, 100, beside=True).holds is False
 
 
 def test_i5_wants_every_fault_to_have_happened_and_to_be_over() -> None:

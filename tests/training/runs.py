@@ -107,6 +107,12 @@ def saved(run: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-????????"))
 
 
+def same_run(left: Path, right: Path, step: int) -> None:
+    """Two runs are bitwise the same in every step, and in their checkpoints of `step`."""
+    assert losses(left) == losses(right) and losses(left)
+    assert digests(left, step) == digests(right, step)
+
+
 def damage(run: Path, step: int) -> Path:
     """Change a byte in the middle of a checkpoint's tensors; its directory."""
     checkpoint = run / "checkpoints" / f"step-{step:08d}"

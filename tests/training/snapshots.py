@@ -1,6 +1,6 @@
 """Checkpoints of sessions in tests: what one holds, who writes it, and the newest."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,20 @@ import torch
 
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.config import CheckpointConfig, Config
-from allranks.training.snapshot import Contents, Saver, find_checkpoint, schedule_state
+from allranks.training.saver import Saver
+from allranks.training.snapshot import Contents, find_checkpoint, schedule_state
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import Parts, parts_of, session_of, step_through, together
+
+
+def noting(calls: list[Any], what: Callable[[Any], Any], real: Any) -> Any:
+    """`real`, and `what` of its first argument in `calls`."""
+
+    def call(first: Any, *rest: Any, **named: Any) -> Any:
+        calls.append(what(first))
+        return real(first, *rest, **named)
+
+    return call
 
 
 def contents_of(task: Any, config: Config, steps: int) -> tuple[Any, Contents]:
@@ -24,7 +35,7 @@ def contents_of(task: Any, config: Config, steps: int) -> tuple[Any, Contents]:
     return session, contents
 
 
-def saver_of(session: Any, contents: Contents, directory: Path, **config: int) -> Saver:
+def saver_of(session: Any, contents: Contents, directory: Path, **config: Any) -> Saver:
     """The Saver of run "run" into `directory`."""
     return Saver(contents, session.processes, CheckpointConfig(**config), directory, "run", 1)
 

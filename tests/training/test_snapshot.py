@@ -1,7 +1,7 @@
 """Everything that matters goes into a checkpoint and comes back, under any layout, and what was written is proven."""
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,29 +11,16 @@ import torch
 from torch.utils.data import IterableDataset
 
 from allranks.checkpointing.checkpoint import Checkpoint
-from allranks.config import CheckpointConfig
-from allranks.errors import CheckpointError, TaskError
+from allranks.errors import CheckpointError
 from allranks.stepping.schedule import Schedule
-from allranks.training.snapshot import Saver, find_checkpoint, kept_schedule
+from allranks.training.snapshot import find_checkpoint, kept_schedule
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import Parts, config_of, parts_of, processes_of, together
-from tests.training.snapshots import contents_of, find, saver_of, unchanged
+from tests.training.snapshots import contents_of, find, noting, saver_of, unchanged
 from tests.training.tasks import Curve, Gan, Remembering, Tied, points
 
 # Their names are replaced below, which a type checker would only allow for names that they export.
-checkpoint_module: Any = importlib.import_module("allranks.checkpointing.checkpoint")
 snapshot: Any = importlib.import_module("allranks.training.snapshot")
-save_module: Any = importlib.import_module("allranks.checkpointing.save")
-
-
-def noting(calls: list[Any], what: Callable[[Any], Any], real: Any) -> Any:
-    """`real`, and `what` of its first argument in `calls`."""
-
-    def call(first: Any, *rest: Any, **named: Any) -> Any:
-        calls.append(what(first))
-        return real(first, *rest, **named)
-
-    return call
 
 
 SMALL = ("train.global_batch=10", "optimizer.lr=0.05")
@@ -101,113 +88,6 @@ def test_a_reshard_that_mixes_something_up_is_refused_on_all_ranks(pool: Pools, 
     pool(1).run(save_and_hold, tmp_path, Curve(), "single")
     for message in pool(2).run(load_wrongly, tmp_path):
         assert "differ from their digests: 'model.0." in message
-
-
-def test_the_first_save_is_read_back_and_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
-    saver, calls = saver_of(session, contents, tmp_path, keep=9), list[Path]()
-    real = snapshot.check_files
-    monkeypatch.setattr(snapshot, "check_files", noting(calls, lambda found: found.path, real))
-    for step in (1, 2, 3):
-        assert saver.save(step) == tmp_path / f"step-{step:08d}" and saver.saved_step == step
-    assert calls == [tmp_path / "step-00000001"]
-
-
-def test_a_writer_that_writes_something_else_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
-    real = save_module.write_file
-    monkeypatch.setattr(
-        save_module, "write_file", lambda path, tensors: real(path, [(part, tensor + 1) for part, tensor in tensors])
-    )
-    with pytest.raises(CheckpointError, match="differ from their digests"):
-        saver_of(session, contents, tmp_path).save(1)
-
-
-def test_when_a_checkpoint_is_due(tmp_path: Path) -> None:
-    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
-    assert [step for step in range(9) if saver_of(session, contents, tmp_path, every=4).due(step)] == [0, 4, 8]
-    assert not saver_of(session, contents, tmp_path).due(4)
-
-
-def test_the_newest_few_are_kept(tmp_path: Path) -> None:
-    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
-    saver = saver_of(session, contents, tmp_path, keep=2)
-    for step in range(1, 5):
-        saver.save(step)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
-
-
-def test_what_a_dead_writer_left_goes_without_a_save(tmp_path: Path) -> None:
-    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
-    saver = saver_of(session, contents, tmp_path, keep=2)
-    for step in (1, 2):
-        saver.save(step)
-    for name in (".trash-step-00000000-ab", "step-00000003.tmp-run_1"):
-        (tmp_path / name).mkdir()
-    saver_of(session, contents, tmp_path, keep=1).tidy()
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
-
-
-def test_what_another_run_wrote_does_not_take_the_place_of_ours(tmp_path: Path) -> None:
-    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
-    Saver(contents, session.processes, CheckpointConfig(keep=1), tmp_path, "another", 1).save(9)
-    saver = saver_of(session, contents, tmp_path, keep=1)
-    for step in (1, 2):
-        saver.save(step)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000009"]
-
-
-def test_what_cannot_be_deleted_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
-    told = list[str]()
-    saver = Saver(contents, session.processes, CheckpointConfig(keep=1), tmp_path, "run", 1, told.append)
-
-    def refuse(path: Path) -> None:
-        raise CheckpointError(f"{path} cannot be deleted: Operation not permitted")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module, "discard", refuse)
-        assert [saver.save(step).name for step in (1, 2, 3)] == [f"step-{step:08d}" for step in (1, 2, 3)]
-        assert len(told) == 1 and "step-00000001 cannot be deleted" in told[0] and "the run goes on" in told[0]
-        saver_of(session, contents, tmp_path, keep=1).save(4)  # without anybody to tell, as in an own loop
-        assert "warning: " in capsys.readouterr().err
-    saver.save(5)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"], "it is tried again"
-
-
-class Keeping(Curve):
-    """Wants to remember what no checkpoint can hold."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": 3, "statistics": {"mean": torch.zeros(2)}}
-
-
-def test_what_cannot_be_kept_is_refused_before_the_first_save(tmp_path: Path) -> None:
-    session, contents = contents_of(Keeping(), config_of("single", *SMALL), 0)
-    with pytest.raises(TaskError, match=r"state_dict\(\)\.statistics\.mean: a torch\.Tensor .*tolist\(\)"):
-        saver_of(session, contents, tmp_path)
-    other = replace(contents, task=None, extra={"mine": {1, 2}})
-    with pytest.raises(TaskError, match=r"mine: a builtins\.set cannot be kept"):
-        saver_of(session, other, tmp_path)
-
-
-def test_what_this_run_wrote_is_not_read_again_at_every_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
-    read, real = list[str](), snapshot.verify_files
-    monkeypatch.setattr(snapshot, "verify_files", noting(read, lambda found: found.path.name, real))
-    before = saver_of(session, contents, tmp_path, keep=3)
-    for step in (1, 2, 3):
-        before.save(step)
-    saver = saver_of(session, contents, tmp_path, keep=3)  # of the next attempt
-    for step in (4, 5, 6):
-        saver.save(step)
-    assert read == ["step-00000003", "step-00000002"], "each once, however many saves it outlives"
-    damaged = tmp_path / "step-00000005" / "rank-00000.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    saver.save(7)
-    assert (tmp_path / "step-00000004").exists(), "it stays in the place of the one that lost a byte"
 
 
 def test_what_is_no_tensor_comes_back_too(tmp_path: Path) -> None:

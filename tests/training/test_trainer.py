@@ -8,19 +8,25 @@ from allranks.config import resolve_config
 from allranks.errors import ConfigError, GuardError
 from allranks.observing.counters import Stopwatch
 from allranks.run import Run
-from allranks.training.snapshot import Contents, Saver
+from allranks.training.saver import Saver
+from allranks.training.snapshot import Contents
 from allranks.training.trainer import Trainer
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import session_of
-from tests.training.runs import QUICK, damage, digests, events, losses, manifest, saved, start, train, train_outside
+from tests.training.runs import (
+    QUICK,
+    damage,
+    digests,
+    events,
+    losses,
+    manifest,
+    same_run,
+    saved,
+    start,
+    train,
+    train_outside,
+)
 from tests.training.tasks import Streamed
-
-
-def same_run(left: Path, right: Path, step: int) -> None:
-    """Two runs are bitwise the same in every step, and in their checkpoints of `step`."""
-    assert losses(left) == losses(right) and losses(left)
-    assert digests(left, step) == digests(right, step)
-
 
 TASKS = {
     "Curve": ("train.steps=9",),

@@ -7,14 +7,17 @@ Layout.
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from allranks.checkpointing.checkpoint import Checkpoint
-from allranks.checkpointing.commit import explain
+from allranks.checkpointing.checkpoint import Checkpoint, Header
+from allranks.checkpointing.commit import Share, explain
 from allranks.checkpointing.exchange import broadcast_bytes, gather_bytes
-from allranks.checkpointing.index import read_index
+from allranks.checkpointing.index import read_index, read_parts
+from allranks.checkpointing.manifest import FileRecord, Manifest, TensorRecord
 from allranks.checkpointing.parts import Parts, stored_parts, tensor_digest
 from allranks.checkpointing.restore import fill
 from allranks.checkpointing.tensor_file import Part
@@ -68,13 +71,38 @@ def check_files(
     _compare(checkpoint, lambda: _sums(_stored_digests(checkpoint, mine)), group, device)
 
 
+def check_share(directory: Path, header: Header, share: Share) -> None:
+    """Read back what one rank has written, and compare every box with the digest that the rank tells of it.
+
+    No collective: together with the commit, which adds these digests, it proves what `check_files` proves afterwards.
+
+    Raises:
+        CheckpointError: a box reads back otherwise, or the file is damaged.
+    """
+    kinds = {name: (dtype, tuple(shape)) for name, dtype, shape, *_ in share.tensors}
+    tensors = {name: TensorRecord(dtype=dtype, shape=shape, digest="0" * 16) for name, (dtype, shape) in kinds.items()}
+    files = {name: FileRecord(**record) for name, record in share.files.items()}
+    manifest = Manifest(**asdict(header), torch="", files=files, tensors=tensors, aliases={}, state={})
+    read = _digests_in(Checkpoint(directory, manifest), read_parts(directory, manifest))
+    found = {(part.name, part.box.offset): digest for part, digest in read}
+    told = {(name, tuple(offset)): digest for name, _, _, offset, _, digest in share.tensors}
+    wrong = sorted({name for name, _ in dict(told.items() ^ found.items())})
+    if wrong:
+        raise CheckpointError(_name_wrong(directory, wrong))
+
+
 def _stored_digests(checkpoint: Checkpoint, files: set[str]) -> Iterator[tuple[str, int]]:
     index = read_index(checkpoint.path, checkpoint.manifest)
-    for batch in _batches(part for parts in index.values() for part in parts if part.file in files):
+    mine = (part for parts in index.values() for part in parts if part.file in files)
+    return ((part.name, digest) for part, digest in _digests_in(checkpoint, mine))
+
+
+def _digests_in(checkpoint: Checkpoint, parts: Iterable[Part]) -> Iterator[tuple[Part, int]]:
+    for batch in _batches(parts):
         tensors = [torch.empty(part.box.shape, dtype=getattr(torch, part.dtype)) for part in batch]
         fill(checkpoint, ((part, part.box, tensor) for part, tensor in zip(batch, tensors, strict=True)))
         for part, tensor in zip(batch, tensors, strict=True):
-            yield part.name, tensor_digest(tensor, part.box.offset)
+            yield part, tensor_digest(tensor, part.box.offset)
 
 
 def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
@@ -130,6 +158,10 @@ def _verdict(checkpoint: Checkpoint, reports: list[dict[str, Mapping[str, int]]]
     wrong += totals.keys() - tensors.keys()
     if not wrong:
         return ""
+    return _name_wrong(checkpoint.path, wrong)
+
+
+def _name_wrong(path: Path, wrong: list[str]) -> str:
     more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
     named = ", ".join(map(repr, wrong[:_NAMED]))
-    return f"{checkpoint.path}: {len(wrong)} tensors differ from their digests: {named}{more}"
+    return f"{path}: {len(wrong)} tensors differ from their digests: {named}{more}"

@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,6 +170,7 @@ def prune(
     run_id: str | None = None,
     *,
     token: str | None = None,
+    leased: Collection[Path] = (),
     check: Callable[[Checkpoint], None] = verify_files,
 ) -> list[Path]:
     """Delete what is older than the `keep` newest good checkpoints, and what dead writers left; return what went.
@@ -182,6 +183,7 @@ def prune(
         directory: of the run's checkpoints.
         keep: at least 1.
         run_id: of the run; those of another neither count nor go.
+        leased: stay, however old they are.
         token: of a save that may be under way now; its temporary directory stays.
         check: raises CheckpointError for a checkpoint that does not count.
 
@@ -202,7 +204,7 @@ def prune(
             good += 1
     gone, refused = [], []
     for path in old:
-        if run_id is None or not _is_of_another(path, run_id):
+        if path not in leased and (run_id is None or not _is_of_another(path, run_id)):
             try:
                 discard(path)
                 gone.append(path)

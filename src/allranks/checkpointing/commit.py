@@ -86,7 +86,7 @@ def commit(
         write_synced(temporary / COMMITTED_FILE, seal(text.encode()).decode())
         sync(temporary)
         fault_points.reach("checkpoint.rename")
-        replaced = _publish(temporary, target)
+        replaced = publish(temporary, target)
         fault_points.reach("checkpoint.renamed")
         sync(target.parent)
         sync(target.parent.parent)
@@ -150,7 +150,7 @@ def _check_visible(temporary: Path, manifest: Manifest) -> None:
             )
 
 
-def _publish(temporary: Path, target: Path) -> Path | None:
+def publish(temporary: Path, target: Path) -> Path | None:
     """Give `temporary` the name `target`; where that was taken, return where the old one now is."""
     if not os.path.lexists(target):
         os.rename(temporary, target)

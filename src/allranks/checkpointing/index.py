@@ -5,7 +5,7 @@ length of the file that is really there, and nothing is allocated from them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from operator import attrgetter
 from pathlib import Path
@@ -61,15 +61,24 @@ def read_index(directory: Path, manifest: Manifest) -> Index:
         CheckpointError: a file is missing or damaged, or the boxes leave a hole, overlap or stand outside, in one line.
     """
     index: dict[str, list[Part]] = {name: [] for name in manifest.tensors}
-    for name, record in manifest.files.items():
-        with closing(OpenFile(directory, name, record)) as file:
-            for part in _read_parts(file, record.bytes, manifest.tensors):
-                index[part.name].append(part)
+    for part in read_parts(directory, manifest):
+        index[part.name].append(part)
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in DTYPES:
             raise CheckpointError(f"{directory}: tensor {name!r} is {tensor.dtype}, which this version does not know")
         check_cover(name, tensor.shape, [part.box for part in index[name]], str(directory))
     return index
+
+
+def read_parts(directory: Path, manifest: Manifest) -> Iterator[Part]:
+    """The parts in every file of the manifest, which need not make up whole tensors.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    for name, record in manifest.files.items():
+        with closing(OpenFile(directory, name, record)) as file:
+            yield from _read_parts(file, record.bytes, manifest.tensors)
 
 
 def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box], where: str) -> None:

@@ -10,29 +10,22 @@ No rank stops between two exchanges: what fails on one is carried to all, so non
 """
 
 import json
-import math
-import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from allranks import fault_points
-from allranks.checkpointing.checkpoint import MANIFEST_FILE, Checkpoint, Header, step_name
-from allranks.checkpointing.commit import Share, check_target, commit, explain
+from allranks.checkpointing.checkpoint import MANIFEST_FILE, Checkpoint, Header
+from allranks.checkpointing.commit import Share, commit, explain
 from allranks.checkpointing.exchange import broadcast_bytes, gather_bytes
-from allranks.checkpointing.manifest import decode_state, encode_state, parse_manifest, render_manifest
-from allranks.checkpointing.parts import Parts, stored_parts, tensor_digest
-from allranks.checkpointing.tensor_file import Part
-from allranks.checkpointing.writing import write_file
+from allranks.checkpointing.manifest import parse_manifest, render_manifest
+from allranks.checkpointing.parts import Parts
+from allranks.checkpointing.portion import Place, Portion, failed_share, place_of, portion_of, write_portion
 from allranks.errors import CheckpointError
-from allranks.parameter_map import Entry
-
-_TOKEN = re.compile(r"\w{1,64}")
 
 
 def save(
@@ -71,74 +64,32 @@ def save(
         CheckpointError: on every rank, naming rank, path and reason; what was there before is untouched.
         ProcessError: a peer was lost.
     """
-    directory, device = Path(directory), device or torch.device("cpu")
-    target = directory / step_name(header.step)
-    temporary = directory / f"{target.name}.tmp-{token}"
+    device = device or torch.device("cpu")
+    place = place_of(directory, header, token)
     first = group is None or dist.get_rank(group) == 0
-    share, kept = _attempt_share(temporary, target, header, parts, rank, aliases, state)
-    share = share if (first if tells is None else tells) else replace(share, held=())
+    try:
+        portion = portion_of(parts, rank, aliases, state, tells=first if tells is None else tells)
+        share = write_portion(place, portion)
+    except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
+        portion, share = Portion(rank), failed_share(place, rank, error)
     shares = [Share(**json.loads(data)) for data in gather_bytes(json.dumps(asdict(share)).encode(), group, device)]
     answer = b""
     if first:
         try:
             if len(shares) != world_size:
                 raise CheckpointError(f"{len(shares)} ranks save, {world_size} should")
-            manifest = commit(temporary, target, header, shares, kept, torch.__version__)
+            manifest = commit(place.temporary, place.target, header, shares, portion.state, torch.__version__)
             answer = b"saved" + render_manifest(manifest).encode()
         except Exception as error:
-            answer = f"{target} was not saved: {explain(error, temporary)}; older checkpoints are untouched".encode()
+            answer = refusal(place, explain(error, place.temporary)).encode()
     answer = broadcast_bytes(answer, group, device)
     if not answer.startswith(b"saved"):
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(place.temporary, ignore_errors=True)
         raise CheckpointError(answer.decode())
-    return Checkpoint(target, parse_manifest(answer.removeprefix(b"saved"), str(target / MANIFEST_FILE)))
+    manifest = parse_manifest(answer.removeprefix(b"saved"), str(place.target / MANIFEST_FILE))
+    return Checkpoint(place.target, manifest)
 
 
-def _attempt_share(
-    temporary: Path,
-    target: Path,
-    header: Header,
-    parts: Parts,
-    rank: int,
-    aliases: Mapping[str, str],
-    state: Mapping[str, Any],
-) -> tuple[Share, dict[str, Any]]:
-    """Write this rank's file; return what it holds or why there is none, and the state to keep. Raises no Exception."""
-    num_bytes = 0
-    try:
-        stored = stored_parts(parts)
-        mine = [(entry, tensor) for entry, tensor in stored if _writes(entry, rank)]
-        num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in mine)
-        kept = decode_state(encode_state(state))  # refused now, and a copy that nobody changes later
-        if not _TOKEN.fullmatch(temporary.name.partition(".tmp-")[2]):
-            raise CheckpointError(f"{temporary.name}: a token is letters and digits")
-        check_target(target, header)
-        temporary.mkdir(parents=True, exist_ok=True)
-        fault_points.reach("checkpoint.stage")
-        held = [(entry.name, entry.dtype, entry.shape) for entry, _ in stored]
-        return Share(rank, "", _write(temporary, mine, rank), _digests(mine), held, aliases), kept
-    except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
-        return Share(rank, error=f"rank {rank}: {explain(error, temporary, num_bytes)}"), {}
-
-
-def _writes(entry: Entry, rank: int) -> bool:
-    """Whether this rank writes that box. An empty box is written only where the whole tensor is empty."""
-    empty = entry.box.num_elements == 0 and math.prod(entry.shape) > 0
-    return entry.writer == rank and not empty
-
-
-def _write(temporary: Path, mine: Parts, rank: int) -> dict[str, Any]:
-    """Write the file, if there is anything to write, and return its name and record."""
-    if not mine:
-        return {}
-    # Wide elements first: then every element begins at a multiple of its size, and none lies across two chunks.
-    ordered = sorted(mine, key=lambda pair: -pair[1].element_size())
-    tensors = [(Part(entry.name, entry.dtype, entry.box, entry.shape), tensor) for entry, tensor in ordered]
-    name = f"rank-{rank:05d}.safetensors"
-    return {name: write_file(temporary / name, tensors).model_dump()}
-
-
-def _digests(mine: Parts) -> list[tuple[Any, ...]]:
-    return [
-        (e.name, e.dtype, e.shape, e.box.offset, e.box.shape, tensor_digest(tensor, e.box.offset)) for e, tensor in mine
-    ]
+def refusal(place: Place, reason: str) -> str:
+    """What every rank raises where a checkpoint could not be saved."""
+    return f"{place.target} was not saved: {reason}; older checkpoints are untouched"

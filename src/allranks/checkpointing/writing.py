@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,13 @@ from allranks.checkpointing.tensor_file import Part, render_header
 _SMALL_BYTES = 1 << 17  # below, handing the piece to the hashing thread costs more than hashing it
 
 
-def write_file(path: Path, tensors: Sequence[tuple[Part, torch.Tensor]]) -> FileRecord:
+def write_file(
+    path: Path, tensors: Sequence[tuple[Part, torch.Tensor]], check: Callable[[], None] = lambda: None
+) -> FileRecord:
     """Write a new safetensors file of `tensors` in this order, wait until it is on the disk, and say what was written.
+
+    Args:
+        check: called before each piece, of a chunk at most; what it raises ends the writing.
 
     Raises:
         OSError: the system's refusal.
@@ -26,6 +31,7 @@ def write_file(path: Path, tensors: Sequence[tuple[Part, torch.Tensor]]) -> File
     start, length, digest = 0, 0, hashlib.sha256()
     with path.open("xb", buffering=1 << 20) as file, ThreadPoolExecutor(1) as pool:
         for piece, ends_chunk in _pieces(tensors):
+            check()
             fault_points.reach("checkpoint.write")
             if len(piece) < _SMALL_BYTES:
                 digest.update(piece)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allranks.cli.checkpoint_diff import diff
+from allranks.cli.checkpoint_import import import_file
 from allranks.cli.checkpoint_paths import find_checkpoints, find_newest
 from allranks.cli.output import print_error, print_json, print_table
 from allranks.errors import CheckpointError, ConfigError
@@ -23,6 +24,7 @@ DAMAGED = 1
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 app.command("diff")(diff)
+app.command("import")(import_file)
 
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="A run, its checkpoints folder, or one step-* directory.")
@@ -32,7 +34,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on standar
 
 @app.callback()
 def start(context: typer.Context) -> None:
-    """List, show, verify, compare and export checkpoints."""
+    """List, show, verify, compare, export and import checkpoints."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

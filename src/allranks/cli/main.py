@@ -35,7 +35,7 @@ app.command("new")(new.new)
 app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
 app.command("explain")(explain.explain)
-app.add_typer(checkpoint.app, name="checkpoint", help="List, show, verify, compare and export checkpoints.")
+app.add_typer(checkpoint.app, name="checkpoint", help="List, show, verify, compare, export and import checkpoints.")
 app.add_typer(
     bench.app, name="bench", help="Measure what strategies cost beside raw torch, and what more processes save."
 )

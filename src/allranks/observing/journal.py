@@ -6,7 +6,7 @@ Every line begins with `t` (Unix seconds) and `event`; `samples` counts from the
     plan        total_steps                            where only the data tells it; null where nobody knows
     step        step, samples, loss, lr, grad_norm, ledger, seconds, then the Task's metrics; memory_bytes now and then
     evaluation  step, samples, metrics {name: value}, seconds
-    checkpoint  step, samples, path, seconds
+    checkpoint  step, samples, path, seconds           that the training waited; background_seconds until the commit
     resume      step, samples, path                    the checkpoint's; the steps after it are done again
     decision    what, because
     verdict     kind, what, evidence, next

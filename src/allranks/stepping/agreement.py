@@ -20,6 +20,26 @@ SKIPPED = 5
 
 
 @dataclass(frozen=True, slots=True)
+class Saving:
+    """Where one rank stands with the checkpoint that is written beside the training, if there is one.
+
+    Attributes:
+        step: the checkpoint's; every rank says this of the same one. None: there is none.
+        written: its part is on the disk.
+        committed: the checkpoint has its name; only the rank that commits knows.
+        failed: it could not do its part.
+    """
+
+    step: int | None = None
+    written: bool = False
+    committed: bool = False
+    failed: bool = False
+
+
+NOTHING = Saving()
+
+
+@dataclass(frozen=True, slots=True)
 class Ballot:
     """What one rank brings to the agreement on a step.
 
@@ -33,6 +53,7 @@ class Ballot:
         path: the sharded units that its forwards have entered.
         wait: how to wait for the ranks, which may have parted.
         skipped: 1.0 where it left out the update of the step before, 0-dim; None: it did not.
+        saving: where it stands with a checkpoint.
     """
 
     loss: torch.Tensor
@@ -44,13 +65,15 @@ class Ballot:
     path: tuple[str, ...] = ()
     wait: Callable[[dist.Work], object] = wait_plainly
     skipped: torch.Tensor | None = None
+    saving: Saving = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
     """The world's sums, on the host; `diverged`: the ranks' paths were not the same.
 
-    Of `num_ranks` ranks `skipped` left out the update of the step before.
+    Of `num_ranks` ranks `skipped` left out the update of the step before; of the checkpoint under way so many have
+    `written` their part, `committed` it, or `failed`.
     """
 
     loss: float
@@ -62,6 +85,9 @@ class Agreed:
     diverged: bool = False
     skipped: int = 0
     num_ranks: int = 1
+    written: int = 0
+    committed: int = 0
+    failed: int = 0
 
 
 class Pending:
@@ -69,6 +95,7 @@ class Pending:
 
     Attributes:
         path: what this rank brought to it.
+        saving: the step of the checkpoint that it tells of; None: of none.
     """
 
     def __init__(
@@ -78,9 +105,10 @@ class Pending:
         agreed: Agreed | None = None,
         path: tuple[str, ...] = (),
         wait: Callable[[dist.Work], object] = wait_plainly,
+        saving: int | None = None,
     ) -> None:
         assert vector is not None or agreed is not None
-        self.path = path
+        self.path, self.saving = path, saving
         self._vector = vector
         self._work, self._wait = work, wait
         self._agreed = agreed
@@ -146,7 +174,9 @@ class Agreement:
             # One process agrees with itself: a vector would only cost it a tenth of what a small step may cost in all.
             counts, stop = (ballot.next_targets, ballot.next_samples), (ballot.interrupt, ballot.terminate)
             skipped = 0 if ballot.skipped is None else int(ballot.skipped)
-            return Pending(None, None, Agreed(float(ballot.loss), *counts, *stop, ballot.ledger, skipped=skipped))
+            saving = (int(ballot.saving.written), int(ballot.saving.committed), int(ballot.saving.failed))
+            agreed = Agreed(float(ballot.loss), *counts, *stop, ballot.ledger, False, skipped, 1, *saving)
+            return Pending(None, None, agreed, saving=ballot.saving.step)
         vector = torch.tensor(_encode(ballot), dtype=torch.float64)
         if self._device.type == "cuda":
             # Made on the device, or copied from ordinary memory, it would make the host wait for the whole stream.
@@ -157,7 +187,7 @@ class Agreement:
         work = None
         if self.group is not None:
             work = dist.all_reduce(vector, group=self.group, async_op=True)
-        return Pending(vector, work, path=ballot.path, wait=ballot.wait)
+        return Pending(vector, work, path=ballot.path, wait=ballot.wait, saving=ballot.saving.step)
 
 
 def _encode(ballot: Ballot) -> list[float]:
@@ -167,12 +197,15 @@ def _encode(ballot: Ballot) -> list[float]:
     flags = [float(ballot.interrupt), float(ballot.terminate), 0.0]
     digest = path_digest(ballot.path)
     paths = [1.0, float(digest), float(digest**2)]
-    return [0.0, float(ballot.next_targets), float(ballot.next_samples), *flags, *paths, *digits]
+    saving = [float(ballot.saving.written), float(ballot.saving.committed), float(ballot.saving.failed)]
+    return [0.0, float(ballot.next_targets), float(ballot.next_samples), *flags, *paths, *saving, *digits]
 
 
 def _decode(values: list[float]) -> Agreed:
-    loss, targets, samples, interrupt, terminate, skipped, num_ranks, paths, squares, *digits = values
+    loss, targets, samples, interrupt, terminate, skipped, num_ranks, paths, squares, *rest = values
+    (written, committed, failed), digits = rest[:3], rest[3:]
     ledger = sum(int(digit) << (DIGIT_BITS * place) for place, digit in enumerate(digits)) % (1 << 64)
     diverged = differ(num_ranks, paths, squares)
     counts, stop = (int(targets), int(samples)), (interrupt > 0, terminate > 0)
-    return Agreed(loss, *counts, *stop, ledger, diverged, int(skipped), int(num_ranks))
+    saving = (int(written), int(committed), int(failed))
+    return Agreed(loss, *counts, *stop, ledger, diverged, int(skipped), int(num_ranks), *saving)

@@ -11,7 +11,7 @@ from allranks.data.micro_step import StepBatch
 from allranks.errors import TaskError
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.spread import Spread
-from allranks.stepping.agreement import Agreement, Ballot, Pending
+from allranks.stepping.agreement import NOTHING, Agreement, Ballot, Pending, Saving
 from allranks.stepping.ema import Ema
 from allranks.stepping.guards import StepGuard, all_of, any_of
 from allranks.stepping.optimizer import Optimizers
@@ -78,6 +78,7 @@ class Step:
 
     Attributes:
         outer: puts copies together that are by themselves between its steps; None where there are none.
+        saving: where this rank stands with a checkpoint that is written beside the steps; asked at every agreement.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Step:
         self._spread = spread
         self._ranks = spread.mesh.layout.sample_ranks
         self.outer = outer
+        self.saving: Callable[[], Saving] = lambda: NOTHING
         self._passes = passes
         self._optimizers = optimizers
         self._schedule = schedule
@@ -190,5 +192,6 @@ class Step:
         targets = 0 if upcoming is None else upcoming.targets or 0
         samples = 0 if upcoming is None else sum(len(m.positions) for m in upcoming.micro_steps)
         path, wait = self._spread.path.take(), self._spread.path.wait
-        ballot = Ballot(loss, targets, samples, interrupt, terminate, ledger, path, wait, self._skipped)
+        saving = self.saving()
+        ballot = Ballot(loss, targets, samples, interrupt, terminate, ledger, path, wait, self._skipped, saving)
         return self._agreement.start(ballot)

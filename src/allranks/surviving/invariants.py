@@ -84,12 +84,16 @@ def sound_checkpoints(broken: Run, commands: Sequence[Command]) -> Invariant:
     return Invariant("I3", True, f"all {len(paths)} committed checkpoints verify, and no restart passed one over")
 
 
-def bounded_work(incidents: Sequence[Incident], every: int | None, num_steps: int) -> Invariant:
-    """I4: steps done again are at most those between two checkpoints."""
-    limit = every or num_steps
+def bounded_work(
+    incidents: Sequence[Incident], every: int | None, num_steps: int, *, beside: bool = False
+) -> Invariant:
+    """I4: steps done again are at most those between two checkpoints, twice as many where these are written `beside`
+    the steps: the one under way does not count yet.
+    """
+    limit = num_steps if every is None else every * (2 if beside else 1)
     most = max((incident.redone for incident in incidents), default=0)
     total = sum(incident.redone for incident in incidents)
-    what = f"{total} steps done again, at most {most} after one fault; a checkpoint every {limit}"
+    what = f"{total} steps done again, at most {most} after one fault; a checkpoint every {every or num_steps}"
     return Invariant("I4", most <= limit, what)
 
 
@@ -147,16 +151,22 @@ def judge(
     numbers: Mapping[str, int],
 ) -> list[Invariant]:
     """All seven; `numbers`: how many faults were `planned` and `fired`."""
-    steps = reference.steps()
+    steps, saving = reference.steps(), broken.config().checkpoint
     return [
         same_state(reference, broken),
         same_samples(reference, broken),
         sound_checkpoints(broken, commands),
-        bounded_work(incidents, broken.config().checkpoint.every, steps[-1]["step"] if steps else 0),
+        bounded_work(incidents, saving.every, steps[-1]["step"] if steps else 0, beside=saving.beside(_device(broken))),
         recovered(incidents, numbers["fired"], numbers["planned"]),
         one_cause_each(incidents),
         nothing_left(broken, left),
     ]
+
+
+def _device(run: Run) -> str:
+    """The type of device that it has run on."""
+    start = next((event for event in run.events() if event["event"] == "start"), {"device": "cpu"})
+    return str(start["device"]).partition(":")[0]
 
 
 def _newest(run: Run) -> Checkpoint | None:

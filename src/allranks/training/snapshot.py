@@ -1,22 +1,20 @@
 """Everything that matters, into a checkpoint and back (law 8)."""
 
-import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from allranks.checkpointing.checking import check_digests, check_files
-from allranks.checkpointing.checkpoint import Checkpoint, Header, check_sizes, prune, verify_files
+from allranks.checkpointing.checking import check_digests
+from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.each import adapt
 from allranks.checkpointing.manifest import encode_state
 from allranks.checkpointing.parts import stored_parts
 from allranks.checkpointing.restore import is_of_one_rank, name_of_rank, restore
-from allranks.checkpointing.save import save
-from allranks.config import CheckpointConfig, ScheduleConfig
+from allranks.config import ScheduleConfig
 from allranks.data.resuming import circumstances, compare_circumstances
 from allranks.data.stream import DataStream
 from allranks.errors import CheckpointError, TaskError
@@ -180,103 +178,6 @@ def check_state(contents: Contents) -> None:
             f"no checkpoint could be written: {error}; for a tensor return tensor.tolist(), or make it a buffer of the "
             "model"
         ) from error
-
-
-def print_warning(line: str) -> None:
-    """Say it on standard error."""
-    print(f"warning: {line}", file=sys.stderr, flush=True)
-
-
-@final
-class Saver:
-    """Writes the checkpoints of one run.
-
-    Args:
-        directory: RUN/checkpoints.
-        run: the run's id.
-        generation: the attempt, counted over restarts.
-        warn: told once, on rank 0, that old checkpoints cannot be deleted; by default it prints that.
-
-    Raises:
-        TaskError: something that is no tensor cannot be kept; said now, not at the first save.
-    """
-
-    def __init__(
-        self,
-        contents: Contents,
-        processes: Processes,
-        config: CheckpointConfig,
-        directory: Path,
-        run: str,
-        generation: int,
-        warn: Callable[[str], None] = print_warning,
-    ) -> None:
-        check_state(contents)
-        self._contents = contents
-        self._processes = processes
-        self._config = config
-        self._directory = directory
-        self._run = run
-        self._generation = generation
-        self._warn = warn
-        self._warned = self._proven = False
-        self._good: set[Path] = set()
-        self.saved_step = -1
-
-    def due(self, step: int) -> bool:
-        """Whether the config asks for a checkpoint after `step` steps."""
-        return self._config.every is not None and step % self._config.every == 0
-
-    def save(self, step: int) -> Path:
-        """Write a checkpoint after `step` steps, prove the first one, keep the newest few; collective."""
-        contents, processes = self._contents, self._processes
-        parts = contents.parts()
-        header = Header(
-            run=self._run,
-            generation=self._generation,
-            layout=str(processes.mesh.layout),
-            step=step,
-            samples=contents.stream.position,
-        )
-        checkpoint = save(
-            self._directory,
-            header=header,
-            parts=parts,
-            aliases=contents.aliases(),
-            state=contents.state(),
-            group=processes.world_group,
-            rank=processes.rank,
-            world_size=processes.size,
-            token=f"{self._run[:8]}_{self._generation}",
-            device=processes.device,
-            tells=processes.mesh.first_of_stage,
-        )
-        if not self._proven:
-            check_files(checkpoint, processes.world_group, processes.device)
-            self._proven = True
-        self._good.add(checkpoint.path)
-        self.tidy()
-        self.saved_step = step
-        return checkpoint.path
-
-    def tidy(self) -> None:
-        """Let old ones go, and what dead writers left. What stays costs room, not the run: the next one tries again."""
-        if self._processes.rank != 0:
-            return
-        try:
-            prune(self._directory, self._config.keep, self._run, check=self._check)
-        except (CheckpointError, OSError) as error:
-            if not self._warned:
-                self._warn(f"{error}; the run goes on, and tries again at every save")
-            self._warned = True
-
-    def _check(self, checkpoint: Checkpoint) -> None:
-        """What this run's own processes have written, or read once, is not read again: that would cost every save."""
-        if checkpoint.path in self._good:
-            check_sizes(checkpoint)
-        else:
-            verify_files(checkpoint)
-            self._good.add(checkpoint.path)
 
 
 def find_checkpoint(directory: Path, run: str, processes: Processes) -> tuple[Checkpoint | None, list[str]]:

@@ -19,8 +19,9 @@ from allranks.stepping.session import Session
 from allranks.stepping.spikes import Window
 from allranks.stepping.step import Outcome
 from allranks.training.replicas import Replicas
+from allranks.training.saver import Saver
+from allranks.training.saves import Saves
 from allranks.training.skips import KIND, Skips, explain_spike
-from allranks.training.snapshot import Saver
 from allranks.training.validate import validate
 from allranks.verdict import Verdict
 
@@ -67,7 +68,6 @@ class Trainer:
         progress: ProgressLine | None,
     ) -> None:
         self._session = session
-        self._saver = saver
         self._stopwatch = stopwatch
         self._recorder = recorder
         self._progress = progress
@@ -83,11 +83,19 @@ class Trainer:
         self._skips = Skips(session, self._tell)
         self._replicas = Replicas(session)
         self._heart = heartbeat.current()
+        self._saves = Saves(saver, lambda: session.stream.position, stopwatch, self._heart, recorder, self._tell)
+        session.step.saving = self._saves.standing
         # On CUDA the host runs ahead of the device and reads an agreement a step later; on the CPU it is there already.
         self._lag = 1 if session.processes.device.type == "cuda" else 0
 
     def train(self) -> Ending:
         """Step until the data or the steps end, or a stop is agreed; save and evaluate at the end; collective."""
+        try:
+            return self._train()
+        finally:
+            self._saves.close()
+
+    def _train(self) -> Ending:
         session = self._session
         self._stopwatch.mark("other")
         with session.loader() as loader:
@@ -129,6 +137,7 @@ class Trainer:
         if agreed.diverged:
             processes = self._session.processes
             raise explain_divergence(pending.path, step, processes.world_group, processes.device)
+        self._saves.hear(pending, agreed)
         return agreed
 
     def _guard(self, agreed: Agreed, told: int, step: int) -> None:
@@ -136,8 +145,8 @@ class Trainer:
         verdict = self._skips.see(agreed, told)
         if verdict is None:
             return
-        if verdict.kind == KIND and self._saver.saved_step != step:
-            self._save(step)  # the parameters are good, and the samples that were not are behind
+        if verdict.kind == KIND:
+            self._saves.save(step)  # the parameters are good, and the samples that were not are behind
         self._tell(verdict, told)
         raise GuardError(f"{verdict.what}; {verdict.next}")
 
@@ -169,9 +178,12 @@ class Trainer:
             self._heart.progress()
             self._end_unless_alike(step)
         # Saved before it is evaluated: metrics that fail lose no step.
-        if self._saver.due(step):
-            self._read(pending, step)
-            self._save(step)
+        if self._saves.due(step):
+            if self._saves.beside:
+                self._saves.begin(step, lambda: self._read(pending, step))
+            else:
+                self._read(pending, step)
+                self._saves.save(step)
             self._heart.enter("step")
         evaluate_every = self._session.config.evaluate.every
         if evaluate_every and step % evaluate_every == 0:
@@ -179,12 +191,10 @@ class Trainer:
             self._heart.enter("step")
 
     def _end(self, reason: Reason, step: int) -> Ending:
-        if self._saver.saved_step != step:
-            self._save(step)
-        else:
-            self._saver.tidy()  # who saved it may have died before it had deleted what is too old
+        self._saves.save_last(step)
         if reason == "done" and self._session.config.evaluate.every != 0 and self._evaluated_at != step:
             self._evaluate(step)
+        self._saves.finish()
         self._heart.enter("end")
         if self._progress is not None:
             self._progress.close()
@@ -202,18 +212,6 @@ class Trainer:
             seconds = round(time.perf_counter() - started, 6)
             samples = self._session.stream.position
             self._recorder.write("evaluation", step=step, samples=samples, metrics=found, seconds=seconds)
-
-    def _save(self, step: int) -> None:
-        started = time.perf_counter()
-        self._heart.enter("checkpoint")
-        if self._recorder is not None:
-            self._recorder.flush()
-        path = self._saver.save(step)
-        self._stopwatch.mark("checkpoint")
-        if self._recorder is not None:
-            seconds = round(time.perf_counter() - started, 6)
-            samples = self._session.stream.position
-            self._recorder.write("checkpoint", step=step, samples=samples, path=path.name, seconds=seconds)
 
     def _record(self, batch: StepBatch, before: Pending, outcome: Outcome, started: float) -> None:
         if self._recorder is None:

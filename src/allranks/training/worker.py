@@ -4,10 +4,12 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from allranks import fault_points
 from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.mirror import Mirror
 from allranks.errors import AllranksError, RunError
 from allranks.failure import is_out_of_memory
 from allranks.launching.environment import read_environment
@@ -24,15 +26,18 @@ from allranks.stepping.session import Session, assemble
 from allranks.stepping.world import Processes, gather_processes
 from allranks.training.load import task_of_run
 from allranks.training.logs import log_of_rank
+from allranks.training.mirroring import Mirroring, fetch_newer
 from allranks.training.prepare import Prepared, open_run, prepare, resolve_layout
+from allranks.training.saver import Saver
 from allranks.training.screen import Screen
 from allranks.training.shortage import explain_shortage
-from allranks.training.snapshot import Contents, Saver, find_checkpoint, kept_schedule, schedule_state
+from allranks.training.snapshot import Contents, find_checkpoint, kept_schedule, schedule_state
 from allranks.training.stop import StopRequests
 from allranks.training.trainer import Ending, Trainer
 from allranks.verdict import Decision
 
 BACKEND_TIMEOUT_SECONDS = 600.0
+OPEN_MIRROR = "see that the place that checkpoint.mirror names is there, and that this user may read and write there"
 FREE_CHECKPOINTS = "delete what is left in checkpoints/ by hand, or give this user the right to"
 EXIT_CODES = {"done": 0, "interrupted": 130, "terminated": 75}
 
@@ -92,6 +97,8 @@ class _Training:
         self._resumed_otherwise: tuple[Decision, ...] = ()
         self._first = processes.rank == 0
         self._journal = Journal(run.journal(processes.rank), processes.rank)
+        url = prepared.config.checkpoint.mirror
+        self._mirror = None if url is None else Mirror(url, run.id)
         self._screen = Screen(json=assignment.request.json) if self._first else None
 
     def go(self) -> int:
@@ -108,7 +115,7 @@ class _Training:
         config = self._prepared.config
         self._tell_start()
         try:
-            checkpoint, skipped = find_checkpoint(self._run.checkpoints, self._run.id, self._processes)
+            checkpoint, skipped = self._find_checkpoint()
             session = assemble(
                 self._prepared.task,
                 config,
@@ -134,14 +141,30 @@ class _Training:
         self._tell_end("done" if ending.reason == "done" else "stopped", None)
         return ending
 
+    def _find_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
+        """As `find_checkpoint`, with what a mirror has, where that is newer."""
+        run, wrong = self._run, list[str]()
+        if self._mirror is not None:
+            fetched, wrong = fetch_newer(run.checkpoints, run.id, self._mirror, self._processes)
+            for reason in wrong:
+                self._warn(reason, OPEN_MIRROR)
+            if fetched and self._screen is not None:
+                self._screen.say(fetched)
+        checkpoint, skipped = find_checkpoint(run.checkpoints, run.id, self._processes)
+        return checkpoint, skipped
+
     def _loop(self, session: Session, contents: Contents, resumed_step: int) -> Ending:
         config, run = self._prepared.config, self._run
-        saver = Saver(contents, self._processes, config.checkpoint, run.checkpoints, run.id, run.attempts, self._warn)
+        mirroring = None
+        if self._mirror is not None and self._first:
+            mirroring = Mirroring(self._mirror, config.checkpoint.keep, partial(self._warn, remedy=OPEN_MIRROR))
+        place = (config.checkpoint, run.checkpoints, run.id, run.attempts)
+        saver = Saver(contents, self._processes, *place, self._warn, mirroring)
         saver.saved_step = resumed_step if resumed_step > 0 else -1
         recorder = progress = None
         if self._screen is not None:
             told = (*self._prepared.decisions, *self._assignment.decisions)
-            decisions = (*told, *session.decisions, *self._resumed_otherwise)
+            decisions = (*told, *session.decisions, *self._resumed_otherwise, *saver.decisions)
             for decision in decisions:
                 self._journal.write("decision", what=decision.what, because=decision.because)
             if config.train.steps is None:
@@ -188,10 +211,10 @@ class _Training:
         fault_points.reach("resume")
         return manifest.step
 
-    def _warn(self, line: str) -> None:
+    def _warn(self, line: str, remedy: str = FREE_CHECKPOINTS) -> None:
         """Rank 0: what goes wrong without ending the run, on the screen and for the report."""
         if self._screen is not None:
-            self._journal.write("verdict", kind="checkpoint", what=line, evidence=[], next=FREE_CHECKPOINTS)
+            self._journal.write("verdict", kind="checkpoint", what=line, evidence=[], next=remedy)
             self._screen.warn(line)
 
     def _tell_start(self) -> None:

@@ -23,7 +23,8 @@ from allranks.stepping.session import Session, assemble
 from allranks.stepping.world import Processes, gather_processes
 from allranks.task import Task
 from allranks.training.prepare import prepare, resolve_layout
-from allranks.training.snapshot import Contents, Saver, find_checkpoint, kept_schedule, schedule_state
+from allranks.training.saver import Saver
+from allranks.training.snapshot import Contents, find_checkpoint, kept_schedule, schedule_state
 from allranks.training.validate import validate
 from allranks.verifying import observation as look
 from allranks.verifying.own_loop import default_dtype

@@ -17,7 +17,8 @@ from allranks.training.own.ground import Ground
 from allranks.training.own.run import Logbook, check_numbers
 from allranks.training.own.step import OwnStep
 from allranks.training.own.turn import FinishedStep
-from allranks.training.snapshot import Contents, Saver, find_checkpoint
+from allranks.training.saver import Saver
+from allranks.training.snapshot import Contents, find_checkpoint
 from allranks.training.stop import StopRequests
 from allranks.verdict import Decision
 

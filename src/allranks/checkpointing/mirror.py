@@ -1,0 +1,153 @@
+"""A second place for a run's checkpoints: an object store, or another file system, through fsspec. No torch.
+
+    URL/<run id>/step-00000200.<digest>/rank-00000.safetensors ... manifest.json COMMITTED
+
+An object store renames nothing. So COMMITTED is brought last and taken away first, and a directory's name has a digest
+of its manifest: what was brought once is never written over. What comes back is checked as what lies on a disk is.
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+from allranks.checkpointing.checkpoint import (
+    COMMITTED_FILE,
+    MANIFEST_FILE,
+    Checkpoint,
+    discard,
+    seal,
+    step_name,
+    verify_files,
+)
+from allranks.checkpointing.commit import publish
+from allranks.checkpointing.manifest import MANIFEST_BYTES_CAP, parse_manifest
+from allranks.durable import sync
+from allranks.errors import CheckpointError, ConfigError
+
+_NAME = re.compile(r"step-(\d{8,18})\.[0-9a-f]{12}")
+_DIGEST_LETTERS: Final = 12
+
+
+@final
+@dataclass(frozen=True, slots=True, order=True)
+class Mirrored:
+    """A committed checkpoint in a mirror."""
+
+    step: int
+    name: str
+
+
+@final
+class Mirror:
+    """The checkpoints of one run in the place that `url` names.
+
+    Every method raises CheckpointError, in one line, where the place refuses.
+    """
+
+    def __init__(self, url: str, run: str) -> None:
+        """Raises ConfigError: no such kind of place, or its package is not installed."""
+        from fsspec.core import url_to_fs
+
+        self.url = url
+        try:
+            files, root = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"checkpoint.mirror={url}: {reason}; fsspec's own pages name the package") from error
+        self._files: Any = files
+        self._root = f"{root.rstrip('/')}/{run}"
+
+    def list_newest(self) -> list[Mirrored]:
+        """What is committed there, newest first."""
+        with self._refusing("listed"):
+            return sorted((found for found in self._names() if self._committed(found.name)), reverse=True)
+
+    def bring(self, checkpoint: Checkpoint, advanced: Callable[[], None] = lambda: None) -> None:
+        """Copy a committed checkpoint there; one that is there already is left as it is.
+
+        Args:
+            advanced: called after each file.
+        """
+        manifest = (checkpoint.path / MANIFEST_FILE).read_bytes()
+        name = f"{step_name(checkpoint.step)}.{seal(manifest).decode()[:_DIGEST_LETTERS]}"
+        place = f"{self._root}/{name}"
+        with self._refusing("written"):
+            if self._committed(name):
+                return
+            self._files.makedirs(place, exist_ok=True)
+            for file in (*checkpoint.manifest.files, MANIFEST_FILE, COMMITTED_FILE):
+                self._files.put_file(str(checkpoint.path / file), f"{place}/{file}")
+                advanced()
+
+    def prune(self, keep: int) -> None:
+        """Take away what is older than the `keep` newest, and what was never brought to its end."""
+        with self._refusing("tidied"):
+            kept = {found.name for found in self.list_newest()[:keep]}
+            for found in self._names():
+                if found.name not in kept:
+                    place = f"{self._root}/{found.name}"
+                    with suppress(FileNotFoundError):
+                        self._files.rm_file(f"{place}/{COMMITTED_FILE}")
+                    self._files.rm(place, recursive=True)
+
+    def fetch(self, found: Mirrored, directory: Path, run: str) -> Checkpoint:
+        """Bring a checkpoint back into `directory`, RUN/checkpoints, under its name there: whole, verified, or not at
+        all.
+        """
+        place, target = f"{self._root}/{found.name}", directory / step_name(found.step)
+        temporary = directory / f"{target.name}.tmp-fetched"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            with self._refusing("read"):
+                temporary.mkdir(parents=True)
+                for file in (MANIFEST_FILE, COMMITTED_FILE):
+                    self._check_size(f"{place}/{file}")
+                    self._files.get_file(f"{place}/{file}", str(temporary / file))
+                manifest = parse_manifest((temporary / MANIFEST_FILE).read_bytes(), f"{self.url}: {found.name}")
+                for file in manifest.files:  # their names were checked: none leads elsewhere
+                    self._files.get_file(f"{place}/{file}", str(temporary / file))
+                checkpoint = Checkpoint.open(temporary, run)
+                if checkpoint.step != found.step:
+                    raise CheckpointError(f"{self.url}: {found.name} is of step {checkpoint.step}")
+                verify_files(checkpoint)
+                for path in (*temporary.iterdir(), temporary):
+                    sync(path)
+                replaced = publish(temporary, target)
+                sync(directory)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if replaced is not None:
+            with suppress(CheckpointError):
+                discard(replaced)
+        return Checkpoint.open(target, run)
+
+    def _names(self) -> list[Mirrored]:
+        self._files.invalidate_cache()
+        try:
+            names = [path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return []
+        return [Mirrored(int(match[1]), match[0]) for match in map(_NAME.fullmatch, names) if match]
+
+    def _committed(self, name: str) -> bool:
+        return bool(self._files.exists(f"{self._root}/{name}/{COMMITTED_FILE}"))
+
+    def _check_size(self, path: str) -> None:
+        size = self._files.size(path)
+        if size is None or size > MANIFEST_BYTES_CAP:
+            raise CheckpointError(f"{self.url}: {path} has {size} bytes, at most {MANIFEST_BYTES_CAP} are read")
+
+    @contextmanager
+    def _refusing(self, done: str) -> Iterator[None]:
+        """What a store says, whatever class it has, in one line."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise CheckpointError(f"{self.url} cannot be {done}: {type(error).__name__}: {reason:.300}") from error

@@ -1,0 +1,115 @@
+"""Checkpoints on their way to the mirror, beside the training; and from it, where it has a newer one."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.mirror import Mirror
+from allranks.errors import CheckpointError
+from allranks.stepping.world import Processes
+from allranks.training.newest import newest_of_run
+
+LOOK_SECONDS = 1.0
+
+
+@final
+class Mirroring:
+    """Brings what the first rank has committed to the mirror, one at a time: of those that wait the newest alone.
+
+    What the mirror refuses does not end the run: its own checkpoints are whole, and the next one is tried again.
+
+    Args:
+        keep: so many stay there.
+        warn: told once what went wrong.
+    """
+
+    def __init__(self, mirror: Mirror, keep: int, warn: Callable[[str], None]) -> None:
+        self._mirror = mirror
+        self._keep = keep
+        self._warn = warn
+        self._warned = False
+        self._lock = threading.Lock()
+        self._waiting: Checkpoint | None = None
+        self._under_way: Checkpoint | None = None
+        self._thread: threading.Thread | None = None
+        self._num_files = 0
+
+    def bring(self, checkpoint: Checkpoint) -> None:
+        """Bring this one next; returns at once."""
+        with self._lock:
+            self._waiting = checkpoint
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="allranks-mirror", daemon=True)
+                self._thread.start()
+
+    def leased(self) -> frozenset[Path]:
+        """What must stay where it is until it was brought."""
+        with self._lock:
+            return frozenset(one.path for one in (self._waiting, self._under_way) if one is not None)
+
+    def finish(self, progress: Callable[[], None]) -> None:
+        """Wait until nothing is on its way; `progress` is called whenever another file was brought."""
+        seen = -1
+        while (thread := self._thread) is not None:
+            thread.join(LOOK_SECONDS)
+            if self._num_files != seen:
+                seen = self._num_files
+                progress()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._under_way, self._waiting = self._waiting, None
+                if self._under_way is None:
+                    self._thread = None
+                    return
+            try:
+                self._mirror.bring(self._under_way, self._advance)
+                self._mirror.prune(self._keep)
+            except (CheckpointError, OSError) as error:
+                if not self._warned:
+                    self._warn(f"{error}; the run goes on, and tries again after every checkpoint")
+                self._warned = True
+
+    def _advance(self) -> None:
+        self._num_files += 1
+
+
+def fetch_newer(directory: Path, run: str, mirror: Mirror, processes: Processes) -> tuple[str, list[str]]:
+    """Bring back the mirror's newest good checkpoint where that is newer than the directory's; collective.
+
+    Args:
+        directory: RUN/checkpoints, which all hosts share.
+        run: the run's id.
+
+    Returns:
+        What was fetched, in a line, or ""; and what went wrong with newer ones. The same on every rank.
+    """
+    found: dict[str, Any] = {}
+    if processes.rank == 0:
+        found["fetched"], found["wrong"] = _fetch(directory, run, mirror)
+    found = processes.share(found)
+    return found["fetched"], found["wrong"]
+
+
+def _fetch(directory: Path, run: str, mirror: Mirror) -> tuple[str, list[str]]:
+    wrong: list[str] = []
+    try:
+        local = newest_of_run(directory, run)[0]
+    except CheckpointError:
+        local = None  # all are damaged: what the mirror has is all there is
+    try:
+        for mirrored in mirror.list_newest():
+            if local is not None and mirrored.step <= local.step:
+                break
+            try:
+                fetched = mirror.fetch(mirrored, directory, run)
+            except CheckpointError as error:
+                wrong.append(str(error))
+            else:
+                return f"{fetched.path.name} came back from {mirror.url}", wrong
+    except CheckpointError as error:
+        wrong.append(str(error))
+    return "", wrong

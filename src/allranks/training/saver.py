@@ -1,0 +1,179 @@
+"""Who writes the checkpoints of a run: while the training waits, or beside it."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+from allranks.checkpointing.background import BackgroundSave, World
+from allranks.checkpointing.checking import check_files
+from allranks.checkpointing.checkpoint import Checkpoint, Header, check_sizes, prune, verify_files
+from allranks.checkpointing.commit import explain
+from allranks.checkpointing.portion import place_of, portion_of
+from allranks.checkpointing.save import save
+from allranks.checkpointing.stage import Stage
+from allranks.config import CheckpointConfig
+from allranks.errors import CheckpointError
+from allranks.stepping.world import Processes
+from allranks.training.mirroring import Mirroring
+from allranks.training.snapshot import Contents, check_state
+from allranks.verdict import Decision
+
+
+def print_warning(line: str) -> None:
+    """Say it on standard error."""
+    print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+@final
+class Saver:
+    """Writes the checkpoints of one run.
+
+    Args:
+        directory: RUN/checkpoints.
+        run: the run's id.
+        generation: the attempt, counted over restarts.
+        warn: told once, on rank 0, that old checkpoints cannot be deleted; by default it prints that.
+        mirroring: brings what rank 0 has committed to another place; None: nobody does.
+
+    Attributes:
+        beside: whether those that come at an interval are written beside the training.
+        saved_step: of the newest checkpoint that is committed, or that the run has begun from; -1: none.
+
+    Raises:
+        TaskError: something that is no tensor cannot be kept; said now, not at the first save.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        processes: Processes,
+        config: CheckpointConfig,
+        directory: Path,
+        run: str,
+        generation: int,
+        warn: Callable[[str], None] = print_warning,
+        mirroring: Mirroring | None = None,
+    ) -> None:
+        check_state(contents)
+        self.beside = config.beside(processes.device.type)
+        self.saved_step = -1
+        self._contents = contents
+        self._processes = processes
+        self._config = config
+        self._directory = directory
+        self._run = run
+        self._generation = generation
+        self._warn = warn
+        self._mirroring = mirroring
+        self._warned = self._proven = False
+        self._good: set[Path] = set()
+        self._stage = Stage()
+
+    def due(self, step: int) -> bool:
+        """Whether the config asks for a checkpoint after `step` steps."""
+        return self._config.every is not None and step % self._config.every == 0
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What was chosen, where the config leaves it to us and saves at an interval."""
+        if not self.beside or self._config.asynchronous != "auto" or self._config.every is None:
+            return ()
+        because = "a copy in the host's memory takes nothing from a model on CUDA; checkpoint.asynchronous=false waits"
+        return (Decision("checkpoints are written beside the steps", because),)
+
+    def save(self, step: int) -> Path:
+        """Write a checkpoint after `step` steps, prove the first one, keep the newest few; collective."""
+        contents, processes = self._contents, self._processes
+        checkpoint = save(
+            self._directory,
+            header=self._header(step),
+            parts=contents.parts(),
+            aliases=contents.aliases(),
+            state=contents.state(),
+            group=processes.world_group,
+            rank=processes.rank,
+            world_size=processes.size,
+            token=self._token,
+            device=processes.device,
+            tells=processes.mesh.first_of_stage,
+        )
+        if not self._proven:
+            check_files(checkpoint, processes.world_group, processes.device)
+            self._proven = True
+        if processes.rank == 0:
+            self._keep(checkpoint)
+        self.saved_step = step
+        return checkpoint.path
+
+    def begin(self, step: int, before_commit: Callable[[], None]) -> BackgroundSave:
+        """Copy what a checkpoint after `step` steps holds, and begin to write it; collective where contents are.
+
+        The one before has to be settled. What fails on this rank is told by the BackgroundSave.
+
+        Args:
+            before_commit: as of a BackgroundSave.
+        """
+        contents, processes = self._contents, self._processes
+        place = place_of(self._directory, self._header(step), self._token)
+        world = World(processes.world_group, processes.rank, processes.size, processes.device)
+        parts, aliases, state = contents.parts(), contents.aliases(), contents.state()
+        proves = not self._proven
+        try:
+            portion = portion_of(parts, processes.rank, aliases, state, tells=processes.mesh.first_of_stage)
+            copied, ready = self._stage.copy(portion, proves=proves)
+        except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
+            return BackgroundSave(place, CheckpointError(explain(error, place.temporary)), world)
+        return BackgroundSave(
+            place,
+            copied,
+            world,
+            ready=ready,
+            proves=proves,
+            before_commit=before_commit,
+            after_commit=self._keep,
+        )
+
+    def settled(self, step: int) -> None:
+        """What was begun for `step` is committed, and all ranks know it."""
+        self.saved_step, self._proven = step, True
+
+    def tidy(self) -> None:
+        """Let old ones go, and what dead writers left. What stays costs room, not the run: the next one tries again."""
+        if self._processes.rank != 0:
+            return
+        try:
+            leased = self._mirroring.leased() if self._mirroring is not None else ()
+            prune(self._directory, self._config.keep, self._run, leased=leased, check=self._check)
+        except (CheckpointError, OSError) as error:
+            if not self._warned:
+                self._warn(f"{error}; the run goes on, and tries again at every save")
+            self._warned = True
+
+    def finish(self, progress: Callable[[], None]) -> None:
+        """Wait until all that was committed is in the mirror too; `progress` is called as it comes further."""
+        if self._mirroring is not None:
+            self._mirroring.finish(progress)
+            self.tidy()  # what was kept only to be brought
+
+    @property
+    def _token(self) -> str:
+        return f"{self._run[:8]}_{self._generation}"
+
+    def _header(self, step: int) -> Header:
+        layout, samples = str(self._processes.mesh.layout), self._contents.stream.position
+        return Header(run=self._run, generation=self._generation, layout=layout, step=step, samples=samples)
+
+    def _keep(self, checkpoint: Checkpoint) -> None:
+        self._good.add(checkpoint.path)
+        if self._mirroring is not None:
+            self._mirroring.bring(checkpoint)
+        self.tidy()
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """What this run's own processes have written, or read once, is not read again: that would cost every save."""
+        if checkpoint.path in self._good:
+            check_sizes(checkpoint)
+        else:
+            verify_files(checkpoint)
+            self._good.add(checkpoint.path)

@@ -1,0 +1,196 @@
+"""When a training saves, for how long it waits, and what the journal says of it.
+
+At most one checkpoint is written beside the training. The next one that comes due waits until that is committed: so a
+fault never costs more than two intervals, however slow the disk is, and a disk that hangs is seen as what it is.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from allranks.checkpointing.background import BackgroundSave
+from allranks.observing.counters import Stopwatch
+from allranks.observing.heartbeat import Heartbeat
+from allranks.observing.recorder import Recorder
+from allranks.stepping.agreement import NOTHING, Agreed, Pending, Saving
+from allranks.training.saver import Saver
+from allranks.verdict import Verdict
+
+SLOW_SECONDS = 1.0
+"""So long may a training wait for the checkpoint before without a word; the journal has every wait."""
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A checkpoint that is written beside the training.
+
+    Attributes:
+        samples: consumed when it was begun.
+        check: to be called before it may be committed out of its turn.
+        began: when, by the clock of `time.perf_counter`.
+        waited: seconds that the training has waited for it so far.
+    """
+
+    save: BackgroundSave
+    samples: int
+    check: Callable[[], object]
+    began: float
+    waited: float
+
+
+@final
+class Saves:
+    """The saves of one training; every rank makes the same calls.
+
+    Args:
+        saver: writes them.
+        position: samples consumed so far.
+        recorder: rank 0's pen; None elsewhere.
+        tell: says a verdict about a step, on rank 0.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        position: Callable[[], int],
+        stopwatch: Stopwatch,
+        heart: Heartbeat,
+        recorder: Recorder | None,
+        tell: Callable[[Verdict, int], None],
+    ) -> None:
+        self._saver = saver
+        self._position = position
+        self._stopwatch = stopwatch
+        self._heart = heart
+        self._recorder = recorder
+        self._tell = tell
+        self._under_way: _UnderWay | None = None
+        self._told_of_slowness = False
+
+    @property
+    def beside(self) -> bool:
+        """Whether what comes at an interval is written beside the training."""
+        return self._saver.beside
+
+    def due(self, step: int) -> bool:
+        """Whether the config asks for a checkpoint after `step` steps."""
+        return self._saver.due(step)
+
+    def save(self, step: int) -> None:
+        """Save while the training waits; collective."""
+        self.wait()
+        if self._saver.saved_step == step:
+            return
+        started = time.perf_counter()
+        self._heart.enter("checkpoint")
+        self._flush()
+        path = self._saver.save(step)
+        self._stopwatch.mark("checkpoint")
+        self._record(path, step, self._position(), started)
+
+    def save_last(self, step: int) -> None:
+        """See that there is a checkpoint of `step`, the training's last one; collective."""
+        self.wait()
+        if self._saver.saved_step == step:
+            self._saver.tidy()  # who saved it may have died before it had deleted what is too old
+        else:
+            self.save(step)
+
+    def finish(self) -> None:
+        """The training is over: what is on its way to a mirror gets there."""
+        self._heart.enter("checkpoint")
+        self._saver.finish(self._heart.progress)
+        self._stopwatch.mark("checkpoint")
+
+    def begin(self, step: int, check: Callable[[], object]) -> None:
+        """Begin to save beside the training; where the one before is not done, wait for that; collective.
+
+        Args:
+            check: sees that the ranks have made this step alike, and raises where they have not; nothing is committed
+                before it was called, or all that came before this checkpoint's own agreements was read.
+        """
+        held_up = self._under_way
+        self.wait()
+        if held_up is not None:
+            self._tell_of_slowness(held_up, step)
+        started = time.perf_counter()
+        self._heart.enter("checkpoint")
+        save = self._saver.begin(step, self._flush)
+        waited = time.perf_counter() - started
+        self._under_way = _UnderWay(save, self._position(), check, started, waited)
+        self._stopwatch.mark("checkpoint")
+
+    def standing(self) -> Saving:
+        """Where this rank stands with the one under way: what it tells the others."""
+        if self._under_way is None:
+            return NOTHING
+        save = self._under_way.save
+        return Saving(save.step, save.written, save.committed, save.failed)
+
+    def hear(self, pending: Pending, agreed: Agreed) -> None:
+        """Act upon what the ranks have told of the one under way; collective where one has failed.
+
+        Raises:
+            CheckpointError: on every rank: it could not be saved.
+        """
+        under_way = self._under_way
+        if under_way is None or pending.saving != under_way.save.step:
+            return  # told of one that is settled
+        if agreed.failed:
+            self._under_way = None
+            self._heart.enter("checkpoint")
+            under_way.save.fail()
+        elif agreed.committed:
+            self._settle(under_way)
+        elif agreed.written == agreed.num_ranks:
+            under_way.save.all_have_written()
+
+    def wait(self) -> None:
+        """Wait until nothing is under way; collective. Raises as `hear`."""
+        under_way = self._under_way
+        if under_way is None:
+            return
+        started = time.perf_counter()
+        self._heart.enter("checkpoint")
+        under_way.check()
+        self._under_way = None
+        under_way.save.settle()
+        under_way.waited += time.perf_counter() - started
+        self._stopwatch.mark("checkpoint")
+        self._settle(under_way)
+
+    def close(self) -> None:
+        """Nothing is written any more: the training has ended, by an error where something is still under way."""
+        if self._under_way is not None:
+            self._under_way.save.abandon()
+            self._under_way = None
+
+    def _settle(self, under_way: _UnderWay) -> None:
+        self._under_way = None
+        save = under_way.save
+        self._saver.settled(save.step)
+        self._record(save.place.target, save.step, under_way.samples, under_way.began, under_way.waited)
+
+    def _tell_of_slowness(self, held_up: _UnderWay, step: int) -> None:
+        if self._told_of_slowness or held_up.waited < SLOW_SECONDS:
+            return
+        self._told_of_slowness = True
+        before = held_up.save.step
+        what = f"the checkpoint of step {before} was still being written when the next one came due, at step {step}"
+        evidence = f"training waited {held_up.waited:.2f} s for it; so do later ones, which the journal tells"
+        self._tell(Verdict("checkpoint", what, (evidence,), "take a larger checkpoint.every, or a faster disk"), step)
+
+    def _flush(self) -> None:
+        """What a resume will not do again has to stand in the journal before the checkpoint counts."""
+        if self._recorder is not None:
+            self._recorder.flush()
+
+    def _record(self, path: Path, step: int, samples: int, started: float, waited: float | None = None) -> None:
+        if self._recorder is None:
+            return
+        took = time.perf_counter() - started
+        seconds = round(took if waited is None else waited, 6)
+        written = {} if waited is None else {"background_seconds": round(took, 6)}
+        self._recorder.write("checkpoint", step=step, samples=samples, path=path.name, seconds=seconds, **written)

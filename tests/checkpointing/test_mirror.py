@@ -1,0 +1,136 @@
+"""A second place: what was brought comes back whole, and nothing half-brought or altered ever does."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, verify_files
+from allranks.checkpointing.mirror import Mirror
+from allranks.errors import CheckpointError, ConfigError
+from tests.checkpointing.worlds import header, save_alone
+
+RUN = "run-a"
+
+
+@pytest.fixture(params=["memory", "file"])
+def mirror(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mirror]:
+    """An object store in memory, and a folder."""
+    yield Mirror("memory://bucket/mine" if request.param == "memory" else str(tmp_path / "mirror"), RUN)
+    memory = fsspec.filesystem("memory")
+    if memory.exists("/bucket"):
+        memory.rm("/bucket", recursive=True)
+
+
+def files_of(checkpoint: Checkpoint) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in checkpoint.path.iterdir()}
+
+
+def test_what_was_brought_comes_back_bit_by_bit(mirror: Mirror, tmp_path: Path) -> None:
+    assert mirror.list_newest() == []
+    sent = [save_alone(tmp_path / "a", step) for step in (100, 200)]
+    advanced = list[int]()
+    for checkpoint in sent:
+        mirror.bring(checkpoint, lambda: advanced.append(1))
+    assert len(advanced) == 2 * 3
+    found = mirror.list_newest()
+    assert [one.step for one in found] == [200, 100]
+    fetched = mirror.fetch(found[0], tmp_path / "b", RUN)
+    assert fetched.path == tmp_path / "b" / "step-00000200" and files_of(fetched) == files_of(sent[1])
+    verify_files(fetched)
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["step-00000200"]
+
+
+def test_what_is_there_already_is_not_brought_again_and_nothing_is_written_over(mirror: Mirror, tmp_path: Path) -> None:
+    first = save_alone(tmp_path / "a", 100)
+    mirror.bring(first)
+    advanced = list[int]()
+    mirror.bring(first, lambda: advanced.append(1))
+    assert not advanced
+    mirror.bring(save_alone(tmp_path / "b", 100, header=header(100, generation=2), token="t2"))
+    assert [one.step for one in mirror.list_newest()] == [100, 100]
+
+
+def broken_after(mirror: Mirror, count: int) -> Callable[[], None]:
+    """Let the `count`-th file be the last that is brought."""
+    left = [count]
+
+    def advanced() -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise ConnectionError("the line is dead")
+
+    return advanced
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_was_half_brought_is_none_and_goes_with_the_next(mirror: Mirror, tmp_path: Path, count: int) -> None:
+    old, new = (save_alone(tmp_path / "a", step) for step in (100, 200))
+    mirror.bring(old)
+    with pytest.raises(CheckpointError, match="cannot be written: ConnectionError: the line is dead"):
+        mirror.bring(new, broken_after(mirror, count))
+    assert [one.step for one in mirror.list_newest()] == [100]
+    mirror.prune(1)
+    assert len(mirror._files.ls(mirror._root)) == 1
+    mirror.bring(new)
+    mirror.prune(1)
+    assert [one.step for one in mirror.list_newest()] == [200] and len(mirror._files.ls(mirror._root)) == 1
+
+
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", "manifest.json", "COMMITTED"])
+def test_what_was_altered_there_does_not_come_back(mirror: Mirror, tmp_path: Path, file: str) -> None:
+    mirror.bring(save_alone(tmp_path / "a", 100))
+    (found,) = mirror.list_newest()
+    path = f"{mirror._root}/{found.name}/{file}"
+    content = bytearray(mirror._files.cat_file(path))
+    content[-2] ^= 1
+    mirror._files.pipe_file(path, bytes(content))
+    with pytest.raises(CheckpointError):
+        mirror.fetch(found, tmp_path / "b", RUN)
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+def test_a_file_that_is_gone_or_too_long_is_one_line(mirror: Mirror, tmp_path: Path, monkeypatch: Any) -> None:
+    mirror.bring(save_alone(tmp_path / "a", 100))
+    (found,) = mirror.list_newest()
+    with monkeypatch.context() as patch:
+        patch.setattr("allranks.checkpointing.mirror.MANIFEST_BYTES_CAP", 10)
+        with pytest.raises(CheckpointError, match=r"has \d+ bytes, at most 10 are read"):
+            mirror.fetch(found, tmp_path / "b", RUN)
+    mirror._files.rm_file(f"{mirror._root}/{found.name}/rank-00000.safetensors")
+    with pytest.raises(CheckpointError, match="cannot be read: FileNotFoundError") as told:
+        mirror.fetch(found, tmp_path / "b", RUN)
+    assert "\n" not in str(told.value) and list_checkpoints(tmp_path / "b") == []
+
+
+def test_another_runs_and_another_steps_are_refused(mirror: Mirror, tmp_path: Path) -> None:
+    mirror.bring(save_alone(tmp_path / "a", 100))
+    (found,) = mirror.list_newest()
+    with pytest.raises(CheckpointError, match="belongs to run 'run-a'"):
+        mirror.fetch(found, tmp_path / "b", "another")
+    renamed = found.name.replace("step-00000100", "step-00000300")
+    mirror._files.mv(f"{mirror._root}/{found.name}", f"{mirror._root}/{renamed}", recursive=True)
+    (found,) = mirror.list_newest()
+    with pytest.raises(CheckpointError, match=r"step-00000300\..* is of step 100"):
+        mirror.fetch(found, tmp_path / "b", RUN)
+
+
+def test_what_is_damaged_here_is_replaced(mirror: Mirror, tmp_path: Path) -> None:
+    checkpoint = save_alone(tmp_path / "a", 100)
+    before = files_of(checkpoint)
+    mirror.bring(checkpoint)
+    (checkpoint.path / "rank-00000.safetensors").write_bytes(b"")
+    fetched = mirror.fetch(mirror.list_newest()[0], tmp_path / "a", RUN)
+    assert files_of(fetched) == before and [path.name for path in (tmp_path / "a").iterdir()] == ["step-00000100"]
+
+
+def test_each_run_has_its_own_folder(mirror: Mirror, tmp_path: Path) -> None:
+    mirror.bring(save_alone(tmp_path / "a", 100))
+    assert Mirror(mirror.url, "another").list_newest() == []
+
+
+def test_a_place_of_no_known_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.mirror=floppy://a: Protocol not known: floppy"):
+        Mirror("floppy://a", RUN)

@@ -1,0 +1,74 @@
+"""The copy that an asynchronous checkpoint is written from: no later step changes it, and its memory is used again."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from allranks.checkpointing.portion import digests_of, portion_of
+from allranks.checkpointing.stage import Stage
+from allranks.errors import CheckpointError
+from tests.checkpointing.worlds import Pairs, parts, same_bits, whole_tensors
+
+
+def portion(pairs: Pairs) -> Any:
+    return portion_of(pairs, 0, {}, {}, tells=True)
+
+
+def test_what_a_later_step_does_is_not_in_the_copy() -> None:
+    live = parts(whole_tensors(), 0, 1)
+    copied, ready = Stage().copy(portion(live))
+    for _, tensor in live:
+        tensor.zero_()
+    ready()
+    expected = whole_tensors()
+    assert len(copied.mine) == len(expected)
+    assert all(same_bits(tensor, expected[entry.name]) for entry, tensor in copied.mine)
+
+
+def test_the_memory_is_used_again_and_follows_what_changes_its_shape() -> None:
+    stage = Stage()
+    first, _ = stage.copy(portion(parts({"model.a": torch.ones(4), "model.b": torch.ones(2)}, 0, 1)))
+    second, _ = stage.copy(portion(parts({"model.a": torch.zeros(4), "model.b": torch.ones(3)}, 0, 1)))
+    (a, b), (again, other) = [[tensor for _, tensor in some.mine] for some in (first, second)]
+    assert a.data_ptr() == again.data_ptr() and again.sum() == 0
+    assert b.data_ptr() != other.data_ptr() and other.shape == (3,)
+
+
+def test_what_is_not_contiguous_is_copied_by_value() -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    live = parts({"model.a": torch.zeros(4, 3)}, 0, 1)
+    copied, _ = Stage().copy(portion([(live[0][0], whole.T)]))
+    assert torch.equal(copied.mine[0][1], whole.T) and copied.mine[0][1].is_contiguous()
+
+
+def test_a_proof_knows_the_digests_of_the_live_tensors() -> None:
+    live = portion(parts(whole_tensors(), 0, 1))
+    proven, _ = Stage().copy(live, proves=True)
+    assert proven.digests == digests_of(live.mine)
+    assert Stage().copy(live)[0].digests is None
+
+
+def test_no_memory_is_one_line_with_the_way_out() -> None:
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate\nmore")
+    with (
+        mock.patch("torch.empty", side_effect=error),
+        pytest.raises(
+            CheckpointError, match=r"a copy of 16 B .*can't allocate .*checkpoint.asynchronous=false"
+        ) as told,
+    ):
+        Stage().copy(portion(parts({"model.a": torch.ones(4)}, 0, 1)))
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.gpu
+def test_a_device_is_copied_in_the_order_of_its_stream() -> None:
+    tensor = torch.ones(1 << 24, device="cuda")
+    live = parts({"model.a": torch.zeros(1 << 24)}, 0, 1)
+    copied, ready = Stage().copy(portion([(live[0][0], tensor)]))
+    for _ in range(50):
+        tensor.mul_(2.0)
+    ready()
+    copy = copied.mine[0][1]
+    assert copy.is_pinned() and torch.equal(copy, torch.ones(1 << 24))

@@ -1,0 +1,121 @@
+"""Checkpoints on their way to a mirror: beside the training, newest first, and back where the run has lost its own."""
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.mirror import Mirror
+from allranks.errors import CheckpointError
+from allranks.run import Run
+from allranks.training.mirroring import Mirroring
+from tests.checkpointing.worlds import save_alone
+from tests.distributed.pool import Pools
+from tests.training.runs import QUICK, damage, events, same_run, saved, start, train, train_outside
+
+OFTEN = ("checkpoint.every=2", "checkpoint.keep=2")
+
+
+def mirrored(run: Path, url: str) -> list[int]:
+    return [found.step for found in Mirror(url, Run.open(run).id).list_newest()]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_run_that_has_lost_its_checkpoints_goes_on_from_the_mirror(tmp_path: Path, beside: bool) -> None:
+    run, whole, url = tmp_path / "run", tmp_path / "whole", str(tmp_path / "mirror")
+    settings = (*OFTEN, f"checkpoint.asynchronous={str(beside).lower()}")
+    assert start("Curve", run, "train.steps=5", *settings, f"checkpoint.mirror={url}") == 0
+    assert saved(run) == mirrored(run, url)[::-1] == [4, 5], "the newest few are there and here"
+    shutil.rmtree(run / "checkpoints")
+    assert train(None, "train.steps=9", resume=run) == 0
+    assert events(run, "resume")[-1]["step"] == 5 and not events(run, "verdict")
+    assert start("Curve", whole, "train.steps=9", *OFTEN) == 0
+    same_run(whole, run, 9)
+
+
+def test_a_damaged_newest_one_is_replaced_by_the_mirrors(tmp_path: Path) -> None:
+    run, url = tmp_path / "run", str(tmp_path / "mirror")
+    assert start("Curve", run, "train.steps=4", *OFTEN, f"checkpoint.mirror={url}") == 0
+    damage(run, 4)
+    assert train(None, "train.steps=5", resume=run) == 0
+    assert events(run, "resume")[-1]["step"] == 4
+    for step in (4, 5):
+        damage(run, step)
+    shutil.rmtree(url)
+    with pytest.raises(CheckpointError, match="no good checkpoint"):
+        train(None, "train.steps=6", resume=run)
+
+
+@pytest.mark.distributed
+def test_all_ranks_read_what_the_first_has_fetched(pool: Pools, tmp_path: Path) -> None:
+    run, url = tmp_path / "run", str(tmp_path / "mirror")
+    settings = (*QUICK, "train.steps=4", *OFTEN, f"checkpoint.mirror={url}")
+    assert train_outside(pool, 2, "Curve", *settings, run=run, layout="fsdp") == [0, 0]
+    shutil.rmtree(run / "checkpoints")
+    assert train_outside(pool, 2, None, "train.steps=6", resume=run) == [0, 0]
+    assert events(run, "resume")[-1]["step"] == 4 and mirrored(run, url) == [6, 4]
+
+
+def test_a_mirror_that_refuses_is_told_of_once_and_the_run_goes_on(tmp_path: Path) -> None:
+    run, url = tmp_path / "run", tmp_path / "mirror"
+    url.write_text("a file")
+    assert start("Curve", run, "train.steps=6", *OFTEN, f"checkpoint.mirror={url}") == 0
+    told = [event["what"] for event in events(run, "verdict")]
+    assert saved(run) == [4, 6] and len(told) in (1, 2), "at the start, and at the first checkpoint"
+    assert all(str(url) in line and "\n" not in line for line in told)
+
+
+def test_of_those_that_wait_the_newest_alone_is_brought_and_nothing_goes_meanwhile(tmp_path: Path) -> None:
+    go_on, brought = threading.Event(), list[int]()
+
+    class Slow:
+        """In place of a Mirror."""
+
+        def bring(self, checkpoint: Checkpoint, advanced: Any) -> None:
+            go_on.wait(30)
+            brought.append(checkpoint.step)
+            advanced()
+
+        def prune(self, keep: int) -> None:
+            assert keep == 2
+
+    slow: Any = Slow()
+    mirroring = Mirroring(slow, 2, lambda line: None)
+    first, second, third = (save_alone(tmp_path, step) for step in (100, 200, 300))
+    for checkpoint in (first, second, third):
+        mirroring.bring(checkpoint)
+        if checkpoint is first:
+            while mirroring._under_way is None:
+                pass
+    assert mirroring.leased() == {first.path, third.path}
+    go_on.set()
+    progressed = list[int]()
+    mirroring.finish(lambda: progressed.append(1))
+    assert brought == [100, 300] and progressed and mirroring.leased() == frozenset()
+    mirroring.bring(second)
+    mirroring.finish(lambda: None)
+    assert brought[-1] == 200, "it begins again"
+
+
+def test_what_waits_to_be_brought_is_not_deleted(tmp_path: Path) -> None:
+    run, url = tmp_path / "run", str(tmp_path / "mirror")
+    go_on, seen = threading.Event(), dict[int, list[int]]()
+    real = Mirror.bring
+
+    def bring(mirror: Mirror, checkpoint: Checkpoint, *rest: Any) -> None:
+        if checkpoint.step == 1:
+            go_on.wait(30)
+            seen[1] = saved(run)
+        real(mirror, checkpoint, *rest)
+
+    def done(*_: object) -> None:
+        go_on.set()
+
+    with mock.patch.object(Mirror, "bring", bring), mock.patch("allranks.training.trainer.validate", done):
+        settings = ("train.steps=4", "checkpoint.every=1", "checkpoint.keep=1", f"checkpoint.mirror={url}")
+        assert start("Curve", run, *settings, "evaluate.every=4") == 0
+    assert seen[1] == [1, 4] and saved(run) == [4] and mirrored(run, url) == [4]

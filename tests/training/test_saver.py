@@ -1,0 +1,172 @@
+"""Who writes a run's checkpoints: what is proven, what is kept, what may fail."""
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from allranks.checkpointing.stage import Stage
+from allranks.config import CheckpointConfig
+from allranks.errors import CheckpointError, TaskError
+from allranks.training.saver import Saver
+from tests.distributed.sessions import config_of
+from tests.training.snapshots import contents_of, noting, saver_of
+from tests.training.tasks import Curve
+
+# Their names are replaced below, which a type checker would only allow for names that they export.
+checkpoint_module: Any = importlib.import_module("allranks.checkpointing.checkpoint")
+saver_module: Any = importlib.import_module("allranks.training.saver")
+portion_module: Any = importlib.import_module("allranks.checkpointing.portion")
+
+SMALL = ("train.global_batch=10", "optimizer.lr=0.05")
+
+
+def test_the_first_save_is_read_back_and_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
+    saver, calls = saver_of(session, contents, tmp_path, keep=9), list[Path]()
+    real = saver_module.check_files
+    monkeypatch.setattr(saver_module, "check_files", noting(calls, lambda found: found.path, real))
+    for step in (1, 2, 3):
+        assert saver.save(step) == tmp_path / f"step-{step:08d}" and saver.saved_step == step
+    assert calls == [tmp_path / "step-00000001"]
+
+
+def test_a_writer_that_writes_something_else_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
+    real = portion_module.write_file
+    monkeypatch.setattr(
+        portion_module, "write_file", lambda path, tensors, check: real(path, [(p, t + 1) for p, t in tensors], check)
+    )
+    with pytest.raises(CheckpointError, match="differ from their digests"):
+        saver_of(session, contents, tmp_path).save(1)
+
+
+def test_when_a_checkpoint_is_due(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    assert [step for step in range(9) if saver_of(session, contents, tmp_path, every=4).due(step)] == [0, 4, 8]
+    assert not saver_of(session, contents, tmp_path).due(4)
+
+
+def test_the_newest_few_are_kept(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    saver = saver_of(session, contents, tmp_path, keep=2)
+    for step in range(1, 5):
+        saver.save(step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_what_a_dead_writer_left_goes_without_a_save(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    saver = saver_of(session, contents, tmp_path, keep=2)
+    for step in (1, 2):
+        saver.save(step)
+    for name in (".trash-step-00000000-ab", "step-00000003.tmp-run_1"):
+        (tmp_path / name).mkdir()
+    saver_of(session, contents, tmp_path, keep=1).tidy()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_what_another_run_wrote_does_not_take_the_place_of_ours(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    Saver(contents, session.processes, CheckpointConfig(keep=1), tmp_path, "another", 1).save(9)
+    saver = saver_of(session, contents, tmp_path, keep=1)
+    for step in (1, 2):
+        saver.save(step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000009"]
+
+
+def test_what_cannot_be_deleted_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    told = list[str]()
+    saver = Saver(contents, session.processes, CheckpointConfig(keep=1), tmp_path, "run", 1, told.append)
+
+    def refuse(path: Path) -> None:
+        raise CheckpointError(f"{path} cannot be deleted: Operation not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "discard", refuse)
+        assert [saver.save(step).name for step in (1, 2, 3)] == [f"step-{step:08d}" for step in (1, 2, 3)]
+        assert len(told) == 1 and "step-00000001 cannot be deleted" in told[0] and "the run goes on" in told[0]
+        saver_of(session, contents, tmp_path, keep=1).save(4)  # without anybody to tell, as in an own loop
+        assert "warning: " in capsys.readouterr().err
+    saver.save(5)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"], "it is tried again"
+
+
+class Keeping(Curve):
+    """Wants to remember what no checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 3, "statistics": {"mean": torch.zeros(2)}}
+
+
+def test_what_cannot_be_kept_is_refused_before_the_first_save(tmp_path: Path) -> None:
+    session, contents = contents_of(Keeping(), config_of("single", *SMALL), 0)
+    with pytest.raises(TaskError, match=r"state_dict\(\)\.statistics\.mean: a torch\.Tensor .*tolist\(\)"):
+        saver_of(session, contents, tmp_path)
+    other = replace(contents, task=None, extra={"mine": {1, 2}})
+    with pytest.raises(TaskError, match=r"mine: a builtins\.set cannot be kept"):
+        saver_of(session, other, tmp_path)
+
+
+def test_what_this_run_wrote_is_not_read_again_at_every_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    read, real = list[str](), saver_module.verify_files
+    monkeypatch.setattr(saver_module, "verify_files", noting(read, lambda found: found.path.name, real))
+    before = saver_of(session, contents, tmp_path, keep=3)
+    for step in (1, 2, 3):
+        before.save(step)
+    saver = saver_of(session, contents, tmp_path, keep=3)  # of the next attempt
+    for step in (4, 5, 6):
+        saver.save(step)
+    assert read == ["step-00000003", "step-00000002"], "each once, however many saves it outlives"
+    damaged = tmp_path / "step-00000005" / "rank-00000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    saver.save(7)
+    assert (tmp_path / "step-00000004").exists(), "it stays in the place of the one that lost a byte"
+
+
+def test_a_copy_that_fails_is_told_as_a_writer_that_fails(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    saver = saver_of(session, contents, tmp_path, asynchronous=True)
+    refusal = CheckpointError("no memory for a copy of 5.1 kB")
+    with mock.patch.object(Stage, "copy", side_effect=refusal):
+        save = saver.begin(1, lambda: None)
+    with pytest.raises(CheckpointError, match=r"step-00000001 was not saved: rank 0: no memory for a copy of 5\.1 kB"):
+        save.settle()
+    saver.begin(2, lambda: None).settle()
+    saver.settled(2)
+    assert saver.saved_step == 2 and [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_only_the_first_of_a_start_is_proven_beside_too(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    saver, proven = saver_of(session, contents, tmp_path, asynchronous=True), list[bool]()
+    real = Stage.copy
+
+    def copy(stage: Stage, portion: Any, *, proves: bool) -> Any:
+        proven.append(proves)
+        return real(stage, portion, proves=proves)
+
+    with mock.patch.object(Stage, "copy", copy):
+        for step in (1, 2, 3):
+            saver.begin(step, lambda: None).settle()
+            saver.settled(step)
+    assert proven == [True, False, False]
+
+
+def test_where_checkpoints_are_written_beside_the_steps(tmp_path: Path) -> None:
+    assert [CheckpointConfig(asynchronous=choice).beside("cpu") for choice in ("auto", True, False)] == [0, 1, 0]
+    assert [CheckpointConfig(asynchronous=choice).beside("cuda") for choice in ("auto", True, False)] == [1, 1, 0]
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    assert saver_of(session, contents, tmp_path, every=2).decisions == ()
+    saver = saver_of(session, contents, tmp_path, every=2)
+    saver.beside = True  # as on CUDA
+    (decision,) = saver.decisions
+    assert str(decision).startswith("checkpoints are written beside the steps, because a copy in the host's memory")

@@ -1,0 +1,291 @@
+"""Checkpoints beside the training: the same run and files, errors that surface, and nobody who waits too little."""
+
+import errno
+import importlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.checkpointing.checkpoint import Checkpoint, verify_files
+from allranks.errors import AllranksError, CheckpointError, TaskError
+from allranks.observing.counters import Stopwatch
+from allranks.observing.heartbeat import Heartbeat
+from allranks.request import TrainRequest
+from allranks.run import Run
+from allranks.stepping.agreement import NOTHING, Agreed, Pending, Saving
+from allranks.training import saves as saves_module
+from allranks.training.saver import Saver
+from allranks.training.saves import Saves
+from allranks.training.worker import Assignment, work
+from tests.distributed.pool import Pools
+from tests.training.runs import QUICK, TASKS, digests, events, losses, same_run, saved, start, train, train_outside
+
+BESIDE = "checkpoint.asynchronous=true"
+OFTEN = ("train.steps=9", "checkpoint.every=2", "checkpoint.keep=9")
+NOT_ALIKE = "in step 4 the ranks ran different modules"
+
+# Its names are replaced below, which a type checker would only allow for names that it exports.
+portion: Any = importlib.import_module("allranks.checkpointing.portion")
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], object]) -> None:
+    """Let something happen before a rank's file is written."""
+    real = portion.write_file
+
+    def write(path: Path, *rest: Any) -> Any:
+        before(path)
+        return real(path, *rest)
+
+    monkeypatch.setattr(portion, "write_file", write)
+
+
+def writers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("allranks-step-")]
+
+
+def test_the_run_and_its_checkpoints_are_those_of_one_that_waits(tmp_path: Path) -> None:
+    waits, beside = tmp_path / "waits", tmp_path / "beside"
+    assert start("Curve", waits, *OFTEN) == 0
+    assert start("Curve", beside, *OFTEN, BESIDE) == 0
+    same_run(waits, beside, 9)
+    assert saved(waits) == saved(beside) == [2, 4, 6, 8, 9]
+    assert all(digests(waits, step) == digests(beside, step) for step in saved(waits))
+    told = events(beside, "checkpoint")
+    assert [(event["step"], event["samples"]) for event in told] == [(step, 10 * step) for step in (2, 4, 6, 8, 9)]
+    assert [event["path"] for event in told] == [f"step-{step:08d}" for step in (2, 4, 6, 8, 9)]
+    assert ["background_seconds" in event for event in told] == [True, True, True, True, False]
+    assert not writers()
+
+
+@pytest.mark.distributed
+def test_on_several_ranks_too_and_a_run_goes_on_from_it(pool: Pools, tmp_path: Path) -> None:
+    waits, beside = tmp_path / "waits", tmp_path / "beside"
+    settings = (*QUICK, "checkpoint.every=2", "checkpoint.keep=9")
+    assert train_outside(pool, 2, "Curve", *settings, "train.steps=7", run=waits, layout="fsdp") == [0, 0]
+    assert train_outside(pool, 2, "Curve", *settings, BESIDE, "train.steps=4", run=beside, layout="fsdp") == [0, 0]
+    assert train_outside(pool, 2, None, "train.steps=7", resume=beside) == [0, 0]
+    same_run(waits, beside, 7)
+    assert saved(waits) == saved(beside) == [2, 4, 6, 7]
+    assert all(digests(waits, step) == digests(beside, step) for step in saved(waits))
+    for step in saved(beside):
+        checkpoint = Checkpoint.open(beside / "checkpoints" / f"step-{step:08d}")
+        verify_files(checkpoint)
+        assert len(checkpoint.manifest.files) == 2 and len(list(checkpoint.path.iterdir())) == 4
+
+
+def test_steps_go_on_while_it_is_written_and_the_next_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, at, most = tmp_path / "run", dict[str, int](), list[int]()
+
+    def write_slowly(path: Path) -> None:
+        most.append(len(writers()))
+        name = path.parent.name.partition(".")[0]
+        due = min(6, int(name.removeprefix("step-")) + 2)
+        deadline = time.monotonic() + 60
+        while Run.open(run).last_step < due and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.3)  # in which a third step could be made
+        at[name] = Run.open(run).last_step
+
+    slowed(monkeypatch, write_slowly)
+    monkeypatch.setattr(saves_module, "SLOW_SECONDS", 0.05)
+    assert start("Curve", run, "train.steps=6", "checkpoint.every=2", BESIDE) == 0
+    assert at["step-00000002"] == 4 and at["step-00000004"] == 6, "two steps were made meanwhile, and no third"
+    assert max(most) == 1 and saved(run) == [4, 6]
+    assert all(event["seconds"] > 0.05 for event in events(run, "checkpoint"))
+    (verdict,) = events(run, "verdict")
+    assert verdict["kind"] == "checkpoint" and verdict["step"] == 4
+    assert verdict["what"].startswith("the checkpoint of step 2 was still being written when the next one came due")
+
+
+def test_what_a_resume_will_not_do_again_stands_in_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, seen = tmp_path / "run", dict[int, int]()
+    real = Saver._keep
+
+    def keep(saver: Saver, checkpoint: Checkpoint) -> None:
+        seen[checkpoint.step] = Run.open(run).last_step
+        real(saver, checkpoint)
+
+    monkeypatch.setattr(Saver, "_keep", keep)
+    assert start("Curve", run, "train.steps=6", "checkpoint.every=1", BESIDE) == 0
+    assert set(seen) == {1, 2, 3, 4, 5, 6} and all(last >= step for step, last in seen.items())
+
+
+def test_an_error_of_the_writer_ends_the_run_at_a_later_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+
+    def refuse(path: Path) -> None:
+        if path.parent.name.startswith("step-00000004"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    slowed(monkeypatch, refuse)
+    with pytest.raises(CheckpointError, match=r"step-00000004 was not saved: rank 0: .*No space left") as told:
+        start("Curve", run, "train.steps=40", "checkpoint.every=2", BESIDE)
+    assert told.value.exit_code == 78 and "older checkpoints are untouched" in str(told.value)
+    assert saved(run) == [2] and 4 <= max(losses(run)) <= 6
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"] and not writers()
+    monkeypatch.undo()
+    whole = tmp_path / "whole"
+    assert train(None, "train.steps=8", resume=run) == 0
+    assert start("Curve", whole, "train.steps=8", "checkpoint.every=2") == 0
+    same_run(whole, run, 8)
+
+
+def work_beside_a_full_disk(request: TrainRequest) -> str:
+    """In a worker: train; rank 1 cannot write its part of step 4."""
+    real = portion.write_file
+
+    def write(path: Path, *rest: Any) -> Any:
+        if path.name.startswith("rank-00001") and path.parent.name.startswith("step-00000004"):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *rest)
+
+    portion.write_file = write
+    try:
+        return str(work(Assignment(request)))
+    except AllranksError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        portion.write_file = real
+
+
+@pytest.mark.distributed
+def test_an_error_on_one_rank_is_raised_by_all(pool: Pools, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = (*QUICK, "train.steps=40", "checkpoint.every=2", BESIDE)
+    request = TrainRequest(task_spec=f"{TASKS}:Curve", overrides=overrides, run=run, layout="ddp")
+    first, second = pool(2).run_alone(work_beside_a_full_disk, request, timeout=120.0)
+    assert first == second and first.startswith("CheckpointError: ")
+    assert "step-00000004 was not saved: rank 1: " in first and "Input/output error" in first
+    assert saved(run) == [2] and max(losses(run)) <= 6
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
+def test_a_stop_waits_for_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+
+    def stop(path: Path) -> None:
+        if path.parent.name.startswith("step-00000002"):
+            os.kill(os.getpid(), signal.Signals[name])
+            time.sleep(0.3)
+
+    slowed(monkeypatch, stop)
+    assert start("Curve", run, "train.steps=9", "checkpoint.every=2", "checkpoint.keep=9", BESIDE) == code
+    stopped = max(losses(run))
+    assert stopped in (3, 4, 5) and saved(run) == sorted({2, stopped // 2 * 2, stopped})
+    monkeypatch.undo()
+    assert train(None, resume=run) == 0
+    assert start("Curve", whole, "train.steps=9") == 0
+    same_run(whole, run, 9)
+
+
+def test_an_error_of_the_users_leaves_no_half_checkpoint_and_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    slowed(monkeypatch, lambda path: time.sleep(0.2))
+    with pytest.raises(ValueError, match="mistake in metrics"):
+        start("Curve", run, "train.steps=9", "checkpoint.every=2", "evaluate.every=4", "task.boom=metrics", BESIDE)
+    assert saved(run) == [2] and not writers()
+    monkeypatch.undo()
+    assert train(None, "task.boom=fine", resume=run, change=["task.boom"]) == 0
+    assert events(run, "resume")[-1]["step"] == 2
+    assert not [path.name for path in (run / "checkpoints").iterdir() if ".tmp" in path.name]
+
+
+@pytest.mark.distributed
+def test_of_a_step_in_which_the_ranks_have_parted_nothing_is_kept(pool: Pools, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = ("train.steps=1", "checkpoint.every=1", "layout=fsdp", BESIDE)
+    for refusal in train_outside(pool, 2, "Forked", *overrides, run=run):
+        assert str(refusal).startswith("TaskError: in step 1 the ranks ran different modules")
+    assert saved(run) == []
+
+
+@dataclass
+class Noted:
+    """In place of a BackgroundSave: notes what is asked of it."""
+
+    step: int
+    asked: list[str] = field(default_factory=list)
+    written = committed = failed = False
+
+    @property
+    def place(self) -> Any:
+        return type("Place", (), {"target": Path(f"step-{self.step}")})
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: self.asked.append(name)
+
+
+class NotedSaver:
+    """In place of a Saver."""
+
+    beside, saved_step = True, -1
+
+    def __init__(self) -> None:
+        self.begun: list[Noted] = []
+
+    def begin(self, step: int, before_commit: object) -> Noted:
+        self.begun.append(Noted(step))
+        return self.begun[-1]
+
+    def settled(self, step: int) -> None:
+        self.saved_step = step
+
+
+def make_saves() -> tuple[Saves, Any]:
+    saver: Any = NotedSaver()
+    return Saves(saver, lambda: 0, Stopwatch(), Heartbeat(), None, lambda verdict, step: None), saver
+
+
+def told(saving: int | None, **counts: int) -> tuple[Pending, Agreed]:
+    agreed = Agreed(0.0, 0, 0, False, False, 0, num_ranks=2, **counts)  # type: ignore[arg-type]
+    return Pending(None, None, agreed, saving=saving), agreed
+
+
+def test_a_checkpoint_goes_on_only_by_what_was_agreed_of_it() -> None:
+    saves, saver = make_saves()
+    assert saves.standing() is NOTHING
+    saves.hear(*told(None))
+    saves.begin(2, lambda: None)
+    (save,) = saver.begun
+    save.written = True
+    assert saves.standing() == Saving(2, written=True)
+    for early in (told(None, written=2), told(1, written=2, committed=1), told(2, written=1)):
+        saves.hear(*early)
+    assert save.asked == [] and saves.standing().step == 2
+    saves.hear(*told(2, written=2))
+    assert save.asked == ["all_have_written"]
+    saves.hear(*told(2, written=2, committed=1))
+    assert saver.saved_step == 2 and saves.standing() is NOTHING and save.asked == ["all_have_written"]
+    saves.hear(*told(2, written=2, committed=1))  # read again, or on CUDA a step later
+
+
+def test_a_failure_is_heard_before_anything_else() -> None:
+    saves, saver = make_saves()
+    saves.begin(2, lambda: None)
+    saves.hear(*told(2, written=2, committed=1, failed=1))
+    assert saver.begun[0].asked == ["fail"] and saver.saved_step == -1
+
+
+def test_nothing_is_committed_before_its_step_is_known_to_be_alike() -> None:
+    """On CUDA agreements are read late: waiting may come before the one of the very step that is saved."""
+    saves, saver = make_saves()
+
+    def refuse() -> None:
+        raise TaskError(NOT_ALIKE)
+
+    saves.begin(4, refuse)
+    with pytest.raises(TaskError, match=NOT_ALIKE):
+        saves.begin(6, lambda: None)
+    saves.close()
+    assert saver.begun[0].asked == ["abandon"] and len(saver.begun) == 1
