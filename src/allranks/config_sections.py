@@ -17,6 +17,10 @@ AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
 PROCESS_AXES = AXES[:-1]
 """The axes whose product is the number of processes: ep re-cuts the data-parallel ranks."""
 
+SENTINELS = ("replicas", "linkage", "schedule", "steps")
+"""What watches over every run, by the names that `guard.mute` takes."""
+_NAMES = ", ".join(SENTINELS)
+
 
 def key(
     default: object,
@@ -256,9 +260,15 @@ class GuardConfig(Section):
     nonfinite_limit: Count = key(10, "so many such steps in a row end the run with 93", unit="steps")
     digest_every: CountOrZero = key(
         200,
-        "steps between two comparisons of the parameters that several ranks must have alike; 0: never",
+        "steps between two comparisons of what ranks must have alike, the first after the first step; 0: never",
         unit="steps",
     )
+    on_finding: Literal["stop", "warn"] | None = key(
+        None,
+        "what follows a finding of a sentinel: end with 93 before more is saved, or a warning; not given: stop where "
+        "the state of the run is wrong already, else warn",
+    )
+    mute: str = key("", f"sentinels that look at nothing, with commas between: {_NAMES}")
     spike: Literal["off", "log", "skip"] = key(
         "log", "what follows a loss or gradient norm that is a spike: nothing, a verdict, or (of a norm) no update"
     )
@@ -267,6 +277,18 @@ class GuardConfig(Section):
         100, "steps whose median and deviation a value is compared with", unit="steps"
     )
     spike_times: CountOrZero = key(3, "under skip: so many spikes are left out in a run, at most", unit="steps")
+
+    @property
+    def muted(self) -> tuple[str, ...]:
+        """The names in `mute`."""
+        return tuple(filter(None, (name.strip() for name in self.mute.split(","))))
+
+    @model_validator(mode="after")
+    def _know_the_muted(self) -> "GuardConfig":
+        for name in self.muted:
+            if name not in SENTINELS:
+                raise ValueError(f"guard.mute={self.mute}: no sentinel is called {name!r}; there are {_NAMES}")
+        return self
 
     @model_validator(mode="before")
     @classmethod

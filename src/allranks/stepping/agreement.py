@@ -15,6 +15,8 @@ from allranks.parallel.path import differ, path_digest, wait_plainly
 
 LEDGER_DIGITS = 4
 DIGIT_BITS = 16
+RANK_BITS = 26
+"""Two counts of ranks share one number: both are exact up to 2**26 ranks."""
 SKIPPED = 5
 """Where in the vector stands what may be known to the device alone, besides the loss, which comes first."""
 
@@ -33,6 +35,8 @@ class Ballot:
         path: the sharded units that its forwards have entered.
         wait: how to wait for the ranks, which may have parted.
         skipped: 1.0 where it left out the update of the step before, 0-dim; None: it did not.
+        pace: where it stands and with which settings, which all ranks must have alike (pace.py); "" where nobody asks.
+        noticed: whether its sentinels have found something that the others have not heard of (sentinel.py).
     """
 
     loss: torch.Tensor
@@ -44,13 +48,16 @@ class Ballot:
     path: tuple[str, ...] = ()
     wait: Callable[[dist.Work], object] = wait_plainly
     skipped: torch.Tensor | None = None
+    pace: str = ""
+    noticed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The world's sums, on the host; `diverged`: the ranks' paths were not the same.
+    """The world's sums, on the host; `diverged`: the ranks' paths, or what else they tell of them, were not the same.
 
-    Of `num_ranks` ranks `skipped` left out the update of the step before.
+    Of `num_ranks` ranks `skipped` left out the update of the step before, and the sentinels of `noticed` have found
+    something.
     """
 
     loss: float
@@ -62,6 +69,7 @@ class Agreed:
     diverged: bool = False
     skipped: int = 0
     num_ranks: int = 1
+    noticed: int = 0
 
 
 class Pending:
@@ -69,6 +77,7 @@ class Pending:
 
     Attributes:
         path: what this rank brought to it.
+        pace: likewise.
     """
 
     def __init__(
@@ -78,9 +87,10 @@ class Pending:
         agreed: Agreed | None = None,
         path: tuple[str, ...] = (),
         wait: Callable[[dist.Work], object] = wait_plainly,
+        pace: str = "",
     ) -> None:
         assert vector is not None or agreed is not None
-        self.path = path
+        self.path, self.pace = path, pace
         self._vector = vector
         self._work, self._wait = work, wait
         self._agreed = agreed
@@ -146,7 +156,10 @@ class Agreement:
             # One process agrees with itself: a vector would only cost it a tenth of what a small step may cost in all.
             counts, stop = (ballot.next_targets, ballot.next_samples), (ballot.interrupt, ballot.terminate)
             skipped = 0 if ballot.skipped is None else int(ballot.skipped)
-            return Pending(None, None, Agreed(float(ballot.loss), *counts, *stop, ballot.ledger, skipped=skipped))
+            told = Agreed(
+                float(ballot.loss), *counts, *stop, ballot.ledger, skipped=skipped, noticed=int(ballot.noticed)
+            )
+            return Pending(None, None, told)
         vector = torch.tensor(_encode(ballot), dtype=torch.float64)
         if self._device.type == "cuda":
             # Made on the device, or copied from ordinary memory, it would make the host wait for the whole stream.
@@ -157,22 +170,23 @@ class Agreement:
         work = None
         if self.group is not None:
             work = dist.all_reduce(vector, group=self.group, async_op=True)
-        return Pending(vector, work, path=ballot.path, wait=ballot.wait)
+        return Pending(vector, work, path=ballot.path, wait=ballot.wait, pace=ballot.pace)
 
 
 def _encode(ballot: Ballot) -> list[float]:
     # A sum of 64-bit words does not fit a float64; four 16-bit digits do, over up to 2**37 ranks.
     mask = (1 << DIGIT_BITS) - 1
     digits = [float((ballot.ledger >> (DIGIT_BITS * place)) & mask) for place in range(LEDGER_DIGITS)]
-    flags = [float(ballot.interrupt), float(ballot.terminate), 0.0]
-    digest = path_digest(ballot.path)
+    flags = [float(ballot.interrupt), float(ballot.terminate + (ballot.noticed << RANK_BITS)), 0.0]
+    digest = path_digest((*ballot.path, ballot.pace) if ballot.pace else ballot.path)
     paths = [1.0, float(digest), float(digest**2)]
     return [0.0, float(ballot.next_targets), float(ballot.next_samples), *flags, *paths, *digits]
 
 
 def _decode(values: list[float]) -> Agreed:
-    loss, targets, samples, interrupt, terminate, skipped, num_ranks, paths, squares, *digits = values
+    loss, targets, samples, interrupt, flags, skipped, num_ranks, paths, squares, *digits = values
+    noticed, terminate = divmod(int(flags), 1 << RANK_BITS)
     ledger = sum(int(digit) << (DIGIT_BITS * place) for place, digit in enumerate(digits)) % (1 << 64)
     diverged = differ(num_ranks, paths, squares)
     counts, stop = (int(targets), int(samples)), (interrupt > 0, terminate > 0)
-    return Agreed(loss, *counts, *stop, ledger, diverged, int(skipped), int(num_ranks))
+    return Agreed(loss, *counts, *stop, ledger, diverged, int(skipped), int(num_ranks), noticed)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from allranks.stepping.guards import StepGuard
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.outer import OuterOptimizer, make_outer
 from allranks.stepping.passes import Forward, Passes, PlainPasses
+from allranks.stepping.posting import Posted, post_sentinels
 from allranks.stepping.remarks import say_at_start
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.schedule import Schedule
@@ -53,6 +54,7 @@ class Session:
         flops_per_sample: of a forward and a backward; None where they cannot be counted.
         beside: what has tensors for a checkpoint besides model and optimizers.
         fixed: whether what is learnt depends on which samples share a forward.
+        posted: the sentinels that watch over it.
     """
 
     task: Task
@@ -70,6 +72,7 @@ class Session:
     flops_per_sample: float | None = None
     beside: tuple[Ema | Scaler | SpikeJudge, ...] = ()
     fixed: bool = False
+    posted: Posted = field(default_factory=Posted)
 
     @property
     def ema(self) -> Ema | None:
@@ -126,6 +129,7 @@ def assemble(
     stream = _check_alike(config, open_stream(dataset, config, processes, fixed=fixed), processes)
     schedule = kept_schedule or make_schedule(config, stream)
     ema, scaler, spikes = beside = _make_beside(task, config, spread, processes)
+    posted = post_sentinels(config.guard, processes, spread, optimizers, schedule, beside)
     step = Step(
         spread,
         observe(make_passes(task, meeting.forward, optimizers, processes)),
@@ -139,6 +143,7 @@ def assemble(
         ema=ema,
         scaler=scaler,
         guard=StepGuard(spread, spikes),
+        watch=posted.watch,
     )
     return Session(
         task=task,
@@ -157,6 +162,7 @@ def assemble(
         flops_per_sample=meeting.flops_per_sample,
         beside=tuple(other for other in beside if other is not None),
         fixed=fixed,
+        posted=posted,
     )
 
 

@@ -14,11 +14,10 @@ from allranks.observing.counters import Stopwatch
 from allranks.observing.progress import ProgressLine
 from allranks.observing.recorder import Recorder, StepRecord, Value
 from allranks.stepping.agreement import Agreed, Pending
-from allranks.stepping.alike import explain_divergence
 from allranks.stepping.session import Session
 from allranks.stepping.spikes import Window
 from allranks.stepping.step import Outcome
-from allranks.training.replicas import Replicas
+from allranks.training.sentinels import Sentinels
 from allranks.training.skips import KIND, Skips, explain_spike
 from allranks.training.snapshot import Saver
 from allranks.training.validate import validate
@@ -81,7 +80,7 @@ class Trainer:
         self._windows = {name: Window(guard.spike_window, guard.spike_threshold) for name in watched}
         self._num_skipped = 0
         self._skips = Skips(session, self._tell)
-        self._replicas = Replicas(session)
+        self._sentinels = Sentinels(session, self._tell)
         self._heart = heartbeat.current()
         # On CUDA the host runs ahead of the device and reads an agreement a step later; on the CPU it is there already.
         self._lag = 1 if session.processes.device.type == "cuda" else 0
@@ -97,7 +96,7 @@ class Trainer:
             done = session.stream.step
             self._stopwatch.mark("input")
             while batch is not None and before is not None and older is not None:
-                agreed = self._read(older if self._lag else before, batch.step - self._lag)
+                agreed = self._sentinels.read(older if self._lag else before, batch.step - self._lag)
                 self._guard(agreed, batch.step - self._lag - 1, done)
                 reason = self._stop(agreed, before, batch)
                 if reason is not None:
@@ -115,21 +114,13 @@ class Trainer:
                 older, before, batch = before, outcome.pending, outcome.upcoming
         if before is not None and older is not None:
             for lag, pending in enumerate((session.step.agree_last(), before, older)[: 2 + self._lag]):
-                self._guard(self._read(pending, done - lag + 1), done - lag, done)
+                self._guard(self._sentinels.read(pending, done - lag + 1), done - lag, done)
         return self._end("done", done)
 
     def _load(self, loader: Loader) -> StepBatch | None:
         fault_points.reach("data.next")
         with self._heart.loading():
             return next(loader, None)
-
-    def _read(self, pending: Pending, step: int) -> Agreed:
-        """What was agreed in step `step` (from 1), which all ranks made alike: else nothing of it may be saved."""
-        agreed = pending.read()
-        if agreed.diverged:
-            processes = self._session.processes
-            raise explain_divergence(pending.path, step, processes.world_group, processes.device)
-        return agreed
 
     def _guard(self, agreed: Agreed, told: int, step: int) -> None:
         """End the run, after saving, where what was agreed about step `told` says so; `step` steps are done."""
@@ -140,14 +131,6 @@ class Trainer:
             self._save(step)  # the parameters are good, and the samples that were not are behind
         self._tell(verdict, told)
         raise GuardError(f"{verdict.what}; {verdict.next}")
-
-    def _end_unless_alike(self, step: int) -> None:
-        """Compare the copies of the parameters; collective. Where they differ nothing is saved any more."""
-        verdict = self._replicas.compare(step)
-        self._stopwatch.mark("other")
-        if verdict is not None:
-            self._tell(verdict, step)
-            raise GuardError(f"{verdict.what}; {verdict.next}")
 
     def _tell(self, verdict: Verdict, step: int) -> None:
         if self._recorder is not None:
@@ -165,12 +148,13 @@ class Trainer:
         return "done" if batch.exhausted and before.read().next_samples == 0 else None
 
     def _boundary(self, step: int, pending: Pending) -> None:
-        if self._replicas.due(step):
+        if self._sentinels.due(step):
             self._heart.progress()
-            self._end_unless_alike(step)
+            self._sentinels.compare(step)
+            self._stopwatch.mark("other")
         # Saved before it is evaluated: metrics that fail lose no step.
         if self._saver.due(step):
-            self._read(pending, step)
+            self._sentinels.read(pending, step)
             self._save(step)
             self._heart.enter("step")
         evaluate_every = self._session.config.evaluate.every
