@@ -100,7 +100,7 @@ def test_values_may_be_set_and_layers_frozen() -> None:
 def watched(kind: str, layout: str, *overrides: str) -> Any:
     """In a worker: whether every parameter is watched, and what a round finds; then rank 1 replaces one."""
     session = trained(kind, layout, *overrides)
-    (linkage,) = [one for one in session.posted.rounds if isinstance(one, Linkage)]
+    (linkage,) = [one for one in session.posted.comparing if isinstance(one, Linkage)]
     here = {name for name, entry in session.spread.map.items() if entry.kind == "parameter"}
     silent = list(hold_round(session, 2))
     name = next(iter(session.spread.trainable()))
@@ -122,7 +122,9 @@ LAYOUTS = [
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.full] * (at > 3)) for at, one in enumerate(LAYOUTS)])
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=[pytest.mark.full] * (at > 3)) for at, one in enumerate(LAYOUTS)]
+)
 def test_every_parameter_of_every_layout_is_watched(pool: Pools, case: tuple[str, ...]) -> None:
     for everything, silent, what in pool(2).run(watched, *case):
         assert everything and silent == []

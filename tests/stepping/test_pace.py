@@ -44,7 +44,9 @@ def test_whoever_moves_the_rate_is_found_in_the_step_after() -> None:
     assert list(found) == ["schedule"]
     kind, what = found["schedule"]
     assert kind == "rate_moved"
-    assert what.startswith("step 4: something besides the schedule moves the learning rate: group 0 of AdamW has 0.0009, ")
+    assert what.startswith(
+        "step 4: something besides the schedule moves the learning rate: group 0 of AdamW has 0.0009, "
+    )
     assert what.endswith("the schedule says 0.001 after 12 samples")
 
 
@@ -96,7 +98,9 @@ def test_ranks_of_one_mind_agree(pool: Pools, layout: str) -> None:
 def test_a_setting_that_one_rank_changes_is_found(pool: Pools) -> None:
     for diverged, (kind, what) in pool(2).run(alone, "ddp", True):
         assert diverged and kind == "steps_differ"
-        assert what.startswith("step 3: the ranks no longer make the same steps: rank 0 has weight_decay 0.01 in group 0")
+        assert what.startswith(
+            "step 3: the ranks no longer make the same steps: rank 0 has weight_decay 0.01 in group 0"
+        )
         assert what.endswith("rank 1 has weight_decay 0.0025 in group 0 of AdamW")
 
 

@@ -115,7 +115,7 @@ class Scheduling(Curve):
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         loss = super().loss(output, batch)
-        if output.requires_grad and self._losses > 1:
+        if output.requires_grad and self._scheduler.optimizer.state:
             self._scheduler.step()
         return loss
 

@@ -36,7 +36,7 @@ def test_buffers_that_nobody_broadcasts_end_the_run(pool: Pools, tmp_path: Path)
     for told in refusals:
         assert "buffer 1.mean" in str(told) and str(told).startswith("GuardError: after step "), told
     (verdict,) = events(run, "verdict")
-    assert 4 < verdict["step"] + 2 and max(saved(run)) < verdict["step"]
+    assert max(saved(run), default=0) < verdict["step"] <= 6
 
 
 @pytest.mark.distributed
@@ -120,5 +120,5 @@ def test_a_finding_is_told_once_and_only_what_spoils_the_state_ends_the_run() ->
     those.conclude("linkage", None, 4)
     ((verdict, step),) = told
     assert (verdict.what, step) == ("something is odd; the run goes on", 3)
-    with pytest.raises(Exception, match="something is odd; the run ends, and nothing is saved; look; guard.mute=steps"):
+    with pytest.raises(Exception, match="something is odd; the run ends, and nothing is saved; look"):
         those.conclude("steps", found, 5)

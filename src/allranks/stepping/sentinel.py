@@ -49,6 +49,25 @@ class RoundSentinel(ABC):
 
 
 @final
+class Rounds:
+    """The steps after which ranks are compared: the first of this process, and every so many.
+
+    Args:
+        every: steps between two; 0: none at all.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._first: int | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether that is after step `step` (from 1); the one that is asked about first is the first of all."""
+        if self._first is None:
+            self._first = step
+        return self._every > 0 and (step == self._first or step % self._every == 0)
+
+
+@final
 class Watch:
     """The sentinels that look at each step of a rank, and what they have found.
 

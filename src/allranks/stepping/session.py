@@ -129,7 +129,7 @@ def assemble(
     stream = _check_alike(config, open_stream(dataset, config, processes, fixed=fixed), processes)
     schedule = kept_schedule or make_schedule(config, stream)
     ema, scaler, spikes = beside = _make_beside(task, config, spread, processes)
-    posted = post_sentinels(config.guard, processes, spread, optimizers, schedule, beside)
+    posted = post_sentinels(config.guard, processes, spread, optimizers, schedule, stream, beside)
     step = Step(
         spread,
         observe(make_passes(task, meeting.forward, optimizers, processes)),

@@ -13,7 +13,7 @@ from allranks.stepping.pace import STEPS, explain_pace
 from allranks.stepping.session import Session
 from allranks.verdict import Verdict
 
-DAMAGED = frozenset(("replicas", "parts", STEPS, "checkpoint"))
+DAMAGED = frozenset(("replicas", "shards", STEPS, "checkpoint"))
 """What these find is in the parameters, or in the checkpoint, already: nothing of it may be saved."""
 
 
@@ -29,8 +29,7 @@ class Sentinels:
         self._session, self._watch, self._tell = session, session.posted.watch, tell
         self._guard = session.config.guard
         self._group, self._device = session.processes.world_group, session.processes.device
-        self._rounds = list(session.posted.rounds)
-        self._first = session.stream.step + 1
+        self._comparing = list(session.posted.comparing)
         self._told = set(self._guard.muted)
 
     def read(self, pending: Pending, step: int) -> Agreed:
@@ -50,11 +49,10 @@ class Sentinels:
         return agreed
 
     def due(self, step: int) -> bool:
-        """Whether the ranks are compared after `step` steps: the first of this process, and every so many."""
-        every, outer = self._guard.digest_every, self._session.outer
-        if not every or not self._rounds or (step % every and step != self._first):
-            return False
-        return outer is None or not outer.apart
+        """Whether the ranks are compared after `step` steps; not while the copies of local_sgd are apart."""
+        outer = self._session.outer
+        due = self._session.posted.rounds.due(step) and bool(self._comparing)
+        return due and (outer is None or not outer.apart)
 
     def compare(self, step: int) -> None:
         """Compare the ranks after step `step`, in one exchange for all sentinels; collective.
@@ -62,10 +60,10 @@ class Sentinels:
         Raises:
             GuardError: a finding ends the run.
         """
-        told = everyones({one.name: one.tell() for one in self._rounds}, self._group, self._device)
-        verdicts = {one.name: one.judge([rank[one.name] for rank in told], step) for one in self._rounds}
+        told = everyones({one.name: one.tell() for one in self._comparing}, self._group, self._device)
+        verdicts = {one.name: one.judge([rank[one.name] for rank in told], step) for one in self._comparing}
         # One that has found something would find it again in every round.
-        self._rounds = [one for one in self._rounds if verdicts[one.name] is None]
+        self._comparing = [one for one in self._comparing if verdicts[one.name] is None]
         for name, verdict in verdicts.items():
             self.conclude(name, verdict, step)
 
