@@ -17,7 +17,7 @@ AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
 PROCESS_AXES = AXES[:-1]
 """The axes whose product is the number of processes: ep re-cuts the data-parallel ranks."""
 
-SENTINELS = ("replicas", "shards", "samples", "randomness", "linkage", "schedule", "steps")
+SENTINELS = ("replicas", "shards", "samples", "randomness", "linkage", "schedule", "steps", "checkpoint")
 """What watches over every run, by the names that `guard.mute` takes."""
 _NAMES = ", ".join(SENTINELS)
 

@@ -120,5 +120,5 @@ def test_a_finding_is_told_once_and_only_what_spoils_the_state_ends_the_run() ->
     those.conclude("linkage", None, 4)
     ((verdict, step),) = told
     assert (verdict.what, step) == ("something is odd; the run goes on", 3)
-    with pytest.raises(Exception, match="something is odd; the run ends, and nothing is saved; look"):
+    with pytest.raises(Exception, match="something is odd; the run ends, and nothing more is saved; look"):
         those.conclude("steps", found, 5)

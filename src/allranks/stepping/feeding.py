@@ -27,8 +27,8 @@ ENOUGH, DISTINCT = 8, 4
 """Rows that are alike, in rounds one after another, and different ones among them: less may be chance."""
 MODULUS = 1 << 64
 SEEDED = (
-    "draw in the dataset from the global generators of python, numpy or torch alone, which are seeded by the position of "
-    "the sample, and not from the clock or a generator of its own"
+    "draw in the dataset from the global generators of python, numpy or torch alone, which are seeded by the position "
+    "of the sample, and not from the clock or a generator of its own"
 )
 
 

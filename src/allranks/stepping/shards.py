@@ -16,6 +16,8 @@ from allranks.verdict import Verdict
 
 SAMPLED = 256
 """So many elements of a part are looked at, evenly spaced."""
+LOOKED_AT = 16
+"""Parameters, evenly spaced: what is told must stay short where ranks are many."""
 FEWEST = 2
 """Parameters whose parts are alike: of one alone that may be meant."""
 
@@ -28,21 +30,33 @@ class Shards(RoundSentinel):
 
     def __init__(self, spread: Spread) -> None:
         self._spread = spread
-        self._names = [
+        names = [
             name
             for name, entry in spread.map.items()
-            if entry.kind == "parameter" and entry.sharded and entry.alias_of is None and entry.box.num_elements > 1
+            if entry.kind == "parameter" and entry.sharded and entry.alias_of is None and len(entry.shape) > 1
+        ]
+        self._names = names[:: -(-len(names) // LOOKED_AT) or 1]
+
+    def tell(self) -> list[list[Any]]:
+        """[name, offset of this rank's part, digest of its numbers], of those that are not one number all over."""
+        return [
+            [name, list(self._spread.map[name].box.offset), zlib.crc32(part.tobytes())]
+            for name, part in zip(self._names, self._samples(), strict=True)
+            if len(part) and not (part == part[0]).all()
         ]
 
-    def tell(self) -> list[int]:
-        """[digest of which parts, of their numbers, how many they are], of those that are not one number all over."""
-        which, numbers, count = 0, 0, 0
-        for name, part in zip(self._names, self._samples(), strict=True):
-            if not (part == part[0]).all():
-                which = zlib.crc32(f"{name} {self._spread.map[name].box.offset}".encode(), which)
-                numbers = zlib.crc32(part.tobytes(), zlib.crc32(name.encode(), numbers))
-                count += 1
-        return [which, numbers, count]
+    def judge(self, told: Sequence[Any], step: int) -> Verdict | None:
+        first: dict[tuple[str, int], tuple[int, list[int]]] = {}
+        alike: dict[tuple[int, int], list[str]] = {}
+        for rank, parts in enumerate(told):
+            for name, offset, numbers in parts:
+                other, other_offset = first.setdefault((name, numbers), (rank, offset))
+                if other_offset != offset:
+                    alike.setdefault((other, rank), []).append(name)
+        for (one, other), names in alike.items():
+            if len(names) >= FEWEST and 2 * len(names) >= _num_apart(told[one], told[other]):
+                return _explain(one, other, names, step)
+        return None
 
     def _samples(self) -> list[Any]:
         """A few numbers of each part, as numpy arrays of float64; fetched from the device together."""
@@ -53,18 +67,16 @@ class Shards(RoundSentinel):
         together = torch.cat([part.double() for part in chosen]).cpu()
         return [part.numpy() for part in together.split([len(part) for part in chosen])]
 
-    def judge(self, told: Sequence[Any], step: int) -> Verdict | None:
-        seen: dict[tuple[int, int], tuple[int, int]] = {}
-        for rank, (which, numbers, count) in enumerate(told):
-            if count < FEWEST:
-                continue
-            first, other = seen.setdefault((numbers, count), (rank, which))
-            if other != which:
-                what = (
-                    f"after step {step} ranks {first} and {rank} hold the same numbers in all {count} parameters of "
-                    "which they have different parts"
-                )
-                evidence = f"{SAMPLED} numbers of each part were compared"
-                remedy = "let model() make whole tensors from one seed; never initialise a rank's part by itself"
-                return Verdict("shards_alike", what, (evidence,), remedy)
-        return None
+
+def _num_apart(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Of how many parameters two ranks hold different parts."""
+    offsets = {name: offset for name, offset, _ in one}
+    return sum(offsets.get(name, offset) != offset for name, offset, _ in other)
+
+
+def _explain(one: int, other: int, names: Sequence[str], step: int) -> Verdict:
+    more = f" and in {len(names) - 1} more" if len(names) > 1 else ""
+    what = f"after step {step} ranks {one} and {other} hold different parts of {names[0]}{more}, but the same numbers"
+    evidence = f"up to {SAMPLED} numbers of each part were compared"
+    remedy = "let model() make whole tensors from one seed; never initialise a rank's part by itself"
+    return Verdict("shards_alike", what, (evidence,), remedy)

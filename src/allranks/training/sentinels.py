@@ -6,14 +6,18 @@ All ranks read the same agreements and hold their rounds at the same steps, so a
 from collections.abc import Callable
 from typing import final
 
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.parts import Parts
 from allranks.errors import GuardError
 from allranks.stepping.agreement import Agreed, Pending
 from allranks.stepping.alike import everyones
 from allranks.stepping.pace import STEPS, explain_pace
 from allranks.stepping.session import Session
+from allranks.training.proof import prove
 from allranks.verdict import Verdict
 
-DAMAGED = frozenset(("replicas", "shards", STEPS, "checkpoint"))
+CHECKPOINT = "checkpoint"
+DAMAGED = frozenset(("replicas", "shards", STEPS, CHECKPOINT))
 """What these find is in the parameters, or in the checkpoint, already: nothing of it may be saved."""
 
 
@@ -67,13 +71,22 @@ class Sentinels:
         for name, verdict in verdicts.items():
             self.conclude(name, verdict, step)
 
+    def prove(self, checkpoint: Checkpoint, parts: Callable[[], Parts]) -> None:
+        """Hold a checkpoint that was saved just now against the run; collective.
+
+        Raises:
+            GuardError: a finding ends the run.
+        """
+        if CHECKPOINT not in self._told:
+            self.conclude(CHECKPOINT, prove(checkpoint, self._session, parts), checkpoint.step)
+
     def conclude(self, name: str, verdict: Verdict | None, step: int) -> None:
         """Tell of what the sentinel `name` has found, once. Raises GuardError, on every rank, where it ends the run."""
         if verdict is None or name in self._told:
             return
         self._told.add(name)
         stops = name in DAMAGED if self._guard.on_finding is None else self._guard.on_finding == "stop"
-        ending = "the run ends, and nothing is saved" if stops else "the run goes on"
+        ending = "the run ends, and nothing more is saved" if stops else "the run goes on"
         remedy = f"{verdict.next}; guard.mute={name} silences this sentinel"
         told = Verdict(verdict.kind, f"{verdict.what}; {ending}", verdict.evidence, remedy)
         self._tell(told, step)

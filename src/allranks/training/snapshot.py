@@ -197,6 +197,9 @@ class Saver:
         generation: the attempt, counted over restarts.
         warn: told once, on rank 0, that old checkpoints cannot be deleted; by default it prints that.
 
+    Attributes:
+        prove: called after the first save with the checkpoint and what gives all that ranks hold; collective.
+
     Raises:
         TaskError: something that is no tensor cannot be kept; said now, not at the first save.
     """
@@ -222,6 +225,7 @@ class Saver:
         self._warned = self._proven = False
         self._good: set[Path] = set()
         self.saved_step = -1
+        self.prove: Callable[[Checkpoint, Callable[[], Parts]], None] = lambda checkpoint, parts: None
 
     def due(self, step: int) -> bool:
         """Whether the config asks for a checkpoint after `step` steps."""
@@ -231,13 +235,8 @@ class Saver:
         """Write a checkpoint after `step` steps, prove the first one, keep the newest few; collective."""
         contents, processes = self._contents, self._processes
         parts = contents.parts()
-        header = Header(
-            run=self._run,
-            generation=self._generation,
-            layout=str(processes.mesh.layout),
-            step=step,
-            samples=contents.stream.position,
-        )
+        layout, samples = str(processes.mesh.layout), contents.stream.position
+        header = Header(run=self._run, generation=self._generation, layout=layout, step=step, samples=samples)
         checkpoint = save(
             self._directory,
             header=header,
@@ -254,6 +253,7 @@ class Saver:
         if not self._proven:
             check_files(checkpoint, processes.world_group, processes.device)
             self._proven = True
+            self.prove(checkpoint, contents.parts)
         self._good.add(checkpoint.path)
         self.tidy()
         self.saved_step = step

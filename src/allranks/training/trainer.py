@@ -81,6 +81,7 @@ class Trainer:
         self._num_skipped = 0
         self._skips = Skips(session, self._tell)
         self._sentinels = Sentinels(session, self._tell)
+        saver.prove = self._sentinels.prove
         self._heart = heartbeat.current()
         # On CUDA the host runs ahead of the device and reads an agreement a step later; on the CPU it is there already.
         self._lag = 1 if session.processes.device.type == "cuda" else 0
