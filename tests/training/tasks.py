@@ -138,7 +138,7 @@ class Replacing(Curve):
 class Settling(Curve):
     """From its `later`-th training loss on rank 1 alone lowers the weight decay."""
 
-    later: int = 5
+    later: int = 14
 
     def optimizer(self, parameters: Any) -> Any:
         self._optimizer = torch.optim.AdamW(parameters, lr=0.01)

@@ -42,11 +42,11 @@ def test_buffers_that_nobody_broadcasts_end_the_run(pool: Pools, tmp_path: Path)
 @pytest.mark.distributed
 def test_a_setting_of_one_rank_ends_the_run_before_it_is_saved(pool: Pools, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    refusals = train_outside(pool, 2, "Settling", *SMALL, run=run, layout="ddp")
+    refusals = train_outside(pool, 2, "Settling", *SMALL, "guard.digest_every=0", run=run, layout="ddp")
     assert all("the ranks no longer make the same steps: rank 0 has weight_decay" in str(told) for told in refusals)
     (verdict,) = events(run, "verdict")
     assert verdict["kind"] == "steps_differ"
-    assert max(saved(run)) < verdict["step"]
+    assert 0 < max(saved(run)) < verdict["step"]
 
 
 @pytest.mark.distributed
@@ -106,8 +106,9 @@ def sentinels(*overrides: str, told: list[Any] | None = None) -> Sentinels:
 
 
 def test_when_it_is_due() -> None:
-    assert [step for step in range(1, 7) if sentinels("guard.digest_every=3").due(step)] == [1, 3, 6]
-    assert not any(sentinels("guard.digest_every=0").due(step) for step in range(1, 7))
+    often, never = sentinels("guard.digest_every=3"), sentinels("guard.digest_every=0")
+    assert [step for step in range(5, 13) if often.due(step)] == [5, 6, 9, 12], "the first step of a process, too"
+    assert not any(never.due(step) for step in range(1, 7))
     assert not sentinels("guard.mute=linkage").due(1), "one rank has nothing else to compare"
 
 
