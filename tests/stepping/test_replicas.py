@@ -95,6 +95,20 @@ def test_a_filler_leaves_counters_apart_and_is_no_fault(pool: Pools) -> None:
     assert found == also == []
 
 
+def go_alone() -> Any:
+    settings = ("train.global_batch=6", "layout.local_sgd=2", "train.ema=0.9")
+    session = session_of(Tiny(), config_of("ddp", *settings, precision="float32"))
+    for _ in step_through(session, 2):
+        pass
+    assert session.outer is not None and not session.outer.apart
+    return list(hold_round(session, 2))
+
+
+@pytest.mark.distributed
+def test_of_copies_that_meet_from_time_to_time_parameters_are_compared(pool: Pools) -> None:
+    assert pool(2).run(go_alone) == [[], []]
+
+
 def test_votes() -> None:
     def told(*digests: str) -> list[list[list[Any]]]:
         everyone = list(range(len(digests)))

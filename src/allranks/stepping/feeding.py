@@ -98,11 +98,17 @@ class Feeding(StepSentinel, RoundSentinel):
 
 def rows_of(batch: object) -> list[int]:
     """A digest of each of the first rows, over all tensors on the host that have as many rows as the first one."""
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    tensors = [tensor for tensor in tensors if tensor.device.type == "cpu" and len(tensor) == len(tensors[0])]
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and _is_plain(leaf)]
     if not tensors:
         return []
+    tensors = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
     return [_digest([tensor[row] for tensor in tensors]) for row in range(min(ROWS, len(tensors[0])))]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has rows whose bytes can be read, on the host."""
+    readable = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_complex())
+    return tensor.device.type == "cpu" and readable and tensor.dim() > 0
 
 
 def _digest(values: Sequence[torch.Tensor]) -> int:

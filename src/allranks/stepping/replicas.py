@@ -97,14 +97,14 @@ class Replicas(StepSentinel, RoundSentinel):
         return {"sums": _sums(self._copies()), "fed_nothing": self._fed_nothing}
 
     def judge(self, told: Sequence[Any], step: int) -> Verdict | None:
-        if any(one["fed_nothing"] for one in told):
-            told = [{"sums": [row for row in one["sums"] if row[0] != BUFFERS]} for one in told]
-        if not _differ([one["sums"] for one in told]):
+        without = BUFFERS if any(one["fed_nothing"] for one in told) else ""
+        if not _differ([[row for row in one["sums"] if row[0] != without] for one in told]):
             self._alike_at = step
             return None
         digests = [
             [entry.name, list(entry.holders), f"{_digest(entry, tensor) & MASK:016x}"]
-            for _, entry, tensor in self._copies()
+            for kind, entry, tensor in self._copies()
+            if kind != without
         ]
         every = everyones([socket.gethostname(), digests], self._group, self._spread.device)
         hosts = dict(enumerate(host for host, _ in every))
@@ -115,13 +115,17 @@ class Replicas(StepSentinel, RoundSentinel):
 
     def _all(self) -> Iterator[tuple[str, Entry, torch.Tensor]]:
         own = set(self._spread.batch_norms.own_names)
+        # What is put together from time to time are parameters: each copy keeps its own of everything else.
+        only_parameters = self._spread.mesh.layout.local_sgd is not None
         for name, entry in self._spread.map.items():
             if entry.alias_of is None and entry.kind == "parameter":
                 yield "parameters", entry, self._spread.local(name)
+            if only_parameters or entry.kind == "parameter":
+                continue
             # A table that is no part of a checkpoint may be as long as the longest sequence that a rank has seen.
-            elif entry.alias_of is None and entry.persistent and name not in own:
+            if entry.alias_of is None and entry.persistent and name not in own:
                 yield BUFFERS, replace(entry, name=f"buffer {name}"), self._spread.local(name)
-        for other in (self._optimizers, *self._beside):
+        for other in () if only_parameters else (self._optimizers, *self._beside):
             for entry, tensor in other.parts():
                 yield "states", entry, tensor
 
