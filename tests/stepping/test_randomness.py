@@ -41,8 +41,9 @@ class Seeding(Tiny):
 def watched(how: str, layout: str, kind: str = "mlp", *overrides: str) -> Any:
     """What is noticed in two steps, and what a round after the first finds, by sentinel."""
     config = config_of(layout, "train.global_batch=8", "train.micro_batch=2", "guard.digest_every=1", *overrides)
-    session = session_of(Seeding(kind=kind, how=how), config)
-    session.task.armed = True
+    task = Seeding(kind=kind, how=how)
+    session = session_of(task, config)
+    task.armed = True
     found: dict[str, Any] = {}
     for number, _ in enumerate(step_through(session, 2), start=1):
         found |= {name: (one.kind, one.what) for name, one in hold_round(session, number).items()}

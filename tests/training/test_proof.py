@@ -78,7 +78,7 @@ def change_after_the_save(session: Any, contents: Any, patch: pytest.MonkeyPatch
     """As where the save keeps references that are written later."""
     from allranks.training import snapshot
 
-    right = snapshot.save
+    right = snapshot.save  # type: ignore[attr-defined]
 
     def late(*args: Any, **named: Any) -> Checkpoint:
         found = right(*args, **named)

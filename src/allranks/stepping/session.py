@@ -34,7 +34,7 @@ from allranks.stepping.scaler import Scaler
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.scheduled import ScheduledPasses
 from allranks.stepping.spikes import SpikeJudge, make_judge
-from allranks.stepping.start_check import check_at_start, check_coupling
+from allranks.stepping.start_check import Meeting, check_at_start, check_coupling
 from allranks.stepping.step import Step
 from allranks.stepping.world import Processes
 from allranks.task import Task, has_step
@@ -122,10 +122,7 @@ def assemble(
     spread = spread_task(task, config, processes)
     optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
     outer = make_outer(spread, has_step=has_step(task), order=declared_order(dataset))
-    meeting = check_at_start(task, spread, dataset, config.train.seed, draws=draws(dataset), group=processes.data_group)
-    spread.path.take()  # of the check, which each rank may make on samples of its own
-    check_coupling(task, meeting, processes.mesh.layout)
-    fixed = meeting.coupled or has_batch_statistics(spread.modules)
+    meeting, fixed = _meet(task, spread, dataset, config, processes)
     stream = _check_alike(config, open_stream(dataset, config, processes, fixed=fixed), processes)
     schedule = kept_schedule or make_schedule(config, stream)
     ema, scaler, spikes = beside = _make_beside(task, config, spread, processes)
@@ -164,6 +161,14 @@ def assemble(
         fixed=fixed,
         posted=posted,
     )
+
+
+def _meet(task: Task, spread: Spread, dataset: Any, config: Config, processes: Processes) -> tuple[Meeting, bool]:
+    """What the Task's functions do with its samples, and whether it matters which samples share a forward."""
+    meeting = check_at_start(task, spread, dataset, config.train.seed, draws=draws(dataset), group=processes.data_group)
+    spread.path.take()  # of the check, which each rank may make on samples of its own
+    check_coupling(task, meeting, processes.mesh.layout)
+    return meeting, meeting.coupled or has_batch_statistics(spread.modules)
 
 
 def _make_beside(
