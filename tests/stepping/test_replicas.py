@@ -118,6 +118,9 @@ def test_votes() -> None:
     assert find_differences(told("1", "2", "1")) == (Difference("w", (0, 1, 2), (1,)),)
     assert find_differences(told("1", "2", "1", "2")) == (Difference("w", (0, 1, 2, 3), ()),)
     assert find_differences(told("1", "2", "3")) == (Difference("w", (0, 1, 2), ()),)
+    lacking = [*told("1", "1"), [["b", [0, 1, 2], "0"]]]
+    lacking = [[[name, [0, 1, 2], digest] for name, _, digest in parts] for parts in lacking]
+    assert find_differences(lacking) == (Difference("w", (0, 1, 2), (2,)),), "what only some have is not alike"
 
 
 def test_the_words() -> None:

@@ -136,6 +136,8 @@ def find_differences(told: Sequence[Sequence[Sequence[Any]]]) -> tuple[Differenc
     for rank, parts in enumerate(told):
         for name, holders, digest in parts:
             found.setdefault((name, tuple(holders)), {})[rank] = digest
+    for (_, holders), digests in found.items():
+        digests.update({rank: "" for rank in holders if rank not in digests})  # a state that only some have
     return tuple(
         Difference(name, holders, _outvoted(digests))
         for (name, holders), digests in found.items()

@@ -151,6 +151,7 @@ class Trainer:
     def _boundary(self, step: int, pending: Pending) -> None:
         if self._sentinels.due(step):
             self._heart.progress()
+            self._sentinels.read(pending, step)
             self._sentinels.compare(step)
             self._stopwatch.mark("other")
         # Saved before it is evaluated: metrics that fail lose no step.
