@@ -52,7 +52,7 @@ BAD_ARGUMENTS = [
         "guard.qqqq=1",
         "unknown key 'guard.qqqq'; the keys of guard are hang, hang_seconds, stopped_seconds, input_seconds, "
         "first_step_seconds, evaluation_seconds, checkpoint_seconds, restarts, nonfinite, nonfinite_limit, "
-        "digest_every, spike, spike_threshold, spike_window, spike_times",
+        "digest_every, on_finding, mute, spike, spike_threshold, spike_window, spike_times",
     ),
     ("trian.qqqq=1", "unknown key 'trian.qqqq'; did you mean 'train'?"),
     (
@@ -88,6 +88,12 @@ BAD_ARGUMENTS = [
     ("train.deterministic=True", "train.deterministic = 'True': expected true or false: write true"),
     ("track.tensorboard=no", "track.tensorboard = 'no': expected true or false"),
     ("data.workers=-2", "data.workers = -2: expected a whole number of at least 0"),
+    (
+        "guard.mute=linkage,replica",
+        "guard.mute=linkage,replica: no sentinel is called 'replica'; there are replicas, shards, samples, randomness, "
+        "linkage, schedule, steps, checkpoint",
+    ),
+    ("guard.on_finding=ignore", "guard.on_finding = 'ignore': expected one of stop, warn"),
     ("layout.tp=0", f"layout.tp = 0: {DEGREE}"),
     ("layout.ep=*", "layout.ep = '*': expected a whole number of at least 1"),
     ("layout.gather=float16", "layout.gather = 'float16': expected one of float32, bfloat16; did you mean 'bfloat16'?"),

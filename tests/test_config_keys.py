@@ -65,7 +65,7 @@ def test_the_keys_are_frozen() -> None:
         "checkpoint": "every keep asynchronous mirror",
         "track": "tensorboard",
         "guard": "hang hang_seconds stopped_seconds input_seconds first_step_seconds evaluation_seconds "
-        "checkpoint_seconds restarts nonfinite nonfinite_limit digest_every "
+        "checkpoint_seconds restarts nonfinite nonfinite_limit digest_every on_finding mute "
         "spike spike_threshold spike_window spike_times",
     }
     assert {name: key.default for name, key in config_keys().items() if key.default is not None} == {
@@ -111,6 +111,7 @@ def test_the_keys_are_frozen() -> None:
         "guard.nonfinite": "skip",
         "guard.nonfinite_limit": 10,
         "guard.digest_every": 200,
+        "guard.mute": "",
         "guard.spike": "log",
         "guard.spike_threshold": 10.0,
         "guard.spike_window": 100,

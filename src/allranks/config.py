@@ -11,6 +11,7 @@ from typing import Any, final
 
 from pydantic import Field, ValidationError
 
+from allranks.config_guard import GuardConfig
 from allranks.config_keys import SECTIONS, config_keys, explain_unknown, explain_value
 from allranks.config_layers import Given, Layer, merge_layers, read_kept, read_mapping, read_overrides, read_toml_layer
 from allranks.config_sections import (
@@ -19,7 +20,6 @@ from allranks.config_sections import (
     CheckpointConfig,
     DataConfig,
     EvaluateConfig,
-    GuardConfig,
     LayoutConfig,
     OptimizerConfig,
     ScheduleConfig,

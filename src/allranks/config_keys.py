@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, final
 
+from allranks.config_guard import GuardConfig
 from allranks.config_sections import (
     LARGEST,
     CheckpointConfig,
     DataConfig,
     EvaluateConfig,
-    GuardConfig,
     LayoutConfig,
     OptimizerConfig,
     ScheduleConfig,

@@ -1,7 +1,23 @@
 """An answer in words: what, the evidence, the next move; and a decision with its because."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import final
+
+FINDINGS: Mapping[str, str] = {
+    "replicas_differ": "replicas",
+    "shards_alike": "shards",
+    "samples_wrong": "samples",
+    "fed_apart": "samples",
+    "fed_alike": "samples",
+    "reseeded": "randomness",
+    "randomness_wrong": "randomness",
+    "optimizer_unlinked": "linkage",
+    "rate_moved": "schedule",
+    "steps_differ": "steps",
+    "checkpoint_unproven": "checkpoint",
+}
+"""Kind of a verdict -> the sentinel that gives it."""
 
 
 @final

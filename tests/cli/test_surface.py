@@ -34,7 +34,7 @@ SURFACE = {
     "allranks bench scaling": (
         "ARGUMENTS... --device --help --json --layouts --limit --mode --nproc --plot --quick --repeats --steps"
     ),
-    "allranks bench verify": "FOLDER --help --json --kinds --part --record",
+    "allranks bench verify": "FOLDER --help --json --kinds --part --record --sentinels",
     "allranks bench strategies": "--help --json --layouts --nproc --quick --turns",
     "allranks checkpoint": "--help",
     "allranks checkpoint diff": "FIRST SECOND --help --json",

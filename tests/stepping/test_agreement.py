@@ -54,6 +54,7 @@ def vote(world_ledger: int) -> Any:
             terminate=rank == last,
             ledger=world_ledger,
             skipped=torch.ones(()) if rank else None,
+            noticed=rank > 0,
         )
     )
     quiet = agreement.start(ballot(math.nan if rank == 1 else 1.0))
@@ -64,7 +65,8 @@ def vote(world_ledger: int) -> Any:
 def test_every_rank_reads_the_same_sums(pool: Pools) -> None:
     for targets, agreed, quiet in pool(3).run(vote, LARGEST):
         assert targets == 3.0
-        assert agreed == Agreed(4.5, 3, 6, True, True, 3 * LARGEST % (1 << 64), skipped=2, num_ranks=3)
+        assert agreed == Agreed(4.5, 3, 6, True, True, 3 * LARGEST % (1 << 64), skipped=2, num_ranks=3, noticed=2)
+        assert quiet.noticed == 0 and not quiet.diverged
         assert math.isnan(quiet.loss)
         assert (quiet.interrupt, quiet.terminate, quiet.ledger) == (False, False, 0)
 
@@ -83,6 +85,25 @@ def test_ranks_tell_how_far_a_checkpoint_is(pool: Pools) -> None:
     for step, agreed, quiet in pool(3).run(vote_on_a_save):
         assert (step, quiet) == (6, None)
         assert agreed == Agreed(0.0, 0, 0, False, False, 0, num_ranks=3, written=3, committed=1, failed=1)
+
+
+def stand(paces: list[str]) -> tuple[bool, str]:
+    pace = paces[dist.get_rank()]
+    pending = Agreement(dist.new_group(), CPU).start(ballot(path=("blocks.0",), pace=pace))
+    return pending.read().diverged, pending.pace
+
+
+@pytest.mark.distributed
+def test_ranks_that_stand_elsewhere_have_parted(pool: Pools) -> None:
+    assert pool(2).run(stand, ["step 3", "step 3"]) == [(False, "step 3")] * 2
+    assert pool(2).run(stand, ["step 3", "step 4"]) == [(True, "step 3"), (True, "step 4")]
+    assert pool(2).run(stand, ["", ""]) == [(False, "")] * 2
+
+
+def test_the_vector_has_one_length_whatever_it_carries() -> None:
+    pending = Agreement(None, torch.device("meta")).start(ballot(pace="step 3", noticed=True, path=("a", "b")))
+    vector = pending.next_targets._base
+    assert vector is not None and vector.numel() == 16, "sentinels may not make every step's message longer"
 
 
 def overtake() -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from allranks.config_sections import GuardConfig
+from allranks.config_guard import GuardConfig
 from allranks.failure import NO_PROGRESS, PREEMPTED, RAISED, TRANSIENT, Failure
 from allranks.surviving.agent import run_workers
 from allranks.surviving.forkserver import choose_start_method

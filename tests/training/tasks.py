@@ -105,6 +105,81 @@ class Flipping(Curve):
         return loss
 
 
+class Scheduling(Curve):
+    """Has a scheduler of its own, and steps it in every micro-batch."""
+
+    def optimizer(self, parameters: Any) -> Any:
+        optimizer = torch.optim.AdamW(parameters, lr=0.01)
+        self._scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return optimizer
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        loss = super().loss(output, batch)
+        if output.requires_grad and self._scheduler.optimizer.state:
+            self._scheduler.step()
+        return loss
+
+
+class Replacing(Curve):
+    """Makes its last layer anew before the `anew_at`-th training loss, as some do to forget."""
+
+    anew_at: int = 12
+
+    def model(self) -> Any:
+        self._made = super().model()
+        return self._made
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        if output.requires_grad and self._losses + 1 == self.anew_at:
+            self._made[3] = nn.Linear(self.width, 2)
+        return super().loss(output, batch)
+
+
+class Settling(Curve):
+    """From its `later`-th training loss on rank 1 alone lowers the weight decay."""
+
+    later: int = 14
+
+    def optimizer(self, parameters: Any) -> Any:
+        self._optimizer = torch.optim.AdamW(parameters, lr=0.01)
+        return self._optimizer
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        loss = super().loss(output, batch)
+        if output.requires_grad and self._losses >= self.later and torch.distributed.get_rank() == 1:
+            self._optimizer.param_groups[0]["weight_decay"] *= 0.5
+        return loss
+
+
+class Tracker(nn.Module):
+    """Subtracts the mean that it has learnt, which it begins to learn after a while: each rank of its own samples."""
+
+    mean: torch.Tensor
+    forwards: torch.Tensor
+
+    def __init__(self, width: int, after: int) -> None:
+        super().__init__()
+        self.after = after
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.forwards += 1
+            if int(self.forwards) > self.after:
+                self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
+
+
+class Tracking(Curve):
+    """Has buffers that nobody broadcasts; in its first forwards there is nothing to see of it."""
+
+    after: int = 4
+
+    def model(self) -> Any:
+        return nn.Sequential(nn.Linear(2, self.width), Tracker(self.width, self.after), nn.Linear(self.width, 2))
+
+
 class Remembering(Curve):
     """Counts its training losses, and remembers the count in the checkpoint."""
 

@@ -9,7 +9,7 @@ from allranks.errors import ConfigError, GuardError
 from allranks.observing.counters import Stopwatch
 from allranks.run import Run
 from allranks.training.saver import Saver
-from allranks.training.snapshot import Contents
+from allranks.training.snapshot import Contents, schedule_state
 from allranks.training.trainer import Trainer
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import session_of
@@ -295,7 +295,8 @@ def test_no_step_is_made_of_nobodys_samples(tmp_path: Path, lag: int) -> None:
         overrides=(),
     )
     session = session_of(Streamed(order="sharded", num_points=13), config)
-    contents = Contents(session.spread, session.optimizers, session.stream, extra={})
+    kept = schedule_state(session.schedule, config.schedule)
+    contents = Contents(session.spread, session.optimizers, session.stream, extra=kept)
     saver = Saver(contents, session.processes, config.checkpoint, tmp_path, "run", 1)
     trainer = Trainer(session, saver, Stopwatch(), None, None)
     trainer._lag = lag

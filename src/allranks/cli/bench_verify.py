@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from allranks.request import TrainRequest
     from allranks.verifying.answer import Answer
     from allranks.verifying.score import Result, Score
+    from allranks.verifying.watched import Watched
 
 RECORD = Path(".cache/bench-verify.jsonl")
 IMPERFECT = 1
@@ -31,6 +32,10 @@ def verify(
         Path,
         typer.Option(metavar="FILE", help="Where results are kept: what is known of this source is not run again."),
     ] = RECORD,
+    sentinels: Annotated[
+        bool,
+        typer.Option("--sentinels", help="Train the Tasks among them instead: which sentinel catches what, and when."),
+    ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON document on standard output, all else on standard error.")
     ] = False,
@@ -39,6 +44,8 @@ def verify(
 
     Exit code 0: every wrong program is caught and no clean one accused, 1: not so.
     """
+    if sentinels:
+        return _watch(folder, kinds, part, json=json)
     with stdout_kept_free(json):
         from allranks.verifying.corpus import part_of, read_corpus, read_kinds
         from allranks.verifying.score import by_kind, score
@@ -58,6 +65,29 @@ def verify(
     return 0 if total.perfect else IMPERFECT
 
 
+def _watch(folder: Path, kinds: str, part: str, *, json: bool) -> int:
+    """Score the sentinels."""
+    with stdout_kept_free(json):
+        from allranks.verifying.corpus import part_of, read_corpus, read_kinds
+        from allranks.verifying.watched import count, watch_all
+
+        found = []
+        for one in watch_all(part_of(read_corpus(folder, read_kinds(kinds)), part)):
+            found.append(one)
+            print(f"{one.name} {one.run}: {one.outcome} ({format_seconds(one.seconds)})", file=sys.stderr, flush=True)
+    totals = count(found)
+    if json:
+        print_json({"score": totals, "results": [one.to_json() for one in found]})
+    else:
+        rows = [(one.name, one.run, one.outcome, _caught_by(one), format_seconds(one.seconds)) for one in found]
+        _print_table(rows, [", ".join(f"{name}: {number}" for name, number in totals.items())])
+    return IMPERFECT if totals["missed"] or totals["false alarm"] or totals["failed"] else 0
+
+
+def _caught_by(one: "Watched") -> str:
+    return f"{' '.join(one.sentinels)}, step {one.step}" if one.sentinels else ""
+
+
 def _verify(request: "TrainRequest", steps: int) -> "Answer":
     from allranks.verifying.command import verify_request  # torch, which what is known needs not
 
@@ -71,19 +101,32 @@ def _line(result: "Result", known: bool) -> str:
 
 def print_results(results: "Sequence[Result]", total: "Score") -> None:
     """One row a run, and the counts below."""
+    rows = [
+        (
+            result.name,
+            result.run,
+            result.outcome,
+            " ".join(result.kinds) + ("" if result.named_first or not result.named else " (not first)"),
+            format_seconds(result.seconds),
+        )
+        for result in results
+    ]
+    _print_table(rows, describe(total))
+
+
+def _print_table(rows: Sequence[tuple[str, ...]], lines: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for heading in ("program", "run", "outcome", "findings", "time"):
         table.add_column(heading, justify="right" if heading == "time" else "left", no_wrap=True)
-    for result in results:
-        found = " ".join(result.kinds) + ("" if result.named_first or not result.named else " (not first)")
-        table.add_row(result.name, result.run, result.outcome, found, format_seconds(result.seconds))
+    for row in rows:
+        table.add_row(*row)
     # As wide as it has to be: what is cut cannot be read, and is not found by grep.
     console = Console(file=sys.stdout, width=160, highlight=False)
     console.print(table)
-    for line in describe(total):
+    for line in lines:
         console.print(line)
 
 

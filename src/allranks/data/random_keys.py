@@ -9,6 +9,7 @@ import torch
 
 _WORD: Final = (1 << 64) - 1
 _POSITIVE: Final = (1 << 63) - 1
+_last_key = 0
 # One tag for each use, so that no two uses ever share a stream of numbers.
 _STEP_TAG, _ITEM_TAG, _EPOCH_TAG, _EVALUATION_TAG, _COLLATE_TAG = 0x5354, 0x4954, 0x4550, 0x4556, 0x434F
 
@@ -69,8 +70,15 @@ def seed_all(key: int) -> None:
     Takes about 7 us: torch's generators are seeded one by one, because `torch.manual_seed` visits every device type and
     costs 80 us.
     """
+    global _last_key  # noqa: PLW0603 the generators are the process's, and so is what they were seeded with
+    _last_key = key
     random.seed(key)
     np.random.seed((key ^ (key >> 32)) & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)
     if torch.cuda.is_initialized():
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)
+
+
+def last_key() -> int:
+    """The key with which `seed_all` was last called in this process."""
+    return _last_key

@@ -98,6 +98,15 @@ def identify(
     return entries, LiveTensors(parameters, buffers)
 
 
+def live_parameters(modules: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """Logical name -> the parameter that stands there now, of modules without wrappers, whoever has put it there."""
+    return {
+        f"{which}.{name}" if which else name: parameter
+        for which, module in modules.items()
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+
+
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, nn.Module]]:
     """(name, tensor, the module that owns it), all parameters before all buffers."""
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))

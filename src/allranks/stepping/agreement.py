@@ -15,6 +15,8 @@ from allranks.parallel.path import differ, path_digest, wait_plainly
 
 LEDGER_DIGITS = 4
 DIGIT_BITS = 16
+RANK_BITS = 26
+"""Two counts of ranks share one number: both are exact up to 2**26 ranks."""
 SKIPPED = 5
 """Where in the vector stands what may be known to the device alone, besides the loss, which comes first."""
 
@@ -54,6 +56,8 @@ class Ballot:
         wait: how to wait for the ranks, which may have parted.
         skipped: 1.0 where it left out the update of the step before, 0-dim; None: it did not.
         saving: where it stands with a checkpoint.
+        pace: where it stands and with which settings, which all ranks must have alike (pace.py); "" where nobody asks.
+        noticed: whether its sentinels have found something that the others have not heard of (sentinel.py).
     """
 
     loss: torch.Tensor
@@ -66,14 +70,16 @@ class Ballot:
     wait: Callable[[dist.Work], object] = wait_plainly
     skipped: torch.Tensor | None = None
     saving: Saving = NOTHING
+    pace: str = ""
+    noticed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The world's sums, on the host; `diverged`: the ranks' paths were not the same.
+    """The world's sums, on the host; `diverged`: the ranks' paths, or what else they tell of them, were not the same.
 
     Of `num_ranks` ranks `skipped` left out the update of the step before; of the checkpoint under way so many have
-    `written` their part, `committed` it, or `failed`.
+    `written` their part, `committed` it, or `failed`; the sentinels of `noticed` have found something.
     """
 
     loss: float
@@ -88,6 +94,7 @@ class Agreed:
     written: int = 0
     committed: int = 0
     failed: int = 0
+    noticed: int = 0
 
 
 class Pending:
@@ -96,6 +103,7 @@ class Pending:
     Attributes:
         path: what this rank brought to it.
         saving: the step of the checkpoint that it tells of; None: of none.
+        pace: likewise.
     """
 
     def __init__(
@@ -106,9 +114,10 @@ class Pending:
         path: tuple[str, ...] = (),
         wait: Callable[[dist.Work], object] = wait_plainly,
         saving: int | None = None,
+        pace: str = "",
     ) -> None:
         assert vector is not None or agreed is not None
-        self.path, self.saving = path, saving
+        self.path, self.saving, self.pace = path, saving, pace
         self._vector = vector
         self._work, self._wait = work, wait
         self._agreed = agreed
@@ -175,8 +184,8 @@ class Agreement:
             counts, stop = (ballot.next_targets, ballot.next_samples), (ballot.interrupt, ballot.terminate)
             skipped = 0 if ballot.skipped is None else int(ballot.skipped)
             saving = (int(ballot.saving.written), int(ballot.saving.committed), int(ballot.saving.failed))
-            agreed = Agreed(float(ballot.loss), *counts, *stop, ballot.ledger, False, skipped, 1, *saving)
-            return Pending(None, None, agreed, saving=ballot.saving.step)
+            told = (float(ballot.loss), *counts, *stop, ballot.ledger, False, skipped, 1, *saving, int(ballot.noticed))
+            return Pending(None, None, Agreed(*told), saving=ballot.saving.step)
         vector = torch.tensor(_encode(ballot), dtype=torch.float64)
         if self._device.type == "cuda":
             # Made on the device, or copied from ordinary memory, it would make the host wait for the whole stream.
@@ -187,25 +196,26 @@ class Agreement:
         work = None
         if self.group is not None:
             work = dist.all_reduce(vector, group=self.group, async_op=True)
-        return Pending(vector, work, path=ballot.path, wait=ballot.wait, saving=ballot.saving.step)
+        return Pending(vector, work, None, ballot.path, ballot.wait, ballot.saving.step, ballot.pace)
 
 
 def _encode(ballot: Ballot) -> list[float]:
     # A sum of 64-bit words does not fit a float64; four 16-bit digits do, over up to 2**37 ranks.
     mask = (1 << DIGIT_BITS) - 1
     digits = [float((ballot.ledger >> (DIGIT_BITS * place)) & mask) for place in range(LEDGER_DIGITS)]
-    flags = [float(ballot.interrupt), float(ballot.terminate), 0.0]
-    digest = path_digest(ballot.path)
+    flags = [float(ballot.interrupt), float(ballot.terminate + (ballot.noticed << RANK_BITS)), 0.0]
+    digest = path_digest((*ballot.path, ballot.pace) if ballot.pace else ballot.path)
     paths = [1.0, float(digest), float(digest**2)]
     saving = [float(ballot.saving.written), float(ballot.saving.committed), float(ballot.saving.failed)]
     return [0.0, float(ballot.next_targets), float(ballot.next_samples), *flags, *paths, *saving, *digits]
 
 
 def _decode(values: list[float]) -> Agreed:
-    loss, targets, samples, interrupt, terminate, skipped, num_ranks, paths, squares, *rest = values
-    (written, committed, failed), digits = rest[:3], rest[3:]
+    loss, targets, samples, interrupt, flags, skipped, num_ranks, paths, squares, *rest = values
+    (written, committed, failed), digits = map(int, rest[:3]), rest[3:]
+    noticed, terminate = divmod(int(flags), 1 << RANK_BITS)
     ledger = sum(int(digit) << (DIGIT_BITS * place) for place, digit in enumerate(digits)) % (1 << 64)
     diverged = differ(num_ranks, paths, squares)
     counts, stop = (int(targets), int(samples)), (interrupt > 0, terminate > 0)
-    saving = (int(written), int(committed), int(failed))
-    return Agreed(loss, *counts, *stop, ledger, diverged, int(skipped), int(num_ranks), *saving)
+    saving = (written, committed, failed)
+    return Agreed(loss, *counts, *stop, ledger, diverged, int(skipped), int(num_ranks), *saving, noticed)

@@ -61,7 +61,11 @@ def explain_divergence(
     path: Sequence[str], step: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> TaskError:
     """The error for ranks whose forwards entered different units in step `step` (from 1), one for all; collective."""
-    all_paths = everyones(list(path), group, device)
+    return explain_paths(everyones(list(path), group, device), step)
+
+
+def explain_paths(all_paths: Sequence[Sequence[str]], step: int) -> TaskError:
+    """The error for what the ranks' forwards have entered in step `step` (from 1), by rank."""
     first = all_paths[0]
     rank = next((rank for rank, other in enumerate(all_paths) if other != first), 0)
     other = all_paths[rank]

@@ -22,16 +22,23 @@ Parts = list[tuple[Entry, torch.Tensor]]
 
 
 class Optimizers:
-    """The optimizers of a run, by name ("" for a single one; where none is called so, "" means all of them)."""
+    """The optimizers of a run, by name ("" for a single one; where none is called so, "" means all of them).
+
+    Attributes:
+        by_name: the optimizers.
+        peaks: of each the learning rate of each group at the top of the schedule.
+        entries: id of what an optimizer may hold -> who it is.
+        num_updates: made since the start of this process, by all of them together.
+    """
 
     def __init__(self, spread: Spread, optimizers: Mapping[str, Optimizer]) -> None:
-        self.by_name = dict(optimizers)
-        self._peaks = {
+        self.by_name, self.num_updates = dict(optimizers), 0
+        self.peaks = {
             name: [float(group["lr"]) for group in optimizer.param_groups] for name, optimizer in optimizers.items()
         }
         self._spread = spread
         updatable = spread.updatable()
-        self._entries = {id(tensor): spread.updatable_entry(name) for name, tensor in updatable.items()}
+        self.entries = {id(tensor): spread.updatable_entry(name) for name, tensor in updatable.items()}
         self._whole = {id(tensor): spread.tensors[name] for name, tensor in updatable.items()}
         self._parameters = {name: _parameters_of(optimizer) for name, optimizer in optimizers.items()}
         self._initial = {name: [_settings(group) for group in it.param_groups] for name, it in optimizers.items()}
@@ -43,7 +50,7 @@ class Optimizers:
     def parameters(self, which: str) -> list[torch.Tensor]:
         """The parameters that the optimizer `which` updates, each once; as the model has them."""
         if which not in self._updated:
-            found = [parameter for name in self._named(which) for parameter in self._parameters[name]]
+            found = [parameter for name in self.named(which) for parameter in self._parameters[name]]
             self._updated[which] = list({id(parameter): self._whole[id(parameter)] for parameter in found}.values())
         return self._updated[which]
 
@@ -53,7 +60,7 @@ class Optimizers:
         Args:
             skipped: 1.0 where nothing but the gradients is to go, else 0.0; None: it is not.
         """
-        optimizers = [(self.by_name[name], self._peaks[name]) for name in self._named(which)]
+        optimizers = [(self.by_name[name], self.peaks[name]) for name in self.named(which)]
         for optimizer, peaks in optimizers:
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
@@ -63,16 +70,17 @@ class Optimizers:
     def update(self, which: str, skipped: torch.Tensor | None = None) -> None:
         """One update at the present learning rates, then no gradients; collective where the optimizer is sharded."""
         if skipped is not None and self.skips_on_device(which, skipped.device):
-            for name in self._named(which):
+            for name in self.named(which):
                 self.by_name[name].found_inf = skipped  # type: ignore[attr-defined]
         elif skipped is not None and bool(skipped):
             for parameter in self.parameters(which):
                 parameter.grad = None
             return
+        self.num_updates += 1
         rows = self._spread.row_shards
         if rows is not None:
             rows.lend(self.parameters(which))
-        for name in self._named(which):
+        for name in self.named(which):
             self.by_name[name].step()
             fault_points.reach("optimizer")
             if name not in self._seen:
@@ -80,13 +88,13 @@ class Optimizers:
                 self._check_state(name)
         if rows is not None:
             rows.collect(self.parameters(which))
-        for name in self._named(which):
+        for name in self.named(which):
             self.by_name[name].zero_grad(set_to_none=True)
 
     def skips_on_device(self, which: str, device: torch.device) -> bool:
         """Whether `update` obeys a `skipped` that lies on `device` without the host's waiting for it."""
         if which not in self._skipping:  # asked once: it looks at every parameter
-            self._skipping[which] = skips_on_device([self.by_name[name] for name in self._named(which)], device)
+            self._skipping[which] = skips_on_device([self.by_name[name] for name in self.named(which)], device)
         return self._skipping[which]
 
     def materialise(self) -> None:
@@ -111,7 +119,7 @@ class Optimizers:
     def parts(self) -> Parts:
         """Every state tensor as this rank holds it, by its logical name `optimizer[.<which>].<state>.<parameter>`."""
         return [
-            (self._state_entry(self._entries[id(parameter)], f"{prefix}.{key}", value), _local(value))
+            (self._state_entry(self.entries[id(parameter)], f"{prefix}.{key}", value), _local(value))
             for prefix, optimizer in self._prefixed()
             for parameter, state in optimizer.state.items()
             for key, value in state.items()
@@ -126,7 +134,7 @@ class Optimizers:
             TaskError: it has changed something there that is no JSON value.
         """
         found: dict[str, object] = {
-            f"{prefix}.{key}.{self._entries[id(parameter)].name}": value
+            f"{prefix}.{key}.{self.entries[id(parameter)].name}": value
             for prefix, optimizer in self._prefixed()
             for parameter, state in optimizer.state.items()
             for key, value in state.items()
@@ -144,7 +152,7 @@ class Optimizers:
         for prefix, optimizer in self._prefixed():
             for parameter, state in optimizer.state.items():
                 for key in state:
-                    name = f"{prefix}.{key}.{self._entries[id(parameter)].name}"
+                    name = f"{prefix}.{key}.{self.entries[id(parameter)].name}"
                     if name in numbers:
                         state[key] = numbers[name]
             for index, group in enumerate(optimizer.param_groups):
@@ -156,11 +164,12 @@ class Optimizers:
         """Drop the state of parameters that never had any: no name of their state is `known` to the checkpoint."""
         for prefix, optimizer in self._prefixed():
             for parameter in list(optimizer.state):
-                entry = self._entries[id(parameter)]
+                entry = self.entries[id(parameter)]
                 if not any(known(f"{prefix}.{key}.{entry.name}") for key in optimizer.state[parameter]):
                     del optimizer.state[parameter]
 
-    def _named(self, which: str) -> list[str]:
+    def named(self, which: str) -> list[str]:
+        """The names of those that are due where `which` is."""
         return [which] if which or which in self.by_name else list(self.by_name)
 
     def _state_entry(self, entry: Entry, prefix: str, value: torch.Tensor) -> Entry:
@@ -184,7 +193,7 @@ class Optimizers:
             TaskError: an optimizer keeps rows, columns or other sums of what is cut (Adafactor).
         """
         for parameter, state in self.by_name[which].state.items():
-            entry = self._entries[id(parameter)]
+            entry = self.entries[id(parameter)]
             if not entry.sharded or isinstance(parameter, DTensor):
                 continue
             for key, value in state.items():
@@ -196,7 +205,7 @@ class Optimizers:
                     )
 
     def _check_linkage(self, spread: Spread) -> None:
-        strangers = [p for group in self._parameters.values() for p in group if id(p) not in self._entries]
+        strangers = [p for group in self._parameters.values() for p in group if id(p) not in self.entries]
         if strangers:
             raise TaskError(
                 f"optimizer() holds {len(strangers)} tensor(s) that are not the model's parameters (first: shape "

@@ -1,31 +1,50 @@
-"""Copies of a parameter that must be alike, compared by a digest: what a bit that flipped on one rank leaves behind.
+"""Copies that must be alike, compared by a digest: what a bit that flipped on one rank leaves behind, and many a bug.
 
-Whatever the layout, a ParameterMap says which ranks hold the very same part of a parameter: those are compared, along
-whichever axes. One number a rank and set of such ranks is exchanged; single tensors only where these differ. What all
-copies have alike is not seen: an error before the gradients were reduced, in the data, or in the only copy.
+Whatever the layout, an Entry says which ranks hold the very same part of a tensor: parameters, buffers, the states of
+optimizers, the average, the scale. Those are compared, along whichever axes. One number a rank, kind and set of such
+ranks is exchanged; single tensors only where these differ. What all copies have alike is not seen: an error before the
+gradients were reduced, in the data, or in the only copy.
 """
 
 import socket
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, final
 
+import torch
 import torch.distributed as dist
 
 from allranks.checkpointing.parts import tensor_digest
+from allranks.data.micro_step import StepBatch
 from allranks.digest import mix
 from allranks.parallel.spread import Spread
+from allranks.parameter_map import Entry
 from allranks.stepping.alike import everyones
+from allranks.stepping.optimizer import Optimizers
+from allranks.stepping.sentinel import RoundSentinel, StepSentinel
+from allranks.verdict import Verdict
 
 MASK = (1 << 64) - 1
+SHOWN = 8
+BUFFERS = "buffers"
+
+Copies = Sequence[tuple[str, Entry, torch.Tensor]]
+"""(kind, who it is, this rank's part) of what others hold, too."""
+
+
+class HasParts(Protocol):
+    """What has tensors besides model and optimizers."""
+
+    def parts(self) -> list[tuple[Entry, torch.Tensor]]:
+        """They, and who they are."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One part of a parameter that its holders do not have alike.
+    """One part of a tensor that its holders do not have alike.
 
     Attributes:
         name: logical.
@@ -47,26 +66,68 @@ class Comparison:
     hosts: Mapping[int, str]
 
 
-def compare_replicas(spread: Spread, group: dist.ProcessGroup | None) -> Comparison | None:
-    """Compare every parameter with those that hold the same part; None where all are alike. Collective.
+@final
+class Replicas(StepSentinel, RoundSentinel):
+    """Do ranks that hold the same part of something still have it alike?
 
     Args:
-        group: all ranks; None for one, which has nobody to be compared with.
+        beside: what else has tensors that are alike.
+        group: all ranks.
     """
-    if group is None:
-        return None
-    digests = _digests(spread)
-    parts = {name: spread.map[name].holders for name in digests}
-    sums: dict[tuple[int, ...], int] = {}
-    for name, digest in digests.items():
-        # An odd key for each name: two errors cannot cancel each other by being equal.
-        sums[parts[name]] = (sums.get(parts[name], 0) + digest * (mix(zlib.crc32(name.encode())) | 1)) & MASK
-    told = everyones([[list(holders), f"{total:016x}"] for holders, total in sums.items()], group, spread.device)
-    if not _differ(told):
-        return None
-    named = [[name, list(parts[name]), f"{digest & MASK:016x}"] for name, digest in digests.items()]
-    every = everyones([socket.gethostname(), named], group, spread.device)
-    return Comparison(find_differences([rank_parts for _, rank_parts in every]), dict(enumerate(h for h, _ in every)))
+
+    name: ClassVar[str] = "replicas"
+
+    def __init__(
+        self,
+        spread: Spread,
+        optimizers: Optimizers,
+        beside: Sequence[HasParts],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._spread, self._optimizers, self._beside = spread, optimizers, beside
+        self._group = group
+        self._alike_at = 0
+        self._fed_nothing = False
+
+    def look(self, which: str, batch: StepBatch) -> None:
+        """Only hear of what is fed: a forward of no samples leaves counters behind that others have moved."""
+        self._fed_nothing = self._fed_nothing or any(not micro_step.weight for micro_step in batch.micro_steps)
+
+    def tell(self) -> dict[str, Any]:
+        return {"sums": _sums(self._copies()), "fed_nothing": self._fed_nothing}
+
+    def judge(self, told: Sequence[Any], step: int) -> Verdict | None:
+        without = BUFFERS if any(one["fed_nothing"] for one in told) else ""
+        if not _differ([[row for row in one["sums"] if row[0] != without] for one in told]):
+            self._alike_at = step
+            return None
+        digests = [
+            [entry.name, list(entry.holders), f"{_digest(entry, tensor) & MASK:016x}"]
+            for kind, entry, tensor in self._copies()
+            if kind != without
+        ]
+        every = everyones([socket.gethostname(), digests], self._group, self._spread.device)
+        hosts = dict(enumerate(host for host, _ in every))
+        return explain(Comparison(find_differences([parts for _, parts in every]), hosts), step, self._alike_at)
+
+    def _copies(self) -> Copies:
+        return [(kind, entry, tensor) for kind, entry, tensor in self._all() if len(entry.holders) > 1]
+
+    def _all(self) -> Iterator[tuple[str, Entry, torch.Tensor]]:
+        own = set(self._spread.batch_norms.own_names)
+        # What is put together from time to time are parameters: each copy keeps its own of everything else.
+        only_parameters = self._spread.mesh.layout.local_sgd is not None
+        for name, entry in self._spread.map.items():
+            if entry.alias_of is None and entry.kind == "parameter":
+                yield "parameters", entry, self._spread.local(name)
+            if only_parameters or entry.kind == "parameter":
+                continue
+            # A table that is no part of a checkpoint may be as long as the longest sequence that a rank has seen.
+            if entry.alias_of is None and entry.persistent and name not in own:
+                yield BUFFERS, replace(entry, name=f"buffer {name}"), self._spread.local(name)
+        for other in () if only_parameters else (self._optimizers, *self._beside):
+            for entry, tensor in other.parts():
+                yield "states", entry, tensor
 
 
 def find_differences(told: Sequence[Sequence[Sequence[Any]]]) -> tuple[Difference, ...]:
@@ -75,11 +136,41 @@ def find_differences(told: Sequence[Sequence[Sequence[Any]]]) -> tuple[Differenc
     for rank, parts in enumerate(told):
         for name, holders, digest in parts:
             found.setdefault((name, tuple(holders)), {})[rank] = digest
+    for (_, holders), digests in found.items():
+        digests.update({rank: "" for rank in holders if rank not in digests})  # a state that only some have
     return tuple(
         Difference(name, holders, _outvoted(digests))
         for (name, holders), digests in found.items()
         if len(set(digests.values())) > 1
     )
+
+
+def explain(found: Comparison, step: int, alike_at: int) -> Verdict:
+    """Rank, tensor and step in words."""
+    first = found.differences[0]
+    more = len(found.differences) - 1
+    also = f" (and {more} more)" if more else ""
+    what = f"after step {step} {_who(first, found.hosts)}: {first.name}{also} is not alike where it has to be"
+    evidence = [f"{one.name}: {_who(one, found.hosts)}" for one in found.differences[:SHOWN]]
+    evidence.append(f"at step {alike_at} all were alike" if alike_at else "they have not been compared before")
+    odd = sorted({rank for one in found.differences for rank in one.odd})
+    where = f"{_names(odd, found.hosts)}" if odd else "the hosts of these ranks"
+    good = f"a checkpoint of step {alike_at} or before" if alike_at else "the newest checkpoint"
+    suspects = f"what the Task changes on some ranks only, or the memory and the device of {where}"
+    move = f"resume from {good}; look for {suspects}"
+    return Verdict("replicas_differ", what, tuple(evidence), move)
+
+
+def _who(one: Difference, hosts: Mapping[int, str]) -> str:
+    if one.odd:
+        others = [rank for rank in one.holders if rank not in one.odd]
+        return f"{_names(one.odd, hosts)} holds other values than {_names(others, hosts)}"
+    return f"{_names(one.holders, hosts)} hold different values"
+
+
+def _names(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+    shown = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks[:SHOWN])
+    return f"rank {shown}" + (", ..." if len(ranks) > SHOWN else "")
 
 
 def _outvoted(digests: Mapping[int, str]) -> tuple[int, ...]:
@@ -90,15 +181,21 @@ def _outvoted(digests: Mapping[int, str]) -> tuple[int, ...]:
 
 
 def _differ(told: Sequence[Sequence[Sequence[Any]]]) -> bool:
-    seen: dict[tuple[int, ...], str] = {}
-    return any(seen.setdefault(tuple(holders), total) != total for sums in told for holders, total in sums)
-
-
-def _digests(spread: Spread) -> dict[str, int]:
-    """Logical name -> digest of this rank's part, of every parameter that others hold, too."""
-    asked = (
-        (name, entry)
-        for name, entry in spread.map.items()
-        if entry.kind == "parameter" and entry.alias_of is None and len(entry.holders) > 1
+    seen: dict[tuple[str, tuple[int, ...]], str] = {}
+    return any(
+        seen.setdefault((kind, tuple(holders)), total) != total for sums in told for kind, holders, total in sums
     )
-    return {name: tensor_digest(spread.local(name), entry.box.offset) for name, entry in asked}
+
+
+def _sums(copies: Copies) -> list[list[Any]]:
+    """[kind, holders, one number of all these parts], of each kind and set of holders."""
+    sums: dict[tuple[str, tuple[int, ...]], int] = {}
+    for kind, entry, tensor in copies:
+        # An odd key for each name: two errors cannot cancel each other by being equal.
+        term = _digest(entry, tensor) * (mix(zlib.crc32(entry.name.encode())) | 1)
+        sums[kind, entry.holders] = (sums.get((kind, entry.holders), 0) + term) & MASK
+    return [[kind, list(holders), f"{total:016x}"] for (kind, holders), total in sums.items()]
+
+
+def _digest(entry: Entry, tensor: torch.Tensor) -> int:
+    return tensor_digest(tensor, entry.box.offset)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,12 +28,13 @@ from allranks.stepping.guards import StepGuard
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.outer import OuterOptimizer, make_outer
 from allranks.stepping.passes import Forward, Passes, PlainPasses
+from allranks.stepping.posting import Posted, post_sentinels
 from allranks.stepping.remarks import say_at_start
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.scheduled import ScheduledPasses
 from allranks.stepping.spikes import SpikeJudge, make_judge
-from allranks.stepping.start_check import check_at_start, check_coupling
+from allranks.stepping.start_check import Meeting, check_at_start, check_coupling
 from allranks.stepping.step import Step
 from allranks.stepping.world import Processes
 from allranks.task import Task, has_step
@@ -53,6 +54,7 @@ class Session:
         flops_per_sample: of a forward and a backward; None where they cannot be counted.
         beside: what has tensors for a checkpoint besides model and optimizers.
         fixed: whether what is learnt depends on which samples share a forward.
+        posted: the sentinels that watch over it.
     """
 
     task: Task
@@ -70,6 +72,7 @@ class Session:
     flops_per_sample: float | None = None
     beside: tuple[Ema | Scaler | SpikeJudge, ...] = ()
     fixed: bool = False
+    posted: Posted = field(default_factory=Posted)
 
     @property
     def ema(self) -> Ema | None:
@@ -119,13 +122,11 @@ def assemble(
     spread = spread_task(task, config, processes)
     optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
     outer = make_outer(spread, has_step=has_step(task), order=declared_order(dataset))
-    meeting = check_at_start(task, spread, dataset, config.train.seed, draws=draws(dataset), group=processes.data_group)
-    spread.path.take()  # of the check, which each rank may make on samples of its own
-    check_coupling(task, meeting, processes.mesh.layout)
-    fixed = meeting.coupled or has_batch_statistics(spread.modules)
+    meeting, fixed = _meet(task, spread, dataset, config, processes)
     stream = _check_alike(config, open_stream(dataset, config, processes, fixed=fixed), processes)
     schedule = kept_schedule or make_schedule(config, stream)
     ema, scaler, spikes = beside = _make_beside(task, config, spread, processes)
+    posted = post_sentinels(config.guard, processes, spread, optimizers, schedule, stream, beside)
     step = Step(
         spread,
         observe(make_passes(task, meeting.forward, optimizers, processes)),
@@ -139,6 +140,7 @@ def assemble(
         ema=ema,
         scaler=scaler,
         guard=StepGuard(spread, spikes),
+        watch=posted.watch,
     )
     return Session(
         task=task,
@@ -157,7 +159,16 @@ def assemble(
         flops_per_sample=meeting.flops_per_sample,
         beside=tuple(other for other in beside if other is not None),
         fixed=fixed,
+        posted=posted,
     )
+
+
+def _meet(task: Task, spread: Spread, dataset: Any, config: Config, processes: Processes) -> tuple[Meeting, bool]:
+    """What the Task's functions do with its samples, and whether it matters which samples share a forward."""
+    meeting = check_at_start(task, spread, dataset, config.train.seed, draws=draws(dataset), group=processes.data_group)
+    spread.path.take()  # of the check, which each rank may make on samples of its own
+    check_coupling(task, meeting, processes.mesh.layout)
+    return meeting, meeting.coupled or has_batch_statistics(spread.modules)
 
 
 def _make_beside(

@@ -20,6 +20,7 @@ from allranks.stepping.outer import OuterOptimizer
 from allranks.stepping.passes import Passes, Scale
 from allranks.stepping.scaler import Scaler, Scaling
 from allranks.stepping.schedule import Schedule
+from allranks.stepping.sentinel import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Step:
         ema: an average that follows the parameters; None for none.
         scaler: scales the loss, and says which steps are skipped; None for neither.
         guard: says so where nothing is scaled, and puts back what a skipped step has learnt; None: nothing is skipped.
+        watch: looks at each step, and has the others hear of what it finds; None: nobody looks.
 
     Attributes:
         outer: puts copies together that are by themselves between its steps; None where there are none.
@@ -96,6 +98,7 @@ class Step:
         ema: Ema | None = None,
         scaler: Scaler | None = None,
         guard: StepGuard | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._spread = spread
         self._ranks = spread.mesh.layout.sample_ranks
@@ -111,6 +114,7 @@ class Step:
         self._ema = ema
         self._scaler = scaler
         self._guard = guard
+        self._watch = watch
         self._skipped: torch.Tensor | None = None  # whether the step before left out an update
 
     def agree_first(self, batch: StepBatch) -> Pending:
@@ -138,10 +142,12 @@ class Step:
         mark("agreement")
         for sums in self._passes.run(batch, scale):
             mark("forward_backward")
+            if self._watch is not None:
+                self._watch.look(sums.which, batch)
             if pending is None:
                 coming = upcoming()
                 mark("input")
-                pending, targets = self._agree(sums.loss, sums.ledger, coming), sums.targets
+                pending, targets = self._agree(sums.loss, sums.ledger, coming, batch), sums.targets
             divide = None if sums.targets is None else self._spread.divisor / sums.targets.clamp(min=1.0)
             updated = self._optimizers.parameters(sums.which)
             if scaler is not None:
@@ -186,12 +192,15 @@ class Step:
             return divisor / max(1, before.read().next_targets)
         return divisor / before.next_targets.clamp(min=1.0)
 
-    def _agree(self, loss: torch.Tensor, ledger: int, upcoming: StepBatch | None) -> Pending:
+    def _agree(
+        self, loss: torch.Tensor, ledger: int, upcoming: StepBatch | None, batch: StepBatch | None = None
+    ) -> Pending:
         fault_points.reach("agreement")
         interrupt, terminate = self._stop_requested()
         targets = 0 if upcoming is None else upcoming.targets or 0
         samples = 0 if upcoming is None else sum(len(m.positions) for m in upcoming.micro_steps)
         path, wait = self._spread.path.take(), self._spread.path.wait
-        saving = self.saving()
-        ballot = Ballot(loss, targets, samples, interrupt, terminate, ledger, path, wait, self._skipped, saving)
+        pace, noticed = ("", False) if self._watch is None else self._watch.say(batch)
+        told = (self._skipped, self.saving(), pace, noticed)
+        ballot = Ballot(loss, targets, samples, interrupt, terminate, ledger, path, wait, *told)
         return self._agreement.start(ballot)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final
 
-from allranks.config_sections import GuardConfig
+from allranks.config_guard import GuardConfig
 from allranks.observing.heartbeat import (
     ANSWERED,
     ASKED,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-from allranks.config_sections import GuardConfig
+from allranks.config_guard import GuardConfig
 from allranks.failure import NO_PROGRESS, STOPS, TRANSIENT, Failure
 from allranks.observing.journal import Journal
 from allranks.run import Run

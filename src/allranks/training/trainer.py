@@ -14,13 +14,12 @@ from allranks.observing.counters import Stopwatch
 from allranks.observing.progress import ProgressLine
 from allranks.observing.recorder import Recorder, StepRecord, Value
 from allranks.stepping.agreement import Agreed, Pending
-from allranks.stepping.alike import explain_divergence
 from allranks.stepping.session import Session
 from allranks.stepping.spikes import Window
 from allranks.stepping.step import Outcome
-from allranks.training.replicas import Replicas
 from allranks.training.saver import Saver
 from allranks.training.saves import Saves
+from allranks.training.sentinels import Sentinels
 from allranks.training.skips import KIND, Skips, explain_spike
 from allranks.training.validate import validate
 from allranks.verdict import Verdict
@@ -81,7 +80,8 @@ class Trainer:
         self._windows = {name: Window(guard.spike_window, guard.spike_threshold) for name in watched}
         self._num_skipped = 0
         self._skips = Skips(session, self._tell)
-        self._replicas = Replicas(session)
+        self._sentinels = Sentinels(session, self._tell)
+        saver.prove = self._sentinels.prove
         self._heart = heartbeat.current()
         self._saves = Saves(saver, lambda: session.stream.position, stopwatch, self._heart, recorder, self._tell)
         session.step.saving = self._saves.standing
@@ -133,10 +133,7 @@ class Trainer:
 
     def _read(self, pending: Pending, step: int) -> Agreed:
         """What was agreed in step `step` (from 1), which all ranks made alike: else nothing of it may be saved."""
-        agreed = pending.read()
-        if agreed.diverged:
-            processes = self._session.processes
-            raise explain_divergence(pending.path, step, processes.world_group, processes.device)
+        agreed = self._sentinels.read(pending, step)
         self._saves.hear(pending, agreed)
         return agreed
 
@@ -149,14 +146,6 @@ class Trainer:
             self._saves.save(step)  # the parameters are good, and the samples that were not are behind
         self._tell(verdict, told)
         raise GuardError(f"{verdict.what}; {verdict.next}")
-
-    def _end_unless_alike(self, step: int) -> None:
-        """Compare the copies of the parameters; collective. Where they differ nothing is saved any more."""
-        verdict = self._replicas.compare(step)
-        self._stopwatch.mark("other")
-        if verdict is not None:
-            self._tell(verdict, step)
-            raise GuardError(f"{verdict.what}; {verdict.next}")
 
     def _tell(self, verdict: Verdict, step: int) -> None:
         if self._recorder is not None:
@@ -174,9 +163,11 @@ class Trainer:
         return "done" if batch.exhausted and before.read().next_samples == 0 else None
 
     def _boundary(self, step: int, pending: Pending) -> None:
-        if self._replicas.due(step):
+        if self._sentinels.due(step):
             self._heart.progress()
-            self._end_unless_alike(step)
+            self._read(pending, step)
+            self._sentinels.compare(step)
+            self._stopwatch.mark("other")
         # Saved before it is evaluated: metrics that fail lose no step.
         if self._saves.due(step):
             if self._saves.beside:

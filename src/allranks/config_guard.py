@@ -1,0 +1,82 @@
+"""The keys of the section guard: what watches over a run, and what it does then."""
+
+from typing import Annotated, Literal, final
+
+from pydantic import Field, model_validator
+
+from allranks.config_sections import Count, CountOrZero, Section, key
+
+SENTINELS = ("replicas", "shards", "samples", "randomness", "linkage", "schedule", "steps", "checkpoint")
+"""What watches over every run, by the names that `guard.mute` takes."""
+_NAMES = ", ".join(SENTINELS)
+
+
+@final
+class GuardConfig(Section):
+    """What watches over the workers that `allranks train` starts and over their steps, and what it does then."""
+
+    hang: Literal["restart", "stop", "report"] = key(
+        "restart", "what follows when workers hang: start them again, end with 93, or only say so"
+    )
+    hang_seconds: float | None = key(
+        None,
+        "without progress in a step: that long is a hang; not given: five times the longest step so far, at least 15",
+        unit="s",
+        gt=0,
+    )
+    stopped_seconds: float = key(10.0, "how long a process may be stopped (SIGSTOP)", unit="s", gt=0)
+    input_seconds: float = key(
+        600.0, "without a batch of data: that long is a hang; it is told of as early as others", unit="s", gt=0
+    )
+    first_step_seconds: float = key(
+        1800.0, "from the start of a worker to the end of its first step, compilation included", unit="s", gt=0
+    )
+    evaluation_seconds: float = key(
+        1800.0, "between two batches of an evaluation; also after the last step", unit="s", gt=0
+    )
+    checkpoint_seconds: float = key(1800.0, "for writing one checkpoint", unit="s", gt=0)
+    restarts: CountOrZero = key(
+        3, "restarts in a row that finish no further step, before the run ends with 93; 0: none", unit="restarts"
+    )
+    nonfinite: Literal["skip", "stop"] = key(
+        "skip", "what follows a step whose gradients are not finite and which so changes nothing: go on, or end with 93"
+    )
+    nonfinite_limit: Count = key(10, "so many such steps in a row end the run with 93", unit="steps")
+    digest_every: CountOrZero = key(
+        200,
+        "steps between two comparisons of what ranks must have alike, the first after the first step; 0: never",
+        unit="steps",
+    )
+    on_finding: Literal["stop", "warn"] | None = key(
+        None,
+        "what follows a finding of a sentinel: end with 93 before more is saved, or a warning; not given: stop where "
+        "the state of the run is wrong already, else warn",
+    )
+    mute: str = key("", f"sentinels that look at nothing, with commas between: {_NAMES}")
+    spike: Literal["off", "log", "skip"] = key(
+        "log", "what follows a loss or gradient norm that is a spike: nothing, a verdict, or (of a norm) no update"
+    )
+    spike_threshold: float = key(10.0, "robust deviations above the median from which a value is a spike", gt=0)
+    spike_window: Annotated[int, Field(ge=2, le=1000)] = key(
+        100, "steps whose median and deviation a value is compared with", unit="steps"
+    )
+    spike_times: CountOrZero = key(3, "under skip: so many spikes are left out in a run, at most", unit="steps")
+
+    @property
+    def muted(self) -> tuple[str, ...]:
+        """The names in `mute`."""
+        return tuple(filter(None, (name.strip() for name in self.mute.split(","))))
+
+    @model_validator(mode="after")
+    def _know_the_muted(self) -> "GuardConfig":
+        for name in self.muted:
+            if name not in SENTINELS:
+                raise ValueError(f"guard.mute={self.mute}: no sentinel is called {name!r}; there are {_NAMES}")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_rollback(cls, values: object) -> object:
+        if isinstance(values, dict) and values.get("spike") == "rollback":
+            raise ValueError("guard.spike=rollback is not built: use skip, or resume from an older checkpoint by hand")
+        return values

@@ -1,0 +1,66 @@
+"""Which sentinels watch over a run: all that can find something in it, but for those that are muted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from allranks.config import GuardConfig
+from allranks.data.stream import DataStream
+from allranks.parallel.spread import Spread
+from allranks.stepping.feeding import Feeding
+from allranks.stepping.linkage import Linkage
+from allranks.stepping.optimizer import Optimizers
+from allranks.stepping.pace import STEPS, Rates, pace_of
+from allranks.stepping.randomness import Randomness
+from allranks.stepping.replicas import Replicas
+from allranks.stepping.scaler import Scaler
+from allranks.stepping.schedule import Schedule
+from allranks.stepping.sentinel import Rounds, RoundSentinel, StepSentinel, Watch
+from allranks.stepping.shards import Shards
+from allranks.stepping.world import Processes
+
+
+@final
+@dataclass(frozen=True)
+class Posted:
+    """The sentinels of a run.
+
+    Attributes:
+        watch: those that look at each step.
+        rounds: when the ranks are compared.
+        comparing: those that compare them.
+    """
+
+    watch: Watch = field(default_factory=Watch)
+    rounds: Rounds = field(default_factory=lambda: Rounds(0))
+    comparing: tuple[RoundSentinel, ...] = ()
+
+
+def post_sentinels(
+    guard: GuardConfig,
+    processes: Processes,
+    spread: Spread,
+    optimizers: Optimizers,
+    schedule: Schedule,
+    stream: DataStream,
+    beside: Sequence[Any],
+) -> Posted:
+    """The sentinels of a run whose parameters are in place; `beside`: what else has tensors, None for what is not."""
+    rounds = Rounds(guard.digest_every)
+    others = [other for other in beside if other is not None]
+    alone = processes.size == 1
+    randomness = Randomness(processes.mesh, rounds.due)
+    feeding = Feeding(processes.mesh, stream, rounds.due)
+    steps: list[StepSentinel] = [Rates(optimizers, schedule), randomness, feeding]
+    comparing: list[RoundSentinel] = [Linkage(spread, optimizers), feeding]
+    if not alone:
+        replicas = Replicas(spread, optimizers, others, processes.world_group)
+        steps.append(replicas)
+        comparing += [replicas, Shards(spread), randomness]
+    scaler = next((other for other in others if isinstance(other, Scaler)), None)
+    pace = None if alone or STEPS in guard.muted else pace_of(optimizers, scaler, settings=spread.stages is None)
+    return Posted(
+        Watch([one for one in steps if one.name not in guard.muted], pace),
+        rounds,
+        tuple(one for one in comparing if one.name not in guard.muted),
+    )

@@ -1,0 +1,125 @@
+"""Bugs of users and of machines, in whole runs: each is found, named and followed by what the config says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.training.sentinels import Sentinels
+from allranks.verdict import Verdict
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import config_of, session_of
+from tests.distributed.tasks import Tiny
+from tests.training.runs import events, saved, start, train_outside
+
+SMALL = ("train.global_batch=10", "train.steps=12", "guard.digest_every=2", "checkpoint.every=2", "evaluate.every=0")
+
+
+@pytest.mark.distributed
+def test_a_flipped_bit_ends_the_run(pool: Pools, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    refusals = train_outside(pool, 3, "Flipping", *SMALL, "task.flip_at=12", run=run, layout="ddp")
+    (verdict,) = events(run, "verdict")
+    step = verdict["step"]
+    assert verdict["kind"] == "replicas_differ" and step in (4, 6, 8, 10)
+    for told in refusals:
+        assert str(told).startswith(f"GuardError: after step {step} rank 2 ("), told
+        assert "0.weight" in str(told) and f"resume from a checkpoint of step {step - 2} or before" in str(told)
+        assert "guard.mute=replicas silences this sentinel" in str(told)
+    assert saved(run) == [step - 4, step - 2][step == 4 :], "what is not alike is not saved"
+
+
+@pytest.mark.distributed
+def test_buffers_that_nobody_broadcasts_end_the_run(pool: Pools, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    refusals = train_outside(pool, 2, "Tracking", *SMALL, run=run, layout="ddp")
+    for told in refusals:
+        assert "buffer 1.mean" in str(told) and str(told).startswith("GuardError: after step "), told
+    (verdict,) = events(run, "verdict")
+    assert max(saved(run), default=0) < verdict["step"] <= 6
+
+
+@pytest.mark.distributed
+def test_a_setting_of_one_rank_ends_the_run_before_it_is_saved(pool: Pools, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    refusals = train_outside(pool, 2, "Settling", *SMALL, "guard.digest_every=0", run=run, layout="ddp")
+    assert all("the ranks no longer make the same steps: rank 0 has weight_decay" in str(told) for told in refusals)
+    (verdict,) = events(run, "verdict")
+    assert verdict["kind"] == "steps_differ"
+    assert 0 < max(saved(run)) < verdict["step"]
+
+
+@pytest.mark.distributed
+def test_a_warning_lets_it_go_on_and_is_not_repeated(pool: Pools, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = (*SMALL, "guard.on_finding=warn", "guard.mute=replicas")
+    assert train_outside(pool, 2, "Settling", *settings, run=run, layout="ddp") == [0, 0]
+    (verdict,) = events(run, "verdict")
+    assert verdict["kind"] == "steps_differ" and verdict["what"].endswith("the run goes on")
+    assert saved(run)[-1] == 12
+
+
+@pytest.mark.distributed
+def test_a_scheduler_of_its_own_is_told_of_once(pool: Pools, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = (*SMALL, "train.micro_batch=2")
+    assert train_outside(pool, 2, "Scheduling", *settings, run=run, layout="ddp") == [0, 0]
+    (verdict,) = events(run, "verdict")
+    assert verdict["kind"] == "rate_moved" and verdict["step"] <= 3
+    assert "on rank 0, 1" in verdict["evidence"]
+
+
+def test_alone_too_and_it_may_stop(tmp_path: Path) -> None:
+    assert start("Scheduling", tmp_path / "warned", "train.steps=6", "evaluate.every=0") == 0
+    assert [one["kind"] for one in events(tmp_path / "warned", "verdict")] == ["rate_moved"]
+    settings = ("train.steps=6", "evaluate.every=0", "checkpoint.every=3", "guard.on_finding=stop")
+    with pytest.raises(Exception, match="something besides the schedule moves the learning rate") as raised:
+        start("Scheduling", tmp_path / "stopped", *settings)
+    assert raised.value.exit_code == 93  # type: ignore[attr-defined]
+    assert saved(tmp_path / "stopped") == []
+
+
+def test_what_is_muted_says_nothing(tmp_path: Path) -> None:
+    settings = ("train.steps=6", "evaluate.every=0", "guard.mute=linkage, schedule")
+    assert start("Scheduling", tmp_path / "run", *settings) == 0
+    assert events(tmp_path / "run", "verdict") == []
+
+
+def test_a_layer_that_is_made_anew_is_told_of(tmp_path: Path) -> None:
+    settings = ("train.steps=12", "evaluate.every=0", "guard.digest_every=4")
+    assert start("Replacing", tmp_path / "run", *settings) == 0
+    (verdict,) = events(tmp_path / "run", "verdict")
+    assert verdict["kind"] == "optimizer_unlinked" and verdict["step"] == 8
+    assert "the model has another tensor for 3.weight" in verdict["what"]
+
+
+@pytest.mark.parametrize("task", ["Curve", "OwnOptimizer", "Slowing", "Normed", "Tied", "Gan", "Streamed"])
+def test_a_run_in_which_nothing_is_wrong_is_silent(task: str, tmp_path: Path) -> None:
+    settings = ("train.epochs=1",) if task == "Streamed" else ("train.steps=6", "train.ema=0.9")
+    assert start(task, tmp_path / "run", *settings, "guard.digest_every=1", "guard.on_finding=stop") == 0
+    assert events(tmp_path / "run", "verdict") == []
+
+
+def sentinels(*overrides: str, told: list[Any] | None = None) -> Sentinels:
+    found = [] if told is None else told
+    return Sentinels(session_of(Tiny(), config_of("single", *overrides)), lambda *one: found.append(one))
+
+
+def test_when_it_is_due() -> None:
+    often, never = sentinels("guard.digest_every=3"), sentinels("guard.digest_every=0")
+    assert [step for step in range(5, 13) if often.due(step)] == [5, 6, 9, 12], "the first step of a process, too"
+    assert not any(never.due(step) for step in range(1, 7))
+    assert not sentinels("guard.mute=linkage,samples").due(1), "one rank has nothing else to compare"
+
+
+def test_a_finding_is_told_once_and_only_what_spoils_the_state_ends_the_run() -> None:
+    told: list[Any] = []
+    found = Verdict("odd", "something is odd", ("why",), "look")
+    those = sentinels(told=told)
+    those.conclude("schedule", found, 3)
+    those.conclude("schedule", found, 4)
+    those.conclude("linkage", None, 4)
+    ((verdict, step),) = told
+    assert (verdict.what, step) == ("something is odd; the run goes on", 3)
+    with pytest.raises(Exception, match="something is odd; the run ends, and nothing more is saved; look"):
+        those.conclude("steps", found, 5)

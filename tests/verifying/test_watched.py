@@ -1,0 +1,82 @@
+"""Programs trained as users train them: what sentinels say of them, and how that is counted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.config_guard import SENTINELS
+from allranks.verdict import FINDINGS
+from allranks.verifying import watched
+from allranks.verifying.corpus import read_corpus, read_entry
+from allranks.verifying.watched import Watched, count, is_task, watch, watch_all
+
+CORPUS = Path(__file__).parents[2] / "corpus"
+DUE = {  # program -> the sentinel that has to catch it
+    "S04_stream_of_all": "samples",
+    "S05_numpy_in_loss": "randomness",
+    "S06_seeds_in_loss": "randomness",
+    "S12_layer_made_anew": "linkage",
+    "S22_scheduler_of_its_own": "schedule",
+    "S25_buffer_of_each_rank": "replicas",
+    "S38_decay_of_one_rank": "steps",
+    "S39_flipped_bit": "replicas",
+}
+
+
+def test_every_kind_of_finding_is_a_sentinels() -> None:
+    assert set(FINDINGS.values()) == set(SENTINELS)
+
+
+def test_tasks_are_told_from_loops() -> None:
+    assert is_task(CORPUS / "task_digits.py") and is_task(CORPUS / "watched" / "digits.py")
+    assert not is_task(CORPUS / "classifier.py")
+
+
+def test_the_folder_holds_what_is_due() -> None:
+    entries = read_corpus(CORPUS / "watched")
+    assert {entry.name for entry in entries if not entry.clean} == set(DUE)
+    assert all(is_task(entry.path) for entry in entries)
+
+
+def test_how_runs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        Watched("a", "S5", "", 0, ("randomness",), 4),
+        Watched("b", "S39", "", 93, ("replicas",), 16),
+        Watched("c", "S30", "", 0),
+        Watched("d", "clean", "", 0),
+        Watched("e", "clean", "", 0, ("samples",), 3),
+        Watched("f", "clean", "", 2),
+    ]
+    assert [one.outcome for one in found] == ["caught", "caught", "missed", "clean", "false alarm", "failed"]
+    assert count(found) == {"caught": 2, "missed": 1, "clean": 1, "false alarm": 1, "failed": 1, "latest step": 16}
+    assert found[0].to_json()["outcome"] == "caught"
+    asked: list[Any] = []
+    monkeypatch.setattr(watched, "watch", lambda entry, words, steps: asked.append((entry.name, words, steps)))
+    entries = [read_entry(CORPUS / name) for name in ("classifier.py", "task_digits.py")]
+    list(watch_all([entry for entry in entries if entry is not None], 7))
+    assert asked == [
+        ("task_digits", words, 7) for words in ("--layout ddp --nproc 2", "--layout fsdp --nproc 2", "--layout tp=2")
+    ]
+
+
+@pytest.mark.distributed
+def test_a_scheduler_of_its_own_is_caught_by_the_real_command() -> None:
+    entry = read_entry(CORPUS / "watched" / "S22_scheduler_of_its_own.py")
+    assert entry is not None
+    found = watch(entry, "--layout ddp --nproc 2", 6)
+    assert (found.outcome, found.sentinels, found.exit_code) == ("caught", ("schedule",), 0), found
+    assert found.step is not None and found.step <= 3
+    assert json.dumps(found.to_json())
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)
+def test_all_that_is_wrong_is_caught_and_nothing_else() -> None:
+    found = list(watch_all(read_corpus(CORPUS / "watched")))
+    assert {one.name: one.sentinels[:1] for one in found if one.kind != "clean"} == {n: (s,) for n, s in DUE.items()}
+    assert {one.outcome for one in found if one.kind == "clean"} == {"clean"}
+    clean = list(watch_all([entry for entry in read_corpus(CORPUS, {"clean"}) if is_task(entry.path)]))
+    assert [one for one in clean if one.outcome != "clean"] == []
