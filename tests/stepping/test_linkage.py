@@ -1,13 +1,16 @@
 """Optimizers that no longer hold what the model computes with are found, on whichever rank."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from allranks.parallel import compiled
 from allranks.stepping.linkage import Linkage
 from allranks.stepping.session import Session
 from tests.distributed.pool import Pools
@@ -99,7 +102,9 @@ def test_values_may_be_set_and_layers_frozen() -> None:
 
 def watched(kind: str, layout: str, *overrides: str) -> Any:
     """In a worker: whether every parameter is watched, and what a round finds; then rank 1 replaces one."""
-    session = trained(kind, layout, *overrides)
+    with warnings.catch_warnings(), patch.object(compiled, "BACKEND", "aot_eager"):
+        warnings.simplefilter("ignore")  # torch may warn while it compiles
+        session = trained(kind, layout, *overrides)
     (linkage,) = [one for one in session.posted.comparing if isinstance(one, Linkage)]
     here = {name for name, entry in session.spread.map.items() if entry.kind == "parameter"}
     silent = list(hold_round(session, 2))
