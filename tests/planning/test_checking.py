@@ -55,6 +55,15 @@ def test_where_all_stands_the_best_few_were_rehearsed() -> None:
     assert checked[0].corrected is search.found.best
 
 
+def test_counted_memory_does_not_decide_who_is_rehearsed() -> None:
+    """It has another margin than what is planned: a best that needs little would leave no other on the front."""
+    rehearsals = Rehearsals(lambda number, found: replace(as_planned(found), peak_bytes=1e9))
+    plan = make_plan(replace(QUESTION, rehearse=rehearsals))
+    assert rehearsals.asked == leading(FEW)
+    runners = [one.estimate.choice for one in plan.others if not one.family]
+    assert runners == [other.estimate.choice for other in make_plan(QUESTION).others if not other.family]
+
+
 def test_nobody_rehearses_without_being_asked() -> None:
     search, checked = search_checked(QUESTION)
     assert checked == () and search.found.best is not None and search.found.best.choice == leading(1)[0]

@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
-from allranks.plan import Checked, Estimate, Plan, Ranked, Refusal
+from allranks.plan import Checked, Plan, Ranked, Refusal
 from allranks.planning.bills import bill_of, check_limits, unmet_limits
 from allranks.planning.changes import usual_changes, what_if
-from allranks.planning.checking import search_checked
+from allranks.planning.checking import front_of, search_checked
 from allranks.planning.families import plain_families
 from allranks.planning.least import least_over
 from allranks.planning.question import Question
 from allranks.planning.reasons import why_first, why_not, why_unfit
 from allranks.planning.scale import cluster_of, largest, sizes_of
-from allranks.planning.search import Found, Search, front
+from allranks.planning.search import Found, Search
 
 SHOWN = 6
 """Runners-up of the Pareto front that a plan keeps."""
@@ -164,7 +164,7 @@ def _best(found: Found) -> Ranked | None:
 
 def _others(found: Found, families: list[Ranked], checked: tuple[Checked, ...]) -> tuple[Ranked, ...]:
     """The Pareto front behind the best, what dry runs let drop, then the best of each plain family."""
-    runners: list[Estimate] = front(one for one in found.estimates.values() if one.fits)
+    runners = front_of(found, {one.planned.choice: one for one in checked})
     taken = {found.best.choice} if found.best is not None else set()
     others: list[Ranked] = []
     for one in runners:

@@ -1,5 +1,7 @@
 """`plan --check`: dry runs of the best few, and the search made again with what they counted until these few stand."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final, final
 
 from allranks.cluster import Cluster
@@ -50,12 +52,12 @@ def search_checked(question: Question) -> tuple[Search, tuple[Checked, ...]]:
             estimates.known[planned.choice] = one.corrected
 
 
-def next_to_check(found: Found, checks: dict[Choice, Checked]) -> Estimate | None:
+def next_to_check(found: Found, checks: Mapping[Choice, Checked]) -> Estimate | None:
     """The first of the best few that nobody has rehearsed yet; None where all stand, or enough was tried."""
     if len(checks) >= MOST_TRIES:
         return None
     standing = 0
-    for one in front(each for each in found.estimates.values() if each.fits):
+    for one in front_of(found, checks):
         known = checks.get(one.choice)
         if known is None:
             return one
@@ -63,6 +65,17 @@ def next_to_check(found: Found, checks: dict[Choice, Checked]) -> Estimate | Non
         if standing == FEW:
             return None
     return None
+
+
+def front_of(found: Found, checks: Mapping[Choice, Checked]) -> list[Estimate]:
+    """The front of time and memory of what fits, the fastest first.
+
+    Memory is compared as planned: counted memory has another margin, and would be compared with planned one.
+    """
+    fitting = [one for one in found.estimates.values() if one.fits]
+    planned = {choice: check.planned.peak_bytes for choice, check in checks.items()}
+    comparable = (replace(one, peak_bytes=planned.get(one.choice, one.peak_bytes)) for one in fitting)
+    return [found.estimates[one.choice] for one in front(comparable)]
 
 
 def weigh(planned: Estimate, told: DryRun | str) -> Checked:
