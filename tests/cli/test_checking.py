@@ -133,8 +133,8 @@ def test_the_real_command_rehearses_what_it_planned(tmp_path: Path) -> None:
     document = json.loads(allranks(*words, folder=folder).stdout)
     (checked,) = document["checked"]
     assert (checked["layout"], checked["outcome"]) == ("dp_shard=4", "stands")
-    words = ("dryrun", *task, "train.micro_batch=2", f"train.precision={checked['precision']}", *where)
-    told = json.loads(allranks(*words, "--layout", "fsdp", "--json", folder=folder).stdout)
+    keys = ("train.micro_batch=2", f"train.precision={checked['precision']}")
+    told = json.loads(allranks("dryrun", *task, *keys, *where, "--layout", "fsdp", "--json", folder=folder).stdout)
     best = document["best"]
     assert best["peak_bytes"]["expected"] == pytest.approx(told["peak_bytes"] + told["margin_bytes"])
     assert best["bytes_by_category"]["gathered"] == told["ranks"]["0"]["by_category"]["gathered"]

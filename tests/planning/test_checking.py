@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
+
 from allranks.plan import Choice, Estimate
+from allranks.planning import checking
 from allranks.planning.answer import make_plan
-from allranks.planning.checking import FEW, MOST_TRIES, CorrectedEstimates, search_checked
+from allranks.planning.checking import FEW, CorrectedEstimates, search_checked
 from allranks.planning.dry_run import DryRun
 from allranks.planning.estimate import estimate
 from allranks.planning.question import Question
@@ -100,15 +103,17 @@ def test_what_becomes_slower_is_overtaken() -> None:
 def test_what_cannot_be_rehearsed_keeps_its_place() -> None:
     rehearsals = Rehearsals(lambda number, found: "no rehearsal" if number == 0 else as_planned(found))
     plan = make_plan(replace(QUESTION, rehearse=rehearsals))
-    assert [one.outcome for one in plan.checked] == ["not checked", *["stands"] * (len(plan.checked) - 1)]
+    assert [one.outcome for one in plan.checked] == ["not checked", *["stands"] * FEW]
     assert plan.checked[0].because == "no rehearsal"
     assert plan.best is not None and plan.best.estimate.choice == leading(1)[0] == rehearsals.asked[0]
 
 
-def test_it_ends_where_nothing_can_be_rehearsed_or_time_is_up() -> None:
+def test_it_ends_where_nothing_can_be_rehearsed_or_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = Rehearsals(lambda number, found: "no rehearsal")
+    monkeypatch.setattr(checking, "MOST_TRIES", 2)
     _, checked = search_checked(replace(QUESTION, rehearse=refusing))
-    assert len(refusing.asked) == len(checked) <= MOST_TRIES
+    assert len(refusing.asked) == len(checked) == 2
+    monkeypatch.undo()
     late = Rehearsals(lambda number, found: None if number else as_planned(found))
     _, checked = search_checked(replace(QUESTION, rehearse=late))
     assert len(late.asked) == 2 and len(checked) == 1

@@ -57,8 +57,7 @@ def test_what_dry_runs_said_and_what_follows() -> None:
     said = squeezed(" ".join(rows))
     assert "dropped dp_replicate=8, micro_batch 1 100.0 GB counted" in said
     assert said.endswith(f"so {best.choice.layout}, micro_batch 1 leads in its place")
-    others = render_plan(plan).partition("Why not the others")[2]
-    assert others.splitlines()[2].startswith("  dropped") and "next" not in others.partition("What if")[0]
+    assert "Why not the others" not in render_plan(plan)
     assert checked_section(replace(plan, checked=checked[::-1]))[-1].endswith("the plan's best stays")
     unseen = replace(plan, checked=(Checked(best, None, "not rehearsed"),))
     assert checked_section(unseen)[-1].endswith("the plan's best stays, and no dry run has seen it")

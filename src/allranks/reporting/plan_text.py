@@ -25,7 +25,7 @@ def render_plan(plan: Plan, *, width: int = WIDTH) -> str:
     for title, body in (
         ("Checked by dry runs", _checked(plan)),
         ("For all of it", _bill(plan.bill)),
-        ("Why not the others", _others(plan.others)),
+        ("Why not the others", _others([one for one in plan.others if one.family or one.estimate.fits])),
         ("What if (one change each)", _pairs((change.change, change.because) for change in plan.what_ifs)),
         ("Refused", _refusals(plan)),
         ("Decided for you", _bullets(plan.notes)),
@@ -173,7 +173,7 @@ def _others(others: Sequence[Ranked]) -> RenderableType | None:
     table.add_column("layout, and why not", overflow="fold")
     for other in others:
         found = other.estimate
-        name = f"  {other.family} alone" if other.family else "  next" if found.fits else "  dropped"
+        name = f"  {other.family} alone" if other.family else "  next"
         figures = (format_seconds(found.step_seconds.expected), format_bytes(found.peak_bytes.expected))
         table.add_row(name, *figures, f"{found.mfu:.0%}", f"{_choice(found.choice)}\n{other.because}")
     return table
