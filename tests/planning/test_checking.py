@@ -121,7 +121,7 @@ def test_it_ends_where_nothing_can_be_rehearsed_or_time_is_up(monkeypatch: pytes
 
 def test_what_ifs_are_compared_with_what_was_planned() -> None:
     """What a dry run counted of the best is not known of its changes."""
-    rehearsals = Rehearsals(lambda number, found: replace(as_planned(found), peak_bytes=1e9))
+    rehearsals = Rehearsals(lambda number, found: DryRun(1e9, 2e9, {"weights": 1e9}))
     plan, before = make_plan(replace(QUESTION, rehearse=rehearsals)), make_plan(QUESTION)
     assert plan.best is not None and before.best is not None
     assert plan.best.estimate.choice == before.best.estimate.choice
