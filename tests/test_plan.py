@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from allranks.layout import Layout
-from allranks.plan import Bill, Choice, Estimate, MemoryUse, Plan, Ranked, Span, StepTime
+from allranks.plan import Bill, Checked, Choice, Estimate, MemoryUse, Plan, Ranked, Span, StepTime
 
 
 def estimate(low: float, high: float, capacity: float = 80e9) -> Estimate:
@@ -37,6 +37,16 @@ def test_the_total_has_every_part_once(kind: type[MemoryUse] | type[StepTime]) -
 def test_what_fits_does_so_with_its_whole_interval(low: float, high: float, fits: bool, may_fit: bool) -> None:
     found = estimate(low, high)
     assert (found.fits, found.may_fit) == (fits, may_fit)
+
+
+def test_what_would_fail_fits_nowhere() -> None:
+    assert not dataclasses.replace(estimate(1e9, 2e9), fault="rank 3 waits").fits
+
+
+def test_what_a_dry_run_made_of_an_estimate() -> None:
+    fits, large = estimate(1e9, 2e9), estimate(90e9, 95e9)
+    outcomes = [Checked(fits, after, "because").outcome for after in (fits, large, None)]
+    assert outcomes == ["stands", "dropped", "not checked"]
 
 
 def test_a_plan_is_led_by_its_best_or_by_what_came_nearest() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import Literal, final
 
 from allranks.layout import Layout
 
@@ -116,6 +116,7 @@ class Estimate:
         mfu: model FLOPs (forward and backward once, without recomputation; attention not halved) over the peak.
         samples_per_second, tokens_per_second: of the whole cluster.
         correction: by which all seconds were multiplied, because runs on this machine took so long.
+        fault: what a dry run says that a run would fail by; "" where it has found nothing, or nobody made one.
         host_bytes, host_capacity_bytes: what the processes of a node keep in its memory, and what there is of it for
             them; None where nobody knows.
     """
@@ -134,11 +135,15 @@ class Estimate:
     host_bytes: float = 0.0
     host_capacity_bytes: float | None = None
     correction: float = 1.0
+    fault: str = ""
 
     @property
     def fits(self) -> bool:
-        """Whether the expected peak, with what the interval adds, stays below the capacity, and the host has room."""
-        return self.peak_bytes.high <= self.capacity_bytes and self.fits_host
+        """Whether the expected peak, with what the interval adds, stays below the capacity, and the host has room.
+
+        What would fail for another reason fits nowhere.
+        """
+        return self.peak_bytes.high <= self.capacity_bytes and self.fits_host and not self.fault
 
     @property
     def fits_host(self) -> bool:
@@ -174,6 +179,30 @@ class Ranked:
     estimate: Estimate
     because: str
     family: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a dry run said of one configuration.
+
+    Attributes:
+        planned: what was estimated; corrected: the same with what was counted, None where no dry run could be made.
+        because: one line: what was counted, or why nothing could be.
+        traffic: axis -> counted bytes over planned ones, where they differ.
+    """
+
+    planned: Estimate
+    corrected: Estimate | None
+    because: str
+    traffic: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> Literal["stands", "dropped", "not checked"]:
+        """Whether it still fits by what was counted."""
+        if self.corrected is None:
+            return "not checked"
+        return "stands" if self.corrected.fits else "dropped"
 
 
 @final
@@ -234,6 +263,7 @@ class Plan:
         bill: of the best, where a number of tokens was given.
         notes: what was decided for the user, and why.
         unmet: limits of time or money that the best does not keep, one line each.
+        checked: what dry runs said, where they were asked for.
     """
 
     model: str
@@ -252,6 +282,7 @@ class Plan:
     bill: Bill | None = None
     unmet: tuple[str, ...] = ()
     machine: str = ""
+    checked: tuple[Checked, ...] = ()
 
     @property
     def leading(self) -> Ranked | None:

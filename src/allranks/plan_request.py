@@ -21,6 +21,7 @@ class PlanRequest:
         what_if: one `KEY=VALUE` each.
         tokens, deadline: numbers with a suffix (15T, 30d).
         budget, price: money; watts: of one device.
+        check: whether dry runs of the best few correct the plan.
     """
 
     arguments: tuple[str, ...] = ()
@@ -38,6 +39,7 @@ class PlanRequest:
     budget: float | None = None
     price: float | None = None
     watts: float | None = None
+    check: bool = False
     explain: bool = False
     save: Path | None = None
     html: Path | None = None

@@ -1,5 +1,6 @@
 """What the words of `allranks dryrun` mean."""
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,12 @@ from allranks.cli.rehearsing import NAMED, Asked, exit_code, question_of, task_o
 from allranks.errors import ConfigError
 from allranks.rehearsal import Finding
 from tests.test_rehearsal import rank, rehearsal
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dynamo() -> None:
+    """Fake tensors import this, which sets an environment variable: before any test looks."""
+    importlib.import_module("torch._inductor.runtime.cache_dir_utils")
 
 
 def test_names_and_tasks() -> None:

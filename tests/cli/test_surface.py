@@ -13,9 +13,9 @@ SURFACE = {
         "ARGUMENTS... --change --device --help --json --layout --nproc --resume --run --run-dir --show --show-sharding"
     ),
     "allranks plan": (
-        "ARGUMENTS... --budget --cluster --deadline --experts --explain --ffn --global-batch --gpus --guide --heads "
-        "--help --hidden --html --json --kv-heads --layers --layout --micro-batch --precision --price --save --seq "
-        "--tokens --top-k --vocab --watts --what-if"
+        "ARGUMENTS... --budget --check --cluster --deadline --experts --explain --ffn --global-batch --gpus --guide "
+        "--heads --help --hidden --html --json --kv-heads --layers --layout --micro-batch --precision --price --save "
+        "--seq --tokens --top-k --vocab --watts --what-if"
     ),
     "allranks verify": "ARGUMENTS... --help --json --layout --nproc --steps",
     "allranks chaos": "ARGUMENTS... --help --json --kills --layout --nproc --points --run --run-dir --seed",

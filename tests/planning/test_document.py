@@ -12,6 +12,7 @@ from allranks.layout import Layout
 from allranks.plan import Choice
 from allranks.planning.answer import make_plan
 from allranks.planning.document import layout_table, plan_document, run_toml
+from allranks.planning.dry_run import DryRun
 from tests.planning.questions import ask
 
 
@@ -30,6 +31,18 @@ def test_the_document_has_the_keys_that_stay() -> None:
     assert sum(document["best"]["bytes_by_category"].values()) == pytest.approx(best.estimate.memory.total)
     assert set(document["refusals"][0]) == {"rule", "layout", "because"}
     assert document["bill"]["tokens"] == 1e9 and document["fits"] is True
+
+
+def test_what_dry_runs_said_is_told_beside_what_was_planned() -> None:
+    answers = iter(["no rehearsal", DryRun(1e9, 2e9, {"weights": 1e9}), DryRun(fault="rank 3 waits; x")])
+    plan = make_plan(ask(where="1x8:a100-80g", rehearse=lambda question, choice: next(answers, None)))
+    unknown, stands, dropped = json.loads(json.dumps(plan_document(plan), allow_nan=False))["checked"]
+    assert [one["outcome"] for one in (unknown, stands, dropped)] == ["not checked", "stands", "dropped"]
+    assert unknown["because"] == "no rehearsal" and unknown["corrected"] is None and unknown["planned"]["fits"]
+    assert stands["corrected"]["peak_bytes"]["expected"] == 3e9 and stands["traffic"] == {}
+    assert stands["layout"] == stands["planned"]["layout"] and stands["micro_batch"] and stands["precision"]
+    assert dropped["corrected"]["fits"] is False and dropped["because"] == "would fail: rank 3 waits; x"
+    assert plan_document(make_plan(ask()))["checked"] == []
 
 
 def test_what_does_not_fit_stands_as_the_best_with_fits_false() -> None:

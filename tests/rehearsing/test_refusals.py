@@ -4,7 +4,7 @@ import pytest
 
 from allranks.errors import LayoutError, TaskError
 from allranks.layout import Layout
-from allranks.rehearsing.refusals import Unrehearsable, explain, refuse
+from allranks.rehearsing.refusals import NotRehearsed, Unrehearsable, explain, refuse
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,9 @@ from allranks.rehearsing.refusals import Unrehearsable, explain, refuse
     ],
 )
 def test_layouts_without_a_rehearsal(layout: Layout) -> None:
-    with pytest.raises(LayoutError, match=r"is not rehearsed: .*`allranks plan` estimates it"):
+    with pytest.raises(LayoutError, match=r"is not rehearsed: .*`allranks plan` estimates it") as caught:
         refuse(layout)
+    assert type(caught.value) is NotRehearsed and caught.value.exit_code == LayoutError.exit_code
 
 
 def test_other_layouts_have_one() -> None:

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
-from allranks.plan import Plan, Refusal
+from allranks.layout import Layout
+from allranks.plan import Checked, Plan, Ranked, Refusal
 from allranks.planning.answer import make_plan
 from allranks.reporting.plan_text import SHOWN_REFUSALS, render_comparison, render_plan
 from tests.planning.questions import ask
+from tests.reporting.plans import MEMORY, make_estimate, pipelined
 
 
 def squeezed(text: str) -> str:
@@ -35,6 +37,33 @@ def test_shares_of_time_and_memory_add_up() -> None:
         rows = lines[start : lines.index("", start)]
         shares = [int(word[:-1]) for row in rows for word in row.split() if word.endswith("%")]
         assert len(shares) == len(rows) and abs(sum(shares) - 100) <= len(rows)
+
+
+def checked_section(plan: Plan) -> list[str]:
+    lines = render_plan(plan).splitlines()
+    start = lines.index("Checked by dry runs") + 1
+    return lines[start : lines.index("", start)]
+
+
+def test_what_dry_runs_said_and_what_follows() -> None:
+    best, small = make_estimate(), make_estimate(Layout(dp_shard=8))
+    large = make_estimate(Layout(dp_replicate=8), replace(MEMORY, weights=90e9))
+    checked = (
+        *(Checked(large, large, "100.0 GB counted"), Checked(small, None, "not rehearsed"), Checked(best, best, "so")),
+    )
+    plan = replace(pipelined(), checked=checked, others=(Ranked(large, "100.0 GB counted"),))
+    rows = checked_section(plan)
+    assert [row.split("  ")[1] for row in rows if row[2] != " "] == ["dropped", "not checked", "stands", "so"]
+    said = squeezed(" ".join(rows))
+    assert "dropped dp_replicate=8, micro_batch 1 100.0 GB counted" in said
+    assert said.endswith(f"so {best.choice.layout}, micro_batch 1 leads in its place")
+    assert "Why not the others" not in render_plan(plan)
+    assert checked_section(replace(plan, checked=checked[::-1]))[-1].endswith("the plan's best stays")
+    unseen = replace(plan, checked=(Checked(best, None, "not rehearsed"),))
+    assert checked_section(unseen)[-1].endswith("the plan's best stays, and no dry run has seen it")
+    nothing = checked_section(replace(plan, best=None, closest=None))
+    assert nothing[-1].endswith("nothing is left")
+    assert "Checked by dry runs" not in render_plan(pipelined())
 
 
 def test_nothing_left_is_a_refusal() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from allranks.config_sections import GuardConfig
+from allranks.config_guard import GuardConfig
 from allranks.observing.heartbeat import FIRST, LONGEST, MARK, PHASE, PHASES, PULSE, STEP
 from allranks.surviving import monitor as module
 from allranks.surviving.monitor import (

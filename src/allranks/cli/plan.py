@@ -31,6 +31,7 @@ PRECISION = _option("--precision", "bfloat16, float16, float32, float64, several
 LAYOUT = _option("--layout", "Weigh this layout; auto,recompute=full: fix a mode, search the rest.", "L")
 SEQ = _option("--seq", "Positions of a sample (32k); ?: as many as fit.", "N|?")
 WHAT_IF = _option("--what-if", "One more change to look at: recompute=full, tp=4, seq=32768.", "KEY=VALUE")
+CHECK = typer.Option("--check", help="Rehearse the best few (allranks dryrun) and correct the plan; some minutes.")
 JSON = typer.Option("--json", help="One JSON document on standard output, all else on standard error.")
 
 
@@ -49,6 +50,7 @@ def plan(
     budget: Annotated[float | None, _option("--budget", "The money for them.", "MONEY")] = None,
     price: Annotated[float | None, _option("--price", "Of one device for an hour.", "MONEY")] = None,
     watts: Annotated[float | None, _option("--watts", "Of one device.", "W")] = None,
+    check: Annotated[bool, CHECK] = False,
     explain: Annotated[bool, typer.Option("--explain", help="The decision guide and the blocks, in numbers.")] = False,
     guide: Annotated[bool, typer.Option("--guide", help="The decision guide, without a model.")] = False,
     save: Annotated[Path | None, _option("--save", "Write plan.json and RUN.toml there.", "DIR")] = None,

@@ -21,7 +21,7 @@ from allranks.plan_request import PlanRequest
 from allranks.planning.answer import make_plan, plan_gpus, plan_seq
 from allranks.planning.document import PLAN_FILE, RUN_FILE, plan_document, run_toml
 from allranks.planning.hardware import find_cluster
-from allranks.planning.question import Question, choose_precisions, fixed_micro_steps, usual_batch
+from allranks.planning.question import Question, Rehearse, choose_precisions, fixed_micro_steps, usual_batch
 from allranks.planning.scale import cluster_of
 
 ASK = "?"
@@ -42,6 +42,10 @@ class Asked:
     gpus: bool
     seq: bool
 
+    def with_dry_runs(self, rehearse: Rehearse | None) -> "Asked":
+        """The same, whose plan dry runs correct."""
+        return replace(self, question=replace(self.question, rehearse=rehearse))
+
     def plan(self) -> Plan:
         """The plan that answers."""
         if self.gpus:
@@ -58,7 +62,8 @@ def answer(request: PlanRequest) -> int:
     with stdout_kept_free(request.json):
         clusters = [find_cluster(text) for text in request.cluster]
         subject = find_subject(request)
-        plans = [ask(request, subject, cluster).plan() for cluster in clusters]
+        rehearse = _rehearser(request, subject) if request.check else None
+        plans = [ask(request, subject, cluster).with_dry_runs(rehearse).plan() for cluster in clusters]
         best = min(plans, key=_order)
         _write(request, subject, best)
     if request.json:
@@ -66,6 +71,12 @@ def answer(request: PlanRequest) -> int:
     else:
         _print(request, subject, plans, best)
     return exit_code(best)
+
+
+def _rehearser(request: PlanRequest, subject: Subject) -> Rehearse:
+    from allranks.cli.checking import Rehearser
+
+    return Rehearser(request, subject)
 
 
 def exit_code(plan: Plan) -> int:

@@ -109,7 +109,7 @@ class StepRecord:
                     stack.callback(self._watch_unit(group, unit, members))
             if not sharded:
                 for module in self._spread.modules.values():
-                    stack.callback(module.register_forward_pre_hook(lambda *_: self._note("compute", MODEL)).remove)
+                    stack.callback(module.register_forward_pre_hook(lambda *_: self._enter(MODEL)).remove)
                     stack.callback(module.register_forward_hook(self._watch_output).remove)
             stack.enter_context(Collectives(self._collective))
             yield
@@ -121,6 +121,15 @@ class StepRecord:
         self._deeds.append(Deed(phase, what, unit, num_bytes))
         self._tell(self._deeds[-1])
 
+    def _go_forward(self) -> None:
+        """Outside of a backward, a forward begins or goes on: that of the next micro-step where one went before."""
+        if torch._C._current_graph_task_id() == -1:
+            self._backward_seen = False
+
+    def _enter(self, unit: str) -> None:
+        self._go_forward()
+        self._note("compute", unit)
+
     def _watch_output(self, module: nn.Module, inputs: object, output: object) -> None:
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -129,14 +138,13 @@ class StepRecord:
 
     def _watch_unit(self, group: Any, unit: str, members: Sequence[nn.Module]) -> Callable[[], None]:
         """Put an eye on FSDP's methods of one unit; returns what takes it away."""
-        hooks = [member.register_forward_pre_hook(lambda *_: self._note("compute", unit)) for member in members]
-        whole = sum(param._orig_size.numel() * param.sharded_param.element_size() for param in group.fsdp_params)
+        hooks = [member.register_forward_pre_hook(lambda *_: self._enter(unit)) for member in members]
         unshard, post_backward, pre_backward = group.unshard, group.post_backward, group.pre_backward
         to_sharded = group._to_sharded
 
         def dropping() -> None:
             if not group.is_sharded:
-                self._note("drop", unit, whole)
+                self._note("drop", unit, gathered_bytes(group))
             to_sharded()
 
         def before(*args: Any) -> None:
@@ -159,6 +167,8 @@ class StepRecord:
 
     def _inside(self, method: Callable[..., Any], kind: str, unit: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if kind == "gather":
+                self._go_forward()
             outer, self._context = self._context, (kind, unit)
             try:
                 return method(*args, **kwargs)
@@ -238,6 +248,11 @@ def _axis_names(spread: Spread) -> dict[str, str]:
     if mesh.gradient_group is not None:
         found.setdefault(mesh.gradient_group.group_name, "the data-parallel ranks")
     return found
+
+
+def gathered_bytes(group: Any) -> int:
+    """What a unit holds while it is gathered: here every parameter's whole, in the type that it was gathered in."""
+    return sum(param._orig_size.numel() * param._unsharded_param.element_size() for param in group.fsdp_params)
 
 
 def find_units(module: nn.Module, which: str) -> Iterator[tuple[Any, str, list[nn.Module]]]:

@@ -2,15 +2,16 @@
 
 from dataclasses import replace
 
-from allranks.plan import Estimate, Plan, Ranked, Refusal
+from allranks.plan import Checked, Plan, Ranked, Refusal
 from allranks.planning.bills import bill_of, check_limits, unmet_limits
 from allranks.planning.changes import usual_changes, what_if
+from allranks.planning.checking import front_of, search_checked
 from allranks.planning.families import plain_families
 from allranks.planning.least import least_over
 from allranks.planning.question import Question
 from allranks.planning.reasons import why_first, why_not, why_unfit
 from allranks.planning.scale import cluster_of, largest, sizes_of
-from allranks.planning.search import Found, Search, front
+from allranks.planning.search import Found, Search
 
 SHOWN = 6
 """Runners-up of the Pareto front that a plan keeps."""
@@ -32,13 +33,14 @@ def make_plan(question: Question) -> Plan:
         ConfigError: a limit or a what-if that cannot be computed.
     """
     check_limits(question)
-    space = question.space()
-    search = Search(space)
-    search.run()
+    search, checked = search_checked(question)
+    space = search.space
     families, refused = plain_families(search)
     found = search.found
     profile = next(iter(space.profiles.values()))
     first = found.best or found.nearest
+    # What was counted of one is not known of its changes: they are compared with what was planned of it.
+    before = next((one.planned for one in checked if first and one.planned.choice == first.choice), first)
     bill = None
     if question.tokens is not None and found.best is not None:
         bill = bill_of(found.best, question.tokens, profile.tokens, question.cluster)
@@ -49,7 +51,7 @@ def make_plan(question: Question) -> Plan:
         machine=question.cluster.machine,
         searched=len(found.estimates),
         best=_best(found),
-        others=_others(found, families),
+        others=_others(found, families, checked),
         refusals=_refusals(found, refused),
         closest=None if found.best or found.nearest is None else Ranked(found.nearest, why_unfit(found.nearest)),
         notes=(*question.notes, *question.cluster.notes),
@@ -57,9 +59,10 @@ def make_plan(question: Question) -> Plan:
         nodes=question.cluster.nodes,
         parameters=profile.parameters,
         seq=profile.seq,
-        what_ifs=tuple(what_if(change, first, question) for change in dict.fromkeys(changes) if first is not None),
+        what_ifs=tuple(what_if(change, before, question) for change in dict.fromkeys(changes)) if before else (),
         bill=bill,
         unmet=unmet_limits(bill, question),
+        checked=checked,
     )
 
 
@@ -159,16 +162,17 @@ def _best(found: Found) -> Ranked | None:
     return Ranked(found.best, why_first(found.best, sum(one.fits for one in found.estimates.values())))
 
 
-def _others(found: Found, families: list[Ranked]) -> tuple[Ranked, ...]:
-    """The Pareto front behind the best, then the best of each plain family; every choice once."""
-    runners: list[Estimate] = front(one for one in found.estimates.values() if one.fits)
+def _others(found: Found, families: list[Ranked], checked: tuple[Checked, ...]) -> tuple[Ranked, ...]:
+    """The Pareto front behind the best, what dry runs let drop, then the best of each plain family."""
+    runners = front_of(found, {one.planned.choice: one for one in checked})
     taken = {found.best.choice} if found.best is not None else set()
     others: list[Ranked] = []
     for one in runners:
         if one.choice not in taken and len(others) < SHOWN:
             taken.add(one.choice)
             others.append(Ranked(one, why_not(one, found.best)))
-    return (*others, *families)
+    dropped = [Ranked(one.corrected, one.because) for one in checked if one.corrected and one.outcome == "dropped"]
+    return (*others, *dropped, *families)
 
 
 def _refusals(found: Found, first: list[Refusal]) -> tuple[Refusal, ...]:

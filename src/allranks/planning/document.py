@@ -6,7 +6,7 @@ from typing import Any
 from allranks.config_sections import LayoutConfig
 from allranks.config_toml import render_toml
 from allranks.layout import Layout
-from allranks.plan import Choice, Estimate, Plan, Ranked, Span
+from allranks.plan import Checked, Choice, Estimate, Plan, Ranked, Span
 from allranks.planning.reasons import bytes_by_category, seconds_by_cause
 
 SCHEMA = 1
@@ -41,12 +41,27 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         ],
         "bill": None if plan.bill is None else {**asdict(plan.bill), "days": plan.bill.days},
         "unmet": list(plan.unmet),
+        "checked": [_checked(one) for one in plan.checked],
         "notes": list(plan.notes),
     }
 
 
 def _ranked(ranked: Ranked) -> dict[str, Any]:
     return {**_estimate(ranked.estimate), "because": ranked.because, "family": ranked.family}
+
+
+def _checked(one: Checked) -> dict[str, Any]:
+    corrected = None if one.corrected is None else _estimate(one.corrected)
+    return {
+        "layout": str(one.planned.choice.layout),
+        "micro_batch": one.planned.choice.micro_batch,
+        "precision": one.planned.choice.precision,
+        "outcome": one.outcome,
+        "because": one.because,
+        "traffic": dict(one.traffic),
+        "planned": _estimate(one.planned),
+        "corrected": corrected,
+    }
 
 
 def _estimate(found: Estimate) -> dict[str, Any]:

@@ -9,10 +9,15 @@ from allranks.config_sections import LayoutConfig
 from allranks.errors import ConfigError
 from allranks.layout import Layout
 from allranks.model_profile import ModelProfile
+from allranks.plan import Choice
 from allranks.planning.choices import Space
+from allranks.planning.dry_run import DryRun
 
 MakeProfile = Callable[[int | None, str], ModelProfile]
 """(positions of a sample or None for the model's own, precision) -> what the model costs."""
+
+Rehearse = Callable[["Question", Choice], DryRun | str | None]
+"""What a dry run of a Choice counted; why none can be made of it; None where no more are to be made."""
 
 TOKENS_PER_STEP = 2**22
 """Of a model by name, where nobody gives a batch: about what large language models are trained with (2005.14165, table
@@ -35,6 +40,7 @@ class Question:
         tokens: to train on; limits of time in seconds and of money in the cluster's currency.
         what_ifs: changes to look at, besides the usual ones: `KEY=VALUE`.
         notes: what was decided on the way here.
+        rehearse: makes dry runs of the best few, which correct the plan; None: nobody does.
     """
 
     make_profile: MakeProfile
@@ -51,6 +57,7 @@ class Question:
     limit_money: float | None = None
     what_ifs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    rehearse: Rehearse | None = None
 
     def space(self) -> Space:
         """What may be taken on the cluster. Raises LayoutError where the written layout does not fit its devices."""

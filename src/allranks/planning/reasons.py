@@ -73,7 +73,9 @@ def why_not(other: Estimate, best: Estimate | None) -> str:
 
 
 def why_unfit(other: Estimate) -> str:
-    """What it needs beside what a device has, and what needs the most."""
+    """What it needs beside what a device has, and what needs the most; or what else it would fail by."""
+    if other.fault:
+        return f"would fail: {other.fault}"
     peak, capacity = other.peak_bytes, other.capacity_bytes
     if peak.high <= capacity and other.host_capacity_bytes is not None:
         size, room = format_bytes(other.host_bytes), format_bytes(other.host_capacity_bytes)

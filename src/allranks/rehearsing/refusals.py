@@ -9,6 +9,10 @@ class Unrehearsable(TaskError):
     """The step needs values, or operators without a kernel for shapes: nothing is known of it."""
 
 
+class NotRehearsed(LayoutError):
+    """Training takes the layout, and a dry run of it would tell nothing, or something else."""
+
+
 def explain(name: str, error: Exception, module: str, layout: Layout) -> TaskError:
     """The error for what a rehearsed step raised: a fault that training would meet, or a question of values."""
     what = what_failed(error, module)
@@ -29,7 +33,7 @@ def _advise(layout: Layout) -> str:
 
 
 def refuse(layout: Layout, precision: str = "float32") -> None:
-    """LayoutError for what has no rehearsal."""
+    """NotRehearsed for what has no rehearsal."""
     cut = max(layout.dp_shard, layout.tp, layout.cp, layout.pp) > 1
     reasons = {
         "placement": (layout.kind == "placement", "devices of one process"),
@@ -46,6 +50,6 @@ def refuse(layout: Layout, precision: str = "float32") -> None:
     }
     for what, (asked, because) in reasons.items():
         if asked:
-            raise LayoutError(
+            raise NotRehearsed(
                 f"{what} is not rehearsed: tensors without memory have no {because}; `allranks plan` estimates it"
             )

@@ -23,8 +23,9 @@ def render_plan(plan: Plan, *, width: int = WIDTH) -> str:
     if leading is not None:
         parts += [_figures(leading.estimate), *_where_it_goes(leading.estimate)]
     for title, body in (
+        ("Checked by dry runs", _checked(plan)),
         ("For all of it", _bill(plan.bill)),
-        ("Why not the others", _others(plan.others)),
+        ("Why not the others", _others([one for one in plan.others if one.family or one.estimate.fits])),
         ("What if (one change each)", _pairs((change.change, change.because) for change in plan.what_ifs)),
         ("Refused", _refusals(plan)),
         ("Decided for you", _bullets(plan.notes)),
@@ -122,6 +123,27 @@ def _bars(values: Mapping[str, float], written: Mapping[str, str]) -> Renderable
         cells = (Text(written[name], justify="right"), Text(f"{share:.0%}", justify="right"))
         table.add_row(Text(f"  {name}"), *cells, Text("━" * round(BAR_CELLS * share)))
     return table
+
+
+def _checked(plan: Plan) -> RenderableType | None:
+    """What each dry run said, and whether another layout leads now."""
+    if not plan.checked:
+        return None
+    rows: list[tuple[str, str]] = [
+        (one.outcome, f"{_choice(one.planned.choice)}\n{one.because}") for one in plan.checked
+    ]
+    rows.append(("so", _consequence(plan, plan.checked[0].planned.choice)))
+    return _pairs(rows)
+
+
+def _consequence(plan: Plan, first: Choice) -> str:
+    """Whether what was planned `first` still leads, and whether a dry run has seen what leads."""
+    if plan.leading is None:
+        return "nothing is left"
+    leading = plan.leading.estimate.choice
+    said = "the plan's best stays" if leading == first else f"{_choice(leading)} leads in its place"
+    seen = any(one.corrected and one.planned.choice == leading for one in plan.checked)
+    return said if seen else f"{said}, and no dry run has seen it"
 
 
 def _bill(bill: Bill | None) -> RenderableType | None:

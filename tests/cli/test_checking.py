@@ -1,0 +1,148 @@
+"""`plan --check`: what a dry run is told, how it is read, and when it is given up."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.cli.checking import Rehearser
+from allranks.cli.main import main
+from allranks.cli.planned_model import find_subject
+from allranks.errors import ConfigError
+from allranks.layout import Layout
+from allranks.plan import Choice
+from allranks.plan_request import PlanRequest
+from allranks.planning.dry_run import DryRun
+from allranks.planning.scale import cluster_of
+from tests.commands import POINTS, allranks
+from tests.planning.questions import ask
+from tests.test_rehearsal import rank, rehearsal
+
+NAME = PlanRequest(("llama3-8b",), ("2x8:a100-80g",), check=True)
+CHOICE = Choice(Layout(dp_shard=8, tp=2, recompute="full"), 64, 2)
+
+
+def rehearser(program: str = "", request: PlanRequest = NAME, limit: float = 60.0) -> Rehearser:
+    """One that runs a text of Python in the place of allranks."""
+    return Rehearser(request, find_subject(request), limit, (sys.executable, "-c", program))
+
+
+def printing(document: Any, code: int) -> str:
+    """A program that prints a document and exits."""
+    return f"import json; print(json.dumps({document!r})); raise SystemExit({code})"
+
+
+def refusal(kind: str, message: str, code: int = 2) -> str:
+    return printing({"error": message, "kind": kind, "exit_code": code}, code)
+
+
+def test_what_a_dry_run_is_told() -> None:
+    words = rehearser().words(ask(seq=None), CHOICE)
+    assert words[:5] == ["llama3-8b", "--cluster", "2x8:a100-80g", "--layout", "dp_shard=8,tp=2,recompute=full"]
+    assert words[5:] == ["train.global_batch=64", "train.precision=bfloat16", "train.micro_batch=2"]
+    assert "task.seq=2048" in rehearser().words(ask(seq=2048), CHOICE)
+    ring = Choice(Layout(cp=4, dp_shard=4, context="ring"), 64, 1, "float32")
+    assert {"layout.context=ring", "train.precision=float32"} <= set(rehearser().words(ask(), ring))
+
+
+def test_the_cluster_is_the_users_or_the_one_that_was_planned(tmp_path: Path) -> None:
+    """A file by its path, whatever name stands in it; another number of devices by what it is."""
+    (tmp_path / "ours.toml").write_text('nodes = 2\ndevices_per_node = 4\ndevice = "a100-80g"\n')
+    path = str(tmp_path / "ours.toml")
+    request = PlanRequest(("llama3-8b",), (path,), check=True)
+    question = ask(where=path)
+    assert path in rehearser(request=request).words(question, CHOICE)
+    smaller = question.on(cluster_of(ask().cluster, 4))
+    assert "1x4:a100-80g" in rehearser(request=request).words(smaller, CHOICE)
+
+
+def test_a_task_keeps_its_words_and_its_micro_steps() -> None:
+    request = PlanRequest((POINTS, "train.micro_steps=2"), ("1x4:a100-80g",), check=True)
+    subject = find_subject(request)
+    question = ask(where="1x4:a100-80g")
+    words = Rehearser(request, subject).words(question, Choice(Layout(dp_replicate=4), 64, 8))
+    assert words[:2] == [POINTS, "train.micro_steps=2"] and words[-1] == "train.micro_steps=2"
+    assert not any(word.startswith(("train.micro_batch", "task.seq")) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        (PlanRequest((), ("8:h100",), {"layers": 2, "kv_heads": 4}), "--layers, --kv-heads gives sizes alone"),
+        (PlanRequest(("llama3-8b",), ("8:h100",), {"layers": 2}), "--layers gives sizes alone"),
+        (PlanRequest(("a/config.json",), ("8:h100",)), "a/config.json gives sizes alone"),
+    ],
+)
+def test_sizes_are_no_program(request_: PlanRequest, named: str) -> None:
+    subject = find_subject(NAME)
+    with pytest.raises(ConfigError, match=f"{named}: name a Task, or a model"):
+        Rehearser(request_, subject)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_what_was_counted_is_read(code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    told = rehearser(printing(rehearsal(rank(0, 700)).to_json(), code))(ask(), CHOICE)
+    assert isinstance(told, DryRun) and told.peak_bytes == 700
+    assert "checking: allranks dryrun llama3-8b --cluster" in capfd.readouterr().err
+
+
+def test_what_training_would_refuse_is_a_fault_and_what_a_rehearsal_alone_refuses_is_not() -> None:
+    for kind in ("LayoutError", "TaskError"):
+        assert rehearser(refusal(kind, "tp=3 does not divide"))(ask(), CHOICE) == DryRun(fault="tp=3 does not divide")
+    for kind, code in (("NotRehearsed", 2), ("Unrehearsable", 3)):
+        rehearse = rehearser(refusal(kind, "no rehearsal", code))
+        assert rehearse(ask(), CHOICE) == rehearse(ask(), CHOICE) == "no rehearsal"
+
+
+def test_what_is_wrong_whatever_the_layout_is_asked_once() -> None:
+    rehearse = rehearser(refusal("ConfigError", "gpt2 can be planned and not rehearsed"))
+    assert rehearse(ask(), CHOICE) == "gpt2 can be planned and not rehearsed"
+    assert rehearse(ask(), CHOICE) is None
+
+
+def test_a_program_that_breaks_is_no_answer() -> None:
+    told = rehearser("raise RuntimeError('torn')")(ask(), CHOICE)
+    assert told == "the dry run ended with exit code 1: RuntimeError: torn"
+    assert rehearser("raise SystemExit(9)")(ask(), CHOICE) == "the dry run ended with exit code 9: it said nothing"
+
+
+def test_time_that_is_up_ends_the_dry_run_and_all_others() -> None:
+    rehearse = rehearser("import time; time.sleep(3600)", limit=0.5)
+    assert str(rehearse(ask(), CHOICE)).startswith("not done within 500.0 ms")
+    assert rehearse(ask(), CHOICE) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("config.json",), ("llama3-8b", "--layers", "2")],
+)
+def test_bad_input_is_one_line(words: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    words = tuple(str(tmp_path / word) if word.endswith(".json") else word for word in words)
+    assert main(["plan", *words, "--cluster", "2:h100", "--check"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_real_command_rehearses_what_it_planned(tmp_path: Path) -> None:
+    """One layout and one micro-batch, so that one dry run is made; its document is that of `allranks dryrun`."""
+    task, where = ("tests.rehearsing.tasks:Tokens", "train.global_batch=16"), ("--cluster", "1x4:a100-80g")
+    folder = Path(__file__).parents[2]
+    words = ("plan", *task, *where, "--layout", "fsdp", "--micro-batch", "2", "--check", "--json")
+    document = json.loads(allranks(*words, folder=folder).stdout)
+    (checked,) = document["checked"]
+    assert (checked["layout"], checked["outcome"]) == ("dp_shard=4", "stands")
+    keys = ("train.micro_batch=2", f"train.precision={checked['precision']}")
+    told = json.loads(allranks("dryrun", *task, *keys, *where, "--layout", "fsdp", "--json", folder=folder).stdout)
+    best = document["best"]
+    assert best["peak_bytes"]["expected"] == pytest.approx(told["peak_bytes"] + told["margin_bytes"])
+    assert best["bytes_by_category"]["gathered"] == told["ranks"]["0"]["by_category"]["gathered"]
+
+
+@pytest.mark.full
+def test_the_best_few_of_a_search_are_rehearsed(tmp_path: Path) -> None:
+    """A best that recomputes selectively has no dry run: it is named, and the others are rehearsed."""
+    words = ("plan", "llama2-7b", "--seq", "4096", "--global-batch", "32", "--cluster", "1x8:a100-40g", "--check")
+    ran = allranks(*words, folder=tmp_path)
+    assert "Checked by dry runs" in ran.stdout and ran.stdout.count("GB counted") >= 1, ran.stdout
