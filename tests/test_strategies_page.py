@@ -1,6 +1,7 @@
 """The page of the strategies: every command runs, every measured figure is from the stored run."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 
 from allranks.benchmarking.strategies import STRATEGIES as MEASURED
 from allranks.cli.main import main
+from allranks.config_keys import config_keys
 from allranks.config_sections import PROCESS_AXES
 from tests.test_documentation import allranks_problems
 from tools import strategies
-from tools.strategies import RESULTS, STRATEGIES, TASK, Strategy, render_strategies
+from tools.strategies import RESULTS, render_strategies
+from tools.strategy_choices import STRATEGIES, TASK, Strategy
 
 ROOT = Path(__file__).parents[1]
 DIGITS = str(ROOT / "examples" / "digits" / "task.py")
@@ -28,12 +31,13 @@ def test_the_page_is_what_the_run_says() -> None:
     assert PAGE.read_text() == render_strategies()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.layout)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 def test_every_command_is_accepted(strategy: Strategy, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"`{strategy.command}`" in PAGE.read_text()
     program, *words = shlex.split(strategy.command)
     assert program == "allranks"
     many = ["--nproc", "4"] if "dp_replicate=2,dp_shard=*" in words else []
+    many = ["--nproc", "2"] if strategy.layout == "ddp" and strategy.settings else many
     shown = main([DIGITS if word == TASK else word for word in words] + many + ["--show", "--json"])
     out, err = capsys.readouterr()
     assert shown == 0, err
@@ -46,6 +50,35 @@ def test_every_axis_and_every_measured_strategy_has_its_place() -> None:
     named = {strategy.measured or strategy.layout for strategy in STRATEGIES if not strategy.why_not}
     assert named == set(MEASURED) == {row["strategy"] for row in stored()["rows"]}
     assert all((ROOT / f"docs/how-to/{strategy.guide}.md").is_file() for strategy in STRATEGIES if strategy.guide)
+
+
+@pytest.mark.parametrize(
+    "key", ["kind", "sharding", "schedule", "recompute", "offload", "compile", "ddp_hook", "context"]
+)
+def test_every_way_that_a_layout_has_is_on_the_page(key: str) -> None:
+    missing = [
+        word
+        for word in config_keys()[f"layout.{key}"].words
+        if word not in ("none", "mesh", "full") and not re.search(rf"[`=]{word}\b", PAGE.read_text())
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/explanation/concepts.md"])
+def test_who_starts_elsewhere_finds_them_too(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert [
+        word for word in ("placement", "slow-links", "save-memory", "pipeline") if f"how-to/{word}.md" not in text
+    ] == []
+
+
+def test_a_row_without_a_ratio_has_its_command_its_reason_and_its_guide() -> None:
+    choices, reasons = PAGE.read_text().split("## Measured")[0], PAGE.read_text().split("## Without a ratio")[1]
+    assert len({strategy.name for strategy in STRATEGIES}) == len(STRATEGIES)
+    for strategy in STRATEGIES:
+        assert f"| `{strategy.command}` |" in choices
+        assert (f"| `{strategy.name}` | {strategy.why_not} |" in reasons) == bool(strategy.why_not)
+        assert not strategy.settings or (strategy.why_not and f"(../how-to/{strategy.guide}.md)" in choices)
 
 
 def test_the_run_says_where_and_how_it_was_made() -> None:
