@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from allranks.benchmarking.strategies import STRATEGIES as MEASURED
+from allranks.benchmarking.subject import make_config
 from allranks.cli.main import main
 from allranks.config_keys import config_keys
 from allranks.config_sections import PROCESS_AXES
+from allranks.layout import Layout
+from allranks.layout_string import parse_layout
 from tests.test_documentation import allranks_problems
 from tools import strategies
 from tools.strategies import RESULTS, render_strategies
@@ -93,7 +96,15 @@ def test_the_run_says_where_and_how_it_was_made() -> None:
 def row(strategy: str, processes: int, **values: object) -> dict[str, object]:
     figures = {"ratio": 1.0, "ratio_q1": 0.9, "ratio_q3": 1.1, "ours_ms": 100.0, "ours_bytes": 200_000_000}
     rest = {"memory_ratio": 0.99, "loss_difference": 0.0, "turns": 7}
-    return {"strategy": strategy, "processes": processes, **figures, **rest, **values}
+    layout = str(Layout.resolve(parse_layout(strategy), processes))
+    return {"strategy": strategy, "layout": layout, "processes": processes, **figures, **rest, **values}
+
+
+def test_samples_are_those_that_the_stored_run_took() -> None:
+    for figures in stored()["rows"]:
+        layout = Layout.resolve(parse_layout(figures["layout"]), figures["processes"])
+        took = make_config(layout, steps=1).train.global_batch
+        assert f"| `{figures['strategy']}` | {figures['processes']} | {took} |" in PAGE.read_text()
 
 
 def test_figures_are_beside_ddp_on_as_many_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +113,8 @@ def test_figures_are_beside_ddp_on_as_many_processes(tmp_path: Path, monkeypatch
         row("ddp", 2),
         row("ddp", 4, ours_ms=50.0, ours_bytes=100_000_000),
         row("fsdp", 4, ours_ms=75.0, ours_bytes=40_000_000, ratio=1.012),
+        row("tp=2,dp_shard=2", 4, ours_bytes=25_000_000),
+        row("pp=2", 2, ours_bytes=150_000_000),
         row("tp=*", 2, ratio=None, loss_difference=0.01),
         row("cp=2", 2),
     ]
@@ -112,9 +125,13 @@ def test_figures_are_beside_ddp_on_as_many_processes(tmp_path: Path, monkeypatch
     results.write_text(json.dumps(document))
     monkeypatch.setattr(strategies, "RESULTS", results)
     lines = render_strategies().splitlines()
-    assert "| `fsdp` | 4 | 1.012 | 0.90-1.10 | 0.990 | 40.0 MB | 60% |" in lines
-    assert "| `single` | 1 | 1.000 | 0.90-1.10 | 0.990 | 200.0 MB | - |" in lines
-    assert "| `tp=*` | 2 | not timed: the first losses differ by 1e-02 | | | | |" in lines
+    assert "| `fsdp` | 4 | 8 | 1.012 | 0.90-1.10 | 0.990 | 40.0 MB | 60% |" in lines
+    assert "| `single` | 1 | 2 | 1.000 | 0.90-1.10 | 0.990 | 200.0 MB | - |" in lines
+    assert "| `tp=2,dp_shard=2` | 4 | 4 | 1.000 | 0.90-1.10 | 0.990 | 25.0 MB | 75% |" in lines
+    assert "| `pp=2` | 2 | 8 | 1.000 | 0.90-1.10 | 0.990 | 150.0 MB | 25% |" in lines
+    assert "| `tp=*` | 2 | 2 | not timed: the first losses differ by 1e-02 | | | | |" in lines
+    (table,) = (index for index, line in enumerate(lines) if "samples a step |" in line)
+    assert len({line.count("|") for line in lines[table : table + 7]}) == 1
     assert not [line for line in lines if line.startswith("| `cp=2` | 2")]
     assert any(
         "On 2030-01-02: 3 CPU cores" in line
