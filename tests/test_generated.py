@@ -21,6 +21,26 @@ def test_the_error_tree_is_drawn_as_it_is() -> None:
     assert defined == {"AllranksError", *(leaf.__name__ for leaf in classes)}
 
 
+def test_each_error_is_one_row_of_the_table() -> None:
+    lines = generate.render_errors().splitlines()
+    table = lines[lines.index("|---|---|---|") + 1 :]
+    assert len(table) == len(errors.AllranksError.__subclasses__())
+    assert all(re.fullmatch(r"\| `\w+` \| \d+ \| [^|]+\. \|", row) for row in table)
+    assert "| `MemoryShortError` | 1 | Memory ran out in a step. |" in table
+
+
+def test_a_paragraph_of_several_lines_is_one_cell() -> None:
+    class Leaf:
+        """Short, and
+        broken.
+
+        Attributes:
+            none: told.
+        """
+
+    assert generate.first_paragraph(Leaf) == "Short, and broken."
+
+
 def test_a_page_says_what_the_code_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| `RunError` | 78 |" in generate.render_errors()
     assert "| `train.global_batch` | `32` | samples | a whole number of at least 1 |" in generate.render_config()

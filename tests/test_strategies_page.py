@@ -1,6 +1,7 @@
 """The page of the strategies: every command runs, every measured figure is from the stored run."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,16 @@ from typing import Any
 import pytest
 
 from allranks.benchmarking.strategies import STRATEGIES as MEASURED
+from allranks.benchmarking.subject import make_config
 from allranks.cli.main import main
+from allranks.config_keys import config_keys
 from allranks.config_sections import PROCESS_AXES
+from allranks.layout import Layout
+from allranks.layout_string import parse_layout
 from tests.test_documentation import allranks_problems
 from tools import strategies
-from tools.strategies import RESULTS, STRATEGIES, TASK, Strategy, render_strategies
+from tools.strategies import RESULTS, render_strategies
+from tools.strategy_choices import STRATEGIES, TASK, Strategy
 
 ROOT = Path(__file__).parents[1]
 DIGITS = str(ROOT / "examples" / "digits" / "task.py")
@@ -28,12 +34,13 @@ def test_the_page_is_what_the_run_says() -> None:
     assert PAGE.read_text() == render_strategies()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.layout)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 def test_every_command_is_accepted(strategy: Strategy, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"`{strategy.command}`" in PAGE.read_text()
     program, *words = shlex.split(strategy.command)
     assert program == "allranks"
     many = ["--nproc", "4"] if "dp_replicate=2,dp_shard=*" in words else []
+    many = ["--nproc", "2"] if strategy.layout == "ddp" and strategy.settings else many
     shown = main([DIGITS if word == TASK else word for word in words] + many + ["--show", "--json"])
     out, err = capsys.readouterr()
     assert shown == 0, err
@@ -48,6 +55,35 @@ def test_every_axis_and_every_measured_strategy_has_its_place() -> None:
     assert all((ROOT / f"docs/how-to/{strategy.guide}.md").is_file() for strategy in STRATEGIES if strategy.guide)
 
 
+@pytest.mark.parametrize(
+    "key", ["kind", "sharding", "schedule", "recompute", "offload", "compile", "ddp_hook", "context"]
+)
+def test_every_way_that_a_layout_has_is_on_the_page(key: str) -> None:
+    missing = [
+        word
+        for word in config_keys()[f"layout.{key}"].words
+        if word not in ("none", "mesh", "full") and not re.search(rf"[`=]{word}\b", PAGE.read_text())
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/explanation/concepts.md"])
+def test_who_starts_elsewhere_finds_them_too(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert [
+        word for word in ("placement", "slow-links", "save-memory", "pipeline") if f"how-to/{word}.md" not in text
+    ] == []
+
+
+def test_a_row_without_a_ratio_has_its_command_its_reason_and_its_guide() -> None:
+    choices, reasons = PAGE.read_text().split("## Measured")[0], PAGE.read_text().split("## Without a ratio")[1]
+    assert len({strategy.name for strategy in STRATEGIES}) == len(STRATEGIES)
+    for strategy in STRATEGIES:
+        assert f"| `{strategy.command}` |" in choices
+        assert (f"| `{strategy.name}` | {strategy.why_not} |" in reasons) == bool(strategy.why_not)
+        assert not strategy.settings or (strategy.why_not and f"(../how-to/{strategy.guide}.md)" in choices)
+
+
 def test_the_run_says_where_and_how_it_was_made() -> None:
     document = stored()
     program, *words = shlex.split(document["command"])
@@ -60,7 +96,15 @@ def test_the_run_says_where_and_how_it_was_made() -> None:
 def row(strategy: str, processes: int, **values: object) -> dict[str, object]:
     figures = {"ratio": 1.0, "ratio_q1": 0.9, "ratio_q3": 1.1, "ours_ms": 100.0, "ours_bytes": 200_000_000}
     rest = {"memory_ratio": 0.99, "loss_difference": 0.0, "turns": 7}
-    return {"strategy": strategy, "processes": processes, **figures, **rest, **values}
+    layout = str(Layout.resolve(parse_layout(strategy), processes))
+    return {"strategy": strategy, "layout": layout, "processes": processes, **figures, **rest, **values}
+
+
+def test_samples_are_those_that_the_stored_run_took() -> None:
+    for figures in stored()["rows"]:
+        layout = Layout.resolve(parse_layout(figures["layout"]), figures["processes"])
+        took = make_config(layout, steps=1).train.global_batch
+        assert f"| `{figures['strategy']}` | {figures['processes']} | {took} |" in PAGE.read_text()
 
 
 def test_figures_are_beside_ddp_on_as_many_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +113,8 @@ def test_figures_are_beside_ddp_on_as_many_processes(tmp_path: Path, monkeypatch
         row("ddp", 2),
         row("ddp", 4, ours_ms=50.0, ours_bytes=100_000_000),
         row("fsdp", 4, ours_ms=75.0, ours_bytes=40_000_000, ratio=1.012),
+        row("tp=2,dp_shard=2", 4, ours_bytes=25_000_000),
+        row("pp=2", 2, ours_bytes=150_000_000),
         row("tp=*", 2, ratio=None, loss_difference=0.01),
         row("cp=2", 2),
     ]
@@ -79,9 +125,13 @@ def test_figures_are_beside_ddp_on_as_many_processes(tmp_path: Path, monkeypatch
     results.write_text(json.dumps(document))
     monkeypatch.setattr(strategies, "RESULTS", results)
     lines = render_strategies().splitlines()
-    assert "| `fsdp` | 4 | 1.012 | 0.90-1.10 | 0.990 | 40.0 MB | 60% |" in lines
-    assert "| `single` | 1 | 1.000 | 0.90-1.10 | 0.990 | 200.0 MB | - |" in lines
-    assert "| `tp=*` | 2 | not timed: the first losses differ by 1e-02 | | | | |" in lines
+    assert "| `fsdp` | 4 | 8 | 1.012 | 0.90-1.10 | 0.990 | 40.0 MB | 60% |" in lines
+    assert "| `single` | 1 | 2 | 1.000 | 0.90-1.10 | 0.990 | 200.0 MB | - |" in lines
+    assert "| `tp=2,dp_shard=2` | 4 | 4 | 1.000 | 0.90-1.10 | 0.990 | 25.0 MB | 75% |" in lines
+    assert "| `pp=2` | 2 | 8 | 1.000 | 0.90-1.10 | 0.990 | 150.0 MB | 25% |" in lines
+    assert "| `tp=*` | 2 | 2 | not timed: the first losses differ by 1e-02 | | | | |" in lines
+    (table,) = (index for index, line in enumerate(lines) if "samples a step |" in line)
+    assert len({line.count("|") for line in lines[table : table + 7]}) == 1
     assert not [line for line in lines if line.startswith("| `cp=2` | 2")]
     assert any(
         "On 2030-01-02: 3 CPU cores" in line

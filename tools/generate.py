@@ -5,6 +5,7 @@ A page is either wholly generated (docs/reference/*.md) or holds a generated blo
 
 import ast
 import html
+import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -83,11 +84,17 @@ def render_room(room: str) -> Iterator[str]:
 def render_errors() -> str:
     """The error tree: the drawing of errors.py, and a table from the classes themselves."""
     drawing = (errors.__doc__ or "").strip()
-    rows = [f"| `{leaf.__name__}` | {leaf.exit_code} | {leaf.__doc__} |" for leaf in AllranksError.__subclasses__()]
+    leaves = AllranksError.__subclasses__()
+    rows = [f"| `{leaf.__name__}` | {leaf.exit_code} | {first_paragraph(leaf)} |" for leaf in leaves]
     title, _, rest = drawing.partition("\n")
     picture, _, words = rest.strip("\n").partition("\n\n")
     table = ["| error | exit code | when |", "|---|---|---|", *rows]
     return f"# Errors\n\n{NOTE}{title}\n\n```text\n{picture}\n```\n\n{words}\n\n" + "\n".join(table) + "\n"
+
+
+def first_paragraph(leaf: type) -> str:
+    """What a class's docstring says before its attributes, as one line: a cell of a table."""
+    return " ".join((inspect.getdoc(leaf) or "").partition("\n\n")[0].split())
 
 
 def render_config() -> str:

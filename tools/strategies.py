@@ -5,136 +5,18 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allranks.benchmarking.subject import samples_a_step
+from allranks.layout import Layout
+from allranks.layout_string import parse_layout
 from allranks.units import format_bytes
+from tools.strategy_choices import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "strategies.json"
-TASK = "task.py"
 Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Strategy:
-    """One way to spread a model.
-
-    Attributes:
-        layout: as it is typed.
-        has: what each process has.
-        when: to use it.
-        measured: the strategy of the benchmark, where that is called otherwise.
-        why_not: why the benchmark has no figure for it; empty: it has.
-        guide: the page that says more.
-    """
-
-    layout: str
-    has: str
-    when: str
-    measured: str = ""
-    why_not: str = ""
-    guide: str = ""
-
-    @property
-    def command(self) -> str:
-        """How a user starts it."""
-        layout = f'"{self.layout}"' if "*" in self.layout else self.layout  # which some shells would look for
-        return f"allranks train {TASK} --layout {layout}"
-
-
-NO_TWIN = "nobody has written it by hand in torch for the benchmark"
-STRATEGIES = (
-    Strategy("single", "everything", "It fits, and one device is fast enough."),
-    Strategy("ddp", "the whole model; gradients are averaged", "The model fits on each device: the first choice."),
-    Strategy(
-        "dp_shard=*,sharding=optimizer",
-        "the whole model, its rows of the optimizer's state (ZeRO-1)",
-        "The model fits, with the optimizer's state it does not.",
-    ),
-    Strategy(
-        "fsdp,sharding=grad_op",
-        "its part of gradients and optimizer state, whole parameters from the forward to the backward (ZeRO-2)",
-        "Memory is short by less than the parameters; one gathering a step less than fsdp.",
-    ),
-    Strategy(
-        "fsdp",
-        "its part of parameters, gradients and optimizer state (FSDP2, ZeRO-3)",
-        "The model does not fit on a device.",
-    ),
-    Strategy(
-        "fsdp,sharding=none",
-        "the whole model, through FSDP2",
-        "To compare with fsdp, or to average over cut tensors where DDP takes none.",
-    ),
-    Strategy(
-        "dp_replicate=2,dp_shard=*",
-        "its part, and there are two copies (HSDP)",
-        "Links inside a machine are faster than those between machines; `hsdp` is one copy a machine.",
-        measured="dp_replicate=2,dp_shard=2",
-    ),
-    Strategy(
-        "tp=2",
-        "its part of every large layer (tensor parallel)",
-        "Single layers or their activations are too large, and links are fast.",
-        measured="tp=*",
-        guide="split-layers",
-    ),
-    Strategy(
-        "tp=2,dp_shard=2",
-        "its part of the part",
-        "Large models on several machines: tp inside a machine, dp_shard across.",
-        guide="split-layers",
-    ),
-    Strategy(
-        "pp=2",
-        "some of the layers, a stage",
-        "Links are slow: only activations at the borders of stages travel.",
-        guide="pipeline",
-    ),
-    Strategy(
-        "cp=2", "its part of every sequence", "Sequences are too long for one device.", "", NO_TWIN, "long-sequences"
-    ),
-    Strategy(
-        "dp_replicate=2,ep=2",
-        "some of the experts of every layer",
-        "A mixture of experts whose experts do not fit on each device.",
-        "",
-        f"{NO_TWIN}, and its model has no experts",
-        "experts",
-    ),
-    Strategy(
-        "fsdp,recompute=full",
-        "as fsdp; each block's forward is run again in the backward",
-        "Activations take the memory, not parameters. Goes with any layout.",
-        guide="save-memory",
-    ),
-    Strategy(
-        "ddp,recompute=selective",
-        "as ddp; only cheap operations are run again",
-        "As above, where full costs too much time.",
-        "",
-        NO_TWIN,
-        "save-memory",
-    ),
-    Strategy(
-        "ddp,compile=block",
-        "as ddp; every block is compiled",
-        "Runs long enough to pay for the compilation.",
-        "",
-        NO_TWIN,
-        "save-memory",
-    ),
-    Strategy(
-        "data_parallel",
-        "everything, on all GPUs of one process (nn.DataParallel)",
-        "To compare with an old script; ddp is faster.",
-        "",
-        "it is nn.DataParallel itself; without GPUs it changes nothing",
-        "migrate-from-data-parallel",
-    ),
-)
 
 
 def render_strategies() -> str:
@@ -147,14 +29,14 @@ def render_strategies() -> str:
     lines += ["## Measured", "", *_origin(document), ""]
     lines += [*_figures(rows), "", *_explanation(document), ""]
     lines += ["## Without a ratio", "", "| strategy | because |", "|---|---|"]
-    lines += [f"| `{strategy.layout}` | {strategy.why_not} |" for strategy in STRATEGIES if strategy.why_not]
+    lines += [f"| `{strategy.name}` | {strategy.why_not} |" for strategy in STRATEGIES if strategy.why_not]
     return "\n".join(lines) + "\n"
 
 
 def _choices() -> Iterator[str]:
     for strategy in STRATEGIES:
         more = f" ([how](../how-to/{strategy.guide}.md))" if strategy.guide else ""
-        yield f"| `{strategy.layout}` | {strategy.has} | {strategy.when}{more} | `{strategy.command}` |"
+        yield f"| `{strategy.name}` | {strategy.has} | {strategy.when}{more} | `{strategy.command}` |"
 
 
 def _origin(document: Mapping[str, Any]) -> Iterator[str]:
@@ -176,7 +58,7 @@ def _origin(document: Mapping[str, Any]) -> Iterator[str]:
 
 def _figures(rows: Sequence[Row]) -> Iterator[str]:
     ddp = {row["processes"]: row for row in rows if row["strategy"] == "ddp"}
-    headings = ("time, ours / raw", "quartiles", "memory, ours / raw", "peak memory", "saved")
+    headings = ("samples a step", "time, ours / raw", "quartiles", "memory, ours / raw", "peak memory", "saved")
     yield f"| strategy | processes | {' | '.join(headings)} |"
     yield "|---" * (len(headings) + 2) + "|"
     for strategy in STRATEGIES:
@@ -187,7 +69,8 @@ def _figures(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _figure(row: Row, ddp: Row | None) -> str:
-    start = f"| `{row['strategy']}` | {row['processes']} |"
+    layout = Layout.resolve(parse_layout(row["layout"]), row["processes"])
+    start = f"| `{row['strategy']}` | {row['processes']} | {samples_a_step(layout)} |"
     if row["ratio"] is None:
         return f"{start} not timed: the first losses differ by {row['loss_difference']:.0e} | | | | |"
     quartiles = f"{row['ratio_q1']:.2f}-{row['ratio_q3']:.2f}"
@@ -211,5 +94,7 @@ def _explanation(document: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "The model is a Transformer of 10.8M parameters; each data-parallel process has two samples of 128 tokens a "
-        "forward, which the processes of tp share, and pp has four such forwards a step."
+        "forward, which the processes of tp share, and pp has four such forwards a step. So a ratio may be compared in "
+        "every row, since raw and ours take the same samples; peak memory and `saved` only between rows of as many "
+        "processes and as many samples a step: beside ddp, tp takes fewer and pp more."
     )

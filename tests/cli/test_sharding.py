@@ -42,8 +42,18 @@ def test_json_is_the_same_as_one_document(tmp_path: Path) -> None:
     rows = document["rows"]
     assert {row["what"] for row in rows} >= {"gather", "compute", "drop", "reduce-scatter"}
     assert all(row["bytes_total"] == 2 * row["bytes_per_rank"] for row in rows)
-    failed = allranks(*arguments, "--json", "task.boom_rank=1", folder=tmp_path, check=None)
-    assert failed.returncode != 0 or "rows" in failed.stdout
+
+
+@pytest.mark.distributed
+def test_a_task_that_raises_has_no_rows(tmp_path: Path) -> None:
+    raises = tmp_path / "raises.py"
+    raises.write_text(Path(POINTS).read_text().replace("self._calls == 20", "self._calls == 1"))
+    arguments = ("train", str(raises), "train.global_batch=8", "task.boom_rank=1", "--nproc", "2", "--layout", "ddp")
+    failed = allranks(*arguments, "--show-sharding", "--json", folder=tmp_path, check=78)
+    document = json.loads(failed.stdout)
+    assert document.keys() == {"error", "exit_code"} and document["exit_code"] == 78
+    assert document["error"].endswith("ValueError: the user's own mistake")
+    assert "rank 1" in failed.stderr and str(raises) in failed.stderr
 
 
 def test_under_another_launcher_it_is_refused(
