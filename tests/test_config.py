@@ -47,7 +47,10 @@ BAD_ARGUMENTS = [
     ("steps=8", "unknown key 'steps'; did you mean 'train.steps' or 'schedule.steps'?"),
     ("TRAIN.STEPS=8", "unknown key 'TRAIN.STEPS'; did you mean 'train.steps=8'?"),
     ("optimiser.lr=1", "unknown key 'optimiser.lr'; did you mean 'optimizer.lr=1'?"),
-    ("checkpoint.qqqq=1", "unknown key 'checkpoint.qqqq'; the keys of checkpoint are every, keep, asynchronous, mirror"),
+    (
+        "checkpoint.qqqq=1",
+        "unknown key 'checkpoint.qqqq'; the keys of checkpoint are every, keep, asynchronous, mirror",
+    ),
     (
         "guard.qqqq=1",
         "unknown key 'guard.qqqq'; the keys of guard are hang, hang_seconds, stopped_seconds, input_seconds, "

@@ -38,7 +38,7 @@ def test_the_program_measures_the_parts_of_the_page(rows: list[dict[str, Any]]) 
 
 
 def test_the_vector_of_a_step_is_the_same_for_any_number_of_ranks(rows: list[dict[str, Any]]) -> None:
-    assert set(sizes(rows, "agreement")) == {104}
+    assert set(sizes(rows, "agreement")) == {128}
 
 
 def test_what_the_first_rank_gathers_grows_with_the_ranks(rows: list[dict[str, Any]]) -> None:
