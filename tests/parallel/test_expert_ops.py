@@ -1,5 +1,6 @@
 """Rows that travel between ranks: where they arrive, in what order, and what their gradients do."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -33,6 +34,27 @@ def test_rows_arrive_by_rank_and_gradients_go_back(pool: Pools) -> None:
     assert first == ([10.0], [0.0, 4.0, 12.0], 0.0)
     assert second == ([0.0, 1.0, 11.0], [20.0, 44.0, 72.0], 0.0)
     assert third == ([2.0, 12.0], [], 0.0)
+
+
+def travel_compiled() -> list[float]:
+    """In a worker: the gradient of rows that a compiled exchange sends, one to each rank."""
+    import torch._dynamo
+
+    group = dist.group.WORLD
+    assert group is not None
+    rows = torch.ones(2, 1, dtype=torch.float64, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = torch.compile(exchange, backend="eager")(rows, group, [1, 1], [1, 1])
+        torch._dynamo.reset()
+    (gradient,) = torch.autograd.grad((found * (dist.get_rank() + 1)).sum(), rows)
+    return gradient.flatten().tolist()
+
+
+@pytest.mark.distributed
+def test_gradients_go_back_through_a_compiled_exchange(pool: Pools) -> None:
+    """torch 2.11's compiler has none for a tensor that was changed in place and returned."""
+    assert pool(2).run(travel_compiled) == [[1.0, 2.0]] * 2
 
 
 def count() -> Any:

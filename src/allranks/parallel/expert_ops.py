@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
+from allranks.parallel.tensor_ops import as_output
+
 Group = dist.ProcessGroup
 
 
@@ -20,7 +22,7 @@ class _Exchange(Function):
         ctx.group, ctx.sent, ctx.received = group, sent, received
         found = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-        return found
+        return as_output(found)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

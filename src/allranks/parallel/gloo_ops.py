@@ -83,11 +83,12 @@ class Exchange:
         parts = whole.view(size, num)
         # What stays is not sent: to have it twice would be seen in a step's peak of memory.
         received = torch.empty_like(parts[1:])
-        above = [num * (other > rank) for other in range(size)]
-        below = [num * (other < rank) for other in range(size)]
+        # No products with bools: torch 2.11's compiler cannot multiply a size that varies by one.
+        above = [num if other > rank else 0 for other in range(size)]
+        below = [num if other < rank else 0 for other in range(size)]
         halves = [(received[:rank], below, parts[rank + 1 :], above), (received[rank:], above, parts[:rank], below)]
         if size == 2:  # one of the two is empty on each rank
-            other = [num * (other != rank) for other in range(size)]
+            other = [num if other != rank else 0 for other in range(size)]
             halves = [(received, other, parts[1 - rank], other)]
         self._works = [
             dist.all_to_all_single(to.view(-1), given.reshape(-1), lengths, own_lengths, group=group, async_op=True)

@@ -50,7 +50,7 @@ class _Leave(Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        return _sum(value, group)
+        return as_output(_sum(value, group))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -61,7 +61,7 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: Group, dim: int, extent: int, summed: bool) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.summed = group, dim, summed
-        return _all_gather(value, group, dim, extent)
+        return as_output(_all_gather(value, group, dim, extent))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
@@ -73,7 +73,7 @@ class _Split(Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: Group, dim: int, summed: bool) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.extent, ctx.summed = group, dim, value.shape[dim], summed
-        return (_reduce_scatter if summed else _own_part)(value, group, dim)
+        return as_output((_reduce_scatter if summed else _own_part)(value, group, dim))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -123,6 +123,12 @@ def gather_parts(whole: torch.Tensor, part: torch.Tensor, group: Group) -> None:
         gather_by_broadcasts(whole, part, group).wait()
     else:
         all_gather_single(whole, part, group=group)
+
+
+def as_output(found: torch.Tensor) -> torch.Tensor:
+    """What a Function's forward returns of a tensor that a collective has filled in place."""
+    # torch 2.11 compiles a Function that returns what it has changed in place to one whose gradient is 0, in silence.
+    return found.clone() if torch.compiler.is_compiling() else found
 
 
 def _sum(value: torch.Tensor, group: Group) -> torch.Tensor:
