@@ -105,6 +105,7 @@ class _NoSaver:
     """Saving is measured elsewhere."""
 
     saved_step = -1
+    beside = False
 
     def due(self, step: int) -> bool:
         """Never."""
@@ -113,6 +114,9 @@ class _NoSaver:
     def save(self, step: int) -> Path:
         """Nothing is written."""
         return Path()
+
+    def finish(self, progress: Callable[[], None]) -> None:
+        """Nothing is on its way."""
 
 
 def raw_loop(size: str, steps: int, world: int, rank: int) -> Iterator[None]:
