@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from allranks.errors import ConfigError
-from allranks.stepping.spikes import FEWEST, SpikeJudge, Window, make_judge
+from allranks.stepping.spikes import ABOVE, FEWEST, SpikeJudge, Window, make_judge
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, processes_of
 from tests.distributed.tasks import Tiny
@@ -17,8 +17,8 @@ from tests.distributed.tasks import Tiny
 CPU = torch.device("cpu")
 
 
-def filled(values: list[float], size: int = 100, threshold: float = 10.0) -> Window:
-    window = Window(size, threshold)
+def filled(values: list[float], size: int = 100, threshold: float = 10.0, above: float = 1.0) -> Window:
+    window = Window(size, threshold, above)
     assert [window.add(value) for value in values] == [None] * len(values)
     return window
 
@@ -31,6 +31,13 @@ def test_what_is_a_spike() -> None:
     assert filled(wild).add(4.0) is None and filled(wild).add(40.0) is not None
     assert filled(wild, threshold=50.0).add(40.0) is None
     assert filled([-5.0 + 0.1 * (step % 5) for step in range(40)]).add(3.0) is not None, "a loss may be negative"
+
+
+def test_a_norm_may_be_three_times_its_median() -> None:
+    calm = [1.0 + 0.01 * (step % 7) for step in range(40)]
+    norms = filled(calm, above=ABOVE["grad_norm"])
+    assert norms.add(3.1) is None and norms.add(5.3) is not None
+    assert filled(calm, above=ABOVE["loss"]).add(3.1) is not None
 
 
 def test_not_before_there_are_enough() -> None:

@@ -73,7 +73,10 @@ def _reading(path: Path, read: Callable[[], Any]) -> Any:
             more = "it holds more than tensors and plain values, and allranks runs no code that comes in a file"
             remedy = "save it again where you trust it, by torch.save(model.state_dict(), ...)"
             raise CheckpointError(f"{path}: {more}; {remedy}") from error
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {text[:200]}") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {text[:200]}): it is damaged, or its name's ending is not "
+            "that of what it holds; tensors come from torch.save() or safetensors"
+        ) from error
 
 
 def _is_model(value: object) -> bool:

@@ -139,7 +139,7 @@ def gather_through_gloo(module: nn.Module, mesh: DeviceMesh, path: Path | None =
         path.wait = Watch(path, group).wait
     wait = wait_plainly if path is None else path.wait
     lines = {} if path is None else _open_lines(module, group)
-    keep_heap()
+    keep_heap()  # here too, for processes whose group the user's own script has started
     under_way = Reductions()
     for member in module.modules():
         if isinstance(member, FSDPModule):

@@ -15,7 +15,7 @@ from allranks.observing.progress import ProgressLine
 from allranks.observing.recorder import Recorder, StepRecord, Value
 from allranks.stepping.agreement import Agreed, Pending
 from allranks.stepping.session import Session
-from allranks.stepping.spikes import Window
+from allranks.stepping.spikes import ABOVE, Window
 from allranks.stepping.step import Outcome
 from allranks.training.saver import Saver
 from allranks.training.saves import Saves
@@ -77,7 +77,7 @@ class Trainer:
         self._told_of_scale, self._told_of_spikes = False, 0
         guard = session.config.guard
         watched = ("loss", "grad_norm") if guard.spike == "log" else ()
-        self._windows = {name: Window(guard.spike_window, guard.spike_threshold) for name in watched}
+        self._windows = {name: Window(guard.spike_window, guard.spike_threshold, ABOVE[name]) for name in watched}
         self._num_skipped = 0
         self._skips = Skips(session, self._tell)
         self._sentinels = Sentinels(session, self._tell)
