@@ -41,8 +41,15 @@ def test_where_there_is_no_ddp_it_is_refused(layout: str, world_size: int) -> No
         ("fsdp", 2, (), "local_sgd=4 puts the copies of dp_replicate together, and dp_shard=2 has one: leave it out"),
         ("single", 1, (), "local_sgd=4 puts the copies of dp_replicate together, and single has one: leave it out"),
         ("ddp,sharding=none", 2, (), "local_sgd=4 leaves copies by themselves, and sharding=none keeps them together"),
-        ("pp=2,dp_replicate=2", 4, (), "local_sgd=4 with pp=2 comes with a later version"),
-        ("dp_replicate=2,ep=2", 2, (), "local_sgd=4 with ep=2 comes with a later version"),
+        (
+            "dp_replicate=2,ep=2",
+            2,
+            (),
+            "local_sgd=4 lets each copy train by itself, and ep=2 cuts its experts over more ranks than the dp_shard=1 "
+            "of a copy: ep can be 1",
+        ),
+        ("dp_replicate=2,dp_shard=4,ep=8", 8, (), "dp_shard=4 of a copy: ep can be 1, 2, 4"),
+        ("ddp", 2, ("guard.spike=skip",), "and guard.spike=skip judges one a step: use guard.spike=log"),
         (
             "ddp",
             2,
@@ -65,7 +72,9 @@ def test_copies_that_cannot_be_by_themselves(
 
 
 def test_copies_by_themselves() -> None:
-    for layout, size in (("ddp", 2), ("dp_replicate=2,dp_shard=2", 4), ("dp_replicate=2,tp=2", 4)):
+    inside = ("dp_shard", "tp", "cp", "pp")
+    layouts = [("ddp", 2), ("dp_replicate=2,dp_shard=2,ep=2", 4), *((f"dp_replicate=2,{one}=2", 4) for one in inside)]
+    for layout, size in layouts:
         assert refusal(layout, size, "layout.local_sgd=4", "train.steps=8", "evaluate.every=0") == ""
         assert refusal(layout, size, "layout.local_sgd=4", "train.epochs=3", "evaluate.every=4") == ""
 

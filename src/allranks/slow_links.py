@@ -19,12 +19,21 @@ def _check_local_sgd(config: Config, layout: Layout, every: int) -> None:
         raise LayoutError(f"{given} leaves copies by themselves, and sharding=none keeps them together: leave one out")
     if layout.dp_replicate == 1:
         raise LayoutError(f"{given} puts the copies of dp_replicate together, and {layout} has one: leave it out")
-    beside = [f"{axis}={getattr(layout, axis)}" for axis in ("pp", "ep") if getattr(layout, axis) > 1]
-    beside += [f"layout.ddp_hook={layout.ddp_hook}"] if layout.ddp_hook != "none" else []
-    beside += [f"train.ema={config.train.ema}"] if config.train.ema is not None else []
-    beside += ["train.precision=float16"] if config.train.precision == "float16" else []
-    if beside:
-        raise LayoutError(f"{given} with {' and '.join(beside)} comes with a later version: leave one of them")
+    if layout.dp_shard % layout.ep:
+        fits = ", ".join(str(n) for n in range(1, layout.dp_shard + 1) if layout.dp_shard % n == 0)
+        raise LayoutError(
+            f"{given} lets each copy train by itself, and ep={layout.ep} cuts its experts over more ranks than the "
+            f"dp_shard={layout.dp_shard} of a copy: ep can be {fits}"
+        )
+    if layout.ddp_hook != "none":
+        raise LayoutError(
+            f"{given} with layout.ddp_hook={layout.ddp_hook} comes with a later version: leave one of them"
+        )
+    if config.guard.spike == "skip":
+        raise LayoutError(
+            f"{given} gives each copy a gradient norm of its own, and guard.spike=skip judges one a step: use "
+            "guard.spike=log"
+        )
     for key, steps, what in (
         ("train.steps", config.train.steps, "the run ends"),
         ("evaluate.every", config.evaluate.every, "a model is evaluated"),

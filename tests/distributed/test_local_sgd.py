@@ -1,13 +1,15 @@
 """layout.local_sgd: copies that train by themselves are what a plain loop over copies computes (law 4's exceptions)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import default_collate
 
+from allranks.errors import CheckpointError
 from allranks.stepping.session import Session
 from allranks.verifying.parity import RecordedStep, compare, record_run
 from allranks.verifying.reference import ReferenceStep, plain_loop
@@ -15,6 +17,7 @@ from allranks.verifying.reference_replicas import local_loop
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import SGD, config_of, initial_model, parts_of, processes_of, session_of, step_through
 from tests.distributed.tasks import IGNORED, Tiny
+from tests.distributed.test_laws import update_balance
 from tests.training.snapshots import contents_of, find, saver_of
 
 pytestmark = pytest.mark.distributed
@@ -23,6 +26,7 @@ STEPS, EVERY = 6, 3
 ADAM = ("optimizer.name=adamw", "optimizer.lr=0.001")
 # 13 samples in 2 micro-steps: uneven, and of unevenly many targets.
 BATCH = ("train.global_batch=13", "train.micro_steps=2")
+EVEN = ("train.global_batch=24", "train.micro_steps=4")  # a pipeline wants one shape
 LOCAL = (f"layout.local_sgd={EVERY}",)
 AVERAGING = ("layout.outer_lr=1.0", "layout.outer_momentum=0.0")
 # (layout, processes, for each copy one process of each share of its samples, the processes of each copy)
@@ -33,11 +37,14 @@ LAYOUTS: dict[str, tuple[str, int, list[list[int]], list[list[int]]]] = {
     "optimizer": ("dp_replicate=2,dp_shard=2,sharding=optimizer", 4, [[0, 1], [2, 3]], [[0, 1], [2, 3]]),
     "tp": ("dp_replicate=2,tp=2", 4, [[0], [2]], [[0, 1], [2, 3]]),
     "cp": ("dp_replicate=2,cp=2", 4, [[0], [2]], [[0, 1], [2, 3]]),
+    "pp": ("dp_replicate=2,pp=2", 4, [[0], [1]], [[0, 2], [1, 3]]),
+    "ep": ("dp_replicate=2,dp_shard=2,ep=2", 4, [[0, 1], [2, 3]], [[0, 1], [2, 3]]),
+    "ep-optimizer": ("dp_replicate=2,dp_shard=2,ep=2,sharding=optimizer", 4, [[0, 1], [2, 3]], [[0, 1], [2, 3]]),
 }
 
 
 def recorded(kind: str, layout: str, *overrides: str) -> list[RecordedStep]:
-    config = config_of(layout, *BATCH, *overrides, steps=STEPS)
+    config = config_of(layout, *(EVEN if "pp=" in layout else BATCH), *overrides, steps=STEPS)
     return record_run(Tiny(kind=kind), config, processes_of(config), STEPS)
 
 
@@ -71,6 +78,7 @@ def simulated(
     nesterov: bool = True,
     max_norm: float | None = None,
     every: int = EVERY,
+    finish: Callable[[nn.Module], None] = update_balance,
 ) -> list[list[ReferenceStep]]:
     task = Tiny(kind=kind)
     return local_loop(
@@ -81,6 +89,7 @@ def simulated(
         lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=momentum, nesterov=nesterov),
         every,
         max_norm,
+        finish=finish,
     )
 
 
@@ -92,8 +101,11 @@ def check(
         assert not differences, "; ".join(map(str, differences[:5]))
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
-@pytest.mark.parametrize("kind", ["transformer", "scalars"])
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [(case, kind) for case in LAYOUTS for kind in ("transformer", "scalars") if not case.startswith("ep")]
+    + [(case, "moe") for case in ("single", "shard", "tp", "pp", "ep", "ep-optimizer")],
+)
 def test_copies_are_what_a_loop_over_copies_computes(pool: Pools, case: str, kind: str) -> None:
     layout, size, shares, copies = LAYOUTS[case]
     if (kind, case) == ("scalars", "cp"):
@@ -136,20 +148,90 @@ def test_put_together_in_every_step_by_the_plain_mean_it_is_ddp(pool: Pools) -> 
     assert not found and ranks[0][-1].loss == pytest.approx(reference[-1].loss, rel=1e-12)
 
 
+def with_buffers(layout: str) -> tuple[list[RecordedStep], dict[str, torch.Tensor]]:
+    task, config = Tiny(kind="batchnorm"), config_of(layout, "train.global_batch=12", *SGD, *LOCAL, steps=STEPS)
+    recording = record_run(task, config, processes_of(config), STEPS)
+    session = session_of(task, config)
+    list(step_through(session, STEPS))
+    kinds = session.spread.map.items()
+    return recording, {name: session.spread.local(name).clone() for name, entry in kinds if entry.kind == "buffer"}
+
+
+@pytest.mark.parametrize("case", ["single", "three", "shard"])
+def test_a_copy_has_statistics_of_its_own_and_then_the_mean(pool: Pools, case: str) -> None:
+    """In a copy BatchNorm sees the copy's samples; what it remembers becomes the mean where the copies become one."""
+    layout, size, shares, copies = LAYOUTS[case]
+    ranks = pool(size).run(with_buffers, layout)
+    recordings, models = [recording for recording, _ in ranks], list[nn.Module]()
+    check(recordings, copies, simulated("batchnorm", recordings, shares, finish=models.append))
+    buffers = dict(models[-1].named_buffers())
+    assert len(buffers) > 6
+    for _, found in ranks:
+        assert found.keys() == buffers.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, buffers[name].to(value.dtype), rtol=1e-12, atol=1e-14)
+
+
+DECAY = 0.8
+
+
+def averaged(layout: str) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """The average after some steps, and the parameters from the beginning on."""
+    config = config_of(layout, *BATCH, *SGD, *LOCAL, f"train.ema={DECAY}", steps=STEPS)
+    session = session_of(Tiny(kind="mlp"), config)
+    assert session.ema is not None
+    names, live = list(session.spread.updatable()), list[dict[str, torch.Tensor]]()
+    for _ in step_through(session, STEPS):
+        live.append({name: session.spread.local(name).clone() for name in names})
+    return {entry.name.removeprefix("ema."): part for entry, part in session.ema.parts()}, live
+
+
+def test_the_average_of_the_parameters_follows_the_model_that_the_copies_agree_on(pool: Pools) -> None:
+    initial = dict(initial_model(Tiny(kind="mlp")).double().named_parameters())
+    for found, live in pool(2).run(averaged, "ddp"):
+        for name, value in found.items():
+            expected = initial[name].detach()
+            for met in live[EVERY - 1 :: EVERY]:
+                expected = DECAY**EVERY * expected + (1 - DECAY**EVERY) * met[name]
+            torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+
+
+def scaled(layout: str) -> list[tuple[dict[str, float], torch.Tensor]]:
+    config = config_of(layout, *BATCH, *SGD, *LOCAL, precision="float16", steps=STEPS)
+    session, found = session_of(Tiny(kind="mlp"), config), []
+    for stepped in step_through(session, STEPS):
+        assert stepped.outcome.scaling is not None
+        found.append((stepped.outcome.scaling.values(), session.spread.local("0.weight").clone()))
+    return found
+
+
+def test_copies_in_float16_share_their_scale(pool: Pools) -> None:
+    """A step that one of them has to skip is skipped by all; what they learn is what float64 learns, rounded."""
+    ranks, exact = pool(2).run(scaled, "ddp"), pool(2).run(recorded, "mlp", "ddp", *SGD, *LOCAL)
+    initial = initial_model(Tiny(kind="mlp"))[0].weight.detach().double()
+    for found, true in zip(ranks, exact, strict=True):
+        assert [said for said, _ in found] == [said for said, _ in ranks[0]]
+        weight = true[-1].parameters["0.weight"][1]
+        assert (found[-1][1] - weight).abs().max() < 0.02 * (weight - initial).abs().max()
+    assert torch.equal(ranks[0][-1][1], ranks[1][-1][1]) and not torch.equal(ranks[0][-2][1], ranks[1][-2][1])
+
+
 def everything(session: Session) -> dict[str, torch.Tensor]:
     """Parameters, inner and outer optimizer state of this rank."""
     assert session.outer is not None
     kept = {entry.name: part for entry, part in session.outer.parts([], [])}
+    kept |= {entry.name: part for other in session.beside for entry, part in other.parts()}
     return kept | {name: part for name, (_, _, part) in parts_of(session).items()}
 
 
-def resumed(directory: Path, layout: str, at: int) -> tuple[bool, list[str], bool]:
-    config = config_of(layout, *BATCH, *ADAM, *LOCAL, steps=2 * STEPS)
-    session, contents = contents_of(Tiny(kind="tied"), config, at)
+def resumed(directory: Path, kind: str, layout: str, at: int) -> tuple[bool, list[str], bool]:
+    beside = ("train.ema=0.9",) if kind == "tied" else ()
+    config = config_of(layout, *(EVEN if "pp=" in layout else BATCH), *ADAM, *LOCAL, *beside, steps=2 * STEPS)
+    session, contents = contents_of(Tiny(kind=kind), config, at)
     saver_of(session, contents, directory).save(at)
     apart = session.outer is not None and session.outer.apart
     list(step_through(session, 2 * STEPS - at - 1))
-    again, contents = contents_of(Tiny(kind="tied"), config, 0)
+    again, contents = contents_of(Tiny(kind=kind), config, 0)
     decisions = contents.load(find(directory, again))
     list(step_through(again, 2 * STEPS - at - 1))
     ours, theirs = everything(session), everything(again)
@@ -159,10 +241,19 @@ def resumed(directory: Path, layout: str, at: int) -> tuple[bool, list[str], boo
 
 
 @pytest.mark.parametrize("at", [EVERY, EVERY + 1])
-@pytest.mark.parametrize("case", ["single", "shard", "optimizer"])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(pool: Pools, tmp_path: Path, case: str, at: int) -> None:
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        *((case, "tied") for case in ("single", "shard", "optimizer", "pp")),
+        ("ep", "moe"),
+        ("single", "batchnorm"),
+    ],
+)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
+    pool: Pools, tmp_path: Path, case: str, kind: str, at: int
+) -> None:
     layout, size, *_ = LAYOUTS[case]
-    assert pool(size).run(resumed, tmp_path, layout, at) == [(True, [], at > EVERY)] * size
+    assert pool(size).run(resumed, tmp_path, kind, layout, at) == [(True, [], at > EVERY)] * size
 
 
 def save(directory: Path, layout: str, at: int) -> dict[str, torch.Tensor]:
@@ -202,6 +293,22 @@ def test_it_may_begin_and_end_with_copies(pool: Pools, tmp_path: Path) -> None:
         assert torch.equal(found[name], saved[0][name])
     mean = (saved[0]["optimizer.exp_avg.0.weight"] + saved[1]["optimizer.exp_avg.0.weight"]) / 2
     torch.testing.assert_close(found["optimizer.exp_avg.0.weight"], mean, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("at", [EVERY, EVERY + 1])
+def test_an_average_begins_where_the_copies_are_one(pool: Pools, tmp_path: Path, at: int) -> None:
+    pool(2).run(save, tmp_path, "ddp", at)
+    assert all(("ema begins" in said) == (at == EVERY) for said in pool(2).run(begun, tmp_path)), "refused, or begun"
+
+
+def begun(directory: Path) -> str:
+    try:
+        return restored(directory, "ddp", *LOCAL, "train.ema=0.9")[1][0].replace("the average of the parameters", "ema")
+    except CheckpointError as error:
+        assert "would begin here, where the copies of layout.local_sgd are apart: begin from a step that 3" in str(
+            error
+        )
+        return "refused"
 
 
 def count(layout: str, kind: str) -> Any:

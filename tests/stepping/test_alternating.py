@@ -1,5 +1,6 @@
 """A step of the Task's own: a GAN computes what a plain loop computes, whatever the layout."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -131,6 +132,64 @@ def test_a_gan_is_the_plain_loop(
     assert min(step.norm for step in reference) > max_norm, "nothing is clipped"
     differences = compare(ranks, reference)
     assert not differences, "; ".join(map(str, differences[:5]))
+
+
+def gan_of_copies(ranks: Sequence[Sequence[RecordedStep]], every: int) -> list[list[ReferenceStep]]:
+    """Each rank's steps, where each trains a copy of its own that follow their mean after every so many steps."""
+    agreed = {which: module.double() for which, module in initial_model(Gan()).items()}
+    copies = [copy.deepcopy(agreed) for _ in ranks]
+    optimizers = [
+        {
+            which: torch.optim.SGD(models[which].parameters(), lr=LR, momentum=0.9, weight_decay=DECAY)
+            for which in ("critic", "maker")
+        }
+        for models in copies
+    ]
+    found: list[list[ReferenceStep]] = [[] for _ in ranks]
+    for step in range(STEPS):
+        samples = [[Points()[sample] for sample in rank[step].samples] for rank in ranks]
+        batches = [{"x": default_collate(own)["x"].double()} for own in samples]
+        turns = [Gan().step(models, batch) for models, batch in zip(copies, batches, strict=True)]
+        first, gradients, norms = 0.0, [dict[str, torch.Tensor]() for _ in ranks], [0.0 for _ in ranks]
+        for turn in range(2):
+            yielded = [next(one) for one in turns]
+            whole = sum(targets for _, _, targets in yielded)
+            first += sum(float(loss.detach()) for _, loss, _ in yielded) / whole * (turn == 0)
+            for index, (which, loss, _) in enumerate(yielded):
+                for optimizer in optimizers[index].values():
+                    optimizer.zero_grad()
+                (loss / whole * len(ranks)).backward()
+                named = list(copies[index][which].named_parameters())
+                gradients[index] |= {f"{which}.{name}": p.grad.clone() for name, p in named if p.grad is not None}
+                norms[index] = float(nn.utils.clip_grad_norm_([p for _, p in named], float("inf")))
+                optimizers[index][which].step()
+        if (step + 1) % every == 0:
+            for same in zip(*(p for models in copies for p in [everyone(models).values()]), strict=True):
+                mean = torch.stack([p.detach() for p in same]).mean(0)
+                for parameter in same:
+                    parameter.data.copy_(mean)
+        for index, models in enumerate(copies):
+            parameters = {name: p.detach().clone() for name, p in everyone(models).items()}
+            found[index].append(ReferenceStep(first, norms[index], gradients[index], parameters))
+    return found
+
+
+def everyone(models: dict[str, nn.Module]) -> dict[str, nn.Parameter]:
+    return {f"{which}.{name}": p for which, module in models.items() for name, p in module.named_parameters()}
+
+
+def record_copies() -> list[RecordedStep]:
+    local = "layout.local_sgd=3", "layout.outer_lr=1.0", "layout.outer_momentum=0.0"
+    config = config_of("ddp", "train.global_batch=7", *local, *OPTIMIZER, steps=STEPS)
+    return record_run(Gan(), config, processes_of(config), STEPS)
+
+
+@pytest.mark.distributed
+def test_copies_of_a_gan_that_train_by_themselves(pool: Pools) -> None:
+    ranks = pool(2).run(record_copies)
+    for recording, reference in zip(ranks, gan_of_copies(ranks, 3), strict=True):
+        differences = compare([recording], reference)
+        assert not differences, "; ".join(map(str, differences[:5]))
 
 
 PLACES = [(layout, size) for layout, (_, sizes) in LAYOUTS.items() if "tp" not in layout for size in sizes]

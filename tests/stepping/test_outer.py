@@ -10,7 +10,7 @@ from allranks.errors import AllranksError
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import SGD, config_of, parts_of, session_of, step_through, together
 from tests.distributed.tasks import Points, Tiny
-from tests.training.tasks import Gan, Streamed
+from tests.training.tasks import Streamed
 
 pytestmark = pytest.mark.distributed
 
@@ -66,27 +66,6 @@ def test_it_travels_in_messages(pool: Pools) -> None:
     assert all(torch.allclose(whole[name], parted[name], rtol=1e-13, atol=1e-15) for name in whole)
 
 
-class Router(nn.Module):
-    tokens_per_expert: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("tokens_per_expert", torch.zeros(2))
-        self.layer = nn.Linear(5, 3)
-
-    def update_balance(self) -> None:
-        self.tokens_per_expert.zero_()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layer(x)
-        return found
-
-
-class Routed(Tiny):
-    def model(self) -> nn.Module:
-        return Router()
-
-
 class Follower(nn.Module):
     mean: torch.Tensor
 
@@ -118,6 +97,30 @@ class ShardedTask(Tiny):
         return Sharded()
 
 
+def travelling(kind: str, *overrides: str) -> list[str]:
+    session = session_of(Tiny(kind=kind), config_of("ddp", *SMALL, "layout.local_sgd=3", *overrides))
+    assert session.outer is not None
+    buffers = {name for name, entry in session.spread.map.items() if entry.kind == "buffer"}
+    return sorted(buffers.intersection(name for names in session.outer._messages() for name in names))
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "some", "number"),
+    [
+        ("batchnorm", (), "blocks.1.running_mean", 9),
+        ("batchnorm", ("layout.batchnorm=local",), "", 0),  # each rank keeps its own
+        ("moe", (), "layers.0.feed_forward.router.bias", 2),
+        ("counted", (), "", 0),
+        ("transformer", (), "", 0),
+    ],
+)
+def test_of_buffers_those_travel_that_follow_the_samples(
+    pool: Pools, kind: str, overrides: tuple[str, ...], some: str, number: int
+) -> None:
+    for found in pool(2).run(travelling, kind, *overrides):
+        assert len(found) == number and (some in found or not some), found
+
+
 def refused(task: Any) -> str:
     try:
         session_of(task, config_of("ddp", "train.global_batch=4", "layout.local_sgd=3"))
@@ -129,13 +132,10 @@ def refused(task: Any) -> str:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (Gan(), "layout.local_sgd=3 goes with one forward and one loss, not with a step() of the Task: leave it out"),
-        (Tiny(kind="batchnorm"), "and BatchNorm looks at the samples of all in every forward: use another norm"),
-        (Routed(), "no router that counts over all copies in every step (tokens_per_expert)"),
         (ShardedTask(), "layout.local_sgd=3 has to know which step is the last, and data that shards itself does not"),
         (Following(), "changes with the samples of a forward, and each of 2 data-parallel ranks sees its own"),
     ],
-    ids=["step", "batchnorm", "router", "sharded", "buffer"],
+    ids=["sharded", "buffer"],
 )
 def test_what_would_speak_in_every_step_is_refused(pool: Pools, task: Any, message: str) -> None:
     assert all(message in said for said in pool(2).run(refused, task))

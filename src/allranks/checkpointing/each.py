@@ -4,7 +4,7 @@ Exact where as many come back. Otherwise every one begins with the mean of what 
 for all, with that.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,15 @@ class Adapted:
     decisions: tuple[Decision, ...]
 
 
-def adapt(checkpoint: Checkpoint, parts: Iterable[Pair]) -> Adapted:
+def adapt(
+    checkpoint: Checkpoint, parts: Iterable[Pair], everywhere: Callable[[Iterable[str]], set[str]] = set
+) -> Adapted:
     """Fill those of `parts` (this rank's) that the checkpoint has otherwise, and say what is left.
 
     OPTIONAL ones that it does not have stay as they are.
+
+    Args:
+        everywhere: names -> those of the other stages of a pipeline, too; called three times on every rank.
     """
     tensors = checkpoint.manifest.tensors
     fitting, read, begun = list[Pair](), set[str](), set[str]()
@@ -62,7 +67,7 @@ def adapt(checkpoint: Checkpoint, parts: Iterable[Pair]) -> Adapted:
             begun.add(name)
         else:
             fitting.append((entry, tensor))  # where it is refused, with the numbers
-    here = {entry.name for entry, _ in fitting}
+    here, read, begun = everywhere(entry.name for entry, _ in fitting), everywhere(read), everywhere(begun)
     leftover = {name for name in tensors if name.startswith(OPTIONAL) or name.endswith(EACH)} | read
     leftover -= here
     return Adapted(fitting, frozenset(leftover), _describe(checkpoint, read, begun, leftover - read))

@@ -65,7 +65,8 @@ class BatchNorms:
 
     Attributes:
         mode: what their statistics are taken over; None where there are none, or one data-parallel rank.
-        group: the data-parallel ranks, and those that have other positions of the same samples.
+        group: the data-parallel ranks, and those that have other positions of the same samples; of local_sgd those of
+            one copy, None where that is one rank.
         owners: logical name of a buffer -> the BatchNorm that owns it.
     """
 
@@ -81,7 +82,7 @@ class BatchNorms:
     @property
     def alike(self) -> frozenset[str]:
         """Logical names of the buffers that a forward leaves alike on every rank, whatever samples each has seen."""
-        return frozenset(self.owners if self.mode == "sync" else ())
+        return frozenset(self.owners if self.mode == "sync" and self.group is not None else ())
 
     def keep_only(self, names: Collection[str]) -> None:
         """Forget the buffers that this rank does not hold: other stages of a pipeline do."""
@@ -153,8 +154,9 @@ def take_over(modules: Mapping[str, nn.Module], mesh: Mesh, hint: Mode | None, d
         for leaf in RUNNING
         if member._buffers.get(leaf) is not None
     }
-    norms = BatchNorms(mode, mesh.sample_group, owners)
-    for member, name in members.items() if mode == "sync" else ():
+    # Copies of local_sgd are by themselves; what each rank has learnt is told to all, where it is told.
+    norms = BatchNorms(mode, mesh.sample_group if mode == "local" else mesh.gradient_group, owners)
+    for member, name in members.items() if mode == "sync" and norms.group is not None else ():
         _synchronise(member, name, norms)
     if any(map(uses_batch_statistics, members)):
         decisions.append(_describe(mode, len(members), mesh, hint))
@@ -216,14 +218,19 @@ class _Synchronised(TorchFunctionMode):
 
 def _describe(mode: Mode, number: int, mesh: Mesh, hint: Mode | None) -> Decision:
     positions = f" and all positions, cut over cp={mesh.layout.cp}" if mesh.layout.cp > 1 else ""
+    over = f"all {mesh.dp} data-parallel ranks{positions}"
+    exactly = "the run computes what one device computes"
+    if mesh.layout.local_sgd is not None:
+        over = f"the {mesh.layout.gradient_ranks} ranks of a copy{positions}, and the running ones are averaged with it"
+        exactly = "copies train by themselves"
     what = {
-        "sync": f"batch statistics are taken over all {mesh.dp} data-parallel ranks{positions}",
+        "sync": f"batch statistics are taken over {over}",
         "local": f"batch statistics are each of {mesh.dp} data-parallel ranks' own",
         "broadcast": f"batch statistics are each of {mesh.dp} data-parallel ranks' own, the running ones rank 0's",
     }[mode]
     source = "is asked for" if mesh.layout.batchnorm else "is what hints().batchnorm says" if hint else "is the default"
     means = {
-        "sync": "the run computes what one device computes",
+        "sync": exactly,
         "local": "the run computes something else by design, and evaluates with the mean of the running statistics",
         "broadcast": "the run computes something else by design",
     }[mode]

@@ -210,8 +210,9 @@ def _expert_groups(layout: Layout, mesh: DeviceMesh) -> tuple[dist.ProcessGroup 
     sharing = _make_groups(_data_ranks(mesh).reshape(-1, layout.ep))
     if layout.ep == layout.gradient_ranks:
         return sharing, None
-    # The ranks of a sequence hold the same experts.
-    ranks = _data_ranks(mesh, "cp").reshape(-1, layout.gradient_ranks // layout.ep, layout.ep)
+    # The ranks of a sequence hold the same experts; so do copies, unless they train by themselves.
+    among = ("cp",) if layout.local_sgd is None else ("dp_replicate", "cp")
+    ranks = _data_ranks(mesh, *among).reshape(-1, layout.gradient_ranks // layout.ep, layout.ep)
     return sharing, _make_groups(ranks.mT.flatten(0, 1))
 
 
@@ -223,7 +224,7 @@ def _data_ranks(mesh: DeviceMesh, *before: str) -> torch.Tensor:
     """
     assert mesh.mesh_dim_names is not None
     names = mesh.mesh_dim_names
-    dims = [names.index(axis) for axis in (*before, *DATA_AXES) if axis in names]
+    dims = [names.index(axis) for axis in dict.fromkeys((*before, *DATA_AXES)) if axis in names]
     moved = mesh.mesh.movedim(dims, [dim - len(dims) for dim in range(len(dims))])
     return moved.reshape(-1, math.prod(moved.shape[-len(dims) :]))
 

@@ -140,7 +140,7 @@ def assemble_rank(task: Task, config: Config, processes: Processes, ledger: Ledg
     stream = open_stream(dataset, config, processes, fixed=fixed)
     batch, forward = _first_batch(task, spread, stream, mode, has_step(task))
     with mode:
-        outer = make_outer(spread, has_step=has_step(task), order=declared_order(dataset))
+        outer = make_outer(spread, order=declared_order(dataset))
         ema = None if config.train.ema is None else Ema(spread, config.train.ema)
         passes = WatchedPasses(make_passes(task, forward, optimizers, processes), spread, ledger)
         step = Step(

@@ -36,8 +36,8 @@ class AlternatingPasses(Passes):
 
     Args:
         optimizers: names that may be yielded, and the parameters of each.
-        group: the data-parallel ranks, over which targets and whole gradients are summed; None for one rank. It takes
-            tensors on the host too.
+        group: the data-parallel ranks, over which targets are summed; None for one rank. It takes tensors on the host
+            too.
     """
 
     def __init__(self, forward: Forward, optimizers: Optimizers, group: dist.ProcessGroup | None) -> None:
@@ -123,7 +123,9 @@ class AlternatingPasses(Passes):
             cut = {} if experts is None else experts.parameters
             if experts is not None:
                 experts.reduce({id(p) for p in used if id(p) in cut})
-            average_gradients([p for p in used if id(p) not in cut], self._group, self._spread.divisor)
+            group = self._spread.mesh.gradient_group
+            if group is not None:  # else this is one of the copies of local_sgd, by itself
+                average_gradients([p for p in used if id(p) not in cut], group, self._spread.divisor)
         return torch.full((), float(counts[0]), dtype=torch.float64, device=self._spread.device)
 
     def _drop_gradients(self) -> None:

@@ -40,21 +40,26 @@ class Ema:
 
     def __init__(self, spread: Spread, decay: float) -> None:
         self._spread = spread
-        self._weight = 1.0 - decay
+        self._decay = decay
         self._parameters = spread.updatable()
         self._averages = [part.clone() for part in self._live()]
 
     @torch.no_grad()
-    def update(self, skipped: torch.Tensor | None = None) -> None:
-        """Take the parameters of a finished optimizer step in; not where `skipped`, on the device, is 1.0."""
+    def update(self, skipped: torch.Tensor | None = None, *, steps: int = 1) -> None:
+        """Take the parameters of a finished optimizer step in; not where `skipped`, on the device, is 1.0.
+
+        Args:
+            steps: how many have gone since they were last taken in: so many times they count.
+        """
+        weight = 1.0 - self._decay**steps
         if skipped is not None and skipped.device.type == "cpu" and bool(skipped):
             return
         if skipped is None:
-            torch._foreach_lerp_(self._averages, self._live(), self._weight)
+            torch._foreach_lerp_(self._averages, self._live(), weight)
         else:
-            weight = self._weight * (1.0 - skipped)
+            weight_or_0 = weight * (1.0 - skipped)
             # Some may wait in the host's memory.
-            at = {device: weight.to(device) for device in {average.device for average in self._averages}}
+            at = {device: weight_or_0.to(device) for device in {average.device for average in self._averages}}
             weights = [at[average.device] for average in self._averages]
             torch._foreach_lerp_(self._averages, self._live(), weights)
 

@@ -2,7 +2,9 @@
 
 What the copies have gone since they last were one, on the average, is the gradient of the outer optimizer: SGD with
 Nesterov momentum in DiLoCo (Douillard et al. 2023, arXiv 2311.08105); with a rate of 1 and no momentum it is the plain
-mean of local SGD (Stich 2018, arXiv 1805.09767). Each copy keeps its own inner optimizer state throughout.
+mean of local SGD (Stich 2018, arXiv 1805.09767). Each copy keeps its own inner optimizer state throughout. What a
+copy's samples leave in its buffers (the running statistics of BatchNorm, the bias by which a router balances its
+experts) no optimizer steps: it becomes the plain mean.
 """
 
 from collections.abc import Collection, Iterator
@@ -12,8 +14,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from allranks.errors import LayoutError, TaskError
-from allranks.parallel.batchnorm import has_batch_statistics
+from allranks.errors import LayoutError
 from allranks.parallel.spread import Spread
 from allranks.parameter_map import Entry, one_of_each
 from allranks.units import format_bytes
@@ -45,8 +46,8 @@ class OuterOptimizer:
         self._index = spread.mesh.coordinate("dp_replicate")
         self._of_this_copy = frozenset(spread.mesh.peers(("dp_replicate",)))
         names = list(spread.trainable())
-        self._anchors = {name: spread.local(name).clone() for name in names}
-        self._velocities = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
+        self._anchors = {name: spread.local(name).clone() for name in [*names, *_learnt(spread)]}
+        self._velocities = {name: torch.zeros_like(self._anchors[name]) for name in names}
         self.apart = False
         self.sent_bytes = 0
 
@@ -57,15 +58,20 @@ class OuterOptimizer:
             for name, anchor in self._anchors.items():
                 anchor.copy_(self._spread.local(name))
 
-    def finish_step(self, step: int, *, last: bool) -> None:
+    def finish_step(self, step: int, *, last: bool) -> int:
         """After the update that makes `step` steps: put the copies together where that is due; collective then.
 
         Args:
             last: whether the training ends here, so that this round is a short one.
+
+        Returns:
+            How many steps the copies had gone, where they are one now; else 0.
         """
         self.apart = True
-        if last or step % self.every == 0:
-            self.synchronise()
+        if not last and step % self.every:
+            return 0
+        self.synchronise()
+        return step % self.every or self.every
 
     @torch.no_grad()
     def synchronise(self) -> None:
@@ -73,12 +79,18 @@ class OuterOptimizer:
         for names in self._messages():
             live = [self._spread.local(name) for name in names]
             flat = torch.cat([value.reshape(-1) for value in live])
-            dist.all_reduce(flat, group=self._group)
+            # A count of batches is the largest: a copy whose place was only filled has counted less.
+            how = dist.ReduceOp.SUM if flat.is_floating_point() else dist.ReduceOp.MAX
+            dist.all_reduce(flat, how, group=self._group)
             self.sent_bytes += flat.nbytes
-            flat /= self._number
+            if flat.is_floating_point():
+                flat /= self._number
             means = flat.split([value.numel() for value in live])
             for name, value, mean in zip(names, live, means, strict=True):
-                self._step(name, mean.view(value.shape))
+                if name in self._velocities:
+                    self._step(name, mean.view(value.shape))
+                else:
+                    self._anchors[name].copy_(mean.view(value.shape))
                 value.copy_(self._anchors[name])
         self.apart = False
 
@@ -97,7 +109,8 @@ class OuterOptimizer:
         found = [self._own(entry, tensor) for entry, tensor in inner]
         for name in self._anchors:
             entry = self._spread.map[name]
-            found.append((replace(entry, name=f"{MOMENTUM}.{name}"), self._velocities[name]))
+            if name in self._velocities:
+                found.append((replace(entry, name=f"{MOMENTUM}.{name}"), self._velocities[name]))
             if reading or (stored is None and self.apart):
                 found.append(self._own(replace(entry, name=f"{COPY}.{name}"), self._spread.local(name)))
         agreed = {f"model.{name}": anchor for name, anchor in self._anchors.items()}
@@ -152,34 +165,36 @@ class OuterOptimizer:
             yield names
 
 
+def _learnt(spread: Spread) -> list[str]:
+    """The buffers that follow the samples of a copy: running statistics, and what a router balances its experts by."""
+    alone = set(spread.batch_norms.own_names)  # each rank's own, which no copy shares
+    owned = set(spread.batch_norms.owners) - alone
+    routers = {_owner(name) for name in spread.balances.names}
+    buffers = [name for name, entry in spread.map.stored.items() if entry.kind == "buffer"]
+    return [name for name in buffers if name in owned or _owner(name) in routers]
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
 def _is_cut(entry: Entry) -> bool:
     return any(placement != "replicate" for placement in entry.placements.values())
 
 
-def make_outer(spread: Spread, *, has_step: bool, order: str) -> OuterOptimizer | None:
+def make_outer(spread: Spread, *, order: str) -> OuterOptimizer | None:
     """The outer optimizer, where the layout asks for one; what it does goes to the decisions of `spread`.
 
     Args:
-        has_step: whether the Task has a step of its own.
         order: of the dataset.
 
     Raises:
-        LayoutError, TaskError: the copies would have to speak in every step.
+        LayoutError: nobody would know which round is the last.
     """
     every = spread.mesh.layout.local_sgd
     if every is None:
         return None
     given = f"layout.local_sgd={every}"
-    if has_step:
-        raise TaskError(f"{given} goes with one forward and one loss, not with a step() of the Task: leave it out")
-    if has_batch_statistics(spread.modules):
-        raise LayoutError(
-            f"{given} lets the copies speak every {every} steps, and BatchNorm looks at the samples of all in every "
-            "forward: use another norm, or leave it out"
-        )
-    if spread.balances.names:
-        name = sorted(spread.balances.names)[0]
-        raise LayoutError(f"{given} goes with no router that counts over all copies in every step ({name})")
     if order == "sharded":
         raise LayoutError(f"{given} has to know which step is the last, and data that shards itself does not say it")
     outer = OuterOptimizer(spread)

@@ -121,7 +121,7 @@ def assemble(
     dataset = _open_dataset(task, config, processes.device)
     spread = spread_task(task, config, processes)
     optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
-    outer = make_outer(spread, has_step=has_step(task), order=declared_order(dataset))
+    outer = make_outer(spread, order=declared_order(dataset))
     meeting, fixed = _meet(task, spread, dataset, config, processes)
     stream = _check_alike(config, open_stream(dataset, config, processes, fixed=fixed), processes)
     schedule = kept_schedule or make_schedule(config, stream)

@@ -148,10 +148,10 @@ class Step:
                 coming = upcoming()
                 mark("input")
                 pending, targets = self._agree(sums.loss, sums.ledger, coming, batch), sums.targets
-            divide = None if sums.targets is None else self._spread.divisor / sums.targets.clamp(min=1.0)
+            divide = None if sums.targets is None else self._ranks / sums.targets.clamp(min=1.0)
             updated = self._optimizers.parameters(sums.which)
             if scaler is not None:
-                divide = self._spread.divisor / scaler.scale
+                divide = self._ranks / scaler.scale
             norm = self._spread.clip(updated, self._max_norm, divide)
             judged.append(self._judge(norm, batch.step + 1))
             lr = self._optimizers.step(sums.which, factor, judged[-1])
@@ -159,14 +159,16 @@ class Step:
         if pending is None:
             raise TaskError("step() ended without yielding: yield (name, loss_sum, targets) at least once")
         skipped, self._skipped = all_of(judged), any_of(judged)
-        if self._ema is not None:
+        if self._ema is not None and self.outer is None:
             self._ema.update(skipped)
         if self._guard is not None:
             self._guard.finish(skipped)
         scaling = None if scaler is None or skipped is None else scaler.update(skipped)
         self._spread.balances.finish_step()
         if self.outer is not None:
-            self.outer.finish_step(batch.step + 1, last=coming is None)
+            taken = self.outer.finish_step(batch.step + 1, last=coming is None)
+            if self._ema is not None and taken:
+                self._ema.update(steps=taken)
             mark("optimizer")
         # Read here where it is at hand: the thread that writes would contend for the interpreter lock with the loop.
         told = norm.item() if norm.device.type == "cpu" else norm

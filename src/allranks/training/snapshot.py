@@ -26,7 +26,7 @@ from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.outer import OuterOptimizer
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.world import Processes
-from allranks.training.beside import Beside, Stateful, compare_beside
+from allranks.training.beside import PREFIXES, Beside, Stateful, compare_beside
 from allranks.training.newest import newest_of_run
 from allranks.verdict import Decision
 
@@ -66,9 +66,8 @@ class Contents:
             for rank, own in enumerate(ranks or ()):
                 model.append((replace(entry, name=name_of_rank(f"model.{name}", rank)), own))
         inner = self.optimizers.parts() + (self.spread.hook.parts(self.spread.map) if self.spread.hook else [])
-        if self.outer is not None:
-            return self.outer.parts(model, inner, stored)
-        return model + inner + [part for other in self.beside for part in other.parts()]
+        found = model + inner if self.outer is None else self.outer.parts(model, inner, stored)
+        return found + [part for other in self.beside for part in other.parts()]
 
     def aliases(self) -> dict[str, str]:
         """Tied names, by their names in the checkpoint."""
@@ -122,7 +121,7 @@ class Contents:
             live = ((entry, entry.name.removeprefix("model.")) for entry, _ in parts)
             kept = {entry.name: spread.local(name) for entry, name in live if name in spread.map.stored}
             parts = [(entry, kept.get(entry.name, own)) for entry, own in parts if entry.name not in ours]
-        adapted = adapt(checkpoint, stored_parts(parts))
+        adapted = adapt(checkpoint, stored_parts(parts), self._all_names)
         parts, theirs = adapted.fitting, theirs | adapted.leftover
         restore(checkpoint, parts, self._all_names(entry.name for entry, _ in parts) | theirs | change.left)
         if self.outer is not None:
@@ -133,6 +132,11 @@ class Contents:
             check_digests(checkpoint, parts, group, spread.device, without=unread)
         for other in self.beside:
             if other.prefix in change.begins:
+                if self.outer is not None and self.outer.apart:
+                    raise CheckpointError(
+                        f"{checkpoint.path.name}: {PREFIXES[other.prefix]} would begin here, where the copies of "
+                        f"layout.local_sgd are apart: begin from a step that {self.outer.every} divides"
+                    )
                 other.begin()
         if same:
             values = {entry.name: own for entry, own in parts}

@@ -87,7 +87,7 @@ class _Recording(Passes):
         spread, optimizers = self.session.spread, self.session.optimizers
         for sums in self._inner.run(batch, scale):
             # Where the step itself counted its targets, its gradients are not divided yet.
-            divide = 1.0 if sums.targets is None else spread.divisor / max(1.0, float(sums.targets))
+            divide = 1.0 if sums.targets is None else spread.mesh.layout.sample_ranks / max(1.0, float(sums.targets))
             due = {id(parameter) for parameter in optimizers.parameters(sums.which)}
             self.gradients |= {
                 name: (spread.map[name].box, _local(tensor.grad) * divide)

@@ -62,6 +62,7 @@ def local_loop(
     every: int,
     max_norm: float | None = None,
     last: int | None = None,
+    finish: Callable[[nn.Module], None] = lambda model: None,
 ) -> list[list[ReferenceStep]]:
     """Train copies of `model` that are put together after every so many steps; each copy's steps.
 
@@ -71,6 +72,7 @@ def local_loop(
         make_outer: the optimizer whose gradient is what the copies have gone on the average, with the opposite sign.
         max_norm: each copy clips by its own norm.
         last: number of steps, after which they are put together too.
+        finish: what the user's own loop does with a copy after each update.
     """
     outer = make_outer(list(model.parameters()))
     copies, optimizers, found = list[nn.Module](), list[torch.optim.Optimizer](), list[list[ReferenceStep]]()
@@ -87,6 +89,7 @@ def local_loop(
             gradients = {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}
             norm = torch.nn.utils.clip_grad_norm_(one.parameters(), float("inf") if max_norm is None else max_norm)
             optimizer.step()
+            finish(one)
             seen.append((float(loss.detach()), float(norm), gradients))
         if (index + 1) % every == 0 or index + 1 == last:
             _put_together(model, copies, outer)
@@ -106,6 +109,11 @@ def _put_together(model: nn.Module, copies: Sequence[nn.Module], outer: torch.op
     for name, parameter in model.named_parameters():
         for own in everyones:
             own[name].copy_(parameter)
+    # Running statistics and the biases of routers: no optimizer steps them.
+    for alike in zip(model.buffers(), *(one.buffers() for one in copies), strict=True):
+        stacked = torch.stack(alike[1:])
+        for buffer in alike:
+            buffer.copy_(stacked.mean(0) if stacked.is_floating_point() else stacked.amax(0))
 
 
 def mean(step: int, ranks: Sequence[Gradients]) -> Gradients:

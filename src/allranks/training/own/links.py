@@ -36,7 +36,7 @@ class Links:
 
     def take(self, spread: Spread) -> None:
         """The model that is trained. Raises LayoutError where its copies would have to speak in every step."""
-        self.outer = make_outer(spread, has_step=False, order=ORDER_OF_MAPS)
+        self.outer = make_outer(spread, order=ORDER_OF_MAPS)
 
     def check_stream(self, order: DataStream, steps: int | None) -> None:
         """Refuse a loop that would end, or could end, where the copies are apart. Raises LayoutError."""
