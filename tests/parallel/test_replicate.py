@@ -1,6 +1,7 @@
 """DDP: what is wrapped, in which buckets, and what a parameter without gradient does to the others."""
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from allranks.data.micro_step import StepBatch
 from allranks.layout import Layout
 from allranks.parallel.mesh import build_mesh
 from allranks.parallel.replicate import replicate
+from allranks.stepping.passes import Passes, Scale, StepSums
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, parts_of, session_of, step_through, together
 from tests.distributed.tasks import MODELS, Tiny
@@ -34,6 +37,39 @@ def wrap(bucket_megabytes: float | None) -> Any:
 def test_what_is_wrapped_and_how(pool: Pools) -> None:
     assert pool(2).run(wrap, None)[0] == (25 * 2**20, True, False)
     assert pool(2).run(wrap, 0.5)[0] == (2**19, False, False)
+
+
+class Watched(Passes):
+    """In how many pieces of memory the gradients lie that are handed over for an update."""
+
+    def __init__(self, inner: Passes) -> None:
+        self.inner, self.found, self.parameters = inner, list[tuple[int, int]](), list[torch.Tensor]()
+
+    def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
+        for sums in self.inner.run(batch, scale):
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            places = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+            self.found.append((len(gradients), len(places)))
+            yield sums
+
+
+def gradients_in_buckets(micro_steps: int) -> list[tuple[int, int]]:
+    watched: list[Watched] = []
+
+    def observe(passes: Passes) -> Passes:
+        watched.append(Watched(passes))
+        return watched[0]
+
+    session = session_of(Tiny(kind="mlp"), config_of("ddp", f"train.micro_steps={micro_steps}"), observe=observe)
+    watched[0].parameters = list(session.spread.trainable().values())
+    list(step_through(session, 3))
+    return watched[0].found
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_gradients_lie_in_the_buckets_themselves(pool: Pools, micro_steps: int) -> None:
+    """Views of the buckets: they are held once, and nothing is copied before or after a reduction."""
+    assert pool(2).run(gradients_in_buckets, micro_steps) == [[(8, 1)] * 3] * 2
 
 
 class Partial(nn.Module):

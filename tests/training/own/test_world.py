@@ -34,6 +34,24 @@ def test_groups_by_axis(pool: Pools) -> None:
     ]
 
 
+def test_the_ranks_that_share_layers_speak_over_their_own_group(pool: Pools, tmp_path: Path) -> None:
+    """What a user adds to tensor parallel by hand: here the largest activation of a whole layer, cut over two ranks."""
+
+    def case(folder: str) -> tuple[list[int], bool]:
+        import torch.distributed as dist
+
+        with allranks.join(layout="dp_replicate=2,tp=2", precision="float64", run=folder) as world:
+            group = world.group("tp")
+            torch.manual_seed(3)
+            whole = torch.randn(6, 4)
+            largest = whole.tensor_split(2)[dist.get_rank(group)].max()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            return dist.get_process_group_ranks(group), bool(largest == whole.max())
+
+    found = pool(4).run(case, str(tmp_path / "run"))
+    assert found == [([0, 1], True), ([0, 1], True), ([2, 3], True), ([2, 3], True)]
+
+
 def test_gather_trains_a_loss_that_couples_samples(pool: Pools, tmp_path: Path) -> None:
     """Each sample is compared with all of its micro-step: the same on one process and on three, fillers included."""
 
