@@ -69,12 +69,14 @@ def test_the_targets_are_held_on_a_gpu(verdicts: Any, changed: dict[str, Any], o
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_the_program_works_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     arguments = ["--device", "cpu", "--tiny", "--rounds", "1", "--only", "speed,checks", "--json", str(out)]
     ran = subprocess.run(
         [sys.executable, str(GPU / "one_gpu.py"), *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
     )
+    assert out.exists(), ran.stderr
     rows = {row["what"]: row for row in json.loads(out.read_text())["checks"]}
     assert rows["losses of ours and raw"]["ok"] and rows["float32"]["ok"] and rows["bfloat16"]["ok"], ran.stdout
     assert all(row["ok"] is None for what, row in rows.items() if what.startswith(("offload", "mfu", "speed")))

@@ -85,6 +85,7 @@ class Clock(Passes):
 
 class _NoSaver:
     saved_step = -1
+    beside = False
 
     def due(self, step: int) -> bool:
         """Never."""
@@ -93,6 +94,9 @@ class _NoSaver:
     def save(self, step: int) -> Path:
         """Nothing is written."""
         return Path()
+
+    def finish(self, progress: Callable[[], None]) -> None:
+        """Nothing is on its way."""
 
 
 def train_raw(task: Language, size: Size, device: torch.device, steps: int, clock: "Clock") -> list[float]:

@@ -1,6 +1,7 @@
 """Both sides in real processes: every strategy trains the same thing by hand and by us; and nothing is left behind."""
 
 import multiprocessing
+import shutil
 
 import pytest
 
@@ -14,7 +15,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 
 
 @pytest.mark.full
-def test_on_two_processes_both_sides_train_the_same() -> None:
+def test_on_two_processes_both_sides_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
     told: list[str] = []
     found = measure_all(plan_cases(None, [2]), 2, "tiny", tell=lambda case: told.append(case.strategy))
     assert told == [
@@ -25,8 +27,11 @@ def test_on_two_processes_both_sides_train_the_same() -> None:
         "fsdp,sharding=grad_op",
         "fsdp,sharding=none",
         "fsdp,recompute=full",
+        "ddp,recompute=selective",
         "tp=*",
-        "pp=2",
+        "pp=*",
+        "cp=*",
+        "ddp,ep=2",
     ]
     for row in summarise(found):
         assert row.loss_difference < 1e-6, row
@@ -36,8 +41,16 @@ def test_on_two_processes_both_sides_train_the_same() -> None:
 
 @pytest.mark.full
 def test_on_four_processes_too() -> None:
-    found = measure_all(plan_cases(["dp_replicate=2,dp_shard=2", "tp=2,dp_shard=2"], [4]), 2, "tiny")
+    strategies = ["dp_replicate=2,dp_shard=2", "tp=2,dp_shard=2", "pp=4", "cp=4", "ddp,ep=2"]
+    found = measure_all(plan_cases(strategies, [4]), 2, "tiny")
     assert all(row.loss_difference < 1e-6 for row in summarise(found))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
+def test_compiled_too() -> None:
+    (row,) = summarise(measure_all(plan_cases(["ddp,compile=block"], [2]), 2, "tiny"))
+    assert row.loss_difference < 1e-6
 
 
 def test_a_case_that_fails_is_named_and_all_processes_end() -> None:

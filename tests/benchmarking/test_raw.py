@@ -1,10 +1,13 @@
 """The hand-written side on one process is a plain loop, and it learns."""
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.benchmarking.raw import make_optimizer, raw_steps, spread
 from allranks.benchmarking.subject import make_model
@@ -28,7 +31,38 @@ def test_losses_of_the_plain_loop() -> None:
 
 def test_recompute_wraps_every_block() -> None:
     model = spread(make_model("tiny"), Layout(kind="single", recompute="full"), None, CPU)
-    assert sum(isinstance(module, CheckpointWrapper) for module in model.modules()) == 2
+    assert sum(isinstance(module, CheckpointWrapper) for module in model.modules()) == 4
+
+
+class Ran(TorchDispatchMode):
+    """Counts what really runs: kept results are found before it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def gradients(layout: Layout) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = spread(make_model("tiny"), layout, None, CPU)
+    model(torch.arange(32).view(2, 16)).square().sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_selective_recompute_keeps_attention_and_every_second_product() -> None:
+    expected, products = gradients(Layout(kind="single")), dict[str, int]()
+    for mode in ("none", "selective", "full"):
+        with Ran() as seen:
+            found = gradients(Layout(kind="single", recompute=mode))
+        torch.testing.assert_close(found, expected)
+        products[mode] = seen.counts["aten.mm.default"]
+        assert seen.counts["aten._scaled_dot_product_flash_attention_for_cpu.default"] == 4 * (1 + (mode == "full"))
+    # The last of the seven products of a block's forward is needed by nobody; of the others every second is kept.
+    assert products["full"] == products["none"] + 6 * 4 and products["selective"] == products["none"] + 3 * 4
 
 
 @pytest.mark.distributed

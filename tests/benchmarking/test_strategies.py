@@ -19,10 +19,17 @@ def _planned(strategies: list[str] | None, nproc: list[int] | None) -> list[tupl
     return [(case.strategy, case.layout.world_size) for case in plan_cases(strategies, nproc)]
 
 
-def test_by_default_everything_that_fits() -> None:
+def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not [strategy for strategy, _ in _planned(None, None) if "compile" in strategy]
+    assert _planned(["ddp,compile=block"], [2]) == [("ddp,compile=block", 2)]
+
+
+def test_by_default_everything_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "true")
     planned = _planned(None, None)
     assert planned[0] == ("single", 1)
-    assert len(planned) == 1 + 8 + 9
+    assert len(planned) == 1 + 12 + 14
     assert [world for _, world in planned] == sorted(world for _, world in planned)
     assert ("tp=2,dp_shard=2", 4) in planned and ("tp=2,dp_shard=2", 2) not in planned
     assert {world for _, world in _planned(None, [2])} == {1, 2}
@@ -38,13 +45,16 @@ def test_what_is_asked_for_has_to_fit() -> None:
 
 
 def test_only_what_has_a_twin() -> None:
-    refused = Layout(recompute="selective"), Layout(offload="activations"), Layout(tp=2, dp_replicate=2), Layout(cp=2)
-    others = Layout(dp_replicate=2, ep=2), Layout(pp=2, dp_shard=2), Layout(pp=2, schedule="zbv"), Layout(pp=4)
-    for layout in (*refused, *others):
+    refused = Layout(offload="activations"), Layout(tp=2, dp_replicate=2), Layout(cp=2, context="ring")
+    others = Layout(dp_shard=2, ep=2), Layout(pp=2, dp_shard=2), Layout(pp=2, schedule="zbv"), Layout(cp=2, tp=2)
+    for layout in (*refused, *others, Layout(pp=2, recompute="full")):
         with pytest.raises(LayoutError, match=r"twin|DDP"):
             check_twin(layout)
     check_twin(Layout(tp=2, dp_replicate=2, sharding="none", recompute="full"))
     check_twin(Layout(pp=2, schedule="gpipe"))
+    check_twin(Layout(dp_replicate=4, ep=2))
+    for layout in (Layout(recompute="selective"), Layout(cp=2), Layout(pp=4), Layout(dp_replicate=2, compile="block")):
+        check_twin(layout)
 
 
 def test_lists_are_read() -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from allranks.benchmarking.subject import MAX_NORM, SIZES, Tokens, make_config, make_model
+from allranks.benchmarking.subject import MAX_NORM, SIZES, Tokens, make_config, make_model, make_moe
 from allranks.layout import Layout
 
 
@@ -10,6 +10,7 @@ def test_ten_million_parameters_that_cut_into_four() -> None:
     size = SIZES["10m"]
     count = sum(parameter.numel() for parameter in make_model("10m").parameters())
     assert 10e6 <= count < 12e6
+    assert 10e6 <= sum(parameter.numel() for parameter in make_moe("10m").parameters()) < 12e6
     assert size.heads % 4 == 0 and size.hidden % 4 == 0 and size.seq % 4 == 0
 
 

@@ -33,7 +33,7 @@ def our_steps(
         recorder: rank 0's pen; None elsewhere.
     """
     config = make_config(layout, steps)
-    task = Subject(size=size, samples=steps * config.train.global_batch)
+    task = Subject(size=size, samples=steps * config.train.global_batch, experts=layout.ep > 1)
     stopwatch = Stopwatch()
     processes = gather_processes(environment, choice, layout)
     session = assemble(task, config, processes, stopwatch, lambda: (False, False))

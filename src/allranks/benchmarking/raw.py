@@ -4,8 +4,11 @@ Sources: torch's tutorials on DDP, FSDP2 and tensor parallelism (docs.pytorch.or
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,16 +27,26 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
+from allranks.benchmarking.raw_context import own_positions, share_positions
+from allranks.benchmarking.raw_experts import ExpertParallel
 from allranks.benchmarking.raw_pipeline import pipeline_steps
-from allranks.benchmarking.subject import LR, MAX_NORM, SIZES, Tokens, make_model, samples_a_step
+from allranks.benchmarking.subject import LR, MAX_NORM, SIZES, Tokens, make_model, make_moe, samples_a_step
 from allranks.data.permutation import permute
 from allranks.data.random_keys import epoch_key
 from allranks.layout import Layout
-from allranks.models.transformer import Transformer
+from allranks.models.transformer import Decoder
 
+aten = torch.ops.aten
+ATTENTION = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
 MESH_AXES = ("dp_replicate", "dp_shard", "tp")
 
 
@@ -41,22 +54,31 @@ def raw_steps(layout: Layout, size: str, steps: int, seed: int, device: torch.de
     """`steps` steps of the plain loop; each yields what gives its loss, over the whole batch and per token."""
     mesh = None
     if layout.world_size > 1 and layout.pp == 1:
-        shape = (layout.dp_replicate, layout.dp_shard, layout.tp)
+        # cp alone: DDP goes over the ranks of the sequence.
+        shape = (layout.dp_replicate * layout.cp, layout.dp_shard, layout.tp)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_AXES)
     torch.manual_seed(seed)
     if layout.pp > 1:
         yield from pipeline_steps(make_model(size), layout, _loader(layout, None, size, steps, seed), device)
         return
-    model = spread(make_model(size).to(device), layout, mesh, device)
+    model, experts = build(layout, size, mesh, device)
     optimizer = make_optimizer(model, layout)
-    group = None if mesh is None or layout.dp == 1 else _data_group(layout, mesh)
+    group = None if mesh is None or layout.dp * layout.cp == 1 else _data_group(layout, mesh)
     for sample in _loader(layout, mesh, size, steps, seed):
         batch = {name: part.to(device, non_blocking=True) for name, part in sample.items()}
+        where = {}
+        if layout.cp > 1:
+            batch, where["positions"] = own_positions(batch)
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+        loss = functional.cross_entropy(model(batch["x"], **where).flatten(0, 1), batch["y"].flatten())
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        if experts is None:
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        else:
+            experts.reduce_and_clip(MAX_NORM)
         optimizer.step()
+        if experts is not None:
+            experts.balance()
         told = torch.stack((loss.detach() * batch["y"].numel(), torch.tensor(float(batch["y"].numel()), device=device)))
         if group is not None:
             dist.all_reduce(told, group=group)
@@ -64,21 +86,38 @@ def raw_steps(layout: Layout, size: str, steps: int, seed: int, device: torch.de
         yield partial(float, total / count)
 
 
-def spread(model: Transformer, layout: Layout, mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
+def build(
+    layout: Layout, size: str, mesh: DeviceMesh | None, device: torch.device
+) -> tuple[nn.Module, ExpertParallel | None]:
+    """The model under the strategy, and what its loop has to do for experts."""
+    if layout.ep == 1:
+        return spread(make_model(size).to(device), layout, mesh, device), None
+    model = make_moe(size).to(device)
+    experts = ExpertParallel(model, layout.ep)
+    return spread(model, layout, mesh, device), experts
+
+
+def spread(model: Decoder, layout: Layout, mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
     """The model under the strategy."""
     if layout.tp > 1:
         assert mesh is not None
         cut_layers(model, mesh["tp"])
-    if layout.recompute == "full":
+    if layout.cp > 1:
+        share_positions(model)
+    if layout.recompute != "none":
+        options: dict[str, Any] = {"context_fn": keep_every_second} if layout.recompute == "selective" else {}
         for index, block in enumerate(model.layers):
-            model.layers[index] = checkpoint_wrapper(block)
+            model.layers[index] = checkpoint_wrapper(block, **options)
+    if layout.compile == "block":
+        for block in model.layers:
+            block.compile()
     if mesh is not None and layout.fully_sharded:
         over = mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"]
         keep = None if layout.sharding == "full" else False
         for block in model.layers:
             fully_shard(block, mesh=over, reshard_after_forward=keep)
         fully_shard(model, mesh=over, reshard_after_forward=keep)
-    elif mesh is not None and layout.replicated:
+    elif mesh is not None and layout.replicated:  # over all of them where the sequence is what is cut
         ids = [device.index] if device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     return model
@@ -95,7 +134,22 @@ def make_optimizer(model: nn.Module, layout: Layout) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
 
-def cut_layers(model: Transformer, mesh: DeviceMesh) -> None:
+def keep_every_second() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Selective recomputing as TorchTitan (arXiv 2410.06511) does it: attention and every second product are kept."""
+    seen = Counter[bool]()
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = operation in ATTENTION
+        if operation is aten.mm.default:
+            seen[context.is_recompute] += 1
+            keep = seen[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    first, second = create_selective_checkpoint_contexts(policy)
+    return first, second
+
+
+def cut_layers(model: Decoder, mesh: DeviceMesh) -> None:
     """Tensor and sequence parallelism as torch's tutorial has it for a Llama, the loss on whole logits."""
     along = Shard(1)
     plan = {
@@ -122,6 +176,7 @@ def cut_layers(model: Transformer, mesh: DeviceMesh) -> None:
 
 
 def _data_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks whose losses are different parts of the batch's."""
     if layout.tp == 1:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
@@ -135,8 +190,8 @@ def _loader(
     # In the order of our stream, so that both sides train on the same batches.
     order = permute(samples, epoch_key(seed, 0), np.arange(samples)).tolist()
     dataset = Subset(Tokens(SIZES[size].seq, samples), order)
-    rank = (
-        0 if mesh is None else mesh.get_local_rank("dp_replicate") * layout.dp_shard + mesh.get_local_rank("dp_shard")
-    )
+    rank = 0
+    if mesh is not None and layout.cp == 1:
+        rank = mesh.get_local_rank("dp_replicate") * layout.dp_shard + mesh.get_local_rank("dp_shard")
     sampler: DistributedSampler[dict[str, torch.Tensor]] = DistributedSampler(dataset, layout.dp, rank, shuffle=False)
     return DataLoader(dataset, batch_size=samples_a_step(layout) // layout.dp, sampler=sampler)

@@ -1,5 +1,7 @@
 """Which strategies are measured, on how many processes, and what their figures say. Values only; needs no torch."""
 
+import os
+import shutil
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,14 +18,16 @@ STRATEGIES = (
     "fsdp,sharding=grad_op",
     "fsdp,sharding=none",
     "fsdp,recompute=full",
+    "ddp,recompute=selective",
+    "ddp,compile=block",
     "dp_replicate=2,dp_shard=2",
     "tp=*",
     "tp=2,dp_shard=2",
-    "pp=2",
+    "pp=*",
+    "cp=*",
+    "ddp,ep=2",
 )
 NUM_PROCESSES = (2, 4)
-NUM_STAGES = 2
-"""Of a pipeline: the model of the trial run has no more layers."""
 DDP, FSDP = "ddp", "fsdp"
 
 TIME_TARGET = 1.03
@@ -35,12 +39,11 @@ LOSS_TOLERANCE = 1e-4
 
 # How the one side is written by hand; what stands in none of them has no twin.
 _TWINS: dict[str, tuple[object, ...]] = {
-    "recompute": ("none", "full"),
+    "recompute": ("none", "selective", "full"),
     "offload": ("none",),
-    "compile": ("none",),
+    "compile": ("none", "block"),
     "batchnorm": (None, "sync"),
-    "cp": (1,),
-    "ep": (1,),
+    "context": ("ulysses",),
 }
 
 
@@ -111,7 +114,7 @@ def plan_cases(strategies: Sequence[str] | None, nproc: Sequence[int] | None) ->
 
     Args:
         strategies: layout strings, each of which has to fit one of `nproc` (a layout without `*` its own product);
-            None: STRATEGIES, as far as they fit.
+            None: STRATEGIES, as far as they fit, and those with compile where the machine has a C++ compiler.
         nproc: numbers of processes; None: NUM_PROCESSES, and what a layout without `*` asks for.
 
     Raises:
@@ -119,12 +122,18 @@ def plan_cases(strategies: Sequence[str] | None, nproc: Sequence[int] | None) ->
         LayoutError: it fits none of the numbers, or is nothing that torch has by hand.
     """
     found: dict[str, Case] = {}
-    for strategy in STRATEGIES if strategies is None else strategies:
+    possible = [one for one in STRATEGIES if "compile" not in one or _can_compile()]
+    for strategy in possible if strategies is None else strategies:
         cases, refusal = _fit(strategy, nproc)
         if not cases and strategies is not None:
             raise refusal or LayoutError(f"{strategy} fits none of {', '.join(map(str, nproc or NUM_PROCESSES))}")
         found.update((str(case.layout), case) for case in cases)
     return sorted(found.values(), key=lambda case: case.layout.world_size)
+
+
+def _can_compile() -> bool:
+    """Whether the compiler is there that torch compiles its kernels with."""
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def _fit(strategy: str, nproc: Sequence[int] | None) -> tuple[list[Case], LayoutError | None]:
@@ -158,9 +167,13 @@ def check_twin(layout: Layout) -> None:
         if (value := getattr(layout, name)) not in known:
             possible = " or ".join(str(word) for word in known if word)
             raise LayoutError(f"{name}={value} has no twin in raw torch here: it can be {possible}")
-    alone = layout.pp == layout.world_size == NUM_STAGES and layout.schedule in ("1f1b", "gpipe")
-    if layout.pp > 1 and not alone:
-        raise LayoutError(f"layout {layout}: of pipelines pp={NUM_STAGES} alone has a twin here, under 1f1b or gpipe")
+    plain = layout.recompute == layout.compile == "none"
+    if layout.pp > 1 and not (layout.pp == layout.world_size and layout.schedule in ("1f1b", "gpipe") and plain):
+        raise LayoutError(f"layout {layout}: a pipeline has a twin here where pp stands alone, under 1f1b or gpipe")
+    if layout.cp > 1 and layout.cp != layout.world_size:
+        raise LayoutError(f"layout {layout}: cp has a twin here where it stands alone")
+    if layout.ep > 1 and layout.world_size != layout.dp_replicate:
+        raise LayoutError(f"layout {layout}: ep has a twin here beside dp_replicate alone")
     if layout.tp > 1 and layout.replicated:
         raise LayoutError(
             f"layout {layout}: torch's DDP takes no tensors cut over tp; add sharding=none, or a dp_shard"

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from allranks.config import Config, resolve_config
 from allranks.layout import Layout
+from allranks.models.moe import MoETransformer
 from allranks.models.transformer import Transformer
 from allranks.task import Task
 
@@ -24,15 +25,24 @@ MICRO_STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a Transformer is, and how long its samples are."""
+    """How large a Transformer is, and how long its samples are.
+
+    Attributes:
+        expert: the width of an expert, where the model is a mixture of NUM_EXPERTS: about as large as the dense one.
+    """
 
     layers: int
     hidden: int
     heads: int
     seq: int
+    expert: int
 
 
-SIZES = {"10m": Size(layers=6, hidden=384, heads=8, seq=128), "tiny": Size(layers=2, hidden=32, heads=4, seq=16)}
+SIZES = {
+    "10m": Size(layers=6, hidden=384, heads=8, seq=128, expert=128),
+    "tiny": Size(layers=4, hidden=32, heads=4, seq=16, expert=16),
+}
+NUM_EXPERTS, TOP_K = 8, 2
 
 
 def samples_a_step(layout: Layout) -> int:
@@ -44,6 +54,15 @@ def make_model(size: str) -> Transformer:
     """The model, from the generator as it stands."""
     wanted = SIZES[size]
     return Transformer(VOCABULARY, wanted.layers, wanted.hidden, wanted.heads, max_seq=wanted.seq, tied=False)
+
+
+def make_moe(size: str) -> MoETransformer:
+    """The one whose feed-forwards are experts, which layouts with ep train."""
+    wanted = SIZES[size]
+    experts = NUM_EXPERTS, TOP_K, wanted.expert
+    return MoETransformer(
+        VOCABULARY, wanted.layers, wanted.hidden, wanted.heads, *experts, max_seq=wanted.seq, tied=False
+    )
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
@@ -69,11 +88,12 @@ class Subject(Task):
 
     size: str = "10m"
     samples: int = 4096
+    experts: bool = False
     defaults: ClassVar[dict[str, object]] = {"optimizer.lr": LR, "train.max_norm": MAX_NORM, "evaluate.every": 0}
 
-    def model(self) -> Transformer:
+    def model(self) -> Transformer | MoETransformer:
         """The Transformer."""
-        return make_model(self.size)
+        return make_moe(self.size) if self.experts else make_model(self.size)
 
     def dataset(self, split: str) -> Tokens | None:
         """Random tokens to train on."""

@@ -1,0 +1,22 @@
+"""The hand-written Ulysses is the hand-written loop on one process."""
+
+import pytest
+import torch
+
+from allranks.benchmarking.raw import raw_steps
+from allranks.layout import Layout
+from tests.distributed.pool import Pools
+
+STEPS = 5
+
+
+def losses(layout: Layout) -> list[float]:
+    return [told() for told in raw_steps(layout, "tiny", STEPS, 0, torch.device("cpu"))]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [2, 4])
+def test_its_losses_are_those_of_one_process(pool: Pools, size: int) -> None:
+    expected = losses(Layout(kind="single"))
+    for found in pool(size).run(losses, Layout(cp=size)):
+        assert found == pytest.approx(expected, rel=1e-5)
