@@ -114,9 +114,10 @@ def test_figures_are_beside_ddp_on_as_many_processes(tmp_path: Path, monkeypatch
         row("ddp", 4, ours_ms=50.0, ours_bytes=100_000_000),
         row("fsdp", 4, ours_ms=75.0, ours_bytes=40_000_000, ratio=1.012),
         row("tp=2,dp_shard=2", 4, ours_bytes=25_000_000),
-        row("pp=2", 2, ours_bytes=150_000_000),
+        row("pp=*", 2, ours_bytes=150_000_000),
+        row("ddp,ep=2", 2, ours_bytes=150_000_000),
         row("tp=*", 2, ratio=None, loss_difference=0.01),
-        row("cp=2", 2),
+        row("placement", 1),
     ]
     results = tmp_path / "strategies.json"
     machine = {"date": "2030-01-02T03:04+00:00", "gpus": [], "cores": 3, "torch": "9.9", "load": 1.5, "load_after": 2.5}
@@ -128,11 +129,12 @@ def test_figures_are_beside_ddp_on_as_many_processes(tmp_path: Path, monkeypatch
     assert "| `fsdp` | 4 | 8 | 1.012 | 0.90-1.10 | 0.990 | 40.0 MB | 60% |" in lines
     assert "| `single` | 1 | 2 | 1.000 | 0.90-1.10 | 0.990 | 200.0 MB | - |" in lines
     assert "| `tp=2,dp_shard=2` | 4 | 4 | 1.000 | 0.90-1.10 | 0.990 | 25.0 MB | 75% |" in lines
-    assert "| `pp=2` | 2 | 8 | 1.000 | 0.90-1.10 | 0.990 | 150.0 MB | 25% |" in lines
+    assert "| `pp=*` | 2 | 8 | 1.000 | 0.90-1.10 | 0.990 | 150.0 MB | 25% |" in lines
+    assert "| `ddp,ep=2` | 2 | 4 | 1.000 | 0.90-1.10 | 0.990 | 150.0 MB | - |" in lines, "another model than ddp's"
     assert "| `tp=*` | 2 | 2 | not timed: the first losses differ by 1e-02 | | | | |" in lines
     (table,) = (index for index, line in enumerate(lines) if "samples a step |" in line)
-    assert len({line.count("|") for line in lines[table : table + 7]}) == 1
-    assert not [line for line in lines if line.startswith("| `cp=2` | 2")]
+    assert len({line.count("|") for line in lines[table : table + 8]}) == 1
+    assert not [line for line in lines if line.startswith("| `placement` | 1")]
     assert any(
         "On 2030-01-02: 3 CPU cores" in line
         and "load of 1.5 at the start, 2.5 at the end" in line

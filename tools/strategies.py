@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from allranks.benchmarking.subject import samples_a_step
+from allranks.benchmarking.subject import NUM_EXPERTS, TOP_K, samples_a_step
 from allranks.layout import Layout
 from allranks.layout_string import parse_layout
 from allranks.units import format_bytes
@@ -75,9 +75,9 @@ def _figure(row: Row, ddp: Row | None) -> str:
         return f"{start} not timed: the first losses differ by {row['loss_difference']:.0e} | | | | |"
     quartiles = f"{row['ratio_q1']:.2f}-{row['ratio_q3']:.2f}"
     memory = "-" if row["memory_ratio"] is None else f"{row['memory_ratio']:.3f}"
-    saved = (
-        "-" if ddp is None or not ddp["ours_bytes"] else f"{round(100 - 100 * row['ours_bytes'] / ddp['ours_bytes'])}%"
-    )
+    # With experts it is another model.
+    beside = None if ddp is None or layout.ep > 1 else ddp["ours_bytes"]
+    saved = f"{round(100 - 100 * row['ours_bytes'] / beside)}%" if beside else "-"
     peak = format_bytes(row["ours_bytes"]) if row["ours_bytes"] else "-"
     return f"{start} {row['ratio']:.3f} | {quartiles} | {memory} | {peak} | {saved} |"
 
@@ -94,7 +94,9 @@ def _explanation(document: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "The model is a Transformer of 10.8M parameters; each data-parallel process has two samples of 128 tokens a "
-        "forward, which the processes of tp share, and pp has four such forwards a step. So a ratio may be compared in "
-        "every row, since raw and ours take the same samples; peak memory and `saved` only between rows of as many "
-        "processes and as many samples a step: beside ddp, tp takes fewer and pp more."
+        "forward, which the processes of tp and cp share, and pp has four such forwards a step. With ep its "
+        f"feed-forwards are {NUM_EXPERTS} experts, of which a token takes {TOP_K}, with about as many parameters in "
+        "all. So a ratio may be compared in every row, since raw and ours take the same samples; peak memory and "
+        "`saved` only between rows of as many processes and as many samples a step: beside ddp, tp takes fewer and pp "
+        "more."
     )
