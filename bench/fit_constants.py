@@ -103,7 +103,8 @@ def sees(rows: Sequence[Row], name: str) -> bool:
 def family_of(row: Row) -> str:
     """The entry of constants.json that the row's device takes."""
     name = device_name(row["hardware"]["gpu"])
-    return max((key for key in constants._table()["devices"] if name.startswith(key)), key=len)
+    found: str = max((key for key in constants._table()["devices"] if name.startswith(key)), key=len)
+    return found
 
 
 def main() -> int:

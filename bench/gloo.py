@@ -11,16 +11,22 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from allranks.parallel.gloo_ops import exchange_and_sum, gather_by_broadcasts
 from allranks.parallel.tensor_ops import all_gather_single, reduce_scatter_single
 
 SIZES_KB = (64, 256, 1024, 7168)
+
+
+def gather_and_wait(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """By a broadcast of each rank's part."""
+    gather_by_broadcasts(whole, part, group).wait()
 
 
 def measure(rank: int, world: int, sizes: tuple[int, ...], rounds: int, port: int, result: Path) -> None:
@@ -35,11 +41,11 @@ def measure(rank: int, world: int, sizes: tuple[int, ...], rounds: int, port: in
         whole = torch.ones(size * 256 // world * world)
         part = torch.ones(len(whole) // world)
         operations: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda whole=whole: dist.all_reduce(whole),
-            "reduce_scatter": lambda part=part, whole=whole: reduce_scatter_single(part, whole),
-            "exchange_sum": lambda part=part, whole=whole: exchange_and_sum(part, whole, group, average=True),
-            "all_gather": lambda part=part, whole=whole: all_gather_single(whole, part),
-            "broadcasts": lambda part=part, whole=whole: gather_by_broadcasts(whole, part, group).wait(),
+            "all_reduce": partial(dist.all_reduce, whole),
+            "reduce_scatter": partial(reduce_scatter_single, part, whole),
+            "exchange_sum": partial(exchange_and_sum, part, whole, group, average=True),
+            "all_gather": partial(all_gather_single, whole, part),
+            "broadcasts": partial(gather_and_wait, whole, part, group),
         }
         spent: dict[str, list[float]] = {name: [] for name in operations}
         for turn in range(rounds + 1):
@@ -75,7 +81,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for world in map(int, asked.nproc.split(",")):
             result = Path(folder) / f"{world}.json"
-            mp.spawn(measure, (world, sizes, rounds, free_port(), result), nprocs=world)
+            spawn(measure, (world, sizes, rounds, free_port(), result), nprocs=world)
             rows += json.loads(result.read_text())
     if asked.json:
         print(json.dumps({"rows": rows}))

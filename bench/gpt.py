@@ -47,7 +47,8 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, seq, width))
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+        found: Tensor = x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+        return found
 
 
 class Gpt(nn.Module):
@@ -64,7 +65,8 @@ class Gpt(nn.Module):
         hidden = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
         for layer in self.layers:
             hidden = layer(hidden)
-        return self.head(self.norm(hidden))
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
 
 
 class Tokens(Dataset[dict[str, Tensor]]):

@@ -79,7 +79,8 @@ class Wide(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
+        found: Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))
+        return found
 
 
 class Perceptron(allranks.Task):

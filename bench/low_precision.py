@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 
 import allranks
 from allranks.config import resolve_config
+from allranks.data.micro_step import StepBatch
 from allranks.data.random_keys import seed_all
 from allranks.launching.environment import read_environment
 from allranks.layout import Layout
@@ -53,7 +54,8 @@ class Signals(Task):
         )
 
     def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return (functional.cross_entropy(output, batch["y"], reduction="none") * batch["w"]).sum()
+        losses: torch.Tensor = functional.cross_entropy(output, batch["y"], reduction="none") * batch["w"]
+        return losses.sum()
 
 
 def train(precision: str, steps: int) -> tuple[Values, int, list[list[int]]]:
@@ -74,7 +76,8 @@ def train(precision: str, steps: int) -> tuple[Values, int, list[list[int]]]:
         session = assemble(Signals(), config, processes, Stopwatch(), lambda: (False, False))
         samples, skipped = [], 0.0
         with session.loader() as loader:
-            batch = next(loader, None)
+            batch: StepBatch | None = next(loader)
+            assert batch is not None
             before = session.step.agree_first(batch)
             while batch is not None:
                 outcome = session.step.run(batch, before, lambda: next(loader, None))
@@ -96,11 +99,12 @@ def in_float8(model: nn.Module) -> nn.Module:
     """Its layers of fitting widths by torchao itself."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    return convert_to_float8_training(
+    found: nn.Module = convert_to_float8_training(
         model,
         module_filter_fn=lambda part, _: part.in_features % 16 == 0 and part.out_features % 16 == 0,
         config=Float8LinearConfig(emulate=True),
     )
+    return found
 
 
 def measure_precision(precision: str, num_ranks: int, steps: int) -> tuple[Values, Values, Values, int]:
@@ -121,7 +125,7 @@ def measure_precision(precision: str, num_ranks: int, steps: int) -> tuple[Value
         return task.loss(module(batch["x"]).float(), batch)
 
     def lowered_loss(module: nn.Module, batch: Any) -> torch.Tensor:
-        weights = dict(module.named_parameters())
+        weights: dict[str, torch.Tensor] = dict(module.named_parameters())
         if precision == GATHER:
             weights = {name: weight.bfloat16() for name, weight in weights.items()}
         with torch.autocast("cpu", lowered):

@@ -18,10 +18,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -40,6 +41,7 @@ from allranks.stepping.passes import Passes, Scale, StepSums
 from allranks.stepping.session import assemble
 from allranks.stepping.world import gather_processes
 from allranks.training.prepare import resolve_layout
+from allranks.training.saver import Saver
 from allranks.training.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -126,7 +128,7 @@ def raw_loop(size: str, steps: int, world: int, rank: int) -> Iterator[None]:
     model: torch.nn.Module = task.model()
     dataset = task.dataset("train")
     assert dataset is not None
-    sampler = DistributedSampler(dataset, world, rank) if world > 1 else None
+    sampler: DistributedSampler[Any] | None = DistributedSampler(dataset, world, rank) if world > 1 else None
     loader = DataLoader(dataset, batch_size=batch, shuffle=sampler is None, sampler=sampler)
     if world > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -171,7 +173,7 @@ def our_loop(size: str, steps: int, world: int, rank: int, folder: Path) -> list
     turns = Turns(STEPS[size], raw_loop(size, steps + STEPS[size], world, rank), flush)
     task = GptTask(size=size, samples=steps * batch)
     session = assemble(task, config, processes, stopwatch, lambda: (False, False), observe=turns.around)
-    Trainer(session, _NoSaver(), stopwatch, recorder, progress).train()
+    Trainer(session, cast("Saver", _NoSaver()), stopwatch, recorder, progress).train()
     if recorder is not None:
         recorder.close()
     return turns.pairs[WARM_TURNS:]
@@ -234,14 +236,15 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 result = Path(folder) / "turns.json"
                 turns = 10 if options.quick else options.turns or TURNS[size]
-                mp.spawn(measure, (world, size, turns, free_port(), result), nprocs=world)
+                spawn(measure, (world, size, turns, free_port(), result), nprocs=world)
                 rows.append(row(size, world, json.loads(result.read_text())))
     if options.json:
         print(json.dumps({"rows": rows}))
         return
     names = list(rows[0])
     widths = {name: max(len(name), *(len(str(found[name])) for found in rows)) for name in names}
-    for found in ({name: name for name in names}, *rows):
+    headings: dict[str, Any] = {name: name for name in names}
+    for found in (headings, *rows):
         print("  ".join(f"{found[name]!s:>{widths[name]}}" for name in names))
 
 

@@ -122,7 +122,8 @@ def precision_of(row: Row) -> str:
 
 def chunks_of(row: Row) -> int:
     """Virtual stages; "one layer per chunk" is as many as a stage has layers."""
-    vp, pp, layers = row["parallel"].get("vp"), row["parallel"]["pp"], row["model"].get("layers") or 1
+    pp: int = row["parallel"]["pp"]
+    vp, layers = row["parallel"].get("vp"), int(row["model"].get("layers") or 1)
     if isinstance(vp, str):
         return max(1, round((layers + 2) / pp))
     if vp is None and str(row["parallel"].get("schedule")).startswith("interleaved") and pp > 1:

@@ -46,7 +46,8 @@ def work(folder: Path) -> None:
     """One rank of torchrun's: resume from the newest checkpoint that has its metadata, train for ever."""
     import torch
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     dist.init_process_group("gloo")
     rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -58,7 +59,7 @@ def work(folder: Path) -> None:
     step = saved[-1] if saved else 0
     if saved:
         state = {"model": inner.state_dict()}
-        dcp.load(state, checkpoint_id=str(folder / "saved" / str(step)))
+        load(state, checkpoint_id=str(folder / "saved" / str(step)))
         inner.load_state_dict(state["model"])
     with (folder / f"steps-{rank}").open("a", buffering=1) as log:
         while True:
@@ -69,7 +70,7 @@ def work(folder: Path) -> None:
             step += 1
             log.write(json.dumps([time.time(), attempt, step]) + "\n")
             if step % SAVE_EVERY == 0:
-                dcp.save({"model": inner.state_dict()}, checkpoint_id=str(folder / "saved" / str(step)))
+                save({"model": inner.state_dict()}, checkpoint_id=str(folder / "saved" / str(step)))
 
 
 def arguments(way: str, folder: Path, nproc: int, kills: int) -> list[str]:
@@ -204,7 +205,8 @@ def main() -> None:
     if chosen.json:
         print(json.dumps({"nproc": chosen.nproc, "rows": rows}))
         return
-    for names in [dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]:
+    headings: dict[str, Any] = dict(zip(COLUMNS, COLUMNS, strict=True))
+    for names in [headings, *rows]:
         print("  ".join(f"{names.get(name, '-')!s:>9}" for name in COLUMNS))
 
 

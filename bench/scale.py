@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ def order(samples: tuple[int, ...]) -> Iterator[Row]:
     positions = np.arange(1024)
     for number in samples:
         permute(number, 1, positions)
-        each = timed(lambda number=number: permute(number, 1, number - 1 - positions), 50) / len(positions)
+        each = timed(partial(permute, number, 1, number - 1 - positions), 50) / len(positions)
         yield Row("order of samples: one position", "samples", number, each, len(json.dumps(number)))
 
 
@@ -75,7 +76,7 @@ def cut(ranks: tuple[int, ...]) -> Iterator[Row]:
             "cut of a step: one rank's samples",
             "ranks",
             number,
-            timed(lambda cut=cut: cut.spans(cut.global_batch, 7), 20),
+            timed(partial(cut.spans, cut.global_batch, 7), 20),
         )
 
 
@@ -106,10 +107,10 @@ def manifest(ranks: tuple[int, ...], tensors: int) -> Iterator[Row]:
     for number in ranks:
         told = shares(number, tensors)
         gathered = sum(len(json.dumps(asdict(share))) for share in told)
-        took = timed(lambda told=told: merge(header, told, {}, "2", "scale"))
+        took = timed(partial(merge, header, told, {}, "2", "scale"))
         text = render_manifest(merge(header, told, {}, "2", "scale"))
         yield Row(f"saving {tensors} tensors: gathered and merged by the first rank", "ranks", number, took, gathered)
-        read = timed(lambda text=text: parse_manifest(text.encode(), "scale"))
+        read = timed(partial(parse_manifest, text.encode(), "scale"))
         yield Row(f"saving {tensors} tensors: the manifest, read by every rank", "ranks", number, read, len(text))
 
 
@@ -125,7 +126,7 @@ def mesh(ranks: tuple[int, ...]) -> Iterator[Row]:
     for number in ranks:
         dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
         layout = Layout(dp_replicate=number // 64, dp_shard=8, tp=8)
-        took = timed(lambda layout=layout: build_mesh(layout, "cpu"))
+        took = timed(partial(build_mesh, layout, "cpu"))
         yield Row("mesh: one rank's, hsdp and tp=8", "ranks", number, took)
         dist.destroy_process_group()
 
@@ -136,7 +137,7 @@ def plan(clusters: tuple[int, ...]) -> Iterator[Row]:
     for nodes in clusters:
         cluster = find_cluster(f"{nodes}x8:h100")
         question = Question(shape.profile, cluster, global_batch=8 * nodes, seq=8192)
-        yield Row("plan of 405B", "devices", 8 * nodes, timed(lambda question=question: make_plan(question)))
+        yield Row("plan of 405B", "devices", 8 * nodes, timed(partial(make_plan, question)))
 
 
 def measure(quick: bool) -> list[Row]:

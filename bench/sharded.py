@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from allranks.benchmarking.ours import our_steps
 from allranks.benchmarking.raw import raw_steps
@@ -115,7 +115,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for world in [2] if asked.quick else list(map(int, asked.nproc.split(","))):
             result = Path(folder) / f"{world}.json"
-            mp.spawn(measure, (world, 3 if asked.quick else asked.turns, free_port(), result), nprocs=world)
+            spawn(measure, (world, 3 if asked.quick else asked.turns, free_port(), result), nprocs=world)
             rows += json.loads(result.read_text())
     loads = [round(load, 1), round(os.getloadavg()[0], 1)]
     if asked.json:

@@ -10,9 +10,11 @@ import argparse
 import json
 import time
 from dataclasses import dataclass
+from typing import Any
 
+from allranks.rehearsing.expectations import closed_form, enough_spares
 from allranks.rehearsing.failure_rates import NAMED
-from allranks.rehearsing.simulate import Trial, closed_form, enough_spares, run_all, simulate
+from allranks.rehearsing.simulate import Trial, run_all, simulate
 from allranks.simulation import DAY, Operation, Scope, Tier
 
 
@@ -41,7 +43,7 @@ def operate(failures: str, nodes: int, every_seconds: float, days: float, save_s
     return Operation(nodes, enough_spares(nodes, model), days * DAY, (tier,), detect_seconds=0.0, restart_seconds=300.0)
 
 
-def compare(case: Case, num_runs: int) -> dict[str, object]:
+def compare(case: Case, num_runs: int) -> dict[str, Any]:
     """One row."""
     operation, model = operate(case.failures, case.nodes, case.every_seconds, 54.0), NAMED[case.failures]
     found = run_all([operation], model, num_runs, seed=0)[0]
@@ -76,7 +78,7 @@ def main() -> int:
         return 0
     for row in rows:
         formula = "" if row["formula"] is None else f", by formula {row['formula']:.3f}"
-        low, mean, high = row["interruptions"]  # type: ignore[misc]
+        low, mean, high = row["interruptions"]
         print(f"{row['run']}: published {row['published']}; simulated {row['goodput']:.3f}{formula}")
         print(f"    interruptions {mean:.0f} ({low:.0f} to {high:.0f})")
     print(

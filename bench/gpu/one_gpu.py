@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from allranks.stepping.passes import Passes, Scale, StepSums
 from allranks.stepping.session import assemble
 from allranks.stepping.world import gather_processes
 from allranks.training.prepare import resolve_layout
+from allranks.training.saver import Saver
 from allranks.training.trainer import Trainer
 
 PEAK_TFLOPS: Mapping[str, float] = {"H200": 989.0, "H100": 989.0, "A100": 312.0}
@@ -141,7 +142,7 @@ def train_ours(task: Language, size: Size, device: torch.device, steps: int, clo
     stopwatch, journal = Stopwatch(), Journal(folder / "journal.jsonl", 0)
     recorder = Recorder(journal, tensorboard=folder / "tensorboard", inline=device.type == "cpu")
     session = assemble(task, config, processes, stopwatch, lambda: (False, False), observe=clock.around)
-    Trainer(session, _NoSaver(), stopwatch, recorder, None).train()
+    Trainer(session, cast("Saver", _NoSaver()), stopwatch, recorder, None).train()
     clock.end()
     recorder.close()  # once a run: no part of a step
     return read_losses(folder / "journal.jsonl")
