@@ -28,6 +28,7 @@ from tools.pictures import COLLECTIVES, draw
 from tools.plan_pages import render_100b
 from tools.planner_accuracy import render_accuracy
 from tools.scale import render_scale
+from tools.sentinel_scores import render_sentinels
 from tools.step_picture import draw_step
 from tools.strategies import render_strategies
 from tools.verify_scores import render_verify
@@ -170,6 +171,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/explanation/scale.md": lambda: render_scale(NOTE),
     "docs/how-to/plan-100b.md": render_100b,
     "docs/explanation/verify.md": render_verify,
+    "docs/how-to/sentinels.md": render_sentinels,
     **{f"docs/assets/{name}.svg": partial(draw, name) for name in COLLECTIVES},
     "docs/assets/sharding.svg": lambda: draw_step((ROOT / "docs" / "how-to" / "sharding.md").read_text()),
     **{f"docs/how-to/{page}.md": partial(render_migration, page) for page in MIGRATIONS},

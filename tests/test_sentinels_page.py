@@ -1,0 +1,33 @@
+"""The table of what sentinels catch is that of the stored run, and the stored run is of these programs."""
+
+import json
+from typing import Any
+
+from allranks.verifying.corpus import read_corpus
+from allranks.verifying.watched import is_task
+from tools.sentinel_scores import PAGE, RESULTS, ROOT, render_sentinels, render_watched
+
+ROW: dict[str, Any] = {
+    "name": "S39_bit", "kind": "S39", "run": "--nproc 2", "what": "a | b.", "sentinels": ["replicas"], "step": 8,
+    "outcome": "caught",
+}  # fmt: skip
+
+
+def test_the_page_is_what_the_run_says() -> None:
+    assert PAGE.read_text() == render_sentinels()
+
+
+def test_the_run_is_of_every_task_there_is() -> None:
+    stored = json.loads(RESULTS.read_text())
+    found = {(row["name"], row["run"]) for row in stored["results"]}
+    entries = [entry for entry in read_corpus(ROOT / "corpus" / "watched") if is_task(entry.path)]
+    assert found == {(entry.name, words) for entry in entries for words in entry.runs}
+    assert sum(stored["score"][name] for name in ("missed", "false alarm", "failed")) == 0
+
+
+def test_a_row_says_which_sentinel_and_when() -> None:
+    rows = [ROW, ROW | {"sentinels": [], "step": None, "outcome": "missed"}]
+    text = render_watched({"score": {"caught": 1, "missed": 1}, "results": rows})
+    assert "On the CPU: caught: 1, missed: 1." in text
+    assert "| `S39_bit` | a \\| b | `--nproc 2` | `replicas`, step 8 |" in text
+    assert "| `S39_bit` | a \\| b | `--nproc 2` | missed |" in text
