@@ -160,6 +160,14 @@ STRATEGIES = (
         guide="long-sequences",
     ),
     Strategy(
+        "cp=2",
+        "the same; keys and values go round",
+        "As above, where heads are fewer than processes, or attention's memory counts.",
+        why_not=NO_TWIN,
+        guide="long-sequences",
+        settings="layout.context=ring",
+    ),
+    Strategy(
         "dp_replicate=2,ep=2",
         "some of the experts of every layer",
         "A mixture of experts whose experts do not fit on each device. Measured with experts in the model's place.",

@@ -47,7 +47,9 @@ def test_what_is_asked_for_has_to_fit() -> None:
 def test_only_what_has_a_twin() -> None:
     refused = Layout(offload="activations"), Layout(tp=2, dp_replicate=2), Layout(cp=2, context="ring")
     others = Layout(dp_shard=2, ep=2), Layout(pp=2, dp_shard=2), Layout(pp=2, schedule="zbv"), Layout(cp=2, tp=2)
-    for layout in (*refused, *others, Layout(pp=2, recompute="full")):
+    inside = [Layout(pp=2, recompute="full"), Layout(pp=2, compile="block"), Layout(cp=2, compile="block")]
+    inside += [Layout(dp_replicate=2, ep=2, sharding="none"), Layout(dp_replicate=2, ep=2, compile="block")]
+    for layout in (*refused, *others, *inside):
         with pytest.raises(LayoutError, match=r"twin|DDP"):
             check_twin(layout)
     check_twin(Layout(tp=2, dp_replicate=2, sharding="none", recompute="full"))

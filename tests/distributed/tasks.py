@@ -186,11 +186,12 @@ def moe() -> nn.Module:
 class Encoder(nn.Module):
     """torch's own encoder: attention with packed projections, norms behind the residuals; 12 heads, as above."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 2) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(24, nhead=12, dim_feedforward=12, dropout=0.0, batch_first=True)
-        self.words, self.head = nn.Embedding(11, 24), nn.Linear(24, 11)
-        self.encoder = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
+        self.words = nn.Embedding(11, 24)
+        self.encoder = nn.TransformerEncoder(layer, num_layers=num_layers, enable_nested_tensor=False)
+        self.head = nn.Linear(24, 11)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.head(self.encoder(self.words(x)))

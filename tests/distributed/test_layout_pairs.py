@@ -7,6 +7,7 @@ import pytest
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of
 from tests.distributed.tasks import Tiny
+from tests.distributed.test_pipeline_laws import Staged
 from tests.training.snapshots import check_exchange
 
 pytestmark = pytest.mark.distributed
@@ -24,6 +25,11 @@ LAYOUTS = {
     "pp-fsdp": ("pp=2,dp_shard=2", 4),
     "pp-tp": ("pp=2,tp=2", 4),
     "pp-optimizer": ("pp=2,dp_shard=2,sharding=optimizer", 4),
+    "grad_op": ("fsdp,sharding=grad_op", 2),
+    "none": ("fsdp,sharding=none", 2),
+    "cp-tp": ("cp=2,tp=2", 4),
+    "pp-cp": ("pp=2,cp=2", 4),
+    "data_parallel": ("data_parallel", 1),
     "cp": ("cp=2", 2),
     "cp-fsdp": ("cp=2,dp_shard=2", 4),
     "placement": ("placement", 1),
@@ -55,3 +61,26 @@ def test_one_layout_loads_what_another_saved(pool: Pools, tmp_path: Path, one: s
     both = [(config_of(layout, *SMALL), size) for layout, size in (LAYOUTS[one], LAYOUTS[other])]
     exchanged = check_exchange(pool, tmp_path, Tiny(kind="transformer"), both[0], both[1], steps=2)
     assert len(exchanged) > 60
+
+
+SCHEDULES = ("gpipe", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
+PASSED_ON = ("train.global_batch=24", "train.micro_steps=4", "optimizer.lr=0.01")
+ONES = [one if one in ("interleaved", "zbv") else pytest.param(one, marks=pytest.mark.full) for one in SCHEDULES]
+
+
+@pytest.mark.parametrize("schedule", ONES)
+def test_stages_of_every_schedule_to_and_from_one_device(pool: Pools, tmp_path: Path, schedule: str) -> None:
+    """Some give each process two stages, which do not lie next to each other."""
+    single, piped = (
+        (config_of(layout, *PASSED_ON), size) for layout, size in (("single", 1), (f"pp=2,schedule={schedule}", 2))
+    )
+    for number, (one, other) in enumerate(((piped, single), (single, piped))):
+        (tmp_path / str(number)).mkdir()
+        assert len(check_exchange(pool, tmp_path / str(number), Staged(kind="transformer"), one, other, steps=2)) > 60
+
+
+def test_experts_from_one_device_and_to_it(pool: Pools, tmp_path: Path) -> None:
+    single, cut = (config_of("single", *SMALL), 1), (config_of("dp_shard=2,ep=2", *SMALL), 2)
+    for number, (one, other) in enumerate(((cut, single), (single, cut))):
+        (tmp_path / str(number)).mkdir()
+        assert len(check_exchange(pool, tmp_path / str(number), Tiny(kind="moe"), one, other, steps=2)) > 60

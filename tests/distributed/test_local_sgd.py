@@ -17,6 +17,7 @@ from allranks.verifying.reference_replicas import local_loop
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import SGD, config_of, initial_model, parts_of, processes_of, session_of, step_through
 from tests.distributed.tasks import IGNORED, Tiny
+from tests.distributed.test_float16_laws import Heavy
 from tests.distributed.test_laws import update_balance
 from tests.training.snapshots import contents_of, find, saver_of
 
@@ -38,6 +39,7 @@ LAYOUTS: dict[str, tuple[str, int, list[list[int]], list[list[int]]]] = {
     "tp": ("dp_replicate=2,tp=2", 4, [[0], [2]], [[0, 1], [2, 3]]),
     "cp": ("dp_replicate=2,cp=2", 4, [[0], [2]], [[0, 1], [2, 3]]),
     "pp": ("dp_replicate=2,pp=2", 4, [[0], [1]], [[0, 2], [1, 3]]),
+    "placement": ("placement,dp_replicate=2", 2, [[0], [1]], [[0], [1]]),
     "ep": ("dp_replicate=2,dp_shard=2,ep=2", 4, [[0, 1], [2, 3]], [[0, 1], [2, 3]]),
     "ep-optimizer": ("dp_replicate=2,dp_shard=2,ep=2,sharding=optimizer", 4, [[0, 1], [2, 3]], [[0, 1], [2, 3]]),
 }
@@ -196,24 +198,62 @@ def test_the_average_of_the_parameters_follows_the_model_that_the_copies_agree_o
             torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
 
 
-def scaled(layout: str) -> list[tuple[dict[str, float], torch.Tensor]]:
-    config = config_of(layout, *BATCH, *SGD, *LOCAL, precision="float16", steps=STEPS)
-    session, found = session_of(Tiny(kind="mlp"), config), []
-    for stepped in step_through(session, STEPS):
+def on_more(directory: Path) -> tuple[dict[str, torch.Tensor], list[str], str]:
+    return restored(directory, "ddp", *LOCAL, "layout.batchnorm=local", kind="batchnorm")
+
+
+@pytest.mark.parametrize("at", [EVERY, EVERY + 1])
+def test_ranks_that_had_statistics_of_their_own_leave_the_model_to_more_of_them(
+    pool: Pools, tmp_path: Path, at: int
+) -> None:
+    saved = pool(2).run(save, tmp_path, "ddp", at, "batchnorm", "layout.batchnorm=local")
+    for found, said, _ in pool(3).run(on_more, tmp_path):
+        assert "running batch statistics go on from the mean over the ranks" in " ".join(said)
+        for name in ("blocks.0.weight", "last.bias"):
+            torch.testing.assert_close(found[name], (saved[0][name] + saved[1][name]) / 2, rtol=1e-14, atol=0)
+
+
+Scaled = list[tuple[dict[str, float], dict[str, torch.Tensor]]]
+
+
+def scaled(kind: str, steps: int) -> Scaled:
+    task = Tiny(kind="mlp") if kind == "mlp" else Heavy(kind="transformer")
+    config = config_of("ddp", *BATCH, *SGD, *LOCAL, precision="float16", steps=steps)
+    session, found = session_of(task, config), []
+    for stepped in step_through(session, steps):
         assert stepped.outcome.scaling is not None
-        found.append((stepped.outcome.scaling.values(), session.spread.local("0.weight").clone()))
+        live = {name: session.spread.local(name).clone() for name in session.spread.trainable()}
+        found.append((stepped.outcome.scaling.values(), live))
     return found
 
 
 def test_copies_in_float16_share_their_scale(pool: Pools) -> None:
     """A step that one of them has to skip is skipped by all; what they learn is what float64 learns, rounded."""
-    ranks, exact = pool(2).run(scaled, "ddp"), pool(2).run(recorded, "mlp", "ddp", *SGD, *LOCAL)
+    ranks, exact = pool(2).run(scaled, "mlp", STEPS), pool(2).run(recorded, "mlp", "ddp", *SGD, *LOCAL)
     initial = initial_model(Tiny(kind="mlp"))[0].weight.detach().double()
     for found, true in zip(ranks, exact, strict=True):
         assert [said for said, _ in found] == [said for said, _ in ranks[0]]
         weight = true[-1].parameters["0.weight"][1]
-        assert (found[-1][1] - weight).abs().max() < 0.02 * (weight - initial).abs().max()
-    assert torch.equal(ranks[0][-1][1], ranks[1][-1][1]) and not torch.equal(ranks[0][-2][1], ranks[1][-2][1])
+        assert (found[-1][1]["0.weight"] - weight).abs().max() < 0.02 * (weight - initial).abs().max()
+    assert alike(ranks, -1) and not alike(ranks, -2)
+
+
+def alike(ranks: Sequence[Scaled], step: int) -> bool:
+    (_, one), (_, other) = (found[step] for found in ranks)
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_copies_skip_a_step_together(pool: Pools) -> None:
+    """Some samples weigh so much that they overflow at first, in the copy that has them."""
+    ranks = pool(2).run(scaled, "heavy", 9)
+    for found in ranks:
+        assert [said for said, _ in found] == [said for said, _ in ranks[0]]
+        skips = [said["skipped_steps"] for said, _ in found]
+        skipped = [step for step in range(1, 9) if skips[step] > skips[step - 1] and (step + 1) % EVERY]
+        assert skipped and skips[-1] < 9
+        for step in skipped:
+            assert all(torch.equal(value, found[step - 1][1][name]) for name, value in found[step][1].items())
+    assert alike(ranks, 8)
 
 
 def everything(session: Session) -> dict[str, torch.Tensor]:
@@ -256,16 +296,18 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
     assert pool(size).run(resumed, tmp_path, kind, layout, at) == [(True, [], at > EVERY)] * size
 
 
-def save(directory: Path, layout: str, at: int) -> dict[str, torch.Tensor]:
-    config = config_of(layout, *BATCH, *ADAM, *LOCAL, steps=2 * STEPS)
-    session, contents = contents_of(Tiny(kind="mlp"), config, at)
+def save(directory: Path, layout: str, at: int, kind: str = "mlp", *overrides: str) -> dict[str, torch.Tensor]:
+    config = config_of(layout, *BATCH, *ADAM, *LOCAL, *overrides, steps=2 * STEPS)
+    session, contents = contents_of(Tiny(kind=kind), config, at)
     saver_of(session, contents, directory).save(at)
     return {name: part for name, (_, _, part) in parts_of(session).items()}
 
 
-def restored(directory: Path, layout: str, *overrides: str) -> tuple[dict[str, torch.Tensor], list[str], str]:
+def restored(
+    directory: Path, layout: str, *overrides: str, kind: str = "mlp"
+) -> tuple[dict[str, torch.Tensor], list[str], str]:
     config = config_of(layout, *BATCH, *ADAM, *overrides, steps=2 * STEPS)
-    session, contents = contents_of(Tiny(kind="mlp"), config, 0)
+    session, contents = contents_of(Tiny(kind=kind), config, 0)
     checkpoint = find(directory, session)
     decisions = contents.load(checkpoint)
     found = {name: part for name, (_, _, part) in parts_of(session).items()}

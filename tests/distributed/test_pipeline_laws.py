@@ -17,7 +17,7 @@ from allranks.verifying.reference import ReferenceStep, plain_loop
 from tests.distributed.covering import covering_sample
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, initial_model, processes_of
-from tests.distributed.tasks import IGNORED, WIDTH, Block, Tiny, scalar_gain, vector_gain
+from tests.distributed.tasks import IGNORED, WIDTH, Block, Encoder, Tiny, scalar_gain, vector_gain
 from tests.distributed.test_laws import update_balance
 
 pytestmark = pytest.mark.distributed
@@ -133,6 +133,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "sharing": sharing,
     "streams": TwoStreams,
     "transformer": lambda: Transformer(11, 4, 32, 4, ffn=16, max_seq=6, num_kv_heads=2),
+    "encoder": lambda: Encoder(num_layers=4),
     "moe": lambda: MoETransformer(11, 4, 32, 4, num_experts=4, top_k=2, ffn=5, max_seq=6, rate=0.01),
 }
 TENSOR: dict[str, Any] = {

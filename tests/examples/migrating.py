@@ -10,6 +10,7 @@ What a script before leads to is kept in `before/`, for machines that have no ac
 where FOLDER is empty and they are installed.
 """
 
+import hashlib
 import importlib.util
 import json
 import re
@@ -163,15 +164,21 @@ def kept_before(page: str) -> Trained:
     """What it led to with the version that the file names."""
     path = KEPT / f"{page}.safetensors"
     with safe_open(path, framework="pt") as file:
-        said = file.metadata()["accuracies"]
-    return Trained(load_file(path), set(json.loads(said)))
+        said = file.metadata()
+    assert said["script"] == digest_of(page), f"{path.name} is of another script before: make it anew (see above)"
+    return Trained(load_file(path), set(json.loads(said["accuracies"])))
+
+
+def digest_of(page: str) -> str:
+    """Of the script before as it is run."""
+    return hashlib.sha256(in_float64(script_before(page), CASES[page].was).encode()).hexdigest()
 
 
 def _keep(folder: Path) -> None:
     for page in (page for page, case in CASES.items() if case.needs != "torch"):
         found = run_before(page, folder / page)
         made = ", ".join(f"{name} {version(name)}" for name in dict.fromkeys((CASES[page].needs, "torch")))
-        said = {"made_with": made, "accuracies": json.dumps(sorted(found.accuracies))}
+        said = {"made_with": made, "accuracies": json.dumps(sorted(found.accuracies)), "script": digest_of(page)}
         save_file(found.weights, KEPT / f"{page}.safetensors", said)
         print(f"{page}: {len(found.weights)} tensors, {made}")
 

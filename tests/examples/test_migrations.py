@@ -77,6 +77,11 @@ def test_both_scripts_train_the_same(page: str, tmp_path: Path) -> None:
     torch.testing.assert_close(same, before.weights, rtol=0, atol=case.tolerance)
 
 
+@pytest.mark.parametrize("page", [page for page, case in CASES.items() if case.needs != "torch"])
+def test_what_is_kept_is_of_the_script_before(page: str) -> None:
+    assert kept_before(page).weights
+
+
 def test_a_diff_of_another_script_is_seen() -> None:
     page = next(iter(CASES))
     with pytest.raises(AssertionError):

@@ -272,17 +272,18 @@ def test_models_that_take_turns(pool: Pools) -> None:
     assert not far(*(together([parts for parts, _ in ranks]) for ranks in (alone, found)))
 
 
-def lowered(layout: str) -> tuple[Parts, list[float]]:
-    session = session_of(Tiny(kind="batchnorm"), config_of(layout, *SGD, "train.global_batch=12", precision="bfloat16"))
+def lowered(layout: str, *more: str) -> tuple[Parts, list[float]]:
+    config = config_of(layout, *SGD, "train.global_batch=12", *more, precision="bfloat16")
+    session = session_of(Tiny(kind="batchnorm"), config)
     losses = [step.loss for step in step_through(session, 3)]
     return parts_of(session), losses
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "fsdp,layout.gather=bfloat16"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "fsdp layout.gather=bfloat16"])
 def test_under_bfloat16_statistics_stay_in_float32(pool: Pools, layout: str) -> None:
     ((parts, alone),) = pool(1).run(lowered, "single")
-    ranks = pool(2).run(lowered, layout.removesuffix(",layout.gather=bfloat16"))
+    ranks = pool(2).run(lowered, *layout.split(" "))
     found = together([parts for parts, _ in ranks])
     assert ranks[0][1] == pytest.approx(alone, rel=0.02)
     for name in ("blocks.1.running_mean", "blocks.1.running_var"):

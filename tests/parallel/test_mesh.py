@@ -132,3 +132,15 @@ def test_positions_are_reduced_over_as_samples_are(
     pool: Pools, layout: Layout, size: int, rank: int, expected: object
 ) -> None:
     assert pool(size).run(reduce_over, layout)[rank] == expected
+
+
+def twins(local_sgd: int | None) -> list[int]:
+    layout = Layout(dp_replicate=2, dp_shard=4, ep=2, local_sgd=local_sgd)
+    group = build_mesh(layout, "cpu").twin_group
+    return [] if group is None else dist.get_process_group_ranks(group)
+
+
+@pytest.mark.distributed
+def test_copies_that_train_by_themselves_have_experts_of_their_own(pool: Pools) -> None:
+    assert pool(8).run(twins, 5) == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+    assert pool(8).run(twins, None) == [[0, 2, 4, 6], [1, 3, 5, 7]] * 4

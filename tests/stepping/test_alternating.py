@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-from allranks.errors import TaskError
+from allranks.errors import LayoutError, TaskError
 from allranks.parallel.spread import Spread
 from allranks.stepping.session import Session
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
@@ -222,6 +222,30 @@ def test_one_model_with_two_forwards() -> None:
     (stepped,) = step_through(session, 1)
     assert stepped.outcome.targets is not None and stepped.outcome.targets.item() == stepped.batch.size
     assert not torch.equal(before, session.spread.local("0.weight"))
+
+
+class Gathering(Tiny):
+    """As `Pairs`, of all ranks' samples, without a word that it couples them."""
+
+    def step(self, models: Any, batch: Any) -> Yields:
+        rows = models(batch["x"])
+        everyone = self.world.gather(rows)
+        yield "", (rows @ everyone.T).logsumexp(1).sum(), len(rows)
+
+
+def gathering(*overrides: str) -> str:
+    try:
+        list(step_through(session_of(Gathering(), config_of("ddp", "train.global_batch=6", *overrides)), 1))
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_copies_by_themselves_gather_nothing_of_each_other(pool: Pools) -> None:
+    assert pool(2).run(gathering) == ["", ""]
+    for said in pool(2).run(gathering, "layout.local_sgd=3"):
+        assert said.startswith("Gathering.step gathers the rows of all ranks, and with layout.local_sgd=3 copies train")
 
 
 class Given(Tiny):

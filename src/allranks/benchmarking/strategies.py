@@ -170,10 +170,10 @@ def check_twin(layout: Layout) -> None:
     plain = layout.recompute == layout.compile == "none"
     if layout.pp > 1 and not (layout.pp == layout.world_size and layout.schedule in ("1f1b", "gpipe") and plain):
         raise LayoutError(f"layout {layout}: a pipeline has a twin here where pp stands alone, under 1f1b or gpipe")
-    if layout.cp > 1 and layout.cp != layout.world_size:
+    if layout.cp > 1 and not (layout.cp == layout.world_size and plain):
         raise LayoutError(f"layout {layout}: cp has a twin here where it stands alone")
-    if layout.ep > 1 and layout.world_size != layout.dp_replicate:
-        raise LayoutError(f"layout {layout}: ep has a twin here beside dp_replicate alone")
+    if layout.ep > 1 and not (layout.world_size == layout.dp_replicate and layout.replicated and plain):
+        raise LayoutError(f"layout {layout}: ep has a twin here beside dp_replicate alone, without sharding=none")
     if layout.tp > 1 and layout.replicated:
         raise LayoutError(
             f"layout {layout}: torch's DDP takes no tensors cut over tp; add sharding=none, or a dp_shard"

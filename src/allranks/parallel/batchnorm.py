@@ -80,9 +80,14 @@ class BatchNorms:
         return _COUNTS.get()
 
     @property
+    def synchronises(self) -> bool:
+        """Whether a forward takes its statistics over the ranks of `group`."""
+        return self.mode == "sync" and self.group is not None
+
+    @property
     def alike(self) -> frozenset[str]:
         """Logical names of the buffers that a forward leaves alike on every rank, whatever samples each has seen."""
-        return frozenset(self.owners if self.mode == "sync" and self.group is not None else ())
+        return frozenset(self.owners if self.synchronises else ())
 
     def keep_only(self, names: Collection[str]) -> None:
         """Forget the buffers that this rank does not hold: other stages of a pipeline do."""
@@ -156,15 +161,16 @@ def take_over(modules: Mapping[str, nn.Module], mesh: Mesh, hint: Mode | None, d
     }
     # Copies of local_sgd are by themselves; what each rank has learnt is told to all, where it is told.
     norms = BatchNorms(mode, mesh.sample_group if mode == "local" else mesh.gradient_group, owners)
-    for member, name in members.items() if mode == "sync" and norms.group is not None else ():
-        _synchronise(member, name, norms)
+    # What FSDP2 gathers in a lower type is not of the statistics' own, and torch's kernels on the CPU want one.
+    for member, name in members.items() if norms.synchronises or mesh.layout.fully_sharded else ():
+        _take_over(member, name, norms)
     if any(map(uses_batch_statistics, members)):
         decisions.append(_describe(mode, len(members), mesh, hint))
     return norms
 
 
-def _synchronise(member: Any, name: str, norms: BatchNorms) -> None:
-    """Let `member` take its statistics over the ranks of `norms.group`."""
+def _take_over(member: Any, name: str, norms: BatchNorms) -> None:
+    """Let `member` compute in one type, and take its statistics over the ranks of `norms.group` where that is meant."""
     given: Callable[..., Any] | None = vars(member).get("forward")
     own_forward = given is not None or type(member).forward is not BATCH_STATISTICS.forward
 
@@ -172,7 +178,7 @@ def _synchronise(member: Any, name: str, norms: BatchNorms) -> None:
         with _Synchronised(norms) as seen:
             # Looked up in the class: a copy of the module (an average of the weights, say) computes with its own.
             output = type(self).forward(self, *args, **kwargs) if given is None else given(*args, **kwargs)
-        if own_forward and not seen.called and uses_batch_statistics(self):
+        if norms.synchronises and own_forward and not seen.called and uses_batch_statistics(self):
             raise TaskError(
                 f"{name or 'the model'} is a {type(self).__name__}, a BatchNorm that computes its statistics itself: "
                 "call torch.nn.functional.batch_norm in its forward, which allranks synchronises"
@@ -183,7 +189,7 @@ def _synchronise(member: Any, name: str, norms: BatchNorms) -> None:
 
 
 class _Synchronised(TorchFunctionMode):
-    """Inside, `functional.batch_norm` in training takes its statistics over all ranks."""
+    """Inside, `functional.batch_norm` in training takes its statistics over all ranks, where these are synchronised."""
 
     def __init__(self, norms: BatchNorms) -> None:
         super().__init__()
@@ -209,11 +215,16 @@ class _Synchronised(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> torch.Tensor:
+        weight, bias = (_in_type_of(running_mean, part) for part in (weight, bias))
         tensors = value, running_mean, running_var, weight, bias
-        if not training:
-            return functional.batch_norm(*tensors, momentum=momentum, eps=eps)
+        if not training or not self._norms.synchronises:
+            return functional.batch_norm(*tensors, training, momentum, eps)
         assert self._norms.group is not None
         return normalise(*tensors, momentum, eps, group=self._norms.group, counts=self._norms.counts)
+
+
+def _in_type_of(statistic: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
+    return part if statistic is None or part is None else part.to(statistic.dtype)
 
 
 def _describe(mode: Mode, number: int, mesh: Mesh, hint: Mode | None) -> Decision:
@@ -221,12 +232,15 @@ def _describe(mode: Mode, number: int, mesh: Mesh, hint: Mode | None) -> Decisio
     over = f"all {mesh.dp} data-parallel ranks{positions}"
     exactly = "the run computes what one device computes"
     if mesh.layout.local_sgd is not None:
-        over = f"the {mesh.layout.gradient_ranks} ranks of a copy{positions}, and the running ones are averaged with it"
+        number = mesh.layout.gradient_ranks
+        over = f"the {number} ranks of a copy{positions}" if number > 1 else "the samples of a copy"
+        over += ", and the running ones become the copies' mean where these meet"
         exactly = "copies train by themselves"
+    first = "rank 0's" if mesh.layout.local_sgd is None else "its copy's first, and then the copies' mean"
     what = {
         "sync": f"batch statistics are taken over {over}",
         "local": f"batch statistics are each of {mesh.dp} data-parallel ranks' own",
-        "broadcast": f"batch statistics are each of {mesh.dp} data-parallel ranks' own, the running ones rank 0's",
+        "broadcast": f"batch statistics are each of {mesh.dp} data-parallel ranks' own, the running ones {first}",
     }[mode]
     source = "is asked for" if mesh.layout.batchnorm else "is what hints().batchnorm says" if hint else "is the default"
     means = {

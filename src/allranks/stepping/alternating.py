@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from allranks import fault_points
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import mix, seed_all
-from allranks.errors import TaskError
+from allranks.errors import LayoutError, TaskError
 from allranks.parallel.average import average_gradients
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.passes import Forward, Passes, Scale, StepSums, ledger_of, micro_forward, tell_nonfinite
@@ -92,6 +92,12 @@ class AlternatingPasses(Passes):
         seed_all(mix(micro_step.random_key, turn))
         with micro_forward(self._spread, micro_step.weight) as rows, self._forward.autocast():
             yielded: object = next(generator, None)
+        if rows.asked and self._spread.mesh.layout.local_sgd is not None:
+            raise LayoutError(
+                f"{type(self._forward.task).__name__}.step gathers the rows of all ranks, and with layout.local_sgd="
+                f"{self._spread.mesh.layout.local_sgd} copies train by themselves between two meetings: leave it out, "
+                "or use --nproc 1"
+            )
         self._must_gather = self._must_gather and not rows.asked
         if yielded is None:
             return None

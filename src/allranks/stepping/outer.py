@@ -146,12 +146,15 @@ class OuterOptimizer:
         return one_of_each(entry, self._index, self._number, holders), tensor.unsqueeze(0)
 
     def _messages(self) -> Iterator[list[str]]:
-        """Names of one kind each, in order, up to MESSAGE_BYTES together.
+        """Names of one kind and device each, in order, up to MESSAGE_BYTES together.
 
         What all ranks of a copy hold alike is apart from what they share out: it stands at the same places in the
         messages of each of them, so that its sums have one order, and it stays alike.
         """
-        kinds = {name: (anchor.dtype, _is_cut(self._spread.map[name])) for name, anchor in self._anchors.items()}
+        kinds = {
+            name: (anchor.dtype, anchor.device, _is_cut(self._spread.map[name]))
+            for name, anchor in self._anchors.items()
+        }
         for kind in dict.fromkeys(kinds.values()):
             names, size = list[str](), 0
             for name, anchor in self._anchors.items():

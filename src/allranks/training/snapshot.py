@@ -119,7 +119,7 @@ class Contents:
         if not same:
             # What each of another number of ranks has learnt is for none of these: all begin with the mean.
             live = ((entry, entry.name.removeprefix("model.")) for entry, _ in parts)
-            kept = {entry.name: spread.local(name) for entry, name in live if name in spread.map.stored}
+            kept = {entry.name: spread.local(name) for entry, name in live if name in spread.batch_norms.own_names}
             parts = [(entry, kept.get(entry.name, own)) for entry, own in parts if entry.name not in ours]
         adapted = adapt(checkpoint, stored_parts(parts), self._all_names)
         parts, theirs = adapted.fitting, theirs | adapted.leftover

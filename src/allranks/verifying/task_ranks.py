@@ -104,7 +104,7 @@ def gradients_of(session: Session, sums: StepSums) -> Parts:
     """This rank's parts of the gradients that an optimizer is about to get, before clipping."""
     spread = session.spread
     # Where the step itself counted its targets, its gradients are not divided yet.
-    divide = 1.0 if sums.targets is None else spread.divisor / max(1.0, float(sums.targets))
+    divide = 1.0 if sums.targets is None else spread.mesh.layout.sample_ranks / max(1.0, float(sums.targets))
     due = {id(parameter) for parameter in session.optimizers.parameters(sums.which)}
     found = {}
     for name, tensor in spread.trainable().items():

@@ -108,11 +108,24 @@ def plan_run(request: TrainRequest, num_steps: int) -> Plan:
             f"{render_layout(config.layout)} takes {nproc} processes, more than the {MOST_PROCESSES} that run on one "
             f"machine; the nearest that exercises every axis: --layout {nearest(layout)}"
         )
+    _refuse_exceptions(layout)
     words = [*cut_words(prepared.task, config, layout), EXACT]
     exact = override_config(config, words)
     resolve_layout(exact, nproc)
     asked = replace(asked, overrides=(*asked.overrides, *words), nproc=nproc)
     return Plan(asked, nproc, layout, prepared.task, exact, config.train.precision)
+
+
+def _refuse_exceptions(layout: Layout) -> None:
+    """What computes something else than one device by design has a law of its own. Raises LayoutError."""
+    asked = [f"layout.ddp_hook={layout.ddp_hook}"] if layout.ddp_hook != "none" else []
+    asked += [f"layout.local_sgd={layout.local_sgd}"] if layout.local_sgd is not None else []
+    asked += [f"layout.batchnorm={layout.batchnorm}"] if layout.batchnorm in ("local", "broadcast") else []
+    if asked:
+        raise LayoutError(
+            f"{' and '.join(asked)}: computes something else than one device by design, so that there is nothing to "
+            "compare (docs/explanation/exceptions.md has what it is held to): verify without it"
+        )
 
 
 def nearest(layout: Layout) -> str:
