@@ -11,7 +11,8 @@ from torch import nn
 import allranks
 from allranks.run import Run
 from allranks.training.door import World
-from allranks.verifying.parity import compare
+from allranks.verifying.parity import RecordedStep, compare
+from allranks.verifying.reference import ReferenceStep
 from tests.distributed.pool import Pools
 from tests.distributed.tasks import Words
 from tests.training.own.cases import refusal, sgd, with_journal
@@ -298,3 +299,30 @@ def test_values_that_were_loaded_after_spreading_are_not_compared(pool: Pools, t
     assert [event["because"] for event in decisions if "not compared" in event["what"]] == [
         "its values are not those with which it was spread"
     ]
+
+
+def of_copies(folder: str, layout: str, kind: str) -> list[RecordedStep]:
+    return run_loop(folder, layout, kind, None, local_sgd=3).steps
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "copies"),
+    [
+        ("dp_replicate=2,pp=2", "transformer", [[0, 2], [1, 3]]),
+        pytest.param("dp_replicate=2,cp=2", "transformer", [[0, 1], [2, 3]], marks=pytest.mark.full),
+        pytest.param("dp_replicate=2,tp=2", "moe", [[0, 1], [2, 3]], marks=pytest.mark.full),
+    ],
+)
+def test_copies_by_themselves_whatever_is_inside(
+    pool: Pools, tmp_path: Path, layout: str, kind: str, copies: list[list[int]]
+) -> None:
+    """Each is what one process trains by itself; that these are right is held in test_links."""
+    alone = pool(2).run(of_copies, str(tmp_path / "alone"), "ddp", kind)
+    ranks = pool(4).run(of_copies, str(tmp_path / "inside"), layout, kind)
+    for members, steps in zip(copies, alone, strict=True):
+        whole = [
+            ReferenceStep(0.0, 0.0, *({name: part for name, (_, part) in parts.items()} for parts in both))
+            for both in ((step.gradients, step.parameters) for step in steps)
+        ]
+        differences = compare([ranks[rank] for rank in members], whole)
+        assert not differences, "; ".join(map(str, differences[:5]))
