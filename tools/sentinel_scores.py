@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tools.marked import replace_marked
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "watched.json"
 PAGE = ROOT / "docs" / "how-to" / "sentinels.md"
@@ -18,10 +20,7 @@ Row = Mapping[str, Any]
 
 def render_sentinels() -> str:
     """The page with what stands between its markers replaced."""
-    before, begin, rest = PAGE.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, f"{PAGE.name} has lost its markers"
-    return f"{before}{begin}{render_watched(json.loads(RESULTS.read_text()))}{end}{after}"
+    return replace_marked(PAGE, BEGIN, END, render_watched(json.loads(RESULTS.read_text())))
 
 
 def render_watched(document: Mapping[str, Any]) -> str:

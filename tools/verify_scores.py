@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.verifying.findings import KINDS
+from tools.marked import replace_marked
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "verify.json"
@@ -20,10 +21,7 @@ Row = Mapping[str, Any]
 
 def render_verify() -> str:
     """The page with what stands between its markers replaced."""
-    before, begin, rest = PAGE.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, f"{PAGE.name} has lost its markers"
-    return f"{before}{begin}{render_scores(json.loads(RESULTS.read_text()))}{end}{after}"
+    return replace_marked(PAGE, BEGIN, END, render_scores(json.loads(RESULTS.read_text())))
 
 
 def render_scores(document: Mapping[str, Any]) -> str:

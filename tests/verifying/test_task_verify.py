@@ -74,7 +74,7 @@ def test_forgotten_buffers_and_two_percent_in_bfloat16_are_found() -> None:
 
 
 def test_what_cannot_run_here_is_refused_with_the_nearest() -> None:
-    for words in ("layout.local_sgd=2", "layout.ddp_hook=bfloat16", "layout.batchnorm=local"):
+    for words in ("layout.local_sgd=2", "layout.ddp_hook=bfloat16"):
         request = TrainRequest(task_spec=POINTS, layout="ddp", nproc=2, overrides=(words,))
         with pytest.raises(LayoutError, match=f"^{words}: computes something else than one device by design"):
             plan_run(request, 4)

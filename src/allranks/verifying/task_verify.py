@@ -117,10 +117,9 @@ def plan_run(request: TrainRequest, num_steps: int) -> Plan:
 
 
 def _refuse_exceptions(layout: Layout) -> None:
-    """What computes something else than one device by design has a law of its own. Raises LayoutError."""
+    """What sends less than the gradients by design has a law of its own. Raises LayoutError."""
     asked = [f"layout.ddp_hook={layout.ddp_hook}"] if layout.ddp_hook != "none" else []
     asked += [f"layout.local_sgd={layout.local_sgd}"] if layout.local_sgd is not None else []
-    asked += [f"layout.batchnorm={layout.batchnorm}"] if layout.batchnorm in ("local", "broadcast") else []
     if asked:
         raise LayoutError(
             f"{' and '.join(asked)}: computes something else than one device by design, so that there is nothing to "

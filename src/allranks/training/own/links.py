@@ -35,7 +35,7 @@ class Links:
         self._begun = self._divided = False
 
     def take(self, spread: Spread) -> None:
-        """The model that is trained. Raises LayoutError where its copies would have to speak in every step."""
+        """The model that is trained. Raises LayoutError where nobody knows which step is its copies' last."""
         self.outer = make_outer(spread, order=ORDER_OF_MAPS)
 
     def check_stream(self, order: DataStream, steps: int | None) -> None:
