@@ -10,17 +10,13 @@ from fnmatch import fnmatchcase
 
 ROOMS = ("checkpointing", "data", "models", "observing", "parallel", "profiling", "stepping", "training", "verifying")
 
-LAWS = "tests/distributed/test_laws.py::test_equal_to_one_device"
+LAWS = "tests/distributed/test_matrix.py::test_equal_to_one_device"
 CASES = (
-    *(
-        f"{LAWS}[{layout}x*-transformer-*"
-        for layout in ("single", "ddp", "none", "grad_op", "optimizer", "placement-ddp")
-    ),
-    # Shards and tensor parallelism lean on torch's inner parts the most: more kinds of models.
-    *(f"{LAWS}[{layout}x*-{model}-*" for layout in ("fsdp", "tp") for model in ("transformer", "encoder", "scalars")),
-    *(f"{LAWS}[{layout}x4-{model}-*" for layout in ("hsdp", "tp-fsdp") for model in ("transformer", "tied")),
-    f"{LAWS}[ddpx*-batchnorm-*",
-    "tests/distributed/test_pipeline_laws.py::test_equal_to_one_device[*-transformer-*",
+    # The matrix's sample: of two models all, of others where shards and tensor parallelism lean on torch's inner parts.
+    *(f"{LAWS}[*-{model}-*" for model in ("transformer", "scalars")),
+    *(f"{LAWS}[*tp*-{model}-*" for model in ("encoder", "tied")),
+    *(f"{LAWS}[{layout}x*" for layout in ("hsdp", "ddp", "fsdp", "optimizer", "placement-ddp", "pp-fsdp")),
+    f"{LAWS}[*-batchnorm-*",
     "tests/distributed/test_context_laws.py::test_equal_to_one_device[cp=2-decoder-1]",
     "tests/distributed/test_context_laws.py::test_equal_to_one_device[cp=2-ring-decoder-3]",
     "tests/distributed/test_context_laws.py::test_equal_to_one_device[tp=2,cp=2-decoder-3]",

@@ -8,7 +8,8 @@ import pytest
 from allranks.cli.main import main
 from tests.commands import POINTS, allranks
 
-DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "task.py")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DIGITS, TEXT = str(EXAMPLES / "digits" / "task.py"), str(EXAMPLES / "text" / "task.py")
 
 
 @pytest.mark.distributed
@@ -31,6 +32,33 @@ def test_digits_on_one_process_and_on_two(tmp_path: Path) -> None:
     assert "2/2  dp_replicate=2 on 2 processes, 32 samples a step: " in ran.stderr
     assert (tmp_path / "plot.html").read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.html"]
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_real_text_in_both_modes_over_strategies(tmp_path: Path) -> None:
+    """Strong: the same training whatever the strategy, cut in its layers too. Weak: as much for each that sees data."""
+    text = f"data.text={EXAMPLES.parent / 'docs'}/**/*.md"
+    layouts = ("--nproc", "1,2", "--layouts", "ddp;fsdp;tp=2", "--mode", "both")
+    quick = ("--quick", "--json", "--plot", "plot.html")
+    ran = allranks("bench", "scaling", TEXT, text, "task.seq=32", *layouts, *quick, folder=tmp_path)
+    rows = {(row["mode"], row["layout"]): row for row in json.loads(ran.stdout)["rows"]}
+    spread = ("dp_replicate=2", "dp_shard=2", "tp=2")
+    assert sorted(rows) == sorted((mode, layout) for mode in ("strong", "weak") for layout in ("single", *spread))
+    assert [rows["strong", layout]["global_batch"] for layout in ("single", *spread)] == [16] * 4
+    assert [rows["weak", layout]["global_batch"] for layout in ("single", *spread)] == [16, 32, 32, 32]
+    for layout in spread:
+        strong, weak = rows["strong", layout], rows["weak", layout]
+        assert strong["same_samples"] and strong["loss_difference"] < 1e-4  # laws 1 and 4, in float32
+        assert not weak["same_samples"]
+        for row in (strong, weak):
+            assert row["time_saved"] == pytest.approx(1 - 1 / row["speedup"], abs=1e-3)
+            assert row["memory_bytes"] > 50_000_000 and 1.0 < row["loss"] < 5.6
+    # One process of both modes is one run.
+    assert ran.stderr.count("single on 1 process") == 1 and "7/7" in ran.stderr
+    drawn = (tmp_path / "plot.html").read_text()
+    names = [f"{strategy}, {mode}" for strategy in ("ddp", "fsdp", "tp=2") for mode in ("strong", "weak")]
+    assert all(f'"name":"{name}"' in drawn for name in names)
 
 
 @pytest.mark.full

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.matrix_models import Sentence
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of
 from tests.distributed.tasks import Tiny
-from tests.distributed.test_pipeline_laws import Staged
 from tests.training.snapshots import check_exchange
 
 pytestmark = pytest.mark.distributed
@@ -76,7 +76,7 @@ def test_stages_of_every_schedule_to_and_from_one_device(pool: Pools, tmp_path: 
     )
     for number, (one, other) in enumerate(((piped, single), (single, piped))):
         (tmp_path / str(number)).mkdir()
-        assert len(check_exchange(pool, tmp_path / str(number), Staged(kind="transformer"), one, other, steps=2)) > 60
+        assert len(check_exchange(pool, tmp_path / str(number), Sentence(kind="transformer"), one, other, steps=2)) > 60
 
 
 def test_experts_from_one_device_and_to_it(pool: Pools, tmp_path: Path) -> None:

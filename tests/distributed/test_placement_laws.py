@@ -8,10 +8,10 @@ from torch import nn
 
 from allranks.task import Task
 from allranks.verifying.parity import compare, record_run
+from tests.distributed.matrix_models import task_of
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import SGD, config_of, parts_of, processes_of, session_of, step_through, together
-from tests.distributed.tasks import Tiny
-from tests.distributed.test_laws import Case, reference
+from tests.distributed.test_matrix import Case, reference
 
 pytestmark = pytest.mark.distributed
 
@@ -19,9 +19,9 @@ RULES = {
     "transformer": '{"layers.0" = "cpu:2", "layers.1.attention*" = "cpu:1", "norm" = "cpu:3"}',
     "tied": '{"blocks.1" = "cpu:1", "*.norm" = "cpu:1"}',
     "scalars": '{"blocks.*.linear" = "cpu:1", "blocks.*.gain" = "cpu:2"}',
-    "batchnorm": '{"blocks.[0-4]" = "cpu:1", "middle.weight" = "cpu:2"}',
+    "batchnorm": '{"blocks.[0-2]" = "cpu:1", "blocks.3.signal.1" = "cpu:2", "head.weight" = "cpu:3"}',
     "moe": '{"layers.1*" = "cpu:1"}',
-    "counted": '{"inner.2" = "cpu:1", "calls" = "cpu:1"}',
+    "counted": '{"blocks.2" = "cpu:1", "blocks.1.calls" = "cpu:1"}',
 }
 
 
@@ -29,7 +29,7 @@ def record(kind: str, layout: str, rules: str, batch: int, micro_steps: int) -> 
     """In a worker: two steps."""
     cut = (f"train.global_batch={batch}", f"train.micro_steps={micro_steps}", "train.max_norm=0.05")
     config = config_of(layout, *cut, f"layout.placement={rules}", *SGD, "optimizer.weight_decay=0.01", steps=3)
-    return record_run(Tiny(kind=kind), config, processes_of(config), 3)
+    return record_run(task_of(kind), config, processes_of(config), 3)
 
 
 PLAIN = [(kind, layout, size) for kind in RULES for layout, size in (("placement", 1), ("ddp", 2))]
@@ -39,7 +39,7 @@ RECOMPUTED = [(kind, "ddp,recompute=full", 2) for kind in ("transformer", "tied"
 @pytest.mark.parametrize(("kind", "layout", "world_size"), PLAIN + RECOMPUTED)
 def test_equal_to_one_device(pool: Pools, kind: str, layout: str, world_size: int) -> None:
     ranks = pool(world_size).run(record, kind, layout, RULES[kind], 13, 3, timeout=120)
-    case = Case("placement" if world_size == 1 else "placement-ddp", world_size, kind, 3, 13, 0.05, "sgd")
+    case = Case("placementx1" if world_size == 1 else "placement-ddpx2", kind, 13, 3, 0.05, "sgd")
     differences = compare(ranks, reference(case, ranks))
     assert not differences, "; ".join(map(str, differences[:5]))
 

@@ -27,7 +27,6 @@ from tests.distributed.sessions import (
     together,
 )
 from tests.distributed.tasks import IGNORED, MODELS, Block, Counted, Points, Tiny, mlp, scalar_gain, vector_gain
-from tests.distributed.test_laws import LAYOUTS
 
 STEPS, LR, DECAY = 3, 0.1, 0.01
 OPTIMIZER = ("optimizer.name=sgd", f"optimizer.lr={LR}", "optimizer.momentum=0.9", f"optimizer.weight_decay={DECAY}")
@@ -190,20 +189,6 @@ def test_copies_of_a_gan_that_train_by_themselves(pool: Pools) -> None:
     for recording, reference in zip(ranks, gan_of_copies(ranks, 3), strict=True):
         differences = compare([recording], reference)
         assert not differences, "; ".join(map(str, differences[:5]))
-
-
-PLACES = [(layout, size) for layout, (_, sizes) in LAYOUTS.items() if "tp" not in layout for size in sizes]
-
-
-@pytest.mark.full
-@pytest.mark.distributed
-@pytest.mark.parametrize(("layout", "world_size"), PLACES, ids=[f"{layout}x{size}" for layout, size in PLACES])
-def test_a_gan_is_the_plain_loop_under_every_layout(pool: Pools, layout: str, world_size: int) -> None:
-    """The row of law 4's matrix; tp has nothing to cut in these models."""
-    for global_batch, micro_steps, max_norm in ((12, 1, 1e3), (13, 3, 0.1), (5, 3, 0.1)):
-        ranks = pool(world_size).run(record, LAYOUTS[layout][0], global_batch, micro_steps, max_norm)
-        differences = compare(ranks, plain_gan(ranks, max_norm))
-        assert not differences, f"{global_batch} in {micro_steps}: {'; '.join(map(str, differences[:5]))}"
 
 
 class Pairs(Tiny):
