@@ -191,9 +191,8 @@ def end_process(code: int) -> NoReturn:
     for a thread of its own that needs Python's lock (torch 2.13, where DDP holds the last reference).
     """
     if code == DONE:
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+        # The interpreter's own first step: idle threads of an executor are told to end, and would wait for ever else.
+        threading._shutdown()  # type: ignore[attr-defined]  # CPython's, 3.11 to 3.14
     atexit._run_exitfuncs()  # the user's may close files
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
