@@ -9,6 +9,8 @@ from allranks.verifying.task_verify import nearest, plan_run, verify_task
 from tests.commands import POINTS, PROGRAMS
 
 MUTANTS = str(PROGRAMS / "mutants.py")
+TIES = str(PROGRAMS / "near_ties.py")
+EXPERTS = str(PROGRAMS.parents[1] / "corpus" / "task_experts.py")
 
 
 def verify(task: str, layout: str, *overrides: str) -> Answer:
@@ -32,6 +34,9 @@ def test_a_right_task_is_equal() -> None:
         (POINTS, "tp=2", ()),
         (POINTS, "dp_shard=2,dp_replicate=2", ()),
         (MUTANTS, "ddp", ("train.ema=0.9", "train.precision=bfloat16")),
+        (MUTANTS, "fsdp", ("train.precision=float16",)),
+        (EXPERTS, "dp_replicate=2,ep=2", ("train.precision=bfloat16",)),
+        (EXPERTS, "tp=2", ("train.precision=float16",)),
     ],
 )
 def test_right_tasks_are_equal(task: str, layout: str, words: tuple[str, ...]) -> None:
@@ -71,6 +76,17 @@ def test_forgotten_buffers_and_two_percent_in_bfloat16_are_found() -> None:
     assert [finding.verdict.kind for finding in answer.findings] == ["S17"], str(answer)
     answer = verify(MUTANTS, "ddp", "task.mutant=two percent", "train.precision=bfloat16")
     assert answer.exit_code == 1 and answer.findings[0].tensor == "inner.weight", str(answer)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_near_ties_of_a_router_hide_nothing_and_accuse_nobody() -> None:
+    answer = verify(TIES, "ddp", "train.precision=bfloat16")
+    assert answer.exit_code == 0 and "near-ties of its routing were decided as on one device" in str(answer), str(
+        answer
+    )
+    answer = verify(TIES, "ddp", "train.precision=float16", "task.mutant=true")
+    assert answer.exit_code == 1 and answer.findings[0].tensor == "2.weight", str(answer)
 
 
 def test_what_cannot_run_here_is_refused_with_the_nearest() -> None:

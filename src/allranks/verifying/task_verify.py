@@ -21,6 +21,7 @@ from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
 from allranks.verifying.judge import judge
 from allranks.verifying.low_precision import judge_low_precision
+from allranks.verifying.lowered import LOWERED, run_lowered
 from allranks.verifying.own_loop import default_dtype
 from allranks.verifying.recording import OneDevice, RunRecord
 from allranks.verifying.task_alone import TaskAlone, Variation
@@ -32,7 +33,6 @@ DEFAULT_PROCESSES = 2
 SAMPLES_A_RANK = 4
 NUM_VARIANTS = 2
 OTHER_SEED = 977
-LOWERED = {"bfloat16": torch.bfloat16}
 PLAIN = Variation()
 EXACT = "train.precision=float64"
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
@@ -88,11 +88,11 @@ def verify_task(request: TrainRequest, num_steps: int) -> Answer:
         findings = judge(evidence)
         if not findings:
             findings = _resharded(plan, errand, one)
-        low = _lowered(plan)
-        if not findings and low is not None:
-            findings = _in_low_precision(low, errand, plan.nproc)
-    answer = Answer(tuple(findings), one, tuple(record.run for record in ranks), evidence.world, notes=_notes(plan))
-    return answer
+        notes = _notes(plan)
+        if not findings and plan.precision in LOWERED:
+            findings, note = _in_low_precision(plan, errand)
+            notes = (*notes, note)
+    return Answer(tuple(findings), one, tuple(record.run for record in ranks), evidence.world, notes=notes)
 
 
 def plan_run(request: TrainRequest, num_steps: int) -> Plan:
@@ -195,24 +195,6 @@ def run_task_alone(errand: Errand) -> OneDevice:
         return OneDevice(first, [v for v in variants if not v.error], again=again, random=tuple(operations.names))
 
 
-def run_task_lowered(errand: Errand) -> OneDevice:
-    """One device under autocast to the run's low precision, and with what rounding in it moves."""
-    prepared = prepare(errand.request)
-    lowered = LOWERED[prepared.config.train.precision]
-    shorten_validation(prepared.task)
-    observer = look.Observer()
-    with observer.watching():
-
-        def run(variation: Variation = PLAIN) -> RunRecord:
-            alone = TaskAlone(prepared.task, prepared.config, errand.num_steps, observer, variation, lowered)
-            return alone.run()
-
-        first = run()
-        numbers = range(1, NUM_VARIANTS + 1)
-        variants = [run(Variation(shake=number, shuffled=True)) for number in numbers] if not first.error else []
-        return OneDevice(first, [variant for variant in variants if not variant.error])
-
-
 def _resharded(plan: Plan, errand: Errand, one: OneDevice) -> list[Finding]:
     """Findings on the run that goes on alone from the ranks' checkpoint."""
     assert errand.save_after is not None
@@ -228,18 +210,11 @@ def _resharded(plan: Plan, errand: Errand, one: OneDevice) -> list[Finding]:
     ]
 
 
-def _lowered(plan: Plan) -> TrainRequest | None:
-    """The run in its own precision, where that is bfloat16; else None."""
+def _in_low_precision(plan: Plan, errand: Errand) -> tuple[list[Finding], str]:
+    """Findings on the first step in the run's own precision, and what was compared there, in words."""
     words = (*plan.request.overrides, f"train.precision={plan.precision}")
-    return replace(plan.request, overrides=words) if plan.precision in LOWERED else None
-
-
-def _in_low_precision(request: TrainRequest, errand: Errand, nproc: int) -> list[Finding]:
-    """Findings on the first step in the low precision; logic is judged in float64."""
-    low = replace(errand, request=request, num_steps=1, save_after=None, folder=f"{errand.folder}-low")
-    one: OneDevice = launch(run_task_lowered, low, nproc=1)[0]
-    ranks: list[TaskRecord] = launch(run_task_rank, low, nproc=nproc)
-    return judge_low_precision(evidence_of(one, ranks)) if not one.run.error else []
+    low = run_lowered(replace(plan.request, overrides=words), errand, plan.nproc)
+    return judge_low_precision(evidence_of(low.one, low.ranks)) if low.comparable else [], low.note
 
 
 def replace_steps(one: OneDevice, first: int) -> OneDevice:
@@ -257,6 +232,5 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     return (
         f"layout {plan.layout} on {plan.nproc} processes, float64, {batch} samples a step in {micro} micro-steps",
         "dropouts are off, and their random numbers are compared",
-        *(("and the first step in bfloat16",) if _lowered(plan) is not None else ()),
         "saved after half of the steps, resumed under the same layout, and alone on one process",
     )
