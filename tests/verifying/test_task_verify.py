@@ -1,15 +1,21 @@
 """`allranks verify TASK`: right under its layouts; and mistakes in allranks itself are each found."""
 
+from types import SimpleNamespace
+
+import psutil
 import pytest
 
 from allranks.errors import ConfigError, LayoutError
 from allranks.request import TrainRequest
+from allranks.training.counted_parameters import count_parameters
 from allranks.verifying.answer import Answer
+from allranks.verifying.shrinking import Room
 from allranks.verifying.task_verify import nearest, plan_run, verify_task
 from tests.commands import POINTS, PROGRAMS
 
 MUTANTS = str(PROGRAMS / "mutants.py")
 TIES = str(PROGRAMS / "near_ties.py")
+DEEP = str(PROGRAMS / "stacked.py")
 EXPERTS = str(PROGRAMS.parents[1] / "corpus" / "task_experts.py")
 
 
@@ -87,6 +93,30 @@ def test_near_ties_of_a_router_hide_nothing_and_accuse_nobody() -> None:
     )
     answer = verify(TIES, "ddp", "train.precision=float16", "task.mutant=true")
     assert answer.exit_code == 1 and answer.findings[0].tensor == "2.weight", str(answer)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=num_bytes))
+
+
+def test_a_model_that_does_not_fit_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 1000)
+    answer = verify(POINTS, "ddp")
+    assert answer.exit_code == 3 and "the model is too large to be verified on this machine" in str(answer)
+    assert "1.0 kB are free; no blocks repeat" in str(answer) and "hints().small" in str(answer)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_a_deep_model_is_verified_without_its_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = TrainRequest(task_spec=DEEP, layout="ddp", overrides=("task.num_layers=12",), device="cpu")
+    plan = plan_run(request, 2)
+    whole = count_parameters(plan.task)
+    free(monkeypatch, Room(plan.layout, plan.nproc, 2, 0).needed(whole) - 1)
+    answer = verify_task(request, 2)
+    assert answer.exit_code == 0 and "which repeat the blocks before them, are left out" in str(answer), str(answer)
+    assert answer.one is not None
+    assert sum(part.value.numel() for part in answer.one.run.start.parameters.values()) < whole / 2
 
 
 def test_what_cannot_run_here_is_refused_with_the_nearest() -> None:

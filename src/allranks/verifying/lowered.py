@@ -18,6 +18,7 @@ from allranks.verifying import observation as look
 from allranks.verifying.choosing import Choosing
 from allranks.verifying.recording import OneDevice, RunRecord
 from allranks.verifying.routing import Recorded, Recorder, Replayer
+from allranks.verifying.shrinking import shrink
 from allranks.verifying.task_alone import TaskAlone, Variation
 from allranks.verifying.task_ranks import Errand, TaskRecord, run_task_rank, shorten_validation
 
@@ -83,6 +84,7 @@ def run_alone_lowered(errand: Errand) -> LoweredOne:
     lowered = LOWERED[prepared.config.train.precision]
     layout = resolve_layout(prepared.config, errand.request.nproc or 1, 1)
     shorten_validation(prepared.task)
+    shrink(prepared.task, errand.keep)
     observer = look.Observer()
     with observer.watching():
 

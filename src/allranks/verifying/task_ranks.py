@@ -33,6 +33,7 @@ from allranks.verifying.own_loop import default_dtype
 from allranks.verifying.passes_watch import WatchedPasses, scaler_of
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord
 from allranks.verifying.routing import Recorded, Replayer
+from allranks.verifying.shrinking import shrink
 
 BACKEND_TIMEOUT_SECONDS = 120.0
 RUN_ID = "verify"
@@ -53,6 +54,7 @@ class Errand:
         scale: of the losses under float16, from the first step on; None: the run's own.
         recorded: what one device has chosen, to be chosen again; None: everything chooses by itself.
         evaluate: whether to measure the validation samples in the end.
+        keep: repeats that are kept of each row of equal blocks; None: all.
     """
 
     request: TrainRequest
@@ -63,6 +65,7 @@ class Errand:
     scale: float | None = None
     recorded: Recorded | None = None
     evaluate: bool = True
+    keep: int | None = None
 
 
 @final
@@ -108,6 +111,7 @@ def run_task_rank(errand: Errand) -> TaskRecord:
         exact = prepared.config.train.precision == "float64"
         with observer.watching(), default_dtype(torch.float64 if exact else None):
             shorten_validation(prepared.task)
+            shrink(prepared.task, errand.keep)
             processes = gather_processes(environment, choice, layout)
             data_rank = processes.mesh.dp_rank
             run = _Run(errand, prepared.task, prepared.config, processes, observer)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
+import psutil
 import torch
 
 from allranks.config import Config, override_config
@@ -24,6 +25,7 @@ from allranks.verifying.low_precision import judge_low_precision
 from allranks.verifying.lowered import LOWERED, run_lowered
 from allranks.verifying.own_loop import default_dtype
 from allranks.verifying.recording import OneDevice, RunRecord
+from allranks.verifying.shrinking import Room, Size, choose_size, shrink
 from allranks.verifying.task_alone import TaskAlone, Variation
 from allranks.verifying.task_ranks import Errand, TaskRecord, run_task_rank, shorten_validation
 from allranks.verifying.world_view import WorldView
@@ -34,6 +36,7 @@ SAMPLES_A_RANK = 4
 NUM_VARIANTS = 2
 OTHER_SEED = 977
 PLAIN = Variation()
+TOO_LARGE = "return settings that make it small in hints().small, or take a machine with more memory"
 EXACT = "train.precision=float64"
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
 
@@ -71,8 +74,22 @@ def verify_task(request: TrainRequest, num_steps: int) -> Answer:
     if declared_order(plan.task.dataset("train")) == "sharded":
         because = 'the dataset declares order="sharded": which samples a step has depends on the number of ranks'
         return cannot("there is no order to compare", because, 'verify it with order="global"')
+
+    def with_settings(words: Sequence[str]) -> Plan:
+        return plan_run(replace(request, overrides=(*request.overrides, *words)), num_steps)
+
+    room = Room(plan.layout, plan.nproc, num_steps, psutil.virtual_memory().available)
+    size = choose_size(plan.task, room, lambda words: with_settings(words).task)
+    if size.hindrance:
+        return cannot("the model is too large to be verified on this machine", size.hindrance, TOO_LARGE)
+    answer = _verify(with_settings(size.settings) if size.settings else plan, num_steps, size)
+    return replace(answer, shrunk=size.note)
+
+
+def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
     with tempfile.TemporaryDirectory(prefix="allranks-verify-") as folder:
-        errand = Errand(plan.request, num_steps, f"{folder}/checkpoints", save_after=max(1, num_steps // 2))
+        save_after = max(1, num_steps // 2)
+        errand = Errand(plan.request, num_steps, f"{folder}/checkpoints", save_after=save_after, keep=size.keep)
         one: OneDevice = launch(run_task_alone, errand, nproc=1)[0]
         stopped = hindrance(one)
         if stopped is not None:
@@ -180,6 +197,7 @@ def run_task_alone(errand: Errand) -> OneDevice:
     observer = look.Observer()
     with observer.watching(), default_dtype(torch.float64):
         shorten_validation(prepared.task)
+        shrink(prepared.task, errand.keep)
 
         def run(variation: Variation = PLAIN) -> RunRecord:
             return TaskAlone(prepared.task, prepared.config, errand.num_steps, observer, variation).run()
