@@ -1,6 +1,7 @@
 """The second pass, in a low precision: near-ties of a router hide nothing and accuse nobody; the scale of float16."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,12 @@ from allranks.verifying.recording import OneDevice, Part, RunRecord
 from allranks.verifying.routing import Recorder, Replayer
 from allranks.verifying.task_alone import TaskAlone, Variation
 from allranks.verifying.task_ranks import Errand, TaskRecord
+from allranks.verifying.task_verify import plan_run
 from allranks.verifying.world_view import WorldView
 from tests.commands import POINTS, PROGRAMS
 
 TIES = str(PROGRAMS / "near_ties.py")
+EXPERTS = str(PROGRAMS.parents[1] / "corpus" / "task_experts.py")
 PLAIN = Variation()
 WORDS = ("train.global_batch=64", "train.steps=1")
 
@@ -113,6 +116,18 @@ def test_the_scale_of_float16_leaves_room(tmp_path: Path) -> None:
     assert torch.equal(small.one.run.steps[0].raw["weight"].value, torch.full((2, 4), 4.5))
     assert len(small.one.variants) == len(VARIATIONS)
     assert not alone(str(program), "task.times=1e6").fits
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["ddp", "fsdp,recompute=full", "dp_replicate=2,ep=2", "tp=2", "cp=2", "pp=2"])
+def test_rows_are_recognised_however_a_model_is_spread(layout: str) -> None:
+    """8 or 9 samples of 8 tokens pass through two layers."""
+    plan = plan_run(TrainRequest(task_spec=EXPERTS, layout=layout, overrides=("train.precision=bfloat16",)), 2)
+    request = replace(plan.request, overrides=(*plan.request.overrides, "train.precision=bfloat16"))
+    found = run_lowered(request, Errand(plan.request, 2, ""), plan.nproc)
+    rows = plan.config.train.global_batch * 8 * 2
+    assert sum(record.recognised for record in found.ranks) in (rows, 2 * rows), "by tp ranks and recomputed ones twice"
 
 
 def test_what_overflows_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def test_a_tie_is_decided_as_before_wherever_its_row_is_now() -> None:
     moved = ROWS[order] * (1 + 0.02 * torch.randn(30, 16, generator=torch.Generator().manual_seed(2)))
     other = replayer.decide(PLACE, moved, SCORES[order], chosen(1)[:30])
     assert other is not None and torch.equal(other, before[order])
-    assert replayer.replayed == int((before[order] == 0).sum())
+    assert (replayer.recognised, replayer.replayed) == (30, int((before[order] == 0).sum()))
 
 
 def test_what_is_no_tie_stays() -> None:
@@ -42,7 +42,7 @@ def test_what_is_no_tie_stays() -> None:
 def test_nothing_is_taken_from_rows_that_are_others_or_from_elsewhere() -> None:
     replayer = recorded(chosen(0))
     strange = torch.randn(50, 16, generator=torch.Generator().manual_seed(9))
-    assert replayer.decide(PLACE, strange, SCORES, chosen(1)) is None
+    assert replayer.decide(PLACE, strange, SCORES, chosen(1)) is None and replayer.recognised == 0
     assert replayer.decide(PLACE._replace(module="layers.1.router"), ROWS, SCORES, chosen(1)) is None
     assert recorded(chosen(1)).decide(PLACE, ROWS, SCORES, chosen(1)) is None
 

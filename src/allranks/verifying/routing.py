@@ -82,11 +82,13 @@ class Replayer:
     Attributes:
         recorded: one device's choices.
         lowered: the low precision.
-        replayed: rows that chose otherwise than they would have.
+        recognised: rows that were found again.
+        replayed: of these, those that chose otherwise than they would have.
     """
 
     recorded: Recorded
     lowered: torch.dtype
+    recognised: int = 0
     replayed: int = 0
 
     def decide(
@@ -97,6 +99,7 @@ class Replayer:
         if known is None:
             return None
         there, near = _nearest(fingerprints(rows), known.rows)
+        self.recognised += int(near.sum())
         other = known.chosen[there]
         tie = near & self._ties(scores, scores.gather(1, chosen), scores.gather(1, other))
         moved = tie & (other != chosen).any(1)

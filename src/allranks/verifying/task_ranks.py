@@ -77,13 +77,15 @@ class TaskRecord:
         data_rank: the number of the samples that it sees.
         axes: the layout's degrees above 1.
         layout: as printed.
-        replayed: rows of a batch that chose what one device has chosen, and not what they would have.
+        recognised: rows of a batch that choose something, and were found again among those of one device.
+        replayed: of these, those that chose what one device has chosen, and not what they would have.
     """
 
     run: RunRecord
     data_rank: int = 0
     axes: Mapping[str, int] | None = None
     layout: str = ""
+    recognised: int = 0
     replayed: int = 0
 
 
@@ -120,7 +122,7 @@ def run_task_rank(errand: Errand) -> TaskRecord:
         stop()
     degrees = {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")}
     axes = {axis: degree for axis, degree in degrees.items() if degree > 1}
-    return TaskRecord(record, data_rank, axes, str(layout), run.replayed)
+    return TaskRecord(record, data_rank, axes, str(layout), *run.routed)
 
 
 @final
@@ -136,9 +138,9 @@ class _Run:
         self._replayer = None if not errand.recorded or low is None else Replayer(errand.recorded, low)
 
     @property
-    def replayed(self) -> int:
-        """Rows that chose what one device has chosen, and not what they would have."""
-        return 0 if self._replayer is None else self._replayer.replayed
+    def routed(self) -> tuple[int, int]:
+        """(rows that were recognised, those that were replayed)."""
+        return (0, 0) if self._replayer is None else (self._replayer.recognised, self._replayer.replayed)
 
     def go(self) -> RunRecord:
         """The steps from the start, or from the checkpoint on; then the same from the save, where there is one."""
