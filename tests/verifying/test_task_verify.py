@@ -16,6 +16,7 @@ from tests.commands import POINTS, PROGRAMS
 MUTANTS = str(PROGRAMS / "mutants.py")
 TIES = str(PROGRAMS / "near_ties.py")
 DEEP = str(PROGRAMS / "stacked.py")
+GAN = str(PROGRAMS.parents[1] / "corpus" / "task_gan.py")
 EXPERTS = str(PROGRAMS.parents[1] / "corpus" / "task_experts.py")
 
 
@@ -128,6 +129,12 @@ def test_what_cannot_run_here_is_refused_with_the_nearest() -> None:
         verify(POINTS, "tp=4,dp_shard=4")
     with pytest.raises(ConfigError, match="give at least 2"):
         verify_task(TrainRequest(task_spec=POINTS, layout="ddp"), 1)
+
+
+def test_float16_with_a_step_of_its_own_is_refused_at_once() -> None:
+    request = TrainRequest(task_spec=GAN, layout="ddp", nproc=2, overrides=("train.precision=float16",))
+    with pytest.raises(ConfigError, match="verify it in bfloat16"):
+        plan_run(request, 4)
 
 
 def test_the_batch_is_small_and_uneven() -> None:

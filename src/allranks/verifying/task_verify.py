@@ -126,6 +126,8 @@ def plan_run(request: TrainRequest, num_steps: int) -> Plan:
             f"machine; the nearest that exercises every axis: --layout {nearest(layout)}"
         )
     _refuse_exceptions(layout)
+    if config.train.precision == "float16" and has_step(prepared.task):
+        raise ConfigError("train.precision=float16 does not go with a step() of the Task's own: verify it in bfloat16")
     words = [*cut_words(prepared.task, config, layout), EXACT]
     exact = override_config(config, words)
     resolve_layout(exact, nproc)
