@@ -1,5 +1,7 @@
 """The answer in words and as JSON, and its exit code."""
 
+from dataclasses import replace
+
 from allranks.verifying.answer import Answer, cannot, largest_error
 from allranks.verifying.findings import found
 from tests.verifying.records import evidence, scale
@@ -19,6 +21,17 @@ def test_the_three_answers() -> None:
     unknown = cannot("it fails", "line 3\nValueError", "mend it")
     assert (unknown.exit_code, unknown.equal, unknown.to_json()["equal"]) == (3, False, None)
     assert str(unknown) == "could not be verified: it fails\n  line 3\n  ValueError\n  next: mend it"
+
+
+def test_what_was_shrunk_is_told_with_every_answer() -> None:
+    right = evidence()
+    given = {"one": right.one, "ranks": right.ranks, "world": right.world, "shrunk": "shrunk: 2 layers of 12"}
+    differs = Answer((found("S9", "every gradient differs", "by 2"),), **given)  # type: ignore[arg-type]
+    unknown = replace(cannot("it fails", "line 3", "mend it"), shrunk="shrunk: 2 layers of 12")
+    for answer in (Answer((), **given), differs, unknown):  # type: ignore[arg-type]
+        assert "\n  shrunk: 2 layers of 12" in str(answer)
+        assert answer.to_json()["notes"][0] == "shrunk: 2 layers of 12"  # type: ignore[index]
+    assert str(differs).splitlines()[2].startswith("every gradient differs")
 
 
 def test_the_largest_error_is_told() -> None:

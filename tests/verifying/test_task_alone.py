@@ -49,6 +49,12 @@ def test_another_rounding_and_other_random_numbers() -> None:
     assert plain.steps[0].draws != other.steps[0].draws
 
 
+def test_each_sample_in_a_forward_of_its_own() -> None:
+    plain, apart = run(), run(Variation(apart=True))
+    assert (plain.steps[0].num_batches, apart.steps[0].num_batches) == (1, 9)
+    assert torch.allclose(plain.steps[0].raw["0.weight"].value, apart.steps[0].raw["0.weight"].value, rtol=1e-11)
+
+
 def test_a_lower_precision() -> None:
     exact, low = run(), run(lowered=torch.bfloat16)
     gradient, rounded = exact.steps[0].raw["0.weight"].value, low.steps[0].raw["0.weight"].value

@@ -1,14 +1,23 @@
 """`allranks verify TASK`: right under its layouts; and mistakes in allranks itself are each found."""
 
+from types import SimpleNamespace
+
+import psutil
 import pytest
 
 from allranks.errors import ConfigError, LayoutError
 from allranks.request import TrainRequest
+from allranks.training.counted_parameters import count_parameters
 from allranks.verifying.answer import Answer
+from allranks.verifying.shrinking import Room
 from allranks.verifying.task_verify import nearest, plan_run, verify_task
 from tests.commands import POINTS, PROGRAMS
 
 MUTANTS = str(PROGRAMS / "mutants.py")
+TIES = str(PROGRAMS / "near_ties.py")
+DEEP = str(PROGRAMS / "stacked.py")
+GAN = str(PROGRAMS.parents[1] / "corpus" / "task_gan.py")
+EXPERTS = str(PROGRAMS.parents[1] / "corpus" / "task_experts.py")
 
 
 def verify(task: str, layout: str, *overrides: str) -> Answer:
@@ -32,6 +41,9 @@ def test_a_right_task_is_equal() -> None:
         (POINTS, "tp=2", ()),
         (POINTS, "dp_shard=2,dp_replicate=2", ()),
         (MUTANTS, "ddp", ("train.ema=0.9", "train.precision=bfloat16")),
+        (MUTANTS, "fsdp", ("train.precision=float16",)),
+        (EXPERTS, "dp_replicate=2,ep=2", ("train.precision=bfloat16",)),
+        (EXPERTS, "tp=2", ("train.precision=float16",)),
     ],
 )
 def test_right_tasks_are_equal(task: str, layout: str, words: tuple[str, ...]) -> None:
@@ -73,6 +85,41 @@ def test_forgotten_buffers_and_two_percent_in_bfloat16_are_found() -> None:
     assert answer.exit_code == 1 and answer.findings[0].tensor == "inner.weight", str(answer)
 
 
+@pytest.mark.full
+@pytest.mark.distributed
+def test_near_ties_of_a_router_hide_nothing_and_accuse_nobody() -> None:
+    answer = verify(TIES, "ddp", "train.precision=bfloat16")
+    assert answer.exit_code == 0 and "near-ties of its routing were decided as on one device" in str(answer), str(
+        answer
+    )
+    answer = verify(TIES, "ddp", "train.precision=float16", "task.mutant=true")
+    assert answer.exit_code == 1 and answer.findings[0].tensor == "2.weight", str(answer)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=num_bytes))
+
+
+def test_a_model_that_does_not_fit_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 1000)
+    answer = verify(POINTS, "ddp")
+    assert answer.exit_code == 3 and "the model is too large to be verified on this machine" in str(answer)
+    assert "1.0 kB are free; no blocks repeat" in str(answer) and "hints().small" in str(answer)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_a_deep_model_is_verified_without_its_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = TrainRequest(task_spec=DEEP, layout="ddp", overrides=("task.num_layers=12",), device="cpu")
+    plan = plan_run(request, 2)
+    whole = count_parameters(plan.task)
+    free(monkeypatch, Room(plan.layout, plan.nproc, 2, 0).needed(whole) - 1)
+    answer = verify_task(request, 2)
+    assert answer.exit_code == 0 and "which repeat the blocks before them, are left out" in str(answer), str(answer)
+    assert answer.one is not None
+    assert sum(part.value.numel() for part in answer.one.run.start.parameters.values()) < whole / 2
+
+
 def test_what_cannot_run_here_is_refused_with_the_nearest() -> None:
     for words in ("layout.local_sgd=2", "layout.ddp_hook=bfloat16"):
         request = TrainRequest(task_spec=POINTS, layout="ddp", nproc=2, overrides=(words,))
@@ -82,6 +129,12 @@ def test_what_cannot_run_here_is_refused_with_the_nearest() -> None:
         verify(POINTS, "tp=4,dp_shard=4")
     with pytest.raises(ConfigError, match="give at least 2"):
         verify_task(TrainRequest(task_spec=POINTS, layout="ddp"), 1)
+
+
+def test_float16_with_a_step_of_its_own_is_refused_at_once() -> None:
+    request = TrainRequest(task_spec=GAN, layout="ddp", nproc=2, overrides=("train.precision=float16",))
+    with pytest.raises(ConfigError, match="verify it in bfloat16"):
+        plan_run(request, 4)
 
 
 def test_the_batch_is_small_and_uneven() -> None:

@@ -4,10 +4,11 @@ import contextlib
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from allranks.errors import TaskError
@@ -24,7 +25,18 @@ MAKERS = frozenset((torch.randn, torch.rand, torch.zeros, torch.ones))
 
 
 def count_parameters(task: Task) -> int:
-    """Of all models of the Task, shared ones once; no memory is taken, and what model() prints is not shown twice.
+    """Of all models of the Task, shared ones once; no memory is taken, and what model() prints is not shown twice."""
+    return count_in(build_unfilled(task))
+
+
+def count_in(modules: Iterable[nn.Module]) -> int:
+    """Elements of their parameters, shared ones once."""
+    found = {id(parameter): parameter for module in modules for parameter in module.parameters()}
+    return sum(parameter.numel() for parameter in found.values())
+
+
+def build_unfilled(task: Task) -> list[nn.Module]:
+    """The models of the Task, whose large tensors hold no values and take no memory.
 
     Files of weights that `torch.load` reads are mapped: of what is copied into parameters nothing is read.
     """
@@ -33,9 +45,7 @@ def count_parameters(task: Task) -> int:
         warnings.simplefilter("ignore")
         with _Unfilled(), _files_mapped(), torch.random.fork_rng(devices=()):
             built = task.model()
-    modules = built.values() if isinstance(built, dict) else [built]
-    found = {id(parameter): parameter for module in modules for parameter in module.parameters()}
-    return sum(parameter.numel() for parameter in found.values())
+    return list(built.values()) if isinstance(built, dict) else [built]
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ class Answer:
         world: which of them see the same samples.
         unverified: why nothing can be said; None where something can.
         notes: what was checked beside, in words.
+        shrunk: how the model was made smaller, and why; "" where it has its full size.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -35,6 +36,7 @@ class Answer:
     world: WorldView | None = None
     unverified: Verdict | None = None
     notes: tuple[str, ...] = ()
+    shrunk: str = ""
 
     @property
     def equal(self) -> bool:
@@ -50,28 +52,31 @@ class Answer:
         """{equal, verdicts, ...}; equal is null where it could not be verified."""
         if self.unverified is not None:
             verdict = {**self.unverified.to_json(), "tensor": "", "axis": "", "factor": ""}
-            return {"equal": None, "verdicts": [verdict], "notes": list(self.notes)}
+            return {"equal": None, "verdicts": [verdict], "notes": [*self._size(), *self.notes]}
         return {
             "equal": self.equal,
             "verdicts": [finding.to_json() for finding in self.findings],
-            "notes": [*self.notes, *self._errors()],
+            "notes": [*self._size(), *self.notes, *self._errors()],
         }
 
     def __str__(self) -> str:
         """Verdict first, evidence second, next move third."""
         if self.unverified is not None:
-            return f"could not be verified: {self.unverified}"
-        lines = [*self.notes, *self._errors()]
+            return "\n".join([f"could not be verified: {self.unverified}", *(f"  {line}" for line in self._size())])
+        lines = [*self._size(), *self.notes, *self._errors()]
         if not self.findings:
             return "\n".join([self._heading("equal"), *(f"  {line}" for line in lines)])
-        told = "\n".join(str(finding.verdict) for finding in self.findings)
-        return "\n".join([self._heading("differs"), told])
+        told = (str(finding.verdict) for finding in self.findings)
+        return "\n".join([self._heading("differs"), *(f"  {line}" for line in self._size()), *told])
 
     def _heading(self, word: str) -> str:
         number = 0 if self.world is None else self.world.size
         steps = 0 if self.one is None else len(self.one.run.steps)
         verb = "compute what one device computes" if word == "equal" else "compute something else than one device"
         return f"{word}: {number} processes {verb}, over {steps} steps"
+
+    def _size(self) -> tuple[str, ...]:
+        return (self.shrunk,) if self.shrunk else ()
 
     def _errors(self) -> list[str]:
         """To what error which tensors are equal."""

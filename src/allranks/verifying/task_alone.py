@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -22,6 +23,7 @@ from allranks.stepping.session import draws, make_schedule
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
 from allranks.task_loading import user_line
 from allranks.verifying import observation as look
+from allranks.verifying.choosing import Choosing
 from allranks.verifying.one_device import evaluate_on_one_device, train_on_one_device
 from allranks.verifying.own_loop import statistics_of, unique
 from allranks.verifying.program import call, cast_floats, shuffled
@@ -37,11 +39,13 @@ class Variation:
     Attributes:
         shake: seed of an ulp of noise on the parameters; None: none.
         shuffled: feed the samples of each forward in another order.
+        apart: one sample a forward, where it does not matter which samples share one.
         seed: of the random numbers of the steps.
     """
 
     shake: int | None = None
     shuffled: bool = False
+    apart: bool = False
     seed: int = 1
 
 
@@ -51,7 +55,10 @@ class TaskAlone:
     """One run of a Task on one device.
 
     Attributes:
-        lowered: the type to which autocast lowers a forward; None: everything is in float64.
+        lowered: the type to which autocast lowers a forward; None: everything is in float64. Nothing is evaluated
+            where it does.
+        scale: of the losses in the backward; gradients are divided by it.
+        choosing: what goes through it is chosen by it; None: nothing is looked at.
     """
 
     task: Task
@@ -60,6 +67,8 @@ class TaskAlone:
     observer: look.Observer
     variation: Variation = Variation()
     lowered: torch.dtype | None = None
+    scale: float = 1.0
+    choosing: Choosing | None = None
     record: RunRecord = field(default_factory=RunRecord)
     _models: dict[str, nn.Module] = field(default_factory=dict)
     _optimizers: dict[str, Optimizer] = field(default_factory=dict)
@@ -70,9 +79,10 @@ class TaskAlone:
         """Train and evaluate."""
         try:
             self._build()
-            self._train()
-            values = self._evaluate()
-            self.record.evaluation = values or None
+            with nullcontext() if self.choosing is None else self.choosing.within(self._models):
+                self._train()
+            if self.lowered is None:
+                self.record.evaluation = self._evaluate() or None
         except Exception as error:  # the user's code may raise anything: it is part of what it did
             self.record.error = user_line(error)
         return self.record
@@ -107,13 +117,17 @@ class TaskAlone:
         )
         if self.variation.shake is not None:
             look.shake(named, self.variation.shake, self.lowered)
+        for parameter in unique(named.values()) if self.scale != 1.0 else ():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._unscale)
 
     def _train(self) -> None:
         dataset = self.task.dataset("train")
         fixed = self.task.coupled or bool(self.record.start.statistics)
         cut = cut_step(self.config.train, Layout(), fixed=fixed)
         if not fixed:
-            cut = replace(cut, micro_batch=None, micro_steps=None)  # one forward over the whole global batch
+            # One forward over the whole global batch.
+            cut = replace(cut, micro_batch=1 if self.variation.apart else None, micro_steps=None)
         stream = DataStream(
             dataset, cut=cut, seed=self.config.train.seed, epochs=self.config.train.epochs, steps=self.num_steps
         )
@@ -173,7 +187,15 @@ class TaskAlone:
             return
         count = resolve_targets(self.task, batches[0]).call
         losses = [self.task.loss(self._output(models[""], batch), batch) for batch in batches]
-        yield "", torch.stack(losses).sum(), sum(count(batch) for batch in batches)
+        total = torch.stack(losses).sum()
+        if self.scale != 1.0:
+            total.register_hook(lambda gradient: gradient * self.scale)
+        yield "", total, sum(count(batch) for batch in batches)
+
+    @torch.no_grad()
+    def _unscale(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad /= self.scale
 
     def _before_update(self, step: int, which: str, loss: float, norm: float) -> None:
         held = {id(p) for group in self._optimizers[which].param_groups for p in group["params"]}

@@ -1,13 +1,13 @@
 """A Task in this process as training has it: the real session and step, watched from outside."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils.data import Subset
 
 from allranks.checkpointing.checkpoint import Checkpoint
@@ -17,8 +17,9 @@ from allranks.digest import sample_hash
 from allranks.launching.environment import read_environment
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.backend import choose_device, start, stop
+from allranks.parallel.precision import choose_precision
 from allranks.request import TrainRequest
-from allranks.stepping.passes import Passes, Scale, StepSums
+from allranks.stepping.passes import Passes
 from allranks.stepping.session import Session, assemble
 from allranks.stepping.world import Processes, gather_processes
 from allranks.task import Task
@@ -27,8 +28,12 @@ from allranks.training.saver import Saver
 from allranks.training.snapshot import Contents, find_checkpoint, kept_schedule, schedule_state
 from allranks.training.validate import validate
 from allranks.verifying import observation as look
+from allranks.verifying.choosing import Choosing
 from allranks.verifying.own_loop import default_dtype
+from allranks.verifying.passes_watch import WatchedPasses, scaler_of
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord
+from allranks.verifying.routing import Recorded, Replayer
+from allranks.verifying.shrinking import shrink
 
 BACKEND_TIMEOUT_SECONDS = 120.0
 RUN_ID = "verify"
@@ -46,6 +51,10 @@ class Errand:
         folder: where the checkpoint goes.
         save_after: steps after which it is saved; None: never.
         resume: whether to begin with the checkpoint that lies in `folder`.
+        scale: of the losses under float16, from the first step on; None: the run's own.
+        recorded: what one device has chosen, to be chosen again; None: everything chooses by itself.
+        evaluate: whether to measure the validation samples in the end.
+        keep: repeats that are kept of each row of equal blocks; None: all.
     """
 
     request: TrainRequest
@@ -53,6 +62,10 @@ class Errand:
     folder: str
     save_after: int | None = None
     resume: bool = False
+    scale: float | None = None
+    recorded: Recorded | None = None
+    evaluate: bool = True
+    keep: int | None = None
 
 
 @final
@@ -64,12 +77,16 @@ class TaskRecord:
         data_rank: the number of the samples that it sees.
         axes: the layout's degrees above 1.
         layout: as printed.
+        recognised: rows of a batch that choose something, and were found again among those of one device.
+        replayed: of these, those that chose what one device has chosen, and not what they would have.
     """
 
     run: RunRecord
     data_rank: int = 0
     axes: Mapping[str, int] | None = None
     layout: str = ""
+    recognised: int = 0
+    replayed: int = 0
 
 
 def shorten_validation(task: Task) -> None:
@@ -84,36 +101,6 @@ def shorten_validation(task: Task) -> None:
     task.dataset = dataset  # type: ignore[method-assign]
 
 
-class _Watching(Passes):
-    """The run's own passes; what they leave in the gradients is copied before it is clipped."""
-
-    def __init__(self, inner: Passes) -> None:
-        self.inner = inner
-        self.session: Session | None = None
-        self.step = StepRecord()
-
-    def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
-        assert self.session is not None
-        for sums in self.inner.run(batch, scale):
-            self.step.raw |= gradients_of(self.session, sums)
-            self.step.updates += 1
-            yield sums
-
-
-def gradients_of(session: Session, sums: StepSums) -> Parts:
-    """This rank's parts of the gradients that an optimizer is about to get, before clipping."""
-    spread = session.spread
-    # Where the step itself counted its targets, its gradients are not divided yet.
-    divide = 1.0 if sums.targets is None else spread.mesh.layout.sample_ranks / max(1.0, float(sums.targets))
-    due = {id(parameter) for parameter in session.optimizers.parameters(sums.which)}
-    found = {}
-    for name, tensor in spread.trainable().items():
-        if tensor.grad is not None and id(tensor) in due:
-            local = tensor.grad._local_tensor if isinstance(tensor.grad, DTensor) else tensor.grad
-            found[name] = Part(spread.map[name].box, local.detach().cpu() * divide)
-    return found
-
-
 def run_task_rank(errand: Errand) -> TaskRecord:
     """One rank; runs in a process that `launch` has started."""
     environment = read_environment(os.environ)
@@ -126,14 +113,16 @@ def run_task_rank(errand: Errand) -> TaskRecord:
         exact = prepared.config.train.precision == "float64"
         with observer.watching(), default_dtype(torch.float64 if exact else None):
             shorten_validation(prepared.task)
+            shrink(prepared.task, errand.keep)
             processes = gather_processes(environment, choice, layout)
             data_rank = processes.mesh.dp_rank
-            record = _Run(errand, prepared.task, prepared.config, processes, observer).go()
+            run = _Run(errand, prepared.task, prepared.config, processes, observer)
+            record = run.go()
     finally:
         stop()
     degrees = {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")}
     axes = {axis: degree for axis, degree in degrees.items() if degree > 1}
-    return TaskRecord(record, data_rank, axes, str(layout))
+    return TaskRecord(record, data_rank, axes, str(layout), *run.routed)
 
 
 @final
@@ -145,6 +134,13 @@ class _Run:
     ) -> None:
         self._errand, self._task, self._config = errand, task, config
         self._processes, self._observer = processes, observer
+        low = choose_precision(config.train.precision, "float32", "cpu").compute
+        self._replayer = None if not errand.recorded or low is None else Replayer(errand.recorded, low)
+
+    @property
+    def routed(self) -> tuple[int, int]:
+        """(rows that were recognised, those that were replayed)."""
+        return (0, 0) if self._replayer is None else (self._replayer.recognised, self._replayer.replayed)
 
     def go(self) -> RunRecord:
         """The steps from the start, or from the checkpoint on; then the same from the save, where there is one."""
@@ -155,11 +151,11 @@ class _Run:
         return record
 
     def _train(self, resume: bool) -> RunRecord:
-        watching: list[_Watching] = []
+        watching: list[WatchedPasses] = []
         self._observer.feed([])
 
         def observe(passes: Passes) -> Passes:
-            watching.append(_Watching(passes))
+            watching.append(WatchedPasses(passes))
             return watching[0]
 
         checkpoint = None
@@ -181,13 +177,18 @@ class _Run:
             contents.load(checkpoint)
             record.resumed_from = checkpoint.step
         record.start = _start(session)
-        self._step_through(session, watching[0], contents, record, resume)
-        values = validate(session)
-        record.evaluation = values or None
+        scaler = scaler_of(session)
+        if scaler is not None and self._errand.scale is not None:
+            scaler.scale.fill_(self._errand.scale)
+        choosing = None if self._replayer is None else Choosing(self._replayer.decide)
+        with nullcontext() if choosing is None else choosing.within(session.spread.modules):
+            self._step_through(session, watching[0], contents, record, resume)
+        if self._errand.evaluate:
+            record.evaluation = validate(session) or None
         return record
 
     def _step_through(
-        self, session: Session, watching: _Watching, contents: Contents, record: RunRecord, resumed: bool
+        self, session: Session, watching: WatchedPasses, contents: Contents, record: RunRecord, resumed: bool
     ) -> None:
         save_after = None if resumed else self._errand.save_after
         with session.loader() as loader:

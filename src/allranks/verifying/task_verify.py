@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
+import psutil
 import torch
 
 from allranks.config import Config, override_config
@@ -21,8 +22,10 @@ from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
 from allranks.verifying.judge import judge
 from allranks.verifying.low_precision import judge_low_precision
+from allranks.verifying.lowered import LOWERED, run_lowered
 from allranks.verifying.own_loop import default_dtype
 from allranks.verifying.recording import OneDevice, RunRecord
+from allranks.verifying.shrinking import Room, Size, choose_size, shrink
 from allranks.verifying.task_alone import TaskAlone, Variation
 from allranks.verifying.task_ranks import Errand, TaskRecord, run_task_rank, shorten_validation
 from allranks.verifying.world_view import WorldView
@@ -32,8 +35,8 @@ DEFAULT_PROCESSES = 2
 SAMPLES_A_RANK = 4
 NUM_VARIANTS = 2
 OTHER_SEED = 977
-LOWERED = {"bfloat16": torch.bfloat16}
 PLAIN = Variation()
+TOO_LARGE = "return settings that make it small in hints().small, or take a machine with more memory"
 EXACT = "train.precision=float64"
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
 
@@ -71,8 +74,22 @@ def verify_task(request: TrainRequest, num_steps: int) -> Answer:
     if declared_order(plan.task.dataset("train")) == "sharded":
         because = 'the dataset declares order="sharded": which samples a step has depends on the number of ranks'
         return cannot("there is no order to compare", because, 'verify it with order="global"')
+
+    def with_settings(words: Sequence[str]) -> Plan:
+        return plan_run(replace(request, overrides=(*request.overrides, *words)), num_steps)
+
+    room = Room(plan.layout, plan.nproc, num_steps, psutil.virtual_memory().available)
+    size = choose_size(plan.task, room, lambda words: with_settings(words).task)
+    if size.hindrance:
+        return cannot("the model is too large to be verified on this machine", size.hindrance, TOO_LARGE)
+    answer = _verify(with_settings(size.settings) if size.settings else plan, num_steps, size)
+    return replace(answer, shrunk=size.note)
+
+
+def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
     with tempfile.TemporaryDirectory(prefix="allranks-verify-") as folder:
-        errand = Errand(plan.request, num_steps, f"{folder}/checkpoints", save_after=max(1, num_steps // 2))
+        save_after = max(1, num_steps // 2)
+        errand = Errand(plan.request, num_steps, f"{folder}/checkpoints", save_after=save_after, keep=size.keep)
         one: OneDevice = launch(run_task_alone, errand, nproc=1)[0]
         stopped = hindrance(one)
         if stopped is not None:
@@ -88,11 +105,11 @@ def verify_task(request: TrainRequest, num_steps: int) -> Answer:
         findings = judge(evidence)
         if not findings:
             findings = _resharded(plan, errand, one)
-        low = _lowered(plan)
-        if not findings and low is not None:
-            findings = _in_low_precision(low, errand, plan.nproc)
-    answer = Answer(tuple(findings), one, tuple(record.run for record in ranks), evidence.world, notes=_notes(plan))
-    return answer
+        notes = _notes(plan)
+        if not findings and plan.precision in LOWERED:
+            findings, note = _in_low_precision(plan, errand)
+            notes = (*notes, note)
+    return Answer(tuple(findings), one, tuple(record.run for record in ranks), evidence.world, notes=notes)
 
 
 def plan_run(request: TrainRequest, num_steps: int) -> Plan:
@@ -109,6 +126,8 @@ def plan_run(request: TrainRequest, num_steps: int) -> Plan:
             f"machine; the nearest that exercises every axis: --layout {nearest(layout)}"
         )
     _refuse_exceptions(layout)
+    if config.train.precision == "float16" and has_step(prepared.task):
+        raise ConfigError("train.precision=float16 does not go with a step() of the Task's own: verify it in bfloat16")
     words = [*cut_words(prepared.task, config, layout), EXACT]
     exact = override_config(config, words)
     resolve_layout(exact, nproc)
@@ -180,6 +199,7 @@ def run_task_alone(errand: Errand) -> OneDevice:
     observer = look.Observer()
     with observer.watching(), default_dtype(torch.float64):
         shorten_validation(prepared.task)
+        shrink(prepared.task, errand.keep)
 
         def run(variation: Variation = PLAIN) -> RunRecord:
             return TaskAlone(prepared.task, prepared.config, errand.num_steps, observer, variation).run()
@@ -193,24 +213,6 @@ def run_task_alone(errand: Errand) -> OneDevice:
         with operations:
             TaskAlone(prepared.task, prepared.config, 1, observer).run()
         return OneDevice(first, [v for v in variants if not v.error], again=again, random=tuple(operations.names))
-
-
-def run_task_lowered(errand: Errand) -> OneDevice:
-    """One device under autocast to the run's low precision, and with what rounding in it moves."""
-    prepared = prepare(errand.request)
-    lowered = LOWERED[prepared.config.train.precision]
-    shorten_validation(prepared.task)
-    observer = look.Observer()
-    with observer.watching():
-
-        def run(variation: Variation = PLAIN) -> RunRecord:
-            alone = TaskAlone(prepared.task, prepared.config, errand.num_steps, observer, variation, lowered)
-            return alone.run()
-
-        first = run()
-        numbers = range(1, NUM_VARIANTS + 1)
-        variants = [run(Variation(shake=number, shuffled=True)) for number in numbers] if not first.error else []
-        return OneDevice(first, [variant for variant in variants if not variant.error])
 
 
 def _resharded(plan: Plan, errand: Errand, one: OneDevice) -> list[Finding]:
@@ -228,18 +230,11 @@ def _resharded(plan: Plan, errand: Errand, one: OneDevice) -> list[Finding]:
     ]
 
 
-def _lowered(plan: Plan) -> TrainRequest | None:
-    """The run in its own precision, where that is bfloat16; else None."""
+def _in_low_precision(plan: Plan, errand: Errand) -> tuple[list[Finding], str]:
+    """Findings on the first step in the run's own precision, and what was compared there, in words."""
     words = (*plan.request.overrides, f"train.precision={plan.precision}")
-    return replace(plan.request, overrides=words) if plan.precision in LOWERED else None
-
-
-def _in_low_precision(request: TrainRequest, errand: Errand, nproc: int) -> list[Finding]:
-    """Findings on the first step in the low precision; logic is judged in float64."""
-    low = replace(errand, request=request, num_steps=1, save_after=None, folder=f"{errand.folder}-low")
-    one: OneDevice = launch(run_task_lowered, low, nproc=1)[0]
-    ranks: list[TaskRecord] = launch(run_task_rank, low, nproc=nproc)
-    return judge_low_precision(evidence_of(one, ranks)) if not one.run.error else []
+    low = run_lowered(replace(plan.request, overrides=words), errand, plan.nproc)
+    return judge_low_precision(evidence_of(low.one, low.ranks)) if low.comparable else [], low.note
 
 
 def replace_steps(one: OneDevice, first: int) -> OneDevice:
@@ -257,6 +252,5 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     return (
         f"layout {plan.layout} on {plan.nproc} processes, float64, {batch} samples a step in {micro} micro-steps",
         "dropouts are off, and their random numbers are compared",
-        *(("and the first step in bfloat16",) if _lowered(plan) is not None else ()),
         "saved after half of the steps, resumed under the same layout, and alone on one process",
     )
