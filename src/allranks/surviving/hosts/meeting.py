@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import final
+from typing import TypeVar, final
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -25,6 +25,7 @@ from allranks.parallel.store import connect, listen, serve, wait_for_listener
 STORE_TIMEOUT = timedelta(minutes=5)  # of what torchelastic itself waits for in the store
 PATIENCE_SECONDS = 5.0  # then the user hears for whom this command waits
 GREETING_SECONDS = 10.0  # what listens has to answer as a store within this
+Answer = TypeVar("Answer")
 NOT_OURS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 
 
@@ -69,7 +70,7 @@ class MeetingStore:
         """
         return self._call(lambda: self.store.compare_set(key, expected, wanted).decode("utf-8", "replace"))
 
-    def _call[Answer](self, function: Callable[[], Answer]) -> Answer:
+    def _call(self, function: Callable[[], Answer]) -> Answer:
         if self._lost is not None:
             raise StoreLostError(self._lost)
         answers: list[Answer] = []

@@ -1,0 +1,49 @@
+"""Table: the hosts of one round in their order, and which ranks each of them has."""
+
+import json
+from dataclasses import dataclass
+from typing import final
+
+from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed.elastic.agent.server.api import _RoleInstanceInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
+
+ROLE = "allranks"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One round.
+
+    Attributes:
+        number: the round's.
+        members: its hosts' agents, ascending: the leader first.
+        port: of the workers' store on the leader's host.
+        workers: how many workers each of them has.
+    """
+
+    number: int
+    members: tuple[_NodeDesc, ...]
+    port: int
+    workers: tuple[int, ...] = ()
+
+    def place_of(self, node: _NodeDesc) -> int:
+        """A host's number among the members."""
+        return self.members.index(node)
+
+    def first_rank(self, place: int) -> int:
+        """The global rank of a host's first worker."""
+        return sum(self.workers[:place])
+
+    def assignments(self) -> Store:
+        """What torchelastic's agents would agree on through the common store, in one of this process alone.
+
+        There everybody who reaches the port could write it; here it stands as the sealed notices said.
+        """
+        store, total = HashStore(), sum(self.workers)
+        for place, workers in enumerate(self.workers):
+            base = self.first_rank(place)
+            store.set(f"torchelastic/role_info/{place}", _RoleInstanceInfo(ROLE, place, workers).serialize().decode())
+            store.set(f"torchelastic/assigned_ranks/{place}", json.dumps([base, total, base, total]))
+        return store
