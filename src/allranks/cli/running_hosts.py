@@ -52,13 +52,17 @@ def choose_workers(prepared: "Prepared", request: TrainRequest, hosts: HostsRequ
     import torch
 
     if request.nproc is not None:
-        return request.nproc, Decision(f"{request.nproc} processes on each of {hosts.nodes} hosts", "--nproc says so")
+        return request.nproc, Decision(_on(request.nproc * hosts.nodes, hosts), "--nproc says so")
     gpus = torch.cuda.device_count() if request.device != "cpu" else 0
     total = num_processes(prepared.config.layout, max(1, gpus) * hosts.nodes, hosts.nodes)
     if total % hosts.nodes:
         raise LayoutError(f"the layout asks for {total} processes, which {hosts.nodes} hosts cannot share: say --nproc")
     because = f"{gpus} GPU(s) a host" if gpus else "without a GPU, one a host"
-    return total // hosts.nodes, Decision(f"{total} processes on {hosts.nodes} hosts", because)
+    return total // hosts.nodes, Decision(_on(total, hosts), because)
+
+
+def _on(processes: int, hosts: HostsRequest) -> str:
+    return f"{processes} processes on {hosts.nodes} hosts"
 
 
 def run_on_hosts(

@@ -7,7 +7,6 @@ when all of its hosts live, and nothing that is not sealed decides who is which 
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import time
@@ -15,7 +14,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import final
 
-from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousError,
@@ -35,13 +33,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from allranks.config_guard import GuardConfig
 from allranks.errors import ProcessError
 from allranks.failure import INTERRUPTED, TRANSIENT, Failure
-from allranks.parallel.store import listen, serve
 from allranks.surviving.hosts.backend import SealedBackend
 from allranks.surviving.hosts.ending import Ending, Report, RunEnded
 from allranks.surviving.hosts.losses import FORGED, LOST, explain_loss
-from allranks.surviving.hosts.meeting import PATIENCE_SECONDS, STORE_TIMEOUT, MeetingStore
+from allranks.surviving.hosts.meeting import PATIENCE_SECONDS, MeetingStore
 from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.seal import Seal
+from allranks.surviving.hosts.seating import Seating
 from allranks.surviving.hosts.table import Table
 from allranks.surviving.interrupts import Interrupts
 
@@ -59,6 +57,7 @@ class Company(RendezvousHandler):
         leads: whether this host decides for all.
         guard: how long to wait for whom.
         notices: what hosts tell each other.
+        tell: says a line to this host's user.
         table: the hosts of the round under way.
     """
 
@@ -77,14 +76,13 @@ class Company(RendezvousHandler):
         self.table = Table(0, (), 0)
         self._meeting = meeting
         self._nodes = nodes
-        self._nproc = nproc
+        self._seating = Seating(meeting, self.notices, nproc)
         self.guard = guard
-        self._tell = tell
+        self.tell = tell
         self._interrupts: Interrupts | None = None
         self._state = _RendezvousState()
         self._joining_since: float | None = None
         self._told = False
-        self._workers_store: Store | None = None
         # Nodes are ranked by their names: the leader's comes first.
         name = f"{int(not self.leads)} {socket.gethostname()}"
         self._inner = DynamicRendezvousHandler.from_backend(
@@ -165,6 +163,9 @@ class Company(RendezvousHandler):
         finally:
             self._joining_since = None
         self.table = table
+        if not self.leads:
+            ranks = table.ranks(table.place_of(self._node))
+            self.tell(f"rank {ranks[0]} to {ranks[-1]} of {sum(table.workers)}; {host_of(table.members[0])} leads")
         place = RendezvousStoreInfo(self._meeting.address, table.port)
         return RendezvousInfo(table.assignments(), table.place_of(self._node), len(table.members), place)
 
@@ -177,7 +178,7 @@ class Company(RendezvousHandler):
             raise RendezvousGracefulExitError
         if not self._told and not state.complete and time.monotonic() - self._joining_since > PATIENCE_SECONDS:
             self._told = True
-            self._tell(f"{self._who_is_here()}: waiting up to {self.guard.join_seconds:g} s (guard.join_seconds)")
+            self.tell(f"{self._who_is_here()}: waiting up to {self.guard.join_seconds:g} s (guard.join_seconds)")
 
     def _who_is_here(self) -> str:
         here = [node for node in {*self._state.participants, *self._state.wait_list} if not self._is_silent(node)]
@@ -206,32 +207,16 @@ class Company(RendezvousHandler):
     def _seat(self, state: _RendezvousState) -> Table | None:
         """All hosts of a round with their workers; None where one of them has gone since: then there is another."""
         number, members = state.round, tuple(sorted(state.participants))
-        told = {"host": socket.gethostname(), "pid": os.getpid(), "workers": self._nproc}
-        self.notices.post(f"member/{number}/{members.index(self._node)}", told)
+        self._seating.announce(number, members.index(self._node))
         deadline = time.monotonic() + self.guard.join_seconds
         while not self._is_over(number, members):
-            found = self._open_table(number, members) if self.leads else self._find_table(number, members)
+            found = self._seating.table(number, members)
             if found is not None:
                 return found
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError
             time.sleep(POLL_SECONDS)
         return None
-
-    def _open_table(self, number: int, members: tuple[_NodeDesc, ...]) -> Table | None:
-        told = [self.notices.read(f"member/{number}/{place}") for place in range(len(members))]
-        if None in told:
-            return None
-        listener = listen(self._meeting.address, 0)
-        port = int(listener.getsockname()[1])
-        self._workers_store = serve(listener, self._meeting.address, STORE_TIMEOUT)
-        workers = [one["workers"] for one in told if one is not None]
-        self.notices.post(f"meet/{number}", {"port": port, "workers": workers})
-        return Table(number, members, port, tuple(workers))
-
-    def _find_table(self, number: int, members: tuple[_NodeDesc, ...]) -> Table | None:
-        found = self.notices.read(f"meet/{number}")
-        return None if found is None else Table(number, members, found["port"], tuple(found["workers"]))
 
     def _is_over(self, number: int, members: tuple[_NodeDesc, ...]) -> bool:
         """Whether a round has ended before it began: somebody left, or says nothing any more."""
@@ -254,7 +239,7 @@ class Company(RendezvousHandler):
             gone = node not in self._state.participants or self._is_silent(node)
             if gone and node != self._node and not self.notices.has_reported(self.table.number, place):
                 what = f"its host is lost: no sign of life for {self.guard.host_seconds:g} s (guard.host_seconds)"
-                first = self.table.first_rank(place)
+                first = self.table.ranks(place)[0]
                 return Failure(first, host_of(node), node.pid, time.time(), TRANSIENT, what)
         return None
 

@@ -76,6 +76,8 @@ class Member:
             self._reported_at = time.monotonic()
             failure = first_failure(filter(None, (outcome.first_failure, self._lost)))
             company.report(Report(outcome.exit_code, failure, self._interrupts.first is not None))
+            if failure is not None and not company.leads:
+                company.tell(f"{failure.brief()}; the leader decides what follows")
         ending = company.notices.ending()
         if ending is None and self._interrupts.urgent:
             ending = Ending(outcome.exit_code)

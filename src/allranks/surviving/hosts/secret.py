@@ -12,7 +12,7 @@ from pathlib import Path
 from allranks.errors import ConfigError
 
 VARIABLE = "ALLRANKS_SECRET"
-LEAST_BYTES = 16
+LEAST_BYTES, MOST_BYTES = 16, 4096
 MAKE_ONE = "`(umask 077; openssl rand -hex 32 > FILE)` makes one"
 
 
@@ -36,14 +36,16 @@ def take_secret(file: Path | None, environ: MutableMapping[str, str]) -> bytes:
 
 def _read_private(file: Path) -> bytes:
     try:
-        descriptor = os.open(file, os.O_RDONLY)
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not make the command wait
     except OSError as error:
         raise ConfigError(f"--secret-file {file} cannot be read: {error.strerror}; {MAKE_ONE}") from error
-    with os.fdopen(descriptor, "rb") as opened:
+    try:
         found = os.fstat(descriptor)  # of what was opened: the name may point elsewhere by now
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"--secret-file {file} is no file; {MAKE_ONE}")
         mode = stat.S_IMODE(found.st_mode)
         if mode & 0o077:
             raise ConfigError(f"--secret-file {file} has mode {mode:04o}, so others can use it: `chmod 600 {file}`")
-        return opened.read()
+        return os.read(descriptor, MOST_BYTES)
+    finally:
+        os.close(descriptor)

@@ -32,9 +32,10 @@ class Table:
         """A host's number among the members."""
         return self.members.index(node)
 
-    def first_rank(self, place: int) -> int:
-        """The global rank of a host's first worker."""
-        return sum(self.workers[:place])
+    def ranks(self, place: int) -> range:
+        """The global ranks of a host's workers."""
+        first = sum(self.workers[:place])
+        return range(first, first + self.workers[place])
 
     def assignments(self) -> Store:
         """What torchelastic's agents would agree on through the common store, in one of this process alone.
@@ -43,7 +44,7 @@ class Table:
         """
         store, total = HashStore(), sum(self.workers)
         for place, workers in enumerate(self.workers):
-            base = self.first_rank(place)
+            base = self.ranks(place).start
             store.set(f"torchelastic/role_info/{place}", _RoleInstanceInfo(ROLE, place, workers).serialize().decode())
             store.set(f"torchelastic/assigned_ranks/{place}", json.dumps([base, total, base, total]))
         return store
