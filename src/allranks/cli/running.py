@@ -11,7 +11,7 @@ from rich.console import Console
 
 from allranks.cli.output import print_json, stdout_kept_free
 from allranks.cli.run_ended import Document, document, tell_end
-from allranks.cli.running_hosts import choose_workers, run_on_hosts, take_secret_of
+from allranks.cli.running_hosts import choose_workers, import_torch_quietly, run_on_hosts, take_secret_of
 from allranks.config import read_task_spec
 from allranks.errors import ConfigError
 from allranks.failure import end_process
@@ -60,6 +60,8 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment) -> tuple
     if not request.show:
         # It imports torch on another core while this process does the same for itself.
         forkserver.start(_named_task(request), modules=(WORKER,))
+    if hosts is not None:
+        import_torch_quietly()
     from allranks.training.prepare import choose_processes, prepare, resolve_layout
 
     prepared = prepare(request)

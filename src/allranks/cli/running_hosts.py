@@ -1,5 +1,6 @@
 """`allranks train --nodes N`: the command of one host among several, from the meeting to the exit code."""
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -7,8 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from allranks import __version__
+from allranks.cli.output import print_error
 from allranks.cli.run_ended import Document, tell_end
-from allranks.errors import ConfigError, LayoutError, RunError
+from allranks.errors import AllranksError, ConfigError, LayoutError, RunError
+from allranks.failure import end_process
 from allranks.hosts_request import HostsRequest
 from allranks.launching.environment import ProcessEnvironment
 from allranks.layout import num_processes
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 DEMO = "allranks.training.demo:Text"
 WORKER = "allranks.training.worker"
+CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def take_secret_of(request: TrainRequest, environment: ProcessEnvironment) -> bytes:
@@ -45,6 +49,20 @@ def take_secret_of(request: TrainRequest, environment: ProcessEnvironment) -> by
     if request.show:
         return b""
     return take_secret(request.hosts.secret_file, os.environ)
+
+
+def import_torch_quietly() -> None:
+    """Import torch so that its store says nothing itself, with stacks, when a host is lost: this command does.
+
+    The variable is read at the import, and workers shall not have it.
+    """
+    kept = os.environ.get(CPP_LOG_LEVEL)
+    os.environ[CPP_LOG_LEVEL] = kept or "ERROR"
+    try:
+        importlib.import_module("torch")
+    finally:
+        if kept is None:
+            del os.environ[CPP_LOG_LEVEL]
 
 
 def choose_workers(prepared: "Prepared", request: TrainRequest, hosts: HostsRequest) -> tuple[int, Decision]:
@@ -90,12 +108,18 @@ def run_on_hosts(
     )
     company = Company(meeting, Seal(secret), nodes=hosts.nodes, nproc=nproc, guard=guard, tell=_tell)
     facts = facts_of(prepared.spec or DEMO, config_digest(prepared.config), hosts.nodes, _versions())
-    run = _share_run(company, prepared, request, facts)
     try:
-        return _train(request, run, prepared, nproc, decisions, company)
-    finally:
-        company.leave()
-        run.release()
+        run = _share_run(company, prepared, request, facts)
+        try:
+            return _train(request, run, prepared, nproc, decisions, company)
+        finally:
+            company.leave()
+            run.release()
+    except AllranksError as error:
+        if meeting.stuck:
+            # The thread that waits for a host that says nothing would take an orderly exit for an accident.
+            end_process(print_error(error, json=request.json))
+        raise
 
 
 def _versions() -> dict[str, str]:

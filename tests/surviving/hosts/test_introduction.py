@@ -45,7 +45,7 @@ def test_who_has_another_is_refused_with_both(name: str) -> None:
 
 def test_another_secret_and_no_word_are_one_line() -> None:
     store = HashStore()
-    with pytest.raises(ProcessError, match="said nothing for 0.2 s"):
+    with pytest.raises(ProcessError, match=r"said nothing for 0\.2 s"):
         learn(board(store), FACTS, ENDPOINT, 0.2)
     introduce(board(store), FACTS, Path("/runs/x"))
     with pytest.raises(ConfigError, match="not signed with this host's secret"):

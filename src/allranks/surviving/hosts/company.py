@@ -181,7 +181,8 @@ class Company(RendezvousHandler):
             self.tell(f"{self._who_is_here()}: waiting up to {self.guard.join_seconds:g} s (guard.join_seconds)")
 
     def _who_is_here(self) -> str:
-        here = [node for node in {*self._state.participants, *self._state.wait_list} if not self._is_silent(node)]
+        others = {*self._state.participants, *self._state.wait_list} - {self._node}
+        here = [self._node, *(node for node in others if not self._is_silent(node))]
         names = ", ".join(sorted(host_of(node) for node in here))
         return f"{len(here)} of {self._nodes} hosts are here ({names})"
 

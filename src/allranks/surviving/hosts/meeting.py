@@ -40,6 +40,7 @@ class MeetingStore:
     Attributes:
         serves: whether this process serves it.
         address: where it listens, as a number; for those who reach it, the endpoint's host.
+        stuck: whether a thread still waits in a call: the process has to end without its destructors.
     """
 
     def __init__(self, store: Store, endpoint: Endpoint, address: str, *, serves: bool, call_seconds: float) -> None:
@@ -47,6 +48,7 @@ class MeetingStore:
         self.endpoint = endpoint
         self.address = address
         self.serves = serves
+        self.stuck = False
         self._call_seconds = call_seconds
         self._lost: str | None = None
 
@@ -87,6 +89,7 @@ class MeetingStore:
         thread.join(self._call_seconds)
         if answers:
             return answers[0]
+        self.stuck = thread.is_alive()
         silence = f"no answer for {self._call_seconds:g} s"
         self._lost = str(errors[0]).strip().splitlines()[0].partition(". ")[0] if errors else silence
         raise StoreLostError(self._lost)
@@ -144,7 +147,10 @@ def _address_of(host: str) -> str | None:
         found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return None
-    if not ipaddress.ip_address(found.partition("%")[0]).is_loopback or host in (found, "localhost"):
+    number = ipaddress.ip_address(found.partition("%")[0])
+    if number.is_unspecified or number.is_multicast:
+        raise ConfigError(f"--rendezvous: {host} is not the address of one host; name one that the others reach")
+    if not number.is_loopback or host in (found, "localhost"):
         return found
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(ELSEWHERE)  # of a datagram socket: only looks up the route
