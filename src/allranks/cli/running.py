@@ -42,9 +42,10 @@ def train(request: TrainRequest) -> int:
         )
     if request.show and environment.rank > 0:
         return 0
+    secret = take_secret_of(request, environment)
     outside = environment.launcher != "none" and not request.show
     with stdout_kept_free(request.json):
-        code, told = _train_as_worker(request) if outside else _train_here(request, environment)
+        code, told = _train_as_worker(request) if outside else _train_here(request, environment, secret)
     if request.json and told is not None:
         print_json(told)
     if outside:
@@ -53,9 +54,8 @@ def train(request: TrainRequest) -> int:
     return code
 
 
-def _train_here(request: TrainRequest, environment: ProcessEnvironment) -> tuple[int, Document | None]:
+def _train_here(request: TrainRequest, environment: ProcessEnvironment, secret: bytes) -> tuple[int, Document | None]:
     """The exit code, and what `--json` prints."""
-    secret = take_secret_of(request, environment)
     hosts = request.hosts
     if not request.show:
         # It imports torch on another core while this process does the same for itself.
