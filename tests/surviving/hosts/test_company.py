@@ -1,4 +1,4 @@
-"""Hosts that meet, in threads of one process: rounds, losses, ends. tests/cli/test_running_hosts.py has real commands."""
+"""Hosts that meet, in threads of one process; tests/cli/test_running_hosts.py has real commands."""
 
 import threading
 import time
