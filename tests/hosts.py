@@ -68,7 +68,7 @@ class Host:
 class Cluster:
     """Hosts that are started in one folder, where they see each other's files, with one endpoint on loopback."""
 
-    def __init__(self, folder: Path, nodes: int = 2) -> None:
+    def __init__(self, folder: Path, nodes: str = "2") -> None:
         self.folder = folder
         self.run = folder / "run"
         self.endpoint = f"127.0.0.1:{free_port()}"
@@ -77,7 +77,7 @@ class Cluster:
 
     def start(self, name: str, *words: str, secret: str = SECRET) -> Host:
         """One more host, with one worker."""
-        common = ["--nodes", str(self._nodes), "--rendezvous", f"c10d://{self.endpoint}", "--nproc", "1"]
+        common = ["--nodes", self._nodes, "--rendezvous", f"c10d://{self.endpoint}", "--nproc", "1"]
         task = [POINTS, "--device", "cpu", "--run", str(self.run), *common, *words]
         self._hosts.append(Host(name, self.folder, task, secret))
         return self._hosts[-1]
@@ -100,7 +100,7 @@ class Cluster:
 
 
 @contextmanager
-def cluster(folder: Path, nodes: int = 2) -> Iterator[Cluster]:
+def cluster(folder: Path, nodes: str = "2") -> Iterator[Cluster]:
     """A Cluster whose processes all end with it."""
     found = Cluster(folder, nodes)
     try:

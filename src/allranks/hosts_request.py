@@ -47,14 +47,21 @@ class HostsRequest:
     """What `--nodes`, `--rendezvous` and `--secret-file` asked for; the secret itself is never part of a value.
 
     Attributes:
-        nodes: how many hosts the run has, each with a command of its own.
+        nodes: how many hosts the run has at most, each with a command of its own.
+        least: how many it needs to go on.
         endpoint: where they meet.
         secret_file: where the secret lies; None: in ALLRANKS_SECRET.
     """
 
     nodes: int
+    least: int
     endpoint: Endpoint
     secret_file: Path | None = None
+
+    @property
+    def words(self) -> str:
+        """As `--nodes` takes it."""
+        return str(self.nodes) if self.least == self.nodes else f"{self.least}:{self.nodes}"
 
 
 def read_hosts(nodes: str | None, rendezvous: str | None, secret_file: Path | None) -> HostsRequest | None:
@@ -68,19 +75,17 @@ def read_hosts(nodes: str | None, rendezvous: str | None, secret_file: Path | No
             if value is not None:
                 raise ConfigError(f"{name} {value} is for several hosts: say how many with --nodes N")
         return None
-    count = _read_nodes(nodes)
+    least, most = _read_nodes(nodes)
     if rendezvous is None:
         raise ConfigError(f"--nodes {nodes} needs --rendezvous c10d://HOST:PORT, the same on every host: {FORM}")
-    return HostsRequest(count, Endpoint.parse(rendezvous), secret_file)
+    return HostsRequest(most, least, Endpoint.parse(rendezvous), secret_file)
 
 
-def _read_nodes(text: str) -> int:
+def _read_nodes(text: str) -> tuple[int, int]:
     match = _NODES.fullmatch(text)
-    if match is None or int(match["least"]) < 1:
-        raise ConfigError(f"--nodes {text}: expected the number of hosts, at least 1")
-    if match["most"] is not None and match["most"] != match["least"]:
-        raise ConfigError(
-            f"--nodes {text}: a number of hosts that changes is not built; say --nodes {match['most']}, "
-            "and start again with another number where hosts are lost for good (`--run DIR` goes on)"
-        )
-    return int(match["least"])
+    if match is None:
+        raise ConfigError(f"--nodes {text}: expected a number of hosts N, or MIN:MAX")
+    least, most = int(match["least"]), int(match["most"] or match["least"])
+    if not 1 <= least <= most:
+        raise ConfigError(f"--nodes {text}: expected at least 1 host, and MIN not above MAX")
+    return least, most

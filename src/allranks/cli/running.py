@@ -11,7 +11,12 @@ from rich.console import Console
 
 from allranks.cli.output import print_json, stdout_kept_free
 from allranks.cli.run_ended import Document, document, tell_end
-from allranks.cli.running_hosts import choose_workers, import_torch_quietly, run_on_hosts, take_secret_of
+from allranks.cli.running_hosts import (
+    choose_workers,
+    import_torch_quietly,
+    run_on_hosts,
+    take_secret_of,
+)
 from allranks.config import read_task_spec
 from allranks.errors import ConfigError
 from allranks.failure import end_process

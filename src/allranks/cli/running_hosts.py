@@ -80,7 +80,21 @@ def choose_workers(prepared: "Prepared", request: TrainRequest, hosts: HostsRequ
 
 
 def _on(processes: int, hosts: HostsRequest) -> str:
-    return f"{processes} processes on {hosts.nodes} hosts"
+    return f"{processes} processes on {hosts.nodes} hosts" + ("" if hosts.least == hosts.nodes else " at most")
+
+
+def check_all_sizes(prepared: "Prepared", nproc: int, hosts: HostsRequest) -> None:
+    """See that the layout fits every number of hosts that the run may have. Raises LayoutError."""
+    from allranks.training.prepare import resolve_layout
+
+    for nodes in range(hosts.least, hosts.nodes):
+        try:
+            resolve_layout(prepared.config, nproc * nodes, nodes)
+        except AllranksError as error:
+            raise LayoutError(
+                f"--nodes {hosts.words}: with {nodes} of them, {error}; only data parallelism can change while a run "
+                "goes on: name one axis with `*`, and hosts whose every number it fits"
+            ) from error
 
 
 def run_on_hosts(
@@ -102,12 +116,13 @@ def run_on_hosts(
     from allranks.surviving.hosts.seal import Seal
     from allranks.training.prepare import config_digest
 
+    check_all_sizes(prepared, nproc, hosts)
     guard = prepared.config.guard
     meeting = open_meeting(
         hosts.endpoint, connect_seconds=guard.join_seconds, call_seconds=guard.host_seconds, tell=_tell
     )
-    company = Company(meeting, Seal(secret), nodes=hosts.nodes, nproc=nproc, guard=guard, tell=_tell)
-    facts = facts_of(prepared.spec or DEMO, config_digest(prepared.config), hosts.nodes, _versions())
+    company = Company(meeting, Seal(secret), nodes=hosts.nodes, least=hosts.least, nproc=nproc, guard=guard, tell=_tell)
+    facts = facts_of(prepared.spec or DEMO, config_digest(prepared.config), hosts.words, _versions())
     try:
         run = _share_run(company, prepared, request, facts)
         try:

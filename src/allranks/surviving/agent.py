@@ -177,6 +177,8 @@ class LocalAgent(SimpleElasticAgent):
             self._set_deadline(workers)
         if self._member is not None and (seconds := self._member.look()) is not None:
             self._hasten(seconds)
+        if self._member is not None and workers.alive and self._member.admits():
+            workers.signal(signal.SIGTERM)  # they agree with those of all hosts on the step after which they save
         if self.interrupts.first is not None and self._stop_notice:
             print(self._stop_notice, file=sys.stderr, flush=True)
             self._stop_notice = ""

@@ -32,11 +32,12 @@ class Hosts:
         self._pool = ThreadPoolExecutor(8)
         self._companies: list[Company] = []
 
-    def company(self, nodes: int = 2, nproc: int = 1, **guard: float) -> Company:
+    def company(self, nodes: int = 2, nproc: int = 1, least: int | None = None, **guard: float) -> Company:
         guarded = GuardConfig(**{"host_seconds": 3.0, "join_seconds": 30.0} | guard)
         meeting = open_meeting(self.endpoint, connect_seconds=10, call_seconds=5, tell=self.heard.append)
         seal = Seal(b"0123456789abcdef")
-        self._companies.append(Company(meeting, seal, nodes=nodes, nproc=nproc, guard=guarded, tell=self.heard.append))
+        number = {"nodes": nodes, "least": least or nodes, "nproc": nproc}
+        self._companies.append(Company(meeting, seal, **number, guard=guarded, tell=self.heard.append))
         return self._companies[-1]
 
     def together(self, *calls: Callable[[], Any]) -> list[Any]:
@@ -87,11 +88,26 @@ def test_two_rounds_and_the_end(hosts: Hosts) -> None:
     hosts.together(leader.leave, other.leave)
 
 
+def test_hosts_join_and_go_between_least_and_most(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allranks.surviving.hosts.company.LAST_CALL_SECONDS", 0.5)
+    leader = hosts.company(nodes=2, least=1)
+    assert leader.next_rendezvous().world_size == 1 and leader.newcomers() == ()
+    other = hosts.company(nodes=2, least=1)
+    waiting = hosts.beside(other.next_rendezvous)
+    wait_until(lambda: leader.lost() is None and leader.newcomers() != ())
+    assert hosts.together(leader.next_rendezvous)[0].world_size == 2
+    assert waiting.result(60).rank == 1 and leader.newcomers() == ()
+    other._inner._stop_heartbeats()
+    wait_until(lambda: leader.lost() is not None)
+    assert leader.next_rendezvous().world_size == 1 and leader.lost() is None
+
+
 def test_a_host_that_falls_silent_is_lost_for_all(hosts: Hosts) -> None:
     leader, other, silent = (hosts.company(nodes=3) for _ in range(3))
     hosts.together(*(one.next_rendezvous for one in (leader, other, silent)))
     places = {one.table.place_of(one._node): one for one in (leader, other, silent)}
     silent, other = places[2], places[1]
+    time.sleep(1.5)  # signs of life come from now and then while hosts join, steadily afterwards
     began = time.monotonic()
     silent._inner._stop_heartbeats()
     for one in (leader, other):

@@ -13,7 +13,7 @@ from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.seal import Seal
 
 ENDPOINT = Endpoint("here", 1)
-FACTS = facts_of("package.module:Name", "abc", 2, {"torch": "2.13.0"})
+FACTS = facts_of("package.module:Name", "abc", "2", {"torch": "2.13.0"})
 
 
 def board(store: HashStore, secret: bytes = b"0123456789abcdef") -> Notices:
@@ -30,9 +30,9 @@ def test_of_a_task_in_a_file_the_content_counts(tmp_path: Path) -> None:
     here, there = tmp_path / "a.py", tmp_path / "b.py"
     here.write_text("x = 1")
     there.write_text("x = 1")
-    assert facts_of(f"{here}:Name", "abc", 2, {}) == facts_of(str(there), "abc", 2, {})
+    assert facts_of(f"{here}:Name", "abc", "2", {}) == facts_of(str(there), "abc", "2", {})
     there.write_text("x = 2")
-    assert facts_of(str(here), "abc", 2, {})["task"] != facts_of(str(there), "abc", 2, {})["task"]
+    assert facts_of(str(here), "abc", "2", {})["task"] != facts_of(str(there), "abc", "2", {})["task"]
 
 
 @pytest.mark.parametrize("name", sorted(FACTS))

@@ -1,6 +1,7 @@
 """What one host does among others: whom it looks after, and how the leader judges. The company is a stand-in."""
 
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from allranks.surviving.hosts import member as module
 from allranks.surviving.hosts.ending import Ending, Report
 from allranks.surviving.hosts.meeting import StoreLostError
 from allranks.surviving.hosts.member import LINGER_SECONDS, Member
+from allranks.surviving.hosts.table import Table
 from allranks.surviving.interrupts import Interrupts
 from allranks.surviving.outcome import Outcome
 
@@ -25,6 +27,13 @@ class Board:
     """The notices."""
 
     ended: Ending | None = None
+    again = False
+
+    def starts_again(self, number: int) -> bool:
+        return self.again
+
+    def start_again(self, number: int) -> None:
+        self.again = True
 
     def ending(self) -> Ending | None:
         return self.ended
@@ -41,6 +50,11 @@ class Others:
         self.gone: Failure | None = None
         self.broken: Exception | None = None
         self.heard: list[str] = []
+        self.table = Table(1, (), 0)
+        self.waiting: tuple[str, ...] = ()
+
+    def newcomers(self) -> tuple[str, ...]:
+        return self.waiting
 
     def heed(self, interrupts: Interrupts) -> None:
         """Nothing."""
@@ -75,6 +89,9 @@ class Budget:
     def __init__(self, restarts: int) -> None:
         self.restarts = restarts
         self.causes: list[Failure] = []
+        self.admitted: list[tuple[str, ...]] = []
+        self.steps = [0]
+        self.monitor = SimpleNamespace(beats=SimpleNamespace(steps=lambda: self.steps))
 
     def may_restart(self, failure: Failure) -> bool:
         self.restarts -= 1
@@ -85,6 +102,9 @@ class Budget:
 
     def conclude(self, failure: Failure) -> Failure:
         return failure
+
+    def admitting(self, hosts: tuple[str, ...]) -> None:
+        self.admitted.append(hosts)
 
 
 def member(others: Others, budget: Budget | None = None) -> tuple[Member, Interrupts]:
@@ -177,6 +197,38 @@ def test_who_does_not_lead_reports_and_obeys() -> None:
     assert other.settle(Outcome(76, KILLED)) == "again" and others.said[1] == Report(76, KILLED)
     assert others.heard == [f"{KILLED.brief()}; the leader decides what follows"]
     assert budget.causes == []
+
+
+def test_the_leader_lets_hosts_join_once_all_have_saved() -> None:
+    others, budget = Others(), Budget(0)
+    leader, _ = member(others, budget)
+    budget.steps = [3]
+    assert not leader.admits(), "nobody waits"
+    others.waiting, budget.steps = ("c",), [0]
+    assert not leader.admits(), "workers that start cannot save yet"
+    budget.steps = [3]
+    assert leader.admits() and not leader.admits(), "said once"
+    assert leader.settle(Outcome(75)) == "wait"
+    others.said[1] = Report(75)
+    assert leader.settle(Outcome(75)) == "again" and budget.admitted == [("c",)]
+    assert others.notices.again and others.notices.ended is None
+
+    followers = Others(leads=False)
+    follower, _ = member(followers)
+    assert not follower.admits() and follower.settle(Outcome(75)) == "wait"
+    followers.notices.again = True
+    assert follower.settle(Outcome(75)) == "again"
+
+
+def test_a_run_that_is_done_or_stopped_meanwhile_admits_nobody() -> None:
+    for said in (Report(0), Report(75, stopped=True)):
+        others, budget = Others(), Budget(0)
+        leader, _ = member(others, budget)
+        others.waiting, budget.steps = ("c",), [3]
+        assert leader.admits()
+        others.said[1] = said
+        assert leader.settle(Outcome(said.exit_code)) == "end" and budget.admitted == []
+        assert leader.outcome == Outcome(said.exit_code)
 
 
 def test_workers_are_ended_for_what_happens_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import json
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
-from allranks.surviving.hosts.table import ROLE, Table
+from allranks.surviving.hosts.table import ROLE, Table, host_of, is_leader, key_of, name_of
 from allranks.surviving.rendezvous import LocalRendezvous
 
 A, B, C = (_NodeDesc(name, 1, 0) for name in ("0 a", "1 b", "1 c"))
@@ -25,3 +25,10 @@ def test_torchelastic_takes_them_from_here() -> None:
 
 def test_what_stands_there_is_json() -> None:
     assert json.loads(TABLE.assignments().get("torchelastic/assigned_ranks/2")) == [3, 6, 3, 6]
+
+
+def test_the_leaders_name_comes_first() -> None:
+    leader, other = (_NodeDesc(name_of(host, leads=leads), 1, 0) for host, leads in (("z", True), ("a", False)))
+    assert sorted((other, leader)) == [leader, other]
+    assert (host_of(leader), host_of(other)) == ("z", "a") and is_leader(leader) and not is_leader(other)
+    assert key_of(leader) != key_of(other)

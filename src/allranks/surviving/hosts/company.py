@@ -6,7 +6,6 @@ when all of its hosts live, and nothing that is not sealed decides who is which 
 """
 
 import contextlib
-import json
 import signal
 import socket
 import time
@@ -40,10 +39,11 @@ from allranks.surviving.hosts.meeting import PATIENCE_SECONDS, MeetingStore
 from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.seal import Seal
 from allranks.surviving.hosts.seating import Seating
-from allranks.surviving.hosts.table import Table
+from allranks.surviving.hosts.table import Table, host_of, is_leader, key_of, name_of
 from allranks.surviving.interrupts import Interrupts
 
 BEATS = 8  # signs of life that may be missing one after the other
+LAST_CALL_SECONDS = 3.0  # once there are enough hosts: time for more to come, before a round begins without them
 CLOSE_SECONDS = 5.0
 FAREWELL_SECONDS = 5.0  # how long the leader waits until the others have read the end
 POLL_SECONDS = 0.05
@@ -67,6 +67,7 @@ class Company(RendezvousHandler):
         seal: Seal,
         *,
         nodes: int,
+        least: int,
         nproc: int,
         guard: GuardConfig,
         tell: Callable[[str], None],
@@ -83,17 +84,16 @@ class Company(RendezvousHandler):
         self._state = _RendezvousState()
         self._joining_since: float | None = None
         self._told = False
-        # Nodes are ranked by their names: the leader's comes first.
-        name = f"{int(not self.leads)} {socket.gethostname()}"
         self._inner = DynamicRendezvousHandler.from_backend(
             "allranks",
             meeting.store,
             SealedBackend(meeting, seal, self._see),
+            least,
             nodes,
-            nodes,
-            name,
+            name_of(socket.gethostname(), leads=self.leads),
             RendezvousTimeout(
                 join=timedelta(seconds=guard.join_seconds),
+                last_call=timedelta(seconds=LAST_CALL_SECONDS),
                 close=timedelta(seconds=CLOSE_SECONDS),
                 heartbeat=timedelta(seconds=guard.host_seconds),
             ),
@@ -206,8 +206,10 @@ class Company(RendezvousHandler):
         return explain_loss(error, self._meeting.endpoint)
 
     def _seat(self, state: _RendezvousState) -> Table | None:
-        """All hosts of a round with their workers; None where one of them has gone since: then there is another."""
+        """All hosts of a round with their workers; None where one has gone since, or none leads: there is another."""
         number, members = state.round, tuple(sorted(state.participants))
+        if not is_leader(members[0]):
+            return None
         self._seating.announce(number, members.index(self._node))
         deadline = time.monotonic() + self.guard.join_seconds
         while not self._is_over(number, members):
@@ -244,6 +246,11 @@ class Company(RendezvousHandler):
                 return Failure(first, host_of(node), node.pid, time.time(), TRANSIENT, what)
         return None
 
+    def newcomers(self) -> tuple[str, ...]:
+        """The names of hosts that wait to join the round under way."""
+        found = [node for node in self._state.wait_list if node not in self.table.members and not self._is_silent(node)]
+        return tuple(sorted(host_of(node) for node in found))
+
     def report(self, report: Report) -> None:
         """Say how this host's workers of this round ended."""
         self.notices.report(self.table.number, self.table.place_of(self._node), report)
@@ -265,7 +272,7 @@ class Company(RendezvousHandler):
     def leave(self) -> None:
         """The last call. The leader stays until the others have read the end: the store goes with it."""
         with contextlib.suppress(*LOST, *FORGED, RendezvousError):
-            self.notices.post(f"bye/{_key(self._node)}", {})
+            self.notices.post(f"bye/{key_of(self._node)}", {})
             if not self.leads:
                 self._inner._stop_heartbeats()
                 return
@@ -279,13 +286,4 @@ class Company(RendezvousHandler):
             self._inner._stop_heartbeats()
 
     def _has_left(self, node: _NodeDesc) -> bool:
-        return self.notices.read(f"bye/{_key(node)}") is not None
-
-
-def host_of(node: _NodeDesc) -> str:
-    """The name of a node's host."""
-    return node.addr.partition(" ")[2]
-
-
-def _key(node: _NodeDesc) -> str:
-    return json.dumps([node.addr, node.pid, node.local_id])
+        return self.notices.read(f"bye/{key_of(node)}") is not None

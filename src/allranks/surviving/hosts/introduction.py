@@ -16,7 +16,7 @@ POLL_SECONDS = 0.1
 Facts = Mapping[str, str]
 
 
-def facts_of(task: str, config_digest: str, nodes: int, versions: Facts) -> dict[str, str]:
+def facts_of(task: str, config_digest: str, nodes: str, versions: Facts) -> dict[str, str]:
     """What all hosts have to have alike.
 
     Args:
@@ -25,7 +25,7 @@ def facts_of(task: str, config_digest: str, nodes: int, versions: Facts) -> dict
     """
     file = Path(task.partition(":")[0])
     content = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else task
-    return {"config": config_digest, "task": content, "--nodes": str(nodes), **versions}
+    return {"config": config_digest, "task": content, "--nodes": nodes, **versions}
 
 
 def introduce(notices: Notices, facts: Facts, run: Path) -> None:

@@ -5,10 +5,11 @@ Supervisor's budget of restarts, from what all have reported: either it goes the
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, final
 
-from allranks.failure import Failure, first_failure
+from allranks.failure import PREEMPTED, Failure, first_failure
 from allranks.surviving.hosts.company import Company
 from allranks.surviving.hosts.ending import Ending, Report
 from allranks.surviving.hosts.losses import FORGED, LOST
@@ -39,11 +40,13 @@ class Member:
         self._looked = 0.0
         self._reported_at: float | None = None
         self._lost: Failure | None = None
+        self._admitting: tuple[str, ...] = ()
         company.heed(interrupts)
 
     def begin(self) -> None:
         """Workers of a new round are about to start."""
         self._reported_at = self._lost = None
+        self._admitting = ()
 
     def look(self) -> float | None:
         """See how the others do: the seconds after which this host's workers are to be ended; None: all is well.
@@ -62,6 +65,18 @@ class Member:
             return LINGER_SECONDS if self._company.in_trouble() else None
         except (*LOST, *FORGED) as error:
             raise self._company.explain(error) from error
+
+    def admits(self) -> bool:
+        """Whether the leader's workers are to save and end now, so that hosts that wait can join; said once.
+
+        Not before the first step: workers that start cannot save yet.
+        """
+        if not self._company.leads or self._admitting or self._interrupts.first is not None:
+            return False
+        if self._supervisor is None or min(self._supervisor.monitor.beats.steps()) == 0:
+            return False
+        self._admitting = self._company.newcomers()
+        return bool(self._admitting)
 
     def settle(self, outcome: Outcome) -> Next:
         """All workers of this host have ended: whether it waits for the others, starts its workers again, or ends."""
@@ -86,7 +101,9 @@ class Member:
             return self._obey(ending, outcome)
         if company.leads:
             return self._judge(outcome)
-        return "again" if self._lost is not None or company.in_trouble() else "wait"
+        number = company.table.number
+        others = self._lost is not None or company.in_trouble() or company.notices.starts_again(number)
+        return "again" if others else "wait"
 
     def _obey(self, ending: Ending, outcome: Outcome) -> Next:
         self.outcome = replace(ending.outcome(), others=outcome.others)
@@ -101,6 +118,8 @@ class Member:
         if not failures and self._lost is None:
             if None in reports:
                 return "wait"
+            if self._may_admit(said):
+                return "again"
             return self._end(Ending(next((one.exit_code for one in said if one.exit_code), 0)), outcome)
         cause = first_failure([*failures, *filter(None, [self._lost])])
         assert cause is not None
@@ -115,6 +134,15 @@ class Member:
         if self._supervisor is not None:
             cause = self._supervisor.conclude(cause)
         return self._end(Ending(cause.exit_code, cause), outcome)
+
+    def _may_admit(self, said: Sequence[Report]) -> bool:
+        """Whether all have saved and ended for hosts that wait to join; then all start again, with these."""
+        if not self._admitting or any(one.stopped or one.exit_code != PREEMPTED for one in said):
+            return False
+        assert self._supervisor is not None
+        self._supervisor.admitting(self._admitting)
+        self._company.notices.start_again(self._company.table.number)
+        return True
 
     def _has_waited(self) -> bool:
         assert self._reported_at is not None

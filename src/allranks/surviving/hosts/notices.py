@@ -5,6 +5,7 @@ member/ROUND/PLACE         a host's number of workers
 meet/ROUND                 the port of the workers' store, and how many workers each host has    (by the leader)
 trouble/ROUND              workers of a host have failed
 report/ROUND/PLACE         how a host's workers ended (Report)
+again/ROUND                all workers have saved and ended, and start again                     (by the leader)
 ending                     how the run ended, for all (Ending); the first word holds
 bye/NODE                   a host that leaves has read that
 """
@@ -51,6 +52,14 @@ class Notices:
     def in_trouble(self, number: int) -> bool:
         """Whether workers of any host have failed in a round."""
         return self.read(f"trouble/{number}") is not None
+
+    def start_again(self, number: int) -> None:
+        """Let all hosts go on to the round after this one."""
+        self.post(f"again/{number}", {})
+
+    def starts_again(self, number: int) -> bool:
+        """Whether all hosts go on to the round after this one."""
+        return self.read(f"again/{number}") is not None
 
     def end(self, ending: Ending) -> None:
         """Say how the run ends for all, unless somebody has said so before."""

@@ -48,3 +48,23 @@ class Table:
             store.set(f"torchelastic/role_info/{place}", _RoleInstanceInfo(ROLE, place, workers).serialize().decode())
             store.set(f"torchelastic/assigned_ranks/{place}", json.dumps([base, total, base, total]))
         return store
+
+
+def name_of(host: str, *, leads: bool) -> str:
+    """The name of a host's node: nodes are ranked by it, so that the leader's comes first."""
+    return f"{int(not leads)} {host}"
+
+
+def host_of(node: _NodeDesc) -> str:
+    """The name of a node's host."""
+    return str(node.addr.partition(" ")[2])
+
+
+def is_leader(node: _NodeDesc) -> bool:
+    """Whether a node is that of the host that leads."""
+    return bool(node.addr.startswith("0 "))
+
+
+def key_of(node: _NodeDesc) -> str:
+    """A node in the keys of notices."""
+    return json.dumps([node.addr, node.pid, node.local_id])
