@@ -36,12 +36,12 @@ def start_two(found: Cluster, *words: str) -> tuple[Host, Host]:
     return first, second
 
 
-def check_ledgers(run: Path) -> None:
+def check_ledgers(run: Path, last: int = 40) -> None:
     """Every step once or more, always with the same samples."""
     said: dict[int, set[object]] = {}
     for event in events(run, "step"):
         said.setdefault(event["step"], set()).add(event["ledger"])
-    assert sorted(said) == list(range(1, 41)) and {len(each) for each in said.values()} == {1}
+    assert sorted(said) == list(range(1, last + 1)) and {len(each) for each in said.values()} == {1}
 
 
 def test_a_killed_worker_and_a_lost_host_cost_no_sample(tmp_path: Path) -> None:
@@ -68,22 +68,36 @@ def test_a_killed_worker_and_a_lost_host_cost_no_sample(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_host_joins_and_is_lost_and_no_sample_with_it(tmp_path: Path) -> None:
+    def attempts() -> list[int]:
+        return [event["world_size"] for event in events(found.run, "start")]
+
+    def go_on() -> None:
+        before = step_of(found.run)
+        wait_for(lambda: step_of(found.run) >= before + 3, "three more steps", 100)
+
     with cluster(tmp_path, "1:2") as found:
-        first = found.start("hosta", *SETTINGS)
+        long = ("train.steps=5000", "checkpoint.every=5", "task.pause=0.1")
+        first = found.start("hosta", *long)
         wait_for(lambda: step_of(found.run) >= 4, "step 4 on one host", 100)
-        second = found.start("hostb", *SETTINGS)
-        wait_for(lambda: len(events(found.run, "start")) == 2, "a second attempt", 100)
-        wait_for(lambda: len(events(found.run, "step", rank=1)) >= 0 and step_of(found.run) >= 20, "steps", 100)
+        second = found.start("hostb", *long)
+        wait_for(lambda: attempts() == [1, 2], "an attempt on two hosts", 100)
+        go_on()
         second.kill()
-        assert first.end() == 0, first.said()
-        check_ledgers(found.run)
-        assert [event["world_size"] for event in events(found.run, "start")] == [1, 2, 1]
+        wait_for(lambda: attempts() == [1, 2, 1], "an attempt on the one that is left", 100)
+        go_on()
+        first.process.send_signal(signal.SIGTERM)
+        assert first.end() == 75, first.said()
+        check_ledgers(found.run, step_of(found.run))
         told = [(event["kind"], event["what"]) for event in events(found.run, "verdict")]
         assert [kind for kind, _ in told] == ["join", "restart"]
-        saved = int(re.search(r"after step (\d+), which is saved", told[0][1])[1])  # type: ignore[index]
-        assert events(found.run, "resume")[0]["step"] == saved, "no finished step is lost by a join"
-        made = [event["step"] for event in events(found.run, "step")]
-        assert made.count(saved) == 1
+        assert f"rank 1 on {second.name}: its host is lost" in told[1][1]
+        saved = re.search(r"after step (\d+), which is saved", told[0][1])
+        assert saved is not None
+        assert events(found.run, "resume")[0]["step"] == int(saved[1]), "no finished step is lost by a join"
+        alone = ("--device", "cpu", "--run", "alone", "--layout", "single", f"train.steps={step_of(found.run)}")
+        allranks("train", POINTS, *alone, folder=tmp_path)
+        ledgers = [[line["ledger"] for line in steps(run).values()] for run in (found.run, tmp_path / "alone")]
+        assert ledgers[0] == ledgers[1], "the samples of every step are those of one process"
 
 
 @pytest.mark.full
