@@ -53,7 +53,7 @@ def test_a_killed_worker_and_a_lost_host_cost_no_sample(tmp_path: Path) -> None:
         workers = second.family()
         second.kill()
         wait_for(lambda: len(events(found.run, "verdict")) == 2, "a host that is missed", 100)
-        assert not any(alive(pid) for pid in workers), "they die with their command"
+        wait_for(lambda: not any(alive(pid) for pid in workers), "workers that die with their command", 20)
         third = found.start("hostc", *SETTINGS)
         assert (first.end(), third.end()) == (0, 0), first.said() + third.said()
         check_ledgers(found.run)
@@ -124,7 +124,7 @@ def test_without_the_leader_the_others_end_with_one_line(tmp_path: Path, number:
         first.process.send_signal(number)
         assert second.end() == 76
         assert time.monotonic() - began < 60, "a cap; guard.host_seconds is 8"
-        assert not any(alive(pid) for pid in workers)
+        wait_for(lambda: not any(alive(pid) for pid in workers), "workers that end with their command", 20)
         last = second.said().strip().splitlines()[-1]
         assert re.search(
             r"error: the host at 127\.0\.0\.1:\d+, where the others meet, is gone \(.+\); the run is", last

@@ -32,7 +32,8 @@ Change = Annotated[
 ]
 
 Nodes = Annotated[
-    str | None, typer.Option(metavar="N", help="Hosts of this run: start the same command on each.", show_default=False)
+    str | None,
+    typer.Option(metavar="N|MIN:MAX", help="Hosts: the same command on each.", show_default=False),
 ]
 Rendezvous = Annotated[
     str | None,

@@ -102,6 +102,20 @@ def test_hosts_join_and_go_between_least_and_most(hosts: Hosts, monkeypatch: pyt
     assert leader.next_rendezvous().world_size == 1 and leader.lost() is None
 
 
+def test_one_more_than_there_is_room_for_waits_and_learns_the_end(hosts: Hosts) -> None:
+    leader, other = hosts.company(), hosts.company()
+    hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    surplus = hosts.company()
+    surplus.heed(Interrupts(lambda: None))
+    waiting = hosts.beside(surplus.next_rendezvous)
+    wait_until(lambda: leader.lost() is None and surplus._node in leader._state.redundancy_list)
+    assert leader.newcomers() == ()
+    leader.end(Ending(0))
+    with pytest.raises(RunEnded) as caught:
+        waiting.result(60)
+    assert caught.value.ending == Ending(0)
+
+
 def test_a_host_that_falls_silent_is_lost_for_all(hosts: Hosts) -> None:
     leader, other, silent = (hosts.company(nodes=3) for _ in range(3))
     hosts.together(*(one.next_rendezvous for one in (leader, other, silent)))

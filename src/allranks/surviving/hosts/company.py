@@ -152,10 +152,8 @@ class Company(RendezvousHandler):
                 table = self._seat(self._state)
                 if table is not None:
                     break
-        except RendezvousClosedError:
-            raise RunEnded(self.notices.ending() or Ending(TRANSIENT, message="the run has ended")) from None
-        except RendezvousGracefulExitError:
-            raise RunEnded(self._stopped()) from None
+        except (RendezvousClosedError, RendezvousGracefulExitError):
+            raise RunEnded(self._how_it_ended()) from None
         except RendezvousTimeoutError:
             raise self._late() from None
         except (*LOST, *FORGED) as error:
@@ -195,8 +193,10 @@ class Company(RendezvousHandler):
             self.end(Ending(TRANSIENT, message=message))
         return ProcessError(message)
 
-    def _stopped(self) -> Ending:
-        assert self._interrupts is not None
+    def _how_it_ended(self) -> Ending:
+        """For all, or because somebody asked this command to stop: then it does so for all."""
+        if self._interrupts is None or self._interrupts.first is None:
+            return self.notices.ending() or Ending(TRANSIENT, message="the run has ended")
         ending = Ending(INTERRUPTED if self._interrupts.first == signal.SIGINT else TRANSIENT)
         self.end(ending)
         return ending
