@@ -88,7 +88,8 @@ class Cluster:
 
         def listens() -> bool:
             return any(
-                one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in psutil.net_connections("tcp")
+                one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port
+                for one in psutil.net_connections("tcp")
             )
 
         wait_for(listens, "a leader")

@@ -33,7 +33,7 @@ class Hosts:
         self._companies: list[Company] = []
 
     def company(self, nodes: int = 2, nproc: int = 1, least: int | None = None, **guard: float) -> Company:
-        guarded = GuardConfig(**{"host_seconds": 3.0, "join_seconds": 30.0} | guard)
+        guarded = GuardConfig.model_validate({"host_seconds": 3.0, "join_seconds": 30.0} | guard)
         meeting = open_meeting(self.endpoint, connect_seconds=10, call_seconds=5, tell=self.heard.append)
         seal = Seal(b"0123456789abcdef")
         number = {"nodes": nodes, "least": least or nodes, "nproc": nproc}

@@ -148,7 +148,7 @@ def test_a_consequence_alone_waits_for_its_cause(monkeypatch: pytest.MonkeyPatch
     others, budget = Others(), Budget(5)
     leader, _ = member(others, budget)
     now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("allranks.surviving.hosts.member.time.monotonic", lambda: now[0])
     assert leader.settle(Outcome(76, CLOSED)) == "wait"
     now[0] += 9.9
     assert leader.settle(Outcome(76, CLOSED)) == "wait", "the other host may be lost"

@@ -39,7 +39,7 @@ def use(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
         def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
             return clock.wall()
 
-    monkeypatch.setattr(module.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr("allranks.surviving.hosts.state.time.monotonic", clock.monotonic)
     monkeypatch.setattr(module, "datetime", Wall)
 
 
