@@ -13,8 +13,9 @@ from allranks.surviving.worker_start import start_of
 def test_the_environment_of_torchrun_and_what_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     group = WorkerGroup(WorkerSpec("allranks", 2, LocalRendezvous("run"), entrypoint="x", max_restarts=4))
-    group.group_rank, group.group_world_size = 1, 2
-    group.master_addr, group.master_port = "there", 5  # type: ignore[assignment]
+    place = {"group_rank": 1, "group_world_size": 2, "master_addr": "there", "master_port": 5}
+    for name, value in place.items():  # torch's types say None
+        setattr(group, name, value)
     fixed = WorkerStart(-1, 77, {"EXTRA": "x", "RANK": "beats"}, Path("/here"), Path("/logs"), 0, "a:b", (1,), "/beats")
     start = start_of(Worker(1, global_rank=3, world_size=4), group, 2, fixed)
     assert (start.rank, start.slot, start.num_threads, start.agent_pid) == (3, 1, 3, 77)
