@@ -22,7 +22,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "layout_string layout_placement",
         "layout layout_refusals slow_links cluster model_profile model_shape shape_operations named_models "
         "parameter_map plan plan_request rehearsal simulation simulation_request verdict "
-        "task task_loading task_world run lease request losses vocabulary "
+        "task task_loading task_world run lease request hosts_request losses vocabulary "
         "failure process_environment digest fence fault_points",
         "planning profiling parallel data checkpointing observing launching reporting models",
         "stepping",

@@ -65,7 +65,7 @@ def test_the_keys_are_frozen() -> None:
         "checkpoint": "every keep asynchronous mirror",
         "track": "tensorboard",
         "guard": "hang hang_seconds stopped_seconds input_seconds first_step_seconds evaluation_seconds "
-        "checkpoint_seconds restarts nonfinite nonfinite_limit digest_every on_finding mute "
+        "checkpoint_seconds restarts host_seconds join_seconds nonfinite nonfinite_limit digest_every on_finding mute "
         "spike spike_threshold spike_window spike_times",
     }
     assert {name: key.default for name, key in config_keys().items() if key.default is not None} == {
@@ -108,6 +108,8 @@ def test_the_keys_are_frozen() -> None:
         "guard.evaluation_seconds": 1800.0,
         "guard.checkpoint_seconds": 1800.0,
         "guard.restarts": 3,
+        "guard.host_seconds": 8.0,
+        "guard.join_seconds": 600.0,
         "guard.nonfinite": "skip",
         "guard.nonfinite_limit": 10,
         "guard.digest_every": 200,

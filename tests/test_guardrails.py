@@ -23,6 +23,7 @@ WITHOUT_MIRROR: dict[str, str] = {}
 MAY_UNPICKLE = {
     "checkpointing/foreign.py: torch.load": "on request, weights_only=True: a reader of tensors that runs no code",
     "training/counted_parameters.py: torch.load": "the call of the user's own model(), with its file mapped",
+    "surviving/hosts/backend.py: pickle.loads": "what torch's rendezvous pickled in this process, a moment ago",
     "surviving/launch.py: cloudpickle.loads": "function and results travel through pipes between parent and child",
 }
 

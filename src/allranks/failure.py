@@ -211,11 +211,16 @@ def read_failures(folder: Path) -> list[Failure]:
     return found
 
 
-def clear_failures(folder: Path) -> None:
-    """Remove the records of an earlier attempt, and what a worker that was killed while it wrote has left."""
-    for pattern in ("failure-*.json", "failure-*.tmp", "rank-*.collectives.*.tmp"):
-        for path in folder.glob(pattern):
-            path.unlink(missing_ok=True)
+def clear_failures(folder: Path, ranks: Iterable[int] | None = None) -> None:
+    """Remove the records of an earlier attempt, and what a worker that was killed while it wrote has left.
+
+    Args:
+        ranks: of these ranks only: other hosts may share the folder.
+    """
+    for rank in ["*"] if ranks is None else [f"{rank:05d}" for rank in ranks]:
+        for pattern in (f"failure-{rank}.json", f"failure-{rank}.*.tmp", f"rank-{rank}.collectives.*.tmp"):
+            for path in folder.glob(pattern):
+                path.unlink(missing_ok=True)
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:

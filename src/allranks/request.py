@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from allranks.hosts_request import HostsRequest
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class TrainRequest:
         show_sharding: make one step, print what it gathered, computed and reduced, and stop.
         json: one JSON document on standard output, everything else on standard error.
         change: keys that a resume may change although they change what the run means.
+        hosts: the other hosts of the run; None: this one is alone.
     """
 
     task_spec: str | None = None
@@ -37,3 +40,4 @@ class TrainRequest:
     show_sharding: bool = False
     json: bool = False
     change: tuple[str, ...] = ()
+    hosts: HostsRequest | None = None

@@ -10,7 +10,8 @@ from allranks.cli.main import app
 SURFACE = {
     "allranks": "--help --version",
     "allranks train": (
-        "ARGUMENTS... --change --device --help --json --layout --nproc --resume --run --run-dir --show --show-sharding"
+        "ARGUMENTS... --change --device --help --json --layout --nodes --nproc --rendezvous --resume --run --run-dir "
+        "--secret-file --show --show-sharding"
     ),
     "allranks plan": (
         "ARGUMENTS... --budget --check --cluster --deadline --experts --explain --ffn --global-batch --gpus --guide "

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from allranks.cli.output import print_json, stdout_kept_free
+from allranks.cli.run_ended import Document, document, tell_end
+from allranks.cli.running_hosts import (
+    choose_workers,
+    import_torch_quietly,
+    run_on_hosts,
+    take_secret_of,
+)
 from allranks.config import read_task_spec
-from allranks.errors import WORKER_REFUSED, ConfigError
+from allranks.errors import ConfigError
 from allranks.failure import end_process
 from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.request import TrainRequest
@@ -25,9 +32,6 @@ if TYPE_CHECKING:
 
 DEMO = "allranks.training.demo:Text"
 WORKER = "allranks.training.worker"
-REASONS = {0: "done", 130: "interrupted", 75: "terminated"}
-
-Document = dict[str, Any]
 
 
 def train(request: TrainRequest) -> int:
@@ -43,33 +47,41 @@ def train(request: TrainRequest) -> int:
         )
     if request.show and environment.rank > 0:
         return 0
+    secret = take_secret_of(request, environment)
     outside = environment.launcher != "none" and not request.show
     with stdout_kept_free(request.json):
-        code, document = _train_as_worker(request) if outside else _train_here(request, environment)
-    if request.json and document is not None:
-        print_json(document)
+        code, told = _train_as_worker(request) if outside else _train_here(request, environment, secret)
+    if request.json and told is not None:
+        print_json(told)
     if outside:
         # A worker ends here, not through its destructors, which can wait for ever (see end_process).
         end_process(code)
     return code
 
 
-def _train_here(request: TrainRequest, environment: ProcessEnvironment) -> tuple[int, Document | None]:
+def _train_here(request: TrainRequest, environment: ProcessEnvironment, secret: bytes) -> tuple[int, Document | None]:
     """The exit code, and what `--json` prints."""
+    hosts = request.hosts
     if not request.show:
         # It imports torch on another core while this process does the same for itself.
         forkserver.start(_named_task(request), modules=(WORKER,))
+    if hosts is not None:
+        import_torch_quietly()
     from allranks.training.prepare import choose_processes, prepare, resolve_layout
 
     prepared = prepare(request)
-    if environment.launcher == "none":
+    num_nodes = environment.num_nodes if hosts is None else hosts.nodes
+    if hosts is not None:
+        nproc, decision = choose_workers(prepared, request, hosts)
+        num_processes = nproc * hosts.nodes
+    elif environment.launcher == "none":
         num_processes, decision = choose_processes(prepared, request)
     else:
         num_processes = environment.world_size
         decision = Decision(f"{num_processes} processes", f"so many were started ({environment.launcher})")
     plan: Document | None = None
     decided: Sequence[Decision] = ()
-    if environment.launcher == "none" and num_processes > 1 and _is_open(prepared):
+    if environment.launcher == "none" and hosts is None and num_processes > 1 and _is_open(prepared):
         from allranks.surviving.aside import call_aside
         from allranks.training.planned_layout import apply, decide_layout
 
@@ -80,7 +92,7 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment) -> tuple
             found.decisions,
         )
         request = replace(request, overrides=(*request.overrides, *found.overrides))
-    layout = resolve_layout(prepared.config, num_processes, environment.num_nodes)
+    layout = resolve_layout(prepared.config, num_processes, num_nodes)
     if not decided:
         unnamed = "ddp is the default" if num_processes > 1 else "there is one process"
         decided = [Decision(f"layout {layout}", "the config names it" if prepared.config.layout.chosen else unnamed)]
@@ -91,6 +103,8 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment) -> tuple
         from allranks.cli.sharding import show_sharding
 
         return show_sharding(request, layout, num_processes)
+    if hosts is not None:
+        return run_on_hosts(request, hosts, prepared, nproc, decisions, secret)
     return _run(request, prepared, num_processes, decisions, plan)
 
 
@@ -119,7 +133,7 @@ def _train_as_worker(request: TrainRequest) -> tuple[int, Document | None]:
     rank = read_environment(os.environ).rank
     runs: list[Path] = []
     code = run_recorded(work, (Assignment(request, announce=runs.append),), rank=rank, folder=None)
-    return code, _document(runs[0], code) if rank == 0 and runs else None
+    return code, document(runs[0], code) if rank == 0 and runs else None
 
 
 def _run(
@@ -153,32 +167,7 @@ def _run(
         supervision=Supervision.of_run(run, prepared.config.guard, partial(halve_micro_batch, run, num_processes)),
     )
     run.release()
-    failure = outcome.first_failure
-    if failure is not None:
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        if outcome.exit_code != WORKER_REFUSED and any(run.checkpoints.glob("step-*[0-9]")):
-            # Before the traceback, which is the last on the screen.
-            console.print(f"The run lies in {run.path}; `--resume {run.path}` goes on from its newest checkpoint.")
-        if outcome.others and outcome.exit_code != WORKER_REFUSED:  # of a refusal one line says all
-            names = ", ".join(map(str, outcome.others))
-            console.print(f"After it failed rank {names}: what they say is in {run.log().parent}", markup=False)
-        console.print(failure.render(), markup=False)
-    return outcome.exit_code, _document(run.path, outcome.exit_code, None if failure is None else failure.message)
-
-
-def _document(path: Path, exit_code: int, error: str | None = None) -> Document:
-    """How a run ended, from its directory alone."""
-    from allranks.reporting.report import report
-
-    found = report(Run.open(path)).to_json()
-    return {
-        "run": str(path.resolve()),
-        "exit_code": exit_code,
-        "reason": REASONS.get(exit_code, "failed"),
-        "step": found["step"],
-        "validation": found["validation"],
-        "error": error or found["error"],
-    }
+    return tell_end(run, outcome)
 
 
 def _show(

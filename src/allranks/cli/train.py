@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from allranks.errors import ConfigError
+from allranks.hosts_request import read_hosts
 from allranks.request import TrainRequest
 
 # torchrun takes a bare --run for an abbreviation of its own --run-path, even behind the program's name.
@@ -28,6 +29,19 @@ Change = Annotated[
         help="Let a resume change this key, although it changes what the run means.",
         show_default=False,
     ),
+]
+
+Nodes = Annotated[
+    str | None,
+    typer.Option(metavar="N|MIN:MAX", help="Hosts: the same command on each.", show_default=False),
+]
+Rendezvous = Annotated[
+    str | None,
+    typer.Option(metavar="c10d://HOST:PORT", help="Where they meet: a free port of one of them.", show_default=False),
+]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(metavar="F", help="The secret that they share (mode 0600); else ALLRANKS_SECRET.", show_default=False),
 ]
 
 
@@ -55,11 +69,14 @@ def train(
     show_sharding: ShowSharding = False,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Continue the run in this directory.")] = None,
     change: Change = None,
+    nodes: Nodes = None,
+    rendezvous: Rendezvous = None,
+    secret_file: SecretFile = None,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON document on standard output, all else on standard error.")
     ] = False,
 ) -> int:
-    """Train a model on the devices of this machine.
+    """Train a model on the devices of this machine, or with --nodes of several.
 
     Started by torchrun, srun or mpirun, it is one process of theirs.
     """
@@ -83,6 +100,7 @@ def train(
         show_sharding=show_sharding,
         json=json,
         change=tuple(change or ()),
+        hosts=read_hosts(nodes, rendezvous, secret_file),
     )
     from allranks.cli.running import train as start_training
 

@@ -77,32 +77,43 @@ def serve(listener: socket.socket, host: str, timeout: timedelta) -> TCPStore:
 def _wait_for_listener(environment: ProcessEnvironment, deadline: float) -> None:
     host, port = environment.master_addr, environment.master_port
     began = time.monotonic()
+    error = wait_for_listener(host, port, deadline)
+    if error is not None:
+        raise ProcessError(
+            f"rank {environment.rank} cannot reach the store at {host}:{port} ({time.monotonic() - began:.0f} s):"
+            f" {error.strerror or error}; see whether rank 0 runs, and whether MASTER_ADDR and MASTER_PORT are right"
+        ) from error
+
+
+def wait_for_listener(host: str, port: int, deadline: float) -> OSError | None:
+    """Wait until somebody listens there, or for `deadline` on the monotonic clock: then the last error."""
     while True:
         try:
             with socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())):
-                return
+                return None
         except OSError as error:
-            waited = time.monotonic() - began
             if time.monotonic() + RETRY_SECONDS >= deadline:
-                reason = error.strerror or str(error)
-                raise ProcessError(
-                    f"rank {environment.rank} cannot reach the store at {host}:{port} ({waited:.0f} s): {reason};"
-                    " see whether rank 0 runs, and whether MASTER_ADDR and MASTER_PORT are right"
-                ) from error
+                return error
         time.sleep(RETRY_SECONDS)
 
 
 def _connect(environment: ProcessEnvironment, timeout: timedelta, deadline: float) -> TCPStore:
     host, port = environment.master_addr, environment.master_port
+    store = connect(host, port, timeout, deadline)
+    if store is None:
+        raise ProcessError(f"what listens on {host}:{port} is not rank 0's store; {FREE_PORT}")
+    return store
+
+
+def connect(host: str, port: int, timeout: timedelta, deadline: float) -> TCPStore | None:
+    """A client of the store that listens there; None where what listens is no store, or says nothing until then."""
     opened: list[TCPStore] = []
 
-    def connect() -> None:
+    def open_client() -> None:
         with contextlib.suppress(dist.DistError, RuntimeError):
             opened.append(TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False))
 
-    thread = threading.Thread(target=connect, name="allranks-store", daemon=True)
+    thread = threading.Thread(target=open_client, name="allranks-store", daemon=True)
     thread.start()
     thread.join(max(1.0, deadline - time.monotonic()))
-    if not opened:
-        raise ProcessError(f"what listens on {host}:{port} is not rank 0's store; {FREE_PORT}")
-    return opened[0]
+    return opened[0] if opened else None

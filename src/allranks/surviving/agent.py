@@ -17,22 +17,25 @@ from typing import Any, final
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
-    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler
 
 from allranks.failure import DONE, RAISED, STOPS, TRANSIENT, Failure, clear_failures, read_failures
-from allranks.process_environment import num_cores
 from allranks.surviving.child import Entry, WorkerStart
 from allranks.surviving.forkserver import StartMethod, choose_start_method
+from allranks.surviving.hosts.company import Company
+from allranks.surviving.hosts.ending import RunEnded
+from allranks.surviving.hosts.member import Member
 from allranks.surviving.interrupts import Interrupts
 from allranks.surviving.memory_kill import count_memory_kills, decode_kill
 from allranks.surviving.outcome import Ended, Outcome, conclude
 from allranks.surviving.rendezvous import LocalRendezvous
 from allranks.surviving.supervisor import Supervision, Supervisor
+from allranks.surviving.worker_start import start_of
 from allranks.surviving.workers import LocalWorkers
 
 ROLE = "allranks"
@@ -57,6 +60,7 @@ def run_workers(
     stop_grace_seconds: float = STOP_GRACE_SECONDS,
     stop_notice: str = "",
     supervision: Supervision | None = None,
+    company: Company | None = None,
 ) -> Outcome:
     """Run `entry(*args)` in `nproc` processes of this host, each with the environment of torchrun, to the last exit.
 
@@ -72,11 +76,16 @@ def run_workers(
         replies: give each worker a pipe as the entry's last argument; what it sends is in the Outcome.
         stop_notice: what to tell the user, on standard error, when the first request to stop has been passed on.
         supervision: watch the workers, and start them again by its rules; None: neither.
+        company: the other hosts of this run, whose workers are of the same world; None: this host is alone.
+
+    Raises:
+        ProcessError: the other hosts did not come, or the one that leads has gone.
     """
     agent = LocalAgent(
         entry,
         args,
-        spec=_spec(nproc, run_id, max_restarts),
+        spec=_spec(nproc, max_restarts, LocalRendezvous(run_id) if company is None else company),
+        company=company,
         supervisor=None if supervision is None else Supervisor(supervision, nproc, log_dir),
         log_dir=log_dir,
         method=start_method or choose_start_method(),
@@ -86,15 +95,18 @@ def run_workers(
         stop_notice=stop_notice,
     )
     with agent.interrupts:
-        agent.run(ROLE)
+        try:
+            agent.run(ROLE)
+        except RunEnded as ended:
+            return ended.ending.outcome()
     return agent.last_outcome()
 
 
-def _spec(nproc: int, run_id: str, max_restarts: int) -> WorkerSpec:
+def _spec(nproc: int, max_restarts: int, handler: RendezvousHandler) -> WorkerSpec:
     return WorkerSpec(
         role=ROLE,
         local_world_size=nproc,
-        rdzv_handler=LocalRendezvous(run_id),
+        rdzv_handler=handler,
         entrypoint="allranks",  # a name for torchelastic's events; LocalAgent knows what to start
         max_restarts=max_restarts,
         monitor_interval=BETWEEN_WAITS_SECONDS,
@@ -111,6 +123,7 @@ class LocalAgent(SimpleElasticAgent):
         args: tuple[Any, ...],
         *,
         spec: WorkerSpec,
+        company: Company | None,
         supervisor: Supervisor | None,
         log_dir: Path,
         method: StartMethod,
@@ -122,11 +135,11 @@ class LocalAgent(SimpleElasticAgent):
         super().__init__(spec)
         self.interrupts = Interrupts(self._pass_on)
         self._supervisor = supervisor
+        self._member = None if company is None else Member(company, supervisor, self.interrupts)
         self._hang: Failure | None = None
         self._attempt = 0
         self._memory_kills: dict[str, int] = {}
-        self._entry = entry
-        self._args = args
+        self._work = (entry, args)
         self._log_dir = log_dir
         self._method = method
         self._environ = environ
@@ -137,13 +150,18 @@ class LocalAgent(SimpleElasticAgent):
         self._kill_at: float | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        clear_failures(self._log_dir)
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        clear_failures(self._log_dir, None if self._member is None else ranks)
+        if self._member is not None:
+            self._member.begin()
         self._kill_at = self._hang = None
         if self._supervisor is not None:
             self._supervisor.begin_attempt()
         if self._workers is not None and self._method.name == "forkserver" and self._workers.lost_their_server:
             self._method = choose_start_method()
-        starts = [self._start_of(worker, worker_group) for worker in worker_group.workers]
+        beats = "" if self._supervisor is None else self._supervisor.monitor.beats.path
+        fixed = WorkerStart(-1, os.getpid(), self._environ, Path.cwd(), self._log_dir.absolute(), 0, *self._work, beats)
+        starts = [start_of(worker, worker_group, self._attempt, fixed) for worker in worker_group.workers]
         self._workers = LocalWorkers(self._method.name, starts, replies=self._replies)
         self._attempt += 1
         self._memory_kills = count_memory_kills()
@@ -151,43 +169,16 @@ class LocalAgent(SimpleElasticAgent):
             self._pass_on()
         return dict(self._workers.pids)
 
-    def _start_of(self, worker: Worker, group: WorkerGroup) -> WorkerStart:
-        local_world_size = group.spec.local_world_size
-        environ = {
-            "RANK": worker.global_rank,
-            "LOCAL_RANK": worker.local_rank,
-            "GROUP_RANK": group.group_rank,
-            "WORLD_SIZE": worker.world_size,
-            "LOCAL_WORLD_SIZE": local_world_size,
-            "GROUP_WORLD_SIZE": group.group_world_size,
-            "MASTER_ADDR": group.master_addr,
-            "MASTER_PORT": group.master_port,
-            "TORCHELASTIC_RESTART_COUNT": self._attempt,
-            "TORCHELASTIC_MAX_RESTARTS": group.spec.max_restarts,
-            "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": group.spec.rdzv_handler.use_agent_store,
-            "ALLRANKS_AGENT": os.getpid(),
-        }
-        asked = os.environ.get("OMP_NUM_THREADS", "")
-        return WorkerStart(
-            rank=worker.global_rank,
-            agent_pid=os.getpid(),
-            environ=os.environ | {name: str(value) for name, value in environ.items()} | self._environ,
-            folder=Path.cwd(),
-            log_dir=self._log_dir.absolute(),
-            num_threads=int(asked) if asked.isdecimal() else max(1, num_cores() // local_world_size),
-            entry=self._entry,
-            args=self._args,
-            beats="" if self._supervisor is None else self._supervisor.monitor.beats.path,
-            slot=worker.local_rank,
-        )
-
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         workers = self._existing_workers()
         ended_before = len(workers.exits)
         workers.wait(WAIT_SECONDS)
         if len(workers.exits) > ended_before:
             self._set_deadline(workers)
+        if self._member is not None and (seconds := self._member.look()) is not None:
+            self._hasten(seconds)
+        if self._member is not None and workers.alive and self._member.admits():
+            workers.signal(signal.SIGTERM)  # they agree with those of all hosts on the step after which they save
         if self.interrupts.first is not None and self._stop_notice:
             print(self._stop_notice, file=sys.stderr, flush=True)
             self._stop_notice = ""
@@ -198,6 +189,12 @@ class LocalAgent(SimpleElasticAgent):
         if workers.alive:
             return RunResult(WorkerState.HEALTHY)
         codes = {worker.global_rank: workers.exits[worker.local_rank].code for worker in worker_group.workers}
+        if self._member is not None:
+            following = self._member.settle(self.outcome())
+            if following == "wait":
+                return RunResult(WorkerState.HEALTHY)
+            self._remaining_restarts = int(following == "again")
+            return RunResult(WorkerState.FAILED)  # torchelastic's word for all that is no end of one host alone
         if not any(codes.values()):
             return RunResult(WorkerState.SUCCEEDED, return_values=codes)
         self._remaining_restarts = self._restarts_left()
@@ -269,10 +266,12 @@ class LocalAgent(SimpleElasticAgent):
 
     def last_outcome(self) -> Outcome:
         """How the run ended, after its last attempt."""
-        outcome = self.outcome()
+        outcome = self.outcome() if self._member is None else self._member.outcome or self.outcome()
         if self._supervisor is None:
             return outcome
         self._supervisor.monitor.beats.close()
+        if self._member is not None:
+            return outcome
         if outcome.first_failure is None or self.interrupts.first is not None:
             return outcome
         failure = self._supervisor.conclude(outcome.first_failure)

@@ -156,6 +156,14 @@ class Supervisor:
         self._supervision.tell(Verdict("restart", what, evidence, f"nothing; the logs are in {self._logs}"))
         self._supervision.next_attempt()
 
+    def admitting(self, hosts: Sequence[str]) -> None:
+        """Say that workers have saved and start again because hosts join; before they do. It costs no restart."""
+        self.monitor.note_steps()
+        what = f"after step {self.monitor.furthest_step}, which is saved, {', '.join(hosts)} joins"
+        kept = "the global batch and the order of the samples stay as they are"
+        self._supervision.tell(Verdict("join", what, (kept,), "nothing; no step is made twice"))
+        self._supervision.next_attempt()
+
     def conclude(self, failure: Failure) -> Failure:
         """The failure that ends the run: a crash or hang that came again and again without progress ends it with 93."""
         if not _can_pass(failure, self._supervision.guard) or self.restarts == 0:

@@ -1,0 +1,206 @@
+"""`allranks train --nodes N`: the command of one host among several, from the meeting to the exit code."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from allranks import __version__
+from allranks.cli.output import print_error
+from allranks.cli.run_ended import Document, tell_end
+from allranks.errors import AllranksError, ConfigError, LayoutError, RunError
+from allranks.failure import end_process
+from allranks.hosts_request import HostsRequest
+from allranks.launching.environment import ProcessEnvironment
+from allranks.layout import num_processes
+from allranks.request import TrainRequest
+from allranks.run import Run
+from allranks.surviving import forkserver
+from allranks.surviving.hosts.secret import take_secret
+from allranks.verdict import Decision
+
+if TYPE_CHECKING:
+    from allranks.surviving.hosts.company import Company
+    from allranks.surviving.hosts.introduction import Facts
+    from allranks.surviving.supervisor import Supervision
+    from allranks.training.prepare import Prepared
+
+DEMO = "allranks.training.demo:Text"
+WORKER = "allranks.training.worker"
+CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+
+
+def take_secret_of(request: TrainRequest, environment: ProcessEnvironment) -> bytes:
+    """The secret of a request for several hosts, b"" where there is one host; call it before processes start.
+
+    Raises:
+        ConfigError: there is none, it is open to others, or something else has started this process.
+    """
+    if request.hosts is None:
+        return b""
+    if environment.launcher != "none":
+        raise ConfigError(
+            f"--nodes starts the workers of this host itself: leave {environment.launcher} out, or leave --nodes out"
+        )
+    if request.show_sharding:
+        raise ConfigError("--show-sharding makes one step on this host: leave --nodes and --rendezvous out")
+    if request.show:
+        return b""
+    return take_secret(request.hosts.secret_file, os.environ)
+
+
+def import_torch_quietly() -> None:
+    """Import torch so that its store says nothing itself, with stacks, when a host is lost: this command does.
+
+    The variable is read at the import, and workers shall not have it.
+    """
+    kept = os.environ.get(CPP_LOG_LEVEL)
+    os.environ[CPP_LOG_LEVEL] = kept or "ERROR"
+    try:
+        importlib.import_module("torch")
+    finally:
+        if kept is None:
+            del os.environ[CPP_LOG_LEVEL]
+
+
+def choose_workers(prepared: "Prepared", request: TrainRequest, hosts: HostsRequest) -> tuple[int, Decision]:
+    """How many workers this host starts. Raises LayoutError where the layout's do not divide over the hosts."""
+    import torch
+
+    if request.nproc is not None:
+        return request.nproc, Decision(_on(request.nproc * hosts.nodes, hosts), "--nproc says so")
+    gpus = torch.cuda.device_count() if request.device != "cpu" else 0
+    total = num_processes(prepared.config.layout, max(1, gpus) * hosts.nodes, hosts.nodes)
+    if total % hosts.nodes:
+        raise LayoutError(f"the layout asks for {total} processes, which {hosts.nodes} hosts cannot share: say --nproc")
+    because = f"{gpus} GPU(s) a host" if gpus else "without a GPU, one a host"
+    return total // hosts.nodes, Decision(_on(total, hosts), because)
+
+
+def _on(processes: int, hosts: HostsRequest) -> str:
+    return f"{processes} processes on {hosts.nodes} hosts" + ("" if hosts.least == hosts.nodes else " at most")
+
+
+def check_all_sizes(prepared: "Prepared", nproc: int, hosts: HostsRequest) -> None:
+    """See that the layout fits every number of hosts that the run may have. Raises LayoutError."""
+    from allranks.training.prepare import resolve_layout
+
+    for nodes in range(hosts.least, hosts.nodes):
+        try:
+            resolve_layout(prepared.config, nproc * nodes, nodes)
+        except AllranksError as error:
+            raise LayoutError(
+                f"--nodes {hosts.words}: with {nodes} of them, {error}; only data parallelism can change while a run "
+                "goes on: name one axis with `*`, and hosts whose every number it fits"
+            ) from error
+
+
+def run_on_hosts(
+    request: TrainRequest,
+    hosts: HostsRequest,
+    prepared: "Prepared",
+    nproc: int,
+    decisions: Sequence[Decision],
+    secret: bytes,
+) -> tuple[int, Document]:
+    """Meet the other hosts, train, and leave: the exit code and what `--json` prints.
+
+    Raises:
+        AllranksError: the hosts did not meet, or have not the same code; one line.
+    """
+    from allranks.surviving.hosts.company import Company
+    from allranks.surviving.hosts.introduction import facts_of
+    from allranks.surviving.hosts.meeting import open_meeting
+    from allranks.surviving.hosts.seal import Seal
+    from allranks.training.prepare import config_digest
+
+    check_all_sizes(prepared, nproc, hosts)
+    guard = prepared.config.guard
+    meeting = open_meeting(
+        hosts.endpoint, connect_seconds=guard.join_seconds, call_seconds=guard.host_seconds, tell=_tell
+    )
+    company = Company(meeting, Seal(secret), nodes=hosts.nodes, least=hosts.least, nproc=nproc, guard=guard, tell=_tell)
+    facts = facts_of(prepared.spec or DEMO, config_digest(prepared.config), hosts.words, _versions())
+    try:
+        run = _share_run(company, prepared, request, facts)
+        try:
+            return _train(request, run, prepared, nproc, decisions, company)
+        finally:
+            company.leave()
+            run.release()
+    except AllranksError as error:
+        if meeting.stuck:
+            # The thread that waits for a host that says nothing would take an orderly exit for an accident.
+            end_process(print_error(error, json=request.json))
+        raise
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    return {"allranks": __version__, "torch": torch.__version__}
+
+
+def _share_run(company: "Company", prepared: "Prepared", request: TrainRequest, facts: "Facts") -> Run:
+    """The Run directory: the leader makes or continues it and holds its lease, the others open it."""
+    from allranks.surviving.hosts.introduction import introduce, learn
+    from allranks.surviving.hosts.losses import LOST
+    from allranks.training.prepare import open_run
+
+    assert request.hosts is not None
+    if company.leads:
+        run = open_run(prepared, request)
+        run.begin_attempt()
+        introduce(company.notices, facts, run.path.resolve())
+        return run
+    try:
+        path = learn(company.notices, facts, request.hosts.endpoint, prepared.config.guard.join_seconds)
+    except LOST as error:
+        raise company.explain(error) from error
+    try:
+        return Run.open(path)
+    except RunError as error:
+        raise RunError(f"{error}; all hosts need a file system on which they see the same run directory") from error
+
+
+def _train(
+    request: TrainRequest,
+    run: Run,
+    prepared: "Prepared",
+    nproc: int,
+    decisions: Sequence[Decision],
+    company: "Company",
+) -> tuple[int, Document]:
+    from allranks.surviving.agent import run_workers
+    from allranks.training.worker import Assignment
+
+    method = forkserver.choose_start_method()
+    assignment = Assignment(request, run.path, (*decisions, method.decision))
+    outcome = run_workers(
+        f"{WORKER}:work",
+        (assignment,),
+        nproc=nproc,
+        run_id=run.id,
+        log_dir=run.log().parent,
+        start_method=method,
+        stop_notice="stopping after the step in hand, then saving (once more: now)",
+        supervision=_supervision(run, prepared, company),
+        company=company,
+    )
+    return tell_end(run, outcome)
+
+
+def _supervision(run: Run, prepared: "Prepared", company: "Company") -> "Supervision":
+    from allranks.surviving.supervisor import Supervision
+    from allranks.training.shortage import halve_micro_batch
+
+    guard = prepared.config.guard
+    if company.leads:
+        return Supervision.of_run(run, guard, lambda: halve_micro_batch(run, sum(company.table.workers)))
+    return Supervision(guard, tell=partial(_tell, sep="\n"), next_attempt=lambda: None)
+
+
+def _tell(line: object, sep: str = "") -> None:
+    print(f"{sep}{line}", file=sys.stderr, flush=True)

@@ -1,0 +1,91 @@
+"""HostsRequest: how many hosts a run has, where they meet, and where the secret lies that they share."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from allranks.errors import ConfigError
+
+FORM = "expected c10d://HOST:PORT, with a port of one of the run's hosts"
+_ENDPOINT = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(?P<port>\d+)/?")
+_NODES = re.compile(r"(?P<least>\d+)(:(?P<most>\d+))?")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where hosts meet: the address of one of them, which keeps the state, and a port there."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Endpoint":
+        """Read `c10d://HOST:PORT`. Raises ConfigError for anything else."""
+        match = _ENDPOINT.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"--rendezvous {text}: {FORM}")
+        if match["scheme"] == "etcd":
+            raise ConfigError(
+                f"--rendezvous {text}: rendezvous by etcd is not built; say c10d://HOST:PORT, with a host that stays"
+            )
+        if match["scheme"] != "c10d":
+            raise ConfigError(f"--rendezvous {text}: {match['scheme']}:// is unknown; {FORM}")
+        port = int(match["port"])
+        if not 0 < port < 65536:
+            raise ConfigError(f"--rendezvous {text}: {port} is no port; {FORM}")
+        return cls(match["host"].strip("[]"), port)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HostsRequest:
+    """What `--nodes`, `--rendezvous` and `--secret-file` asked for; the secret itself is never part of a value.
+
+    Attributes:
+        nodes: how many hosts the run has at most, each with a command of its own.
+        least: how many it needs to go on.
+        endpoint: where they meet.
+        secret_file: where the secret lies; None: in ALLRANKS_SECRET.
+    """
+
+    nodes: int
+    least: int
+    endpoint: Endpoint
+    secret_file: Path | None = None
+
+    @property
+    def words(self) -> str:
+        """As `--nodes` takes it."""
+        return str(self.nodes) if self.least == self.nodes else f"{self.least}:{self.nodes}"
+
+
+def read_hosts(nodes: str | None, rendezvous: str | None, secret_file: Path | None) -> HostsRequest | None:
+    """The options of several hosts as one value; None where they ask for this host alone.
+
+    Raises:
+        ConfigError: one of them lacks another, is of another form, or asks for what is not built.
+    """
+    if nodes is None or (nodes == "1" and rendezvous is None):
+        for name, value in (("--rendezvous", rendezvous), ("--secret-file", secret_file)):
+            if value is not None:
+                raise ConfigError(f"{name} {value} is for several hosts: say how many with --nodes N")
+        return None
+    least, most = _read_nodes(nodes)
+    if rendezvous is None:
+        raise ConfigError(f"--nodes {nodes} needs --rendezvous c10d://HOST:PORT, the same on every host: {FORM}")
+    return HostsRequest(most, least, Endpoint.parse(rendezvous), secret_file)
+
+
+def _read_nodes(text: str) -> tuple[int, int]:
+    match = _NODES.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--nodes {text}: expected a number of hosts N, or MIN:MAX")
+    least, most = int(match["least"]), int(match["most"] or match["least"])
+    if not 1 <= least <= most:
+        raise ConfigError(f"--nodes {text}: expected at least 1 host, and MIN not above MAX")
+    return least, most

@@ -1,0 +1,1 @@
+"""Several hosts: how their commands meet, what they tell each other, and who decides for all."""

@@ -1,0 +1,289 @@
+"""The hosts of one run, as one of them meets the others: torch's rendezvous, round after round, over a sealed store.
+
+One host leads: the one that serves the store. It has rank 0, and the lease of the Run directory. In every round each
+host says how many workers it has; the leader opens the store in which these meet and says so. So a round begins only
+when all of its hosts live, and nothing that is not sealed decides who is which rank.
+"""
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import final
+
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+    _NodeDesc,
+    _RendezvousState,
+)
+
+from allranks.config_guard import GuardConfig
+from allranks.errors import ProcessError
+from allranks.failure import INTERRUPTED, TRANSIENT, Failure
+from allranks.surviving.hosts.backend import SealedBackend
+from allranks.surviving.hosts.ending import Ending, Report, RunEnded
+from allranks.surviving.hosts.losses import FORGED, LOST, explain_loss
+from allranks.surviving.hosts.meeting import PATIENCE_SECONDS, MeetingStore
+from allranks.surviving.hosts.notices import Notices
+from allranks.surviving.hosts.seal import Seal
+from allranks.surviving.hosts.seating import Seating
+from allranks.surviving.hosts.table import Table, host_of, is_leader, key_of, name_of
+from allranks.surviving.interrupts import Interrupts
+
+BEATS = 8  # signs of life that may be missing one after the other
+LAST_CALL_SECONDS = 3.0  # once there are enough hosts: time for more to come, before a round begins without them
+CLOSE_SECONDS = 5.0
+FAREWELL_SECONDS = 5.0  # how long the leader waits until the others have read the end
+POLL_SECONDS = 0.05
+
+
+@final
+class Company(RendezvousHandler):
+    """The rendezvous of an agent among others.
+
+    Attributes:
+        leads: whether this host decides for all.
+        guard: how long to wait for whom.
+        notices: what hosts tell each other.
+        tell: says a line to this host's user.
+        table: the hosts of the round under way.
+    """
+
+    def __init__(
+        self,
+        meeting: MeetingStore,
+        seal: Seal,
+        *,
+        nodes: int,
+        least: int,
+        nproc: int,
+        guard: GuardConfig,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.leads = meeting.serves
+        self.notices = Notices(meeting, seal)
+        self.table = Table(0, (), 0)
+        self._meeting = meeting
+        self._nodes = nodes
+        self._seating = Seating(meeting, self.notices, nproc)
+        self.guard = guard
+        self.tell = tell
+        self._interrupts: Interrupts | None = None
+        self._state = _RendezvousState()
+        self._joining_since: float | None = None
+        self._told = False
+        self._inner = DynamicRendezvousHandler.from_backend(
+            "allranks",
+            meeting.store,
+            SealedBackend(meeting, seal, self._see),
+            least,
+            nodes,
+            name_of(socket.gethostname(), leads=self.leads),
+            RendezvousTimeout(
+                join=timedelta(seconds=guard.join_seconds),
+                last_call=timedelta(seconds=LAST_CALL_SECONDS),
+                close=timedelta(seconds=CLOSE_SECONDS),
+                heartbeat=timedelta(seconds=guard.host_seconds),
+            ),
+            keep_alive_interval=guard.host_seconds / BEATS,  # type: ignore[arg-type]  # it makes a timedelta of it
+            keep_alive_max_attempt=BEATS,
+        )
+        # torch would open a store on every interface of this host, and hand restarted workers the address of an old one
+        self._inner._bootstrap_store_info = RendezvousStoreInfo("", 0)
+        self._inner._shared_tcp_store_server = meeting.store
+        self._node: _NodeDesc = self._inner._this_node
+
+    def heed(self, interrupts: Interrupts) -> None:
+        """From now on a request to stop ends also the waiting for others."""
+        self._interrupts = interrupts
+
+    def get_backend(self) -> str:
+        """The name in torchelastic's events."""
+        return "allranks"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers connect to a store of the leader's agent; rank 0 serves none."""
+        return True
+
+    def get_run_id(self) -> str:
+        """A name for the workers' environment."""
+        return "allranks"
+
+    def is_closed(self) -> bool:
+        """Whether the run has ended for all."""
+        return bool(self._inner.is_closed())
+
+    def set_closed(self) -> None:
+        """Let nobody join any more."""
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """None that torchelastic has to see to: the member does (member.py)."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """Nothing: `leave` does it."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The next round: wait for all hosts, and agree on the workers' ranks and store.
+
+        Raises:
+            RunEnded: the run has ended for all, or somebody asked this command to stop.
+            ProcessError: a host did not come, or the leader has gone; one line.
+        """
+        self._joining_since, self._told = time.monotonic(), False
+        try:
+            while True:
+                self._inner.next_rendezvous()
+                table = self._seat(self._state)
+                if table is not None:
+                    break
+        except (RendezvousClosedError, RendezvousGracefulExitError):
+            raise RunEnded(self._how_it_ended()) from None
+        except RendezvousTimeoutError:
+            raise self._late() from None
+        except (*LOST, *FORGED) as error:
+            raise self.explain(error) from error
+        finally:
+            self._joining_since = None
+        self.table = table
+        if not self.leads:
+            ranks = table.ranks(table.place_of(self._node))
+            self.tell(f"rank {ranks[0]} to {ranks[-1]} of {sum(table.workers)}; {host_of(table.members[0])} leads")
+        place = RendezvousStoreInfo(self._meeting.address, table.port)
+        return RendezvousInfo(table.assignments(), table.place_of(self._node), len(table.members), place)
+
+    def _see(self, state: _RendezvousState) -> None:
+        """Every state that is read or written; the waiting ends here for who was asked to stop."""
+        self._state = state
+        if self._joining_since is None:
+            return
+        if self._interrupts is not None and self._interrupts.first is not None:
+            raise RendezvousGracefulExitError
+        if not self._told and not state.complete and time.monotonic() - self._joining_since > PATIENCE_SECONDS:
+            self._told = True
+            self.tell(f"{self._who_is_here()}: waiting up to {self.guard.join_seconds:g} s (guard.join_seconds)")
+
+    def _who_is_here(self) -> str:
+        others = {*self._state.participants, *self._state.wait_list} - {self._node}
+        here = [self._node, *(node for node in others if not self._is_silent(node))]
+        names = ", ".join(sorted(host_of(node) for node in here))
+        return f"{len(here)} of {self._nodes} hosts are here ({names})"
+
+    def _late(self) -> ProcessError:
+        message = (
+            f"{self._who_is_here()}; the others did not come to {self._meeting.endpoint} within "
+            f"{self.guard.join_seconds:g} s (guard.join_seconds): start the same command on every host"
+        )
+        if self.leads:
+            self.end(Ending(TRANSIENT, message=message))
+        return ProcessError(message)
+
+    def _how_it_ended(self) -> Ending:
+        """For all, or because somebody asked this command to stop: then it does so for all."""
+        if self._interrupts is None or self._interrupts.first is None:
+            return self.notices.ending() or Ending(TRANSIENT, message="the run has ended")
+        ending = Ending(INTERRUPTED if self._interrupts.first == signal.SIGINT else TRANSIENT)
+        self.end(ending)
+        return ending
+
+    def explain(self, error: Exception) -> ProcessError:
+        """The one line on a store that has gone, or in which somebody else writes."""
+        return explain_loss(error, self._meeting.endpoint)
+
+    def _seat(self, state: _RendezvousState) -> Table | None:
+        """All hosts of a round with their workers; None where one has gone since, or none leads: there is another."""
+        number, members = state.round, tuple(sorted(state.participants))
+        if not is_leader(members[0]):
+            return None
+        self._seating.announce(number, members.index(self._node))
+        deadline = time.monotonic() + self.guard.join_seconds
+        while not self._is_over(number, members):
+            found = self._seating.table(number, members)
+            if found is not None:
+                return found
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError
+            time.sleep(POLL_SECONDS)
+        return None
+
+    def _is_over(self, number: int, members: tuple[_NodeDesc, ...]) -> bool:
+        """Whether a round has ended before it began: somebody left, or says nothing any more."""
+        self._inner.num_nodes_waiting()  # reads the state where it is older than a second
+        gone = [node for node in members if node not in self._state.participants or self._is_silent(node)]
+        return self._state.round != number or bool(gone)
+
+    def _is_silent(self, node: _NodeDesc) -> bool:
+        last = self._state.last_heartbeats.get(node)
+        return last is None or datetime.now(UTC) - last > timedelta(seconds=self.guard.host_seconds)
+
+    def lost(self) -> Failure | None:
+        """A host of this round that has gone without a word, as the Failure of its first worker.
+
+        Raises:
+            RendezvousError: the store has gone, or holds what no host wrote.
+        """
+        self._inner.num_nodes_waiting()
+        for place, node in enumerate(self.table.members):
+            gone = node not in self._state.participants or self._is_silent(node)
+            if gone and node != self._node and not self.notices.has_reported(self.table.number, place):
+                what = f"its host is lost: no sign of life for {self.guard.host_seconds:g} s (guard.host_seconds)"
+                first = self.table.ranks(place)[0]
+                return Failure(first, host_of(node), node.pid, time.time(), TRANSIENT, what)
+        return None
+
+    def newcomers(self) -> tuple[str, ...]:
+        """The names of hosts that wait to join the round under way."""
+        found = [node for node in self._state.wait_list if node not in self.table.members and not self._is_silent(node)]
+        return tuple(sorted(host_of(node) for node in found))
+
+    def report(self, report: Report) -> None:
+        """Say how this host's workers of this round ended."""
+        self.notices.report(self.table.number, self.table.place_of(self._node), report)
+
+    def in_trouble(self) -> bool:
+        """Whether workers of any host have failed in this round."""
+        return self.notices.in_trouble(self.table.number)
+
+    def reports(self) -> list[Report | None]:
+        """What each host of this round has said of its end; None: nothing yet."""
+        return self.notices.reports(self.table.number, len(self.table.members))
+
+    def end(self, ending: Ending) -> None:
+        """End the run for all hosts; the first word holds."""
+        with contextlib.suppress(*LOST, RendezvousError):
+            self.notices.end(ending)
+            self._inner.set_closed()
+
+    def leave(self) -> None:
+        """The last call. The leader stays until the others have read the end: the store goes with it."""
+        with contextlib.suppress(*LOST, *FORGED, RendezvousError):
+            self.notices.post(f"bye/{key_of(self._node)}", {})
+            if not self.leads:
+                self._inner._stop_heartbeats()
+                return
+            here = {*self.table.members, *self._state.participants, *self._state.wait_list} - {self._node}
+            deadline = time.monotonic() + FAREWELL_SECONDS
+            while time.monotonic() < deadline:
+                here = {node for node in here if not self._is_silent(node) and not self._has_left(node)}
+                if not here:
+                    break
+                time.sleep(POLL_SECONDS)
+            self._inner._stop_heartbeats()
+
+    def _has_left(self, node: _NodeDesc) -> bool:
+        return self.notices.read(f"bye/{key_of(node)}") is not None

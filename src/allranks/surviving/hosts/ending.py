@@ -1,0 +1,71 @@
+"""How a run on several hosts ends: one word that holds for all of them, and what a host says before it."""
+
+from dataclasses import asdict, dataclass
+from typing import final
+
+from allranks.errors import ProcessError
+from allranks.failure import Failure
+from allranks.surviving.hosts.seal import Json
+from allranks.surviving.outcome import Outcome
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of the run on every host: its commands' exit code, and the first failure or a line, or neither."""
+
+    exit_code: int
+    failure: Failure | None = None
+    message: str = ""
+
+    def to_json(self) -> Json:
+        """One JSON object."""
+        return asdict(self)
+
+    def outcome(self) -> Outcome:
+        """The same as the Outcome of one host. Raises ProcessError where a line is all there is to say."""
+        if self.message:
+            raise ProcessError(self.message)
+        return Outcome(self.exit_code, self.failure)
+
+    @classmethod
+    def from_json(cls, value: Json) -> "Ending":
+        """What `to_json` gave, on whichever host."""
+        return cls(value["exit_code"], _read_failure(value["failure"]), value["message"])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How one host's workers of one round ended.
+
+    Attributes:
+        exit_code: as `outcome.conclude` found it there.
+        failure: the first of that host's workers; None: none failed, or all were ended for another host's sake.
+        stopped: whether somebody asked that host's command to stop.
+    """
+
+    exit_code: int
+    failure: Failure | None = None
+    stopped: bool = False
+
+    def to_json(self) -> Json:
+        """One JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Json) -> "Report":
+        """What `to_json` gave, on whichever host."""
+        return cls(value["exit_code"], _read_failure(value["failure"]), value["stopped"])
+
+
+def _read_failure(value: Json) -> Failure | None:
+    return None if value is None else Failure(**value)
+
+
+class RunEnded(Exception):
+    """The run has ended for all hosts, while this one waited for the others."""
+
+    def __init__(self, ending: Ending) -> None:
+        super().__init__(ending)
+        self.ending = ending

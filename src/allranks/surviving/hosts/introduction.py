@@ -1,0 +1,66 @@
+"""The first words between hosts: what they have to have alike, and where the run is that they share."""
+
+import hashlib
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from allranks.errors import ConfigError, ProcessError, RunError
+from allranks.hosts_request import Endpoint
+from allranks.surviving.hosts.notices import Notices
+from allranks.surviving.hosts.seal import SealError
+
+POLL_SECONDS = 0.1
+
+Facts = Mapping[str, str]
+
+
+def facts_of(task: str, config_digest: str, nodes: str, versions: Facts) -> dict[str, str]:
+    """What all hosts have to have alike.
+
+    Args:
+        task: a task's spec; of a file, its content counts.
+        versions: of what else they run.
+    """
+    file = Path(task.partition(":")[0])
+    content = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else task
+    return {"config": config_digest, "task": content, "--nodes": nodes, **versions}
+
+
+def introduce(notices: Notices, facts: Facts, run: Path) -> None:
+    """The leader's: say where the Run directory is."""
+    notices.post("run", {"facts": dict(facts), "host": socket.gethostname(), "path": str(run)})
+
+
+def learn(notices: Notices, facts: Facts, endpoint: Endpoint, seconds: float) -> Path:
+    """Where the leader has said that the Run directory is; waits up to `seconds` for that.
+
+    Raises:
+        ConfigError: the secret is another.
+        RunError: code or config are other ones than the leader's.
+        ProcessError: the leader has said nothing.
+        StoreLostError: it has gone.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            told = notices.read("run")
+        except SealError as error:
+            raise ConfigError(
+                f"what stands at {endpoint} was not signed with this host's secret: give every host of the run the "
+                "same one, and every run a port of its own"
+            ) from error
+        if told is not None:
+            break
+        if time.monotonic() > deadline:
+            raise ProcessError(f"the host at {endpoint} said nothing for {seconds:g} s (guard.join_seconds)")
+        time.sleep(POLL_SECONDS)
+    for name, here in facts.items():
+        there = told["facts"].get(name)
+        if there != here:
+            raise RunError(
+                f"{name} is {here} on this host and {there} on {told['host']}, which leads the run at {endpoint}: "
+                "give all hosts the same task, config and versions"
+            )
+    return Path(told["path"])

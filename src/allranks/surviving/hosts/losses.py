@@ -1,0 +1,24 @@
+"""Errors of the meeting store: it has gone, or somebody without the secret writes there; and the one line on each."""
+
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
+
+from allranks.errors import ProcessError
+from allranks.hosts_request import Endpoint
+from allranks.surviving.hosts.meeting import StoreLostError
+from allranks.surviving.hosts.seal import SealError
+
+LOST = (StoreLostError, RendezvousConnectionError)
+FORGED = (SealError, RendezvousStateError)
+
+
+def explain_loss(error: Exception, endpoint: Endpoint) -> ProcessError:
+    """What ends the command of a host that has lost the store at `endpoint`."""
+    if isinstance(error, FORGED):
+        return ProcessError(
+            f"somebody without this run's secret writes at {endpoint}: {error}; nothing of it was used: start all "
+            "hosts again, with a port that strangers do not reach"
+        )
+    return ProcessError(
+        f"the host at {endpoint}, where the others meet, is gone ({error}); the run is whole up to its newest "
+        "checkpoint: start the same command on every host again"
+    )

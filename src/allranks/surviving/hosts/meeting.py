@@ -1,0 +1,174 @@
+"""The place where hosts meet: a store that the host of the endpoint serves and the others reach.
+
+Every call has a limit. torch's client waits without end for a host that says nothing more, and a command that waits
+there could not even end its workers.
+"""
+
+import contextlib
+import errno
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar, final
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from allranks.errors import ConfigError, ProcessError
+from allranks.hosts_request import Endpoint
+from allranks.parallel.interface import ELSEWHERE
+from allranks.parallel.store import connect, listen, serve, wait_for_listener
+
+STORE_TIMEOUT = timedelta(minutes=5)  # of what torchelastic itself waits for in the store
+PATIENCE_SECONDS = 5.0  # then the user hears for whom this command waits
+GREETING_SECONDS = 10.0  # what listens has to answer as a store within this
+Answer = TypeVar("Answer")
+NOT_OURS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
+
+
+class StoreLostError(Exception):
+    """The store does not answer any more; the text says why."""
+
+
+@final
+class MeetingStore:
+    """The store at the endpoint.
+
+    Attributes:
+        serves: whether this process serves it.
+        address: where it listens, as a number; for those who reach it, the endpoint's host.
+        stuck: whether a thread still waits in a call: the process has to end without its destructors.
+    """
+
+    def __init__(self, store: Store, endpoint: Endpoint, address: str, *, serves: bool, call_seconds: float) -> None:
+        self.store = store
+        self.endpoint = endpoint
+        self.address = address
+        self.serves = serves
+        self.stuck = False
+        self._call_seconds = call_seconds
+        self._lost: str | None = None
+
+    def read(self, key: str) -> str | None:
+        """What stands under `key`, or None. Raises StoreLostError."""
+
+        def look() -> str | None:
+            return self.store.get(key).decode("utf-8", "replace") if self.store.check([key]) else None
+
+        return self._call(look)
+
+    def write(self, key: str, text: str) -> None:
+        """Put it there, whatever stood there. Raises StoreLostError."""
+        self._call(lambda: self.store.set(key, text))
+
+    def exchange(self, key: str, expected: str, wanted: str) -> str:
+        """Put `wanted` where `expected` stands ("": where nothing does); what stands there then.
+
+        Raises:
+            StoreLostError: nobody answers.
+        """
+        return self._call(lambda: self.store.compare_set(key, expected, wanted).decode("utf-8", "replace"))
+
+    def _call(self, function: Callable[[], Answer]) -> Answer:
+        if self._lost is not None:
+            raise StoreLostError(self._lost)
+        answers: list[Answer] = []
+        errors: list[Exception] = []
+
+        def call() -> None:
+            try:
+                answers.append(function())
+            except (dist.DistError, RuntimeError, ValueError, TimeoutError) as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=call, name="allranks-meeting", daemon=True)
+        thread.start()
+        thread.join(self._call_seconds)
+        if answers:
+            return answers[0]
+        self.stuck = thread.is_alive()
+        silence = f"no answer for {self._call_seconds:g} s"
+        self._lost = str(errors[0]).strip().splitlines()[0].partition(". ")[0] if errors else silence
+        raise StoreLostError(self._lost)
+
+
+def open_meeting(
+    endpoint: Endpoint, *, connect_seconds: float, call_seconds: float, tell: Callable[[str], None]
+) -> MeetingStore:
+    """Serve the store where the endpoint is an address of this host and free; else reach who serves it.
+
+    Args:
+        connect_seconds: how long to wait until somebody serves it.
+        call_seconds: how long a call may take later.
+        tell: is told once, after some seconds, who is waited for.
+
+    Raises:
+        ConfigError: the address cannot be listened on, for another reason than that it is taken or another host's.
+        ProcessError: nobody came, or another program listens there.
+    """
+    listener = _listen_here(endpoint)
+    if listener is not None:
+        address = str(listener.getsockname()[0])
+        store = serve(listener, address, STORE_TIMEOUT)
+        return MeetingStore(store, endpoint, address, serves=True, call_seconds=call_seconds)
+    _wait_for_host(endpoint, connect_seconds, tell)
+    client = connect(endpoint.host, endpoint.port, STORE_TIMEOUT, time.monotonic() + GREETING_SECONDS)
+    if client is None:
+        raise ProcessError(
+            f"what listens on {endpoint} is no allranks: another program has the port; name a free one on every host"
+        )
+    return MeetingStore(client, endpoint, endpoint.host, serves=False, call_seconds=call_seconds)
+
+
+def _listen_here(endpoint: Endpoint) -> socket.socket | None:
+    """A listening socket at the endpoint; None where it is another host's, or taken."""
+    address = _address_of(endpoint.host)
+    if address is None:
+        return None
+    try:
+        return listen(address, endpoint.port)
+    except OSError as error:
+        if error.errno in NOT_OURS:
+            return None
+        reason = error.strerror or str(error)
+        raise ConfigError(f"--rendezvous {endpoint} cannot be listened on: {reason}; name another port") from error
+
+
+def _address_of(host: str) -> str | None:
+    """The address that a name stands for, None for none.
+
+    Debian's /etc/hosts gives the host's own name an address that other hosts cannot reach: then the one by which this
+    host reaches others.
+    """
+    try:
+        found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
+    number = ipaddress.ip_address(found.partition("%")[0])
+    if number.is_unspecified or number.is_multicast:
+        raise ConfigError(f"--rendezvous: {host} is not the address of one host; name one that the others reach")
+    if not number.is_loopback or host in (found, "localhost"):
+        return found
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(ELSEWHERE)  # of a datagram socket: only looks up the route
+        return str(probe.getsockname()[0])
+    return found
+
+
+def _wait_for_host(endpoint: Endpoint, seconds: float, tell: Callable[[str], None]) -> None:
+    began = time.monotonic()
+    error = wait_for_listener(endpoint.host, endpoint.port, began + min(PATIENCE_SECONDS, seconds))
+    if error is not None and seconds > PATIENCE_SECONDS:
+        tell(
+            f"nobody listens at {endpoint} yet ({error.strerror or error}): waiting up to {seconds:g} s"
+            " (guard.join_seconds) for the command on that host"
+        )
+        error = wait_for_listener(endpoint.host, endpoint.port, began + seconds)
+    if error is not None:
+        raise ProcessError(
+            f"nobody listened at {endpoint} for {seconds:g} s (guard.join_seconds): {error.strerror or error};"
+            " start the command on that host, and see that its name, port and firewall are right"
+        )

@@ -1,0 +1,153 @@
+"""What an agent does as one of several: it looks after the others' workers, reports its own, and obeys the leader.
+
+Every host reports how its workers of a round ended, and goes to the next round; the leader first judges, with its
+Supervisor's budget of restarts, from what all have reported: either it goes there as well, or it ends the run for all.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, final
+
+from allranks.failure import PREEMPTED, Failure, first_failure
+from allranks.surviving.hosts.company import Company
+from allranks.surviving.hosts.ending import Ending, Report
+from allranks.surviving.hosts.losses import FORGED, LOST
+from allranks.surviving.interrupts import Interrupts
+from allranks.surviving.outcome import Outcome
+from allranks.surviving.supervisor import Supervisor
+
+LOOK_SECONDS = 0.5  # between two looks into the store
+LINGER_SECONDS = 2.0  # after a failure elsewhere: time for the workers of this host to say what they met
+CAUSE_SECONDS = 2.0  # after a lost host would have been seen: then the cause is what has been reported
+
+Next = Literal["wait", "again", "end"]
+
+
+@final
+class Member:
+    """This host in the company.
+
+    Attributes:
+        outcome: how the run ended, once `settle` has said "end".
+    """
+
+    def __init__(self, company: Company, supervisor: Supervisor | None, interrupts: Interrupts) -> None:
+        self.outcome: Outcome | None = None
+        self._company = company
+        self._supervisor = supervisor
+        self._interrupts = interrupts
+        self._looked = 0.0
+        self._reported_at: float | None = None
+        self._lost: Failure | None = None
+        self._admitting: tuple[str, ...] = ()
+        company.heed(interrupts)
+
+    def begin(self) -> None:
+        """Workers of a new round are about to start."""
+        self._reported_at = self._lost = None
+        self._admitting = ()
+
+    def look(self) -> float | None:
+        """See how the others do: the seconds after which this host's workers are to be ended; None: all is well.
+
+        Raises:
+            ProcessError: the store has gone, or holds what no host wrote.
+        """
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return None
+        self._looked = time.monotonic()
+        try:
+            if self._lost is None:
+                self._lost = self._company.lost()
+            if self._lost is not None or self._company.notices.ending() is not None:
+                return 0.0
+            return LINGER_SECONDS if self._company.in_trouble() else None
+        except (*LOST, *FORGED) as error:
+            raise self._company.explain(error) from error
+
+    def admits(self) -> bool:
+        """Whether the leader's workers are to save and end now, so that hosts that wait can join; said once.
+
+        Not before the first step: workers that start cannot save yet.
+        """
+        if not self._company.leads or self._admitting or self._interrupts.first is not None:
+            return False
+        if self._supervisor is None or min(self._supervisor.monitor.beats.steps()) == 0:
+            return False
+        self._admitting = self._company.newcomers()
+        return bool(self._admitting)
+
+    def settle(self, outcome: Outcome) -> Next:
+        """All workers of this host have ended: whether it waits for the others, starts its workers again, or ends."""
+        try:
+            return self._settle(outcome)
+        except (*LOST, *FORGED) as error:
+            raise self._company.explain(error) from error
+
+    def _settle(self, outcome: Outcome) -> Next:
+        company = self._company
+        if self._reported_at is None:
+            self._reported_at = time.monotonic()
+            failure = first_failure(filter(None, (outcome.first_failure, self._lost)))
+            company.report(Report(outcome.exit_code, failure, self._interrupts.first is not None))
+            if failure is not None and not company.leads:
+                company.tell(f"{failure.brief()}; the leader decides what follows")
+        ending = company.notices.ending()
+        if ending is None and self._interrupts.urgent:
+            ending = Ending(outcome.exit_code)
+            company.end(ending)
+        if ending is not None:
+            return self._obey(ending, outcome)
+        if company.leads:
+            return self._judge(outcome)
+        number = company.table.number
+        others = self._lost is not None or company.in_trouble() or company.notices.starts_again(number)
+        return "again" if others else "wait"
+
+    def _obey(self, ending: Ending, outcome: Outcome) -> Next:
+        self.outcome = replace(ending.outcome(), others=outcome.others)
+        return "end"
+
+    def _judge(self, outcome: Outcome) -> Next:
+        """The leader's: what follows for all."""
+        company = self._company
+        reports = company.reports()
+        said = [report for report in reports if report is not None]
+        failures = [report.failure for report in said if report.failure is not None]
+        if not failures and self._lost is None:
+            if None in reports:
+                return "wait"
+            if self._may_admit(said):
+                return "again"
+            return self._end(Ending(next((one.exit_code for one in said if one.exit_code), 0)), outcome)
+        cause = first_failure([*failures, *filter(None, [self._lost])])
+        assert cause is not None
+        if cause.consequence and None in reports and not self._has_waited():
+            return "wait"
+        if any(report.stopped for report in said):
+            code = next((one.exit_code for one in said if one.stopped and one.exit_code), cause.exit_code)
+            return self._end(Ending(code, None if cause.consequence else cause), outcome)
+        if self._supervisor is not None and self._supervisor.may_restart(cause):
+            self._supervisor.restarting(cause)
+            return "again"
+        if self._supervisor is not None:
+            cause = self._supervisor.conclude(cause)
+        return self._end(Ending(cause.exit_code, cause), outcome)
+
+    def _may_admit(self, said: Sequence[Report]) -> bool:
+        """Whether all have saved and ended for hosts that wait to join; then all start again, with these."""
+        if not self._admitting or any(one.stopped or one.exit_code != PREEMPTED for one in said):
+            return False
+        assert self._supervisor is not None
+        self._supervisor.admitting(self._admitting)
+        self._company.notices.start_again(self._company.table.number)
+        return True
+
+    def _has_waited(self) -> bool:
+        assert self._reported_at is not None
+        return time.monotonic() - self._reported_at > self._company.guard.host_seconds + CAUSE_SECONDS
+
+    def _end(self, ending: Ending, outcome: Outcome) -> Next:
+        self._company.end(ending)
+        return self._obey(ending, outcome)

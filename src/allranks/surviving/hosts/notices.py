@@ -1,0 +1,71 @@
+"""What hosts tell each other besides the state of the rendezvous: sealed JSON, each under a key of its own.
+
+run                        what all hosts have to have alike, and where the Run directory is     (by the leader)
+member/ROUND/PLACE         a host's number of workers
+meet/ROUND                 the port of the workers' store, and how many workers each host has    (by the leader)
+trouble/ROUND              workers of a host have failed
+report/ROUND/PLACE         how a host's workers ended (Report)
+again/ROUND                all workers have saved and ended, and start again                     (by the leader)
+ending                     how the run ended, for all (Ending); the first word holds
+bye/NODE                   a host that leaves has read that
+"""
+
+from typing import final
+
+from allranks.surviving.hosts.ending import Ending, Report
+from allranks.surviving.hosts.meeting import MeetingStore
+from allranks.surviving.hosts.seal import Json, Seal
+
+
+@final
+class Notices:
+    """A board in the meeting store. Every method raises StoreLostError, and SealError for what no host has written."""
+
+    def __init__(self, meeting: MeetingStore, seal: Seal) -> None:
+        self._meeting = meeting
+        self._seal = seal
+
+    def post(self, key: str, value: Json) -> None:
+        """Put it up; what stood under `key` goes."""
+        self._meeting.write(key, self._seal.close(key, value))
+
+    def read(self, key: str) -> Json | None:
+        """What is up under `key`, or None."""
+        sealed = self._meeting.read(key)
+        return None if sealed is None else self._seal.open(key, sealed)
+
+    def report(self, number: int, place: int, report: Report) -> None:
+        """Say how the workers of one host ended in a round."""
+        self.post(f"report/{number}/{place}", report.to_json())
+        if report.failure is not None:
+            self.post(f"trouble/{number}", {"place": place})
+
+    def reports(self, number: int, num_hosts: int) -> list[Report | None]:
+        """What each host has said of its end in a round; None: nothing yet."""
+        found = [self.read(f"report/{number}/{place}") for place in range(num_hosts)]
+        return [None if one is None else Report.from_json(one) for one in found]
+
+    def has_reported(self, number: int, place: int) -> bool:
+        """Whether a host has said how its workers ended."""
+        return self.read(f"report/{number}/{place}") is not None
+
+    def in_trouble(self, number: int) -> bool:
+        """Whether workers of any host have failed in a round."""
+        return self.read(f"trouble/{number}") is not None
+
+    def start_again(self, number: int) -> None:
+        """Let all hosts go on to the round after this one."""
+        self.post(f"again/{number}", {})
+
+    def starts_again(self, number: int) -> bool:
+        """Whether all hosts go on to the round after this one."""
+        return self.read(f"again/{number}") is not None
+
+    def end(self, ending: Ending) -> None:
+        """Say how the run ends for all, unless somebody has said so before."""
+        self._meeting.exchange("ending", "", self._seal.close("ending", ending.to_json()))
+
+    def ending(self) -> Ending | None:
+        """How the run has ended for all, or None."""
+        found = self.read("ending")
+        return None if found is None else Ending.from_json(found)

@@ -1,0 +1,70 @@
+"""Table: the hosts of one round in their order, and which ranks each of them has."""
+
+import json
+from dataclasses import dataclass
+from typing import final
+
+from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed.elastic.agent.server.api import _RoleInstanceInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
+
+ROLE = "allranks"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One round.
+
+    Attributes:
+        number: the round's.
+        members: its hosts' agents, ascending: the leader first.
+        port: of the workers' store on the leader's host.
+        workers: how many workers each of them has.
+    """
+
+    number: int
+    members: tuple[_NodeDesc, ...]
+    port: int
+    workers: tuple[int, ...] = ()
+
+    def place_of(self, node: _NodeDesc) -> int:
+        """A host's number among the members."""
+        return self.members.index(node)
+
+    def ranks(self, place: int) -> range:
+        """The global ranks of a host's workers."""
+        first = sum(self.workers[:place])
+        return range(first, first + self.workers[place])
+
+    def assignments(self) -> Store:
+        """What torchelastic's agents would agree on through the common store, in one of this process alone.
+
+        There everybody who reaches the port could write it; here it stands as the sealed notices said.
+        """
+        store, total = HashStore(), sum(self.workers)
+        for place, workers in enumerate(self.workers):
+            base = self.ranks(place).start
+            store.set(f"torchelastic/role_info/{place}", _RoleInstanceInfo(ROLE, place, workers).serialize().decode())
+            store.set(f"torchelastic/assigned_ranks/{place}", json.dumps([base, total, base, total]))
+        return store
+
+
+def name_of(host: str, *, leads: bool) -> str:
+    """The name of a host's node: nodes are ranked by it, so that the leader's comes first."""
+    return f"{int(not leads)} {host}"
+
+
+def host_of(node: _NodeDesc) -> str:
+    """The name of a node's host."""
+    return str(node.addr.partition(" ")[2])
+
+
+def is_leader(node: _NodeDesc) -> bool:
+    """Whether a node is that of the host that leads."""
+    return bool(node.addr.startswith("0 "))
+
+
+def key_of(node: _NodeDesc) -> str:
+    """A node in the keys of notices."""
+    return json.dumps([node.addr, node.pid, node.local_id])

@@ -1,0 +1,219 @@
+"""`allranks train --nodes`: several commands that are one run, and what becomes of it when one of them is lost."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.cli.main import main
+from allranks.run import Run
+from tests.commands import POINTS, alive, allranks, steps, tensor_digests, wait_for
+from tests.free_port import free_port
+from tests.hosts import SECRET, Cluster, Host, cluster
+
+pytestmark = pytest.mark.distributed
+SETTINGS = ("train.steps=40", "checkpoint.every=5", "task.pause=0.05")
+
+
+def events(run: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+    return [event for event in Run.open(run).events(rank) if event["event"] == kind]
+
+
+def step_of(run: Path) -> int:
+    return max(steps(run), default=0)
+
+
+def start_two(found: Cluster, *words: str) -> tuple[Host, Host]:
+    """The leader on hosta, another host on hostb, some steps into the run."""
+    first = found.start("hosta", *words)
+    found.wait_until_led()
+    second = found.start("hostb", *words)
+    wait_for(lambda: step_of(found.run) >= 7 or first.process.poll() is not None, "step 7")
+    return first, second
+
+
+def check_ledgers(run: Path, last: int = 40) -> None:
+    """Every step once or more, always with the same samples."""
+    said: dict[int, set[object]] = {}
+    for event in events(run, "step"):
+        said.setdefault(event["step"], set()).add(event["ledger"])
+    assert sorted(said) == list(range(1, last + 1)) and {len(each) for each in said.values()} == {1}
+
+
+def test_a_killed_worker_and_a_lost_host_cost_no_sample(tmp_path: Path) -> None:
+    with cluster(tmp_path) as found:
+        first, second = start_two(found, *SETTINGS)
+        os.kill(events(found.run, "start", rank=1)[-1]["pid"], signal.SIGKILL)
+        wait_for(lambda: len(events(found.run, "resume")) == 1, "a second attempt", 100)
+        wait_for(lambda: step_of(found.run) >= 12, "a step of it", 100)
+        workers = second.family()
+        second.kill()
+        wait_for(lambda: len(events(found.run, "verdict")) == 2, "a host that is missed", 100)
+        wait_for(lambda: not any(alive(pid) for pid in workers), "workers that die with their command", 20)
+        third = found.start("hostc", *SETTINGS)
+        assert (first.end(), third.end()) == (0, 0), first.said() + third.said()
+        check_ledgers(found.run)
+        told = [event["what"] for event in events(found.run, "verdict")]
+        assert [(told[0][:9], second.name in told[0], "SIGKILL" in told[0])] == [("restart 1", True, True)]
+        assert f"rank 1 on {second.name}: its host is lost: no sign of life for 8 s (guard.host_seconds)" in told[1]
+        assert [event["host"] for event in events(found.run, "start", rank=1)] == [second.name] * 2 + [third.name]
+        assert f"{first.name} leads" in third.said()
+        kept = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())
+        assert SECRET not in kept, "neither in a log nor in the run directory"
+
+
+@pytest.mark.full
+def test_a_host_joins_and_is_lost_and_no_sample_with_it(tmp_path: Path) -> None:
+    def attempts() -> list[int]:
+        return [event["world_size"] for event in events(found.run, "start")]
+
+    def go_on() -> None:
+        before = step_of(found.run)
+        wait_for(lambda: step_of(found.run) >= before + 3, "three more steps", 100)
+
+    with cluster(tmp_path, "1:2") as found:
+        long = ("train.steps=5000", "checkpoint.every=5", "task.pause=0.1")
+        first = found.start("hosta", *long)
+        wait_for(lambda: step_of(found.run) >= 4, "step 4 on one host", 100)
+        second = found.start("hostb", *long)
+        wait_for(lambda: attempts() == [1, 2], "an attempt on two hosts", 100)
+        go_on()
+        second.kill()
+        wait_for(lambda: attempts() == [1, 2, 1], "an attempt on the one that is left", 100)
+        go_on()
+        first.process.send_signal(signal.SIGTERM)
+        assert first.end() == 75, first.said()
+        check_ledgers(found.run, step_of(found.run))
+        told = [(event["kind"], event["what"]) for event in events(found.run, "verdict")]
+        assert [kind for kind, _ in told] == ["join", "restart"]
+        assert f"rank 1 on {second.name}: its host is lost" in told[1][1]
+        saved = re.search(r"after step (\d+), which is saved", told[0][1])
+        assert saved is not None
+        assert events(found.run, "resume")[0]["step"] == int(saved[1]), "no finished step is lost by a join"
+        alone = ("--device", "cpu", "--run", "alone", "--layout", "single", f"train.steps={step_of(found.run)}")
+        allranks("train", POINTS, *alone, folder=tmp_path)
+        ledgers = [[line["ledger"] for line in steps(run).values()] for run in (found.run, tmp_path / "alone")]
+        assert ledgers[0] == ledgers[1], "the samples of every step are those of one process"
+
+
+@pytest.mark.full
+def test_the_end_is_that_of_one_host_with_as_many_workers(tmp_path: Path) -> None:
+    with cluster(tmp_path) as found:
+        first, second = start_two(found, *SETTINGS)
+        os.kill(events(found.run, "start", rank=0)[-1]["pid"], signal.SIGKILL)
+        assert (first.end(), second.end()) == (0, 0), first.said() + second.said()
+        check_ledgers(found.run)
+        alone = ("--device", "cpu", "--run", "alone", "--nproc", "2", "--layout", "ddp", *SETTINGS)
+        allranks("train", POINTS, *alone, folder=tmp_path)
+        assert tensor_digests(found.run, 40) == tensor_digests(tmp_path / "alone", 40)
+        ledgers = [[line["ledger"] for line in steps(run).values()] for run in (found.run, tmp_path / "alone")]
+        assert ledgers[0] == ledgers[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_the_leader_the_others_end_with_one_line(tmp_path: Path, number: signal.Signals) -> None:
+    with cluster(tmp_path) as found:
+        first, second = start_two(found, *SETTINGS, "task.pause=0.2")
+        workers = second.family()
+        began = time.monotonic()
+        first.process.send_signal(number)
+        assert second.end() == 76
+        assert time.monotonic() - began < 60, "a cap; guard.host_seconds is 8"
+        wait_for(lambda: not any(alive(pid) for pid in workers), "workers that end with their command", 20)
+        last = second.said().strip().splitlines()[-1]
+        assert re.search(
+            r"error: the host at 127\.0\.0\.1:\d+, where the others meet, is gone \(.+\); the run is", last
+        )
+        assert "frame #" not in second.said()
+        first.close()
+        again = Cluster(tmp_path)
+        try:
+            third, fourth = start_two(again, *SETTINGS, "task.pause=0.2")
+            assert (third.end(), fourth.end()) == (0, 0), third.said() + fourth.said()
+            check_ledgers(found.run)
+        finally:
+            again.close()
+
+
+@pytest.mark.full
+def test_a_request_to_stop_one_host_saves_and_stops_all(tmp_path: Path) -> None:
+    with cluster(tmp_path) as found:
+        first, second = start_two(found, *SETTINGS, "task.pause=0.2")
+        second.process.send_signal(signal.SIGTERM)
+        assert (first.end(), second.end()) == (75, 75), first.said() + second.said()
+        newest = max(found.run.glob("checkpoints/step-*"))
+        assert int(newest.name.rpartition("-")[2]) == step_of(found.run)
+
+
+@pytest.mark.full
+def test_an_error_of_the_users_ends_all_hosts_with_it(tmp_path: Path) -> None:
+    with cluster(tmp_path) as found:
+        first = found.start("hosta", *SETTINGS, "task.boom_rank=1")
+        found.wait_until_led()
+        second = found.start("hostb", *SETTINGS, "task.boom_rank=1")
+        assert (first.end(), second.end()) == (1, 1)
+        for host in (first, second):
+            assert f"rank 1 on {second.name} failed:" in host.said()
+            assert host.said().strip().endswith("ValueError: the user's own mistake")
+
+
+@pytest.mark.full
+def test_who_has_another_config_or_secret_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
+    with cluster(tmp_path) as found:
+        first = found.start("hosta", *SETTINGS)
+        found.wait_until_led()
+        other = found.start("hostb", *SETTINGS, "train.seed=5")
+        stranger = found.start("hostc", *SETTINGS, secret="another secret of another run")
+        assert (other.end(), stranger.end()) == (78, 2), other.said() + stranger.said()
+        assert f"which leads the run at {found.endpoint}: give all hosts the same task" in other.said()
+        assert "was not signed with this host's secret" in stranger.said()
+        second = found.start("hostd", *SETTINGS)
+        assert (first.end(), second.end()) == (0, 0), first.said() + second.said()
+
+
+@pytest.mark.full
+def test_who_waits_in_vain_ends_with_76_and_says_for_whom(tmp_path: Path) -> None:
+    with cluster(tmp_path) as found:
+        first = found.start("hosta", *SETTINGS, "guard.join_seconds=8")
+        assert first.end() == 76
+        assert re.search(r"error: 1 of 2 hosts are here \(.+\); the others did not come to .* within 8 s", first.said())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--nodes", "2"], 2, "--nodes 2 needs --rendezvous"),
+        (["--nodes", "2:1", "--rendezvous", "c10d://h:1"], 2, "MIN not above MAX"),
+        (["--nodes", "2", "--rendezvous", "etcd://h:1"], 2, "rendezvous by etcd is not built"),
+        (["--nodes", "2", "--rendezvous", "c10d://h:1"], 2, "several hosts need a secret"),
+        (["--nodes", "2", "--rendezvous", "c10d://h:1", "--show-sharding"], 2, "--show-sharding makes one step"),
+    ],
+)
+def test_refusals_are_one_line(
+    words: list[str],
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", POINTS, *words]) == code
+    error = capsys.readouterr().err.strip()
+    assert said in error and "\n" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_under_another_launcher_nodes_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", POINTS, "--nodes", "2", "--rendezvous", f"c10d://127.0.0.1:{free_port()}"]) == 2
+    assert "--nodes starts the workers of this host itself: leave environment out" in capsys.readouterr().err

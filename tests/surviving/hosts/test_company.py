@@ -1,0 +1,199 @@
+"""Hosts that meet, in threads of one process; tests/cli/test_running_hosts.py has real commands."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from allranks.config_guard import GuardConfig
+from allranks.errors import ProcessError
+from allranks.failure import Failure
+from allranks.hosts_request import Endpoint
+from allranks.surviving.hosts.company import Company
+from allranks.surviving.hosts.ending import Ending, Report, RunEnded
+from allranks.surviving.hosts.meeting import MeetingStore, open_meeting
+from allranks.surviving.hosts.seal import Seal
+from allranks.surviving.interrupts import Interrupts
+from tests.free_port import free_port
+from tests.processes import wait_until
+
+FAILURE = Failure(1, "b", 9, 2.5, 76, "lost")
+
+
+class Hosts:
+    """Companies of one run, each in a thread's hands."""
+
+    def __init__(self) -> None:
+        self.endpoint = Endpoint("127.0.0.1", free_port())
+        self.heard: list[str] = []
+        self._pool = ThreadPoolExecutor(8)
+        self._companies: list[Company] = []
+
+    def company(self, nodes: int = 2, nproc: int = 1, least: int | None = None, **guard: float) -> Company:
+        guarded = GuardConfig.model_validate({"host_seconds": 3.0, "join_seconds": 30.0} | guard)
+        meeting = open_meeting(self.endpoint, connect_seconds=10, call_seconds=5, tell=self.heard.append)
+        seal = Seal(b"0123456789abcdef")
+        number = {"nodes": nodes, "least": least or nodes, "nproc": nproc}
+        self._companies.append(Company(meeting, seal, **number, guard=guarded, tell=self.heard.append))
+        return self._companies[-1]
+
+    def together(self, *calls: Callable[[], Any]) -> list[Any]:
+        return [future.result(60) for future in [self.beside(call) for call in calls]]
+
+    def beside(self, call: Callable[[], Any]) -> "Future[Any]":
+        return self._pool.submit(call)
+
+    def close(self) -> None:
+        for company in self._companies:
+            company._inner._stop_heartbeats()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    found = Hosts()
+    yield found
+    found.close()
+
+
+def test_two_rounds_and_the_end(hosts: Hosts) -> None:
+    leader, other = hosts.company(nproc=2), hosts.company(nproc=1)
+    assert (leader.leads, other.leads) == (True, False)
+    first, second = hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    assert [(one.rank, one.world_size) for one in (first, second)] == [(0, 2), (1, 2)]
+    assert leader.table == other.table and leader.table.workers == (2, 1)
+    places = {(one.bootstrap_store_info.master_addr, one.bootstrap_store_info.master_port) for one in (first, second)}
+    assert places == {("127.0.0.1", leader.table.port)}
+    assert leader.lost() is None and not leader.in_trouble() and leader.num_nodes_waiting() == 0
+    other.report(Report(76, FAILURE))
+    assert leader.in_trouble() and leader.reports() == [None, Report(76, FAILURE)]
+
+    again = hosts.beside(other.next_rendezvous)
+
+    def has_left() -> bool:
+        assert leader.lost() is None, "who has reported and left for the next round is not lost"
+        return other._node not in leader._state.participants
+
+    wait_until(has_left)
+    leader.next_rendezvous()
+    assert again.result(60).rank == 1
+    assert leader.table.number == other.table.number > 0 and leader.table.port not in {port for _, port in places}
+    assert not leader.in_trouble(), "that was another round"
+
+    leader.end(Ending(93, FAILURE))
+    leader.end(Ending(0))
+    assert other.notices.ending() == Ending(93, FAILURE)
+    wait_until(other.is_closed)
+    with pytest.raises(RunEnded) as caught:
+        other.next_rendezvous()
+    assert caught.value.ending == Ending(93, FAILURE)
+    hosts.together(leader.leave, other.leave)
+
+
+def test_hosts_join_and_go_between_least_and_most(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allranks.surviving.hosts.company.LAST_CALL_SECONDS", 0.5)
+    leader = hosts.company(nodes=2, least=1)
+    assert leader.next_rendezvous().world_size == 1 and leader.newcomers() == ()
+    other = hosts.company(nodes=2, least=1)
+    waiting = hosts.beside(other.next_rendezvous)
+    wait_until(lambda: leader.lost() is None and leader.newcomers() != ())
+    assert hosts.together(leader.next_rendezvous)[0].world_size == 2
+    assert waiting.result(60).rank == 1 and leader.newcomers() == ()
+    other._inner._stop_heartbeats()
+    wait_until(lambda: leader.lost() is not None)
+    assert leader.next_rendezvous().world_size == 1 and leader.lost() is None
+
+
+def test_one_more_than_there_is_room_for_waits_and_learns_the_end(hosts: Hosts) -> None:
+    leader, other = hosts.company(), hosts.company()
+    hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    surplus = hosts.company()
+    surplus.heed(Interrupts(lambda: None))
+    waiting = hosts.beside(surplus.next_rendezvous)
+    wait_until(lambda: leader.lost() is None and surplus._node in leader._state.redundancy_list)
+    assert leader.newcomers() == ()
+    leader.end(Ending(0))
+    with pytest.raises(RunEnded) as caught:
+        waiting.result(60)
+    assert caught.value.ending == Ending(0)
+
+
+def test_a_host_that_falls_silent_is_lost_for_all(hosts: Hosts) -> None:
+    leader, other, silent = (hosts.company(nodes=3) for _ in range(3))
+    hosts.together(*(one.next_rendezvous for one in (leader, other, silent)))
+    places = {one.table.place_of(one._node): one for one in (leader, other, silent)}
+    silent, other = places[2], places[1]
+    time.sleep(1.5)  # signs of life come from now and then while hosts join, steadily afterwards
+    began = time.monotonic()
+    silent._inner._stop_heartbeats()
+    for one in (leader, other):
+        wait_until(lambda one=one: one.lost() is not None)  # type: ignore[misc]
+        lost = one.lost()
+        assert lost is not None
+        assert (lost.rank, lost.exit_code, lost.consequence) == (2, 76, False)
+        assert "its host is lost: no sign of life for 3 s (guard.host_seconds)" in lost.brief()
+    assert time.monotonic() - began > 2.5
+    with_new = hosts.company(nodes=3)
+    hosts.together(*(one.next_rendezvous for one in (leader, other, with_new)))
+    assert len(leader.table.members) == 3 and silent._node not in leader.table.members
+    assert leader.lost() is None
+
+
+def test_who_waits_in_vain_says_who_is_here(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allranks.surviving.hosts.company.PATIENCE_SECONDS", 0.5)
+    leader = hosts.company(join_seconds=3.0)
+    with pytest.raises(ProcessError, match=r"1 of 2 hosts are here \(.+\); the others did not come to .* within 3 s"):
+        leader.next_rendezvous()
+    assert len(hosts.heard) == 1 and "waiting up to 3 s (guard.join_seconds)" in hosts.heard[0]
+    ending = leader.notices.ending()
+    assert ending is not None and ending.exit_code == 76, "for those who come too late"
+
+
+def test_a_request_to_stop_ends_the_waiting(hosts: Hosts) -> None:
+    leader = hosts.company()
+    interrupts = Interrupts(lambda: None)
+    leader.heed(interrupts)
+    waiting = hosts.beside(leader.next_rendezvous)
+    time.sleep(0.5)
+    interrupts._note(2, None)
+    with pytest.raises(RunEnded) as caught:
+        waiting.result(60)
+    assert caught.value.ending.exit_code == 130
+
+
+def test_a_stranger_who_writes_ends_the_run_with_one_line(hosts: Hosts) -> None:
+    leader, other = hosts.company(), hosts.company()
+    hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    stranger: MeetingStore = open_meeting(hosts.endpoint, connect_seconds=5, call_seconds=5, tell=print)
+    stranger.write("rendezvous", "cos\nsystem\n(S'touch harm'\ntR.")
+    for one in (leader, other):
+        wait_until(lambda one=one: fails(one.lost))  # type: ignore[misc]
+    with pytest.raises(ProcessError, match=r"somebody without this run's secret writes at 127\.0\.0\.1"):
+        leader.next_rendezvous()
+
+
+def fails(call: Callable[[], object]) -> bool:
+    """Whether a call raises what a forged state does."""
+    try:
+        call()
+    except Exception as error:
+        return "not signed" in str(error)
+    return False
+
+
+def test_the_leader_stays_until_the_others_have_left(hosts: Hosts) -> None:
+    leader, other = hosts.company(), hosts.company()
+    hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    leaving = threading.Event()
+
+    def leave() -> None:
+        leader.leave()
+        leaving.set()
+
+    done = hosts.beside(leave)
+    assert not leaving.wait(0.5)
+    other.leave()
+    done.result(10)

@@ -1,0 +1,52 @@
+"""The first words between hosts: the same code and config everywhere, or a refusal that names what differs."""
+
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from allranks.errors import ConfigError, ProcessError, RunError
+from allranks.hosts_request import Endpoint
+from allranks.surviving.hosts.introduction import facts_of, introduce, learn
+from allranks.surviving.hosts.meeting import MeetingStore
+from allranks.surviving.hosts.notices import Notices
+from allranks.surviving.hosts.seal import Seal
+
+ENDPOINT = Endpoint("here", 1)
+FACTS = facts_of("package.module:Name", "abc", "2", {"torch": "2.13.0"})
+
+
+def board(store: HashStore, secret: bytes = b"0123456789abcdef") -> Notices:
+    return Notices(MeetingStore(store, ENDPOINT, "here", serves=True, call_seconds=5.0), Seal(secret))
+
+
+def test_who_has_the_same_learns_where_the_run_is() -> None:
+    store = HashStore()
+    introduce(board(store), FACTS, Path("/runs/x"))
+    assert learn(board(store), FACTS, ENDPOINT, 1.0) == Path("/runs/x")
+
+
+def test_of_a_task_in_a_file_the_content_counts(tmp_path: Path) -> None:
+    here, there = tmp_path / "a.py", tmp_path / "b.py"
+    here.write_text("x = 1")
+    there.write_text("x = 1")
+    assert facts_of(f"{here}:Name", "abc", "2", {}) == facts_of(str(there), "abc", "2", {})
+    there.write_text("x = 2")
+    assert facts_of(str(here), "abc", "2", {})["task"] != facts_of(str(there), "abc", "2", {})["task"]
+
+
+@pytest.mark.parametrize("name", sorted(FACTS))
+def test_who_has_another_is_refused_with_both(name: str) -> None:
+    store = HashStore()
+    introduce(board(store), FACTS, Path("/runs/x"))
+    with pytest.raises(RunError, match=f"{name} is other on this host and {FACTS[name]} on .*, which leads"):
+        learn(board(store), FACTS | {name: "other"}, ENDPOINT, 1.0)
+
+
+def test_another_secret_and_no_word_are_one_line() -> None:
+    store = HashStore()
+    with pytest.raises(ProcessError, match=r"said nothing for 0\.2 s"):
+        learn(board(store), FACTS, ENDPOINT, 0.2)
+    introduce(board(store), FACTS, Path("/runs/x"))
+    with pytest.raises(ConfigError, match="not signed with this host's secret"):
+        learn(board(store, b"another secret 16"), FACTS, ENDPOINT, 1.0)

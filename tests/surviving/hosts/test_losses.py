@@ -1,0 +1,23 @@
+"""The one line on a store that has gone, or in which a stranger writes."""
+
+import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
+
+from allranks.hosts_request import Endpoint
+from allranks.surviving.hosts.losses import explain_loss
+from allranks.surviving.hosts.meeting import StoreLostError
+from allranks.surviving.hosts.seal import SealError
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (StoreLostError("reset"), "the host at a:1, where the others meet, is gone (reset)"),
+        (RendezvousConnectionError("reset"), "the host at a:1, where the others meet, is gone (reset)"),
+        (SealError("what"), "somebody without this run's secret writes at a:1: what"),
+        (RendezvousStateError("what"), "somebody without this run's secret writes at a:1: what"),
+    ],
+)
+def test_one_line_with_the_next_move(error: Exception, said: str) -> None:
+    line = str(explain_loss(error, Endpoint("a", 1)))
+    assert said in line and "start" in line and "\n" not in line

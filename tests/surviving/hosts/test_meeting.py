@@ -1,0 +1,117 @@
+"""The store at the endpoint: who serves it, who reaches it, and what is said when nobody answers."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from allranks.errors import ConfigError, ProcessError
+from allranks.hosts_request import Endpoint
+from allranks.surviving.hosts.meeting import MeetingStore, StoreLostError, open_meeting
+from tests.free_port import free_port
+from tests.processes import wait_until
+
+
+def meet(endpoint: Endpoint, seconds: float = 20.0, heard: list[str] | None = None) -> MeetingStore:
+    return open_meeting(
+        endpoint, connect_seconds=seconds, call_seconds=2.0, tell=([] if heard is None else heard).append
+    )
+
+
+def test_the_first_serves_at_the_endpoints_address_and_the_second_reaches_it() -> None:
+    endpoint = Endpoint("127.0.0.1", free_port())
+    first, second = meet(endpoint), meet(endpoint)
+    assert (first.serves, second.serves) == (True, False)
+    listening = {
+        one.laddr.ip
+        for one in psutil.Process().net_connections()
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == endpoint.port
+    }
+    assert listening == {"127.0.0.1"}
+    assert second.read("key") is None
+    assert second.exchange("key", "", "a") == "a"
+    assert first.exchange("key", "", "b") == "a", "somebody was first"
+    assert first.exchange("key", "a", "b") == second.read("key") == "b"
+    second.write("key", "c")
+    assert first.read("key") == "c"
+
+
+def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allranks.surviving.hosts.meeting.PATIENCE_SECONDS", 0.3)
+    heard: list[str] = []
+    elsewhere = Endpoint("127.0.0.1", free_port())
+    monkeypatch.setattr("allranks.surviving.hosts.meeting._listen_here", lambda endpoint: None)
+    with pytest.raises(ProcessError, match=f"nobody listened at {elsewhere} for 0.8 s.*refused.*firewall"):
+        meet(elsewhere, 0.8, heard)
+    assert len(heard) == 1 and "waiting up to 0.8 s (guard.join_seconds)" in heard[0]
+
+
+def test_a_name_that_stands_for_nothing() -> None:
+    with pytest.raises(ProcessError, match=r"nobody listened at no-such-host\.invalid:29400 for 0\.2 s"):
+        meet(Endpoint("no-such-host.invalid", 29400), 0.2)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "224.0.0.1"])
+def test_an_address_of_no_single_host_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"{host} is not the address of one host"):
+        meet(Endpoint(host, 29400), 0.2)
+
+
+def test_another_program_on_the_port_is_no_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allranks.surviving.hosts.meeting.GREETING_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        endpoint = Endpoint("127.0.0.1", stranger.getsockname()[1])
+
+        def answer() -> None:
+            for _ in range(2):
+                taken, _address = stranger.accept()
+                taken.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 20)
+                taken.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ProcessError, match=f"what listens on {endpoint} is no allranks"):
+            meet(endpoint, 5.0)
+        thread.join()
+
+
+SERVE = """
+import sys, time
+from allranks.hosts_request import Endpoint
+from allranks.surviving.hosts.meeting import open_meeting
+kept = open_meeting(Endpoint("127.0.0.1", int(sys.argv[1])), connect_seconds=1, call_seconds=1, tell=print)
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_lost_store_is_told_of_in_time() -> None:
+    endpoint = Endpoint("127.0.0.1", free_port())
+    leader = subprocess.Popen([sys.executable, "-c", SERVE, str(endpoint.port)], stdout=subprocess.PIPE)
+    try:
+        assert leader.stdout is not None and leader.stdout.readline() == b"ready\n"
+        one, other = meet(endpoint), meet(endpoint)
+        assert not one.serves
+        one.write("key", "x")
+        os.kill(leader.pid, signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(leader.pid).status() == psutil.STATUS_STOPPED)
+        began = time.monotonic()
+        with pytest.raises(StoreLostError, match="no answer for 2 s"):
+            one.read("key")
+        with pytest.raises(StoreLostError, match="no answer for 2 s"):
+            one.write("key", "y")
+        assert one.stuck and time.monotonic() - began < 60, "only the first call waits, and that not for ever"
+        leader.kill()
+        leader.wait()
+        with pytest.raises(StoreLostError) as caught:
+            other.exchange("key", "", "z")
+        assert not other.stuck and "\n" not in str(caught.value)
+    finally:
+        leader.kill()
+        leader.communicate()

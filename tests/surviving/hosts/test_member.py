@@ -1,0 +1,250 @@
+"""What one host does among others: whom it looks after, and how the leader judges. The company is a stand-in."""
+
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from allranks.config_guard import GuardConfig
+from allranks.errors import ProcessError
+from allranks.failure import Failure
+from allranks.surviving.hosts import member as module
+from allranks.surviving.hosts.ending import Ending, Report
+from allranks.surviving.hosts.meeting import StoreLostError
+from allranks.surviving.hosts.member import LINGER_SECONDS, Member
+from allranks.surviving.hosts.table import Table
+from allranks.surviving.interrupts import Interrupts
+from allranks.surviving.outcome import Outcome
+
+KILLED = Failure(1, "b", 9, 2.5, 76, "was killed by SIGKILL", signal="SIGKILL")
+CLOSED = Failure(0, "a", 8, 2.0, 76, "Connection closed by peer", consequence=True)
+ERROR = Failure(1, "b", 9, 2.5, 1, "ValueError: x", traceback="...")
+GONE = Failure(1, "b", 9, 2.5, 76, "its host is lost")
+
+
+class Board:
+    """The notices."""
+
+    ended: Ending | None = None
+    again = False
+
+    def starts_again(self, number: int) -> bool:
+        return self.again
+
+    def start_again(self, number: int) -> None:
+        self.again = True
+
+    def ending(self) -> Ending | None:
+        return self.ended
+
+
+class Others:
+    """A company of two, whose leader this host is or is not."""
+
+    def __init__(self, *, leads: bool = True) -> None:
+        self.leads = leads
+        self.guard = GuardConfig()
+        self.notices = Board()
+        self.said: list[Report | None] = [None, None]
+        self.gone: Failure | None = None
+        self.broken: Exception | None = None
+        self.heard: list[str] = []
+        self.table = Table(1, (), 0)
+        self.waiting: tuple[str, ...] = ()
+
+    def newcomers(self) -> tuple[str, ...]:
+        return self.waiting
+
+    def heed(self, interrupts: Interrupts) -> None:
+        """Nothing."""
+
+    def lost(self) -> Failure | None:
+        if self.broken is not None:
+            raise self.broken
+        return self.gone
+
+    def explain(self, error: Exception) -> ProcessError:
+        return ProcessError(f"explained: {error}")
+
+    def in_trouble(self) -> bool:
+        return any(report is not None and report.failure is not None for report in self.said)
+
+    def report(self, report: Report) -> None:
+        self.said[0 if self.leads else 1] = report
+
+    def reports(self) -> list[Report | None]:
+        return self.said
+
+    def end(self, ending: Ending) -> None:
+        self.notices.ended = ending
+
+    def tell(self, line: str) -> None:
+        self.heard.append(line)
+
+
+class Budget:
+    """A supervisor with so many restarts."""
+
+    def __init__(self, restarts: int) -> None:
+        self.restarts = restarts
+        self.causes: list[Failure] = []
+        self.admitted: list[tuple[str, ...]] = []
+        self.steps = [0]
+        self.monitor = SimpleNamespace(beats=SimpleNamespace(steps=lambda: self.steps))
+
+    def may_restart(self, failure: Failure) -> bool:
+        self.restarts -= 1
+        return self.restarts >= 0 and failure.exit_code == 76
+
+    def restarting(self, failure: Failure) -> None:
+        self.causes.append(failure)
+
+    def conclude(self, failure: Failure) -> Failure:
+        return failure
+
+    def admitting(self, hosts: tuple[str, ...]) -> None:
+        self.admitted.append(hosts)
+
+
+def member(others: Others, budget: Budget | None = None) -> tuple[Member, Interrupts]:
+    interrupts = Interrupts(lambda: None)
+    company: Any = others
+    supervisor: Any = budget or Budget(1)
+    found = Member(company, supervisor, interrupts)
+    found.begin()
+    return found, interrupts
+
+
+def test_the_run_is_done_when_all_are() -> None:
+    others = Others()
+    leader, _ = member(others)
+    assert leader.settle(Outcome(0)) == "wait"
+    others.said[1] = Report(0)
+    assert leader.settle(Outcome(0)) == "end" and leader.outcome == Outcome(0)
+    assert others.notices.ended == Ending(0)
+
+
+def test_an_agreed_stop_is_everybodys_code() -> None:
+    others = Others()
+    leader, _ = member(others)
+    others.said[1] = Report(75, stopped=True)
+    assert leader.settle(Outcome(75)) == "end" and leader.outcome == Outcome(75)
+
+
+def test_a_failure_elsewhere_is_judged_by_the_leader_and_again_means_all() -> None:
+    others, budget = Others(), Budget(1)
+    leader, _ = member(others, budget)
+    others.said[1] = Report(76, KILLED)
+    assert leader.settle(Outcome(76, CLOSED)) == "again"
+    assert budget.causes == [KILLED], "the cause, not the consequence that came earlier"
+    leader.begin()
+    others.said = [None, Report(76, KILLED)]
+    assert leader.settle(Outcome(76, CLOSED)) == "end" and leader.outcome == Outcome(76, KILLED)
+    assert others.notices.ended == Ending(76, KILLED)
+
+
+def test_a_consequence_alone_waits_for_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    others, budget = Others(), Budget(5)
+    leader, _ = member(others, budget)
+    now = [100.0]
+    monkeypatch.setattr("allranks.surviving.hosts.member.time.monotonic", lambda: now[0])
+    assert leader.settle(Outcome(76, CLOSED)) == "wait"
+    now[0] += 9.9
+    assert leader.settle(Outcome(76, CLOSED)) == "wait", "the other host may be lost"
+    now[0] += 0.2
+    assert leader.settle(Outcome(76, CLOSED)) == "again" and budget.causes == [CLOSED]
+
+
+def test_a_lost_host_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    others, budget = Others(), Budget(1)
+    leader, _ = member(others, budget)
+    assert leader.settle(Outcome(76, CLOSED)) == "wait"
+    others.gone = GONE
+    assert leader.look() == 0.0
+    assert leader.settle(Outcome(76, CLOSED)) == "again" and budget.causes == [GONE]
+
+
+def test_an_error_of_the_users_ends_all() -> None:
+    others = Others()
+    leader, _ = member(others)
+    others.said[1] = Report(1, ERROR)
+    assert leader.settle(Outcome(76, CLOSED)) == "end" and leader.outcome == Outcome(1, ERROR)
+
+
+def test_who_was_asked_to_stop_is_not_started_again() -> None:
+    others, budget = Others(), Budget(3)
+    leader, _ = member(others, budget)
+    others.said[1] = Report(130, stopped=True)
+    assert leader.settle(Outcome(76, CLOSED)) == "end" and leader.outcome == Outcome(130)
+
+
+def test_a_second_request_ends_the_run_for_all_at_once() -> None:
+    others = Others(leads=False)
+    other, interrupts = member(others)
+    interrupts.first, interrupts.urgent = signal.SIGINT, True
+    assert other.settle(Outcome(130)) == "end" and others.notices.ended == Ending(130)
+
+
+def test_who_does_not_lead_reports_and_obeys() -> None:
+    others, budget = Others(leads=False), Budget(3)
+    other, _ = member(others, budget)
+    assert other.settle(Outcome(0)) == "wait" and others.said[1] == Report(0)
+    others.notices.ended = Ending(0)
+    assert other.settle(Outcome(0)) == "end" and other.outcome == Outcome(0)
+    others.notices.ended = None
+    other.begin()
+    assert other.settle(Outcome(76, KILLED)) == "again" and others.said[1] == Report(76, KILLED)
+    assert others.heard == [f"{KILLED.brief()}; the leader decides what follows"]
+    assert budget.causes == []
+
+
+def test_the_leader_lets_hosts_join_once_all_have_saved() -> None:
+    others, budget = Others(), Budget(0)
+    leader, _ = member(others, budget)
+    budget.steps = [3]
+    assert not leader.admits(), "nobody waits"
+    others.waiting, budget.steps = ("c",), [0]
+    assert not leader.admits(), "workers that start cannot save yet"
+    budget.steps = [3]
+    assert leader.admits() and not leader.admits(), "said once"
+    assert leader.settle(Outcome(75)) == "wait"
+    others.said[1] = Report(75)
+    assert leader.settle(Outcome(75)) == "again" and budget.admitted == [("c",)]
+    assert others.notices.again and others.notices.ended is None
+
+    followers = Others(leads=False)
+    follower, _ = member(followers)
+    assert not follower.admits() and follower.settle(Outcome(75)) == "wait"
+    followers.notices.again = True
+    assert follower.settle(Outcome(75)) == "again"
+
+
+def test_a_run_that_is_done_or_stopped_meanwhile_admits_nobody() -> None:
+    for said in (Report(0), Report(75, stopped=True)):
+        others, budget = Others(), Budget(0)
+        leader, _ = member(others, budget)
+        others.waiting, budget.steps = ("c",), [3]
+        assert leader.admits()
+        others.said[1] = said
+        assert leader.settle(Outcome(said.exit_code)) == "end" and budget.admitted == []
+        assert leader.outcome == Outcome(said.exit_code)
+
+
+def test_workers_are_ended_for_what_happens_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = Others()
+    leader, _ = member(others)
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+    assert leader.look() is None
+    others.said[1] = Report(76, KILLED)
+    assert leader.look() == LINGER_SECONDS
+    others.notices.ended = Ending(130)
+    assert leader.look() == 0.0
+
+
+def test_a_lost_store_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = Others(leads=False)
+    other, _ = member(others)
+    others.broken = StoreLostError("reset")
+    with pytest.raises(ProcessError, match="explained: reset"):
+        other.look()

@@ -1,0 +1,87 @@
+"""torch's state as JSON: nothing is lost, and no clock of another host counts."""
+
+import json
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+from allranks.surviving.hosts import state as module
+from allranks.surviving.hosts.state import StateReader
+
+A, B, C = _NodeDesc("0 a", 1, 0), _NodeDesc("1 b", 2, 0), _NodeDesc("1 c", 3, 1)
+
+
+class Clock:
+    """A host's clocks: monotonic seconds, and a wall clock that may be anywhere."""
+
+    def __init__(self, wrong_by: float = 0.0) -> None:
+        self.now = 100.0
+        self._wrong_by = timedelta(seconds=wrong_by)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> datetime:
+        return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=self.now) + self._wrong_by
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    use(found, monkeypatch)
+    return found
+
+
+def use(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wall(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
+            return clock.wall()
+
+    monkeypatch.setattr("allranks.surviving.hosts.state.time.monotonic", clock.monotonic)
+    monkeypatch.setattr(module, "datetime", Wall)
+
+
+def state_at(when: datetime) -> _RendezvousState:
+    state = _RendezvousState()
+    state.round, state.complete, state.closed = 3, True, True
+    state.participants = {B: 1, A: 0}
+    state.wait_list, state.redundancy_list = {C}, {A}
+    state.last_heartbeats = {A: when, B: when}
+    state.deadline = when + timedelta(seconds=5)
+    return state
+
+
+def test_there_and_back(clock: Clock) -> None:
+    before = state_at(clock.wall())
+    after = StateReader().read(json.loads(json.dumps(StateReader().write(before, 7))))
+    assert vars(after) == vars(before)
+
+
+def test_a_host_whose_clock_is_wrong_is_as_alive_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Clock(wrong_by=-20.0)
+    use(there, monkeypatch)
+    writer = StateReader()
+    told = writer.write(state_at(there.wall()), 1)
+    here = Clock()
+    use(here, monkeypatch)
+    reader = StateReader()
+    assert reader.read(told).last_heartbeats[B] == here.wall()
+    assert reader.read(told).deadline == here.wall() + timedelta(seconds=5)
+    here.now += 4
+    silent = reader.read(told).last_heartbeats[B]
+    assert here.wall() - silent == timedelta(seconds=4), "no sign of life since"
+    assert reader.read(told).deadline == here.wall() + timedelta(seconds=1)
+
+
+def test_only_what_torch_has_renewed_is_a_sign_of_life(clock: Clock) -> None:
+    reader = StateReader()
+    state = reader.read(StateReader().write(state_at(clock.wall()), 1))
+    clock.now += 3
+    again = reader.read(reader.write(state, 2))
+    assert {clock.wall() - seen for seen in again.last_heartbeats.values()} == {timedelta(seconds=3)}
+    again.last_heartbeats[A] = clock.wall()
+    renewed = reader.read(reader.write(again, 3))
+    ages = {node: (clock.wall() - seen).total_seconds() for node, seen in renewed.last_heartbeats.items()}
+    assert ages == {A: 0.0, B: 3.0}

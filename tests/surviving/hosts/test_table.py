@@ -1,0 +1,34 @@
+"""Which ranks the hosts of a round have, told to torchelastic through a store of this process alone."""
+
+import json
+
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
+
+from allranks.surviving.hosts.table import ROLE, Table, host_of, is_leader, key_of, name_of
+from allranks.surviving.rendezvous import LocalRendezvous
+
+A, B, C = (_NodeDesc(name, 1, 0) for name in ("0 a", "1 b", "1 c"))
+TABLE = Table(4, (A, B, C), 1234, (2, 1, 3))
+
+
+def test_ranks_follow_the_order_of_the_hosts() -> None:
+    assert [TABLE.ranks(TABLE.place_of(node)) for node in (A, B, C)] == [range(2), range(2, 3), range(3, 6)]
+
+
+def test_torchelastic_takes_them_from_here() -> None:
+    for place, ranks in ((0, [0, 1]), (1, [2]), (2, [3, 4, 5])):
+        spec = WorkerSpec(ROLE, len(ranks), LocalRendezvous("run"), entrypoint="x")
+        workers = SimpleElasticAgent._assign_worker_ranks(None, TABLE.assignments(), place, 3, spec)
+        assert [(one.global_rank, one.world_size) for one in workers] == [(rank, 6) for rank in ranks]
+
+
+def test_what_stands_there_is_json() -> None:
+    assert json.loads(TABLE.assignments().get("torchelastic/assigned_ranks/2")) == [3, 6, 3, 6]
+
+
+def test_the_leaders_name_comes_first() -> None:
+    leader, other = (_NodeDesc(name_of(host, leads=leads), 1, 0) for host, leads in (("z", True), ("a", False)))
+    assert sorted((other, leader)) == [leader, other]
+    assert (host_of(leader), host_of(other)) == ("z", "a") and is_leader(leader) and not is_leader(other)
+    assert key_of(leader) != key_of(other)
