@@ -61,7 +61,7 @@ def test_a_killed_worker_and_a_lost_host_cost_no_sample(tmp_path: Path) -> None:
         assert [(told[0][:9], second.name in told[0], "SIGKILL" in told[0])] == [("restart 1", True, True)]
         assert f"rank 1 on {second.name}: its host is lost: no sign of life for 8 s (guard.host_seconds)" in told[1]
         assert [event["host"] for event in events(found.run, "start", rank=1)] == [second.name] * 2 + [third.name]
-        assert f"{first.name} leads" in third.said()
+        assert f"rank 1 of 2; {first.name} leads" in third.said()
         kept = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())
         assert SECRET not in kept, "neither in a log nor in the run directory"
 

@@ -163,7 +163,8 @@ class Company(RendezvousHandler):
         self.table = table
         if not self.leads:
             ranks = table.ranks(table.place_of(self._node))
-            self.tell(f"rank {ranks[0]} to {ranks[-1]} of {sum(table.workers)}; {host_of(table.members[0])} leads")
+            own = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+            self.tell(f"{own} of {sum(table.workers)}; {host_of(table.members[0])} leads")
         place = RendezvousStoreInfo(self._meeting.address, table.port)
         return RendezvousInfo(table.assignments(), table.place_of(self._node), len(table.members), place)
 
