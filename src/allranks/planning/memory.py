@@ -7,6 +7,7 @@ from allranks.plan import MemoryUse
 from allranks.planning.block_cost import BlockCost
 from allranks.planning.host_parameters import waits_on_host
 from allranks.planning.host_traffic import moves, staying_bytes
+from allranks.planning.moments import Held, held_by, moments
 from allranks.planning.pipeline import under_way
 from allranks.planning.setting import Setting
 
@@ -30,6 +31,9 @@ def memory_use(
         kept += times * setting.chunks * max((cost.entry_bytes for _, cost in here), default=0.0)
     if moves(setting):
         kept = staying_bytes(profile, costs, held, times)
+    if how.gradients == "made":
+        own = held_by(profile, setting, tuple(zip(held, costs, strict=True)), kept, gradients, times)
+        return _at_its_fullest(setting, own, weights, optimizer)
     working = max((cost.working_bytes for _, cost in here), default=0.0)
     logits = max((cost.logits_bytes for _, cost in here), default=0.0)
     gathered = _gathered_bytes(setting, here)
@@ -45,6 +49,20 @@ def memory_use(
         gathered=gathered,
         communication=how.bucket_bytes if setting.dp > 1 else 0.0,
         framework=how.context_bytes,
+    )
+
+
+def _at_its_fullest(setting: Setting, held: Held, weights: float, optimizer: float) -> MemoryUse:
+    fullest = max(moments(setting, held), key=lambda moment: moment.total)
+    return MemoryUse(
+        weights=weights,
+        gradients=fullest.gradients,
+        optimizer=optimizer,
+        activations=fullest.activations,
+        logits=fullest.logits,
+        gathered=fullest.gathered,
+        communication=fullest.communication,
+        framework=setting.mechanisms.context_bytes,
     )
 
 

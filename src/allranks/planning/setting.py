@@ -40,6 +40,8 @@ class Mechanisms:
         sequence_parallel: norms and dropouts see 1/tp of the positions (2205.05198, section 4.2.2).
         fixed: what was measured besides kernels and bytes; nothing but on a processor.
         cores: of one process where processes share them: idle ones leave theirs to the others. 1 and more: nobody does.
+        gradients: "resting": they have their memory for the whole run (Megatron-LM, DeepSpeed); "made": each step's
+            backward makes them, and the update drops them (torch; DDP's buckets stay).
         scattered_sends: stages send 1/tp of an activation (2104.04473, section 4.1).
     """
 
@@ -80,6 +82,7 @@ class Mechanisms:
     tensor_in_experts: bool = False
     fixed: FixedSeconds = field(default_factory=FixedSeconds)
     cores: float = 1.0
+    gradients: Literal["resting", "made"] = "resting"
 
     def expert_tensor(self, tp: int) -> int:
         """Ranks that share one expert's matrices, besides ep."""
@@ -150,6 +153,7 @@ def mechanisms_of(choice: Choice) -> Mechanisms:
         # Autocast keeps its copies of the weights until the backward; FSDP gathers in that type instead.
         cast_bytes=2.0 if lowered and not layout.fully_sharded else 0.0,
         fusion=0.6 if layout.compile == "block" else 1.0,
+        gradients="made",
     )
 
 
@@ -159,7 +163,8 @@ def setting_of(choice: Choice) -> Setting:
     zero, shard = 0, 1
     if layout.dp_shard > 1:
         zero = {"full": 3, "grad_op": 3, "optimizer": 1, "none": 0}[layout.sharding]
-        shard = layout.dp_shard
+        # `fully_shard` shares them among the ranks of a sequence, too (parallel/mesh.py); the optimizer's rows it does not.
+        shard = layout.dp_shard * (layout.cp if zero == 3 else 1)
     recompute: Recompute = (
         "none" if layout.recompute == "none" else "full" if layout.recompute == "full" else "selective"
     )
