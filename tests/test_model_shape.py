@@ -37,7 +37,7 @@ def test_flops_of_a_gpt() -> None:
 
 
 def test_saved_activations_of_a_layer() -> None:
-    layer = GPT.profile(fused=True).blocks[1]
+    layer = GPT.profile(program=Program(fused=True)).blocks[1]
     seq, hidden, heads = 128, 512, 8
     # 2205.05198, section 4.1: 34 s b h without the scores, of which the kept softmax statistics take 4 s a here.
     assert layer.saved_bytes == 34 * seq * hidden + 4 * seq * heads

@@ -131,6 +131,12 @@ def _result_cut(operation: Operation, setting: Setting) -> float:
     return float(setting.cp * (setting.tp if setting.sequence_parallel else 1))
 
 
+def _entry_cut(block: Block, setting: Setting) -> float:
+    """Ranks that share the positions between blocks: where the program cuts them, or the block's own norms say so."""
+    along = setting.sequence_parallel or (setting.cuts_positions and any(o.cut == "sequence" for o in block.operations))
+    return float(setting.tp if along else 1)
+
+
 def block_cost(block: Block, setting: Setting, axes: Axes, experts: int) -> BlockCost:
     """Sum over the block's operations; what `setting` recomputes is repeated and not kept.
 
@@ -141,7 +147,7 @@ def block_cost(block: Block, setting: Setting, axes: Axes, experts: int) -> Bloc
     for operation in block.operations:
         sums.add(operation, setting, axes.machine, experts)
     sent = axis_traffic(block, setting, axes)
-    entry = block.input_bytes * setting.micro_batch / setting.cp / (setting.tp if setting.sequence_parallel else 1)
+    entry = block.input_bytes * setting.micro_batch / setting.cp / _entry_cut(block, setting)
     recompute = setting.recompute if block.repeated else "none"
     again, tensor_again, kept, working = 0.0, 0.0, sums.kept, sums.transient
     if recompute == "full":

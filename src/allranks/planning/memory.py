@@ -80,7 +80,7 @@ def _shared_parameters(setting: Setting, here: Sequence[tuple[int, BlockCost]]) 
     shard = max(1, setting.shard) if setting.zero >= 1 else 1
     dense = sum(count * cost.parameters for count, cost in here)
     expert = sum(count * cost.expert_parameters for count, cost in here)
-    return dense / shard + expert / (max(1.0, shard / setting.ep) if setting.ep > 1 else shard)
+    return dense / shard + expert / (setting.expert_shards if setting.zero >= 1 else 1.0)
 
 
 def _state_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> tuple[float, float, float]:

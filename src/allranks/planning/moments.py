@@ -38,23 +38,28 @@ class Held:
     """What a rank of a stage holds.
 
     Attributes:
-        whole: parameters before any sharding; around: those of no repeated block, head: of these the ones behind the
-            blocks; block: of the largest repeated one; cast, cast_block: those that products read, which autocast
-            copies. Experts that ep cuts are in none but `whole`, because nobody gathers them.
-        gradient_bytes: of the state's gradients, as they rest between micro-steps.
-        kept_bytes: of all micro-steps under way; one_kept_bytes: of one; first_kept_bytes: of one, before the second
-            block; times: micro-steps under way.
+        around, before, head: parameters of no repeated block, of these the ones in front of the blocks, and behind
+            them; block: of the largest block. Experts that ep cuts are in none of them, because nobody gathers them.
+        casts, block_casts, casts_around: parameters that products read, which autocast copies: all, of the largest
+            block, outside of the blocks.
+        gradient_bytes: as they rest between micro-steps, without those of experts that ep cuts: expert_gradient_bytes.
+        whole: parameters that `gradient_bytes` are of, before any sharding.
+        kept_bytes: of all micro-steps under way; one_kept_bytes: of one; first_kept_bytes: of one, up to the first
+            block's end; times: micro-steps under way.
         working_bytes: more in the backward of a repeated block; head_bytes: in that of what is behind them.
         logits_bytes: beside the activations where the loss is made.
     """
 
-    whole: float
     around: float
+    before: float
     head: float
     block: float
-    cast: float
-    cast_block: float
+    casts: float
+    block_casts: float
+    casts_around: float
     gradient_bytes: float
+    expert_gradient_bytes: float
+    whole: float
     kept_bytes: float
     one_kept_bytes: float
     first_kept_bytes: float
@@ -62,6 +67,11 @@ class Held:
     working_bytes: float
     head_bytes: float
     logits_bytes: float
+
+    @property
+    def gradients(self) -> float:
+        """Bytes of all of them."""
+        return self.gradient_bytes + self.expert_gradient_bytes
 
 
 def held_by(
@@ -72,10 +82,11 @@ def held_by(
     gradient_bytes: float,
     times: float,
 ) -> Held:
-    """Of a stage with so many of each block of `profile`; the bytes as `Held` has them."""
+    """Of a stage with so many of each block of `profile`; `kept_bytes` and all `gradient_bytes` as `Held` has them."""
     again = [place for place, block in enumerate(profile.blocks) if block.repeated]
     rows = [(place, count, cost) for place, (count, cost) in enumerate(here) if count]
     blocks = [cost for place, _, cost in rows if place in again]
+    others = [(count, cost) for place, count, cost in rows if place not in again]
     behind = [cost for place, _, cost in rows if again and place > again[-1]]
     before = [cost for place, _, cost in rows if not again or place < again[0]]
     alone = setting.ep > 1
@@ -83,14 +94,19 @@ def held_by(
     def gathered(cost: BlockCost) -> float:
         return cost.parameters + (0.0 if alone else cost.expert_parameters)
 
+    experts = sum(count * cost.expert_parameters for _, count, cost in rows) if alone else 0.0
+    expert_gradients = experts * setting.mechanisms.gradient_bytes * (0.0 if setting.frozen else 1.0)
     return Held(
-        whole=sum(count * (cost.parameters + cost.expert_parameters) for _, count, cost in rows),
-        around=sum(count * gathered(cost) for place, count, cost in rows if place not in again),
-        head=sum(gathered(cost) for cost in behind),
+        around=sum(count * gathered(cost) for count, cost in others),
+        before=sum(map(gathered, before)),
+        head=sum(map(gathered, behind)),
         block=max(map(gathered, blocks), default=0.0),
-        cast=sum(count * cost.cast_parameters for _, count, cost in rows),
-        cast_block=max((cost.cast_parameters for cost in blocks), default=0.0),
-        gradient_bytes=gradient_bytes,
+        casts=sum(count * cost.cast_parameters for _, count, cost in rows),
+        block_casts=max((cost.cast_parameters for cost in blocks), default=0.0),
+        casts_around=sum(count * cost.cast_parameters for count, cost in others),
+        gradient_bytes=max(0.0, gradient_bytes - expert_gradients),
+        expert_gradient_bytes=min(gradient_bytes, expert_gradients),
+        whole=sum(count * gathered(cost) for _, count, cost in rows),
         kept_bytes=kept_bytes,
         one_kept_bytes=kept_bytes / times if times else 0.0,
         first_kept_bytes=sum(cost.kept_bytes for cost in before) + max((cost.kept_bytes for cost in blocks), default=0),
@@ -103,6 +119,7 @@ def held_by(
 
 def moments(setting: Setting, held: Held) -> Iterator[Moment]:
     """Those of a step that may be its fullest; of several micro-steps the last, whose gradients find others."""
+    yield Moment(held.gradients)  # the update
     if setting.zero >= 3:
         yield from _of_shards(setting, held)
     else:
@@ -112,50 +129,50 @@ def moments(setting: Setting, held: Held) -> Iterator[Moment]:
 def _of_shards(setting: Setting, held: Held) -> Iterator[Moment]:
     """FSDP2: gradients are whole from their making to their reduction, in the type that was gathered."""
     how, shard = setting.mechanisms, max(1, setting.shard)
-    gathers, reduces, others = how.gather_bytes, how.reduce_bytes, held.kept_bytes - held.one_kept_bytes
-    summed = setting.micro_steps > 1
-    rest = held.gradient_bytes if summed else 0.0
+    wide, reduces, others = how.gather_bytes, how.reduce_bytes, held.kept_bytes - held.one_kept_bytes
+    earlier = held.gradients if setting.micro_steps > 1 else 0.0
     whole = held.whole if setting.keeps_gathered else held.around
     waits = 2 * held.block * how.weight_bytes / shard if waits_on_host(setting) else 0.0
-    loss = Moment(rest, held.kept_bytes, held.logits_bytes, whole * gathers + waits)
+    loss = Moment(earlier, held.kept_bytes, held.logits_bytes, whole * wide + waits)
     yield loss
-    yield replace(loss, gradients=rest + held.head * gathers, activations=held.kept_bytes + held.head_bytes, logits=0.0)
-    coming = 0.0 if setting.keeps_gathered else 2 * held.block * gathers
-    made = (held.head + held.block) * gathers
-    yield Moment(rest + made, held.kept_bytes + held.working_bytes, 0.0, whole * gathers + coming + waits)
-    yield Moment(
-        gradients=max(rest, held.gradient_bytes * (1 - held.around / held.whole)) + made,
+    yield replace(loss, gradients=earlier + held.head * wide, activations=held.kept_bytes + held.head_bytes, logits=0.0)
+    coming = 0.0 if setting.keeps_gathered else 2 * held.block * wide
+    made = (held.head + held.block) * wide
+    yield Moment(earlier + made, held.kept_bytes + held.working_bytes, 0.0, whole * wide + coming + waits)
+    reduced = held.gradients - held.gradient_bytes * (held.around / held.whole if held.whole else 0.0)
+    yield Moment(  # the first block's backward, which is the last one
+        gradients=max(earlier, reduced) + made,
         activations=others + min(held.first_kept_bytes, held.one_kept_bytes) + held.working_bytes,
-        gathered=(held.around + held.block) * gathers + waits,
+        gathered=(held.around + held.block) * wide + waits,
         communication=held.block * reduces * (1 + 1 / shard),
     )
-    reduced = held.around * reduces
-    yield Moment(
-        gradients=held.gradient_bytes + held.around * gathers,
+    yield Moment(  # what stands around the blocks is reduced, and whole no more
+        gradients=max(earlier, reduced) + held.around * wide,
         activations=others,
-        communication=reduced * (1 + 1 / shard) if summed else reduced,
+        communication=held.around * reduces * (1.0 if setting.pp == 1 else 1 + 1 / shard),
     )
-    yield Moment(held.gradient_bytes)
 
 
 def _of_copies(setting: Setting, held: Held) -> Iterator[Moment]:
-    """Whole parameters, and autocast's copies of them, which its cache holds until a forward ends.
+    """Whole parameters, and autocast's copies of them, which its cache holds until a forward ends, a graph longer.
 
     DDP's buckets hold the gradients between steps, too. What the micro-steps before the last one sum lies beside them:
     torch copies it into the buckets when these are sent (torch/csrc/distributed/c10d/reducer.cpp).
     """
-    how, others = setting.mechanisms, held.kept_bytes - held.one_kept_bytes
-    summed = held.gradient_bytes if setting.micro_steps > 1 else 0.0
+    width, others = setting.mechanisms.cast_bytes, held.kept_bytes - held.one_kept_bytes
     buckets = held.gradient_bytes if setting.dp * setting.cp > 1 and setting.pp == 1 else 0.0
-    kept_casts = 0.0 if setting.recompute == "full" else held.cast * how.cast_bytes
-    earlier = (held.times - 1) * kept_casts
-    loss = Moment(summed + buckets, held.kept_bytes, held.logits_bytes, earlier + held.cast * how.cast_bytes)
-    yield loss
-    casts = earlier + max(kept_casts, held.cast_block * how.cast_bytes)
-    backward = max(held.working_bytes, held.head_bytes)
-    yield replace(loss, activations=held.kept_bytes + backward, logits=0.0, gathered=casts)
-    yield Moment(
-        gradients=held.gradient_bytes,
+    earlier = buckets + (held.gradients if setting.micro_steps > 1 else 0.0)
+    casts = width * (held.casts if setting.recompute == "none" else held.casts_around)
+    other_casts = (held.times - 1) * casts
+    yield Moment(earlier, held.kept_bytes, gathered=other_casts + width * held.casts)  # the forward's end
+    yield Moment(earlier, held.kept_bytes, held.logits_bytes, other_casts + casts)
+    yield Moment(earlier, held.kept_bytes + held.head_bytes, 0.0, other_casts + casts)
+    made = max(earlier, buckets + held.head * setting.mechanisms.gradient_bytes * (0.0 if buckets else 1.0))
+    now = max(casts - width * held.casts_around, width * held.block_casts)
+    yield Moment(made, held.kept_bytes + held.working_bytes, 0.0, other_casts + now)
+    shared = held.gradients - (0.0 if buckets else held.gradient_bytes * held.before / held.whole if held.whole else 0.0)
+    yield Moment(  # the first block's backward, which is the last one
+        gradients=shared if setting.micro_steps == 1 else held.gradients,
         activations=others + min(held.first_kept_bytes, held.one_kept_bytes) + held.working_bytes,
-        gathered=earlier + held.cast_block * how.cast_bytes,
+        gathered=other_casts + width * held.block_casts,
     )
