@@ -6,6 +6,7 @@ import pytest
 
 from allranks.errors import ConfigError
 from allranks.model_shape import ModelShape
+from allranks.shape_operations import Program
 
 GPT = ModelShape("gpt", 4, 512, 8, 2048, 1024, seq=128, dropout=True)
 LLAMA = ModelShape(

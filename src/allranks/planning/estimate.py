@@ -13,11 +13,12 @@ from allranks.planning.data_traffic import DataCost, data_cost
 from allranks.planning.host_parameters import host_cost, waits_on_host
 from allranks.planning.host_traffic import host_bytes, host_capacity_bytes, host_seconds, moves
 from allranks.planning.memory import memory_use, slack_bytes
-from allranks.planning.pipeline import pipeline_seconds, shared_bubble, stages_of, under_way
+from allranks.planning.pipeline import pipeline_seconds, shared_bubble, under_way
 from allranks.planning.pipeline_traffic import hop_seconds, pipeline_traffic
 from allranks.planning.processor import is_processor
 from allranks.planning.processor_traffic import on_processor, processor_data_cost
 from allranks.planning.setting import Setting, setting_of
+from allranks.planning.stages import stages_under
 from allranks.planning.uncertainty import spread_of
 
 MEMORY_LOW, MEMORY_HIGH, PEAK_HIGH = 0.94, 1.03, 1.08
@@ -147,7 +148,7 @@ def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting) 
     """The same for a Setting, which may be another framework's."""
     setting = on_processor(setting, cluster, profile)
     parts = _parts(profile, cluster, setting)
-    layers = stages_of(profile, setting.pp, setting.chunks)
+    layers = stages_under(profile, setting)
     stages = [_stage(held, parts.costs, setting) for held in layers]
     forward = [s.forward + s.tensor / 3 + (s.context + s.expert) / 2 + s.host / 3 for s in stages]
     backward = [s.backward + s.again + s.tensor * 2 / 3 + (s.context + s.expert) / 2 + s.host * 2 / 3 for s in stages]

@@ -170,9 +170,9 @@ def _of_copies(setting: Setting, held: Held) -> Iterator[Moment]:
     made = max(earlier, buckets + held.head * setting.mechanisms.gradient_bytes * (0.0 if buckets else 1.0))
     now = max(casts - width * held.casts_around, width * held.block_casts)
     yield Moment(made, held.kept_bytes + held.working_bytes, 0.0, other_casts + now)
-    shared = held.gradients - (0.0 if buckets else held.gradient_bytes * held.before / held.whole if held.whole else 0.0)
+    missing = 0.0 if buckets or setting.micro_steps > 1 or not held.whole else held.before / held.whole
     yield Moment(  # the first block's backward, which is the last one
-        gradients=shared if setting.micro_steps == 1 else held.gradients,
+        gradients=held.gradients - missing * held.gradient_bytes,
         activations=others + min(held.first_kept_bytes, held.one_kept_bytes) + held.working_bytes,
         gathered=other_casts + width * held.block_casts,
     )

@@ -40,6 +40,7 @@ class Mechanisms:
         sequence_parallel: norms and dropouts see 1/tp of the positions (2205.05198, section 4.2.2).
         fixed: what was measured besides kernels and bytes; nothing but on a processor.
         cores: of one process where processes share them: idle ones leave theirs to the others. 1 and more: nobody does.
+        stages: what a pipeline's stages have equally much of: "blocks" (Megatron-LM), or multiplied "parameters".
         keeps_gathered_inputs: what tp gathers of the positions for a product stays until its backward (DTensor's
             redistribution), while norms and residuals keep 1/tp; Megatron-LM gathers it again (2205.05198, 4.2.2).
         experts_stay: experts that ep cuts are shared no further, neither they nor their state (parallel/expert.py); else
@@ -86,6 +87,7 @@ class Mechanisms:
     tensor_in_experts: bool = False
     fixed: FixedSeconds = field(default_factory=FixedSeconds)
     cores: float = 1.0
+    stages: Literal["blocks", "parameters"] = "blocks"
     keeps_gathered_inputs: bool = False
     experts_stay: bool = False
     gradients: Literal["resting", "made"] = "resting"
@@ -176,6 +178,7 @@ def mechanisms_of(choice: Choice) -> Mechanisms:
         cast_bytes=2.0 if lowered and not layout.fully_sharded else 0.0,
         fusion=0.6 if layout.compile == "block" else 1.0,
         gradients="made",
+        stages="parameters",
         keeps_gathered_inputs=True,
         logits_copies=TORCH_COPIES if layout.tp == 1 else TENSOR_COPIES,
         # FSDP's are counted by the unit; one made in autocast's type takes the place of its weight's copy.
