@@ -36,7 +36,8 @@ class BlockCost:
         kept_bytes: activations from its forward to its backward; working_bytes: more while its backward runs.
         logits_bytes: what stands beside them where it ends in a loss.
         entry_bytes: of its input. parameters, expert_parameters: held whole by the rank before data-parallel sharding.
-        cast_parameters: of these the ones that products read, which autocast copies into the lower type.
+        cast_parameters: of these the ones that products read, which autocast copies into the lower type;
+            last_parameters: those of the last product, whose gradient is the first to be made.
     """
 
     forward: float
@@ -59,6 +60,7 @@ class BlockCost:
     context_bytes: float
     expert_bytes: float
     cast_parameters: float = 0.0
+    last_parameters: float = 0.0
 
 
 @final
@@ -68,7 +70,7 @@ class _Sums:
     def __init__(self) -> None:
         self.forward = self.backward = self.weight = self.kernels = 0.0
         self.kept = self.kept_selective = self.again_selective = self.logits = self.transient = 0.0
-        self.dense = self.expert = self.cast = 0.0
+        self.dense = self.expert = self.cast = self.last = 0.0
 
     def add(self, operation: Operation, setting: Setting, machine: Machine, experts: int) -> None:
         """One more operation."""
@@ -83,7 +85,9 @@ class _Sums:
             self.expert += held
         else:
             self.dense += held
-        self.cast += held if is_product(operation) else 0.0
+        if is_product(operation):
+            self.cast += held
+            self.last = held
         kept = operation.saved_bytes * setting.micro_batch / share.kept
         if is_product(operation) and in_low_precision(operation, setting):
             kept /= 2  # the operand is kept in 8 bits (Transformer Engine)
@@ -178,4 +182,5 @@ def block_cost(block: Block, setting: Setting, axes: Axes, experts: int) -> Bloc
         context_bytes=sent.context_bytes,
         expert_bytes=sent.expert_bytes,
         cast_parameters=sums.cast,
+        last_parameters=sums.last,
     )

@@ -39,7 +39,7 @@ class Held:
 
     Attributes:
         around, before, head: parameters of no repeated block, of these the ones in front of the blocks, and behind
-            them; block: of the largest block. Experts that ep cuts are in none of them, because nobody gathers them.
+            them; block: of the largest block; last: of its last product. Experts that ep cuts are in none of them, because nobody gathers them.
         casts, block_casts, casts_around: parameters that products read, which autocast copies: all, of the largest
             block, outside of the blocks.
         gradient_bytes: as they rest between micro-steps, without those of experts that ep cuts: expert_gradient_bytes.
@@ -54,6 +54,7 @@ class Held:
     before: float
     head: float
     block: float
+    last: float
     casts: float
     block_casts: float
     casts_around: float
@@ -101,6 +102,7 @@ def held_by(
         before=sum(map(gathered, before)),
         head=sum(map(gathered, behind)),
         block=max(map(gathered, blocks), default=0.0),
+        last=max((cost.last_parameters for cost in blocks), default=0.0),
         casts=sum(count * cost.cast_parameters for _, count, cost in rows),
         block_casts=max((cost.cast_parameters for cost in blocks), default=0.0),
         casts_around=sum(count * cost.cast_parameters for count, cost in others),
@@ -136,15 +138,19 @@ def _of_shards(setting: Setting, held: Held) -> Iterator[Moment]:
     loss = Moment(earlier, held.kept_bytes, held.logits_bytes, whole * wide + waits)
     yield loss
     yield replace(loss, gradients=earlier + held.head * wide, activations=held.kept_bytes + held.head_bytes, logits=0.0)
-    coming = 0.0 if setting.keeps_gathered else 2 * held.block * wide
-    made = (held.head + held.block) * wide
-    yield Moment(earlier + made, held.kept_bytes + held.working_bytes, 0.0, whole * wide + coming + waits)
-    reduced = held.gradients - held.gradient_bytes * (held.around / held.whole if held.whole else 0.0)
-    yield Moment(  # the first block's backward, which is the last one
-        gradients=max(earlier, reduced) + made,
+    # One block before: its gradients are being reduced, while this one works, and the next one is gathered ahead.
+    made, coming = (held.head + held.last) * wide, 0.0 if setting.keeps_gathered else held.block * wide
+    one = held.block * wide + waits
+    underway = held.block * reduces + coming
+    gathered = whole * wide + (waits if setting.keeps_gathered else one)
+    yield Moment(earlier + made, held.kept_bytes + held.working_bytes, 0.0, gathered, underway)
+    around, shares = held.around * wide, held.gradient_bytes / held.whole if held.whole else 0.0
+    reduced = held.gradients - shares * held.around
+    yield Moment(  # the second block's backward, which is the last but one
+        gradients=max(earlier, reduced - shares * held.block) + made,
         activations=others + min(held.first_kept_bytes, held.one_kept_bytes) + held.working_bytes,
-        gathered=(held.around + held.block) * wide + waits,
-        communication=held.block * reduces * (1 + 1 / shard),
+        gathered=around + one,
+        communication=underway,
     )
     yield Moment(  # what stands around the blocks is reduced, and whole no more
         gradients=max(earlier, reduced) + held.around * wide,
