@@ -1,5 +1,7 @@
 """Single operations of a sample: bytes and FLOPs by hand."""
 
+import importlib
+
 import pytest
 
 from allranks.rehearsing.named import Named
@@ -9,6 +11,13 @@ from allranks.stepping.profile import trace_task
 FUSED = Program(fused=True)
 MADE = SampleOperations(seq=10, hidden=4, width=2, bias=True, gated=False, dropout=True, program=FUSED)
 GATED = SampleOperations(seq=10, hidden=4, width=2, bias=False, gated=True, dropout=False, program=Program())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dynamo() -> None:
+    """Fake tensors import this, which sets an environment variable: before any test looks."""
+    importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    importlib.import_module("torch._dynamo")
 
 
 def test_a_linear_layer() -> None:

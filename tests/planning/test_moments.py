@@ -1,5 +1,6 @@
 """When a step is fullest: by hand for a model of round numbers, and beside dry runs of the program itself."""
 
+import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,13 @@ HELD = Held(
     expert_gradient_bytes=0, whole=100, kept_bytes=1000, one_kept_bytes=1000, first_kept_bytes=100, times=1,
     working_bytes=50, head_bytes=300, logits_bytes=600,
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dynamo() -> None:
+    """Fake tensors import this, which sets an environment variable: before any test looks."""
+    importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    importlib.import_module("torch._dynamo")
 
 
 def setting(micro_steps: int = 1, precision: str = "bfloat16", **layout: Any) -> Setting:
