@@ -94,22 +94,27 @@ class _Parts:
 
 
 _CACHE: dict[tuple[object, ...], _Parts] = {}
+_COSTS: dict[tuple[object, ...], tuple[ModelProfile, Cluster, tuple[BlockCost, ...]]] = {}
 _CACHE_SIZE = 20_000
 
 
 def _parts(profile: ModelProfile, cluster: Cluster, setting: Setting) -> _Parts:
-    key = (
-        id(profile), id(cluster), setting.tp, setting.cp, setting.ep, setting.dp, setting.pp, setting.shard,
-        setting.micro_batch, setting.recompute, setting.precision, setting.ring, setting.frozen, setting.mechanisms,
+    of_block = (
+        id(profile), id(cluster), setting.tp, setting.cp, setting.ep, setting.micro_batch, setting.recompute,
+        setting.precision, setting.ring, setting.frozen, setting.mechanisms,
     )  # fmt: skip
+    key = (of_block, setting.dp, setting.pp, setting.shard)
     found = _CACHE.get(key)
     if found is not None:  # it holds its profile and cluster, so their ids are not given to others
         return found
-    axes = axes_of(cluster, setting)
-    costs = tuple(block_cost(block, setting, axes, profile.experts) for block in profile.blocks)
     if len(_CACHE) >= _CACHE_SIZE:
         _CACHE.clear()
-    parts = _CACHE[key] = _Parts(profile, cluster, axes, costs)
+        _COSTS.clear()
+    axes = axes_of(cluster, setting)
+    if of_block not in _COSTS:  # a block costs the same whoever shares it, and however many copies and stages there are
+        costs = tuple(block_cost(block, setting, axes, profile.experts) for block in profile.blocks)
+        _COSTS[of_block] = profile, cluster, costs
+    parts = _CACHE[key] = _Parts(profile, cluster, axes, _COSTS[of_block][2])
     return parts
 
 
