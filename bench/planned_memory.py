@@ -2,8 +2,8 @@
 
     python bench/planned_memory.py [--json] [--only WORD]
 
-Both say what the fullest rank of one model holds at its fullest moment: the planner from formulas, the dry run by running
-the step on tensors without memory. Neither needs a device; nothing is timed.
+Both say what the fullest rank of one model holds at its fullest moment: the planner from formulas, the dry run by
+running the step on tensors without memory. Neither needs a device; nothing is timed.
 """
 
 import argparse
@@ -28,8 +28,8 @@ CASES: tuple[tuple[str, int, int], ...] = (  # layout, samples of a forward, of 
     ("ddp", 1, 8), ("ddp", 2, 32), (f"ddp,{FULL}", 1, 16), (f"ddp,{SELECTIVE}", 1, 8), ("fsdp", 1, 8), ("fsdp", 4, 64),
     (f"fsdp,{FULL}", 1, 8), (f"fsdp,{GRAD_OP}", 1, 16), ("dp_shard=8,sharding=optimizer", 1, 8),
     ("dp_replicate=2,dp_shard=4", 1, 8), ("tp=8", 1, 1), (f"tp=8,{FULL}", 4, 4), ("tp=2,dp_shard=4", 1, 8),
-    ("cp=2,dp_shard=4", 1, 8), ("dp_shard=2,tp=2,cp=2", 1, 2), ("pp=4,dp_shard=2", 1, 16), ("pp=4,dp_replicate=2", 1, 16),
-    (f"pp=2,tp=2,dp_shard=2,{FULL}", 1, 8),
+    ("cp=2,dp_shard=4", 1, 8), ("dp_shard=2,tp=2,cp=2", 1, 2), ("pp=4,dp_shard=2", 1, 16),
+    ("pp=4,dp_replicate=2", 1, 16), (f"pp=2,tp=2,dp_shard=2,{FULL}", 1, 8),
 )  # fmt: skip
 OF_EXPERTS = (("dp_shard=8,ep=4", 1, 8), ("dp_replicate=8,ep=8", 1, 8))
 PRECISIONS = ("bfloat16", "float32")
@@ -81,7 +81,9 @@ def print_rows(found: list[Row]) -> None:
     """One line a configuration, and the largest difference of a category."""
     table = Table(box=None, pad_edge=False)
     for heading in ("model", "precision", "layout", "batch", "counted", "planned", "error"):
-        table.add_column(heading, no_wrap=True, justify="right" if heading in ("counted", "planned", "error") else "left")
+        table.add_column(
+            heading, no_wrap=True, justify="right" if heading in ("counted", "planned", "error") else "left"
+        )
     for row in found:
         sizes = format_bytes(row.counted_bytes), format_bytes(row.planned_bytes), f"{row.error:+.1%}"
         table.add_row(row.model, row.precision, row.layout, f"{row.micro_batch} of {row.global_batch}", *sizes)

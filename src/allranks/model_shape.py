@@ -88,9 +88,7 @@ class ModelShape:
         """All of them; tied ones once."""
         return self.profile().parameters
 
-    def profile(
-        self, seq: int | None = None, precision: str = "bfloat16", program: Program = PLAIN
-    ) -> ModelProfile:
+    def profile(self, seq: int | None = None, precision: str = "bfloat16", program: Program = PLAIN) -> ModelProfile:
         """What one sample costs in every block.
 
         Args:
@@ -202,9 +200,7 @@ class _Writer:
     def _attention(self) -> list[Operation]:
         shape, dim = self.shape, self.shape.dim
         queries, keys = shape.heads * dim, shape.num_kv_heads * dim
-        made = self.made.matmul(
-            "attention.qkv", queries + 2 * keys, shape.hidden, "column", self.made.read_by(3)
-        )
+        made = self.made.matmul("attention.qkv", queries + 2 * keys, shape.hidden, "column", self.made.read_by(3))
         operations = [made]
         if shape.positions == "rotary":
             operations.append(self.made.rotary(queries + keys))

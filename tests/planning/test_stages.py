@@ -1,6 +1,5 @@
 """Stages as the engine cuts them: the same blocks on every rank as the modules themselves are given."""
 
-
 import pytest
 import torch
 

@@ -20,7 +20,7 @@ def memory_use(
     Weights, gradients and optimizer: ZeRO 1910.02054, section 5, with the stage's bytes per parameter in `mechanisms`.
     Activations: 2205.05198, section 4, from the profile's saved bytes. Gathered: FSDP keeps two blocks whole
     (2304.11277, section 3.4). The peak is where the loss has its logits, or where the backward of the largest
-    block works.
+    block works; where gradients are made in each step, the fullest of its moments (`moments`).
     """
     how = setting.mechanisms
     here = [(count, cost) for cost, count in zip(costs, held, strict=True) if count]
@@ -106,8 +106,5 @@ def _gathered_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> 
         return whole * (how.gather_bytes + (0.0 if how.reduces_every_micro_step else how.reduce_bytes))
     if setting.zero >= 3:
         largest = max((cost.parameters + cost.expert_parameters for _, cost in here), default=0.0)
-        gathered = 2 * largest * how.gather_bytes + largest * how.reduce_bytes
-        if waits_on_host(setting):  # the shards of two on their way in, and of one's gradients on their way out
-            gathered += largest / max(1, setting.shard) * (2 * how.weight_bytes + how.gradient_bytes)
-        return gathered
+        return 2 * largest * how.gather_bytes + largest * how.reduce_bytes
     return sum(count * (cost.parameters + cost.expert_parameters) for count, cost in here) * how.cast_bytes

@@ -39,7 +39,8 @@ class Held:
 
     Attributes:
         around, before, head: parameters of no repeated block, of these the ones in front of the blocks, and behind
-            them; block: of the largest block; last: of its last product. Experts that ep cuts are in none of them, because nobody gathers them.
+            them; block: of the largest block; last: of its last product. Experts that ep cuts are in none of them,
+            because nobody gathers them.
         casts, block_casts, casts_around: parameters that products read, which autocast copies: all, of the largest
             block, outside of the blocks.
         gradient_bytes: as they rest between micro-steps, without those of experts that ep cuts: expert_gradient_bytes.
@@ -134,7 +135,9 @@ def _of_shards(setting: Setting, held: Held) -> Iterator[Moment]:
     wide, reduces, others = how.gather_bytes, how.reduce_bytes, held.kept_bytes - held.one_kept_bytes
     earlier = held.gradients if setting.micro_steps > 1 else 0.0
     whole = held.whole if setting.keeps_gathered else held.around
-    waits = 2 * held.block * how.weight_bytes / shard if waits_on_host(setting) else 0.0
+    # The shards of two on their way from the host, and of one's gradients on their way there.
+    moved = held.block / shard * (2 * how.weight_bytes + how.gradient_bytes)
+    waits = moved if waits_on_host(setting) else 0.0
     loss = Moment(earlier, held.kept_bytes, held.logits_bytes, whole * wide + waits)
     yield loss
     yield replace(loss, gradients=earlier + held.head * wide, activations=held.kept_bytes + held.head_bytes, logits=0.0)

@@ -43,8 +43,8 @@ class Mechanisms:
         stages: what a pipeline's stages have equally much of: "blocks" (Megatron-LM), or multiplied "parameters".
         keeps_gathered_inputs: what tp gathers of the positions for a product stays until its backward (DTensor's
             redistribution), while norms and residuals keep 1/tp; Megatron-LM gathers it again (2205.05198, 4.2.2).
-        experts_stay: experts that ep cuts are shared no further, neither they nor their state (parallel/expert.py); else
-            the ranks that hold the same ones share them as ZeRO's stage says.
+        experts_stay: experts that ep cuts are shared no further, neither they nor their state (parallel/expert.py);
+            else the ranks that hold the same ones share them as ZeRO's stage says.
         gradients: "resting": they have their memory for the whole run (Megatron-LM, DeepSpeed); "made": each step's
             backward makes them, and the update drops them (torch; DDP's buckets stay).
         scattered_sends: stages send 1/tp of an activation (2104.04473, section 4.1).
@@ -193,7 +193,7 @@ def setting_of(choice: Choice) -> Setting:
     zero, shard = 0, 1
     if layout.dp_shard > 1:
         zero = {"full": 3, "grad_op": 3, "optimizer": 1, "none": 0}[layout.sharding]
-        # `fully_shard` shares them among the ranks of a sequence, too (parallel/mesh.py); the optimizer's rows it does not.
+        # `fully_shard` shares among the ranks of a sequence, too (parallel/mesh.py), the optimizer's rows do not.
         shard = layout.dp_shard * (layout.cp if zero == 3 else 1)
     recompute: Recompute = (
         "none" if layout.recompute == "none" else "full" if layout.recompute == "full" else "selective"

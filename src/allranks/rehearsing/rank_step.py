@@ -101,7 +101,7 @@ class WatchedPasses(Passes):
                 parameter.grad = torch.empty_like(parameter)
 
     def mark(self) -> None:
-        """Say which memory is gradients now: DDP replaces the sum of the micro-steps before the last one by a bucket."""
+        """Say which memory is gradients now: DDP's buckets take the place of what earlier micro-steps have summed."""
         for name, parameter in self._spread.trainable().items():
             if parameter.grad is not None:
                 self._ledger.mark(local(parameter.grad), "gradients", name.rpartition(".")[0])
