@@ -107,6 +107,7 @@ OTHERS = [
     (SMALL, "tp=2,dp_shard=4", ("train.global_batch=4", "train.precision=float32")),
     (SMALL, "cp=2,dp_shard=4", ("train.global_batch=8",)),
     (SMALL, "tp=2,cp=2,dp_shard=2", ("train.global_batch=2",)),
+    (SMALL, "pp=2,tp=2,dp_shard=2,sharding=grad_op", ("train.global_batch=8", "train.micro_batch=1")),
     (SMALL, "pp=2,dp_replicate=4", ("train.global_batch=16", "train.micro_batch=1")),
     (MIXED, "dp_replicate=8,ep=8", ("train.global_batch=8",)),
     (MIXED, "dp_shard=8,ep=4", ("train.global_batch=8",)),

@@ -93,4 +93,5 @@ def test_tensor_parallelism_makes_its_loss_operation_by_operation() -> None:
 def test_what_a_norm_keeps_is_cut_where_products_keep_all_of_it() -> None:
     assert setting_of(choose(tp=2)).cuts_positions and not setting_of(choose(tp=2)).sequence_parallel
     assert not setting_of(choose(dp_shard=2)).cuts_positions
+    assert not setting_of(choose(tp=2, pp=2)).cuts_positions  # stages send whole activations
     assert not replace(setting_of(choose(tp=2)), mechanisms=Mechanisms()).cuts_positions

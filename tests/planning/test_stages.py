@@ -1,5 +1,7 @@
 """Stages as the engine cuts them: the same blocks on every rank as the modules themselves are given."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -11,6 +13,13 @@ from allranks.plan import Choice
 from allranks.planning.setting import Setting, setting_of
 from allranks.planning.stages import stages_under
 from tests.planning.profiles import decoder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dynamo() -> None:
+    """Tensors without memory import this, which sets an environment variable: before any test looks."""
+    importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    importlib.import_module("torch._dynamo")
 
 
 def blocks_of_engine(tied: bool, pp: int, num_stages: int, schedule: str) -> list[int]:

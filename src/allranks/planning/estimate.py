@@ -101,7 +101,7 @@ _CACHE_SIZE = 20_000
 def _parts(profile: ModelProfile, cluster: Cluster, setting: Setting) -> _Parts:
     of_block = (
         id(profile), id(cluster), setting.tp, setting.cp, setting.ep, setting.micro_batch, setting.recompute,
-        setting.precision, setting.ring, setting.frozen, setting.mechanisms,
+        setting.precision, setting.ring, setting.frozen, setting.mechanisms, setting.cuts_positions,
     )  # fmt: skip
     key = (of_block, setting.dp, setting.pp, setting.shard)
     found = _CACHE.get(key)
@@ -111,7 +111,7 @@ def _parts(profile: ModelProfile, cluster: Cluster, setting: Setting) -> _Parts:
         _CACHE.clear()
         _COSTS.clear()
     axes = axes_of(cluster, setting)
-    if of_block not in _COSTS:  # a block costs the same whoever shares it, and however many copies and stages there are
+    if of_block not in _COSTS:  # a block costs the same whoever shares it, and however many copies there are
         costs = tuple(block_cost(block, setting, axes, profile.experts) for block in profile.blocks)
         _COSTS[of_block] = profile, cluster, costs
     parts = _CACHE[key] = _Parts(profile, cluster, axes, _COSTS[of_block][2])

@@ -152,7 +152,8 @@ class Setting:
     @property
     def cuts_positions(self) -> bool:
         """Whether what a norm keeps is cut by tp."""
-        return self.tp > 1 and (self.mechanisms.sequence_parallel or self.mechanisms.keeps_gathered_inputs)
+        how = self.mechanisms  # stages send whole activations, and the engine's blocks take them as they come
+        return self.tp > 1 and (how.sequence_parallel or (how.keeps_gathered_inputs and self.pp == 1))
 
 
 LOW = ("bfloat16", "float16")
