@@ -13,7 +13,15 @@ def dearest(costs: list[float], starts: tuple[int, ...]) -> float:
 
 @pytest.mark.parametrize(
     "costs",
-    [[1.0] * 7, [3, 1, 1, 1, 5], [0, 0, 2, 0, 1, 3, 0], [1, 2, 3, 4, 5, 6], [5.0, 0.5, 0.25, 4.0, 4.0], [0, 0, 0]],
+    [
+        [1.0] * 7,
+        [3, 1, 1, 1, 5],
+        [0, 0, 2, 0, 1, 3, 0],
+        [1, 2, 3, 4, 5, 6],
+        [5.0, 0.5, 0.25, 4.0, 4.0],
+        [0, 0, 0],
+        [0, 0, 0, 1],
+    ],
 )
 def test_no_cut_is_better(costs: list[float]) -> None:
     for num_parts in range(1, len(costs) + 1):
