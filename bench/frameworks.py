@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from allranks.planning.setting import Mechanisms
+from allranks.planning.setting import TENSOR_COPIES, TORCH_COPIES, Mechanisms
 
 OLD = Mechanisms(
     name="Megatron-LM", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
@@ -68,7 +68,8 @@ def mechanisms_of(row: Mapping[str, Any]) -> Mechanisms:
 def _torch(row: Mapping[str, Any]) -> Mechanisms:
     notes = str(row.get("notes"))
     fusion, hidden = 0.6 if "torch.compile" in notes else 1.0, 0.5 if "async TP" in notes else 0.0
-    return replace(TITAN, fusion=fusion, overlap_tensor=hidden)
+    copies = TENSOR_COPIES if row["parallel"]["tp"] > 1 else TORCH_COPIES  # enable_loss_parallel is its default
+    return replace(TITAN, fusion=fusion, overlap_tensor=hidden, logits_copies=copies)
 
 
 def _deepspeed(row: Mapping[str, Any]) -> Mechanisms:

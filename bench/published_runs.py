@@ -17,6 +17,7 @@ from allranks.model_shape import ModelShape
 from allranks.planning.catalog import find_device, find_link, tidy
 from allranks.planning.estimate import Cost, estimate_setting
 from allranks.planning.setting import Recompute, Setting
+from allranks.shape_operations import Program
 
 Row = Mapping[str, Any]
 GIB = float(2**30)
@@ -76,7 +77,7 @@ def cluster_of(row: Row) -> Cluster:
 
 @cache
 def _profile(shape: ModelShape, seq: int, precision: str, fused: bool) -> ModelProfile:
-    return shape.profile(seq, precision, fused)
+    return shape.profile(seq, precision, Program(fused=fused))
 
 
 def shape_of(row: Row) -> ModelShape | None:

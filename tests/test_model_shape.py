@@ -6,6 +6,7 @@ import pytest
 
 from allranks.errors import ConfigError
 from allranks.model_shape import ModelShape
+from allranks.shape_operations import Program
 
 GPT = ModelShape("gpt", 4, 512, 8, 2048, 1024, seq=128, dropout=True)
 LLAMA = ModelShape(
@@ -37,7 +38,7 @@ def test_flops_of_a_gpt() -> None:
 
 
 def test_saved_activations_of_a_layer() -> None:
-    layer = GPT.profile(fused=True).blocks[1]
+    layer = GPT.profile(program=Program(fused=True)).blocks[1]
     seq, hidden, heads = 128, 512, 8
     # 2205.05198, section 4.1: 34 s b h without the scores, of which the kept softmax statistics take 4 s a here.
     assert layer.saved_bytes == 34 * seq * hidden + 4 * seq * heads

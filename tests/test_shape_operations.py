@@ -1,9 +1,23 @@
 """Single operations of a sample: bytes and FLOPs by hand."""
 
-from allranks.shape_operations import SampleOperations
+import importlib
 
-MADE = SampleOperations(seq=10, hidden=4, width=2, bias=True, gated=False, dropout=True, fused=True)
-GATED = SampleOperations(seq=10, hidden=4, width=2, bias=False, gated=True, dropout=False, fused=False)
+import pytest
+
+from allranks.rehearsing.named import Named
+from allranks.shape_operations import OWN, Program, SampleOperations
+from allranks.stepping.profile import trace_task
+
+FUSED = Program(fused=True)
+MADE = SampleOperations(seq=10, hidden=4, width=2, bias=True, gated=False, dropout=True, program=FUSED)
+GATED = SampleOperations(seq=10, hidden=4, width=2, bias=False, gated=True, dropout=False, program=Program())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dynamo() -> None:
+    """Fake tensors import this, which sets an environment variable: before any test looks."""
+    importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    importlib.import_module("torch._dynamo")
 
 
 def test_a_linear_layer() -> None:
@@ -48,3 +62,14 @@ def test_a_gated_feed_forward_has_three_matrices() -> None:
 
 def test_rotary_reads_and_writes_once_where_it_is_fused() -> None:
     assert (MADE.rotary(6).moved_bytes, GATED.rotary(6).moved_bytes) == (2 * 120.0, 5 * 120.0)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_our_program_keeps_what_a_trace_of_it_says(precision: str) -> None:
+    """But one number a row of each norm, and the angles of rotary positions, which are the same for all samples."""
+    task = Named(name="llama3-8b", layers=2, seq=256)
+    traced, table = trace_task(task, precision, "cuda"), task.shape().profile(None, precision, OWN)
+    kept = [block.saved_bytes for block in traced.blocks if block.repeated]
+    assert kept == [block.saved_bytes + 2 * 4 * 256 for block in table.blocks if block.repeated]
+    plain = task.shape().profile(None, precision)
+    assert kept[0] > plain.blocks[1].saved_bytes

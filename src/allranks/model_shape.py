@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Final, Literal, final
 
 from allranks.errors import ConfigError
 from allranks.model_profile import Block, ModelProfile, Operation
-from allranks.shape_operations import WIDTHS, SampleOperations
+from allranks.shape_operations import WIDTHS, Program, SampleOperations
+
+PLAIN: Final = Program()
 
 
 @final
@@ -86,14 +88,13 @@ class ModelShape:
         """All of them; tied ones once."""
         return self.profile().parameters
 
-    def profile(self, seq: int | None = None, precision: str = "bfloat16", fused: bool = False) -> ModelProfile:
+    def profile(self, seq: int | None = None, precision: str = "bfloat16", program: Program = PLAIN) -> ModelProfile:
         """What one sample costs in every block.
 
         Args:
             seq: positions of a sample, instead of the shape's own.
             precision: of the activations ("float32", "bfloat16", ...).
-            fused: count the activations that fused kernels keep and move (Transformer Engine, Megatron-Core,
-                torch.compile), not those of torch's eager operations.
+            program: whose activations are counted.
 
         FLOPs as in Narayanan et al. 2104.04473, appendix; saved activations as in Korthikanti et al. 2205.05198,
         section 4, operation by operation, with attention that keeps no scores (FlashAttention 2205.14135): planning
@@ -102,7 +103,7 @@ class ModelShape:
         length = seq or self.seq
         if length < 1:
             raise ConfigError(f"{self.name}: seq={seq}, but a sample has at least one position")
-        writer = _Writer(self, self._operations(length, WIDTHS.get(precision, 2), fused))
+        writer = _Writer(self, self._operations(length, WIDTHS.get(precision, 2), program))
         sparse = 0
         if self.experts:
             sparse = sum(1 for layer in range(self.dense_layers, self.layers) if (layer + 1) % self.every == 0)
@@ -126,12 +127,12 @@ class ModelShape:
             tensor_parallel=True,
             context_parallel=True,
             source=self.source or "shape",
-            digest=f"{self}|{length}|{precision}|{fused}",
+            digest=f"{self}|{length}|{precision}|{program}",
             facts={"top_k": float(self.top_k), "dropout": float(self.dropout)},
         )
 
-    def _operations(self, seq: int, width: int, fused: bool) -> SampleOperations:
-        return SampleOperations(seq, self.hidden, width, self.bias, self.gated, self.dropout, fused)
+    def _operations(self, seq: int, width: int, program: Program) -> SampleOperations:
+        return SampleOperations(seq, self.hidden, width, self.bias, self.gated, self.dropout, program)
 
 
 @final
@@ -199,9 +200,7 @@ class _Writer:
     def _attention(self) -> list[Operation]:
         shape, dim = self.shape, self.shape.dim
         queries, keys = shape.heads * dim, shape.num_kv_heads * dim
-        made = self.made.matmul(
-            "attention.qkv", queries + 2 * keys, shape.hidden, "column", self.made.rows(shape.hidden)
-        )
+        made = self.made.matmul("attention.qkv", queries + 2 * keys, shape.hidden, "column", self.made.read_by(3))
         operations = [made]
         if shape.positions == "rotary":
             operations.append(self.made.rotary(queries + keys))

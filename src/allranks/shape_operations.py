@@ -11,13 +11,35 @@ WIDTHS = {"float64": 8, "float32": 4, "float8": 2, "float4": 2}
 
 @final
 @dataclass(frozen=True, slots=True)
+class Program:
+    """What a program makes of a shape: two programs of one shape keep other activations for the backward.
+
+    Attributes:
+        fused: elementwise operations are fused into few kernels, which keep and move less.
+        autocast: in a lower precision norms read and give float32 (CUDA's list in ATen/autocast_mode.h), and every
+            product that reads one keeps a copy of its own in the lower type; else all of it flows in the lower type.
+        copied_attention: attention's result lies head by head, as queries do that were turned head by head, and is
+            copied position by position for the output product; both are kept.
+    """
+
+    fused: bool = False
+    autocast: bool = False
+    copied_attention: bool = False
+
+
+OWN = Program(autocast=True, copied_attention=True)
+"""That of `allranks.models`, spread by `parallelize`; a dry run sees it so."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class SampleOperations:
     """Operations on `seq` positions of `hidden` features.
 
     Attributes:
         width: bytes of an activation.
         bias, gated, dropout: as in ModelShape.
-        fused: whether elementwise operations are fused into few kernels, which keep and move less.
+        program: what keeps them.
     """
 
     seq: int
@@ -26,18 +48,33 @@ class SampleOperations:
     bias: bool
     gated: bool
     dropout: bool
-    fused: bool
+    program: Program
+
+    @property
+    def fused(self) -> bool:
+        """As the program does."""
+        return self.program.fused
+
+    @property
+    def casts(self) -> bool:
+        """Whether norms are wider than what products read."""
+        return self.program.autocast and self.width < WIDTHS["float32"]
 
     def rows(self, features: float) -> float:
         """Bytes of `features` at every position."""
         return float(self.width) * self.seq * features
 
+    def read_by(self, products: int) -> float:
+        """Bytes of a norm's result that its products keep: one for all, or a copy for each that casts it."""
+        return self.rows(self.hidden) * (products if self.casts else 1)
+
     def norm(self, name: str) -> Operation:
         """LayerNorm with a bias, RMSNorm without."""
         hidden, size = self.hidden, self.hidden * (2 if self.bias else 1)
         moved = self.rows(hidden) * 2
+        saved = float(WIDTHS["float32"]) * self.seq * hidden if self.casts else self.rows(hidden)
         return Operation(
-            name, "norm", 5.0 * self.seq * hidden, (), moved, self.rows(hidden), self.rows(hidden), size, 4.0 * size,
+            name, "norm", 5.0 * self.seq * hidden, (), moved, saved, self.rows(hidden), size, 4.0 * size,
             cut="sequence",
         )  # fmt: skip
 
@@ -74,7 +111,8 @@ class SampleOperations:
     ) -> Operation:
         """Attention over `read` features of queries, keys and values; `dims` of a head's keys and values."""
         flops = 2.0 * self.seq * self.seq * heads * sum(dims)
-        kept = self.rows(read + output) + 4.0 * self.seq * heads
+        copies = 2 if self.program.copied_attention else 1
+        kept = self.rows(read + copies * output) + 4.0 * self.seq * heads
         return Operation(
             "attention.scores", "attention", flops, (self.seq, self.seq, heads, kv_heads, dims[0]),
             self.rows(read + output), kept, self.rows(output), cut="heads", causal=causal,
@@ -87,7 +125,8 @@ class SampleOperations:
 
     def feed_forward(self, name: str, ffn: int) -> list[Operation]:
         """Two matrices and what stands between them, three where it is gated."""
-        up = self.matmul(f"{name}.up", ffn * (2 if self.gated else 1), self.hidden, "column", self.rows(self.hidden))
+        products = 2 if self.gated else 1
+        up = self.matmul(f"{name}.up", ffn * products, self.hidden, "column", self.read_by(products))
         down = self.matmul(f"{name}.down", self.hidden, ffn, "row")
         return [up, self.activation(name, self.rows(ffn), "column"), down]
 

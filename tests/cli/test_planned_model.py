@@ -9,11 +9,12 @@ from allranks.cli.planned_model import find_subject
 from allranks.errors import ConfigError
 from allranks.named_models import find_model
 from allranks.plan_request import PlanRequest
+from allranks.shape_operations import OWN
 
 
 def test_a_name() -> None:
     subject = find_subject(PlanRequest(("llama3-8b",)))
-    assert subject.make_profile(None, "bfloat16") == find_model("llama3-8b").profile(precision="bfloat16")
+    assert subject.make_profile(None, "bfloat16") == find_model("llama3-8b").profile(None, "bfloat16", OWN)
     assert subject.make_profile(1024, "float32").seq == 1024
     assert (subject.seq, subject.task, subject.global_batch) == (8192, None, None)
 

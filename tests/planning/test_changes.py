@@ -80,10 +80,12 @@ def test_seq_and_precision_are_other_profiles() -> None:
 
 
 def test_larger_units_are_gathered_whole() -> None:
-    found = what_if("unit=4", weigh(), QUESTION).estimate
+    wide = decoder(layers=8, hidden=1024, ffn=8192)  # whose backward is fuller than its loss
+    question = replace(QUESTION, make_profile=lambda seq, precision: wide)
+    one, found = weigh(question), what_if("unit=4", weigh(question), question).estimate
     assert found is not None
-    assert found.memory.gathered > weigh().memory.gathered
-    assert found.memory.weights == pytest.approx(weigh().memory.weights)
+    assert found.memory.gathered > 2 * one.memory.gathered
+    assert found.memory.weights == pytest.approx(one.memory.weights)
     profile = decoder(layers=8)
     four = in_units(profile, 4)
     assert (four.parameters, four.num_repeated) == (profile.parameters, 2)

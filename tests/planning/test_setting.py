@@ -70,3 +70,28 @@ def test_sequence_parallelism_needs_tp() -> None:
 def test_a_choice_keeps_its_chunks() -> None:
     made = choose(pp=4, schedule="interleaved")
     assert setting_of(Choice(made.layout, 64, 1, chunks=5)).chunks == 5
+
+
+def test_the_ranks_of_a_sequence_share_what_fsdp_shards() -> None:
+    assert setting_of(choose(dp_shard=4, cp=2)).shard == 8
+    assert setting_of(choose(dp_shard=4, cp=2, sharding="grad_op")).shard == 8
+    assert setting_of(choose(dp_shard=4, cp=2, sharding="optimizer")).shard == 4
+    assert setting_of(choose(dp_replicate=4, cp=2)).shard == 1
+
+
+def test_experts_that_ep_cuts_are_shared_no_further() -> None:
+    own = setting_of(choose(dp_shard=8, ep=4))
+    assert own.expert_shards == 1
+    assert replace(own, mechanisms=Mechanisms()).expert_shards == 2
+    assert setting_of(choose(dp_shard=8)).expert_shards == 8
+
+
+def test_tensor_parallelism_makes_its_loss_operation_by_operation() -> None:
+    assert mechanisms_of(choose(tp=2)).logits_copies > mechanisms_of(choose(dp_shard=2)).logits_copies
+
+
+def test_what_a_norm_keeps_is_cut_where_products_keep_all_of_it() -> None:
+    assert setting_of(choose(tp=2)).cuts_positions and not setting_of(choose(tp=2)).sequence_parallel
+    assert not setting_of(choose(dp_shard=2)).cuts_positions
+    assert not setting_of(choose(tp=2, pp=2)).cuts_positions  # stages send whole activations
+    assert not replace(setting_of(choose(tp=2)), mechanisms=Mechanisms()).cuts_positions

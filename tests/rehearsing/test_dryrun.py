@@ -49,6 +49,20 @@ def check_short(kind: type[Tokens], layout: str, world: int, *overrides: str) ->
     assert totals(short) == totals(full)
 
 
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_copies_of_autocast_are_dropped_in_a_short_trace_too(recompute: str) -> None:
+    words = (f"single,recompute={recompute}", 1, "train.precision=bfloat16")
+    short, full = (rehearsed(Tokens(layers=8, hidden=128), *words, full=full, on_cuda=True) for full in (False, True))
+    assert (short.traced, full.traced) == (4, 8)
+    assert short.peak_bytes == full.peak_bytes
+
+
+def test_what_ddp_sums_before_its_last_micro_step_is_gradients() -> None:
+    told = rehearsed(Tokens(layers=1, seq=128), "ddp", 2, "train.global_batch=4", "train.micro_batch=1")
+    assert told.at.startswith("forward")
+    assert told.by_category["gradients"] == pytest.approx(told.by_category["optimizer"], rel=1e-3)
+
+
 def test_micro_steps_that_are_alike_are_counted() -> None:
     task, words = Tokens(layers=1), ("train.global_batch=10", "train.micro_batch=1")
     short, full = (rehearsed(task, "fsdp", 2, *words, full=full) for full in (False, True))

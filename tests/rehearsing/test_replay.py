@@ -2,7 +2,7 @@
 
 from allranks.parallel.step_record import Deed
 from allranks.rehearsing.ledger import Stored, Stretch
-from allranks.rehearsing.replay import GIVEN, Repeats, add_flops, add_messages, describe, find_peak
+from allranks.rehearsing.replay import GIVEN, Repeats, add_flops, add_messages, changes_on_paper, describe, find_peak
 from allranks.rehearsing.watch import Message
 
 GATHER = Message("dp_shard", "all-gather", 10, 4, "task.py:3 forward")
@@ -51,3 +51,20 @@ def test_messages_and_flops_repeat_in_number() -> None:
 
 def test_what_a_stretch_is_called() -> None:
     assert [describe(stretch) for stretch in step()][3:] == ["backward of layers.0", GIVEN, "update"]
+
+
+def test_what_a_repeated_forward_made_goes_as_often_where_it_goes_at_once() -> None:
+    """Autocast's copies: block 1 stands for three, and its cache is emptied at the forward's end."""
+    copies, handed = [Stored(6, f"layers.{n}") for n in range(3)], Stored(5, "layers.1")
+    forward = [
+        Stretch("forward", "layers.0", 0, [(copies[0], 6)]),
+        Stretch("forward", "layers.1", 0, [(copies[1], 6), (handed, 5)]),
+        Stretch("forward", "layers.2", 0, [(copies[2], 6), (handed, -5)]),
+        Stretch("forward", "layers.3", 0, [(copy, -6) for copy in copies]),
+        Stretch("backward", "layers.3", 0),
+    ]
+    repeats = Repeats({("forward", "layers.1"): 3})
+    peak = find_peak([], forward, repeats)
+    # What is handed to the next block goes once: the block that stands for three would have dropped the one before's.
+    assert [end for end, _ in peak.levels] == [6, 6 + 33, 6 + 33 + 1, 6 + 33 + 1 - 30, 10]
+    assert changes_on_paper(forward, repeats)[3] == [(copies[0], -6), (copies[1], -18), (copies[2], -6)]

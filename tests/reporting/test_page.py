@@ -4,6 +4,7 @@ import re
 
 import pytest
 from jinja2 import UndefinedError
+from markupsafe import Markup
 from plotly.graph_objects import Figure
 
 from allranks.reporting.page import draw_figure, render_template
@@ -47,3 +48,10 @@ def test_a_figure_s_texts_cannot_end_its_script() -> None:
     figure = Figure()
     figure.add_bar(x=[1], y=["</script><script>alert(1)"])
     assert "</script><script>alert" not in draw_figure(figure, "drawn")
+
+
+def test_figures_follow_their_boxes() -> None:
+    """Behind the figures, which have to be there before they are observed."""
+    page = render_template("chart.html", title="t", about="a", figure=Markup('<div class="js-plotly-plot"></div>'))
+    assert page.index("js-plotly-plot") < page.index("new ResizeObserver")
+    assert "Plotly.Plots.resize(box.target)" in page

@@ -13,6 +13,7 @@ from allranks.errors import ConfigError
 from allranks.model_profile import ModelProfile
 from allranks.plan_request import PlanRequest
 from allranks.planning.question import MakeProfile
+from allranks.shape_operations import OWN
 
 if TYPE_CHECKING:
     from allranks.model_shape import ModelShape
@@ -69,7 +70,7 @@ def is_task(words: tuple[str, ...]) -> bool:
 
 def _of_shape(shape: "ModelShape") -> Subject:
     def make(seq: int | None, precision: str) -> ModelProfile:
-        return shape.profile(seq, precision)
+        return shape.profile(seq, precision, OWN)
 
     return Subject(make, shape.seq)
 

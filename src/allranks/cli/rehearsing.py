@@ -159,11 +159,12 @@ def _write_trace(path: Path, question: "Question", told: Rehearsal) -> None:
 def profile_of(question: "Question") -> "ModelProfile":
     """What the planner knows of the model: by its sizes, or traced."""
     from allranks.rehearsing.named import Named
+    from allranks.shape_operations import OWN
     from allranks.stepping.profile import trace_task
 
     precision = question.config.train.precision
     if isinstance(question.task, Named):
-        return question.task.shape().profile(None, precision)
+        return question.task.shape().profile(None, precision, OWN)
     return trace_task(question.task, precision)
 
 

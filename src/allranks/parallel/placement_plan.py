@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from allranks.errors import LayoutError
+from allranks.even_cut import cut_evenly
 from allranks.parallel.blocks import CONTAINERS, find_blocks
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.placement import Placement, named_tensors
 from allranks.parallel.share import Place, Share, share_of
-from allranks.parallel.stage_plan import cut_evenly
 from allranks.units import format_bytes
 from allranks.verdict import Decision
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from allranks.errors import LayoutError
+from allranks.even_cut import cut_evenly
 from allranks.parallel.blocks import find_blocks, nearest_to
 
 _SHOWN = 6
@@ -116,24 +117,3 @@ def _cost(module: nn.Module) -> float:
         member.weight.numel() for member in module.modules() if isinstance(member, nn.Embedding | nn.EmbeddingBag)
     )
     return float(sum(parameter.numel() for parameter in module.parameters()) - looked_up)
-
-
-def cut_evenly(costs: Sequence[float], num_parts: int) -> list[int]:
-    """Where each of `num_parts` consecutive, non-empty parts of `costs` begins, so that the dearest is cheapest."""
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # costs so far -> (the dearest part, where parts begin)
-    for part in range(1, num_parts + 1):
-        left = num_parts - part
-        following: dict[int, tuple[float, list[int]]] = {}
-        for end in range(part, len(costs) - left + 1):
-            options = (
-                (max(dearest, sums[end] - sums[start]), [*starts, start])
-                for start, (dearest, starts) in best.items()
-                if start < end
-            )
-            # Of equal ones the later begin wins: it leaves what follows as much as what came before.
-            following[end] = min(options, key=lambda option: option[0])
-        best = following
-    return best[len(costs)][1]

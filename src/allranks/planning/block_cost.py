@@ -36,6 +36,8 @@ class BlockCost:
         kept_bytes: activations from its forward to its backward; working_bytes: more while its backward runs.
         logits_bytes: what stands beside them where it ends in a loss.
         entry_bytes: of its input. parameters, expert_parameters: held whole by the rank before data-parallel sharding.
+        cast_parameters: of these the ones that products read, which autocast copies into the lower type;
+            last_parameters: those of the last product, whose gradient is the first to be made.
     """
 
     forward: float
@@ -57,6 +59,8 @@ class BlockCost:
     tensor_bytes: float
     context_bytes: float
     expert_bytes: float
+    cast_parameters: float = 0.0
+    last_parameters: float = 0.0
 
 
 @final
@@ -66,7 +70,7 @@ class _Sums:
     def __init__(self) -> None:
         self.forward = self.backward = self.weight = self.kernels = 0.0
         self.kept = self.kept_selective = self.again_selective = self.logits = self.transient = 0.0
-        self.dense = self.expert = 0.0
+        self.dense = self.expert = self.cast = self.last = 0.0
 
     def add(self, operation: Operation, setting: Setting, machine: Machine, experts: int) -> None:
         """One more operation."""
@@ -81,6 +85,9 @@ class _Sums:
             self.expert += held
         else:
             self.dense += held
+        if is_product(operation):
+            self.cast += held
+            self.last = held
         kept = operation.saved_bytes * setting.micro_batch / share.kept
         if is_product(operation) and in_low_precision(operation, setting):
             kept /= 2  # the operand is kept in 8 bits (Transformer Engine)
@@ -128,6 +135,12 @@ def _result_cut(operation: Operation, setting: Setting) -> float:
     return float(setting.cp * (setting.tp if setting.sequence_parallel else 1))
 
 
+def _entry_cut(block: Block, setting: Setting) -> float:
+    """Ranks that share the positions between blocks: where the program cuts them, or the block's own norms say so."""
+    along = setting.sequence_parallel or (setting.cuts_positions and any(o.cut == "sequence" for o in block.operations))
+    return float(setting.tp if along else 1)
+
+
 def block_cost(block: Block, setting: Setting, axes: Axes, experts: int) -> BlockCost:
     """Sum over the block's operations; what `setting` recomputes is repeated and not kept.
 
@@ -138,7 +151,7 @@ def block_cost(block: Block, setting: Setting, axes: Axes, experts: int) -> Bloc
     for operation in block.operations:
         sums.add(operation, setting, axes.machine, experts)
     sent = axis_traffic(block, setting, axes)
-    entry = block.input_bytes * setting.micro_batch / setting.cp / (setting.tp if setting.sequence_parallel else 1)
+    entry = block.input_bytes * setting.micro_batch / setting.cp / _entry_cut(block, setting)
     recompute = setting.recompute if block.repeated else "none"
     again, tensor_again, kept, working = 0.0, 0.0, sums.kept, sums.transient
     if recompute == "full":
@@ -168,4 +181,6 @@ def block_cost(block: Block, setting: Setting, axes: Axes, experts: int) -> Bloc
         tensor_bytes=sent.tensor_bytes,
         context_bytes=sent.context_bytes,
         expert_bytes=sent.expert_bytes,
+        cast_parameters=sums.cast,
+        last_parameters=sums.last,
     )

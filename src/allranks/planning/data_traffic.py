@@ -43,7 +43,7 @@ def data_cost(
     how, ranks = setting.mechanisms, setting.dp * setting.cp
     whole = parameters + expert_parameters
     shard = max(1, setting.shard)
-    sharded = parameters / shard + expert_parameters / max(1.0, shard / setting.ep)
+    sharded = parameters / shard + expert_parameters / setting.expert_shards
     held = sharded if setting.zero >= 1 else whole
     update = moving_seconds(axes.machine, UPDATE_BYTES * held, 10) if not setting.frozen else 0.0
     if ranks == 1:

@@ -13,11 +13,12 @@ from allranks.planning.data_traffic import DataCost, data_cost
 from allranks.planning.host_parameters import host_cost, waits_on_host
 from allranks.planning.host_traffic import host_bytes, host_capacity_bytes, host_seconds, moves
 from allranks.planning.memory import memory_use, slack_bytes
-from allranks.planning.pipeline import pipeline_seconds, shared_bubble, stages_of, under_way
+from allranks.planning.pipeline import pipeline_seconds, shared_bubble, under_way
 from allranks.planning.pipeline_traffic import hop_seconds, pipeline_traffic
 from allranks.planning.processor import is_processor
 from allranks.planning.processor_traffic import on_processor, processor_data_cost
 from allranks.planning.setting import Setting, setting_of
+from allranks.planning.stages import stages_under
 from allranks.planning.uncertainty import spread_of
 
 MEMORY_LOW, MEMORY_HIGH, PEAK_HIGH = 0.94, 1.03, 1.08
@@ -93,22 +94,27 @@ class _Parts:
 
 
 _CACHE: dict[tuple[object, ...], _Parts] = {}
+_COSTS: dict[tuple[object, ...], tuple[ModelProfile, Cluster, tuple[BlockCost, ...]]] = {}
 _CACHE_SIZE = 20_000
 
 
 def _parts(profile: ModelProfile, cluster: Cluster, setting: Setting) -> _Parts:
-    key = (
-        id(profile), id(cluster), setting.tp, setting.cp, setting.ep, setting.dp, setting.pp, setting.shard,
-        setting.micro_batch, setting.recompute, setting.precision, setting.ring, setting.frozen, setting.mechanisms,
+    of_block = (
+        id(profile), id(cluster), setting.tp, setting.cp, setting.ep, setting.micro_batch, setting.recompute,
+        setting.precision, setting.ring, setting.frozen, setting.mechanisms, setting.cuts_positions,
     )  # fmt: skip
+    key = (of_block, setting.dp, setting.pp, setting.shard)
     found = _CACHE.get(key)
     if found is not None:  # it holds its profile and cluster, so their ids are not given to others
         return found
-    axes = axes_of(cluster, setting)
-    costs = tuple(block_cost(block, setting, axes, profile.experts) for block in profile.blocks)
     if len(_CACHE) >= _CACHE_SIZE:
         _CACHE.clear()
-    parts = _CACHE[key] = _Parts(profile, cluster, axes, costs)
+        _COSTS.clear()
+    axes = axes_of(cluster, setting)
+    if of_block not in _COSTS:  # a block costs the same whoever shares it, and however many copies there are
+        costs = tuple(block_cost(block, setting, axes, profile.experts) for block in profile.blocks)
+        _COSTS[of_block] = profile, cluster, costs
+    parts = _CACHE[key] = _Parts(profile, cluster, axes, _COSTS[of_block][2])
     return parts
 
 
@@ -147,7 +153,7 @@ def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting) 
     """The same for a Setting, which may be another framework's."""
     setting = on_processor(setting, cluster, profile)
     parts = _parts(profile, cluster, setting)
-    layers = stages_of(profile, setting.pp, setting.chunks)
+    layers = stages_under(profile, setting)
     stages = [_stage(held, parts.costs, setting) for held in layers]
     forward = [s.forward + s.tensor / 3 + (s.context + s.expert) / 2 + s.host / 3 for s in stages]
     backward = [s.backward + s.again + s.tensor * 2 / 3 + (s.context + s.expert) / 2 + s.host * 2 / 3 for s in stages]

@@ -7,6 +7,7 @@ from allranks.plan import MemoryUse
 from allranks.planning.block_cost import BlockCost
 from allranks.planning.host_parameters import waits_on_host
 from allranks.planning.host_traffic import moves, staying_bytes
+from allranks.planning.moments import Held, held_by, moments
 from allranks.planning.pipeline import under_way
 from allranks.planning.setting import Setting
 
@@ -19,7 +20,7 @@ def memory_use(
     Weights, gradients and optimizer: ZeRO 1910.02054, section 5, with the stage's bytes per parameter in `mechanisms`.
     Activations: 2205.05198, section 4, from the profile's saved bytes. Gathered: FSDP keeps two blocks whole
     (2304.11277, section 3.4). The peak is where the loss has its logits, or where the backward of the largest
-    block works.
+    block works; where gradients are made in each step, the fullest of its moments (`moments`).
     """
     how = setting.mechanisms
     here = [(count, cost) for cost, count in zip(costs, held, strict=True) if count]
@@ -30,6 +31,9 @@ def memory_use(
         kept += times * setting.chunks * max((cost.entry_bytes for _, cost in here), default=0.0)
     if moves(setting):
         kept = staying_bytes(profile, costs, held, times)
+    if how.gradients == "made":
+        own = held_by(profile, setting, tuple(zip(held, costs, strict=True)), kept, gradients, times)
+        return _at_its_fullest(setting, own, weights, optimizer)
     working = max((cost.working_bytes for _, cost in here), default=0.0)
     logits = max((cost.logits_bytes for _, cost in here), default=0.0)
     gathered = _gathered_bytes(setting, here)
@@ -48,6 +52,20 @@ def memory_use(
     )
 
 
+def _at_its_fullest(setting: Setting, held: Held, weights: float, optimizer: float) -> MemoryUse:
+    fullest = max(moments(setting, held), key=lambda moment: moment.total)
+    return MemoryUse(
+        weights=weights,
+        gradients=fullest.gradients,
+        optimizer=optimizer,
+        activations=fullest.activations,
+        logits=fullest.logits,
+        gathered=fullest.gathered,
+        communication=fullest.communication,
+        framework=setting.mechanisms.context_bytes,
+    )
+
+
 def slack_bytes(setting: Setting, use: MemoryUse, capacity_bytes: float) -> float:
     """What torch's caching allocator holds beyond what is in use; it gives it back where the device runs full.
 
@@ -62,7 +80,7 @@ def _shared_parameters(setting: Setting, here: Sequence[tuple[int, BlockCost]]) 
     shard = max(1, setting.shard) if setting.zero >= 1 else 1
     dense = sum(count * cost.parameters for count, cost in here)
     expert = sum(count * cost.expert_parameters for count, cost in here)
-    return dense / shard + expert / (max(1.0, shard / setting.ep) if setting.ep > 1 else shard)
+    return dense / shard + expert / (setting.expert_shards if setting.zero >= 1 else 1.0)
 
 
 def _state_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> tuple[float, float, float]:
@@ -88,8 +106,5 @@ def _gathered_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> 
         return whole * (how.gather_bytes + (0.0 if how.reduces_every_micro_step else how.reduce_bytes))
     if setting.zero >= 3:
         largest = max((cost.parameters + cost.expert_parameters for _, cost in here), default=0.0)
-        gathered = 2 * largest * how.gather_bytes + largest * how.reduce_bytes
-        if waits_on_host(setting):  # the shards of two on their way in, and of one's gradients on their way out
-            gathered += largest / max(1, setting.shard) * (2 * how.weight_bytes + how.gradient_bytes)
-        return gathered
+        return 2 * largest * how.gather_bytes + largest * how.reduce_bytes
     return sum(count * (cost.parameters + cost.expert_parameters) for count, cost in here) * how.cast_bytes

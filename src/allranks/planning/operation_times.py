@@ -56,9 +56,10 @@ def share_of(operation: Operation, setting: Setting) -> Share:
         # A matrix's input is whole on every rank, or its positions are shared and gathered again (2205.05198, 4.2.2);
         # what stands between the matrices is cut as they are.
         whole = operation.kind in ("matmul", "embedding")
-        return Share(tp * cp, tp, cp * (spread if whole else tp))
+        again = 1 if setting.mechanisms.keeps_gathered_inputs else spread
+        return Share(tp * cp, tp, cp * (again if whole else tp))
     if operation.cut == "sequence":
-        return Share(spread * cp, 1, spread * cp)
+        return Share(spread * cp, 1, cp * (tp if setting.cuts_positions else 1))
     if operation.cut == "expert":
         weights = setting.ep * setting.mechanisms.expert_tensor(setting.tp)
         return Share(tp * cp, weights, tp * cp if setting.sequence_parallel or operation.kind != "matmul" else cp)

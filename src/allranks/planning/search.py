@@ -123,8 +123,9 @@ class Search:
         too_large: dict[str, int] = {}
         for group in groups(self.space, precision, layout, SCHEDULES, self.found.refusals):
             choice = group.plain
-            if too_large.get(choice.layout.schedule, choice.micro_batch + 1) <= choice.micro_batch:
-                continue  # a larger micro-batch keeps more
+            larger = too_large.get(choice.layout.schedule, choice.micro_batch + 1) <= choice.micro_batch
+            if larger and choice.micro_steps > 1:
+                continue  # it keeps more; a single one finds no gradients of others, and may keep less
             if not self._may_fit(group):
                 too_large[choice.layout.schedule] = choice.micro_batch
                 continue

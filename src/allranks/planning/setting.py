@@ -40,6 +40,13 @@ class Mechanisms:
         sequence_parallel: norms and dropouts see 1/tp of the positions (2205.05198, section 4.2.2).
         fixed: what was measured besides kernels and bytes; nothing but on a processor.
         cores: of one process where processes share them: idle ones leave theirs to the others. 1 and more: nobody does.
+        stages: what a pipeline's stages have equally much of: "blocks" (Megatron-LM), or multiplied "parameters".
+        keeps_gathered_inputs: what tp gathers of the positions for a product stays until its backward (DTensor's
+            redistribution), while norms and residuals keep 1/tp; Megatron-LM gathers it again (2205.05198, 4.2.2).
+        experts_stay: experts that ep cuts are shared no further, neither they nor their state (parallel/expert.py);
+            else the ranks that hold the same ones share them as ZeRO's stage says.
+        gradients: "resting": they have their memory for the whole run (Megatron-LM, DeepSpeed); "made": each step's
+            backward makes them, and the update drops them (torch; DDP's buckets stay).
         scattered_sends: stages send 1/tp of an activation (2104.04473, section 4.1).
     """
 
@@ -80,6 +87,10 @@ class Mechanisms:
     tensor_in_experts: bool = False
     fixed: FixedSeconds = field(default_factory=FixedSeconds)
     cores: float = 1.0
+    stages: Literal["blocks", "parameters"] = "blocks"
+    keeps_gathered_inputs: bool = False
+    experts_stay: bool = False
+    gradients: Literal["resting", "made"] = "resting"
 
     def expert_tensor(self, tp: int) -> int:
         """Ranks that share one expert's matrices, besides ep."""
@@ -131,8 +142,25 @@ class Setting:
         """Whether norms and dropouts are cut by tp."""
         return self.mechanisms.sequence_parallel and self.tp > 1
 
+    @property
+    def expert_shards(self) -> float:
+        """Ranks that share one expert's state."""
+        if self.ep > 1 and self.mechanisms.experts_stay:
+            return 1.0
+        return max(1.0, max(1, self.shard) / self.ep)
+
+    @property
+    def cuts_positions(self) -> bool:
+        """Whether what a norm keeps is cut by tp."""
+        how = self.mechanisms  # stages send whole activations, and the engine's blocks take them as they come
+        return self.tp > 1 and (how.sequence_parallel or (how.keeps_gathered_inputs and self.pp == 1))
+
 
 LOW = ("bfloat16", "float16")
+TORCH_COPIES, TENSOR_COPIES = 1.5, 2.5
+"""Of 8 bytes a logit: torch's cross entropy; and DTensor's, which makes it operation by operation
+(torch/distributed/tensor/parallel/loss.py): its backward has the logits, their log-softmax, its exponential, the
+gradient of what it picks and the result at once."""
 
 
 def mechanisms_of(choice: Choice) -> Mechanisms:
@@ -150,6 +178,13 @@ def mechanisms_of(choice: Choice) -> Mechanisms:
         # Autocast keeps its copies of the weights until the backward; FSDP gathers in that type instead.
         cast_bytes=2.0 if lowered and not layout.fully_sharded else 0.0,
         fusion=0.6 if layout.compile == "block" else 1.0,
+        gradients="made",
+        stages="parameters",
+        keeps_gathered_inputs=True,
+        logits_copies=TORCH_COPIES if layout.tp == 1 else TENSOR_COPIES,
+        # FSDP's are counted by the unit; one made in autocast's type takes the place of its weight's copy.
+        temporary_gradient_bytes=0.0 if layout.fully_sharded else wide,
+        experts_stay=True,
     )
 
 
@@ -159,7 +194,8 @@ def setting_of(choice: Choice) -> Setting:
     zero, shard = 0, 1
     if layout.dp_shard > 1:
         zero = {"full": 3, "grad_op": 3, "optimizer": 1, "none": 0}[layout.sharding]
-        shard = layout.dp_shard
+        # `fully_shard` shares among the ranks of a sequence, too (parallel/mesh.py), the optimizer's rows do not.
+        shard = layout.dp_shard * (layout.cp if zero == 3 else 1)
     recompute: Recompute = (
         "none" if layout.recompute == "none" else "full" if layout.recompute == "full" else "selective"
     )

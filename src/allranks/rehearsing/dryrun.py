@@ -142,6 +142,7 @@ def _record_step(task: Task, told: RankStep, watch: Watch, ledger: Ledger, block
         if told.passes.recording:
             if phase == "forward" and not block:
                 gc.collect()  # what only cycles hold is gone at the same place in every trace
+                told.passes.mark()
             ledger.begin(phase, block, micro_step)
 
     told.passes.reset = follow_blocks(told.spread, blocks, begin)

@@ -10,7 +10,7 @@ from typing import final
 from allranks.parallel.step_record import Deed
 from allranks.rehearsal import Moment
 from allranks.rehearsing.ledger import Ledger, Stored, Stretch
-from allranks.rehearsing.replay import GIVEN, Repeats
+from allranks.rehearsing.replay import GIVEN, Repeats, changes_on_paper
 
 
 def note_deed(ledger: Ledger, deed: Deed) -> None:
@@ -35,12 +35,12 @@ def list_moments(
     """In order; what follows in several messages for one unit is one, and blocks that were left out are counted."""
     live = sum(num_bytes for _, num_bytes in resting)
     rows: list[_Row] = [_Row(Deed("start", "begin", "the step"), live, live, 1, 0)]
-    for stretch in stretches:
+    for stretch, changes in zip(stretches, changes_on_paper(stretches, repeats), strict=True):
         first = len(rows)
         for copy in range(repeats.in_depth(stretch) if stretch.phase != GIVEN else 0):
             row = first - 1
             deeds = list(stretch.deeds)
-            for place, (_, num_bytes) in enumerate([*stretch.changes, (None, 0)]):
+            for place, (_, num_bytes) in enumerate([*changes, (None, 0)]):
                 while deeds and deeds[0][0] <= place:
                     deed = deeds.pop(0)[1]
                     row += 1

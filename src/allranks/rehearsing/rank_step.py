@@ -78,10 +78,10 @@ class WatchedPasses(Passes):
     def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
         self.reset()
         for sums in self._passes.run(batch, scale):
-            self._mark()
+            self.mark()
             self._note(GIVEN)
             self._give()
-            self._mark()
+            self.mark()
             self._note("update")
             yield sums
 
@@ -100,7 +100,8 @@ class WatchedPasses(Passes):
             elif not any(twin.lend(parameter) for twin in twins):
                 parameter.grad = torch.empty_like(parameter)
 
-    def _mark(self) -> None:
+    def mark(self) -> None:
+        """Say which memory is gradients now: DDP's buckets take the place of what earlier micro-steps have summed."""
         for name, parameter in self._spread.trainable().items():
             if parameter.grad is not None:
                 self._ledger.mark(local(parameter.grad), "gradients", name.rpartition(".")[0])

@@ -68,9 +68,9 @@ def find_peak(resting: Sequence[tuple[Stored, int]], stretches: Sequence[Stretch
         live[_key(stored)] += num_bytes
     start = total = highest = sum(live.values())
     at, held, levels = "between steps", dict(live), list[tuple[int, int]]()
-    for stretch in stretches:
+    for stretch, changes in zip(stretches, changes_on_paper(stretches, repeats), strict=True):
         most = total
-        keyed = [(_key(stored), num_bytes) for stored, num_bytes in stretch.changes]
+        keyed = [(_key(stored), num_bytes) for stored, num_bytes in changes]
         for _ in range(repeats.in_depth(stretch) if stretch.phase != GIVEN else 0):
             for key, num_bytes in keyed:
                 live[key] += num_bytes
@@ -86,6 +86,27 @@ def find_peak(resting: Sequence[tuple[Stored, int]], stretches: Sequence[Stretch
     rows = sorted(held.items(), key=lambda item: -item[1])
     holdings = tuple(Holding(module, category, num) for (category, module), num in rows if num > 0)
     return Peak(highest, start, {k: v for k, v in by_category.items() if v}, holdings, at, levels)
+
+
+def changes_on_paper(stretches: Sequence[Stretch], repeats: Repeats) -> list[list[tuple[Stored, int]]]:
+    """The changes of each stretch, where what a repeated forward made goes as often as it was made.
+
+    Most goes where its like is repeated, too: in the block's own forward, in the next one's, or in a backward. What
+    goes later in the forward (autocast's copies of weights, whose cache ends with it) goes for all of them at once.
+    """
+    made: dict[int, tuple[int, int]] = {}
+    found = []
+    for place, stretch in enumerate(stretches):
+        times = repeats.in_depth(stretch) if stretch.phase == "forward" else 1
+        changes = []
+        for stored, num_bytes in stretch.changes:
+            before, copies = made.get(id(stored), (place, 1))
+            at_once = num_bytes < 0 and stretch.phase == "forward" and place > before + 1
+            changes.append((stored, num_bytes * copies if at_once else num_bytes))
+            if num_bytes > 0 and times > 1:
+                made[id(stored)] = (place, times)
+        found.append(changes)
+    return found
 
 
 def describe(stretch: Stretch) -> str:

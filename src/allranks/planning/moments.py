@@ -1,0 +1,187 @@
+"""When a step of allranks' own engine is fullest: the moments at which different things lie in memory together.
+
+torch makes gradients in the backward and drops them after the update, so that at the loss, where logits and activations
+are whole, there may be none; FSDP2 keeps what stands outside of the blocks whole from its forward to the end of its
+backward (torch/distributed/fsdp/_fully_shard). Dry runs say the same, moment by moment (bench/planned_memory.py).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from allranks.model_profile import ModelProfile
+from allranks.planning.block_cost import BlockCost
+from allranks.planning.host_parameters import waits_on_host
+from allranks.planning.setting import Setting
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes that come and go in a step, at one time of it; weights and optimizer state lie beside them."""
+
+    gradients: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    gathered: float = 0.0
+    communication: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of all of them."""
+        return self.gradients + self.activations + self.logits + self.gathered + self.communication
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank of a stage holds.
+
+    Attributes:
+        around, before, head: parameters of no repeated block, of these the ones in front of the blocks, and behind
+            them; block: of the largest block; last: of its last product. Experts that ep cuts are in none of them,
+            because nobody gathers them.
+        casts, block_casts, casts_around: parameters that products read, which autocast copies: all, of the largest
+            block, outside of the blocks.
+        gradient_bytes: as they rest between micro-steps, without those of experts that ep cuts: expert_gradient_bytes.
+        whole: parameters that `gradient_bytes` are of, before any sharding.
+        kept_bytes: of all micro-steps under way; one_kept_bytes: of one; first_kept_bytes: of one, up to the first
+            block's end; times: micro-steps under way.
+        working_bytes: more in the backward of a repeated block; head_bytes: in that of what is behind them.
+        logits_bytes: beside the activations where the loss is made.
+    """
+
+    around: float
+    before: float
+    head: float
+    block: float
+    last: float
+    casts: float
+    block_casts: float
+    casts_around: float
+    gradient_bytes: float
+    expert_gradient_bytes: float
+    whole: float
+    kept_bytes: float
+    one_kept_bytes: float
+    first_kept_bytes: float
+    times: float
+    working_bytes: float
+    head_bytes: float
+    logits_bytes: float
+
+    @property
+    def gradients(self) -> float:
+        """Bytes of all of them."""
+        return self.gradient_bytes + self.expert_gradient_bytes
+
+
+def held_by(
+    profile: ModelProfile,
+    setting: Setting,
+    here: Sequence[tuple[int, BlockCost]],
+    kept_bytes: float,
+    gradient_bytes: float,
+    times: float,
+) -> Held:
+    """Of a stage with so many of each block of `profile`; `kept_bytes` and all `gradient_bytes` as `Held` has them."""
+    again = [place for place, block in enumerate(profile.blocks) if block.repeated]
+    rows = [(place, count, cost) for place, (count, cost) in enumerate(here) if count]
+    blocks = [cost for place, _, cost in rows if place in again]
+    others = [(count, cost) for place, count, cost in rows if place not in again]
+    behind = [cost for place, _, cost in rows if again and place > again[-1]]
+    before = [cost for place, _, cost in rows if not again or place < again[0]]
+    alone = setting.ep > 1
+
+    def gathered(cost: BlockCost) -> float:
+        return cost.parameters + (0.0 if alone else cost.expert_parameters)
+
+    experts = sum(count * cost.expert_parameters for _, count, cost in rows) if alone else 0.0
+    expert_gradients = experts * setting.mechanisms.gradient_bytes * (0.0 if setting.frozen else 1.0)
+    return Held(
+        around=sum(count * gathered(cost) for count, cost in others),
+        before=sum(map(gathered, before)),
+        head=sum(map(gathered, behind)),
+        block=max(map(gathered, blocks), default=0.0),
+        last=max((cost.last_parameters for cost in blocks), default=0.0),
+        casts=sum(count * cost.cast_parameters for _, count, cost in rows),
+        block_casts=max((cost.cast_parameters for cost in blocks), default=0.0),
+        casts_around=sum(count * cost.cast_parameters for count, cost in others),
+        gradient_bytes=max(0.0, gradient_bytes - expert_gradients),
+        expert_gradient_bytes=min(gradient_bytes, expert_gradients),
+        whole=sum(count * gathered(cost) for _, count, cost in rows),
+        kept_bytes=kept_bytes,
+        one_kept_bytes=kept_bytes / times if times else 0.0,
+        first_kept_bytes=sum(cost.kept_bytes for cost in before) + max((cost.kept_bytes for cost in blocks), default=0),
+        times=times,
+        working_bytes=max((cost.working_bytes for cost in blocks), default=0.0),
+        head_bytes=max((cost.working_bytes for cost in (*behind, *before)), default=0.0),
+        logits_bytes=max((cost.logits_bytes for _, _, cost in rows), default=0.0),
+    )
+
+
+def moments(setting: Setting, held: Held) -> Iterator[Moment]:
+    """Those of a step that may be its fullest; of several micro-steps the last, whose gradients find others."""
+    yield Moment(held.gradients)  # the update
+    if setting.zero >= 3:
+        yield from _of_shards(setting, held)
+    else:
+        yield from _of_copies(setting, held)
+
+
+def _of_shards(setting: Setting, held: Held) -> Iterator[Moment]:
+    """FSDP2: gradients are whole from their making to their reduction, in the type that was gathered."""
+    how, shard = setting.mechanisms, max(1, setting.shard)
+    wide, reduces, others = how.gather_bytes, how.reduce_bytes, held.kept_bytes - held.one_kept_bytes
+    earlier = held.gradients if setting.micro_steps > 1 else 0.0
+    whole = held.whole if setting.keeps_gathered else held.around
+    # The shards of two on their way from the host, and of one's gradients on their way there.
+    moved = held.block / shard * (2 * how.weight_bytes + how.gradient_bytes)
+    waits = moved if waits_on_host(setting) else 0.0
+    loss = Moment(earlier, held.kept_bytes, held.logits_bytes, whole * wide + waits)
+    yield loss
+    yield replace(loss, gradients=earlier + held.head * wide, activations=held.kept_bytes + held.head_bytes, logits=0.0)
+    # One block before: its gradients are being reduced, while this one works, and the next one is gathered ahead.
+    made, coming = (held.head + held.last) * wide, 0.0 if setting.keeps_gathered else held.block * wide
+    one = held.block * wide + waits
+    underway = held.block * reduces + coming
+    gathered = whole * wide + (waits if setting.keeps_gathered else one)
+    yield Moment(earlier + made, held.kept_bytes + held.working_bytes, 0.0, gathered, underway)
+    around, shares = held.around * wide, held.gradient_bytes / held.whole if held.whole else 0.0
+    reduced = held.gradients - shares * held.around
+    yield Moment(  # the second block's backward, which is the last but one
+        gradients=max(earlier, reduced - shares * held.block) + made,
+        activations=others + min(held.first_kept_bytes, held.one_kept_bytes) + held.working_bytes,
+        gathered=around + one,
+        communication=underway,
+    )
+    yield Moment(  # what stands around the blocks is reduced, and whole no more
+        gradients=max(earlier, reduced) + held.around * wide,
+        activations=others,
+        communication=held.around * reduces * (1.0 if setting.pp == 1 else 1 + 1 / shard),
+    )
+
+
+def _of_copies(setting: Setting, held: Held) -> Iterator[Moment]:
+    """Whole parameters, and autocast's copies of them, which its cache holds until a forward ends, a graph longer.
+
+    DDP's buckets hold the gradients between steps, too. What the micro-steps before the last one sum lies beside them:
+    torch copies it into the buckets when these are sent (torch/csrc/distributed/c10d/reducer.cpp).
+    """
+    width, others = setting.mechanisms.cast_bytes, held.kept_bytes - held.one_kept_bytes
+    buckets = held.gradient_bytes if setting.dp * setting.cp > 1 and setting.pp == 1 else 0.0
+    earlier = buckets + (held.gradients if setting.micro_steps > 1 else 0.0)
+    casts = width * (held.casts if setting.recompute == "none" else held.casts_around)
+    other_casts = (held.times - 1) * casts
+    yield Moment(earlier, held.kept_bytes, gathered=other_casts + width * held.casts)  # the forward's end
+    yield Moment(earlier, held.kept_bytes, held.logits_bytes, other_casts + casts)
+    yield Moment(earlier, held.kept_bytes + held.head_bytes, 0.0, other_casts + casts)
+    made = max(earlier, buckets + held.head * setting.mechanisms.gradient_bytes * (0.0 if buckets else 1.0))
+    now = max(casts - width * held.casts_around, width * held.block_casts)
+    yield Moment(made, held.kept_bytes + held.working_bytes, 0.0, other_casts + now)
+    missing = 0.0 if buckets or setting.micro_steps > 1 or not held.whole else held.before / held.whole
+    yield Moment(  # the first block's backward, which is the last one
+        gradients=held.gradients - missing * held.gradient_bytes,
+        activations=others + min(held.first_kept_bytes, held.one_kept_bytes) + held.working_bytes,
+        gathered=other_casts + width * held.block_casts,
+    )

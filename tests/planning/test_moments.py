@@ -1,0 +1,134 @@
+"""When a step is fullest: by hand for a model of round numbers, and beside dry runs of the program itself."""
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from allranks.cli.rehearsing import Asked, choice_of, profile_of, question_of
+from allranks.layout import Layout
+from allranks.plan import Choice
+from allranks.planning.estimate import estimate
+from allranks.planning.moments import Held, Moment, moments
+from allranks.planning.setting import Setting, setting_of
+from allranks.rehearsing.whole import rehearse
+
+HELD = Held(
+    around=30, before=10, head=20, block=7, last=2, casts=85, block_casts=6, casts_around=20, gradient_bytes=400,
+    expert_gradient_bytes=0, whole=100, kept_bytes=1000, one_kept_bytes=1000, first_kept_bytes=100, times=1,
+    working_bytes=50, head_bytes=300, logits_bytes=600,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dynamo() -> None:
+    """Fake tensors import this, which sets an environment variable: before any test looks."""
+    importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    importlib.import_module("torch._dynamo")
+
+
+def setting(micro_steps: int = 1, precision: str = "bfloat16", **layout: Any) -> Setting:
+    found = Layout(**layout)
+    return setting_of(Choice(found, micro_steps * found.dp, 1, precision))
+
+
+def has(moment: Moment, *where: tuple[Setting, Held]) -> bool:
+    return all(moment in list(moments(*each)) for each in where)
+
+
+def test_no_gradients_are_there_at_the_first_loss() -> None:
+    shards = replace(HELD, gradient_bytes=200)
+    assert has(Moment(0, 1000, 600, 60), (setting(dp_shard=2), shards))  # what is around the blocks, in 2 bytes each
+    assert has(Moment(200, 1000, 600, 60), (setting(2, dp_shard=2), shards))
+    assert has(Moment(0, 1000, 600, 120), (setting(dp_shard=2, precision="float32"), shards))
+    assert has(Moment(0, 1000, 600, 200), (setting(dp_shard=2, sharding="grad_op"), shards))
+
+
+def test_a_block_works_while_its_neighbours_travel() -> None:
+    """Its gradient of the last product beside the head's; the one before is reduced, the next one gathered."""
+    shards = replace(HELD, gradient_bytes=200)
+    assert has(Moment((20 + 2) * 2, 1050, 0, 60 + 14, 7 * 4 + 14), (setting(dp_shard=2), shards))
+    kept = Moment((20 + 2) * 2, 1050, 0, 200, 7 * 4)
+    assert has(kept, (setting(dp_shard=2, sharding="grad_op"), shards))
+    late = Moment(200 * 0.7 - 14 + 44, 150, 0, 60 + 14, 7 * 4 + 14)  # all shards but the rest's and the block's own
+    assert has(late, (setting(dp_shard=2), shards))
+
+
+def test_the_rest_is_reduced_last() -> None:
+    shards = replace(HELD, gradient_bytes=200)
+    assert has(Moment(140 + 60, 0, 0, 0, 120), (setting(dp_shard=2), shards))
+    assert has(Moment(200 + 60, 0, 0, 0, 120), (setting(2, dp_shard=2), shards))
+
+
+def test_the_update_has_all_gradients() -> None:
+    assert has(Moment(400), (setting(dp_replicate=2), HELD), (setting(), HELD), (setting(dp_shard=2), HELD))
+
+
+def test_ddp_has_its_buckets_always_and_sums_beside_them() -> None:
+    loss = Moment(400, 1000, 600, 170)
+    assert has(loss, (setting(dp_replicate=2), HELD))
+    assert has(replace(loss, gradients=800), (setting(2, dp_replicate=2), HELD))
+    assert has(replace(loss, gradients=0), (setting(tp=2), HELD))
+    experts = replace(HELD, expert_gradient_bytes=40)
+    assert has(replace(loss, gradients=400), (setting(dp_replicate=2), experts))  # no bucket has them
+    assert has(replace(loss, gradients=840), (setting(2, dp_replicate=2), experts))
+
+
+def test_autocast_drops_its_copies_at_the_end_of_a_forward_that_is_recomputed() -> None:
+    again = setting(dp_replicate=2, recompute="full")
+    assert has(Moment(400, 1000, 0, 170), (again, HELD))
+    assert has(Moment(400, 1000, 600, 40), (again, HELD))
+    assert not has(Moment(400, 1000, 600, 170), (again, HELD))
+
+
+def test_micro_steps_under_way_keep_their_own_copies() -> None:
+    deep = replace(HELD, times=3, kept_bytes=3000)
+    assert has(Moment(400, 3000, 600, 3 * 170), (setting(8, pp=2), deep))
+    assert has(Moment(400, 2150, 0, 2 * 170 + 12), (setting(8, pp=2), deep))
+
+
+NEAR = 0.03
+SMALL = ("llama3-8b", "task.layers=4", "task.seq=1024")
+MIXED = ("mixtral-8x7b", "task.layers=3", "task.seq=1024")
+FIRST = [
+    (SMALL, "ddp", ("train.global_batch=16", "train.micro_batch=1")),
+    (SMALL, "fsdp,recompute=full", ("train.global_batch=16", "train.micro_batch=2")),
+    (SMALL, "tp=8", ("train.global_batch=1",)),
+]
+OTHERS = [
+    (SMALL, "ddp,recompute=full", ("train.global_batch=8",)),
+    (SMALL, "ddp,recompute=selective", ("train.global_batch=8",)),
+    (SMALL, "fsdp", ("train.global_batch=8", "train.precision=float32")),
+    (SMALL, "fsdp,sharding=grad_op", ("train.global_batch=16", "train.micro_batch=1")),
+    (SMALL, "dp_shard=8,sharding=optimizer", ("train.global_batch=8",)),
+    (SMALL, "dp_replicate=2,dp_shard=4", ("train.global_batch=8",)),
+    (SMALL, "tp=8,recompute=full", ("train.global_batch=4",)),
+    (SMALL, "tp=2,dp_shard=4", ("train.global_batch=4", "train.precision=float32")),
+    (SMALL, "cp=2,dp_shard=4", ("train.global_batch=8",)),
+    (SMALL, "tp=2,cp=2,dp_shard=2", ("train.global_batch=2",)),
+    (SMALL, "pp=2,tp=2,dp_shard=2,sharding=grad_op", ("train.global_batch=8", "train.micro_batch=1")),
+    (SMALL, "pp=2,dp_replicate=4", ("train.global_batch=16", "train.micro_batch=1")),
+    (MIXED, "dp_replicate=8,ep=8", ("train.global_batch=8",)),
+    (MIXED, "dp_shard=8,ep=4", ("train.global_batch=8",)),
+]
+
+
+def check_against_a_dry_run(model: tuple[str, ...], layout: str, words: tuple[str, ...]) -> None:
+    question = question_of(Asked((*model, *words), "1x8:h200", layout, "kinds"))
+    told = max(rank.peak_bytes for rank in rehearse(question).ranks.values())
+    memory = estimate(profile_of(question), question.cluster, choice_of(question)).memory
+    assert memory.total - memory.framework == pytest.approx(told, rel=NEAR)
+
+
+@pytest.mark.parametrize(("model", "layout", "words"), FIRST)
+def test_a_plan_holds_what_the_program_holds(model: tuple[str, ...], layout: str, words: tuple[str, ...]) -> None:
+    check_against_a_dry_run(model, layout, words)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "layout", "words"), OTHERS)
+def test_a_plan_holds_what_the_program_holds_on_every_axis(
+    model: tuple[str, ...], layout: str, words: tuple[str, ...]
+) -> None:
+    check_against_a_dry_run(model, layout, words)
