@@ -6,6 +6,7 @@ holds the state and what is kept: sharding, recompute, offload.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from typing import Any, final
 
@@ -130,9 +131,14 @@ def members(
     pairs = kept_modes(space) if kept is None else kept
     for layout in splits(space, group.plain.layout) if shared is None else shared:
         for recompute, offload in pairs:
-            choice = replace(group.plain, layout=replace(layout, recompute=recompute, offload=offload))
+            choice = replace(group.plain, layout=_with_modes(layout, recompute, offload))
             if check(group.profile, space.cluster, choice) is None:
                 yield choice
+
+
+@cache
+def _with_modes(layout: Layout, recompute: str, offload: str) -> Layout:
+    return replace(layout, recompute=recompute, offload=offload)
 
 
 def kept_modes(space: Space) -> tuple[tuple[str, str], ...]:

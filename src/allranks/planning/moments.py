@@ -86,37 +86,52 @@ def held_by(
 ) -> Held:
     """Of a stage with so many of each block of `profile`; `kept_bytes` and all `gradient_bytes` as `Held` has them."""
     again = [place for place, block in enumerate(profile.blocks) if block.repeated]
-    rows = [(place, count, cost) for place, (count, cost) in enumerate(here) if count]
-    blocks = [cost for place, _, cost in rows if place in again]
-    others = [(count, cost) for place, count, cost in rows if place not in again]
-    behind = [cost for place, _, cost in rows if again and place > again[-1]]
-    before = [cost for place, _, cost in rows if not again or place < again[0]]
+    first, final = (again[0], again[-1]) if again else (len(here), len(here))
+    around = before = head = block = last = casts = block_casts = casts_around = whole = experts = 0.0
+    first_kept = block_kept = working = head_working = logits = 0.0
     alone = setting.ep > 1
-
-    def gathered(cost: BlockCost) -> float:
-        return cost.parameters + (0.0 if alone else cost.expert_parameters)
-
-    experts = sum(count * cost.expert_parameters for _, count, cost in rows) if alone else 0.0
-    expert_gradients = experts * setting.mechanisms.gradient_bytes * (0.0 if setting.frozen else 1.0)
+    # One pass: a search asks this of every stage of thousands of settings.
+    for place, (count, cost) in enumerate(here):
+        if not count:
+            continue
+        gathered = cost.parameters if alone else cost.parameters + cost.expert_parameters
+        whole += count * gathered
+        casts += count * cost.cast_parameters
+        experts += count * cost.expert_parameters
+        logits = max(logits, cost.logits_bytes)
+        if place in again:
+            block, last = max(block, gathered), max(last, cost.last_parameters)
+            block_casts, block_kept = max(block_casts, cost.cast_parameters), max(block_kept, cost.kept_bytes)
+            working = max(working, cost.working_bytes)
+            continue
+        around += count * gathered
+        casts_around += count * cost.cast_parameters
+        if place < first:
+            before, first_kept = before + gathered, first_kept + cost.kept_bytes
+            head_working = max(head_working, cost.working_bytes)
+        elif place > final:
+            head, head_working = head + gathered, max(head_working, cost.working_bytes)
+    mine = alone and not setting.frozen
+    expert_gradients = experts * setting.mechanisms.gradient_bytes if mine else 0.0
     return Held(
-        around=sum(count * gathered(cost) for count, cost in others),
-        before=sum(map(gathered, before)),
-        head=sum(map(gathered, behind)),
-        block=max(map(gathered, blocks), default=0.0),
-        last=max((cost.last_parameters for cost in blocks), default=0.0),
-        casts=sum(count * cost.cast_parameters for _, count, cost in rows),
-        block_casts=max((cost.cast_parameters for cost in blocks), default=0.0),
-        casts_around=sum(count * cost.cast_parameters for count, cost in others),
+        around=around,
+        before=before,
+        head=head,
+        block=block,
+        last=last,
+        casts=casts,
+        block_casts=block_casts,
+        casts_around=casts_around,
         gradient_bytes=max(0.0, gradient_bytes - expert_gradients),
         expert_gradient_bytes=min(gradient_bytes, expert_gradients),
-        whole=sum(count * gathered(cost) for _, count, cost in rows),
+        whole=whole,
         kept_bytes=kept_bytes,
         one_kept_bytes=kept_bytes / times if times else 0.0,
-        first_kept_bytes=sum(cost.kept_bytes for cost in before) + max((cost.kept_bytes for cost in blocks), default=0),
+        first_kept_bytes=first_kept + block_kept,
         times=times,
-        working_bytes=max((cost.working_bytes for cost in blocks), default=0.0),
-        head_bytes=max((cost.working_bytes for cost in (*behind, *before)), default=0.0),
-        logits_bytes=max((cost.logits_bytes for _, _, cost in rows), default=0.0),
+        working_bytes=working,
+        head_bytes=head_working,
+        logits_bytes=logits,
     )
 
 

@@ -24,7 +24,7 @@ Estimator = Callable[[ModelProfile, Cluster, Choice], Estimate]
 SCHEDULES = ("1f1b", "interleaved", *SPLIT_BACKWARD)
 """gpipe has 1f1b's bubble and looped_bfs that of interleaved, and both keep more activations."""
 
-NEAR = 1.5
+NEAR = 1.2
 """A group whose smallest member needs so many times the memory has no other that fits."""
 
 
