@@ -54,8 +54,8 @@ BAD_ARGUMENTS = [
     (
         "guard.qqqq=1",
         "unknown key 'guard.qqqq'; the keys of guard are hang, hang_seconds, stopped_seconds, input_seconds, "
-        "first_step_seconds, evaluation_seconds, checkpoint_seconds, restarts, nonfinite, nonfinite_limit, "
-        "digest_every, on_finding, mute, spike, spike_threshold, spike_window, spike_times",
+        "first_step_seconds, evaluation_seconds, checkpoint_seconds, restarts, host_seconds, join_seconds, "
+        "nonfinite, nonfinite_limit, digest_every, on_finding, mute, spike, spike_threshold, spike_window, spike_times",
     ),
     ("trian.qqqq=1", "unknown key 'trian.qqqq'; did you mean 'train'?"),
     (

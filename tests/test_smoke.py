@@ -30,6 +30,6 @@ def test_what_names_nothing_is_found() -> None:
 
 def test_every_axis_and_room_has_its_part() -> None:
     named = " ".join(CASES)
-    for axis in ("ddp", "fsdp", "hsdp", "optimizer", "tp", "pp", "cp=2", "ep=2", "placement", "matrix", "restart"):
+    for axis in ("ddp", "fsdp", "hsdp", "optimizer", "tp", "pp", "cp=2", "ep=2", "[*x2]", "restart"):
         assert axis in named
     assert {"parallel", "stepping", "training", "checkpointing", "data"} <= set(ROOMS)
