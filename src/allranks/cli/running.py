@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from allranks.cli.in_workers import DEMO, WORKER, train_in_workers
 from allranks.cli.output import print_json, stdout_kept_free
-from allranks.cli.run_ended import Document, document, tell_end
+from allranks.cli.run_ended import Document, document
 from allranks.cli.running_hosts import (
     choose_workers,
     import_torch_quietly,
@@ -29,9 +30,6 @@ from allranks.verdict import Decision
 if TYPE_CHECKING:
     from allranks.layout import Layout
     from allranks.training.prepare import Prepared
-
-DEMO = "allranks.training.demo:Text"
-WORKER = "allranks.training.worker"
 
 
 def train(request: TrainRequest) -> int:
@@ -143,31 +141,19 @@ def _run(
     decisions: Sequence[Decision],
     plan: Document | None,
 ) -> tuple[int, Document]:
-    from allranks.surviving.agent import run_workers
     from allranks.surviving.supervisor import Supervision
     from allranks.training.plan_kept import write_plan
     from allranks.training.prepare import open_run
     from allranks.training.shortage import halve_micro_batch
-    from allranks.training.worker import Assignment
 
     run = open_run(prepared, request)
     if plan is not None:
         write_plan(run, plan)
     run.begin_attempt()
-    method = forkserver.choose_start_method()
-    assignment = Assignment(request, run.path.resolve(), (*decisions, method.decision))
-    outcome = run_workers(
-        f"{WORKER}:work",
-        (assignment,),
-        nproc=num_processes,
-        run_id=run.id,
-        log_dir=run.log().parent,
-        start_method=method,
-        stop_notice="stopping after the step in hand, then saving (once more: now)",
-        supervision=Supervision.of_run(run, prepared.config.guard, partial(halve_micro_batch, run, num_processes)),
-    )
+    supervision = Supervision.of_run(run, prepared.config.guard, partial(halve_micro_batch, run, num_processes))
+    ended = train_in_workers(request, run, num_processes, decisions, supervision)
     run.release()
-    return tell_end(run, outcome)
+    return ended
 
 
 def _show(

@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from allranks import __version__
+from allranks.cli.in_workers import DEMO, train_in_workers
 from allranks.cli.output import print_error
-from allranks.cli.run_ended import Document, tell_end
+from allranks.cli.run_ended import Document
 from allranks.errors import AllranksError, ConfigError, LayoutError, RunError
 from allranks.failure import end_process
 from allranks.hosts_request import HostsRequest
@@ -17,7 +18,6 @@ from allranks.launching.environment import ProcessEnvironment
 from allranks.layout import num_processes
 from allranks.request import TrainRequest
 from allranks.run import Run
-from allranks.surviving import forkserver
 from allranks.surviving.hosts.secret import take_secret
 from allranks.verdict import Decision
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from allranks.surviving.supervisor import Supervision
     from allranks.training.prepare import Prepared
 
-DEMO = "allranks.training.demo:Text"
-WORKER = "allranks.training.worker"
 CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
@@ -126,7 +124,7 @@ def run_on_hosts(
     try:
         run = _share_run(company, prepared, request, facts)
         try:
-            return _train(request, run, prepared, nproc, decisions, company)
+            return train_in_workers(request, run, nproc, decisions, _supervision(run, prepared, company), company)
         finally:
             company.leave()
             run.release()
@@ -163,33 +161,6 @@ def _share_run(company: "Company", prepared: "Prepared", request: TrainRequest, 
         return Run.open(path)
     except RunError as error:
         raise RunError(f"{error}; all hosts need a file system on which they see the same run directory") from error
-
-
-def _train(
-    request: TrainRequest,
-    run: Run,
-    prepared: "Prepared",
-    nproc: int,
-    decisions: Sequence[Decision],
-    company: "Company",
-) -> tuple[int, Document]:
-    from allranks.surviving.agent import run_workers
-    from allranks.training.worker import Assignment
-
-    method = forkserver.choose_start_method()
-    assignment = Assignment(request, run.path, (*decisions, method.decision))
-    outcome = run_workers(
-        f"{WORKER}:work",
-        (assignment,),
-        nproc=nproc,
-        run_id=run.id,
-        log_dir=run.log().parent,
-        start_method=method,
-        stop_notice="stopping after the step in hand, then saving (once more: now)",
-        supervision=_supervision(run, prepared, company),
-        company=company,
-    )
-    return tell_end(run, outcome)
 
 
 def _supervision(run: Run, prepared: "Prepared", company: "Company") -> "Supervision":

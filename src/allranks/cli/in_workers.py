@@ -1,0 +1,45 @@
+"""A run that this command trains in processes of this host: it starts them, and tells how they ended."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from allranks.cli.run_ended import Document, tell_end
+from allranks.request import TrainRequest
+from allranks.run import Run
+from allranks.surviving import forkserver
+from allranks.verdict import Decision
+
+if TYPE_CHECKING:
+    from allranks.surviving.hosts.company import Company
+    from allranks.surviving.supervisor import Supervision
+
+DEMO = "allranks.training.demo:Text"
+WORKER = "allranks.training.worker"
+
+
+def train_in_workers(
+    request: TrainRequest,
+    run: Run,
+    nproc: int,
+    decisions: Sequence[Decision],
+    supervision: "Supervision",
+    company: "Company | None" = None,
+) -> tuple[int, Document]:
+    """Train in `nproc` processes, beside those of `company`'s other hosts; the exit code and what `--json` prints."""
+    from allranks.surviving.agent import run_workers
+    from allranks.training.worker import Assignment
+
+    method = forkserver.choose_start_method()
+    assignment = Assignment(request, run.path.resolve(), (*decisions, method.decision))
+    outcome = run_workers(
+        f"{WORKER}:work",
+        (assignment,),
+        nproc=nproc,
+        run_id=run.id,
+        log_dir=run.log().parent,
+        start_method=method,
+        stop_notice="stopping after the step in hand, then saving (once more: now)",
+        supervision=supervision,
+        company=company,
+    )
+    return tell_end(run, outcome)

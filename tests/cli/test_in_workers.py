@@ -1,0 +1,40 @@
+"""A run in processes of this host: what they are given, and what is told of their end."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.cli.in_workers import train_in_workers
+from allranks.config import resolve_config
+from allranks.request import TrainRequest
+from allranks.run import Run
+from allranks.surviving import agent
+from allranks.surviving.outcome import Outcome
+from allranks.verdict import Decision
+
+
+def test_workers_get_the_run_and_why_and_the_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With all paths whole: a worker may look from another folder."""
+    monkeypatch.chdir(tmp_path)
+    config = resolve_config(task_defaults={}, toml=None, overrides=("train.steps=3",), layout=None)
+    run, seen = Run.create(Path("runs"), "points", config, {"task": "x.py"}), dict[str, Any]()
+
+    def run_workers(entry: str, arguments: tuple[Any, ...], **more: Any) -> Outcome:
+        seen.update(more, entry=entry, assignment=arguments[0])
+        return Outcome(75)
+
+    monkeypatch.setattr(agent, "run_workers", run_workers)
+    decision = Decision("2 processes", "so")
+    supervision: Any = object()
+    code, document = train_in_workers(TrainRequest(), run, 2, [decision], supervision)
+
+    assert (code, document["reason"], document["run"]) == (75, "terminated", str(run.path.resolve()))
+    assert (seen["entry"], seen["nproc"], seen["run_id"]) == ("allranks.training.worker:work", 2, run.id)
+    assert (seen["supervision"], seen["company"]) == (supervision, None)
+    assignment = seen["assignment"]
+    assert assignment.run.is_absolute() and assignment.run == run.path.resolve()
+    assert assignment.decisions[0] == decision and "start from" in assignment.decisions[1].what
+    assert capsys.readouterr().err == ""
