@@ -185,12 +185,12 @@ end_process({code})
 
 def test_the_end_waits_for_no_executor_that_has_nothing_to_do() -> None:
     """torch's compiler leaves such threads behind, and so do many loaders of data: they wait for work without end."""
-    program = """
+    program = r"""
 import time
 from concurrent.futures import ThreadPoolExecutor
 from allranks.failure import end_process
 pool = ThreadPoolExecutor(2)
-busy = [pool.submit(lambda: (time.sleep(0.5), print("work"))) for _ in range(3)]
+busy = [pool.submit(lambda: (time.sleep(0.5), print("work\n", end=""))) for _ in range(3)]
 end_process(0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

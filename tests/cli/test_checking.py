@@ -125,6 +125,7 @@ def test_bad_input_is_one_line(words: tuple[str, ...], capsys: pytest.CaptureFix
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_the_real_command_rehearses_what_it_planned(tmp_path: Path) -> None:
     """One layout and one micro-batch, so that one dry run is made; its document is that of `allranks dryrun`."""
     task, where = ("tests.rehearsing.tasks:Tokens", "train.global_batch=16"), ("--cluster", "1x4:a100-80g")

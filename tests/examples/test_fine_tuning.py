@@ -32,7 +32,8 @@ def accuracy(model: nn.Module, task: allranks.Task) -> float:
     return found.item()
 
 
-@pytest.mark.parametrize(("layout", "nproc"), [("fsdp", 2), pytest.param("ddp", 3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "nproc"), [("fsdp", 2), ("ddp", 3)])
 def test_what_another_run_has_learnt_stays_and_the_corrections_learn(tmp_path: Path, layout: str, nproc: int) -> None:
     (tmp_path / "base").mkdir()
     train(DIGITS, "--layout", "single", "train.epochs=5", folder=tmp_path / "base")

@@ -15,6 +15,7 @@ def path_of(name: str) -> str:
     return str(EXAMPLES / name / "task.py")
 
 
+@pytest.mark.full
 def test_the_contrastive_example_compares_with_the_samples_of_all_processes(tmp_path: Path) -> None:
     """It computes on two processes what it computes on one, and finds most pairs among 128."""
     few = ("train.epochs=4", "train.precision=float64")
@@ -52,7 +53,8 @@ def test_the_vision_example_learns_as_on_one_device(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-8)
 
 
-@pytest.mark.parametrize("layout", ["tp=2", pytest.param("ddp", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp=2", "ddp"])
 def test_the_recommender_example_ranks_what_it_never_saw(tmp_path: Path, layout: str) -> None:
     events = train(path_of("recommender"), "--layout", layout, "--nproc", "2", folder=tmp_path)
     assert last(events, "evaluation")["metrics"]["ranked_right"] > 0.65
