@@ -52,7 +52,8 @@ class Case(NamedTuple):
 
 def runs(row: Row) -> list[tuple[int, int, float | None, str]]:
     """Every way to run a step under a layout."""
-    cuts = CUTS if row.resolved.pp == 1 else PIPELINED_CUTS
+    dp, pp = row.resolved.dp, row.resolved.pp
+    cuts = CUTS if pp == 1 else [(size, steps) for size, steps in PIPELINED_CUTS if size // dp % steps == 0]
     return [(*cut, max_norm, optimizer) for cut, max_norm, optimizer in product(cuts, MAX_NORMS, OPTIMIZERS)]
 
 
