@@ -6,10 +6,10 @@ import pytest
 
 from allranks.model_shape import ModelShape
 from allranks.planning.axis_traffic import axes_of
-from allranks.planning.block_cost import KEPT_PRODUCTS, BlockCost, block_cost
+from allranks.planning.block_cost import KEPT_PRODUCTS, BlockCost
 from allranks.planning.operation_times import operation_times
 from allranks.planning.setting import Mechanisms, Setting
-from tests.planning.profiles import cluster
+from tests.planning.profiles import cluster, cost_of
 
 SHAPE = ModelShape(
     "llama", 2, 1024, 8, 4096, 8192, kv_heads=4, seq=2048, gated=True, positions="rotary", tied=False, bias=False
@@ -18,7 +18,7 @@ SHAPE = ModelShape(
 
 def cost(number: int = 1, how: Mechanisms | None = None, **given: Any) -> BlockCost:
     setting = Setting(**{"global_batch": 8, "micro_batch": 1, "mechanisms": how or Mechanisms(), **given})
-    return block_cost(SHAPE.profile().blocks[number], setting, axes_of(cluster(), setting), 0)
+    return cost_of(SHAPE.profile().blocks[number], setting, axes_of(cluster(), setting))
 
 
 def test_it_is_the_sum_of_its_operations() -> None:

@@ -31,6 +31,14 @@ def check(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | 
     return None
 
 
+def check_modes(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
+    """The same of a choice that has the degrees, schedule and batches of one that was let in, and other modes."""
+    for rule in MODE_RULES:
+        if (refusal := rule(profile, cluster, choice)) is not None:
+            return refusal
+    return None
+
+
 def world(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
     """The degrees multiply to the devices."""
     layout = choice.layout
@@ -215,9 +223,11 @@ def modes(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | 
     return Refusal("modes", _modes(layout), because)
 
 
+MODE_RULES: tuple[Rule, ...] = (precision, sharding, blocks, modes)
+"""Those that ask how a copy is shared, what is recomputed and what is moved to the host."""
 RULES: tuple[Rule, ...] = (
     *(world, batch, precision, tensor, context, expert, pipeline_blocks, chunks, pipeline_batch),
-    *(sharding, blocks, modes),
+    *MODE_RULES[1:],
 )
 
 
