@@ -102,7 +102,7 @@ def test_fsdp_gathers_two_blocks_and_reduces_one() -> None:
 
 
 def test_logits_of_the_last_stage() -> None:
-    use = use_of(3, pp=4, how=replace(MIXED, logits_copies=1.5))
+    use = use_of(3, pp=4, how=replace(MIXED, logits_copies=3.0))
     assert use.logits == 12 * 1024 * 32768
 
 

@@ -248,8 +248,9 @@ def test_of_other_modes_the_rules_of_modes_say_the_same_as_all() -> None:
             for group in groups(space, precision, layout, SCHEDULES, {}):
                 for split in splits(space, layout):
                     for recompute, offload in kept_modes(space):
-                        modes: dict[str, Any] = {"schedule": group.plain.layout.schedule, "recompute": recompute, "offload": offload}
-                        choice = dataclasses.replace(group.plain, layout=dataclasses.replace(split, **modes))
+                        modes: dict[str, Any] = {"recompute": recompute, "offload": offload}
+                        made = dataclasses.replace(split, schedule=group.plain.layout.schedule, **modes)
+                        choice = dataclasses.replace(group.plain, layout=made)
                         every = rules.check(decoder(), there, choice)
                         assert (rules.check_modes(decoder(), there, choice) is None) == (every is None), every
                         refused += every is not None

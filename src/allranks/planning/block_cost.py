@@ -92,7 +92,8 @@ class _Sums:
         if is_product(operation) and in_low_precision(operation, setting):
             kept /= 2  # the operand is kept in 8 bits (Transformer Engine)
         if operation.kind == "loss":
-            self.logits += kept * setting.mechanisms.logits_copies
+            how, is_cut = setting.mechanisms, setting.tp > 1 and operation.cut in ("column", "vocab")
+            self.logits += kept * (how.cut_logits_copies if is_cut and how.cut_logits_copies else how.logits_copies)
             return
         self._transient(operation, setting, held)
         scores = kept_score_bytes(operation, setting) if unfused else 0.0

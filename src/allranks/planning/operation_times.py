@@ -17,7 +17,7 @@ BACKWARD_SHARE = 0.8
 """What fused attention's backward reaches of its forward's rate (2307.08691 and 2407.08608, figures 5 and 6)."""
 MOVED_BACKWARD = 2.0
 LOW = ("float8", "float4")
-TORCH_LOGITS_COPIES = 1.5
+TORCH_LOGITS_COPIES = 3.0
 """Of 8 bytes a logit under torch's cross entropy, whose traffic the profile counts."""
 
 # Unfused attention, bytes moved per score in 16 bits: products write and read it (4), the masked softmax reads and

@@ -187,7 +187,7 @@ def sharding(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal
 def blocks(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
     """What changes a model block by block needs blocks; what moves to the host needs a device that is not its CPU."""
     layout = choice.layout
-    if layout.offload != "none" and cluster.device.name.startswith("cpu"):
+    if layout.offload != "none" and cluster.device.kind == "cpu":
         return Refusal(
             "blocks", f"offload={layout.offload}", "the device is the host's own CPU: there is nowhere to move to"
         )

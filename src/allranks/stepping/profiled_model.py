@@ -66,6 +66,7 @@ def describe(task: Task, spread: Spread) -> Structure:
         tied=tuple((e.name, e.alias_of) for e in entries if e.alias_of is not None and e.kind == "parameter"),
         coupled=task.coupled,
         buffers=tuple(spread.tensors[e.name] for e in entries if e.kind == "buffer"),
+        loss_parallel=hints.loss_parallel,
     )
 
 
@@ -77,7 +78,7 @@ def identity(task: Task, structure: Structure, batches: Any) -> dict[str, Any]:
         "task": f"{type(task).__module__}.{type(task).__qualname__}",
         "settings": task.settings,
         "attributes": _plain(vars(task)),
-        "hints": [list(hints.blocks), dict(hints.tensor), hints.batchnorm, list(hints.optional)],
+        "hints": [list(hints.blocks), dict(hints.tensor), hints.batchnorm, list(hints.optional), hints.loss_parallel],
         "blocks": structure.blocks,
         "styles": dict(structure.styles),
         "modules": [(name, type(m).__qualname__, _plain(vars(m))) for name, m in structure.members()],
