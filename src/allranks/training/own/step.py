@@ -40,6 +40,7 @@ class OwnStep:
         stop_requested: (Ctrl-C, terminate) as this rank has seen them so far.
         averages: what follows the parameters; at most one.
         links: of replicas that send each other less than their gradients.
+        look: called right after the last backward of a step.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class OwnStep:
         self.stop_requested: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         self.averages: list[Ema] = []
         self.links = Links(agreement)
+        self.look: Callable[[StepBatch], None] = lambda batch: None
         self._models = models
         self._driven = driven
         self._staged: Staged | None = None
@@ -151,6 +153,7 @@ class OwnStep:
         if turn.last:
             self._loss = self._staged.run(self._batch)
             self._stopwatch.mark("forward_backward")
+            self.look(self._batch)
         return value
 
     def _accumulate(self, loss: torch.Tensor, count: int, turn: Turn) -> None:
@@ -161,6 +164,8 @@ class OwnStep:
                 "world.step does it when the step is over"
             )
         self._run_backward(loss, turn, count)
+        if turn.last and self._batch is not None:
+            self.look(self._batch)
         self._count(loss, count, turn)
 
     def _count(self, loss: torch.Tensor | None, count: int, turn: Turn) -> None:

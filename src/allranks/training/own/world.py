@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -20,17 +20,16 @@ from allranks.task import TensorStyle
 from allranks.training.own.driven import Driven, Metrics
 from allranks.training.own.evaluate import Measure, choose_measure, evaluate_own
 from allranks.training.own.forward import Loss, Targets
-from allranks.training.own.ground import Ground
+from allranks.training.own.ground import JOINED, Ground
 from allranks.training.own.loop import OwnLoop, end
 from allranks.training.own.optimizer import find_own, make_own_optimizer
 from allranks.training.own.state import Kept, OwnState
 from allranks.training.own.step import OwnStep
 from allranks.training.own.stream import Stream, make_loop
 from allranks.training.own.team import Team, make_team
+from allranks.training.own.watch import OwnWatch
 from allranks.training.snapshot import Contents
 from allranks.verdict import Decision
-
-JOINED: list["World"] = []  # at most one: a process is in one world at a time
 
 
 @final
@@ -53,13 +52,12 @@ class World:
         self._step = OwnStep(ground.models, self._driven, make_agreement(processes), self.device, ground.stopwatch)
         self._optimizers: dict[int, Optimizers] = {}
         self._loop: OwnLoop | None = None
+        self._watch = OwnWatch(ground, self._step, lambda: self._need_loop("world.backward()"))
 
     def __enter__(self) -> "World":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
 
     def __repr__(self) -> str:
@@ -115,6 +113,7 @@ class World:
         """
         made = make_own_optimizer(self._ground.models.of(model), kind, settings)
         self._optimizers[id(made.by_name[""])] = made
+        self._watch.link(self._ground.models.of(model), made)
         return made.by_name[""]
 
     def ema(self, model: nn.Module, decay: float) -> Ema:
@@ -157,8 +156,8 @@ class World:
             raise TaskError("world.stream() was called already: a world has one (world.evaluate takes a dataset)")
         cut = {"global_batch": global_batch, "micro_batch": micro_batch, "micro_steps": micro_steps}
         numbers = cut | {"epochs": epochs, "steps": steps, "seed": seed}
-        ground, step = self._ground, self._step
-        self._loop = make_loop(ground, step, dataset, numbers, collate=collate, shuffle=shuffle, workers=workers)
+        loading: dict[str, Any] = {"collate": collate, "shuffle": shuffle, "workers": workers}
+        self._loop = make_loop(self._ground, self._step, dataset, numbers, **loading)
         return Stream(self._loop)
 
     def resume(self, model: nn.Module, optimizer: Optimizer, stream: Stream, **others: Kept) -> int:
@@ -196,7 +195,7 @@ class World:
         """On the step's last batch: agree the count of targets, divide once, clip, update; whether it did; collective.
 
         Raises:
-            TaskError: the optimizer is not this world's, or this batch had no backward.
+            TaskError: the optimizer is not this world's, or this batch had no backward. GuardError: a sentinel's finding.
         """
         loop = self._need_loop("world.step()")
         if max_norm is not None and not max_norm > 0:
@@ -204,6 +203,7 @@ class World:
         finished = self._step.step(find_own(self._optimizers, optimizer), max_norm)
         if finished is not None:
             loop.finished(finished)
+            self._watch.finish_step(finished.number)
         return finished is not None
 
     def save(self, every: int = 1) -> Path | None:
@@ -217,8 +217,7 @@ class World:
     def log(self, **values: float | torch.Tensor) -> None:
         """Rank 0's numbers, into this step's line of the journal and TensorBoard; what stands there anyway is left out.
 
-        The loss does (the world's, per target), and the learning rate and gradient norm. After the loop, the numbers
-        are recorded as an evaluation.
+        The world's loss per target does, the learning rate and the gradient norm. After the loop: an evaluation.
         """
         self._need_loop("world.log()").log(values)
 
