@@ -25,18 +25,26 @@ class Fit(Protocol):
     """Whether a choice fits, and how nearly: a Room, or an Estimate."""
 
     @property
-    def fits(self) -> bool: ...
+    def fits(self) -> bool:
+        """Whether device and host have room."""
+
     @property
-    def peak_bytes(self) -> Span: ...
+    def peak_bytes(self) -> Span:
+        """On the fullest rank."""
+
     @property
-    def capacity_bytes(self) -> float: ...
+    def capacity_bytes(self) -> float:
+        """What a device has."""
 
 
 class Estimator(Protocol):
     """What a search asks of a choice: all of it, or at a third of the price whether it fits."""
 
-    def estimate(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate: ...
-    def fit(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Fit: ...
+    def estimate(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
+        """Bytes, seconds and traffic."""
+
+    def fit(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Fit:
+        """Bytes alone."""
 
 
 @final

@@ -195,7 +195,7 @@ class World:
         """On the step's last batch: agree the count of targets, divide once, clip, update; whether it did; collective.
 
         Raises:
-            TaskError: the optimizer is not this world's, or this batch had no backward. GuardError: a sentinel's finding.
+            TaskError: not this world's optimizer, or this batch had no backward. GuardError: a sentinel ends the run.
         """
         loop = self._need_loop("world.step()")
         if max_norm is not None and not max_norm > 0:
