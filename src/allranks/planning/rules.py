@@ -223,12 +223,12 @@ def modes(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | 
     return Refusal("modes", _modes(layout), because)
 
 
-MODE_RULES: tuple[Rule, ...] = (precision, sharding, blocks, modes)
-"""Those that ask how a copy is shared, what is recomputed and what is moved to the host."""
 RULES: tuple[Rule, ...] = (
     *(world, batch, precision, tensor, context, expert, pipeline_blocks, chunks, pipeline_batch),
-    *MODE_RULES[1:],
+    *(sharding, blocks, modes),
 )
+MODE_RULES: tuple[Rule, ...] = (precision, sharding, blocks, modes)
+"""Those of them that ask how a copy is shared, what is recomputed and what is moved to the host."""
 
 
 @lru_cache(maxsize=4096)

@@ -73,7 +73,7 @@ class Found:
     """What a search has estimated, and who was refused.
 
     Attributes:
-        fits: of those that were asked for their bytes alone, too.
+        fits: those that were asked for their bytes alone.
         best: the fastest that fits; None where none does.
         nearest: the one with the least memory.
     """
@@ -236,8 +236,8 @@ class Search:
             fit = self._fit(profile, choice)
             if fit.fits:
                 self._estimate(profile, choice)
-            elif fit.peak_bytes.high > NEAR * fit.capacity_bytes:
-                break
+            elif fit.peak_bytes.high > NEAR * fit.capacity_bytes and not isinstance(fit, Estimate):
+                break  # an Estimate that does not fit may be what a dry run has counted: that says nothing of others
 
     def _fit(self, profile: ModelProfile, choice: Choice) -> Fit:
         known = self.found.estimates.get(choice) or self.found.fits.get(choice)

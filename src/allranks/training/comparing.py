@@ -27,10 +27,13 @@ class Findings:
 
     Args:
         tell: takes a verdict, and the step it is about.
+        muting: how a user mutes the sentinel `{name}`.
     """
 
-    def __init__(self, guard: GuardConfig, tell: Callable[[Verdict, int], None]) -> None:
-        self._guard, self._tell = guard, tell
+    def __init__(
+        self, guard: GuardConfig, tell: Callable[[Verdict, int], None], muting: str = "guard.mute={name}"
+    ) -> None:
+        self._guard, self._tell, self._muting = guard, tell, muting
         self.told = set(guard.muted)
 
     def conclude(self, name: str, verdict: Verdict | None, step: int) -> None:
@@ -40,7 +43,7 @@ class Findings:
         self.told.add(name)
         stops = name in DAMAGED if self._guard.on_finding is None else self._guard.on_finding == "stop"
         ending = "the run ends, and nothing more is saved" if stops else "the run goes on"
-        remedy = f"{verdict.next}; guard.mute={name} silences this sentinel"
+        remedy = f"{verdict.next}; {self._muting.format(name=name)} silences this sentinel"
         told = Verdict(verdict.kind, f"{verdict.what}; {ending}", verdict.evidence, remedy)
         self._tell(told, step)
         if stops:
@@ -68,6 +71,8 @@ class Comparing:
         Raises:
             GuardError: a finding ends the run.
         """
+        if not self._left:
+            return
         told = everyones({one.name: one.tell() for one in self._left}, self._group, self._device)
         verdicts = {one.name: one.judge([rank[one.name] for rank in told], step) for one in self._left}
         # One that has found something would find it again in every round.

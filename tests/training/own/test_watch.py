@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
+import torch.nn.utils.prune
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -151,10 +153,50 @@ def test_what_is_replaced_between_optimizer_and_loop_is_seen_after_the_first_ste
     assert told.startswith("GuardError: step 1: ") and "heads.0.weight" in told
 
 
-def test_the_first_step_is_looked_at_then_every_200th(tmp_path: Path) -> None:
-    """So by default a layer that is made anew in the third step is not seen in five."""
+def test_the_first_step_is_looked_at_then_every_200th_and_the_last(tmp_path: Path) -> None:
     assert spoilt(str(tmp_path / "run"), "single", replace_layer) == "nothing was refused"
-    assert verdicts(tmp_path / "run") == []
+    (verdict,) = verdicts(tmp_path / "run")
+    assert (verdict["kind"], verdict["step"]) == ("optimizer_unlinked", 5)
+    assert 'mute="linkage" silences this sentinel' in verdict["next"]
+
+
+def test_what_a_rank_notices_alone_is_told_where_nothing_is_compared(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"mute": ["linkage", "samples"], "digest_every": 2}
+    assert spoilt(str(tmp_path / "run"), "single", reseed, **keys) == "nothing was refused"
+    assert [one["kind"] for one in verdicts(tmp_path / "run")] == ["reseeded"]
+
+
+def caught(folder: str, how: str) -> str:
+    """A loop that goes on after a finding that ends the run, or closes the world by itself."""
+
+    def loop() -> None:
+        world = allranks.join(layout="single", precision="float64", run=folder, digest_every=2, on_finding="stop")
+        model: Any = world.parallelize(Net())
+        optimizer = world.optimizer(model, sgd)
+        stream = world.stream(Samples(), global_batch=8, epochs=None, steps=6)
+        world.resume(model, optimizer, stream)
+        try:
+            for batch in stream:
+                replace_layer(world, model, stream.step)
+                world.backward(loss_of(model, batch), targets=count(batch))
+                try:
+                    world.step(optimizer)
+                except allranks.AllranksError:
+                    if how == "close":
+                        raise
+                    if how == "break":
+                        break
+        finally:
+            world.close()
+
+    return refusal(loop)
+
+
+@pytest.mark.parametrize("how", ["close", "break", "go on"])
+def test_whatever_a_loop_makes_of_a_finding_nothing_more_is_saved(tmp_path: Path, how: str) -> None:
+    told = caught(str(tmp_path / "run"), how)
+    assert told == "nothing was refused" if how == "break" else told.startswith("GuardError: step 4: ")
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*")) == []
 
 
 @pytest.mark.parametrize("keys", [{"mute": "linkage"}, {"digest_every": 0}], ids=str)
@@ -223,3 +265,147 @@ def test_a_resumed_one_with_dropout_and_adam_hears_nothing(pool: Pools, tmp_path
 
     pool(2).run(case, timeout=240)
     assert verdicts(folder) == []
+
+
+def rename(world: Any, model: Any, step: int) -> None:
+    """What torch's pruning and parametrisations do: the same parameter gets another name."""
+    if step == 2:
+        nn.utils.parametrize.register_parametrization(model.heads[0], "weight", nn.Identity())
+        nn.utils.prune.l1_unstructured(model.heads[1], "weight", amount=0.3)
+
+
+def test_a_parameter_under_another_name_is_the_same_parameter(tmp_path: Path) -> None:
+    assert spoilt(str(tmp_path / "run"), "single", rename, **EVERY) == "nothing was refused"
+    assert verdicts(tmp_path / "run") == []
+
+
+class Projected(torch.optim.Optimizer):
+    """Keeps a moment of a projection of each gradient, under the name that Adam has for its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            state = self.state[parameter]
+            state.setdefault("exp_avg", torch.zeros(3, dtype=parameter.dtype)).mul_(0.9)
+            parameter.data.sub_(parameter.grad, alpha=0.01)
+
+
+def looped(folder: str, lines: Callable[[Any, Any, Any, int], Any], **keys: Any) -> str:
+    """A loop in which `lines(world, model, optimizer, step)` comes before each step; it gives the optimizer to take."""
+
+    def loop() -> None:
+        with allranks.join(precision="float64", run=folder, **keys) as world:
+            torch.manual_seed(3)
+            model = world.parallelize(Counting())
+            optimizer = world.optimizer(model, sgd)
+            for batch in world.stream(Samples(), global_batch=8, epochs=None, steps=6):
+                world.backward(loss_of(model, batch), targets=count(batch))
+                optimizer = lines(world, model, optimizer, world._loop.done) or optimizer  # type: ignore[union-attr]
+                world.step(optimizer)
+
+    return refusal(loop)
+
+
+class Counting(Net):
+    """Counts its forwards."""
+
+    forwards: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.forwards += 1
+        return super().forward(x)
+
+
+def projected(world: Any, model: Any, optimizer: Any, step: int) -> Any:
+    return world.optimizer(model, Projected) if step == 0 else None
+
+
+def test_what_another_optimizer_keeps_is_its_own_business(tmp_path: Path) -> None:
+    assert looped(str(tmp_path / "run"), projected, **EVERY) == "nothing was refused"
+    assert verdicts(tmp_path / "run") == []
+
+
+def add_group(world: Any, model: Any, optimizer: Any, step: int) -> Any:
+    if step == 2:
+        extra = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        extra.grad = torch.ones_like(extra)
+        optimizer.add_param_group({"params": [extra]})
+
+
+def second_optimizer(world: Any, model: Any, optimizer: Any, step: int) -> Any:
+    return world.optimizer(model, torch.optim.SGD, lr=0.01) if step == 3 else None
+
+
+def test_parameters_that_are_added_are_told_of(pool: Pools, tmp_path: Path) -> None:
+    def case() -> str:
+        return looped(str(tmp_path / "run"), add_group, digest_every=2)
+
+    assert pool(2).run(case) == ["nothing was refused"] * 2
+    (verdict,) = verdicts(tmp_path / "run")
+    assert verdict["kind"] == "optimizer_unlinked" and "that is no parameter" in verdict["what"]
+
+
+def test_a_second_optimizer_is_watched_and_fillers_are_not_forgotten(pool: Pools, tmp_path: Path) -> None:
+    """Of 37 samples in eights the fifth batch leaves a rank without: its counter then differs, and rightly so."""
+
+    def case() -> list[str]:
+        right = looped(str(tmp_path / "right"), second_optimizer, **EVERY)
+
+        def spoilt_state(world: Any, model: Any, optimizer: Any, step: int) -> Any:
+            made = second_optimizer(world, model, optimizer, step)
+            if step == 5 and world.rank == 1:
+                next(iter(model.parameters())).data.view(-1)[0] += 1.0
+            return made
+
+        return [right, looped(str(tmp_path / "wrong"), spoilt_state, digest_every=1)]
+
+    for right, wrong in pool(2).run(case):
+        assert right == "nothing was refused"
+        assert wrong.startswith("GuardError: after step 6 rank 0")
+    assert verdicts(tmp_path / "right") == []
+
+
+def test_ranks_that_were_given_other_keys_are_refused_together(pool: Pools, tmp_path: Path) -> None:
+    def case() -> str:
+        import os
+
+        return spoilt(str(tmp_path / "run"), "ddp", nothing, digest_every=1 + int(os.environ["RANK"]))
+
+    for told in pool(2).run_alone(case):
+        assert told.startswith(
+            "ConfigError: rank 1 was started with other settings than rank 0: guard.digest_every = 2"
+        )
+
+
+def test_what_is_noticed_is_told_while_copies_are_apart(pool: Pools, tmp_path: Path) -> None:
+    """What a rank notices is told while they are."""
+
+    def case() -> str:
+        def spoil(world: Any, model: Any, step: int) -> None:
+            if step >= 3:
+                reseed(world, model, step)
+
+        return spoilt(str(tmp_path / "run"), "ddp", spoil, digest_every=2, local_sgd=5)
+
+    assert pool(2).run(case) == ["nothing was refused"] * 2
+    assert [(one["kind"], one["step"]) for one in verdicts(tmp_path / "run")] == [("reseeded", 4)]
+
+
+@pytest.mark.full
+def test_a_right_loop_on_four_hears_nothing(pool: Pools, tmp_path: Path) -> None:
+    layouts = ("dp_replicate=2,dp_shard=2", "tp=2,dp_shard=2", "dp_shard=4,sharding=optimizer")
+
+    def case() -> None:
+        for layout in layouts:
+            own_loop(folder_of(tmp_path, layout), layout, join=EVERY, global_batch=13, micro_batch=2)
+        run_loop(str(tmp_path / "staged"), "pp=2,dp_replicate=2", "transformer", 0.5, **EVERY)
+
+    pool(4).run(case, timeout=240)
+    assert [verdicts(folder) for folder in tmp_path.iterdir()] == [[]] * 4

@@ -27,6 +27,7 @@ from allranks.parallel.path import Path
 from allranks.parallel.precision import Precision, choose_precision
 from allranks.run import Run
 from allranks.slow_links import check_slow_links
+from allranks.stepping.alike import check_same_start
 from allranks.stepping.world import Processes, gather_processes
 from allranks.training.own.links import Links
 from allranks.training.own.models import OwnModels, needs_run
@@ -132,6 +133,7 @@ def prepare_ground(
     choice = choose_device(environment, device, config.train.backend, degrees)
     owns_group = _start(environment, choice)
     processes = gather_processes(environment, choice, degrees)
+    check_same_start(config.flat(), None, processes.world_group, processes.device)
     return Ground(
         processes=processes,
         config=config,
@@ -149,12 +151,19 @@ def _check_keys(given: Mapping[str, object]) -> list[str]:
             near = difflib.get_close_matches(name, (*ARGUMENTS, *LAYOUT_KEYS, *GUARD_KEYS), n=2)
             there = did_you_mean(near) or f"; there are {', '.join((*LAYOUT_KEYS, *GUARD_KEYS))}"
             raise ConfigError(f"join({name}=...): no such argument{there}")
-    values = {name: str(value).lower() if isinstance(value, bool) else value for name, value in given.items()}
+    values = {name: _as_text(value) for name, value in given.items()}
     return [
         f"{'guard' if name in GUARD_KEYS else 'layout'}.{name}={value}"
         for name, value in values.items()
         if value is not None
     ]
+
+
+def _as_text(value: object) -> object:
+    """As an override has it: booleans in small letters, several words with commas."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 def _resolve(layout: str | None, keep: int, more: Sequence[str], **train: object) -> Config:

@@ -1,71 +1,138 @@
-"""The sentinels of a loop of one's own: the ranks are compared after its first step, and every so many.
+"""The sentinels of a loop of one's own: ranks are compared after its first step, every so many, and at its end.
 
 What `allranks train` hears in the agreement of every step is told in these rounds. The learning rate and the steps are
 the user's: nobody watches them.
 """
 
-from collections.abc import Callable
-from typing import final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
 
+from allranks.config import GuardConfig
 from allranks.data.micro_step import StepBatch
+from allranks.errors import GuardError
 from allranks.parallel.spread import Spread
 from allranks.stepping.linkage import Linkage
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.posting import Posted, post_sentinels
+from allranks.stepping.replicas import Replicas
+from allranks.stepping.world import Processes
 from allranks.training.comparing import Comparing, Findings
-from allranks.training.own.ground import Ground
-from allranks.training.own.loop import OwnLoop
-from allranks.training.own.step import OwnStep
 from allranks.verdict import Verdict
+
+if TYPE_CHECKING:
+    from allranks.training.own.loop import OwnLoop
+    from allranks.training.own.step import OwnStep
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """An optimizer, and what it held of the model when it was made."""
+
+    spread: Spread
+    optimizers: Optimizers
+    linkage: Linkage
+
+
+@dataclass(frozen=True, slots=True)
+class Guards:
+    """The sentinels of one optimizer and of what follows its parameters by now."""
+
+    link: Link
+    num_averages: int
+    posted: Posted
+    comparing: Comparing
 
 
 @final
 class OwnWatch:
     """Watches over a model and the optimizer that steps it.
 
-    Args:
-        step: what it looks at, with all that follows the parameters.
-        loop: the loop that is under way.
+    Attributes:
+        stopped: the finding that has ended the run, whatever the loop makes of it.
     """
 
-    def __init__(self, ground: Ground, step: OwnStep, loop: Callable[[], OwnLoop]) -> None:
-        self._guard, self._processes, self._step, self._loop = ground.config.guard, ground.processes, step, loop
-        step.look = self._look
-        self._findings = Findings(self._guard, self._tell)
-        self._linked: tuple[Spread, Optimizers, Linkage] | None = None
-        self._posted: Posted | None = None
-        self._comparing: Comparing | None = None
+    def __init__(self, guard: GuardConfig, processes: Processes) -> None:
+        self.stopped: GuardError | None = None
+        self._guard, self._processes = guard, processes
+        self._findings = Findings(guard, self._tell, 'mute="{name}"')
+        self._link: Link | None = None
+        self._guards: Guards | None = None
+        self._step: OwnStep | None = None
+        self._loop: OwnLoop | None = None
+        self._fed_nothing = self._owed = False
+        self._last = self._compared = 0
 
     def link(self, spread: Spread, optimizers: Optimizers) -> None:
-        """From here on `optimizers` hold the parameters of `spread`."""
-        self._linked = (spread, optimizers, Linkage(spread, optimizers))
-        self._posted = self._comparing = None
+        """`optimizers` hold the parameters of `spread`: what parts from here on is found."""
+        self._link = Link(spread, optimizers, Linkage(spread, optimizers))
 
-    def finish_step(self, step: int) -> None:
-        """Compare the ranks, where that is due after step `step` (from 1); collective then.
+    def begin(self, step: "OwnStep", loop: "OwnLoop") -> None:
+        """There is a loop, and what it steps with."""
+        self._step, self._loop = step, loop
+
+    def look(self, batch: StepBatch) -> None:
+        """Right after the last backward in the step of `batch`, before the user's next line."""
+        self._fed_nothing = self._fed_nothing or any(not micro_step.weight for micro_step in batch.micro_steps)
+        if self._link is not None and self._step is not None and self._loop is not None:
+            averages, order = self._step.averages, self._loop.order
+            now = self._guards
+            if now is None or now.link is not self._link or now.num_averages != len(averages):
+                link, processes = self._link, self._processes
+                given = self._guard, processes, link.spread, link.optimizers, None, order, averages
+                posted = post_sentinels(*given, linkage=link.linkage)
+                comparing = Comparing(posted, self._findings, processes.world_group, processes.device)
+                now = self._guards = Guards(link, len(averages), posted, comparing)
+            for replicas in (one for one in now.posted.comparing if isinstance(one, Replicas)):
+                replicas.fed_nothing = self._fed_nothing
+            now.posted.watch.look("", batch)
+
+    def finish_step(self, optimizers: Optimizers, step: int) -> None:
+        """Hear and compare, where that is due after step `step` (from 1); collective then.
 
         Raises:
             GuardError: on every rank: a finding ends the run.
         """
-        outer = self._step.links.outer
-        if self._comparing is None or not self._comparing.due(step) or (outer is not None and outer.apart):
+        self._last = step
+        if self._guards is None:
             return
-        self._comparing.hear(step)  # first: what a rank has noticed by itself says more than a comparison
-        self._comparing.compare(step)
+        if self._guards.link.optimizers is not optimizers:  # another one was made in between, which does not step yet
+            self.link(self._guards.link.spread, optimizers)
+            return
+        due = self._guards.posted.rounds.due(step)
+        self._owed = self._owed or due
+        if due or (self._owed and not self._apart):
+            self._hold_round(step)
 
-    def _look(self, batch: StepBatch) -> None:
-        """Right after the last backward in the step of `batch`, before the user's next line."""
-        if self._linked is None:
-            return
-        if self._posted is None:
-            spread, optimizers, linkage = self._linked
-            order, averages = self._loop().order, self._step.averages
-            given = self._guard, self._processes, spread, optimizers, None, order, averages
-            self._posted = post_sentinels(*given, linkage=linkage)
-            group, device = self._processes.world_group, self._processes.device
-            self._comparing = Comparing(self._posted, self._findings, group, device)
-        self._posted.watch.look("", batch)
+    def finish_loop(self) -> None:
+        """The stream is at its end: a last round, where steps came after the one before; collective then."""
+        if self._guards is not None and self._guard.digest_every and self._last > self._compared:
+            self._owed = True
+            self._hold_round(self._last)
+
+    def check(self) -> None:
+        """Raise again what has ended the run: nothing more is saved of it."""
+        if self.stopped is not None:
+            raise self.stopped
+
+    @property
+    def _apart(self) -> bool:
+        outer = None if self._step is None else self._step.links.outer
+        return outer is not None and outer.apart
+
+    def _hold_round(self, step: int) -> None:
+        assert self._guards is not None and self._step is not None
+        self._step.agreed(0)  # ranks that ran different modules are told so first
+        try:
+            # Before the comparison: what a rank has noticed by itself says more.
+            self._guards.comparing.hear(step)
+            if not self._apart:
+                self._owed, self._compared = False, step
+                self._guards.comparing.compare(step)
+        except GuardError as error:
+            self.stopped = error
+            raise
 
     def _tell(self, verdict: Verdict, step: int) -> None:
-        self._loop().open().write("verdict", step=step, **verdict.to_json())
-        self._loop().say(f"warning: {verdict}")
+        if self._loop is not None:
+            self._loop.open().write("verdict", step=step, **verdict.to_json())
+            self._loop.say(f"warning: {verdict}")

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any, final
 
 import torch
@@ -14,7 +14,6 @@ from torch.utils.data import default_collate
 
 from allranks.errors import ConfigError, TaskError
 from allranks.stepping.ema import Ema
-from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.session import make_agreement
 from allranks.task import TensorStyle
 from allranks.training.own.driven import Driven, Metrics
@@ -22,7 +21,7 @@ from allranks.training.own.evaluate import Measure, choose_measure, evaluate_own
 from allranks.training.own.forward import Loss, Targets
 from allranks.training.own.ground import JOINED, Ground
 from allranks.training.own.loop import OwnLoop, end
-from allranks.training.own.optimizer import find_own, make_own_optimizer
+from allranks.training.own.optimizer import OwnOptimizers
 from allranks.training.own.state import Kept, OwnState
 from allranks.training.own.step import OwnStep
 from allranks.training.own.stream import Stream, make_loop
@@ -49,15 +48,17 @@ class World:
         self.device = ground.device
         self._ground = ground
         self._driven = Driven(ground.models, self._decide)
-        self._step = OwnStep(ground.models, self._driven, make_agreement(processes), self.device, ground.stopwatch)
-        self._optimizers: dict[int, Optimizers] = {}
+        self._watch = OwnWatch(ground.config.guard, processes)
+        self._step = OwnStep(ground, self._driven, make_agreement(processes), self._watch)
+        self._optimizers = OwnOptimizers(self._watch)
         self._loop: OwnLoop | None = None
-        self._watch = OwnWatch(ground, self._step, lambda: self._need_loop("world.backward()"))
 
     def __enter__(self) -> "World":
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close(error)
 
     def __repr__(self) -> str:
@@ -111,10 +112,7 @@ class World:
         Raises:
             TaskError: not this world's model, or not an optimizer of exactly these parameters.
         """
-        made = make_own_optimizer(self._ground.models.of(model), kind, settings)
-        self._optimizers[id(made.by_name[""])] = made
-        self._watch.link(self._ground.models.of(model), made)
-        return made.by_name[""]
+        return self._optimizers.make(self._ground.models.of(model), kind, settings)
 
     def ema(self, model: nn.Module, decay: float) -> Ema:
         """An average of the parameters that follows each `step`, and that `resume` keeps: make it before.
@@ -158,6 +156,7 @@ class World:
         numbers = cut | {"epochs": epochs, "steps": steps, "seed": seed}
         loading: dict[str, Any] = {"collate": collate, "shuffle": shuffle, "workers": workers}
         self._loop = make_loop(self._ground, self._step, dataset, numbers, **loading)
+        self._watch.begin(self._step, self._loop)
         return Stream(self._loop)
 
     def resume(self, model: nn.Module, optimizer: Optimizer, stream: Stream, **others: Kept) -> int:
@@ -176,7 +175,7 @@ class World:
             RunError: the Run directory refuses.
         """
         loop = self._need_loop("world.resume()")
-        spread, optimizers = self._ground.models.of(model), find_own(self._optimizers, optimizer)
+        spread, optimizers = self._ground.models.of(model), self._optimizers.find(optimizer)
         if not isinstance(stream, Stream) or not stream.belongs_to(loop):  # type: ignore[redundant-expr]
             raise TaskError("world.resume(): pass the stream that world.stream(...) returned")
         state = OwnState(spread, optimizers.by_name[""], others, loop.say)
@@ -200,10 +199,11 @@ class World:
         loop = self._need_loop("world.step()")
         if max_norm is not None and not max_norm > 0:
             raise ConfigError(f"world.step(max_norm={max_norm}): expected a norm above 0, or None for no clipping")
-        finished = self._step.step(find_own(self._optimizers, optimizer), max_norm)
+        made = self._optimizers.find(optimizer)
+        finished = self._step.step(made, max_norm)
         if finished is not None:
             loop.finished(finished)
-            self._watch.finish_step(finished.number)
+            self._watch.finish_step(made, finished.number)
         return finished is not None
 
     def save(self, every: int = 1) -> Path | None:
@@ -217,7 +217,7 @@ class World:
     def log(self, **values: float | torch.Tensor) -> None:
         """Rank 0's numbers, into this step's line of the journal and TensorBoard; what stands there anyway is left out.
 
-        The world's loss per target does, the learning rate and the gradient norm. After the loop: an evaluation.
+        The loss does (the world's, per target), the learning rate and the gradient norm. After the loop: an evaluation.
         """
         self._need_loop("world.log()").log(values)
 
