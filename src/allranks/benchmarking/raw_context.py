@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Function
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.nn import functional
 
 from allranks.models.transformer import Attention, Decoder, rotate
@@ -39,20 +38,26 @@ class _Ring(Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        world: Any = dist.group.WORLD
+        world, ring = dist.group.WORLD, _torchs_ring()
         given: dict[str, Any] = {"query": query, "key": key, "value": value, "is_causal": True, "dropout_p": 0.0}
-        out, sums, *_ = ring._templated_ring_attention(world, 2, _attend, **given)
-        ctx.save_for_backward(query, key, value, out, sums)
-        return out
+        found: tuple[torch.Tensor, ...] = ring._templated_ring_attention(world, 2, _attend, **given)
+        ctx.save_for_backward(query, key, value, *found[:2])
+        return found[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        world: Any = dist.group.WORLD
+        world, ring = dist.group.WORLD, _torchs_ring()
         names = ("query", "key", "value", "out", "logsumexp")
         given: dict[str, Any] = dict(zip(names, ctx.saved_tensors, strict=True))
         given |= {"grad_out": gradients[0].contiguous(), "grad_out_name": "grad_out", "is_causal": True}
-        op: Any = _attend_backward  # torch calls it by keywords alone
-        return ring._templated_ring_attention_backward(world, 2, op, dropout_p=0.0, **given)
+        return ring._templated_ring_attention_backward(world, 2, _attend_backward, dropout_p=0.0, **given)
+
+
+def _torchs_ring() -> Any:
+    # Here, because it brings torch's compiler along, which Ulysses does not need.
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    return _attention
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: Any) -> tuple[torch.Tensor, ...]:

@@ -3,28 +3,35 @@
 Source of the hooks: https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html (of torch 2.13).
 """
 
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from allranks.layout import Layout
 
-ROUNDING = {"bfloat16": default_hooks.bf16_compress_hook, "float16": default_hooks.fp16_compress_hook}
-
 
 def compress(model: DistributedDataParallel, layout: Layout) -> None:
     """Let the gradients of `model` travel as `ddp_hook` says."""
+    if layout.ddp_hook == "none":
+        return
+    # Here, because they bring torch's compiler along, which no other strategy needs.
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    def round_to_bfloat16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        # DDP refuses torch's own by its name where there is no NCCL, though gloo sums bfloat16.
+        return default_hooks.bf16_compress_hook(state, bucket)
+
     if layout.ddp_hook == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=layout.powersgd_rank, start_powerSGD_iter=layout.powersgd_start
-        )
+        rank, start = layout.powersgd_rank, layout.powersgd_start
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif layout.ddp_hook != "none":
-        model.register_comm_hook(None, ROUNDING[layout.ddp_hook])
+    elif layout.ddp_hook == "bfloat16":
+        model.register_comm_hook(None, round_to_bfloat16)
+    else:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
 @final

@@ -4,7 +4,7 @@ import os
 import shutil
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from allranks.config import resolve_config
 from allranks.config_sections import LayoutConfig
@@ -192,11 +192,8 @@ def check_twin(layout: Layout) -> None:
         raise LayoutError(f"layout {layout}: a pipeline has a twin here where pp stands alone")
     if layout.pp > 1 and not layout.fits_schedule(MICRO_STEPS):
         raise LayoutError(f"layout {layout}: the {MICRO_STEPS} micro-steps of this command do not fit its schedule")
-    alone = layout == replace(Layout(dp_replicate=layout.dp_replicate), local_sgd=layout.local_sgd)
-    if layout.local_sgd is not None and not alone:
-        raise LayoutError(
-            f"layout {layout}: local_sgd has a twin here beside dp_replicate alone, with its own momentum"
-        )
+    if layout.local_sgd is not None and str(layout) != str(Layout(dp_replicate=layout.world_size)):
+        raise LayoutError(f"layout {layout}: local_sgd has a twin here beside dp_replicate alone")
     if layout.cp > 1 and not (layout.cp == layout.world_size and plain):
         raise LayoutError(f"layout {layout}: cp has a twin here where it stands alone")
     if layout.ep > 1 and not (layout.world_size == layout.dp_replicate and layout.replicated and plain):

@@ -5,23 +5,46 @@ the user's: nobody watches them.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import Protocol, final
 
 from allranks.config import GuardConfig
 from allranks.data.micro_step import StepBatch
+from allranks.data.stream import DataStream
 from allranks.errors import GuardError
 from allranks.parallel.spread import Spread
+from allranks.stepping.agreement import Agreed
+from allranks.stepping.ema import Ema
 from allranks.stepping.linkage import Linkage
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.posting import Posted, post_sentinels
 from allranks.stepping.replicas import Replicas
 from allranks.stepping.world import Processes
 from allranks.training.comparing import Comparing, Findings
+from allranks.training.own.links import Links
+from allranks.training.own.run import Logbook
 from allranks.verdict import Verdict
 
-if TYPE_CHECKING:
-    from allranks.training.own.loop import OwnLoop
-    from allranks.training.own.step import OwnStep
+
+class Step(Protocol):
+    """What the watch asks of the step."""
+
+    averages: list[Ema]
+    links: Links
+
+    def agreed(self, lag: int) -> Agreed | None:
+        """What the ranks agreed on `lag` steps before the last one. Raises TaskError where they have parted."""
+
+
+class Loop(Protocol):
+    """What the watch asks of the loop."""
+
+    order: DataStream
+
+    def open(self) -> Logbook:
+        """Where it is written."""
+
+    def say(self, line: str) -> None:
+        """Rank 0: one line on standard error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +80,8 @@ class OwnWatch:
         self._findings = Findings(guard, self._tell, 'mute="{name}"')
         self._link: Link | None = None
         self._guards: Guards | None = None
-        self._step: OwnStep | None = None
-        self._loop: OwnLoop | None = None
+        self._step: Step | None = None
+        self._loop: Loop | None = None
         self._fed_nothing = self._owed = False
         self._last = self._compared = 0
 
@@ -66,7 +89,7 @@ class OwnWatch:
         """`optimizers` hold the parameters of `spread`: what parts from here on is found."""
         self._link = Link(spread, optimizers, Linkage(spread, optimizers))
 
-    def begin(self, step: "OwnStep", loop: "OwnLoop") -> None:
+    def begin(self, step: Step, loop: Loop) -> None:
         """There is a loop, and what it steps with."""
         self._step, self._loop = step, loop
 
