@@ -29,7 +29,7 @@ def test_by_default_everything_that_fits(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CXX", "true")
     planned = _planned(None, None)
     assert planned[0] == ("single", 1)
-    assert len(planned) == 1 + 19 + 18
+    assert len(planned) == 1 + 12 + 14
     assert [world for _, world in planned] == sorted(world for _, world in planned)
     assert ("tp=2,dp_shard=2", 4) in planned and ("tp=2,dp_shard=2", 2) not in planned
     assert {world for _, world in _planned(None, [2])} == {1, 2}

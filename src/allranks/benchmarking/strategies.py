@@ -15,9 +15,6 @@ from allranks.layout_refusals import refuse_unsupported
 STRATEGIES = (
     "single",
     "ddp",
-    "ddp layout.ddp_hook=bfloat16",
-    "ddp layout.ddp_hook=powersgd layout.powersgd_start=2",
-    "ddp layout.local_sgd=2",
     "dp_shard=*,sharding=optimizer",
     "fsdp",
     "fsdp,sharding=grad_op",
@@ -29,11 +26,7 @@ STRATEGIES = (
     "tp=*",
     "tp=2,dp_shard=2",
     "pp=*",
-    "pp=2,schedule=gpipe",
-    "pp=2,schedule=interleaved",
-    "pp=2,schedule=zbv",
     "cp=*",
-    "cp=* layout.context=ring",
     "ddp,ep=2",
 )
 NUM_PROCESSES = (2, 4)
