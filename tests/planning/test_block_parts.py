@@ -11,8 +11,9 @@ from allranks.planning.block_parts import Parts, forget, parameters_of, parts_of
 from allranks.planning.setting import Mechanisms, Setting
 from tests.planning.profiles import cluster, decoder
 
-PROFILE, THERE = decoder(), cluster(1, 8)
-SETTING = Setting(global_batch=64, micro_batch=1, dp=2, tp=2, pp=2, shard=2, zero=3)
+PROFILE, THERE = decoder(experts=4), cluster(1, 8)
+OURS = Mechanisms(keeps_gathered_inputs=True)
+SETTING = Setting(global_batch=64, micro_batch=1, dp=2, tp=2, pp=2, shard=2, zero=3, mechanisms=OURS)
 
 
 def afresh(setting: Setting) -> Parts:
@@ -23,7 +24,7 @@ def afresh(setting: Setting) -> Parts:
 CHANGES: list[dict[str, Any]] = [
     {"tp": 4, "dp": 1}, {"cp": 2, "dp": 1}, {"micro_batch": 4}, {"recompute": "full"}, {"recompute": "selective"},
     {"precision": "float32"}, {"dp": 4, "pp": 1}, {"shard": 1}, {"mechanisms": Mechanisms(fusion=0.5)},
-    {"frozen": True}, {"cp": 2, "dp": 1, "ring": False}, {"pp": 4, "dp": 1}, {"global_batch": 32},
+    {"frozen": True}, {"ep": 2}, {"cp": 2, "dp": 1, "ring": False}, {"pp": 4, "dp": 1}, {"global_batch": 32},
 ]  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def test_what_is_kept_is_what_would_be_made(change: dict[str, Any]) -> None:
 def test_the_same_is_not_made_again() -> None:
     first = afresh(SETTING)
     assert parts_of(PROFILE, THERE, replace(SETTING, global_batch=128)) is first
-    assert parts_of(PROFILE, THERE, replace(SETTING, dp=4, pp=1)).costs is first.costs
+    assert parts_of(PROFILE, THERE, replace(SETTING, dp=1, pp=4)).costs is first.costs
     assert parts_of(decoder(layers=2), THERE, SETTING) is not first
     assert parts_of(PROFILE, cluster(1, 8), SETTING) is not first
 
