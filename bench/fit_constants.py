@@ -1,6 +1,6 @@
 """Fits the constants of planning/data/constants.json to the calibration rows, and prints them.
 
-    python bench/fit_constants.py [FILE ...] [--rounds N] [--write]
+    python bench/fit_constants.py [FILE ...] [--start FILE] [--only FAMILY,...] [--rounds N] [--write]
 
 The least sum of |log(predicted / published)| of the step time over the rows that calibration_rows.py names, each source
 with the same weight per device, by coordinate search; a constant moves between bounds that physics gives. What a data
@@ -19,7 +19,7 @@ from frameworks import mechanisms_of
 from plan_accuracy import Judged, judge
 from published_runs import Row, device_name, precision_of, rows_of
 
-from allranks.planning import constants, estimate
+from allranks.planning import block_parts, constants
 
 BOUNDS = {
     "depth": (16, 400),
@@ -76,11 +76,11 @@ def fit(rows: Sequence[Row], rounds: int, names: Sequence[str]) -> dict[str, dic
                 ) -> float:
                     table[family][name] = candidate
                     constants.constants_of_name.cache_clear()
-                    estimate._CACHE.clear()
+                    block_parts.forget()
                     return loss(judge(members))
 
                 table[family][name] = round(search(given, BOUNDS[name], value), 3)
-        estimate._CACHE.clear()
+        block_parts.forget()
         constants.constants_of_name.cache_clear()
         print(
             f"{family}: {len(members)} rows, loss {loss(judge(members)):.3f}",
@@ -110,11 +110,13 @@ def family_of(row: Row) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, default=[DATA])
+    parser.add_argument("--start", type=Path, default=constants.FILE, help="constants to start from")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
     parser.add_argument("--names", default="matmul,matmul_low,attention,flash2")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
+    constants._table()["devices"].update(json.loads(arguments.start.read_text())["devices"])
     rows = [row for file in arguments.files for row in rows_of(json.loads(file.read_text())) if is_calibration(row)]
     if arguments.only:
         rows = [row for row in rows if family_of(row) in arguments.only.split(",")]

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from allranks.planning.setting import TENSOR_COPIES, TORCH_COPIES, Mechanisms
+from allranks.planning.setting import TENSOR_COPIES, Mechanisms
 
 OLD = Mechanisms(
     name="Megatron-LM", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
     gather_bytes=2, reduce_bytes=2, overlap_data=0.0, scattered_sends=True, attention_dropout=True,
-    dispatch_seconds=1.0e-5, logits_copies=0.75, selective="attention", accumulate_bytes=0,
+    dispatch_seconds=1.0e-5, logits_copies=1.5, selective="attention", accumulate_bytes=0,
     temporary_gradient_bytes=2, pipeline_outputs=False,
 )  # fmt: skip
 # Its stage 1 sums gradients by all-reduces: twice the bytes of a scatter.
@@ -22,7 +22,7 @@ DEEPSPEED = Mechanisms(
 CORE = Mechanisms(
     name="Megatron-Core", fusion=0.6, weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, gather_bytes=2,
     reduce_bytes=4, overlap_data=0.9, overlap_tensor=0.0, overlap_pipeline=0.7, sequence_parallel=True,
-    dispatch_seconds=6e-6, logits_copies=0.75, scattered_sends=True, selective="attention", attention="vendor",
+    dispatch_seconds=6e-6, logits_copies=1.5, scattered_sends=True, selective="attention", attention="vendor",
     accumulate_bytes=8, temporary_gradient_bytes=4, pipeline_outputs=False,
 )  # fmt: skip
 FLAGS = replace(CORE, overlap_tensor=0.6, accumulate_bytes=0)  # --tp-comm-overlap, gradient_accumulation_fusion
@@ -30,7 +30,7 @@ NEMO = replace(  # its recipes: grad_reduce_in_fp32=False, tp_comm_overlap, grad
     CORE, name="NeMo", gradient_bytes=2, reduce_bytes=2, overlap_tensor=0.6, accumulate_bytes=0, sends_once=True,
 )  # fmt: skip
 TITAN = Mechanisms(name="torchtitan", gather_bytes=2, reduce_bytes=4, sequence_parallel=True, dispatch_seconds=6e-6)
-FOUNDRY = Mechanisms(name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6, logits_copies=0.5)
+FOUNDRY = Mechanisms(name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6, logits_copies=1.0)
 # As of 2021 it fetched parameters one by one, when they were needed.
 ZERO = Mechanisms(
     name="DeepSpeed ZeRO-3", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,
@@ -68,8 +68,8 @@ def mechanisms_of(row: Mapping[str, Any]) -> Mechanisms:
 def _torch(row: Mapping[str, Any]) -> Mechanisms:
     notes = str(row.get("notes"))
     fusion, hidden = 0.6 if "torch.compile" in notes else 1.0, 0.5 if "async TP" in notes else 0.0
-    copies = TENSOR_COPIES if row["parallel"]["tp"] > 1 else TORCH_COPIES  # enable_loss_parallel is its default
-    return replace(TITAN, fusion=fusion, overlap_tensor=hidden, logits_copies=copies)
+    # enable_loss_parallel is its default
+    return replace(TITAN, fusion=fusion, overlap_tensor=hidden, cut_logits_copies=TENSOR_COPIES)
 
 
 def _deepspeed(row: Mapping[str, Any]) -> Mechanisms:

@@ -69,7 +69,7 @@ class Judged:
     @property
     def fits(self) -> bool:
         """As `allranks plan` says it."""
-        return self.cost.peak_bytes.high <= self.cost.capacity_bytes
+        return self.cost.room.fits
 
 
 def judge(rows: Iterable[Row]) -> list[Judged]:

@@ -206,7 +206,7 @@ def run_of(row: Row) -> tuple[ModelProfile, Cluster, Setting] | None:
     for recompute, offload in (("none", "none"), *((("none", "activations"),) if grace else ()), ("full", "none")):
         tried = replace(setting, recompute=recompute, offload=offload)
         cost = estimate_setting(profile, cluster, tried)
-        if cost.memory.total <= 1.15 * cost.capacity_bytes:
+        if cost.room.memory.total <= 1.15 * cost.room.capacity_bytes:
             return profile, cluster, tried
     return profile, cluster, setting
 
@@ -220,7 +220,7 @@ def _with_micro_batch(row: Row, profile: ModelProfile, cluster: Cluster, setting
         if setting.global_batch % (setting.dp * size) == 0:
             bigger = replace(setting, micro_batch=size)
             cost = estimate_setting(profile, cluster, bigger)
-            tried += [bigger] if cost.memory.total <= cost.capacity_bytes else []
+            tried += [bigger] if cost.room.memory.total <= cost.room.capacity_bytes else []
     return min(tried, key=lambda one: estimate_setting(profile, cluster, one).time.total)
 
 
@@ -230,15 +230,15 @@ def memory_of(row: Row, cost: Cost) -> tuple[float | None, float]:
     nvidia-smi sees the whole process (bloom-prequel); torch's peak of reserved memory sees no context; SimuMax prints
     the peak of what was allocated, on each rank.
     """
-    metrics, used = row["metrics"], cost.memory.total - cost.context_bytes
+    metrics, used = row["metrics"], cost.room.memory.total - cost.room.memory.framework
     if metrics.get("mem_gib_reserved") and metrics.get("mem_gib_peak"):
         return metrics["mem_gib_peak"] * GIB, used
     if metrics.get("mem_gib_peak"):
-        return metrics["mem_gib_peak"] * GIB, used + cost.slack_bytes
+        return metrics["mem_gib_peak"] * GIB, used + cost.room.slack_bytes
     if not metrics.get("mem_gb_peak"):
-        return None, cost.peak_bytes.expected
+        return None, cost.room.peak_bytes.expected
     allocated = row["framework"] == "Megatron-LM fork"
-    return metrics["mem_gb_peak"] * 1e9, used if allocated else cost.peak_bytes.expected
+    return metrics["mem_gb_peak"] * 1e9, used if allocated else cost.room.peak_bytes.expected
 
 
 def rows_of(document: Mapping[str, Any]) -> Iterator[Row]:

@@ -14,6 +14,11 @@ def test_the_devices_are_those_of_all_nodes() -> None:
     assert CLUSTER.num_devices == 24
 
 
+def test_devices_are_cpus_or_gpus() -> None:
+    assert CLUSTER.device.kind == "cuda"
+    assert [dataclasses.replace(CLUSTER.device, name=name).kind for name in ("cpu", "cpu-share")] == ["cpu", "cpu"]
+
+
 def test_what_nobody_gave_is_not_there() -> None:
     assert (CLUSTER.device_hour_price, CLUSTER.device_watts, CLUSTER.host_memory_bytes) == (None, None, None)
     assert (CLUSTER.device.measured, CLUSTER.device.kernel_seconds, CLUSTER.device.update_rate) == (False, None, None)

@@ -39,8 +39,7 @@ class Strategy:
         return f"allranks train {TASK} --layout {layout} {self.settings}".rstrip()
 
 
-NO_TWIN = "nobody has written it by hand in torch for the benchmark"
-FAST_LINKS = f"{NO_TWIN}, whose loopback is no slow link"
+LATER = 'its twin is younger than the stored run; `allranks bench strategies --layouts "{}"` times it'
 ONE_DEVICE = "the processes of the stored run have one device each, where it changes nothing"
 NO_ACCELERATOR = "it needs an accelerator, and the stored run is of a CPU"
 STRATEGIES = (
@@ -50,7 +49,7 @@ STRATEGIES = (
         "ddp",
         "as ddp; gradients travel rounded to half (`bfloat16`, or `float16`)",
         "Links are slower than a step: the first thing to try. Not the same gradients: the guide says how far.",
-        why_not=FAST_LINKS,
+        why_not=LATER.format("ddp layout.ddp_hook=bfloat16"),
         guide="slow-links",
         settings="layout.ddp_hook=bfloat16",
     ),
@@ -58,7 +57,7 @@ STRATEGIES = (
         "ddp",
         "as ddp; of each large matrix of gradients two thin ones travel (PowerSGD)",
         "Links are ten times too slow, and layers large.",
-        why_not=FAST_LINKS,
+        why_not=LATER.format("ddp layout.ddp_hook=powersgd layout.powersgd_start=2"),
         guide="slow-links",
         settings="layout.ddp_hook=powersgd",
     ),
@@ -66,7 +65,7 @@ STRATEGIES = (
         "ddp",
         "a whole model that trains by itself; all meet every 100 steps (local SGD, DiLoCo)",
         "Copies are in other cities. Goes with what shards inside a copy, too: `dp_replicate=2,dp_shard=*`.",
-        why_not=f"{FAST_LINKS}; its copies compute other steps than ddp",
+        why_not=LATER.format("ddp layout.local_sgd=2"),
         guide="slow-links",
         settings="layout.local_sgd=100",
     ),
@@ -120,14 +119,14 @@ STRATEGIES = (
         "pp=2,schedule=gpipe",
         "as pp=2; all forwards, then all backwards",
         "To compare: more activations wait than under `1f1b`, the default.",
-        why_not="the stored run has the default; `allranks bench strategies --layouts pp=2,schedule=gpipe` times it",
+        why_not=LATER.format("pp=2,schedule=gpipe"),
         guide="pipeline",
     ),
     Strategy(
         "pp=2,schedule=interleaved",
         "two stages of half the size (`looped_bfs`: their forwards together)",
         "Stages wait too long for each other, and links take twice the messages.",
-        why_not=NO_TWIN,
+        why_not=LATER.format("pp=2,schedule=interleaved"),
         guide="pipeline",
         settings="train.micro_steps=8",
     ),
@@ -135,7 +134,7 @@ STRATEGIES = (
         "pp=2,schedule=zbv",
         "two stages; the halves of a backward come apart (`interleaved_zb` and `dualpipev`, too)",
         "As above, where waits have to be filled; not with tp, dp_shard, recompute or compile.",
-        why_not=NO_TWIN,
+        why_not=LATER.format("pp=2,schedule=zbv"),
         guide="pipeline",
     ),
     Strategy(
@@ -163,7 +162,7 @@ STRATEGIES = (
         "cp=2",
         "the same; keys and values go round",
         "As above, where heads are fewer than processes, or attention's memory counts.",
-        why_not=NO_TWIN,
+        why_not=LATER.format("cp=* layout.context=ring"),
         guide="long-sequences",
         settings="layout.context=ring",
     ),

@@ -28,7 +28,12 @@ class Size:
     lr: float
 
 
-SIZES = {"1b": Size(18, 2048, 16, 5632, 32_000, 4096, 4, 3e-4), "tiny": Size(2, 32, 2, 48, 64, 32, 2, 0.01)}
+SIZES = {
+    "1b": Size(18, 2048, 16, 5632, 32_000, 4096, 4, 3e-4),
+    # Its activations are large enough to be moved to the host (a megabyte and more).
+    "wide": Size(3, 256, 4, 512, 64, 256, 2, 0.003),
+    "tiny": Size(2, 32, 2, 48, 64, 32, 2, 0.01),
+}
 
 
 class Tokens(torch.utils.data.Dataset[Any]):

@@ -25,6 +25,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from language import SIZES, Language, Size, Tokens
+from ring_kernels import check_ring
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from verdicts import judge_mode, judge_speed, row
@@ -38,6 +39,7 @@ from allranks.observing.counters import Stopwatch
 from allranks.observing.journal import Journal
 from allranks.observing.recorder import Recorder
 from allranks.parallel.backend import DeviceChoice
+from allranks.run import Run
 from allranks.stepping.passes import Passes, Scale, StepSums
 from allranks.stepping.session import assemble
 from allranks.stepping.world import gather_processes
@@ -200,6 +202,7 @@ def compare_speed(name: str, device: torch.device, rounds: int, steps: int) -> d
     }
 
 
+WIDE = ("task.size=wide", "optimizer.lr=0.003")
 CHECKS: Mapping[str, tuple[str, ...]] = {
     "float32": (),
     "bfloat16": ("train.precision=bfloat16",),
@@ -207,10 +210,11 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
     "float8": ("train.precision=float8", "layout.compile=block"),
     "compile=block": ("train.precision=bfloat16", "layout.compile=block"),
     "recompute=full": ("layout.recompute=full",),
-    "offload=activations": ("layout.offload=activations",),
+    "float32, wide": (*WIDE,),
+    "offload=activations": ("layout.offload=activations", *WIDE),
     # Two processes on the one GPU, which speak through gloo: shards need a second one.
-    "offload=parameters": ("--layout", "fsdp,offload=parameters", "--nproc", "2"),
-    "offload=all, float16": ("--layout", "fsdp,offload=all", "--nproc", "2", "train.precision=float16"),
+    "offload=parameters": ("--layout", "fsdp,offload=parameters", "--nproc", "2", *WIDE),
+    "offload=all, float16": ("--layout", "fsdp,offload=all", "--nproc", "2", "train.precision=float16", *WIDE),
     "ema": ("train.ema=0.9",),
     "placement on cuda and cpu": ("placed.toml",),
 }
@@ -219,32 +223,37 @@ PLACED = '[layout.placement]\n"layers.0" = "{device}:0"\n"layers.1" = "cpu"\n'
 
 
 def check_modes(device: torch.device, steps: int) -> Iterator[dict[str, Any]]:
-    """A short run under each mode: whether it ended well, near the loss of float32."""
-    expected: list[float] | None = None
+    """A short run under each mode: whether it ended well, near the loss of float32 at its size."""
+    plain: dict[bool, tuple[list[float], int]] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "placed.toml").write_text(PLACED.format(device=device.type))
         for index, (what, arguments) in enumerate(CHECKS.items()):
             if what.startswith("offload") and device.type == "cpu":
                 yield row(what, None, None, "needs an accelerator")
                 continue
-            losses, said = train_mode(Path(folder), f"run-{index}", device, steps, arguments)
-            expected = losses if expected is None else expected  # of float32, which is the first
+            losses, memory, said = train_mode(Path(folder), f"run-{index}", device, steps, arguments)
+            # Of float32, which is the first of its size.
+            expected, without = plain.setdefault(WIDE[0] in arguments, (losses, memory))
             yield judge_mode(what, losses, expected) if losses and expected else row(what, False, None, said)
+            if what == "offload=activations" and losses:
+                yield row(f"{what} takes less memory", memory < without, None, f"{memory:,} of {without:,} bytes")
+    yield check_ring(device)
     if device.type == "cuda":
         yield check_flash(device)
 
 
 def train_mode(
     folder: Path, run: str, device: torch.device, steps: int, arguments: tuple[str, ...]
-) -> tuple[list[float], str]:
-    """`allranks train` in `folder`: (the loss of each step, ""), or ([], the last line that it said)."""
+) -> tuple[list[float], int, str]:
+    """`allranks train` in `folder`: (the loss of each step, bytes at its peak, ""), or ([], 0, the last line said)."""
     command = [sys.executable, "-m", "allranks", "train", str(Path(__file__).with_name("language.py").resolve())]
     command += ["--device", device.type, "--run", run, *([] if "--nproc" in arguments else ["--nproc", "1"])]
-    command += [*arguments, *SETTINGS, f"train.steps={steps}"]
+    command += [*SETTINGS, *arguments, f"train.steps={steps}"]
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if ran.returncode:
-        return [], (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]
-    return read_losses(folder / run / "journal" / "rank-00000.jsonl"), ""
+        return [], 0, (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]
+    (end,) = (event for event in Run.open(folder / run).events(0) if event["event"] == "end")
+    return read_losses(folder / run / "journal" / "rank-00000.jsonl"), int(end["memory_bytes"] or 0), ""
 
 
 def check_flash(device: torch.device) -> dict[str, Any]:

@@ -68,6 +68,11 @@ class Device:
     cores: float | None = None
     fixed: FixedSeconds = field(default_factory=FixedSeconds)
 
+    @property
+    def kind(self) -> str:
+        """As torch names it: "cpu" or "cuda"."""
+        return "cpu" if self.name.startswith("cpu") else "cuda"
+
 
 @final
 @dataclass(frozen=True, slots=True)

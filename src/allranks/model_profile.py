@@ -35,6 +35,7 @@ class Operation:
         active: how much of `flops` and of the activations one sample really uses, for experts (top_k / experts of
             `parameters`); 1 elsewhere. `flops` and bytes are already those of the experts used.
         chosen: experts that a token goes to (top_k).
+        gathered: whether every rank of tp has the whole of what it gives, though each computes a part (logits).
     """
 
     name: str
@@ -52,6 +53,7 @@ class Operation:
     active: float = 1.0
     chosen: int = 1
     causal: bool = False
+    gathered: bool = False
 
 
 @final

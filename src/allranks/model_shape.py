@@ -184,14 +184,14 @@ class _Writer:
                 logits.output_bytes, cut="vocab",
             )  # fmt: skip
         scores = float(self.made.seq) * shape.vocab
-        # The logits in the lower type and in float32; torch's cross entropy keeps its softmax beside them.
+        # The logits in the lower type and in float32; torch's cross entropy keeps its log-softmax, in float32.
         loss = Operation(
             "loss",
             "loss",
             5.0 * scores,
             (),
             scores * (2 * self.made.width + 12),
-            scores * 8,
+            scores * 4,
             4.0 * self.made.seq,
             cut="vocab",
         )

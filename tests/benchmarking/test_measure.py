@@ -1,19 +1,12 @@
 """Turns alternate, and a loop is warm before its memory is watched."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import pytest
 import torch
 
 from allranks.benchmarking.measure import STEPS_A_TURN, WARM_STEPS, WARM_TURNS, num_steps, take_turns, warm_up
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _inductor_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when its compiler is imported
 
 
 def _named(name: str, seen: list[str]) -> Iterator[Callable[[], float]]:

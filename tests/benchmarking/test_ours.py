@@ -17,11 +17,6 @@ from allranks.process_environment import ALONE
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _inductor_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when its compiler is imported
-
-
 def test_both_sides_lose_the_same(tmp_path: Path) -> None:
     layout, choice = Layout(kind="single"), DeviceChoice(CPU, "gloo", None, ())
     journal = Journal(tmp_path / "journal.jsonl", 0)

@@ -1,7 +1,6 @@
 """The hand-written side on one process is a plain loop, and it learns."""
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,6 @@ from allranks.layout import Layout
 from tests.distributed.pool import Pools
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _inductor_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when its compiler is imported
 
 
 def test_losses_of_the_plain_loop() -> None:

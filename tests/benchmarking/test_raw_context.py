@@ -1,4 +1,6 @@
-"""The hand-written Ulysses is the hand-written loop on one process."""
+"""The hand-written Ulysses and the ring are the hand-written loop on one process."""
+
+from typing import Literal
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ def losses(layout: Layout) -> list[float]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [2, 4])
-def test_its_losses_are_those_of_one_process(pool: Pools, size: int) -> None:
+@pytest.mark.parametrize("context", ["ulysses", "ring"])
+def test_its_losses_are_those_of_one_process(pool: Pools, size: int, context: Literal["ulysses", "ring"]) -> None:
     expected = losses(Layout(kind="single"))
-    for found in pool(size).run(losses, Layout(cp=size)):
+    for found in pool(size).run(losses, Layout(cp=size, context=context)):
         assert found == pytest.approx(expected, rel=1e-5)

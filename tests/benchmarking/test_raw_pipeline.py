@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from allranks.benchmarking.raw import raw_steps
-from allranks.benchmarking.raw_pipeline import StageModule
+from allranks.benchmarking.raw_pipeline import SCHEDULES, StageModule, own_stages
 from allranks.benchmarking.subject import make_model
 from allranks.layout import Layout
 from tests.distributed.pool import Pools
@@ -27,8 +27,30 @@ def losses(schedule: str) -> list[float]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_it_learns_and_tells_every_rank(pool: Pools, schedule: str) -> None:
     first, second = pool(2).run(losses, schedule)
     assert first == second and len(first) == 20
     assert 5.4 < first[0] < 5.7 and sum(first[-5:]) < sum(first[:5])
+
+
+def test_stages_are_dealt_in_turn_or_there_and_back() -> None:
+    assert [own_stages(Layout(pp=4), rank) for rank in range(4)] == [[0], [1], [2], [3]]
+    assert [own_stages(Layout(pp=2, schedule="interleaved"), rank) for rank in range(2)] == [[0, 2], [1, 3]]
+    assert [own_stages(Layout(pp=2, schedule="zbv"), rank) for rank in range(2)] == [[0, 3], [1, 2]]
+
+
+@pytest.mark.distributed
+def test_every_schedule_makes_the_same_steps(pool: Pools) -> None:
+    """Those of one process with the same samples: only who computes what and when differs."""
+
+    def case() -> list[list[float]]:
+        kept = []
+        for schedule in SCHEDULES:
+            layout = Layout(pp=2, schedule=schedule)
+            kept.append([told() for told in raw_steps(layout, "tiny", 4, 0, torch.device("cpu"))])
+        return kept
+
+    first, *others = pool(2).run(case)[0]
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-5)

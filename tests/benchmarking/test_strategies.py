@@ -45,15 +45,19 @@ def test_what_is_asked_for_has_to_fit() -> None:
 
 
 def test_only_what_has_a_twin() -> None:
-    refused = Layout(offload="activations"), Layout(tp=2, dp_replicate=2), Layout(cp=2, context="ring")
-    others = Layout(dp_shard=2, ep=2), Layout(pp=2, dp_shard=2), Layout(pp=2, schedule="zbv"), Layout(cp=2, tp=2)
+    refused = Layout(offload="activations"), Layout(tp=2, dp_replicate=2), Layout(dp_shard=2, local_sgd=2)
+    others = Layout(dp_shard=2, ep=2), Layout(pp=2, dp_shard=2), Layout(pp=8, schedule="zbv"), Layout(cp=2, tp=2)
     inside = [Layout(pp=2, recompute="full"), Layout(pp=2, compile="block"), Layout(cp=2, compile="block")]
     inside += [Layout(dp_replicate=2, ep=2, sharding="none"), Layout(dp_replicate=2, ep=2, compile="block")]
     for layout in (*refused, *others, *inside):
-        with pytest.raises(LayoutError, match=r"twin|DDP"):
+        with pytest.raises(LayoutError, match=r"twin|DDP|micro-steps of this command"):
             check_twin(layout)
     check_twin(Layout(tp=2, dp_replicate=2, sharding="none", recompute="full"))
-    check_twin(Layout(pp=2, schedule="gpipe"))
+    for schedule in ("gpipe", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"):
+        check_twin(Layout(pp=2, schedule=schedule))
+    check_twin(Layout(cp=2, context="ring"))
+    check_twin(Layout(dp_replicate=2, local_sgd=2, outer_lr=0.5))
+    check_twin(Layout(dp_replicate=2, ddp_hook="powersgd"))
     check_twin(Layout(dp_replicate=4, ep=2))
     for layout in (Layout(recompute="selective"), Layout(cp=2), Layout(pp=4), Layout(dp_replicate=2, compile="block")):
         check_twin(layout)
@@ -67,6 +71,19 @@ def test_lists_are_read() -> None:
             read_numbers(wrong)
     with pytest.raises(ConfigError, match="no axis or mode"):
         read_layouts("ddp;shards=2")
+    assert read_layouts("ddp layout.ddp_hook=bfloat16;fsdp") == ("ddp layout.ddp_hook=bfloat16", "fsdp")
+    with pytest.raises(ConfigError, match=r"'train.steps=2' behind the layout ddp: expected keys of the layout"):
+        read_layouts("ddp train.steps=2")
+    with pytest.raises(ConfigError, match=r"layout.ddp_hook=int8"):
+        read_layouts("ddp layout.ddp_hook=int8")
+
+
+def test_keys_behind_a_layout_make_another_case() -> None:
+    keys = ["ddp layout.ddp_hook=bfloat16", "ddp layout.local_sgd=2", "cp=* layout.context=ring"]
+    cases = plan_cases(["ddp", *keys], [2])
+    assert [(c.layout.ddp_hook, c.layout.local_sgd, c.layout.context) for c in cases] == [
+        ("none", None, "ulysses"), ("bfloat16", None, "ulysses"), ("none", 2, "ulysses"), ("none", None, "ring"),
+    ]  # fmt: skip
 
 
 def test_a_row_is_medians_ratios_and_what_misses() -> None:

@@ -14,13 +14,13 @@ from allranks.shape_operations import OWN
 
 def test_a_name() -> None:
     subject = find_subject(PlanRequest(("llama3-8b",)))
-    assert subject.make_profile(None, "bfloat16") == find_model("llama3-8b").profile(None, "bfloat16", OWN)
-    assert subject.make_profile(1024, "float32").seq == 1024
+    assert subject.make(None, "bfloat16", "cuda") == find_model("llama3-8b").profile(None, "bfloat16", OWN)
+    assert subject.make(1024, "float32", "cuda").seq == 1024
     assert (subject.seq, subject.task, subject.global_batch) == (8192, None, None)
 
 
 def test_a_name_with_another_size() -> None:
-    two = find_subject(PlanRequest(("llama3-8b",), sizes={"layers": 2})).make_profile(None, "bfloat16")
+    two = find_subject(PlanRequest(("llama3-8b",), sizes={"layers": 2})).make(None, "bfloat16", "cuda")
     assert two.num_repeated == 2
 
 
@@ -29,7 +29,7 @@ def test_a_config_file_has_the_name_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     path = tmp_path / "tiny" / "config.json"
     path.write_text(json.dumps(sizes))
-    assert find_subject(PlanRequest((str(path),))).make_profile(None, "bfloat16").name == "tiny"
+    assert find_subject(PlanRequest((str(path),))).make(None, "bfloat16", "cuda").name == "tiny"
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,13 @@ def test_the_model_is_traced_once_for_each_precision(tmp_path: Path, monkeypatch
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     (tmp_path / "pairs.py").write_text(COUPLED)
     facts = task_facts(str(tmp_path / "pairs.py"), None, ("task.width=16",))
-    profile = facts["make_profile"](None, "float32")
+    profile = facts["make"](None, "float32", "cpu")
     assert profile.parameters == 4 * 16 + 16 and profile.coupled
-    assert facts["make_profile"](None, "float32") is profile
+    assert facts["make"](None, "float32", "cpu") is profile
+    assert facts["make"](None, "float32", "cuda") is not profile
     assert facts["micro_steps"] == 1 and facts["settings"] == {"task.width": 16}
     with pytest.raises(ConfigError, match="a Task's samples are as long as its dataset makes them"):
-        facts["make_profile"](2048, "float32")
+        facts["make"](2048, "float32", "cpu")
 
 
 def test_a_task_that_is_not_there_is_refused() -> None:

@@ -6,6 +6,9 @@ from allranks.cluster import Cluster, Device, Link
 from allranks.layout import Layout
 from allranks.model_profile import Block, ModelProfile, Operation
 from allranks.plan import Choice
+from allranks.planning.axis_traffic import Axes
+from allranks.planning.block_cost import BlockCost, block_cost, block_work
+from allranks.planning.setting import Setting
 
 
 def decoder(
@@ -74,3 +77,8 @@ def choose(global_batch: int = 64, micro_batch: int = 1, **layout: Any) -> Choic
     """A Choice whose layout has these degrees and modes."""
     made = Layout(**layout)
     return Choice(made, global_batch, micro_batch, chunks=made.num_stages // made.pp)
+
+
+def cost_of(block: Block, setting: Setting, axes: Axes) -> BlockCost:
+    """A block without experts, under a Setting."""
+    return block_cost(block, setting, block_work(block, setting, axes, experts=0))

@@ -46,6 +46,19 @@ def test_sequence_parallelism_gathers_and_scatters_the_same_bytes() -> None:
     assert spread.tensor == pytest.approx(plain.tensor, rel=0.2)
 
 
+def test_logits_that_are_gathered_travel_once() -> None:
+    head = SHAPE.profile().blocks[2]
+    logits = next(one for one in head.operations if one.kind == "matmul")
+    whole = replace(head, operations=tuple(replace(o, gathered=o is logits) for o in head.operations))
+    size, made = 2 * logits.output_bytes, setting(tp=4, micro_batch=2)
+    before, after = (axis_traffic(block, made, axes_of(WHERE, made)) for block in (head, whole))
+    assert after.tensor_bytes - before.tensor_bytes == size
+    assert after.tensor - before.tensor == pytest.approx(all_gather_seconds(axes_of(WHERE, made).tensor, size))
+    assert after.collectives - before.collectives == 1
+    alone = setting(micro_batch=2)
+    assert axis_traffic(whole, alone, axes_of(WHERE, alone)) == AxisTraffic()
+
+
 def test_a_ring_hides_behind_its_attention() -> None:
     long = replace(SHAPE, seq=32768)
     assert traffic(long, cp=2).context == 0.0 < traffic(long, cp=2, ring=False).context

@@ -1,15 +1,17 @@
 """A block's cost: sums over its operations, and what recompute changes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from allranks.model_profile import Block
 from allranks.model_shape import ModelShape
 from allranks.planning.axis_traffic import axes_of
-from allranks.planning.block_cost import KEPT_PRODUCTS, BlockCost, block_cost
+from allranks.planning.block_cost import KEPT_PRODUCTS, BlockCost
 from allranks.planning.operation_times import operation_times
 from allranks.planning.setting import Mechanisms, Setting
-from tests.planning.profiles import cluster
+from tests.planning.profiles import cluster, cost_of
 
 SHAPE = ModelShape(
     "llama", 2, 1024, 8, 4096, 8192, kv_heads=4, seq=2048, gated=True, positions="rotary", tied=False, bias=False
@@ -18,7 +20,7 @@ SHAPE = ModelShape(
 
 def cost(number: int = 1, how: Mechanisms | None = None, **given: Any) -> BlockCost:
     setting = Setting(**{"global_batch": 8, "micro_batch": 1, "mechanisms": how or Mechanisms(), **given})
-    return block_cost(SHAPE.profile().blocks[number], setting, axes_of(cluster(), setting), 0)
+    return cost_of(SHAPE.profile().blocks[number], setting, axes_of(cluster(), setting))
 
 
 def test_it_is_the_sum_of_its_operations() -> None:
@@ -70,7 +72,17 @@ def test_the_ends_are_never_recomputed() -> None:
 def test_the_loss_holds_copies_of_the_logits() -> None:
     logits = 2048 * 8192
     assert cost(2).logits_bytes == 12 * logits  # log-softmax, its gradient, and the gradient of what it picks
-    assert cost(2, how=Mechanisms(logits_copies=0.5)).logits_bytes == 4 * logits
+    assert cost(2, how=Mechanisms(logits_copies=1.0)).logits_bytes == 4 * logits
+    assert cost(2, tp=2).logits_bytes == 6 * logits
+    assert cost(2, tp=2, how=Mechanisms(cut_logits_copies=5.0)).logits_bytes == 10 * logits
+    assert cost(2, how=Mechanisms(cut_logits_copies=5.0)).logits_bytes == 12 * logits
+
+
+def test_logits_that_tp_gathers_are_whole_in_the_loss() -> None:
+    loss = replace(SHAPE.profile().blocks[2].operations[-1], cut="")
+    setting = Setting(8, 1, tp=2, mechanisms=Mechanisms(cut_logits_copies=5.0))
+    found = cost_of(Block("head", (loss,)), setting, axes_of(cluster(), setting))
+    assert found.logits_bytes == 12 * 2048 * 8192
 
 
 def test_a_backward_holds_a_products_gradients() -> None:

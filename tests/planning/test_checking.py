@@ -12,6 +12,7 @@ from allranks.planning.checking import FEW, CorrectedEstimates, search_checked
 from allranks.planning.dry_run import DryRun
 from allranks.planning.estimate import estimate
 from allranks.planning.question import Question
+from allranks.planning.room import room_of
 from allranks.planning.search import Search, front
 from tests.planning.questions import ask
 
@@ -134,5 +135,7 @@ def test_estimates_are_the_planners_but_for_what_was_corrected() -> None:
     first, second = leading(2)
     known = replace(estimate(profile, QUESTION.cluster, first), fault="x")
     estimates.known[first] = known
-    assert estimates(profile, QUESTION.cluster, first) is known
-    assert estimates(profile, QUESTION.cluster, second) == estimate(profile, QUESTION.cluster, second)
+    assert estimates.estimate(profile, QUESTION.cluster, first) is known
+    assert estimates.fit(profile, QUESTION.cluster, first) is known
+    assert estimates.estimate(profile, QUESTION.cluster, second) == estimate(profile, QUESTION.cluster, second)
+    assert estimates.fit(profile, QUESTION.cluster, second) == room_of(profile, QUESTION.cluster, second)

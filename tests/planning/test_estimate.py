@@ -9,8 +9,9 @@ from allranks.named_models import find_model
 from allranks.plan import Estimate
 from allranks.planning.collectives import all_reduce_seconds, group_of
 from allranks.planning.constants import constants_of
-from allranks.planning.estimate import MEMORY_HIGH, MEMORY_LOW, PEAK_HIGH, USABLE, estimate
+from allranks.planning.estimate import estimate
 from allranks.planning.hardware import find_cluster
+from allranks.planning.room import MEMORY_HIGH, MEMORY_LOW, PEAK_HIGH, USABLE
 from tests.planning.profiles import choose, cluster, decoder
 
 LLAMA = find_model("llama3-8b").profile(4096)

@@ -8,12 +8,11 @@ import pytest
 from allranks.model_shape import ModelShape
 from allranks.plan import MemoryUse
 from allranks.planning.axis_traffic import axes_of
-from allranks.planning.block_cost import block_cost
 from allranks.planning.memory import memory_use, slack_bytes
 from allranks.planning.pipeline import stages_of
 from allranks.planning.setting import Mechanisms, Setting
 from allranks.shape_operations import Program
-from tests.planning.profiles import cluster
+from tests.planning.profiles import cluster, cost_of
 
 GPT = ModelShape("gpt", 8, 1024, 16, 4096, 32768, seq=1024, dropout=True)
 MIXED = Mechanisms(
@@ -26,7 +25,7 @@ def use_of(stage: int = 0, how: Mechanisms = MIXED, **given: Any) -> MemoryUse:
     setting = Setting(**{"global_batch": 64, "micro_batch": 1, "mechanisms": how, **given})
     profile, where = GPT.profile(program=Program(fused=True)), cluster(nodes=8)
     axes = axes_of(where, setting)
-    costs = [block_cost(block, setting, axes, 0) for block in profile.blocks]
+    costs = [cost_of(block, setting, axes) for block in profile.blocks]
     return memory_use(profile, setting, costs, stages_of(profile, setting.pp, setting.chunks)[stage], stage)
 
 
@@ -51,7 +50,7 @@ def test_activations_of_a_layer_without_recompute() -> None:
     four = replace(GPT, layers=4)
     setting = Setting(global_batch=64, micro_batch=1, mechanisms=MIXED)
     axes = axes_of(cluster(), setting)
-    assert block_cost(four.profile(program=Program(fused=True)).blocks[1], setting, axes, 0).kept_bytes == layer
+    assert cost_of(four.profile(program=Program(fused=True)).blocks[1], setting, axes).kept_bytes == layer
     assert eight > 8 * layer
 
 
@@ -64,7 +63,7 @@ def test_selective_recompute_drops_the_scores() -> None:
 
 def test_full_recompute_keeps_the_inputs_alone() -> None:
     setting = Setting(global_batch=64, micro_batch=1, recompute="full", mechanisms=MIXED)
-    cost = block_cost(GPT.profile(program=Program(fused=True)).blocks[1], setting, axes_of(cluster(), setting), 0)
+    cost = cost_of(GPT.profile(program=Program(fused=True)).blocks[1], setting, axes_of(cluster(), setting))
     assert cost.kept_bytes == 2 * 1024 * 1024  # 2 s b h
 
 
@@ -74,14 +73,14 @@ def test_sequence_parallelism_divides_all_of_a_layer() -> None:
     kept = []
     for tp in (1, 4):
         setting = Setting(global_batch=64, micro_batch=1, tp=tp, mechanisms=how)
-        kept.append(block_cost(layer, setting, axes_of(cluster(), setting), 0).kept_bytes)
+        kept.append(cost_of(layer, setting, axes_of(cluster(), setting)).kept_bytes)
     assert kept[1] == pytest.approx(kept[0] / 4)  # 2205.05198, equation 4
 
 
 def test_tensor_parallelism_alone_leaves_ten_of_thirtyfour() -> None:
     layer = GPT.profile(program=Program(fused=True)).blocks[1]
     setting = Setting(global_batch=64, micro_batch=1, tp=4, mechanisms=MIXED)
-    kept = block_cost(layer, setting, axes_of(cluster(), setting), 0).kept_bytes
+    kept = cost_of(layer, setting, axes_of(cluster(), setting)).kept_bytes
     seq, hidden, heads = 1024, 1024, 16
     # 2205.05198, equation 2: s b h (10 + 24 / t + 5 a s / (h t)).
     assert kept == seq * hidden * (10 + 24 / 4 + 5 * heads * seq / hidden / 4) + 4 * seq * heads / 4
@@ -103,7 +102,7 @@ def test_fsdp_gathers_two_blocks_and_reduces_one() -> None:
 
 
 def test_logits_of_the_last_stage() -> None:
-    use = use_of(3, pp=4, how=replace(MIXED, logits_copies=1.5))
+    use = use_of(3, pp=4, how=replace(MIXED, logits_copies=3.0))
     assert use.logits == 12 * 1024 * 32768
 
 

@@ -91,12 +91,20 @@ def test_micro_steps_under_way_keep_their_own_copies() -> None:
 NEAR = 0.03
 SMALL = ("llama3-8b", "task.layers=4", "task.seq=1024")
 MIXED = ("mixtral-8x7b", "task.layers=3", "task.seq=1024")
+OWN = ("task.hidden=256", "task.seq=256", "task.vocab=4096", "train.global_batch=16", "train.precision=bfloat16")
+TASK, CUT_LOSS = (("tests.rehearsing.tasks:Tokens", *OWN), ("tests.rehearsing.tasks:CutLoss", *OWN))
 FIRST = [
+    (TASK, "tp=4,dp_shard=2", ()),
     (SMALL, "ddp", ("train.global_batch=16", "train.micro_batch=1")),
     (SMALL, "fsdp,recompute=full", ("train.global_batch=16", "train.micro_batch=2")),
     (SMALL, "tp=8", ("train.global_batch=1",)),
 ]
 OTHERS = [
+    (TASK, "ddp", ()),
+    (TASK, "fsdp", ()),
+    (TASK, "tp=2,dp_replicate=4", ()),
+    (CUT_LOSS, "tp=4,dp_shard=2", ()),
+    (CUT_LOSS, "tp=2,dp_replicate=4", ()),
     (SMALL, "ddp,recompute=full", ("train.global_batch=8",)),
     (SMALL, "ddp,recompute=selective", ("train.global_batch=8",)),
     (SMALL, "fsdp", ("train.global_batch=8", "train.precision=float32")),

@@ -21,6 +21,7 @@ from allranks.parallel.stage_plan import plan_stages
 from allranks.parallel.tensor_plan import plan_tensor
 from allranks.plan import Choice
 from allranks.planning import rules
+from allranks.planning.choices import Space, groups, kept_modes, layouts, splits
 from tests.planning.profiles import choose, cluster, decoder
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
@@ -236,3 +237,21 @@ def test_divisors() -> None:
         [1, 2, 3, 4, 6, 9, 12, 18, 36],
         [1, 97],
     ]
+
+
+def test_of_other_modes_the_rules_of_modes_say_the_same_as_all() -> None:
+    """A search asks them alone of the members of a group."""
+    there, refused = cluster(1, 8, host_memory_bytes=None), 0
+    for precision in ("bfloat16", "float8"):
+        space = Space({precision: decoder()}, there, 16)
+        for layout in layouts(there, decoder()):
+            for group in groups(space, precision, layout, SCHEDULES, {}):
+                for split in splits(space, layout):
+                    for recompute, offload in kept_modes(space):
+                        modes: dict[str, Any] = {"recompute": recompute, "offload": offload}
+                        made = dataclasses.replace(split, schedule=group.plain.layout.schedule, **modes)
+                        choice = dataclasses.replace(group.plain, layout=made)
+                        every = rules.check(decoder(), there, choice)
+                        assert (rules.check_modes(decoder(), there, choice) is None) == (every is None), every
+                        refused += every is not None
+    assert refused > 100

@@ -1,5 +1,6 @@
 """The search finds what weighing every choice finds, and weighs far fewer."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -18,6 +19,14 @@ from allranks.planning.estimate import estimate
 from allranks.planning.hardware import find_cluster
 from allranks.planning.search import Found, Search, front, rank
 from tests.planning.profiles import cluster, decoder
+
+
+class Told:
+    """An Estimator that is told what all costs."""
+
+    def __init__(self, estimate: Callable[[ModelProfile, Cluster, Choice], Estimate]) -> None:
+        self.estimate = self.fit = estimate
+
 
 HOSTS: dict[str, Any] = {"host_memory_bytes": 2e12, "host_bandwidth": 20e9}
 
@@ -50,7 +59,7 @@ def test_the_best_of_all_is_found(name: str, where: str, batch: int, seq: int, m
     there = find_cluster(where)
     there = replace(there, device=replace(there.device, memory_bytes=memory), **HOSTS)
     found, every = assert_same_best(Space({"bfloat16": find_model(name).profile(seq)}, there, batch))
-    assert len(found.estimates) < len(every.estimates)
+    assert found.num_choices < every.num_choices
 
 
 @pytest.mark.full
@@ -139,10 +148,21 @@ def test_where_recompute_takes_more_than_it_saves_the_others_are_looked_at() -> 
         return replace(found, peak_bytes=Span(size, size, size))
 
     space = Space({"bfloat16": decoder()}, cluster(1, 4), 16)
-    found = Search(space, working).run()
-    every = Search(space, working).weigh(every_choice(space))
+    found = Search(space, Told(working)).run()
+    every = Search(space, Told(working)).weigh(every_choice(space))
     assert found.best is not None and every.best is not None
     assert rank(found.best) == rank(every.best)
+
+
+def test_nobody_asks_how_long_it_takes_what_does_not_fit() -> None:
+    """But of the plain member of a group, which says how long the others take at least."""
+    there = find_cluster("1x8:a100-40g")
+    found = Search(Space({"bfloat16": find_model("llama3-8b").profile(4096)}, there, 32)).run()
+    timed = [one for one in found.estimates.values() if not one.fits]
+    assert {one.choice.layout.dp_shard for one in timed} == {1}
+    unfit = [choice for choice, fit in found.fits.items() if not fit.fits]
+    assert not set(unfit) & set(found.estimates) - {one.choice for one in timed}
+    assert len(unfit) > len(timed) and found.num_choices == len({*found.fits, *found.estimates})
 
 
 def test_micro_steps_that_are_declared_fix_the_micro_batch() -> None:
@@ -160,7 +180,7 @@ def test_of_equally_fast_ones_the_one_with_less_memory_is_the_best() -> None:
 
     space = Space({"bfloat16": decoder()}, cluster(1, 4), 16, micro_batch=4, layout=layouts[0])
     template = next(iter(Search(space).run().estimates.values()))
-    search = Search(space, as_fast)
+    search = Search(space, Told(as_fast))
     for layout in layouts:
         search.estimate(replace(template.choice, layout=layout))
     assert search.found.best is not None and search.found.best.choice.layout == layouts[1]

@@ -87,7 +87,8 @@ def test_experts_that_ep_cuts_are_shared_no_further() -> None:
 
 
 def test_tensor_parallelism_makes_its_loss_operation_by_operation() -> None:
-    assert mechanisms_of(choose(tp=2)).logits_copies > mechanisms_of(choose(dp_shard=2)).logits_copies
+    how = mechanisms_of(choose(tp=2))
+    assert how.cut_logits_copies > how.logits_copies == Mechanisms().logits_copies
 
 
 def test_what_a_norm_keeps_is_cut_where_products_keep_all_of_it() -> None:

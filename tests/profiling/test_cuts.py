@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -103,6 +104,16 @@ def test_vocabularies() -> None:
     found = find_cuts(seen.recording.calls, structure)
     cuts = {call.op: cut for call, cut in zip(seen.recording.calls, found, strict=True) if call.parameters and cut}
     assert cuts == {"embedding": "vocab", "addmm": "vocab"}
+
+
+@pytest.mark.parametrize(("loss_parallel", "cut"), [(False, ""), (True, "column")])
+def test_logits_are_whole_again_unless_the_loss_is_parallel(loss_parallel: bool, cut: str) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10), nn.GELU())
+
+    known: Any = {"styles": {"0": "sequence", "1": "vocab"}, "loss_parallel": loss_parallel}
+    found = cuts_of(make, (2, WIDTH), **known)
+    assert found == [("native_lay", "sequence"), ("addmm", "vocab"), ("gelu", cut)]
 
 
 def test_a_call_belongs_to_the_module_of_its_parameters() -> None:

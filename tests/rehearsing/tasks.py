@@ -1,6 +1,7 @@
 """Tasks that are small enough to rehearse in a second, sound ones and broken ones."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +49,13 @@ class Tokens(Task):
     def hints(self) -> Hints:
         plan: Any = Transformer.tensor_plan
         return Hints(blocks=("layers.*",), tensor=plan)
+
+
+class CutLoss(Tokens):
+    """The same, whose logits stay cut until the loss."""
+
+    def hints(self) -> Hints:
+        return replace(super().hints(), loss_parallel=True)
 
 
 class Experts(Tokens):

@@ -62,7 +62,7 @@ def test_the_verdict_comes_first_with_its_numbers() -> None:
         "41.2%",
         "60.8 GBof 79.0 GB; 57.8 GB to 64.4 GB",
         "648 nodes",
-        "1834 configurations were estimated",
+        "1834 configurations were looked at",
     ):
         assert said in head, said
 

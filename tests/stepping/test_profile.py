@@ -20,7 +20,7 @@ from allranks.model_profile import ModelProfile
 from allranks.profiling.cache import ProfileCache, with_digest
 from allranks.stepping.profile import trace_measured, trace_module, trace_task
 from allranks.stepping.profiled_step import record
-from allranks.task import Task, load_task
+from allranks.task import Hints, Task, load_task
 from allranks.verdict import Decision
 from tests.profiling.reality import look
 from tests.profiling.subjects import CLASSES, SEQ, VOCAB, WIDTH, Adversaries, Images, Vectors, Words, mlp
@@ -288,3 +288,20 @@ def num_parameters(task: Task) -> int:
     built = task.model()
     modules = built.values() if isinstance(built, dict) else [built]
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+class Apart(Words):
+    """Its logits stay cut until the loss."""
+
+    def hints(self) -> Hints:
+        return replace(super().hints(), loss_parallel=True)
+
+
+@pytest.mark.parametrize(("task", "gathered", "cut"), [(Words, True, ""), (Apart, False, "column")])
+def test_logits_are_whole_for_the_loss_unless_it_is_parallel(task: type[Words], gathered: bool, cut: str) -> None:
+    operations = [operation for block in trace_task(task()).blocks for operation in block.operations]
+    (head,) = [one for one in operations if one.kind == "matmul" and one.cut == "vocab"]
+    assert head.gathered is gathered
+    assert [one.gathered for one in operations if one is not head] == [False] * (len(operations) - 1)
+    losses = [one for one in operations if one.kind == "loss" and one.saved_bytes]
+    assert losses and {one.cut for one in losses} == {cut}

@@ -1,6 +1,7 @@
 """What the profiler is told of a model."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,13 +36,14 @@ def test_several_modules_have_their_names_before_their_parts() -> None:
 
 class Hinted(Vectors):
     def hints(self) -> Hints:
-        return Hints(blocks=("0", "3"), tensor={"0": "colwise", "3": "rowwise"})
+        return Hints(blocks=("0", "3"), tensor={"0": "colwise", "3": "rowwise"}, loss_parallel=True)
 
 
 def test_hints_count() -> None:
     found = seen(Hinted())
     assert found.blocks == ("0", "3")
     assert found.styles == {"0": "colwise", "3": "rowwise"}
+    assert found.loss_parallel and not seen(Vectors()).loss_parallel
 
 
 class Refused(Vectors):
@@ -84,6 +86,12 @@ def test_models_that_differ_have_other_identities() -> None:
     assert len(set(found)) == len(found)
     assert text(mlp()) == found[0]
     assert text(mlp(), rows=3) != found[0]
+
+
+def test_hints_count_for_the_identity() -> None:
+    hinted, other = Hinted(), Hinted()
+    other.hints = lambda: replace(Hinted.hints(other), loss_parallel=False)  # type: ignore[method-assign]
+    assert identity(hinted, seen(hinted), ()) != identity(other, seen(other), ())
 
 
 def test_attributes_of_a_task_count_beside_its_settings() -> None:

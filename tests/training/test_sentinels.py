@@ -1,12 +1,10 @@
 """Bugs of users and of machines, in whole runs: each is found, named and followed by what the config says."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from allranks.training.sentinels import Sentinels
-from allranks.verdict import Verdict
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of
 from tests.distributed.tasks import Tiny
@@ -100,9 +98,8 @@ def test_a_run_in_which_nothing_is_wrong_is_silent(task: str, tmp_path: Path) ->
     assert events(tmp_path / "run", "verdict") == []
 
 
-def sentinels(*overrides: str, told: list[Any] | None = None) -> Sentinels:
-    found = [] if told is None else told
-    return Sentinels(session_of(Tiny(), config_of("single", *overrides)), lambda *one: found.append(one))
+def sentinels(*overrides: str) -> Sentinels:
+    return Sentinels(session_of(Tiny(), config_of("single", *overrides)), lambda verdict, step: None)
 
 
 def test_when_it_is_due() -> None:
@@ -110,16 +107,3 @@ def test_when_it_is_due() -> None:
     assert [step for step in range(5, 13) if often.due(step)] == [5, 6, 9, 12], "the first step of a process, too"
     assert not any(never.due(step) for step in range(1, 7))
     assert not sentinels("guard.mute=linkage,samples").due(1), "one rank has nothing else to compare"
-
-
-def test_a_finding_is_told_once_and_only_what_spoils_the_state_ends_the_run() -> None:
-    told: list[Any] = []
-    found = Verdict("odd", "something is odd", ("why",), "look")
-    those = sentinels(told=told)
-    those.conclude("schedule", found, 3)
-    those.conclude("schedule", found, 4)
-    those.conclude("linkage", None, 4)
-    ((verdict, step),) = told
-    assert (verdict.what, step) == ("something is odd; the run goes on", 3)
-    with pytest.raises(Exception, match="something is odd; the run ends, and nothing more is saved; look"):
-        those.conclude("steps", found, 5)

@@ -33,6 +33,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from allranks.benchmarking.raw_context import own_positions, share_positions
 from allranks.benchmarking.raw_experts import ExpertParallel
+from allranks.benchmarking.raw_links import Meetings, compress
 from allranks.benchmarking.raw_pipeline import pipeline_steps
 from allranks.benchmarking.subject import LR, MAX_NORM, SIZES, Tokens, make_model, make_moe, samples_a_step
 from allranks.data.permutation import permute
@@ -64,11 +65,12 @@ def raw_steps(layout: Layout, size: str, steps: int, seed: int, device: torch.de
     model, experts = build(layout, size, mesh, device)
     optimizer = make_optimizer(model, layout)
     group = None if mesh is None or layout.dp * layout.cp == 1 else _data_group(layout, mesh)
-    for sample in _loader(layout, mesh, size, steps, seed):
+    meetings = None if layout.local_sgd is None else Meetings(model, layout)
+    for step, sample in enumerate(_loader(layout, mesh, size, steps, seed), 1):
         batch = {name: part.to(device, non_blocking=True) for name, part in sample.items()}
         where = {}
         if layout.cp > 1:
-            batch, where["positions"] = own_positions(batch)
+            batch, where["positions"] = own_positions(batch, dealt=layout.context == "ring")
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(batch["x"], **where).flatten(0, 1), batch["y"].flatten())
         loss.backward()
@@ -79,6 +81,8 @@ def raw_steps(layout: Layout, size: str, steps: int, seed: int, device: torch.de
         optimizer.step()
         if experts is not None:
             experts.balance()
+        if meetings is not None:
+            meetings.after(step)
         told = torch.stack((loss.detach() * batch["y"].numel(), torch.tensor(float(batch["y"].numel()), device=device)))
         if group is not None:
             dist.all_reduce(told, group=group)
@@ -103,7 +107,7 @@ def spread(model: Decoder, layout: Layout, mesh: DeviceMesh | None, device: torc
         assert mesh is not None
         cut_layers(model, mesh["tp"])
     if layout.cp > 1:
-        share_positions(model)
+        share_positions(model, layout.context)
     if layout.recompute != "none":
         options: dict[str, Any] = {"context_fn": keep_every_second} if layout.recompute == "selective" else {}
         for index, block in enumerate(model.layers):
@@ -117,9 +121,11 @@ def spread(model: Decoder, layout: Layout, mesh: DeviceMesh | None, device: torc
         for block in model.layers:
             fully_shard(block, mesh=over, reshard_after_forward=keep)
         fully_shard(model, mesh=over, reshard_after_forward=keep)
-    elif mesh is not None and layout.replicated:  # over all of them where the sequence is what is cut
+    elif mesh is not None and layout.replicated and layout.local_sgd is None:
         ids = [device.index] if device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        copies = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)  # with cp of parts, too
+        compress(copies, layout)
+        return copies
     return model
 
 

@@ -1,4 +1,8 @@
-"""Context parallelism by hand: DeepSpeed-Ulysses (arXiv 2309.14509) as one writes it into one's own attention."""
+"""Context parallelism by hand, written into one's own attention: DeepSpeed-Ulysses (2309.14509), and torch's own ring.
+
+Ring attention (2310.01889) is `torch.distributed.tensor.experimental`'s, which has it for CUDA alone: here its loop is
+given the processor's kernels. Positions are dealt so that all have as much to do under a causal mask.
+"""
 
 from typing import Any
 
@@ -9,6 +13,8 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from allranks.models.transformer import Attention, Decoder, rotate
+
+aten = torch.ops.aten
 
 
 class _Swap(Function):
@@ -27,11 +33,48 @@ class _Swap(Function):
         return _Swap.apply(gradients[0], ctx.join, ctx.split), None, None  # type: ignore[no-untyped-call]
 
 
-class UlyssesAttention(nn.Module):
+class _Ring(Function):
+    """Causal attention over keys and values that go round; [batch, heads, positions, channels]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        world, ring = dist.group.WORLD, _torchs_ring()
+        given: dict[str, Any] = {"query": query, "key": key, "value": value, "is_causal": True, "dropout_p": 0.0}
+        found: tuple[torch.Tensor, ...] = ring._templated_ring_attention(world, 2, _attend, **given)
+        ctx.save_for_backward(query, key, value, *found[:2])
+        return found[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        world, ring = dist.group.WORLD, _torchs_ring()
+        names = ("query", "key", "value", "out", "logsumexp")
+        given: dict[str, Any] = dict(zip(names, ctx.saved_tensors, strict=True))
+        given |= {"grad_out": gradients[0].contiguous(), "grad_out_name": "grad_out", "is_causal": True}
+        return ring._templated_ring_attention_backward(world, 2, _attend_backward, dropout_p=0.0, **given)
+
+
+def _torchs_ring() -> Any:
+    # Here, because it brings torch's compiler along, which Ulysses does not need.
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    return _attention
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: Any) -> tuple[torch.Tensor, ...]:
+    found: tuple[torch.Tensor, ...] = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, **given)
+    return found
+
+
+def _attend_backward(**given: Any) -> Any:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(**given)
+
+
+class SharedAttention(nn.Module):
     """The attention of a block over a sequence that all processes share: this one has some of its positions."""
 
-    def __init__(self, whole: Attention) -> None:
+    def __init__(self, whole: Attention, context: str) -> None:
         super().__init__()
+        self._context = context
         self.query, self.key, self.value, self.out = whole.query, whole.key, whole.value, whole.out
         self.head_dim = whole.head_dim
         self.register_buffer("cos", whole.cos, persistent=False)
@@ -45,22 +88,31 @@ class UlyssesAttention(nn.Module):
         )
         cos, sin = self.get_buffer("cos")[positions], self.get_buffer("sin")[positions]
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        query, key, content = (_Swap.apply(part, 1, 2) for part in (query, key, content))  # type: ignore[no-untyped-call]
-        mixed = functional.scaled_dot_product_attention(query, key, content, is_causal=True)
-        mixed = _Swap.apply(mixed, 2, 1)  # type: ignore[no-untyped-call]
+        if self._context == "ring":
+            mixed = _Ring.apply(query, key, content)  # type: ignore[no-untyped-call]
+        else:
+            query, key, content = (_Swap.apply(part, 1, 2) for part in (query, key, content))  # type: ignore[no-untyped-call]
+            mixed = functional.scaled_dot_product_attention(query, key, content, is_causal=True)
+            mixed = _Swap.apply(mixed, 2, 1)  # type: ignore[no-untyped-call]
         attended: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return attended
 
 
-def share_positions(model: Decoder) -> None:
-    """Let the model's blocks attend over what all processes have of a sequence."""
+def share_positions(model: Decoder, context: str) -> None:
+    """Let the model's blocks attend over what all processes have of a sequence, by "ulysses" or "ring"."""
     blocks: list[Any] = list(model.layers)
     for block in blocks:
-        block.attention = UlyssesAttention(block.attention)
+        block.attention = SharedAttention(block.attention, context)
 
 
-def own_positions(batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """This process's part of the sequences of a batch, and where it stands in them."""
+def own_positions(batch: dict[str, torch.Tensor], *, dealt: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """This process's part of the sequences of a batch, and where it stands in them.
+
+    Args:
+        dealt: one chunk from the front and its counterpart from the back.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
-    positions = torch.arange(batch["x"].shape[1], device=batch["x"].device).chunk(size)[rank]
+    whole = torch.arange(batch["x"].shape[1], device=batch["x"].device)
+    chunks = whole.chunk(2 * size if dealt else size)
+    positions = torch.cat((chunks[rank], chunks[2 * size - 1 - rank])) if dealt else chunks[rank]
     return {name: part[:, positions] for name, part in batch.items()}, positions

@@ -1,4 +1,4 @@
-"""A pipeline by hand: the layers of other stages left out, one `PipelineStage`, and torch's 1F1B or GPipe.
+"""A pipeline by hand: the layers of other stages left out, one `PipelineStage` for each of ours, torch's schedules.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html (of torch 2.13).
 """
@@ -12,20 +12,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from allranks.benchmarking.subject import LR, MAX_NORM, MICRO_STEPS
-from allranks.layout import Layout
+from allranks.benchmarking.strategies import MICRO_STEPS
+from allranks.benchmarking.subject import LR, MAX_NORM
+from allranks.even_cut import cut_evenly
+from allranks.layout import THERE_AND_BACK, Layout
 from allranks.models.transformer import Transformer
 
-SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
+SCHEDULES = {
+    "1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "looped_bfs": "LoopedBFS",
+    "interleaved_zb": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
+}  # fmt: skip
 EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 
 class StageModule(nn.Module):
-    """The layers of one stage, dealt equally; the first has the embedding, the last the norm and the head."""
+    """The layers of one stage, as even as they can be; the first has the embedding, the last the norm and the head."""
 
     def __init__(self, model: Transformer, stage: int, num_stages: int) -> None:
         super().__init__()
-        bounds = [len(model.layers) * index // num_stages for index in range(num_stages + 1)]
+        bounds = [*cut_evenly([1.0] * len(model.layers), num_stages), len(model.layers)]
         self.embedding = model.embedding if stage == 0 else None
         self.layers = nn.ModuleList(model.layers[bounds[stage] : bounds[stage + 1]])
         self.head = nn.Sequential(model.norm, model.output) if stage == num_stages - 1 else None
@@ -39,28 +44,37 @@ class StageModule(nn.Module):
         return value if self.head is None else self.head(value)
 
 
+def own_stages(layout: Layout, rank: int) -> list[int]:
+    """The stages of a rank of the pipeline: dealt in turn, or there and back."""
+    if layout.schedule in THERE_AND_BACK:
+        return [rank, layout.num_stages - 1 - rank]
+    return list(range(rank, layout.num_stages, layout.pp))
+
+
 def pipeline_steps(
     model: Transformer, layout: Layout, batches: Iterable[dict[str, torch.Tensor]], device: torch.device
 ) -> Iterator[Callable[[], float]]:
-    """The plain loop over a pipeline of all processes, one stage on each; each step yields what gives its loss."""
+    """The plain loop over a pipeline of all processes; each step yields what gives its loss."""
     # Here, because it brings torch's compiler along, which no other strategy needs.
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    stage, last = dist.get_rank(), layout.pp - 1
-    module = StageModule(model, stage, layout.pp).to(device)
-    made = PipelineStage(module, stage, layout.pp, device)
-    kind = get_schedule_class(SCHEDULES[layout.schedule])
-    schedule: Any = kind(made, MICRO_STEPS, loss_fn=_loss, scale_grads=False)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
+    stages = own_stages(layout, dist.get_rank())
+    modules = nn.ModuleList(StageModule(model, stage, layout.num_stages) for stage in stages).to(device)
+    made = [
+        PipelineStage(module, stage, layout.num_stages, device) for module, stage in zip(modules, stages, strict=True)
+    ]
+    kind: Any = get_schedule_class(SCHEDULES[layout.schedule])
+    schedule = kind(made if len(made) > 1 else made[0], MICRO_STEPS, loss_fn=_loss, scale_grads=False)
+    optimizer = torch.optim.AdamW(modules.parameters(), lr=LR, fused=True)
     for batch in batches:
         optimizer.zero_grad()
         losses: list[torch.Tensor] = []
-        inputs = [batch["x"].to(device)] if stage == 0 else []
-        target = batch["y"].to(device) if stage == last else None
+        inputs = [batch["x"].to(device)] if 0 in stages else []
+        target = batch["y"].to(device) if layout.num_stages - 1 in stages else None
         schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         count = batch["y"].numel()
-        _clip(list(module.parameters()), count)
+        _clip(list(modules.parameters()), count)
         optimizer.step()
         told = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=device)
         dist.all_reduce(told)

@@ -6,8 +6,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from allranks.config import resolve_config
+from allranks.config_sections import LayoutConfig
 from allranks.errors import ConfigError, LayoutError
-from allranks.layout import Layout, num_processes, parse_layout
+from allranks.layout import Layout, num_processes
 from allranks.layout_refusals import refuse_unsupported
 
 STRATEGIES = (
@@ -34,6 +36,9 @@ TIME_TARGET = 1.03
 MEMORY_TARGET = 1.02
 FSDP_OF_DDP_TARGET = 1.25
 
+MICRO_STEPS = 4
+"""Of a step that goes through a pipeline."""
+
 LOSS_TOLERANCE = 1e-4
 """By how much of itself the loss of the first step may differ between the two sides."""
 
@@ -43,7 +48,6 @@ _TWINS: dict[str, tuple[object, ...]] = {
     "offload": ("none",),
     "compile": ("none", "block"),
     "batchnorm": (None, "sync"),
-    "context": ("ulysses",),
 }
 
 
@@ -113,21 +117,22 @@ def plan_cases(strategies: Sequence[str] | None, nproc: Sequence[int] | None) ->
     """The cases, fewest processes first.
 
     Args:
-        strategies: layout strings, each of which has to fit one of `nproc` (a layout without `*` its own product);
-            None: STRATEGIES, as far as they fit, and those with compile where the machine has a C++ compiler.
+        strategies: layout strings, with keys `layout.KEY=VALUE` behind them, each of which has to fit one of `nproc` (a
+            layout without `*` its own product); None: STRATEGIES, as far as they fit, and those with compile where the
+            machine has a C++ compiler.
         nproc: numbers of processes; None: NUM_PROCESSES, and what a layout without `*` asks for.
 
     Raises:
         ConfigError: no such layout.
         LayoutError: it fits none of the numbers, or is nothing that torch has by hand.
     """
-    found: dict[str, Case] = {}
+    found: dict[Layout, Case] = {}
     possible = [one for one in STRATEGIES if "compile" not in one or _can_compile()]
     for strategy in possible if strategies is None else strategies:
         cases, refusal = _fit(strategy, nproc)
         if not cases and strategies is not None:
             raise refusal or LayoutError(f"{strategy} fits none of {', '.join(map(str, nproc or NUM_PROCESSES))}")
-        found.update((str(case.layout), case) for case in cases)
+        found.update((case.layout, case) for case in cases)
     return sorted(found.values(), key=lambda case: case.layout.world_size)
 
 
@@ -137,7 +142,7 @@ def _can_compile() -> bool:
 
 
 def _fit(strategy: str, nproc: Sequence[int] | None) -> tuple[list[Case], LayoutError | None]:
-    config = parse_layout(strategy)
+    config = _config_of(strategy)
     refusal: LayoutError | None = None
     cases = []
     sizes = list(NUM_PROCESSES if nproc is None else nproc)
@@ -156,8 +161,16 @@ def _fit(strategy: str, nproc: Sequence[int] | None) -> tuple[list[Case], Layout
     return cases, refusal
 
 
+def _config_of(strategy: str) -> LayoutConfig:
+    """`ddp layout.ddp_hook=bfloat16`: a layout, and keys that its string has not. Raises ConfigError."""
+    layout, *keys = strategy.split()
+    if wrong := next((key for key in keys if not key.startswith("layout.")), None):
+        raise ConfigError(f"'{wrong}' behind the layout {layout}: expected keys of the layout, layout.KEY=VALUE")
+    return resolve_config(task_defaults={}, toml=None, overrides=keys, layout=layout).layout
+
+
 def _has_star(strategy: str) -> bool:
-    config = parse_layout(strategy)
+    config = _config_of(strategy)
     return not config.chosen or "*" in (config.dp_replicate, config.dp_shard, config.tp, config.cp, config.pp)
 
 
@@ -168,8 +181,12 @@ def check_twin(layout: Layout) -> None:
             possible = " or ".join(str(word) for word in known if word)
             raise LayoutError(f"{name}={value} has no twin in raw torch here: it can be {possible}")
     plain = layout.recompute == layout.compile == "none"
-    if layout.pp > 1 and not (layout.pp == layout.world_size and layout.schedule in ("1f1b", "gpipe") and plain):
-        raise LayoutError(f"layout {layout}: a pipeline has a twin here where pp stands alone, under 1f1b or gpipe")
+    if layout.pp > 1 and not (layout.pp == layout.world_size and plain):
+        raise LayoutError(f"layout {layout}: a pipeline has a twin here where pp stands alone")
+    if layout.pp > 1 and not layout.fits_schedule(MICRO_STEPS):
+        raise LayoutError(f"layout {layout}: the {MICRO_STEPS} micro-steps of this command do not fit its schedule")
+    if layout.local_sgd is not None and str(layout) != str(Layout(dp_replicate=layout.world_size)):
+        raise LayoutError(f"layout {layout}: local_sgd has a twin here beside dp_replicate alone")
     if layout.cp > 1 and not (layout.cp == layout.world_size and plain):
         raise LayoutError(f"layout {layout}: cp has a twin here where it stands alone")
     if layout.ep > 1 and not (layout.world_size == layout.dp_replicate and layout.replicated and plain):
@@ -197,7 +214,7 @@ def read_layouts(text: str) -> tuple[str, ...]:
     if not parts:
         raise ConfigError(f"--layouts '{text}': expected layouts such as 'ddp;fsdp'")
     for part in parts:
-        parse_layout(part)
+        _config_of(part)
     return parts
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+from allranks.benchmarking.strategies import MICRO_STEPS
 from allranks.config import Config, resolve_config
 from allranks.layout import Layout
 from allranks.models.moe import MoETransformer
@@ -19,8 +20,6 @@ SAMPLES_A_RANK = 2
 NUM_ROWS = 64
 MAX_NORM = 1.0
 LR = 3e-4
-MICRO_STEPS = 4
-"""Of a step that goes through a pipeline."""
 
 
 @dataclass(frozen=True, slots=True)

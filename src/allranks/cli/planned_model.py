@@ -2,12 +2,13 @@
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from allranks.cli.train import read_arguments
+from allranks.cluster import Cluster
 from allranks.config_sections import LayoutConfig
 from allranks.errors import ConfigError
 from allranks.model_profile import ModelProfile
@@ -25,14 +26,14 @@ class Subject:
     """A model, and what its own config says about a run of it.
 
     Attributes:
-        make_profile: see Question.
+        make: (positions of a sample or None, precision, "cpu" or "cuda") -> what the model costs there.
         seq: positions of a sample where nobody names another; 0: it has none.
         task: its spec; None for a model by its sizes.
         global_batch, micro_batch, micro_steps, precision, layout: of the Task's config; None where nothing says so.
         settings: what the user gave for the Task, by full key, for RUN.toml.
     """
 
-    make_profile: MakeProfile
+    make: Callable[[int | None, str, str], ModelProfile]
     seq: int
     task: str | None = None
     global_batch: int | None = None
@@ -41,6 +42,10 @@ class Subject:
     precision: str | None = None
     layout: LayoutConfig | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
+
+    def profiles_on(self, cluster: Cluster) -> MakeProfile:
+        """See Question: of what the devices of `cluster` would run."""
+        return lambda seq, precision: self.make(seq, precision, cluster.device.kind)
 
 
 def find_subject(request: PlanRequest) -> Subject:
@@ -69,7 +74,7 @@ def is_task(words: tuple[str, ...]) -> bool:
 
 
 def _of_shape(shape: "ModelShape") -> Subject:
-    def make(seq: int | None, precision: str) -> ModelProfile:
+    def make(seq: int | None, precision: str, device: str) -> ModelProfile:
         return shape.profile(seq, precision, OWN)
 
     return Subject(make, shape.seq)

@@ -21,22 +21,23 @@ def task_facts(spec: str | None, toml: Path | None, overrides: Sequence[str]) ->
     request = TrainRequest(task_spec=spec, toml=toml, overrides=tuple(overrides))
     prepared = prepare(request)
     config, given = prepared.config, _given(toml, overrides)
-    profiles: dict[str, ModelProfile] = {}
+    profiles: dict[tuple[str, str], ModelProfile] = {}
 
-    def make(seq: int | None, precision: str) -> ModelProfile:
+    def make(seq: int | None, precision: str, device: str) -> ModelProfile:
         from allranks.stepping.profile import trace_task
 
-        if precision not in profiles:
-            profiles[precision] = trace_task(prepared.task, precision)
-        if seq is not None and seq != profiles[precision].seq:
+        if (precision, device) not in profiles:
+            profiles[precision, device] = trace_task(prepared.task, precision, device)
+        found = profiles[precision, device]
+        if seq is not None and seq != found.seq:
             raise ConfigError(
                 f"seq={seq}: a Task's samples are as long as its dataset makes them"
-                f" ({profiles[precision].seq} positions); give the task's own setting, e.g. task.seq={seq}"
+                f" ({found.seq} positions); give the task's own setting, e.g. task.seq={seq}"
             )
-        return profiles[precision]
+        return found
 
     return {
-        "make_profile": make,
+        "make": make,
         "seq": 0,
         "task": prepared.spec or (None if spec is None and toml is None else spec),
         "global_batch": config.train.global_batch,

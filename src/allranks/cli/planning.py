@@ -21,7 +21,14 @@ from allranks.plan_request import PlanRequest
 from allranks.planning.answer import make_plan, plan_gpus, plan_seq
 from allranks.planning.document import PLAN_FILE, RUN_FILE, plan_document, run_toml
 from allranks.planning.hardware import find_cluster
-from allranks.planning.question import Question, Rehearse, choose_precisions, fixed_micro_steps, usual_batch
+from allranks.planning.question import (
+    MakeProfile,
+    Question,
+    Rehearse,
+    choose_precisions,
+    fixed_micro_steps,
+    usual_batch,
+)
 from allranks.planning.scale import cluster_of
 
 ASK = "?"
@@ -63,13 +70,15 @@ def answer(request: PlanRequest) -> int:
         clusters = [find_cluster(text) for text in request.cluster]
         subject = find_subject(request)
         rehearse = _rehearser(request, subject) if request.check else None
-        plans = [ask(request, subject, cluster).with_dry_runs(rehearse).plan() for cluster in clusters]
+        asked = [ask(request, subject, cluster).with_dry_runs(rehearse) for cluster in clusters]
+        plans = [one.plan() for one in asked]
         best = min(plans, key=_order)
-        _write(request, subject, best)
+        make_profile = asked[plans.index(best)].question.make_profile
+        _write(request, subject, best, make_profile)
     if request.json:
         print_json(_document(plans, best))
     else:
-        _print(request, subject, plans, best)
+        _print(request, plans, best, subject.task is None, make_profile)
     return exit_code(best)
 
 
@@ -104,7 +113,7 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
     if batch < 1 or (request.micro_batch is not None and request.micro_batch < 1):
         raise ConfigError("--global-batch and --micro-batch are whole numbers of at least 1")
     question = Question(
-        make_profile=subject.make_profile,
+        make_profile=subject.profiles_on(cluster),
         cluster=cluster,
         global_batch=batch,
         precisions=precisions,
@@ -152,7 +161,7 @@ def _document(plans: list[Plan], best: Plan) -> dict[str, Any]:
     return document if len(plans) == 1 else {**document, "clusters": [plan_document(plan) for plan in plans]}
 
 
-def _print(request: PlanRequest, subject: Subject, plans: list[Plan], best: Plan) -> None:
+def _print(request: PlanRequest, plans: list[Plan], best: Plan, by_sizes: bool, make_profile: MakeProfile) -> None:
     from allranks.reporting.plan_text import render_comparison, render_plan
 
     print(render_plan(best))
@@ -161,19 +170,19 @@ def _print(request: PlanRequest, subject: Subject, plans: list[Plan], best: Plan
     if request.explain:
         from allranks.planning.guide import render_explanation
 
-        print("\n" + render_explanation(best, subject.make_profile))
+        print("\n" + render_explanation(best, make_profile))
     if request.save is not None:
-        task = "" if subject.task else "TASK "
+        task = "TASK " if by_sizes else ""
         print(f"\nNext\n  allranks train {task}{request.save / RUN_FILE}")
 
 
-def _write(request: PlanRequest, subject: Subject, plan: Plan) -> None:
+def _write(request: PlanRequest, subject: Subject, plan: Plan, make_profile: MakeProfile) -> None:
     """plan.json, RUN.toml and the page, as far as they are asked for."""
     if request.save is not None:
         if plan.leading is None:
             raise ConfigError(f"--save {request.save}: every layout is refused, so there is nothing to save")
         choice = plan.leading.estimate.choice
-        micro_steps = subject.micro_steps or fixed_micro_steps(subject.make_profile(None, choice.precision))
+        micro_steps = subject.micro_steps or fixed_micro_steps(make_profile(None, choice.precision))
         text = run_toml(choice, _beside(subject.task, request.save), micro_steps, dict(subject.settings))
         write_whole(request.save / PLAN_FILE, json.dumps(plan_document(plan), indent=2, allow_nan=False) + "\n")
         write_whole(request.save / RUN_FILE, text)

@@ -165,7 +165,7 @@ def profile_of(question: "Question") -> "ModelProfile":
     precision = question.config.train.precision
     if isinstance(question.task, Named):
         return question.task.shape().profile(None, precision, OWN)
-    return trace_task(question.task, precision)
+    return trace_task(question.task, precision, question.cluster.device.kind)
 
 
 def choice_of(question: "Question") -> "Choice":

@@ -49,7 +49,7 @@ def make_plan(question: Question) -> Plan:
         model=profile.name,
         cluster=question.cluster.name,
         machine=question.cluster.machine,
-        searched=len(found.estimates),
+        searched=found.num_choices,
         best=_best(found),
         others=_others(found, families, checked),
         refusals=_refusals(found, refused),

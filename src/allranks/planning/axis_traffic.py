@@ -86,6 +86,12 @@ def axis_traffic(block: Block, setting: Setting, axes: Axes) -> AxisTraffic:
         if size:
             tensor_bytes += 2 * passes * size
             collectives += 1
+        if operation.gathered and setting.tp > 1:  # once: of the gradient, which every rank has, each takes its part
+            whole = operation.output_bytes * setting.micro_batch / setting.cp
+            tensor_bytes += whole
+            collectives += 1
+            if not is_processor(axes.machine.device):
+                tensor += all_gather_seconds(axes.tensor, whole)
         if setting.cp > 1 and operation.kind == "attention":
             size = _key_value_bytes(operation, setting)
             context_bytes += 3 * size

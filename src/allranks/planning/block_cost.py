@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import final
 
 from allranks.model_profile import Block, Operation
-from allranks.planning.axis_traffic import Axes, axis_traffic
+from allranks.planning.axis_traffic import Axes, AxisTraffic, axis_traffic
 from allranks.planning.compute import Machine
 from allranks.planning.operation_times import (
     KERNELS,
@@ -92,7 +92,8 @@ class _Sums:
         if is_product(operation) and in_low_precision(operation, setting):
             kept /= 2  # the operand is kept in 8 bits (Transformer Engine)
         if operation.kind == "loss":
-            self.logits += kept * setting.mechanisms.logits_copies
+            how, is_cut = setting.mechanisms, setting.tp > 1 and operation.cut in ("column", "vocab")
+            self.logits += kept * (how.cut_logits_copies if is_cut and how.cut_logits_copies else how.logits_copies)
             return
         self._transient(operation, setting, held)
         scores = kept_score_bytes(operation, setting) if unfused else 0.0
@@ -141,16 +142,30 @@ def _entry_cut(block: Block, setting: Setting) -> float:
     return float(setting.tp if along else 1)
 
 
-def block_cost(block: Block, setting: Setting, axes: Axes, experts: int) -> BlockCost:
-    """Sum over the block's operations; what `setting` recomputes is repeated and not kept.
+@final
+@dataclass(frozen=True, slots=True)
+class BlockWork:
+    """What a block computes and sends, whatever of it is recomputed."""
+
+    sums: _Sums
+    sent: AxisTraffic
+
+
+def block_work(block: Block, setting: Setting, axes: Axes, experts: int) -> BlockWork:
+    """Sums over the block's operations; of `setting.recompute` they know nothing."""
+    sums = _Sums()
+    for operation in block.operations:
+        sums.add(operation, setting, axes.machine, experts)
+    return BlockWork(sums, axis_traffic(block, setting, axes))
+
+
+def block_cost(block: Block, setting: Setting, work: BlockWork) -> BlockCost:
+    """That work with what `setting` recomputes, which is repeated and not kept.
 
     2205.05198, section 5: full keeps each block's input alone; selective repeats attention's scores where they would
     be kept (Megatron-LM), or every second product and what lies between (torch's selective activation checkpoint).
     """
-    sums = _Sums()
-    for operation in block.operations:
-        sums.add(operation, setting, axes.machine, experts)
-    sent = axis_traffic(block, setting, axes)
+    sums, sent = work.sums, work.sent
     entry = block.input_bytes * setting.micro_batch / setting.cp / _entry_cut(block, setting)
     recompute = setting.recompute if block.repeated else "none"
     again, tensor_again, kept, working = 0.0, 0.0, sums.kept, sums.transient

@@ -8,9 +8,8 @@ from allranks.cluster import Cluster
 from allranks.model_profile import ModelProfile
 from allranks.plan import Checked, Choice, Estimate
 from allranks.planning.dry_run import DryRun, corrected, ratios, what_changed
-from allranks.planning.estimate import estimate
 from allranks.planning.question import Question
-from allranks.planning.search import Found, Search, front
+from allranks.planning.search import Fit, Formulas, Found, Search, front
 
 FEW: Final = 3
 """Of the front of time and memory, the fastest first: so many are rehearsed, or fewer where there are no more."""
@@ -20,14 +19,19 @@ MOST_TRIES: Final = 10
 
 @final
 class CorrectedEstimates:
-    """`estimate`, but for what a dry run has corrected."""
+    """The planner's formulas, but for what a dry run has corrected."""
 
     def __init__(self) -> None:
         self.known: dict[Choice, Estimate] = {}
+        self._formulas = Formulas()
 
-    def __call__(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
+    def estimate(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
         """What the choice costs, as far as is known now."""
-        return self.known.get(choice) or estimate(profile, cluster, choice)
+        return self.known.get(choice) or self._formulas.estimate(profile, cluster, choice)
+
+    def fit(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Fit:
+        """Whether it fits, as far as is known now."""
+        return self.known.get(choice) or self._formulas.fit(profile, cluster, choice)
 
 
 def search_checked(question: Question) -> tuple[Search, tuple[Checked, ...]]:

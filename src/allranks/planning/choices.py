@@ -4,9 +4,9 @@ A group fixes what a forward and a backward cost: degrees, schedule, micro-batch
 holds the state and what is kept: sharding, recompute, offload.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 from itertools import product
 from typing import Any, final
 
@@ -15,7 +15,7 @@ from allranks.layout import ONE_STAGE_EACH, Layout, Sharding
 from allranks.layout_refusals import SPLIT_BACKWARD
 from allranks.model_profile import ModelProfile
 from allranks.plan import Choice, Refusal
-from allranks.planning.rules import check, divisors
+from allranks.planning.rules import check, check_modes, divisors
 
 SCHEDULES = (*ONE_STAGE_EACH, "interleaved", "looped_bfs", *SPLIT_BACKWARD)
 RECOMPUTES = ("none", "selective", "full")
@@ -111,32 +111,36 @@ def groups(
                 break  # another micro-batch does not help
 
 
-def splits(space: Space, layout: Layout) -> list[Layout]:
+def splits(space: Space, layout: Layout) -> tuple[Layout, ...]:
     """Whole copies, and every way to share one copy's state among some or all of the data-parallel ranks."""
+    return _splits(layout, space.options("sharding", SHARED), space.modes.get("sharding"))
+
+
+@lru_cache(maxsize=4096)
+def _splits(layout: Layout, shardings: tuple[str, ...], fixed: str | None) -> tuple[Layout, ...]:
     found = [layout]
     for shards in divisors(layout.dp)[1:]:
-        for sharding in space.options("sharding", SHARED):
+        for sharding in shardings:
             changes: dict[str, Any] = {"dp_replicate": layout.dp // shards, "dp_shard": shards, "sharding": sharding}
             found.append(replace(layout, **changes))
-    fixed = space.modes.get("sharding")
     if fixed is not None and len(found) > 1:
-        return [replace(layout, sharding="none")] if fixed == "none" and layout.dp > 1 else found[1:]
-    return found
+        return (replace(layout, sharding="none"),) if fixed == "none" and layout.dp > 1 else tuple(found[1:])
+    return tuple(found)
 
 
 def members(
-    space: Space, group: Group, shared: list[Layout] | None = None, kept: tuple[tuple[str, str], ...] | None = None
+    space: Space, group: Group, shared: Iterable[Layout] | None = None, kept: tuple[tuple[str, str], ...] | None = None
 ) -> Iterator[Choice]:
     """The choices of a group that no rule refuses; of `shared` splits and `kept` (recompute, offload) alone."""
     pairs = kept_modes(space) if kept is None else kept
     for layout in splits(space, group.plain.layout) if shared is None else shared:
         for recompute, offload in pairs:
             choice = replace(group.plain, layout=_with_modes(layout, recompute, offload))
-            if check(group.profile, space.cluster, choice) is None:
+            if check_modes(group.profile, space.cluster, choice) is None:
                 yield choice
 
 
-@cache
+@lru_cache(maxsize=65536)
 def _with_modes(layout: Layout, recompute: str, offload: str) -> Layout:
     return replace(layout, recompute=recompute, offload=offload)
 

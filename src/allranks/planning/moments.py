@@ -6,7 +6,7 @@ backward (torch/distributed/fsdp/_fully_shard). Dry runs say the same, moment by
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 from allranks.model_profile import ModelProfile
@@ -153,9 +153,8 @@ def _of_shards(setting: Setting, held: Held) -> Iterator[Moment]:
     # The shards of two on their way from the host, and of one's gradients on their way there.
     moved = held.block / shard * (2 * how.weight_bytes + how.gradient_bytes)
     waits = moved if waits_on_host(setting) else 0.0
-    loss = Moment(earlier, held.kept_bytes, held.logits_bytes, whole * wide + waits)
-    yield loss
-    yield replace(loss, gradients=earlier + held.head * wide, activations=held.kept_bytes + held.head_bytes, logits=0.0)
+    yield Moment(earlier, held.kept_bytes, held.logits_bytes, whole * wide + waits)  # the loss
+    yield Moment(earlier + held.head * wide, held.kept_bytes + held.head_bytes, 0.0, whole * wide + waits)
     # One block before: its gradients are being reduced, while this one works, and the next one is gathered ahead.
     made, coming = (held.head + held.last) * wide, 0.0 if setting.keeps_gathered else held.block * wide
     one = held.block * wide + waits

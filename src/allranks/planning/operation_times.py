@@ -5,7 +5,7 @@ from typing import final
 
 from allranks.model_profile import Operation
 from allranks.planning.compute import GROUPED, Machine, attention_seconds, matmul_seconds, moving_seconds
-from allranks.planning.setting import Setting
+from allranks.planning.setting import TORCH_COPIES, Setting
 
 KERNELS = {"matmul": 2, "conv": 2, "attention": 2, "norm": 1, "elementwise": 2, "embedding": 2, "loss": 8, "route": 120}
 """Kernels that the host starts for one operation's forward, casts included; its backward starts twice as many. A router
@@ -17,8 +17,6 @@ BACKWARD_SHARE = 0.8
 """What fused attention's backward reaches of its forward's rate (2307.08691 and 2407.08608, figures 5 and 6)."""
 MOVED_BACKWARD = 2.0
 LOW = ("float8", "float4")
-TORCH_LOGITS_COPIES = 1.5
-"""Of 8 bytes a logit under torch's cross entropy, whose traffic the profile counts."""
 
 # Unfused attention, bytes moved per score in 16 bits: products write and read it (4), the masked softmax reads and
 # writes (4), dropout too with its mask (5). Kept: softmax, dropout's output and mask (2205.05198, equation 1).
@@ -87,7 +85,7 @@ def operation_times(operation: Operation, setting: Setting, machine: Machine, ex
     if operation.kind in ("elementwise", "norm"):
         moved *= how.fusion
     if operation.kind == "loss":  # a fused loss moves less as it holds less
-        moved *= min(1.0, how.logits_copies / TORCH_LOGITS_COPIES)
+        moved *= min(1.0, how.logits_copies / TORCH_COPIES)
     forward = moving_seconds(machine, moved, KERNELS.get(operation.kind, 1)) if moved else 0.0
     if operation.kind in ("scan", "conv", "route"):
         forward += operation.flops * setting.micro_batch / share.work / machine.rate(setting.precision)

@@ -34,7 +34,7 @@ def tensor_seconds(operation: Operation, setting: Setting, group: Group, device:
     if cut == "vocab" and kind == "matmul":
         entry = size * operation.shape[2] / operation.shape[1] if len(operation.shape) == 3 else 0.0
         entered = moves.gather(entry) + moves.scatter(entry) if along else moves.sum(entry)
-        return entered + moves.gather(size)  # the loss is given whole logits
+        return entered + (moves.gather(size) if operation.gathered else 0.0)
     if cut == "sequence" and operation.parameters and operation.trained and along:
         return moves.sum(WIDTH * operation.parameters)
     return 0.0

@@ -31,6 +31,14 @@ def check(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | 
     return None
 
 
+def check_modes(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
+    """The same of a choice that has the degrees, schedule and batches of one that was let in, and other modes."""
+    for rule in MODE_RULES:
+        if (refusal := rule(profile, cluster, choice)) is not None:
+            return refusal
+    return None
+
+
 def world(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
     """The degrees multiply to the devices."""
     layout = choice.layout
@@ -179,7 +187,7 @@ def sharding(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal
 def blocks(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | None:
     """What changes a model block by block needs blocks; what moves to the host needs a device that is not its CPU."""
     layout = choice.layout
-    if layout.offload != "none" and cluster.device.name.startswith("cpu"):
+    if layout.offload != "none" and cluster.device.kind == "cpu":
         return Refusal(
             "blocks", f"offload={layout.offload}", "the device is the host's own CPU: there is nowhere to move to"
         )
@@ -219,6 +227,8 @@ RULES: tuple[Rule, ...] = (
     *(world, batch, precision, tensor, context, expert, pipeline_blocks, chunks, pipeline_batch),
     *(sharding, blocks, modes),
 )
+MODE_RULES: tuple[Rule, ...] = (precision, sharding, blocks, modes)
+"""Those of them that ask how a copy is shared, what is recomputed and what is moved to the host."""
 
 
 @lru_cache(maxsize=4096)

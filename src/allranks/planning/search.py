@@ -2,30 +2,69 @@
 
 Of a group (same degrees, schedule, micro-batch) the plain member has the least time: the others add communication,
 recomputation or transfers to the host. The one that shares and recomputes all has the least memory. A group whose plain
-member is slower than the best so far, or whose smallest member does not fit, holds no better one. A test compares with
-all choices.
+member is slower than the best so far, or whose smallest member does not fit, holds no better one. Of what does not fit
+nobody asks how long it takes. A test compares with all choices.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Protocol, final
 
 from allranks.cluster import Cluster
 from allranks.layout import Layout
 from allranks.layout_refusals import SPLIT_BACKWARD
 from allranks.model_profile import ModelProfile
-from allranks.plan import Choice, Estimate, Refusal
+from allranks.plan import Choice, Estimate, Refusal, Span
 from allranks.planning.choices import RECOMPUTES, Group, Space, groups, kept_modes, layouts, members, of_layout, splits
 from allranks.planning.corrections import least_factor
 from allranks.planning.estimate import estimate
+from allranks.planning.room import room_of
 
-Estimator = Callable[[ModelProfile, Cluster, Choice], Estimate]
+
+class Fit(Protocol):
+    """Whether a choice fits, and how nearly: a Room, or an Estimate."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host have room."""
+
+    @property
+    def peak_bytes(self) -> Span:
+        """On the fullest rank."""
+
+    @property
+    def capacity_bytes(self) -> float:
+        """What a device has."""
+
+
+class Estimator(Protocol):
+    """What a search asks of a choice: all of it, or at a third of the price whether it fits."""
+
+    def estimate(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
+        """Bytes, seconds and traffic."""
+
+    def fit(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Fit:
+        """Bytes alone."""
+
+
+@final
+class Formulas:
+    """The Estimator that asks nothing but the planner's own formulas."""
+
+    def estimate(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
+        """Bytes, seconds and traffic."""
+        return estimate(profile, cluster, choice)
+
+    def fit(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Fit:
+        """Bytes alone."""
+        return room_of(profile, cluster, choice)
+
 
 SCHEDULES = ("1f1b", "interleaved", *SPLIT_BACKWARD)
 """gpipe has 1f1b's bubble and looped_bfs that of interleaved, and both keep more activations."""
 
 NEAR = 1.2
-"""A group whose smallest member needs so many times the memory has no other that fits."""
+"""Where what should need the least memory needs so many times what there is, no other one fits either."""
 
 
 @final
@@ -34,14 +73,21 @@ class Found:
     """What a search has estimated, and who was refused.
 
     Attributes:
+        fits: those that were asked for their bytes alone.
         best: the fastest that fits; None where none does.
         nearest: the one with the least memory.
     """
 
     estimates: dict[Choice, Estimate] = field(default_factory=dict)
+    fits: dict[Choice, Fit] = field(default_factory=dict)
     refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
     best: Estimate | None = None
     nearest: Estimate | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Those of which anything was asked."""
+        return len(self.estimates.keys() | self.fits.keys())
 
     @property
     def limit_seconds(self) -> float:
@@ -69,7 +115,7 @@ class Search:
     """One search over a Space; `estimator` is replaced in tests."""
 
     space: Space
-    estimator: Estimator = estimate
+    estimator: Estimator = field(default_factory=Formulas)
     found: Found = field(default_factory=Found)
 
     def run(self) -> Found:
@@ -83,6 +129,8 @@ class Search:
             hopeless: set[tuple[int, int, int, str]] = set()
             for _, wave in sorted(waves.items()):
                 self._search_wave(precision, wave, hopeless)
+        if self.found.best is None:
+            self._find_nearest()
         return self.found
 
     def weigh(self, choices: Iterable[Choice]) -> Found:
@@ -136,20 +184,24 @@ class Search:
         modes, layout = self.space.modes, group.plain.layout
         shared = layout.dp > 1 and "sharding" in modes
         if shared or any(modes.get(mode, "none") != "none" for mode in ("recompute", "offload")):
-            return self.estimator(group.profile, self.space.cluster, group.plain)
+            return self.estimator.estimate(group.profile, self.space.cluster, group.plain)
         return self._estimate(group.profile, group.plain)
 
     def _may_fit(self, group: Group) -> bool:
-        """Whether the member with the least memory fits; where it nearly does, whether another one does."""
-        smallest = self._smallest(group)
-        first = next(smallest, None)
-        if first is None:
-            return False
-        if first.fits or first.peak_bytes.high > NEAR * first.capacity_bytes:
-            return first.fits
-        return any(other.fits for other in smallest)
+        """Whether the member with the least memory fits; where it nearly does, whether another one does.
 
-    def _smallest(self, group: Group) -> Iterator[Estimate]:
+        The one that does is estimated: it may be what somebody gives up time for.
+        """
+        for place, choice in enumerate(self._smallest(group)):
+            fit = self._fit(group.profile, choice)
+            if fit.fits:
+                self._estimate(group.profile, choice)
+                return True
+            if place == 0 and fit.peak_bytes.high > NEAR * fit.capacity_bytes:
+                return False
+        return False
+
+    def _smallest(self, group: Group) -> Iterator[Choice]:
         """Members with little memory, that with the least first in most models."""
         shared = splits(self.space, group.plain.layout)
         most = shared[-1].dp_shard
@@ -158,8 +210,13 @@ class Search:
         )
         moved = [pair for pair in kept if pair[1] != "none"] or kept
         some = [layout for layout in shared if layout.dp_shard == most]
-        for choice in members(self.space, group, some, tuple(dict.fromkeys((*moved, *kept)))):
-            yield self._estimate(group.profile, choice)
+        return members(self.space, group, some, tuple(dict.fromkeys((*moved, *kept))))
+
+    def _find_nearest(self) -> None:
+        """Estimate the one with the least memory."""
+        least = min(self.found.fits.items(), key=lambda item: item[1].peak_bytes.high, default=None)
+        if least is not None:
+            self.estimate(least[0])
 
     def _expand(self, group: Group) -> None:
         """Estimate the members of a group that may beat the best, the plainest modes first."""
@@ -169,14 +226,36 @@ class Search:
             if first is None:
                 continue
             least = least_seconds(self._estimate(group.profile, first), least_factor(self.space.cluster), kept=True)
-            if least >= self.found.limit_seconds:
-                continue
-            for choice in members(self.space, group, shared, (pair,)):
-                self._estimate(group.profile, choice)
+            if least < self.found.limit_seconds:
+                for alike in _most_shared_first(shared):
+                    self._estimate_fitting(group.profile, members(self.space, group, alike, (pair,)))
+
+    def _estimate_fitting(self, profile: ModelProfile, choices: Iterable[Choice]) -> None:
+        """Of choices that need more and more memory, those that fit."""
+        for choice in choices:
+            fit = self._fit(profile, choice)
+            if fit.fits:
+                self._estimate(profile, choice)
+            elif fit.peak_bytes.high > NEAR * fit.capacity_bytes and not isinstance(fit, Estimate):
+                break  # an Estimate that does not fit may be what a dry run has counted: that says nothing of others
+
+    def _fit(self, profile: ModelProfile, choice: Choice) -> Fit:
+        known = self.found.estimates.get(choice) or self.found.fits.get(choice)
+        if known is None:
+            known = self.found.fits[choice] = self.estimator.fit(profile, self.space.cluster, choice)
+        return known
 
     def _estimate(self, profile: ModelProfile, choice: Choice) -> Estimate:
         known = self.found.estimates.get(choice)
-        return known or self.found.add(self.estimator(profile, self.space.cluster, choice))
+        return known or self.found.add(self.estimator.estimate(profile, self.space.cluster, choice))
+
+
+def _most_shared_first(layouts: Iterable[Layout]) -> list[list[Layout]]:
+    """The layouts of each sharding, those that share among the most ranks first."""
+    alike: dict[str, list[Layout]] = {}
+    for layout in layouts:
+        alike.setdefault(layout.sharding, []).append(layout)
+    return [sorted(some, key=lambda layout: -layout.dp_shard) for some in alike.values()]
 
 
 def least_seconds(plain: Estimate, least: float, *, kept: bool = False) -> float:

@@ -27,8 +27,9 @@ class Mechanisms:
         step_bytes: per parameter while the optimizer steps.
         bucket_bytes: in which gradients and weights travel.
         slack: share by which the allocator's blocks exceed the activations that are in use.
-        logits_copies: how often the loss holds 8 bytes a logit at its peak: 1.5 is torch's cross entropy on float32
-            logits (log-softmax, its gradient, and the gradient of what it picks: 12 bytes), 0.5 a fused one.
+        logits_copies: how often the loss holds what it keeps for its backward, at its peak: 3 is torch's cross entropy
+            on float32 logits (log-softmax, its gradient, and the gradient of what it picks, 4 bytes a logit each), 1 a
+            fused one. cut_logits_copies: where tp cuts the logits; 0: as often.
         selective: what recompute="selective" repeats: attention's scores (Megatron-LM) or every second product (torch).
         attention: whose kernels: the vendor's (cuDNN) or FlashAttention-2.
         accumulate_bytes: moved per weight when a micro-step's gradient is added to the sum; 0 where the product adds.
@@ -68,7 +69,8 @@ class Mechanisms:
     step_bytes: float = 0.0
     bucket_bytes: float = 0.0
     slack: float = 0.12
-    logits_copies: float = 1.5
+    logits_copies: float = 3.0
+    cut_logits_copies: float = 0.0
     selective: Literal["attention", "products"] = "products"
     attention: Literal["vendor", "flash2"] = "flash2"
     accumulate_bytes: float = 12.0
@@ -157,8 +159,8 @@ class Setting:
 
 
 LOW = ("bfloat16", "float16")
-TORCH_COPIES, TENSOR_COPIES = 1.5, 2.5
-"""Of 8 bytes a logit: torch's cross entropy; and DTensor's, which makes it operation by operation
+TORCH_COPIES, TENSOR_COPIES = 3.0, 5.0
+"""Of 4 bytes a logit: torch's cross entropy; and DTensor's, which makes it operation by operation
 (torch/distributed/tensor/parallel/loss.py): its backward has the logits, their log-softmax, its exponential, the
 gradient of what it picks and the result at once."""
 
@@ -181,7 +183,8 @@ def mechanisms_of(choice: Choice) -> Mechanisms:
         gradients="made",
         stages="parameters",
         keeps_gathered_inputs=True,
-        logits_copies=TORCH_COPIES if layout.tp == 1 else TENSOR_COPIES,
+        logits_copies=TORCH_COPIES,
+        cut_logits_copies=TENSOR_COPIES,
         # FSDP's are counted by the unit; one made in autocast's type takes the place of its weight's copy.
         temporary_gradient_bytes=0.0 if layout.fully_sharded else wide,
         experts_stay=True,

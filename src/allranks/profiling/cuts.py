@@ -40,8 +40,9 @@ def _cut(call: Call, structure: Structure, inherited: Cut, whole: Cut) -> tuple[
     if style == "rowwise":
         return ("row", whole) if call.parameters else (inherited, whole)
     if style == "vocab":
-        embeds = call.kind == "embedding"
-        return ("vocab", whole) if embeds else ("vocab" if call.parameters else "", "")
+        if call.kind == "embedding":
+            return "vocab", whole
+        return "vocab" if call.parameters else "", "column" if structure.loss_parallel else ""
     if style == "heads":
         return _cut_attention(call, place, ruled or "", inherited, whole)
     if style == "sequence":

@@ -123,6 +123,7 @@ def _operation(structure: Structure, fit: _Fit, same: Sequence[Piece], seq: int)
         cut=first.cut,
         active=min(1.0, rows / (seq * first.experts)) if rows and seq else 1.0,
         causal=first.causal,
+        gathered=first.cut == "vocab" and first.kind == "matmul" and not structure.loss_parallel,
     )
 
 

@@ -24,6 +24,7 @@ class Structure:
         experts: names of modules of experts -> how many they are.
         stateful, tied, coupled: as in ModelProfile.
         buffers: what the modules hold besides parameters.
+        loss_parallel: whether tensor parallelism leaves logits cut until the loss.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Structure:
     tied: tuple[tuple[str, str], ...] = ()
     coupled: bool = False
     buffers: tuple[torch.Tensor, ...] = ()
+    loss_parallel: bool = False
 
     def members(self) -> Iterable[tuple[str, nn.Module]]:
         """(logical name, module) of all modules, each once."""

@@ -53,7 +53,7 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
         AllranksError: the step would be refused, or fail, or cannot be rehearsed; the line is named.
     """
     cluster, layout = question.cluster, question.layout
-    on_cuda = cluster.device.name != "cpu"
+    on_cuda = cluster.device.kind == "cuda"
     world = World(layout, max(1, layout.world_size // cluster.nodes), on_cuda)
     ranks: dict[int, RankRehearsal] = {}
     crossings = Crossings()

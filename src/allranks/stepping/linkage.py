@@ -18,7 +18,8 @@ from allranks.verdict import Verdict
 
 SHOWN = 8
 ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-"""States of torch's SGD, Adam and AdamW that have an element for each of the parameter's."""
+"""States of TORCHS that have an element for each of the parameter's; others keep what they like under these names."""
+TORCHS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 @final
@@ -44,7 +45,9 @@ class Linkage(RoundSentinel):
         others = f" (and on {len(found) - 1} more ranks)" if len(found) > 1 else ""
         what = f"step {step}: optimizers and model have parted on rank {rank}{others}: {lines[0]}"
         evidence = tuple(lines[1:]) or ("what is not linked is not learnt, and its gradients are not reduced",)
-        remedy = "change values in place (parameter.data.copy_, torch.nn.init), and make all parameters in model()"
+        remedy = (
+            "change values in place (parameter.data.copy_, torch.nn.init), and make all layers before the optimizer"
+        )
         return Verdict("optimizer_unlinked", what, evidence, remedy)
 
     def _live(self) -> dict[str, Any]:
@@ -53,15 +56,23 @@ class Linkage(RoundSentinel):
 
     def _of_model(self) -> list[str]:
         live, entries = self._live(), self._spread.map
+        there = {id(parameter) for parameter in live.values()}
         found = []
         for name in self.watched:
             if name not in live:
+                if id(self._spread.tensors[name]) in there:  # under another name, as pruned and parametrised ones are
+                    continue
                 found.append(f"the model no longer has the parameter {name}, which is still updated")
             elif live[name] is not self._spread.tensors[name]:
                 found.append(f"the model has another tensor for {name} than the one that is updated")
             elif live[name].requires_grad and not entries[name].trainable:
                 found.append(f"{name} asks for gradients now, but was frozen at the start: no optimizer has it")
-        added = [name for name, parameter in live.items() if name not in self._known and parameter.requires_grad]
+        held = self._optimizers.entries
+        added = [
+            name
+            for name, parameter in live.items()
+            if name not in self._known and parameter.requires_grad and id(parameter) not in held
+        ]
         return found + [f"the model has a new parameter {name}, which no optimizer has" for name in added]
 
     def _of_optimizers(self) -> list[str]:
@@ -74,7 +85,8 @@ class Linkage(RoundSentinel):
                 if entry is None:
                     found.append(f"{kind} holds a tensor of shape {tuple(parameter.shape)} that is no parameter")
                     continue
-                for key, value in optimizer.state.get(parameter, {}).items():
+                states = optimizer.state.get(parameter, {}) if type(optimizer) in TORCHS else {}
+                for key, value in states.items():
                     if key in ELEMENTWISE and isinstance(value, torch.Tensor) and _shape(value) != _shape(parameter):
                         shapes = f"{_shape(value)}, and not {_shape(parameter)}"
                         found.append(f"{kind} keeps {key} of {entry.name} in the shape {shapes}")

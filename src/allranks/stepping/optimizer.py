@@ -117,13 +117,16 @@ class Optimizers:
                 group.update(values, params=parameters)
 
     def parts(self) -> Parts:
-        """Every state tensor as this rank holds it, by its logical name `optimizer[.<which>].<state>.<parameter>`."""
+        """Every state tensor as this rank holds it, by its logical name `optimizer[.<which>].<state>.<parameter>`.
+
+        Of parameters that a loop of one's own has added there is none: they are not the model's.
+        """
         return [
             (self._state_entry(self.entries[id(parameter)], f"{prefix}.{key}", value), _local(value))
             for prefix, optimizer in self._prefixed()
             for parameter, state in optimizer.state.items()
             for key, value in state.items()
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor) and id(parameter) in self.entries
         ]
 
     def numbers(self) -> dict[str, object]:

@@ -41,24 +41,35 @@ def post_sentinels(
     processes: Processes,
     spread: Spread,
     optimizers: Optimizers,
-    schedule: Schedule,
+    schedule: Schedule | None,
     stream: DataStream,
     beside: Sequence[Any],
+    *,
+    linkage: Linkage | None = None,
 ) -> Posted:
-    """The sentinels of a run whose parameters are in place; `beside`: what else has tensors, None for what is not."""
+    """The sentinels of a run whose parameters are in place.
+
+    Args:
+        schedule: of the learning rate; None where the loop is the user's, who moves it, and who makes the steps.
+        beside: what else has tensors; None for what is not.
+        linkage: made earlier, when optimizers and model were linked.
+    """
     rounds = Rounds(guard.digest_every)
     others = [other for other in beside if other is not None]
     alone = processes.size == 1
     randomness = Randomness(processes.mesh, rounds.due)
     feeding = Feeding(processes.mesh, stream, rounds.due)
-    steps: list[StepSentinel] = [Rates(optimizers, schedule), randomness, feeding]
-    comparing: list[RoundSentinel] = [Linkage(spread, optimizers), feeding]
+    steps: list[StepSentinel] = [randomness, feeding]
+    if schedule is not None:
+        steps.insert(0, Rates(optimizers, schedule))
+    comparing: list[RoundSentinel] = [linkage or Linkage(spread, optimizers), feeding]
     if not alone:
         replicas = Replicas(spread, optimizers, others, processes.world_group)
         steps.append(replicas)
         comparing += [replicas, Shards(spread), randomness]
     scaler = next((other for other in others if isinstance(other, Scaler)), None)
-    pace = None if alone or STEPS in guard.muted else pace_of(optimizers, scaler, settings=spread.stages is None)
+    paced = not alone and schedule is not None and STEPS not in guard.muted
+    pace = None if not paced else pace_of(optimizers, scaler, settings=spread.stages is None)
     return Posted(
         Watch([one for one in steps if one.name not in guard.muted], pace),
         rounds,

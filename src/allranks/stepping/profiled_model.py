@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from allranks.data.random_keys import seed_all
 from allranks.errors import LayoutError
 from allranks.layout import Layout
+from allranks.losses import ChunkedHead
 from allranks.parallel.batchnorm import uses_batch_statistics
 from allranks.parallel.blocks import find_blocks
 from allranks.parallel.expert import is_experts
@@ -66,6 +67,8 @@ def describe(task: Task, spread: Spread) -> Structure:
         tied=tuple((e.name, e.alias_of) for e in entries if e.alias_of is not None and e.kind == "parameter"),
         coupled=task.coupled,
         buffers=tuple(spread.tensors[e.name] for e in entries if e.kind == "buffer"),
+        # A head that takes its loss in parts gives no logits.
+        loss_parallel=hints.loss_parallel or any(isinstance(m, ChunkedHead) for _, m in named),
     )
 
 
@@ -77,7 +80,7 @@ def identity(task: Task, structure: Structure, batches: Any) -> dict[str, Any]:
         "task": f"{type(task).__module__}.{type(task).__qualname__}",
         "settings": task.settings,
         "attributes": _plain(vars(task)),
-        "hints": [list(hints.blocks), dict(hints.tensor), hints.batchnorm, list(hints.optional)],
+        "hints": [list(hints.blocks), dict(hints.tensor), hints.batchnorm, list(hints.optional), hints.loss_parallel],
         "blocks": structure.blocks,
         "styles": dict(structure.styles),
         "modules": [(name, type(m).__qualname__, _plain(vars(m))) for name, m in structure.members()],

@@ -73,6 +73,9 @@ class Replicas(StepSentinel, RoundSentinel):
     Args:
         beside: what else has tensors that are alike.
         group: all ranks.
+
+    Attributes:
+        fed_nothing: whether this rank had a forward without samples: from then on buffers are not compared.
     """
 
     name: ClassVar[str] = "replicas"
@@ -87,14 +90,14 @@ class Replicas(StepSentinel, RoundSentinel):
         self._spread, self._optimizers, self._beside = spread, optimizers, beside
         self._group = group
         self._alike_at = 0
-        self._fed_nothing = False
+        self.fed_nothing = False
 
     def look(self, which: str, batch: StepBatch) -> None:
         """Only hear of what is fed: a forward of no samples leaves counters behind that others have moved."""
-        self._fed_nothing = self._fed_nothing or any(not micro_step.weight for micro_step in batch.micro_steps)
+        self.fed_nothing = self.fed_nothing or any(not micro_step.weight for micro_step in batch.micro_steps)
 
     def tell(self) -> dict[str, Any]:
-        return {"sums": _sums(self._copies()), "fed_nothing": self._fed_nothing}
+        return {"sums": _sums(self._copies()), "fed_nothing": self.fed_nothing}
 
     def judge(self, told: Sequence[Any], step: int) -> Verdict | None:
         without = BUFFERS if any(one["fed_nothing"] for one in told) else ""
@@ -125,7 +128,9 @@ class Replicas(StepSentinel, RoundSentinel):
             # A table that is no part of a checkpoint may be as long as the longest sequence that a rank has seen.
             if entry.alias_of is None and entry.persistent and name not in own:
                 yield BUFFERS, replace(entry, name=f"buffer {name}"), self._spread.local(name)
-        for other in () if only_parameters else (self._optimizers, *self._beside):
+        if only_parameters:
+            return
+        for other in (self._optimizers, *self._beside):
             for entry, tensor in other.parts():
                 yield "states", entry, tensor
 
@@ -156,7 +161,7 @@ def explain(found: Comparison, step: int, alike_at: int) -> Verdict:
     odd = sorted({rank for one in found.differences for rank in one.odd})
     where = f"{_names(odd, found.hosts)}" if odd else "the hosts of these ranks"
     good = f"a checkpoint of step {alike_at} or before" if alike_at else "the newest checkpoint"
-    suspects = f"what the Task changes on some ranks only, or the memory and the device of {where}"
+    suspects = f"what the program changes on some ranks only, or the memory and the device of {where}"
     move = f"resume from {good}; look for {suspects}"
     return Verdict("replicas_differ", what, tuple(evidence), move)
 

@@ -78,5 +78,5 @@ def _explain(one: int, other: int, names: Sequence[str], step: int) -> Verdict:
     more = f" and in {len(names) - 1} more" if len(names) > 1 else ""
     what = f"after step {step} ranks {one} and {other} hold different parts of {names[0]}{more}, but the same numbers"
     evidence = f"up to {SAMPLED} numbers of each part were compared"
-    remedy = "let model() make whole tensors from one seed; never initialise a rank's part by itself"
+    remedy = "let the model make whole tensors from one seed; never initialise a rank's part by itself"
     return Verdict("shards_alike", what, (evidence,), remedy)

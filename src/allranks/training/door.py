@@ -7,8 +7,8 @@ from pathlib import Path
 from allranks.data.random_keys import seed_all
 from allranks.errors import ConfigError
 from allranks.stepping.session import model_key
-from allranks.training.own.ground import prepare_ground
-from allranks.training.own.world import JOINED, World
+from allranks.training.own.ground import JOINED, prepare_ground
+from allranks.training.own.world import World
 
 __all__ = ["World", "join"]
 
@@ -23,7 +23,7 @@ def join(
     run: str | os.PathLike[str] | None = None,
     keep: int = 2,
     change: Sequence[str] = (),
-    **layout_keys: object,
+    **keys: object,
 ) -> "World":
     """Join the processes of this launch (torchrun, srun, mpirun, `allranks.launch`), or be one alone; collective.
 
@@ -40,8 +40,8 @@ def join(
             below `runs/`, as soon as there is something to write.
         keep: newest checkpoints that are kept.
         change: config keys that may differ from the run's first start, such as "train.global_batch".
-        layout_keys: keys of the section layout that a layout string has not, as a Run's TOML file names them:
-            `ddp_hook="bfloat16"`, `local_sgd=100`.
+        keys: of the section layout what a layout string has not, as a Run's TOML file names it: `ddp_hook="bfloat16"`,
+            `local_sgd=100`; of the section guard those of the sentinels: `digest_every`, `on_finding`, `mute`.
 
     Raises:
         ConfigError, LayoutError: an argument is wrong, or this process has joined already.
@@ -61,7 +61,7 @@ def join(
         keep=keep,
         directory=None if run is None else Path(run),
         change=change,
-        layout_keys=layout_keys,
+        keys=keys,
     )
     world = World(ground)
     JOINED.append(world)

@@ -179,7 +179,7 @@ def everything(world: World) -> dict[str, torch.Tensor]:
     """Parameters and optimizer state, as this rank holds them."""
     spread = world._ground.models.trained
     found = {name: spread.local(name).clone() for name in spread.map.stored}
-    (optimizers,) = world._optimizers.values()
+    (optimizers,) = world._optimizers.made.values()
     return found | {entry.name: tensor.clone() for entry, tensor in optimizers.parts()}
 
 

@@ -7,7 +7,7 @@ import torch
 
 import allranks
 from allranks.errors import LayoutError
-from allranks.training.own.world import JOINED
+from allranks.training.own.ground import JOINED
 from tests.distributed.pool import Pools
 from tests.training.own.cases import Net, Samples, count, loss_of, sgd
 

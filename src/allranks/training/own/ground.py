@@ -27,6 +27,7 @@ from allranks.parallel.path import Path
 from allranks.parallel.precision import Precision, choose_precision
 from allranks.run import Run
 from allranks.slow_links import check_slow_links
+from allranks.stepping.alike import check_same_start
 from allranks.stepping.world import Processes, gather_processes
 from allranks.training.own.links import Links
 from allranks.training.own.models import OwnModels, needs_run
@@ -35,6 +36,8 @@ from allranks.verdict import Decision
 
 BACKEND_TIMEOUT_SECONDS = 600.0
 
+JOINED: list[object] = []  # the World, at most one: a process is in one at a time
+
 ARGUMENTS = ("layout", "seed", "precision", "device", "backend", "run", "keep", "change")  # of join
 
 # Of the section layout, what a layout string has not and an own loop can do.
@@ -42,6 +45,7 @@ LAYOUT_KEYS = (
     *("ddp_hook", "powersgd_rank", "powersgd_start", "ddp_bucket_mb", "context"),
     *("local_sgd", "outer_lr", "outer_momentum", "outer_nesterov"),
 )
+GUARD_KEYS = ("digest_every", "on_finding", "mute")  # of the section guard: the sentinels
 
 
 @dataclass(frozen=True)
@@ -116,18 +120,20 @@ def prepare_ground(
     keep: int,
     directory: pathlib.Path | None,
     change: Sequence[str],
-    layout_keys: Mapping[str, object],
+    keys: Mapping[str, object],
 ) -> Ground:
     """Check the arguments of `join`, take the device and start the backend; collective. Raises as `join` says."""
     environment = read_environment(os.environ)
-    keys = _check_keys(layout_keys)
-    config = _resolve(layout or environment.layout, keys, seed=seed, precision=precision, backend=backend, keep=keep)
+    overrides = _check_keys(keys)
+    train: dict[str, object] = {"seed": seed, "precision": precision, "backend": backend}
+    config = _resolve(layout or environment.layout, keep, overrides, **train)
     degrees = Layout.resolve(config.layout, environment.world_size, environment.num_nodes)
     refuse_unsupported(degrees)
     check_slow_links(config, degrees)
     choice = choose_device(environment, device, config.train.backend, degrees)
     owns_group = _start(environment, choice)
     processes = gather_processes(environment, choice, degrees)
+    check_same_start(config.flat(), None, processes.world_group, processes.device)
     return Ground(
         processes=processes,
         config=config,
@@ -139,24 +145,34 @@ def prepare_ground(
 
 
 def _check_keys(given: Mapping[str, object]) -> list[str]:
-    """`layout_keys` of `join` as overrides. Raises ConfigError for one that there is not, naming the nearest."""
+    """`keys` of `join` as overrides. Raises ConfigError for one that there is not, naming the nearest."""
     for name in given:
-        if name not in LAYOUT_KEYS:
-            near = difflib.get_close_matches(name, (*ARGUMENTS, *LAYOUT_KEYS), n=2)
-            there = did_you_mean(near) or f"; keys of the section layout are {', '.join(LAYOUT_KEYS)}"
+        if name not in (*LAYOUT_KEYS, *GUARD_KEYS):
+            near = difflib.get_close_matches(name, (*ARGUMENTS, *LAYOUT_KEYS, *GUARD_KEYS), n=2)
+            there = did_you_mean(near) or f"; there are {', '.join((*LAYOUT_KEYS, *GUARD_KEYS))}"
             raise ConfigError(f"join({name}=...): no such argument{there}")
-    values = {name: str(value).lower() if isinstance(value, bool) else value for name, value in given.items()}
-    return [f"layout.{name}={value}" for name, value in values.items()]
+    values = {name: _as_text(value) for name, value in given.items()}
+    return [
+        f"{'guard' if name in GUARD_KEYS else 'layout'}.{name}={value}"
+        for name, value in values.items()
+        if value is not None
+    ]
 
 
-def _resolve(layout: str | None, layout_keys: Sequence[str], **train: object) -> Config:
+def _as_text(value: object) -> object:
+    """As an override has it: booleans in small letters, several words with commas."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _resolve(layout: str | None, keep: int, more: Sequence[str], **train: object) -> Config:
     if train["precision"] not in ("float32", "float64"):
         raise ConfigError(
             f"join(precision={train['precision']!r}): float32 or float64; for bfloat16 run your forward under "
             "torch.autocast, the parameters stay float32"
         )
-    keep = train.pop("keep")
-    overrides = [f"train.{key}={value}" for key, value in train.items()] + [f"checkpoint.keep={keep}", *layout_keys]
+    overrides = [f"train.{key}={value}" for key, value in train.items()] + [f"checkpoint.keep={keep}", *more]
     return resolve_config(task_defaults={}, toml=None, overrides=overrides, layout=layout)
 
 

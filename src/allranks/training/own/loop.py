@@ -178,6 +178,7 @@ class OwnLoop:
         try:
             yield from self._steps()
             self._is_over(0)
+            self._step.watch.finish_loop()
             self._ended = True
             self._step.abandon()
             self._save_rest()
@@ -239,11 +240,13 @@ class OwnLoop:
         return self.done > 0 and self.done % self._every == 0 and self._saver.saved_step != self.done
 
     def _save_rest(self) -> None:
-        if self._saver is not None and self.done > 0 and self._saver.saved_step != self.done:
+        unsaved = self._saver is not None and self.done > 0 and self._saver.saved_step != self.done
+        if unsaved and self._step.watch.stopped is None:
             self._save()
 
     def _save(self) -> Path:
         assert self._saver is not None
+        self._step.watch.check()
         self._step.agreed(0)  # nothing is kept of a step in which the ranks have parted
         logbook, mark = self.open(), self._ground.stopwatch.mark
         mark("other")

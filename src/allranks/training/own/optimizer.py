@@ -1,7 +1,7 @@
 """The optimizer of an own loop: any class or function of the user's, over the parameters as they are spread."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,6 +10,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from allranks.errors import CheckpointError, TaskError
 from allranks.parallel.spread import Spread
 from allranks.stepping.optimizer import Optimizers
+from allranks.training.own.watch import OwnWatch
 
 FUSED = (AdamW, Adam, SGD)
 FUSED_DEVICES = ("cpu", "cuda")
@@ -35,12 +36,31 @@ def make_own_optimizer(spread: Spread, kind: Callable[..., Optimizer], settings:
     return Optimizers(spread, {"": made})
 
 
-def find_own(made: Mapping[int, Optimizers], optimizer: Optimizer) -> Optimizers:
-    """The one of `made`, by id, that is `optimizer`. Raises TaskError."""
-    if id(optimizer) not in made:
-        kind = type(optimizer).__name__
-        raise TaskError(f"{kind} is not an optimizer of this world: make it by world.optimizer(model, {kind}, ...)")
-    return made[id(optimizer)]
+@final
+class OwnOptimizers:
+    """Those of a world.
+
+    Attributes:
+        made: by the id of the torch optimizer.
+    """
+
+    def __init__(self, watch: OwnWatch) -> None:
+        self.made: dict[int, Optimizers] = {}
+        self._watch = watch
+
+    def make(self, spread: Spread, kind: Callable[..., Optimizer], settings: Mapping[str, Any]) -> Optimizer:
+        """As `make_own_optimizer`; from here on it is watched."""
+        made = make_own_optimizer(spread, kind, settings)
+        self.made[id(made.by_name[""])] = made
+        self._watch.link(spread, made)
+        return made.by_name[""]
+
+    def find(self, optimizer: Optimizer) -> Optimizers:
+        """The one that `optimizer` is in. Raises TaskError."""
+        if id(optimizer) not in self.made:
+            kind = type(optimizer).__name__
+            raise TaskError(f"{kind} is not an optimizer of this world: make it by world.optimizer(model, {kind}, ...)")
+        return self.made[id(optimizer)]
 
 
 def _part_groups(optimizer: Optimizer) -> None:

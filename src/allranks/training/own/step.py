@@ -14,7 +14,6 @@ import torch
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import seed_all
 from allranks.errors import ConfigError, TaskError
-from allranks.observing.counters import Stopwatch
 from allranks.parallel.spread import Spread
 from allranks.stepping.agreement import Agreed, Agreement, Ballot, Pending
 from allranks.stepping.alike import explain_divergence
@@ -25,10 +24,12 @@ from allranks.stepping.passes import Forward, ledger_of, micro_forward, tell_non
 from allranks.training.own.buckets import check_all_reached, must_settle, settle_buckets
 from allranks.training.own.driven import Driven
 from allranks.training.own.forward import Loss, Targets, check_callable, check_loss, check_targets, count_targets
+from allranks.training.own.ground import Ground
 from allranks.training.own.links import Links
-from allranks.training.own.models import OwnModels, needs_run
+from allranks.training.own.models import needs_run
 from allranks.training.own.staged import Staged
 from allranks.training.own.turn import FinishedStep, Turn
+from allranks.training.own.watch import OwnWatch
 
 
 @final
@@ -40,32 +41,27 @@ class OwnStep:
         stop_requested: (Ctrl-C, terminate) as this rank has seen them so far.
         averages: what follows the parameters; at most one.
         links: of replicas that send each other less than their gradients.
+        watch: the sentinels, which look right after the last backward of a step.
     """
 
-    def __init__(
-        self,
-        models: OwnModels,
-        driven: Driven,
-        agreement: Agreement,
-        device: torch.device,
-        stopwatch: Stopwatch,
-    ) -> None:
+    def __init__(self, ground: Ground, driven: Driven, agreement: Agreement, watch: OwnWatch) -> None:
         self.weight = 1
         self.stop_requested: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         self.averages: list[Ema] = []
         self.links = Links(agreement)
-        self._models = models
+        self.watch = watch
+        self._models = ground.models
         self._driven = driven
         self._staged: Staged | None = None
         self._agreement = agreement
-        self._device = device
-        self._stopwatch = stopwatch
+        self._device = ground.device
+        self._stopwatch = ground.stopwatch
         self._batch: StepBatch | None = None
         self._turn: Turn | None = None
         self._more, self._done = 1, 0
         self._steps_total: int | None = None
         self._started = 0.0
-        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=ground.device)
         self._targets = 0
         self._accumulated: torch.Tensor | None = None  # one parameter that got a gradient in this step
         self._reduced_once = False
@@ -90,6 +86,7 @@ class OwnStep:
     def begin(self, batch: StepBatch, more: int, started: float, steps_total: int | None) -> None:
         """The step of `batch` begins, requested at `started`; `more`: this rank's samples after it, 0 at its end."""
         self.abandon()
+        self.watch.check()
         self.links.begin()
         self._guard = self._guard or StepGuard(self._models.trained)
         self._guard.begin()
@@ -151,6 +148,7 @@ class OwnStep:
         if turn.last:
             self._loss = self._staged.run(self._batch)
             self._stopwatch.mark("forward_backward")
+            self.watch.look(self._batch)
         return value
 
     def _accumulate(self, loss: torch.Tensor, count: int, turn: Turn) -> None:
@@ -161,6 +159,8 @@ class OwnStep:
                 "world.step does it when the step is over"
             )
         self._run_backward(loss, turn, count)
+        if turn.last and self._batch is not None:
+            self.watch.look(self._batch)
         self._count(loss, count, turn)
 
     def _count(self, loss: torch.Tensor | None, count: int, turn: Turn) -> None:

@@ -14,23 +14,21 @@ from torch.utils.data import default_collate
 
 from allranks.errors import ConfigError, TaskError
 from allranks.stepping.ema import Ema
-from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.session import make_agreement
 from allranks.task import TensorStyle
 from allranks.training.own.driven import Driven, Metrics
 from allranks.training.own.evaluate import Measure, choose_measure, evaluate_own
 from allranks.training.own.forward import Loss, Targets
-from allranks.training.own.ground import Ground
+from allranks.training.own.ground import JOINED, Ground
 from allranks.training.own.loop import OwnLoop, end
-from allranks.training.own.optimizer import find_own, make_own_optimizer
+from allranks.training.own.optimizer import OwnOptimizers
 from allranks.training.own.state import Kept, OwnState
 from allranks.training.own.step import OwnStep
 from allranks.training.own.stream import Stream, make_loop
 from allranks.training.own.team import Team, make_team
+from allranks.training.own.watch import OwnWatch
 from allranks.training.snapshot import Contents
 from allranks.verdict import Decision
-
-JOINED: list["World"] = []  # at most one: a process is in one world at a time
 
 
 @final
@@ -50,8 +48,9 @@ class World:
         self.device = ground.device
         self._ground = ground
         self._driven = Driven(ground.models, self._decide)
-        self._step = OwnStep(ground.models, self._driven, make_agreement(processes), self.device, ground.stopwatch)
-        self._optimizers: dict[int, Optimizers] = {}
+        self._watch = OwnWatch(ground.config.guard, processes)
+        self._step = OwnStep(ground, self._driven, make_agreement(processes), self._watch)
+        self._optimizers = OwnOptimizers(self._watch)
         self._loop: OwnLoop | None = None
 
     def __enter__(self) -> "World":
@@ -113,9 +112,7 @@ class World:
         Raises:
             TaskError: not this world's model, or not an optimizer of exactly these parameters.
         """
-        made = make_own_optimizer(self._ground.models.of(model), kind, settings)
-        self._optimizers[id(made.by_name[""])] = made
-        return made.by_name[""]
+        return self._optimizers.make(self._ground.models.of(model), kind, settings)
 
     def ema(self, model: nn.Module, decay: float) -> Ema:
         """An average of the parameters that follows each `step`, and that `resume` keeps: make it before.
@@ -157,8 +154,9 @@ class World:
             raise TaskError("world.stream() was called already: a world has one (world.evaluate takes a dataset)")
         cut = {"global_batch": global_batch, "micro_batch": micro_batch, "micro_steps": micro_steps}
         numbers = cut | {"epochs": epochs, "steps": steps, "seed": seed}
-        ground, step = self._ground, self._step
-        self._loop = make_loop(ground, step, dataset, numbers, collate=collate, shuffle=shuffle, workers=workers)
+        loading: dict[str, Any] = {"collate": collate, "shuffle": shuffle, "workers": workers}
+        self._loop = make_loop(self._ground, self._step, dataset, numbers, **loading)
+        self._watch.begin(self._step, self._loop)
         return Stream(self._loop)
 
     def resume(self, model: nn.Module, optimizer: Optimizer, stream: Stream, **others: Kept) -> int:
@@ -177,7 +175,7 @@ class World:
             RunError: the Run directory refuses.
         """
         loop = self._need_loop("world.resume()")
-        spread, optimizers = self._ground.models.of(model), find_own(self._optimizers, optimizer)
+        spread, optimizers = self._ground.models.of(model), self._optimizers.find(optimizer)
         if not isinstance(stream, Stream) or not stream.belongs_to(loop):  # type: ignore[redundant-expr]
             raise TaskError("world.resume(): pass the stream that world.stream(...) returned")
         state = OwnState(spread, optimizers.by_name[""], others, loop.say)
@@ -196,14 +194,16 @@ class World:
         """On the step's last batch: agree the count of targets, divide once, clip, update; whether it did; collective.
 
         Raises:
-            TaskError: the optimizer is not this world's, or this batch had no backward.
+            TaskError: not this world's optimizer, or this batch had no backward. GuardError: a sentinel ends the run.
         """
         loop = self._need_loop("world.step()")
         if max_norm is not None and not max_norm > 0:
             raise ConfigError(f"world.step(max_norm={max_norm}): expected a norm above 0, or None for no clipping")
-        finished = self._step.step(find_own(self._optimizers, optimizer), max_norm)
+        made = self._optimizers.find(optimizer)
+        finished = self._step.step(made, max_norm)
         if finished is not None:
             loop.finished(finished)
+            self._watch.finish_step(made, finished.number)
         return finished is not None
 
     def save(self, every: int = 1) -> Path | None:
@@ -217,8 +217,7 @@ class World:
     def log(self, **values: float | torch.Tensor) -> None:
         """Rank 0's numbers, into this step's line of the journal and TensorBoard; what stands there anyway is left out.
 
-        The loss does (the world's, per target), and the learning rate and gradient norm. After the loop, the numbers
-        are recorded as an evaluation.
+        The loss does (the world's, per target), the learning rate and the gradient norm. After the loop: an evaluation.
         """
         self._need_loop("world.log()").log(values)
 

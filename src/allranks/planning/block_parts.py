@@ -1,0 +1,71 @@
+"""A profile's blocks under one Setting: what each costs, kept for the next configuration that shares it."""
+
+from dataclasses import dataclass
+from typing import final
+
+from allranks.cluster import Cluster
+from allranks.model_profile import ModelProfile
+from allranks.planning.axis_traffic import Axes, axes_of
+from allranks.planning.block_cost import BlockCost, BlockWork, block_cost, block_work
+from allranks.planning.setting import Setting
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A profile's blocks under one Setting; kept for the next call that differs in nothing that they depend on."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    axes: Axes
+    costs: tuple[BlockCost, ...]
+
+
+_CACHE: dict[tuple[object, ...], Parts] = {}
+_COSTS: dict[tuple[object, ...], tuple[BlockCost, ...]] = {}
+_WORK: dict[tuple[object, ...], tuple[ModelProfile, Cluster, tuple[BlockWork, ...]]] = {}
+_CACHE_SIZE = 20_000
+
+
+def parts_of(profile: ModelProfile, cluster: Cluster, setting: Setting) -> Parts:
+    """The Parts of a Setting, made anew only as far as nobody has asked for them yet."""
+    # Profiles and clusters are held by what is kept, so their ids are not given to others.
+    of_work = (
+        id(profile), id(cluster), setting.tp, setting.cp, setting.ep, setting.micro_batch, setting.precision,
+        setting.ring, setting.frozen, setting.mechanisms, setting.cuts_positions,
+    )  # fmt: skip
+    key = (of_work, setting.recompute, setting.dp, setting.pp, setting.shard)
+    found = _CACHE.get(key)
+    if found is not None:
+        return found
+    if len(_CACHE) >= _CACHE_SIZE:
+        forget()
+    axes = axes_of(cluster, setting)
+    parts = _CACHE[key] = Parts(profile, cluster, axes, _costs(of_work, profile, cluster, setting, axes))
+    return parts
+
+
+def forget() -> None:
+    """Drop what is kept: there is too much of it, or constants have changed that it was made with."""
+    for cache in (_CACHE, _COSTS, _WORK):
+        cache.clear()
+
+
+def _costs(
+    of_work: tuple[object, ...], profile: ModelProfile, cluster: Cluster, setting: Setting, axes: Axes
+) -> tuple[BlockCost, ...]:
+    """A block costs the same whoever shares it, and however many copies there are."""
+    key = (of_work, setting.recompute)
+    if key not in _COSTS:
+        if of_work not in _WORK:
+            work = tuple(block_work(block, setting, axes, profile.experts) for block in profile.blocks)
+            _WORK[of_work] = profile, cluster, work
+        pairs = zip(profile.blocks, _WORK[of_work][2], strict=True)
+        _COSTS[key] = tuple(block_cost(block, setting, work) for block, work in pairs)
+    return _COSTS[key]
+
+
+def parameters_of(parts: Parts, held: tuple[int, ...]) -> tuple[float, float]:
+    """(Those that tp alone cuts, experts') of a stage that holds so many of each block."""
+    dense = sum(n * cost.parameters for n, cost in zip(held, parts.costs, strict=True))
+    return dense, sum(n * cost.expert_parameters for n, cost in zip(held, parts.costs, strict=True))

@@ -1,0 +1,88 @@
+"""Room: the bytes of a configuration, which say whether it fits. Of what a search looks at, most does not."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from allranks.cluster import Cluster
+from allranks.model_profile import ModelProfile
+from allranks.plan import Choice, MemoryUse, Span
+from allranks.planning.block_parts import Parts, parameters_of, parts_of
+from allranks.planning.host_parameters import host_cost
+from allranks.planning.host_traffic import host_bytes, host_capacity_bytes, moves
+from allranks.planning.memory import memory_use, slack_bytes
+from allranks.planning.pipeline import under_way
+from allranks.planning.processor_traffic import on_processor
+from allranks.planning.setting import Setting, setting_of
+from allranks.planning.stages import stages_under
+
+MEMORY_LOW, MEMORY_HIGH, PEAK_HIGH = 0.94, 1.03, 1.08
+"""Published peaks lie between the first times what is in use and the last times the expected peak, 5% on either side
+aside. What the allocator holds beyond what is in use goes back where the device runs full: a fit is what has room for
+the second times what is in use. See docs/explanation/planner.md."""
+USABLE = 0.985
+"""Of a device's memory: the driver keeps the rest (an A100 80 GB gives 79.15 GiB to torch, an H100 79.1)."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a configuration takes of its devices and their hosts; as in an Estimate.
+
+    Attributes:
+        memory: on the fullest rank; stages: (stage, memory) of every kind of stage.
+        slack_bytes: of the peak, what the allocator holds beyond what is in use.
+    """
+
+    memory: MemoryUse
+    stages: Mapping[int, MemoryUse]
+    peak_bytes: Span
+    capacity_bytes: float
+    slack_bytes: float
+    host_bytes: float
+    host_capacity_bytes: float | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host have room for it."""
+        on_host = self.host_capacity_bytes is None or self.host_bytes <= self.host_capacity_bytes
+        return on_host and self.peak_bytes.high <= self.capacity_bytes
+
+
+def room_of(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Room:
+    """What `choice` takes."""
+    setting = on_processor(setting_of(choice), cluster, profile)
+    return room_under(cluster, setting, parts_of(profile, cluster, setting), stages_under(profile, setting))
+
+
+def room_under(cluster: Cluster, setting: Setting, parts: Parts, layers: tuple[tuple[int, ...], ...]) -> Room:
+    """The same of a Setting whose stages hold so many of each of `parts`."""
+    # Of equal stages the first holds the most micro-steps.
+    first = {held: stage for stage, held in reversed(tuple(enumerate(layers)))}
+    ends = sorted({0, len(layers) // 2, len(layers) - 1, *first.values()})
+    stages = {stage: memory_use(parts.profile, setting, parts.costs, layers[stage], stage) for stage in ends}
+    memory = max(stages.values(), key=lambda use: use.total)
+    capacity = USABLE * cluster.device.memory_bytes
+    slack = slack_bytes(setting, memory, capacity)
+    peak = memory.total + slack
+    high = max(peak, MEMORY_HIGH * memory.total, min(PEAK_HIGH * peak, capacity))
+    return Room(
+        memory=memory,
+        stages=stages,
+        peak_bytes=Span(MEMORY_LOW * memory.total, peak, high),
+        capacity_bytes=capacity,
+        slack_bytes=slack,
+        host_bytes=_host_bytes(cluster, setting, parts, layers),
+        host_capacity_bytes=host_capacity_bytes(cluster),
+    )
+
+
+def _host_bytes(cluster: Cluster, setting: Setting, parts: Parts, layers: tuple[tuple[int, ...], ...]) -> float:
+    """Of a node whose devices all are of the first stage, which has the most micro-steps under way, or of the last."""
+    if setting.offload == "none":
+        return 0.0
+    kept = max(host_cost(cluster, setting, *parameters_of(parts, held)).kept_bytes for held in (layers[0], layers[-1]))
+    if moves(setting):
+        times = under_way(setting.schedule, 0, setting.pp, setting.chunks, setting.micro_steps)
+        kept += host_bytes(parts.profile, parts.costs, layers[0], times)
+    return cluster.devices_per_node * kept

@@ -1,0 +1,411 @@
+"""Sentinels of a loop of one's own: a right loop hears nothing, a wrong one is told its mistake, in the journal too."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.utils.parametrize
+import torch.nn.utils.prune
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import allranks
+from allranks.run import Run
+from tests.distributed.pool import Pools
+from tests.training.own.cases import Net, Samples, count, loss_of, own_loop, refusal, resumable, sgd
+from tests.training.own.runs import folder_of, run_loop
+
+pytestmark = pytest.mark.distributed
+
+EVERY: dict[str, Any] = {"digest_every": 1, "on_finding": "stop"}
+Spoil = Callable[[Any, Any, int], object]
+
+
+class Tracking(Net):
+    """Keeps a mean of what its own rank has seen, which nobody puts together."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(), 0.5)
+        return super().forward(x)
+
+
+class Alike(IterableDataset[Any]):
+    """Shards itself, and gives each rank the same part."""
+
+    order = "sharded"
+
+    def __iter__(self) -> Any:
+        dataset = Samples()
+        return (dataset[index] for index in range(20))
+
+
+def spoilt(
+    folder: str,
+    layout: str,
+    spoil: Spoil,
+    *,
+    make: Callable[[], nn.Module] = Net,
+    dataset: Callable[[], Any] = Samples,
+    **keys: Any,
+) -> str:
+    """A loop in which `spoil(world, model, step)` comes before every forward; what it was refused with."""
+
+    def loop() -> None:
+        with allranks.join(layout=layout, precision="float64", run=folder, **keys) as world:
+            torch.manual_seed(3)
+            model = world.parallelize(make())
+            optimizer = world.optimizer(model, sgd)
+            stream = world.stream(dataset(), global_batch=8, epochs=None, steps=5)
+            world.resume(model, optimizer, stream)
+            for batch in stream:
+                spoil(world, model, stream.step)
+                world.backward(loss_of(model, batch), targets=count(batch))
+                world.step(optimizer)
+                world.save()
+
+    return refusal(loop)
+
+
+def flip(world: Any, model: Any, step: int) -> None:
+    """What a bit that flips on rank 1 leaves behind in the third step."""
+    if step == 2 and world.rank == 1:
+        name = next(iter(world._ground.models.trained.trainable()))
+        world._ground.models.trained.local(name).view(-1)[0] += 1.0
+
+
+def reseed(world: Any, model: Any, step: int) -> None:
+    torch.manual_seed(5)
+
+
+def nothing(world: Any, model: Any, step: int) -> None:
+    """Right."""
+
+
+WRONG: dict[str, tuple[Spoil, dict[str, Any], str, str, bool]] = {
+    "a flipped bit": (flip, {}, "replicas_differ", "after step 3 rank 0", True),
+    "a mean of its own": (nothing, {"make": Tracking}, "replicas_differ", "buffer mean", True),
+    "a seed": (reseed, {}, "reseeded", "model or loss seeds torch's generator (cpu) anew, with 5", False),
+    "the same samples": (nothing, {"dataset": Alike}, "fed_alike", "ranks 0 and 1 are fed the same samples", False),
+}
+
+
+def verdicts(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in Run.open(folder).events(0) if event["event"] == "verdict"]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_named(pool: Pools, tmp_path: Path, name: str) -> None:
+    spoil, more, kind, what, ends = WRONG[name]
+    folder = tmp_path / "run"
+
+    def case() -> str:
+        return spoilt(str(folder), "ddp", spoil, digest_every=1, **more)
+
+    refusals = pool(2).run(case)
+    (verdict,) = verdicts(folder)
+    assert verdict["kind"] == kind and what in verdict["what"], verdict
+    saved = sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*"))
+    if ends:
+        assert all(told.startswith("GuardError: ") and what in told for told in refusals), refusals
+        assert verdict["step"] not in saved, "what is not alike is not saved"
+    else:
+        assert refusals == ["nothing was refused"] * 2
+        assert verdict["what"].endswith("the run goes on") and saved[-1] == 5
+
+
+def replace_layer(world: Any, model: Any, step: int) -> None:
+    if step == 2:
+        model.heads[0] = nn.Linear(8, 5, dtype=torch.float64)
+
+
+def test_a_layer_that_is_made_anew_is_told_of_on_one_process_too(tmp_path: Path) -> None:
+    assert spoilt(str(tmp_path / "warned"), "single", replace_layer, digest_every=2) == "nothing was refused"
+    (verdict,) = verdicts(tmp_path / "warned")
+    assert (verdict["kind"], verdict["step"]) == ("optimizer_unlinked", 4)
+    told = spoilt(str(tmp_path / "stopped"), "single", replace_layer, digest_every=2, on_finding="stop")
+    assert told.startswith("GuardError: step 4: optimizers and model have parted on rank 0")
+
+
+def replaced_before_the_loop(folder: str) -> str:
+    def loop() -> None:
+        with allranks.join(layout="single", precision="float64", run=folder, on_finding="stop") as world:
+            model: Any = world.parallelize(Net())
+            optimizer = world.optimizer(model, sgd)
+            model.heads[0] = nn.Linear(8, 5, dtype=torch.float64)
+            for batch in world.stream(Samples(), global_batch=8):
+                world.backward(loss_of(model, batch), targets=count(batch))
+                world.step(optimizer)
+
+    return refusal(loop)
+
+
+def test_what_is_replaced_between_optimizer_and_loop_is_seen_after_the_first_step(tmp_path: Path) -> None:
+    told = replaced_before_the_loop(str(tmp_path / "run"))
+    assert told.startswith("GuardError: step 1: ") and "heads.0.weight" in told
+
+
+def test_the_first_step_is_looked_at_then_every_200th_and_the_last(tmp_path: Path) -> None:
+    assert spoilt(str(tmp_path / "run"), "single", replace_layer) == "nothing was refused"
+    (verdict,) = verdicts(tmp_path / "run")
+    assert (verdict["kind"], verdict["step"]) == ("optimizer_unlinked", 5)
+    assert 'mute="linkage" silences this sentinel' in verdict["next"]
+
+
+def test_what_a_rank_notices_alone_is_told_where_nothing_is_compared(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"mute": ["linkage", "samples"], "digest_every": 2}
+    assert spoilt(str(tmp_path / "run"), "single", reseed, **keys) == "nothing was refused"
+    assert [one["kind"] for one in verdicts(tmp_path / "run")] == ["reseeded"]
+
+
+def caught(folder: str, how: str) -> str:
+    """A loop that goes on after a finding that ends the run, or closes the world by itself."""
+
+    def loop() -> None:
+        world = allranks.join(layout="single", precision="float64", run=folder, digest_every=2, on_finding="stop")
+        model: Any = world.parallelize(Net())
+        optimizer = world.optimizer(model, sgd)
+        stream = world.stream(Samples(), global_batch=8, epochs=None, steps=6)
+        world.resume(model, optimizer, stream)
+        try:
+            for batch in stream:
+                replace_layer(world, model, stream.step)
+                world.backward(loss_of(model, batch), targets=count(batch))
+                try:
+                    world.step(optimizer)
+                except allranks.AllranksError:
+                    if how == "close":
+                        raise
+                    if how == "break":
+                        break
+        finally:
+            world.close()
+
+    return refusal(loop)
+
+
+@pytest.mark.parametrize("how", ["close", "break", "go on"])
+def test_whatever_a_loop_makes_of_a_finding_nothing_more_is_saved(tmp_path: Path, how: str) -> None:
+    told = caught(str(tmp_path / "run"), how)
+    assert told == "nothing was refused" if how == "break" else told.startswith("GuardError: step 4: ")
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*")) == []
+
+
+@pytest.mark.parametrize("keys", [{"mute": "linkage"}, {"digest_every": 0}], ids=str)
+def test_who_is_muted_says_nothing(tmp_path: Path, keys: dict[str, Any]) -> None:
+    given = {"digest_every": 1} | keys
+    assert spoilt(str(tmp_path / "run"), "single", replace_layer, **given) == "nothing was refused"
+    assert verdicts(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"on_finding": "maybe"}, "ConfigError: argument 'guard.on_finding=maybe'"),
+        ({"digest_every": -1}, "ConfigError: argument 'guard.digest_every=-1'"),
+        ({"mute": "replica"}, "ConfigError: "),
+        ({"digest_evry": 1}, "ConfigError: join(digest_evry=...): no such argument; did you mean 'digest_every'?"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
+    found = spoilt(str(tmp_path / "run"), "single", nothing, **keys)
+    assert found.startswith(told) and "\n" not in found
+    assert not (tmp_path / "run").exists()
+
+
+LAYOUTS = ["ddp", "fsdp", "dp_shard=2,sharding=optimizer", "tp=2"]
+
+
+def test_a_right_loop_hears_nothing(pool: Pools, tmp_path: Path) -> None:
+    """Thirteen samples a step, of which ranks get different numbers; the last batch leaves one without any."""
+
+    def case() -> None:
+        for layout in LAYOUTS:
+            folder = folder_of(tmp_path, layout)
+            own_loop(folder, layout, join=EVERY, global_batch=13, micro_batch=2, max_norm=0.5)
+        own_loop(str(tmp_path / "apart"), "ddp", join=EVERY | {"local_sgd": 2}, global_batch=6, steps=6)
+
+    pool(2).run(case, timeout=240)
+    for folder in tmp_path.iterdir():
+        assert verdicts(folder) == [], folder
+    assert len(list(tmp_path.iterdir())) == len(LAYOUTS) + 1
+
+
+def test_a_right_loop_that_the_world_drives_hears_nothing(pool: Pools, tmp_path: Path) -> None:
+    def case() -> None:
+        for layout in ("pp=2", "cp=2"):
+            run_loop(folder_of(tmp_path, layout), layout, "transformer", 0.5, **EVERY)
+
+    pool(2).run(case, timeout=240)
+    assert [verdicts(folder) for folder in tmp_path.iterdir()] == [[], []]
+
+
+def test_a_resumed_one_with_dropout_and_adam_hears_nothing(pool: Pools, tmp_path: Path, monkeypatch: Any) -> None:
+    folder = tmp_path / "run"
+
+    def case() -> None:
+        import allranks as there
+
+        join = there.join
+        there.join = lambda **given: join(**given, **EVERY)
+        try:
+            resumable(str(folder), "ddp", steps=3, global_batch=8, micro_batch=2)
+            resumable(str(folder), "ddp", steps=3, global_batch=8, micro_batch=2)
+        finally:
+            there.join = join
+
+    pool(2).run(case, timeout=240)
+    assert verdicts(folder) == []
+
+
+def rename(world: Any, model: Any, step: int) -> None:
+    """What torch's pruning and parametrisations do: the same parameter gets another name."""
+    if step == 2:
+        nn.utils.parametrize.register_parametrization(model.heads[0], "weight", nn.Identity())
+        nn.utils.prune.l1_unstructured(model.heads[1], "weight", amount=0.3)
+
+
+def test_a_parameter_under_another_name_is_the_same_parameter(tmp_path: Path) -> None:
+    assert spoilt(str(tmp_path / "run"), "single", rename, **EVERY) == "nothing was refused"
+    assert verdicts(tmp_path / "run") == []
+
+
+class Projected(torch.optim.Optimizer):
+    """Keeps a moment of a projection of each gradient, under the name that Adam has for its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            state = self.state[parameter]
+            state.setdefault("exp_avg", torch.zeros(3, dtype=parameter.dtype)).mul_(0.9)
+            parameter.data.sub_(parameter.grad, alpha=0.01)
+
+
+def looped(folder: str, lines: Callable[[Any, Any, Any, int], Any], **keys: Any) -> str:
+    """A loop in which `lines(world, model, optimizer, step)` comes before each step; it gives the optimizer to take."""
+
+    def loop() -> None:
+        with allranks.join(precision="float64", run=folder, **keys) as world:
+            torch.manual_seed(3)
+            model = world.parallelize(Counting())
+            optimizer = world.optimizer(model, sgd)
+            for batch in world.stream(Samples(), global_batch=8, epochs=None, steps=6):
+                world.backward(loss_of(model, batch), targets=count(batch))
+                optimizer = lines(world, model, optimizer, world._loop.done) or optimizer  # type: ignore[union-attr]
+                world.step(optimizer)
+
+    return refusal(loop)
+
+
+class Counting(Net):
+    """Counts its forwards."""
+
+    forwards: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.forwards += 1
+        return super().forward(x)
+
+
+def projected(world: Any, model: Any, optimizer: Any, step: int) -> Any:
+    return world.optimizer(model, Projected) if step == 0 else None
+
+
+def test_what_another_optimizer_keeps_is_its_own_business(tmp_path: Path) -> None:
+    assert looped(str(tmp_path / "run"), projected, **EVERY) == "nothing was refused"
+    assert verdicts(tmp_path / "run") == []
+
+
+def add_group(world: Any, model: Any, optimizer: Any, step: int) -> Any:
+    if step == 2:
+        extra = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        extra.grad = torch.ones_like(extra)
+        optimizer.add_param_group({"params": [extra]})
+
+
+def second_optimizer(world: Any, model: Any, optimizer: Any, step: int) -> Any:
+    return world.optimizer(model, torch.optim.SGD, lr=0.01) if step == 3 else None
+
+
+def test_parameters_that_are_added_are_told_of(pool: Pools, tmp_path: Path) -> None:
+    def case() -> str:
+        return looped(str(tmp_path / "run"), add_group, digest_every=2)
+
+    assert pool(2).run(case) == ["nothing was refused"] * 2
+    (verdict,) = verdicts(tmp_path / "run")
+    assert verdict["kind"] == "optimizer_unlinked" and "that is no parameter" in verdict["what"]
+
+
+def test_a_second_optimizer_is_watched_and_fillers_are_not_forgotten(pool: Pools, tmp_path: Path) -> None:
+    """Of 37 samples in eights the fifth batch leaves a rank without: its counter then differs, and rightly so."""
+
+    def case() -> list[str]:
+        right = looped(str(tmp_path / "right"), second_optimizer, **EVERY)
+
+        def spoilt_state(world: Any, model: Any, optimizer: Any, step: int) -> Any:
+            made = second_optimizer(world, model, optimizer, step)
+            if step == 5 and world.rank == 1:
+                next(iter(model.parameters())).data.view(-1)[0] += 1.0
+            return made
+
+        return [right, looped(str(tmp_path / "wrong"), spoilt_state, digest_every=1)]
+
+    for right, wrong in pool(2).run(case):
+        assert right == "nothing was refused"
+        assert wrong.startswith("GuardError: after step 6 rank 0")
+    assert verdicts(tmp_path / "right") == []
+
+
+def test_ranks_that_were_given_other_keys_are_refused_together(pool: Pools, tmp_path: Path) -> None:
+    def case() -> str:
+        import os
+
+        return spoilt(str(tmp_path / "run"), "ddp", nothing, digest_every=1 + int(os.environ["RANK"]))
+
+    for told in pool(2).run_alone(case):
+        assert told.startswith(
+            "ConfigError: rank 1 was started with other settings than rank 0: guard.digest_every = 2"
+        )
+
+
+def test_what_is_noticed_is_told_while_copies_are_apart(pool: Pools, tmp_path: Path) -> None:
+    """What a rank notices is told while they are."""
+
+    def case() -> str:
+        def spoil(world: Any, model: Any, step: int) -> None:
+            if step >= 3:
+                reseed(world, model, step)
+
+        return spoilt(str(tmp_path / "run"), "ddp", spoil, digest_every=2, local_sgd=5)
+
+    assert pool(2).run(case) == ["nothing was refused"] * 2
+    assert [(one["kind"], one["step"]) for one in verdicts(tmp_path / "run")] == [("reseeded", 4)]
+
+
+@pytest.mark.full
+def test_a_right_loop_on_four_hears_nothing(pool: Pools, tmp_path: Path) -> None:
+    layouts = ("dp_replicate=2,dp_shard=2", "tp=2,dp_shard=2", "dp_shard=4,sharding=optimizer")
+
+    def case() -> None:
+        for layout in layouts:
+            own_loop(folder_of(tmp_path, layout), layout, join=EVERY, global_batch=13, micro_batch=2)
+        run_loop(str(tmp_path / "staged"), "pp=2,dp_replicate=2", "transformer", 0.5, **EVERY)
+
+    pool(4).run(case, timeout=240)
+    assert [verdicts(folder) for folder in tmp_path.iterdir()] == [[]] * 4
