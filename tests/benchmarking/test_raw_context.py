@@ -17,7 +17,7 @@ def losses(layout: Layout) -> list[float]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("context", ["ulysses", "ring"])
 def test_its_losses_are_those_of_one_process(pool: Pools, size: int, context: Literal["ulysses", "ring"]) -> None:
     expected = losses(Layout(kind="single"))

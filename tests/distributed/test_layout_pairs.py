@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.matrix_models import Sentence
+from tests.distributed.matrix import ROWS
+from tests.distributed.matrix_models import Sentence, task_of
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of
 from tests.distributed.tasks import Tiny
+from tests.distributed.test_matrix import Case, config, runs
 from tests.training.snapshots import check_exchange
 
 pytestmark = pytest.mark.distributed
@@ -84,3 +86,15 @@ def test_experts_from_one_device_and_to_it(pool: Pools, tmp_path: Path) -> None:
     for number, (one, other) in enumerate(((cut, single), (single, cut))):
         (tmp_path / str(number)).mkdir()
         assert len(check_exchange(pool, tmp_path / str(number), Tiny(kind="moe"), one, other, steps=2)) > 60
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ROWS)
+def test_every_layout_of_the_matrix_to_and_from_one_device(pool: Pools, tmp_path: Path, name: str) -> None:
+    row, model = ROWS[name], "moe" if ROWS[name].resolved.ep > 1 else "transformer"
+    run = runs(row)[0]
+    laid = config(Case(name, model, *run)), row.world_size
+    single = config(Case("singlex1", model, *run)), 1
+    for number, (one, other) in enumerate(((laid, single), (single, laid))):
+        (tmp_path / str(number)).mkdir()
+        assert len(check_exchange(pool, tmp_path / str(number), task_of(model), one, other, steps=2)) > 20

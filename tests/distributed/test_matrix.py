@@ -195,6 +195,14 @@ def test_equal_to_one_device_in_every_layout_with_every_model(pool: Pools, cell:
     check(pool, chosen_of(cell))
 
 
+def large(name: str) -> Any:
+    """A layout of more than four processes is refused in the full run."""
+    return pytest.param(name, marks=pytest.mark.full) if ROWS[name].world_size > 4 else name
+
+
+REFUSING = [large(name) for name in dict.fromkeys(name for name, _ in REFUSED)]
+
+
 def refused(cells: Sequence[tuple[str, str]]) -> list[str]:
     """In a worker: what each cell of one layout is refused with."""
     found = []
@@ -205,7 +213,7 @@ def refused(cells: Sequence[tuple[str, str]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in REFUSED if ROWS[name].world_size <= 4))
+@pytest.mark.parametrize("name", REFUSING)
 def test_what_makes_no_sense_is_refused_by_name(pool: Pools, name: str) -> None:
     cells = [cell for cell in REFUSED if cell[0] == name]
     for told in pool(ROWS[name].world_size).run(refused, cells):
