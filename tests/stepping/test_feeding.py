@@ -107,3 +107,17 @@ def test_rows() -> None:
     assert rows_of(batch | {"y": torch.tensor([1, 2, 3])})[2] != third
     assert len(rows_of(torch.zeros(99, 3))) == ROWS and rows_of(["no tensor"]) == []
     assert len(rows_of(torch.zeros(2, 3, dtype=torch.bfloat16))) == 2
+
+
+def told_again() -> list[Any]:
+    """In a worker: two rounds after one step, of ranks that are fed four samples alike, which may be chance."""
+    config = config_of("ddp", "train.global_batch=8", "guard.digest_every=1", steps=2)
+    session = session_of(Fed(how="whole"), config)
+    list(step_through(session, 1))
+    return [hold_round(session, 1) for _ in range(2)]
+
+
+@pytest.mark.distributed
+def test_a_round_without_a_step_counts_nothing_twice(pool: Pools) -> None:
+    for rounds in pool(2).run(told_again):
+        assert [found.get("samples") for found in rounds] == [None, None]

@@ -64,7 +64,10 @@ class Feeding(StepSentinel, RoundSentinel):
         return {"dp": self._mesh.dp_rank, "rows": self._rows, "ledger": self._ledger}
 
     def judge(self, told: Sequence[Any], step: int) -> Verdict | None:
-        if self._stream.order == "map" and sum(one["ledger"] for one in told) % MODULUS != self._expected:
+        expected = self._expected
+        # A round that no look came before, as at the end of a loop, has nothing new: rows told twice would count twice.
+        self._rows, self._ledger, self._expected = [], 0, 0
+        if self._stream.order == "map" and sum(one["ledger"] for one in told) % MODULUS != expected:
             what = f"step {step}: what the ranks have fed are not the samples of this step, each once"
             return Verdict(
                 "samples_wrong", what, (), "this is a fault of allranks: please report it, with the run's config"

@@ -134,8 +134,9 @@ class Optimizers:
         optimizer has changed in its groups (a counter, an estimated rate), as `optimizer[.<which>].group.<i>.<key>`.
 
         Raises:
-            TaskError: it has changed something there that is no JSON value.
+            TaskError: it has changed something there that is no JSON value, or holds what is no parameter of the model.
         """
+        self._check_held()
         found: dict[str, object] = {
             f"{prefix}.{key}.{self.entries[id(parameter)].name}": value
             for prefix, optimizer in self._prefixed()
@@ -149,6 +150,16 @@ class Optimizers:
                     if key not in initial or not _equal(value, initial[key]):
                         found[f"{prefix}.group.{index}.{key}"] = _plain(value, optimizer, key)
         return found
+
+    def _check_held(self) -> None:
+        for optimizer in self.by_name.values():
+            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+                if id(parameter) not in self.entries:
+                    kind, shape = type(optimizer).__name__, tuple(parameter.shape)
+                    raise TaskError(
+                        f"{kind} holds a tensor of shape {shape} that is no parameter of the model: no checkpoint keeps"
+                        " it, and nobody reduces its gradients; make it a parameter of the module"
+                    )
 
     def load_numbers(self, numbers: Mapping[str, object]) -> None:
         """The inverse of `numbers`."""
@@ -193,8 +204,9 @@ class Optimizers:
         """State of a part of a parameter is of that part, element by element, or it means something else on each rank.
 
         Raises:
-            TaskError: an optimizer keeps rows, columns or other sums of what is cut (Adafactor).
+            TaskError: an optimizer keeps rows, columns or other sums of what is cut (Adafactor), or holds a stranger.
         """
+        self._check_held()
         for parameter, state in self.by_name[which].state.items():
             entry = self.entries[id(parameter)]
             if not entry.sharded or isinstance(parameter, DTensor):

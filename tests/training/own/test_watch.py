@@ -372,6 +372,25 @@ def test_a_second_optimizer_is_watched_and_fillers_are_not_forgotten(pool: Pools
     assert verdicts(tmp_path / "right") == []
 
 
+@pytest.mark.parametrize("added_at", [0, 2])
+def test_what_no_checkpoint_keeps_is_refused_at_once_or_when_it_is_saved(tmp_path: Path, added_at: int) -> None:
+    def loop() -> None:
+        with allranks.join(layout="single", precision="float64", run=str(tmp_path / "run")) as world:
+            model = world.parallelize(Net())
+            optimizer = world.optimizer(model, sgd)
+            stream = world.stream(Samples(), global_batch=8)
+            world.resume(model, optimizer, stream)
+            for batch in stream:
+                world.backward(loss_of(model, batch), targets=count(batch))
+                if stream.step == added_at:
+                    add_group(world, model, optimizer, 2)
+                world.step(optimizer)
+                world.save()
+
+    assert refusal(loop).startswith("TaskError: SGD holds a tensor of shape (3,) that is no parameter of the model")
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == added_at
+
+
 def test_ranks_that_were_given_other_keys_are_refused_together(pool: Pools, tmp_path: Path) -> None:
     def case() -> str:
         import os

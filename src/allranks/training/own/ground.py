@@ -133,7 +133,12 @@ def prepare_ground(
     choice = choose_device(environment, device, config.train.backend, degrees)
     owns_group = _start(environment, choice)
     processes = gather_processes(environment, choice, degrees)
-    check_same_start(config.flat(), None, processes.world_group, processes.device)
+    try:
+        check_same_start(config.flat(), None, processes.world_group, processes.device)
+    except ConfigError:  # raised on every rank
+        if owns_group:
+            stop()
+        raise
     return Ground(
         processes=processes,
         config=config,
