@@ -62,9 +62,8 @@ def _figures(rows: Sequence[Row]) -> Iterator[str]:
     yield f"| strategy | processes | {' | '.join(headings)} |"
     yield "|---" * (len(headings) + 2) + "|"
     for strategy in STRATEGIES:
-        name = strategy.measured or strategy.layout
         for row in rows:
-            if row["strategy"] == name and not strategy.why_not:
+            if row["strategy"] in strategy.rows:
                 yield _figure(row, ddp.get(row["processes"]))
 
 

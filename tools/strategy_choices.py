@@ -13,7 +13,7 @@ class Strategy:
         layout: as it is typed.
         has: what each process has.
         when: to use it.
-        measured: the strategy of the benchmark, where that is called otherwise.
+        measured: the strategies of the benchmark, where they are called otherwise.
         why_not: why the benchmark has no figure for it; empty: it has.
         guide: the page that says more.
         settings: keys beside the layout, which its string does not take.
@@ -22,7 +22,7 @@ class Strategy:
     layout: str
     has: str
     when: str
-    measured: str = ""
+    measured: tuple[str, ...] = ()
     why_not: str = ""
     guide: str = ""
     settings: str = ""
@@ -33,13 +33,17 @@ class Strategy:
         return f"{self.layout} {self.settings}".rstrip()
 
     @property
+    def rows(self) -> tuple[str, ...]:
+        """The benchmark's strategies that time it."""
+        return () if self.why_not else self.measured or (self.layout,)
+
+    @property
     def command(self) -> str:
         """How a user starts it."""
         layout = f'"{self.layout}"' if "*" in self.layout else self.layout  # which some shells would look for
         return f"allranks train {TASK} --layout {layout} {self.settings}".rstrip()
 
 
-LATER = 'its twin is younger than the stored run; `allranks bench strategies --layouts "{}"` times it'
 ONE_DEVICE = "the processes of the stored run have one device each, where it changes nothing"
 NO_ACCELERATOR = "it needs an accelerator, and the stored run is of a CPU"
 STRATEGIES = (
@@ -49,7 +53,7 @@ STRATEGIES = (
         "ddp",
         "as ddp; gradients travel rounded to half (`bfloat16`, or `float16`)",
         "Links are slower than a step: the first thing to try. Not the same gradients: the guide says how far.",
-        why_not=LATER.format("ddp layout.ddp_hook=bfloat16"),
+        measured=("ddp layout.ddp_hook=bfloat16", "ddp layout.ddp_hook=float16"),
         guide="slow-links",
         settings="layout.ddp_hook=bfloat16",
     ),
@@ -57,7 +61,7 @@ STRATEGIES = (
         "ddp",
         "as ddp; of each large matrix of gradients two thin ones travel (PowerSGD)",
         "Links are ten times too slow, and layers large.",
-        why_not=LATER.format("ddp layout.ddp_hook=powersgd layout.powersgd_start=2"),
+        measured=("ddp layout.ddp_hook=powersgd layout.powersgd_start=2 layout.ddp_bucket_mb=64",),
         guide="slow-links",
         settings="layout.ddp_hook=powersgd",
     ),
@@ -65,7 +69,7 @@ STRATEGIES = (
         "ddp",
         "a whole model that trains by itself; all meet every 100 steps (local SGD, DiLoCo)",
         "Copies are in other cities. Goes with what shards inside a copy, too: `dp_replicate=2,dp_shard=*`.",
-        why_not=LATER.format("ddp layout.local_sgd=2"),
+        measured=("ddp layout.local_sgd=2",),
         guide="slow-links",
         settings="layout.local_sgd=100",
     ),
@@ -93,13 +97,13 @@ STRATEGIES = (
         "dp_replicate=2,dp_shard=*",
         "its part, and there are two copies (HSDP)",
         "Links inside a machine are faster than those between machines; `hsdp` is one copy a machine.",
-        measured="dp_replicate=2,dp_shard=2",
+        measured=("dp_replicate=2,dp_shard=2",),
     ),
     Strategy(
         "tp=2",
         "its part of every large layer (tensor parallel)",
         "Single layers or their activations are too large, and links are fast.",
-        measured="tp=*",
+        measured=("tp=*",),
         guide="split-layers",
     ),
     Strategy(
@@ -112,21 +116,20 @@ STRATEGIES = (
         "pp=2",
         "some of the layers, a stage",
         "Links are slow: only activations at the borders of stages travel.",
-        measured="pp=*",
+        measured=("pp=*",),
         guide="pipeline",
     ),
     Strategy(
         "pp=2,schedule=gpipe",
         "as pp=2; all forwards, then all backwards",
         "To compare: more activations wait than under `1f1b`, the default.",
-        why_not=LATER.format("pp=2,schedule=gpipe"),
         guide="pipeline",
     ),
     Strategy(
         "pp=2,schedule=interleaved",
         "two stages of half the size (`looped_bfs`: their forwards together)",
         "Stages wait too long for each other, and links take twice the messages.",
-        why_not=LATER.format("pp=2,schedule=interleaved"),
+        measured=("pp=2,schedule=interleaved", "pp=2,schedule=looped_bfs"),
         guide="pipeline",
         settings="train.micro_steps=8",
     ),
@@ -134,7 +137,7 @@ STRATEGIES = (
         "pp=2,schedule=zbv",
         "two stages; the halves of a backward come apart (`interleaved_zb` and `dualpipev`, too)",
         "As above, where waits have to be filled; not with tp, dp_shard, recompute or compile.",
-        why_not=LATER.format("pp=2,schedule=zbv"),
+        measured=("pp=2,schedule=interleaved_zb", "pp=2,schedule=zbv", "pp=2,schedule=dualpipev"),
         guide="pipeline",
     ),
     Strategy(
@@ -155,14 +158,14 @@ STRATEGIES = (
         "cp=2",
         "its part of every sequence (`layout.context=ulysses`, or `=ring`)",
         "Sequences are too long for one device.",
-        measured="cp=*",
+        measured=("cp=*",),
         guide="long-sequences",
     ),
     Strategy(
         "cp=2",
         "the same; keys and values go round",
         "As above, where heads are fewer than processes, or attention's memory counts.",
-        why_not=LATER.format("cp=* layout.context=ring"),
+        measured=("cp=* layout.context=ring",),
         guide="long-sequences",
         settings="layout.context=ring",
     ),
@@ -170,7 +173,7 @@ STRATEGIES = (
         "dp_replicate=2,ep=2",
         "some of the experts of every layer",
         "A mixture of experts whose experts do not fit on each device. Measured with experts in the model's place.",
-        measured="ddp,ep=2",
+        measured=("ddp,ep=2",),
         guide="experts",
     ),
     Strategy(
@@ -209,8 +212,7 @@ STRATEGIES = (
         "data_parallel",
         "everything, on all GPUs of one process (nn.DataParallel)",
         "To compare with an old script; ddp is faster.",
-        "",
-        "it is nn.DataParallel itself; without GPUs it changes nothing",
-        "migrate-from-data-parallel",
+        why_not="it is nn.DataParallel itself; without GPUs it changes nothing",
+        guide="migrate-from-data-parallel",
     ),
 )

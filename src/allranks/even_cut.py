@@ -3,7 +3,7 @@
 The engine cuts a model's blocks into stages and devices with it, and the planner foresees the same cut.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 def cut_evenly(costs: Sequence[float], num_parts: int) -> list[int]:
@@ -26,6 +26,59 @@ def cut_evenly(costs: Sequence[float], num_parts: int) -> list[int]:
             begins[end] = [*starts[start], start]
         dearest, starts = following, begins
     return starts[len(costs)]
+
+
+def cut_among(costs: Sequence[float], owners: Sequence[int]) -> list[int]:
+    """Where each of `len(owners)` consecutive, non-empty parts begins, so that the dearest owner's parts are cheap.
+
+    From the even cut one cost after another is handed from the dearest owner to another one, all borders between them
+    moving by one, as long as that makes a cheaper whole. Where owners have one part each that is the even cut.
+
+    Args:
+        costs: none below 0.
+        owners: who has each part.
+    """
+    starts = cut_evenly(costs, len(owners))
+    if len(set(owners)) == len(owners):
+        return starts
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    best = _dearness(starts, sums, owners)
+    while True:
+        better, found = min((_dearness(one, sums, owners), one) for one in _handed_on(starts, sums, owners))
+        if better >= best:
+            return starts
+        best, starts = better, found
+
+
+def _dearness(starts: Sequence[int], sums: Sequence[float], owners: Sequence[int]) -> tuple[list[float], float]:
+    """What each owner has, the dearest first; then the dearest part."""
+    parts = [sums[end] - sums[start] for start, end in zip(starts, [*starts[1:], len(sums) - 1], strict=True)]
+    return sorted(_loads(parts, owners), reverse=True), max(parts)
+
+
+def _loads(parts: Sequence[float], owners: Sequence[int]) -> list[float]:
+    loads = dict.fromkeys(owners, 0.0)
+    for part, owner in zip(parts, owners, strict=True):
+        loads[owner] += part
+    return list(loads.values())
+
+
+def _handed_on(starts: list[int], sums: Sequence[float], owners: Sequence[int]) -> Iterator[list[int]]:
+    """The cut as it is, and those with one cost less in a part of a dearest owner, and one more in another part."""
+    yield starts
+    ends = [*starts[1:], len(sums) - 1]
+    parts = [sums[end] - sums[start] for start, end in zip(starts, ends, strict=True)]
+    dearest = max(zip(_loads(parts, owners), dict.fromkeys(owners), strict=True))[1]
+    for giver, owner in enumerate(owners):
+        if owner != dearest or ends[giver] - starts[giver] == 1:
+            continue
+        for taker in range(len(owners)):
+            if taker > giver:  # the borders between move back
+                yield [start - (giver < part <= taker) for part, start in enumerate(starts)]
+            elif taker < giver:
+                yield [start + (taker < part <= giver) for part, start in enumerate(starts)]
 
 
 def _best_start(dearest: dict[int, float], sums: list[float], first: int, end: int) -> int:

@@ -139,6 +139,11 @@ class Layout:
         there_and_back = self.schedule in THERE_AND_BACK and stage >= self.pp
         return 2 * self.pp - 1 - stage if there_and_back else stage % self.pp
 
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """`stage_rank` of every stage."""
+        return tuple(self.stage_rank(stage) for stage in range(self.num_stages))
+
     def fits_schedule(self, micro_steps: int) -> bool:
         """Whether the schedule takes so many micro-steps: one a stage at least, and only whole rounds."""
         in_rounds = self.num_stages > self.pp

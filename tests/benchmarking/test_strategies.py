@@ -29,7 +29,7 @@ def test_by_default_everything_that_fits(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CXX", "true")
     planned = _planned(None, None)
     assert planned[0] == ("single", 1)
-    assert len(planned) == 1 + 12 + 14
+    assert len(planned) == 1 + 23 + 19
     assert [world for _, world in planned] == sorted(world for _, world in planned)
     assert ("tp=2,dp_shard=2", 4) in planned and ("tp=2,dp_shard=2", 2) not in planned
     assert {world for _, world in _planned(None, [2])} == {1, 2}
@@ -46,10 +46,11 @@ def test_what_is_asked_for_has_to_fit() -> None:
 
 def test_only_what_has_a_twin() -> None:
     refused = Layout(offload="activations"), Layout(tp=2, dp_replicate=2), Layout(dp_shard=2, local_sgd=2)
+    several = Layout(dp_replicate=2, ddp_hook="powersgd")
     others = Layout(dp_shard=2, ep=2), Layout(pp=2, dp_shard=2), Layout(pp=8, schedule="zbv"), Layout(cp=2, tp=2)
     inside = [Layout(pp=2, recompute="full"), Layout(pp=2, compile="block"), Layout(cp=2, compile="block")]
     inside += [Layout(dp_replicate=2, ep=2, sharding="none"), Layout(dp_replicate=2, ep=2, compile="block")]
-    for layout in (*refused, *others, *inside):
+    for layout in (*refused, *others, *inside, several):
         with pytest.raises(LayoutError, match=r"twin|DDP|micro-steps of this command"):
             check_twin(layout)
     check_twin(Layout(tp=2, dp_replicate=2, sharding="none", recompute="full"))
@@ -57,7 +58,7 @@ def test_only_what_has_a_twin() -> None:
         check_twin(Layout(pp=2, schedule=schedule))
     check_twin(Layout(cp=2, context="ring"))
     check_twin(Layout(dp_replicate=2, local_sgd=2, outer_lr=0.5))
-    check_twin(Layout(dp_replicate=2, ddp_hook="powersgd"))
+    check_twin(Layout(dp_replicate=2, ddp_hook="powersgd", ddp_bucket_mb=64))
     check_twin(Layout(dp_replicate=4, ep=2))
     for layout in (Layout(recompute="selective"), Layout(cp=2), Layout(pp=4), Layout(dp_replicate=2, compile="block")):
         check_twin(layout)

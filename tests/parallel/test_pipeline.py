@@ -65,7 +65,7 @@ def ranks(schedule: str = "1f1b", pp: int = 2, kind: type[nn.Module] = Model, **
     found = []
     for rank in range(pp):
         model = made(kind)
-        found.append(Pipeline(model, plan_stages(model, layout.num_stages, **hints), OneOf(layout, rank, None)))
+        found.append(Pipeline(model, plan_stages(model, layout.stage_ranks, **hints), OneOf(layout, rank, None)))
     for pipeline in found[1:]:
         pipeline.crossings = found[0].crossings
     return found

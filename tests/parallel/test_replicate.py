@@ -73,13 +73,13 @@ def test_gradients_lie_in_the_buckets_themselves(pool: Pools, micro_steps: int) 
 
 
 class Partial(nn.Module):
-    """One layer is never used, and one only in training."""
+    """Three layers are never used, and one only in training."""
 
     def __init__(self) -> None:
         super().__init__()
         self.used = nn.Linear(5, 3)
         self.extra = nn.Linear(5, 3)
-        self.never = nn.Linear(5, 3)
+        self.never = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.used(x) + (self.extra(x) if self.training else 0.0)
@@ -101,7 +101,8 @@ def run_partial(layout: str, *overrides: str) -> tuple[Any, list[str]]:
 def test_a_parameter_without_gradient_holds_up_no_other(pool: Pools) -> None:
     """Plain DDP steps once with gradients that were never reduced, and raises in the second step."""
     alone = together([pool(1).run(run_partial, "single")[0][0]])
-    searched = "every backward is searched for parameters without gradient, because never.weight and 1 more got none"
+    because = "never.0.weight, never.0.bias, never.1.weight, never.1.bias and 2 more got none on the first samples"
+    searched = f"every backward is searched for parameters without gradient, because {because}"
     for case in (("ddp",), ("ddp", "layout.static_graph=true"), ("fsdp",)):
         ranks = pool(2).run(run_partial, *case)
         found = together([parts for parts, _ in ranks])

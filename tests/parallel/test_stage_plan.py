@@ -23,7 +23,7 @@ def transformer(num_layers: int) -> nn.Module:
     ],
 )
 def test_equal_blocks_are_dealt_equally(num_stages: int, points: tuple[str, ...]) -> None:
-    plan = plan_stages(transformer(6), num_stages)
+    plan = plan_stages(transformer(6), range(num_stages))
     assert plan.points == points and plan.num_stages == num_stages
     assert plan.homes["embedding"] == plan.homes["layers.0"] == 0
     assert plan.homes["layers.5"] == plan.homes["norm"] == plan.homes["output"] == num_stages - 1
@@ -34,34 +34,34 @@ def test_a_heavy_head_gets_fewer_blocks_beside_it() -> None:
     with torch.device("meta"):
         model = Transformer(20_000, 4, 32, 4)
     # The embedding has as many parameters, but is looked up and not multiplied.
-    assert plan_stages(model, 2).points == ("layers.3",)
+    assert plan_stages(model, range(2)).points == ("layers.3",)
 
 
 def test_a_sequence_is_cut_between_its_modules() -> None:
     layers = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)]
-    plan = plan_stages(nn.Sequential(*layers), 3)
+    plan = plan_stages(nn.Sequential(*layers), range(3))
     assert plan.points == ("2", "4")
     assert plan.homes == {"0": 0, "1": 0, "2": 1, "3": 1, "4": 2}
     assert plan.because == "the model is a sequence of modules"
 
 
 def test_hints_name_the_places() -> None:
-    plan = plan_stages(transformer(4), 2, split_before=["norm", "layers.1"])
+    plan = plan_stages(transformer(4), range(2), split_before=["norm", "layers.1"])
     assert plan.points in (("layers.1",), ("norm",)) and plan.because == "hints().split_before names them"
-    alone = plan_stages(transformer(4), 2, split_before=["norm"])
+    alone = plan_stages(transformer(4), range(2), split_before=["norm"])
     assert alone.points == ("norm",) and alone.homes["layers"] == 0 and alone.homes["output"] == 1
-    assert plan_stages(transformer(4), 2, blocks=["layers.*"]).because == "hints().blocks names them"
+    assert plan_stages(transformer(4), range(2), blocks=["layers.*"]).because == "hints().blocks names them"
 
 
 def test_what_lies_in_several_stages_has_no_home() -> None:
-    plan = plan_stages(transformer(2), 2)
+    plan = plan_stages(transformer(2), range(2))
     assert "layers" not in plan.homes and "layers.0" in plan.homes
 
 
 def test_a_module_that_is_registered_twice_has_two_homes() -> None:
     shared = nn.Linear(4, 4)
     model = nn.Sequential(shared, nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4), shared)
-    plan = plan_stages(model, 2, split_before=["3"])
+    plan = plan_stages(model, range(2), split_before=["3"])
     assert (plan.homes["0"], plan.homes["4"]) == (0, 1)
 
 
@@ -69,15 +69,15 @@ def test_too_few_blocks_are_refused_with_the_numbers() -> None:
     with pytest.raises(
         LayoutError, match=r"3 stages begins at 3 blocks at least, and this model has 2 \(layers.0, layers.1\)"
     ):
-        plan_stages(transformer(2), 3)
+        plan_stages(transformer(2), range(3))
     with pytest.raises(LayoutError, match=r"this model has 0 \(none repeats\)"):
-        plan_stages(nn.Linear(2, 2), 2)
+        plan_stages(nn.Linear(2, 2), range(2))
     with pytest.raises(LayoutError, match=r"3 stages begins at 2 blocks at least, and this model has 1 \(norm\)"):
-        plan_stages(transformer(2), 3, split_before=["norm"])
+        plan_stages(transformer(2), range(3), split_before=["norm"])
 
 
 def test_a_hint_that_matches_nothing_is_refused_with_names() -> None:
     with pytest.raises(
         LayoutError, match=r"hints\(\).split_before: 'layer.1' matches no module; the nearest are layers.1, "
     ):
-        plan_stages(transformer(2), 2, split_before=["layer.1"])
+        plan_stages(transformer(2), range(2), split_before=["layer.1"])

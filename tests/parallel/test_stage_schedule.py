@@ -31,7 +31,7 @@ def inputs(index: int, rows: int = 2) -> torch.Tensor:
 def made(schedule: str) -> tuple[Scheduler, Pipeline]:
     mesh = build_mesh(Layout(pp=2, schedule=schedule), "cpu")
     module = model()
-    pipeline = Pipeline(module, plan_stages(module, mesh.layout.num_stages), mesh)
+    pipeline = Pipeline(module, plan_stages(module, mesh.layout.stage_ranks), mesh)
     device = torch.device("cpu")
     return Scheduler(pipeline, Transport(pipeline, mesh, device), mesh, device), pipeline
 

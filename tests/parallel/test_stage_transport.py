@@ -46,7 +46,7 @@ def test_a_signature_is_of_shapes_types_and_gradients() -> None:
 def transport(schedule: str) -> Transport:
     mesh = build_mesh(Layout(pp=2, schedule=schedule), "cpu")
     module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
-    pipeline = Pipeline(module, plan_stages(module, mesh.layout.num_stages), mesh)
+    pipeline = Pipeline(module, plan_stages(module, mesh.layout.stage_ranks), mesh)
     return Transport(pipeline, mesh, torch.device("cpu"))
 
 

@@ -173,7 +173,7 @@ def test_stages_are_refused_where_the_engine_refuses_them(layers: int, schedule:
     model = Transformer(64, num_layers=layers, hidden=16, num_heads=2, max_seq=32)
     layout = Layout(pp=4, schedule=schedule)
     try:
-        plan_stages(model, layout.num_stages)
+        plan_stages(model, layout.stage_ranks)
     except LayoutError:
         assert refuses(rules.pipeline_blocks, decoder(layers=layers), choose(pp=4, schedule=schedule))
     else:

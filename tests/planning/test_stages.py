@@ -22,11 +22,12 @@ def dynamo() -> None:
     importlib.import_module("torch._dynamo")
 
 
-def blocks_of_engine(tied: bool, pp: int, num_stages: int, schedule: str) -> list[int]:
+def blocks_of_engine(tied: bool, pp: int, schedule: str) -> list[int]:
     with torch.device("meta"):
         sizes = {"ffn": 128, "max_seq": 8, "num_kv_heads": 8}
         model = Transformer(1000, 11, 64, 8, tied=tied, **sizes)
-    plan, layout = plan_stages(model, num_stages, ("layers.*",)), Layout(pp=pp, schedule=schedule)
+    layout = Layout(pp=pp, schedule=schedule)
+    plan = plan_stages(model, layout.stage_ranks, ("layers.*",))
     counts = [0] * pp
     for number in range(11):
         name = f"layers.{number}"
@@ -35,13 +36,15 @@ def blocks_of_engine(tied: bool, pp: int, num_stages: int, schedule: str) -> lis
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("pp", "schedule"), [(2, "1f1b"), (3, "1f1b"), (4, "gpipe"), (2, "interleaved"), (2, "zbv")])
+@pytest.mark.parametrize(
+    ("pp", "schedule"), [(2, "1f1b"), (3, "1f1b"), (4, "gpipe"), (2, "interleaved"), (2, "zbv"), (4, "dualpipev")]
+)
 def test_every_rank_has_the_blocks_that_the_engine_gives_it(tied: bool, pp: int, schedule: str) -> None:
     layout = Layout(pp=pp, schedule=schedule)
     profile = find_model("llama3-8b", layers=11, hidden=64, heads=8, ffn=128, vocab=1000, tied=tied).profile(8)
     setting = setting_of(Choice(layout, 8, 1, chunks=layout.num_stages // pp))
     held = stages_under(profile, setting)
-    assert [stage[1] for stage in held] == blocks_of_engine(tied, pp, layout.num_stages, schedule)
+    assert [stage[1] for stage in held] == blocks_of_engine(tied, pp, schedule)
     assert [stage[0] for stage in held] == [1] + [0] * (pp - 1)
     last = layout.stage_rank(layout.num_stages - 1)
     assert [stage[2] for stage in held] == [int(rank == last) for rank in range(pp)]

@@ -93,7 +93,7 @@ def check_half(layout: str, overrides: tuple[str, ...]) -> tuple[str | None, boo
 def test_unused_parameters_under_several_processes(
     pool: Pools, layout: str, overrides: tuple[str, ...], searched: bool
 ) -> None:
-    because = "other.weight and 1 more got none on the first samples" if searched else None
+    because = "other.weight, other.bias got none on the first samples" if searched else None
     assert pool(2).run(check_half, layout, overrides) == [(because, False, True)] * 2
 
 
@@ -135,7 +135,7 @@ def check_sides(task: Any) -> list[str]:
 @pytest.mark.distributed
 def test_ranks_that_see_other_samples_decide_together(pool: Pools) -> None:
     one, other = pool(2).run(check_sides, Sided())
-    assert "other.weight and 1 more got none on the first samples" in one[-1]
+    assert "other.weight, other.bias got none on the first samples" in one[-1]
     assert "a parameter of another process got none on the first samples" in other[-1]
     (one,), (other,) = pool(2).run(check_sides, Sided(coupling=True))
     assert one.startswith("the loss couples the samples of a batch (it does so on another process")

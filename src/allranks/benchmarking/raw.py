@@ -122,8 +122,13 @@ def spread(model: Decoder, layout: Layout, mesh: DeviceMesh | None, device: torc
             fully_shard(block, mesh=over, reshard_after_forward=keep)
         fully_shard(model, mesh=over, reshard_after_forward=keep)
     elif mesh is not None and layout.replicated and layout.local_sgd is None:
-        ids = [device.index] if device.type == "cuda" else None
-        copies = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)  # with cp of parts, too
+        # With cp these are copies of parts, too.
+        copies = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=layout.ddp_bucket_mb,
+            gradient_as_bucket_view=True,
+        )
         compress(copies, layout)
         return copies
     return model

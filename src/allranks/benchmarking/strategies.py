@@ -15,6 +15,10 @@ from allranks.layout_refusals import refuse_unsupported
 STRATEGIES = (
     "single",
     "ddp",
+    "ddp layout.ddp_hook=bfloat16",
+    "ddp layout.ddp_hook=float16",
+    "ddp layout.ddp_hook=powersgd layout.powersgd_start=2 layout.ddp_bucket_mb=64",
+    "ddp layout.local_sgd=2",
     "dp_shard=*,sharding=optimizer",
     "fsdp",
     "fsdp,sharding=grad_op",
@@ -26,7 +30,14 @@ STRATEGIES = (
     "tp=*",
     "tp=2,dp_shard=2",
     "pp=*",
+    "pp=2,schedule=gpipe",
+    "pp=2,schedule=interleaved",
+    "pp=2,schedule=looped_bfs",
+    "pp=2,schedule=interleaved_zb",
+    "pp=2,schedule=zbv",
+    "pp=2,schedule=dualpipev",
     "cp=*",
+    "cp=* layout.context=ring",
     "ddp,ep=2",
 )
 NUM_PROCESSES = (2, 4)
@@ -38,6 +49,9 @@ FSDP_OF_DDP_TARGET = 1.25
 
 MICRO_STEPS = 4
 """Of a step that goes through a pipeline."""
+
+ONE_BUCKET_MB = 64
+"""Of DDP: more than the gradients of the model take."""
 
 LOSS_TOLERANCE = 1e-4
 """By how much of itself the loss of the first step may differ between the two sides."""
@@ -185,6 +199,11 @@ def check_twin(layout: Layout) -> None:
         raise LayoutError(f"layout {layout}: a pipeline has a twin here where pp stands alone")
     if layout.pp > 1 and not layout.fits_schedule(MICRO_STEPS):
         raise LayoutError(f"layout {layout}: the {MICRO_STEPS} micro-steps of this command do not fit its schedule")
+    if layout.ddp_hook == "powersgd" and (layout.ddp_bucket_mb or 0) < ONE_BUCKET_MB:
+        raise LayoutError(
+            f"layout {layout}: torch's PowerSGD starts collectives from threads, out of order over gloo where there "
+            f"are several buckets: its twin wants layout.ddp_bucket_mb={ONE_BUCKET_MB}, one for all"
+        )
     if layout.local_sgd is not None and str(layout) != str(Layout(dp_replicate=layout.world_size)):
         raise LayoutError(f"layout {layout}: local_sgd has a twin here beside dp_replicate alone")
     if layout.cp > 1 and not (layout.cp == layout.world_size and plain):

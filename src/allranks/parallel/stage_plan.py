@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from allranks.errors import LayoutError
-from allranks.even_cut import cut_evenly
+from allranks.even_cut import cut_among
 from allranks.parallel.blocks import find_blocks, nearest_to
 
 _SHOWN = 6
@@ -40,19 +40,21 @@ class StagePlan:
 
 
 def plan_stages(
-    module: nn.Module, num_stages: int, blocks: Sequence[str] = (), split_before: Sequence[str] = ()
+    module: nn.Module, ranks: Sequence[int], blocks: Sequence[str] = (), split_before: Sequence[str] = ()
 ) -> StagePlan:
-    """Cut `module` into `num_stages` stages, as equal in cost as its blocks allow.
+    """Cut `module` into a stage for each of `ranks`, what a rank has in all as equal in cost as its blocks allow.
 
     The cost of a module is the number of its parameters, embeddings aside, which are looked up and not multiplied.
 
     Args:
+        ranks: along pp, of each stage.
         blocks: `hints().blocks`, which replace the search for repeated modules.
         split_before: `hints().split_before`, which replaces both: modules before which a stage may begin.
 
     Raises:
         LayoutError: there are fewer blocks than stages, none at all, or a pattern matches nothing.
     """
+    num_stages = len(ranks)
     needed = num_stages - 1 if split_before else num_stages
     names, because = _candidates(module, blocks, split_before, needed)
     if len(names) < needed:
@@ -68,7 +70,7 @@ def plan_stages(
     if not split_before:
         # What lies before the first block makes no stage of its own.
         costs[:2], names = [costs[0] + costs[1]], names[1:]
-    starts = cut_evenly(costs, num_stages)
+    starts = cut_among(costs, ranks)
     points = tuple(names[start - 1] for start in starts[1:])
     return StagePlan(points, _assign(module, points), because)
 

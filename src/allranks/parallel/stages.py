@@ -88,7 +88,7 @@ def cut_stages(
     if list(modules) != [""]:
         raise LayoutError(f"pp={layout.pp} cuts one module, and model() returned {len(modules)}: use another layout")
     module = modules[""]
-    plan = plan_stages(module, layout.num_stages, blocks, split_before)
+    plan = plan_stages(module, layout.stage_ranks, blocks, split_before)
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from allranks.even_cut import cut_evenly
+from allranks.even_cut import cut_among
 from allranks.layout import THERE_AND_BACK
 from allranks.model_profile import Block, ModelProfile
 from allranks.planning.pipeline import stages_of
@@ -33,10 +33,10 @@ def _cut(
             units[-1] += [kind] * count
         else:
             waiting += [kind] * count
-    starts = cut_evenly([sum(kinds[kind][2] for kind in unit) for unit in units], pp * chunks)
+    ranks = [2 * pp - 1 - s if there_and_back and s >= pp else s % pp for s in range(pp * chunks)]
+    starts = cut_among([sum(kinds[kind][2] for kind in unit) for unit in units], ranks)
     held = [[0] * len(kinds) for _ in range(pp)]
-    for stage, (start, end) in enumerate(zip(starts, [*starts[1:], len(units)], strict=True)):
-        rank = 2 * pp - 1 - stage if there_and_back and stage >= pp else stage % pp
+    for rank, start, end in zip(ranks, starts, [*starts[1:], len(units)], strict=True):
         for unit in units[start:end]:
             for kind in unit:
                 held[rank][kind] += 1

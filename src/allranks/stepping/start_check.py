@@ -35,6 +35,9 @@ from allranks.verdict import Decision
 
 CHEAP_SECONDS = 0.3e-3
 SEEDINGS = 32
+NAMED = 4
+"""Parameters without gradient, of those that there are."""
+
 COUPLED = "the loss couples samples"
 
 
@@ -223,8 +226,9 @@ def _meet_unused(forward: Forward, batch: Any, group: dist.ProcessGroup | None) 
     if not _on_any_rank(bool(unused), spread, group):
         return ()
     spread.expect_unused()
-    others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-    because = f"{unused[0] if unused else 'a parameter of another process'}{others} got none on the first samples"
+    named = ", ".join(unused[:NAMED]) or "a parameter of another process"
+    others = f" and {len(unused) - NAMED} more" if len(unused) > NAMED else ""
+    because = f"{named}{others} got none on the first samples"
     return (Decision("every backward is searched for parameters without gradient", because),)
 
 
