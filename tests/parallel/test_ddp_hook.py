@@ -57,6 +57,12 @@ def test_float16_holds_gradients_of_any_size(pool: Pools, size: float) -> None:
         assert found == pytest.approx([size, 0.25 * size, 5e-4 * size, 0.0], rel=1e-3, abs=0.0)
 
 
+def test_the_smallest_gradients_of_many_ranks_are_not_lost(pool: Pools) -> None:
+    """Their scale is nearly float32's largest number, and the ranks multiply it."""
+    for found in pool(4).run(reduced, "float16", [[1e-38, 0.0]] * 4, 0):
+        assert found == pytest.approx([1e-38, 0.0], rel=1e-3, abs=0.0)
+
+
 def test_float16_without_any_gradient(pool: Pools) -> None:
     assert pool(2).run(reduced, "float16", [[0.0, 0.0]] * 2, 0) == [[0.0, 0.0]] * 2
 

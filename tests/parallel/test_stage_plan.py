@@ -30,6 +30,14 @@ def test_equal_blocks_are_dealt_equally(num_stages: int, points: tuple[str, ...]
     assert plan.because == "these modules repeat"
 
 
+def test_a_rank_of_two_stages_has_no_more_in_all_than_another() -> None:
+    """With a small head the dearest stage alone would leave one rank of a V four of six blocks."""
+    for ranks in ([0, 1, 1, 0], [0, 1, 0, 1]):
+        homes = plan_stages(transformer(6), ranks).homes
+        held = [ranks[homes[f"layers.{block}"]] for block in range(6)]
+        assert held.count(0) == held.count(1) == 3
+
+
 def test_a_heavy_head_gets_fewer_blocks_beside_it() -> None:
     with torch.device("meta"):
         model = Transformer(20_000, 4, 32, 4)

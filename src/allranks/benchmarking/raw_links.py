@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from allranks.layout import Layout
 
-FLOAT16_ROOM = 2.0**15
+FLOAT16_ROOM, LARGEST_SCALE = 2.0**15, 2.0**100
+"""What the sum of the largest numbers may be, and a scale that any number of ranks multiplies within float32."""
 
 
 def compress(model: DistributedDataParallel, layout: Layout) -> None:
@@ -41,7 +42,7 @@ def _sum_in_float16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future
     buffer, ranks = bucket.buffer(), dist.get_world_size()
     largest = torch.linalg.vector_norm(buffer, torch.inf)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    scale = torch.exp2(torch.floor(torch.log2(FLOAT16_ROOM / (largest * ranks)))).clamp(max=2.0**126)
+    scale = torch.exp2(torch.floor(torch.log2(FLOAT16_ROOM / (largest * ranks)))).clamp(max=LARGEST_SCALE)
     rounded = buffer.mul_(scale).half()
 
     def widen(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

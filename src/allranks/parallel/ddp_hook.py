@@ -26,7 +26,7 @@ from allranks.units import format_bytes
 from allranks.verdict import Decision
 
 LARGEST_EXPONENT = 15  # of float16: everything below 2**15 is far enough from its largest number, 65504
-LARGEST_POWER = 126  # of the scale, which has to fit float32
+LARGEST_POWER = 126  # of the scale times the ranks, which has to fit float32
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -126,8 +126,8 @@ class DdpHook:
         """
         largest = torch.linalg.vector_norm(buffer, torch.inf)  # without a copy of it, as abs() makes one
         dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
-        exponent = torch.frexp(largest).exponent + (self._num_ranks - 1).bit_length()
-        power = (LARGEST_EXPONENT - exponent).clamp(max=LARGEST_POWER)
+        bits = (self._num_ranks - 1).bit_length()
+        power = (LARGEST_EXPONENT - bits - torch.frexp(largest).exponent).clamp(max=LARGEST_POWER - bits)
         fits = largest.isfinite() & (largest > 0)
         return torch.where(fits, torch.ldexp(torch.ones_like(largest), power), 1.0)
 
