@@ -17,7 +17,7 @@ DEEPSPEED = Mechanisms(
     name="Megatron-DeepSpeed", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=16,
     gather_bytes=2, reduce_bytes=4, overlap_data=0.0, attention_dropout=True, dispatch_seconds=3.4e-5,
     collective_kernels=1.0, selective="attention", accumulate_bytes=8, temporary_gradient_bytes=2, bucket_bytes=2e9,
-    overlap_pipeline=0.6,
+    overlap_pipeline=0.6, wait_seconds=4.5e-5,
 )  # fmt: skip
 CORE = Mechanisms(
     name="Megatron-Core", fusion=0.6, weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, gather_bytes=2,

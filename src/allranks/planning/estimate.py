@@ -24,6 +24,8 @@ from allranks.planning.uncertainty import spread_of
 MEETING = 6.0
 """Host and device wait for each other where neither is clearly the faster: the step is the norm of this order of both,
 12% above them where they are equal."""
+SOCKET = 4
+"""Devices of a processor's socket in servers of eight with two of them (DGX A100 and H100)."""
 
 
 @final
@@ -92,7 +94,8 @@ def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting
         if count:
             exposed = (1 - how.overlap_tensor) * (cost.tensor + cost.tensor_again)
             kernels = cost.kernels * (3 + (1 if cost.again > 0.5 * cost.forward else 0))
-            dispatched = (kernels + cost.collectives * 3 * how.collective_kernels) * how.dispatch_seconds
+            collective = how.collective_kernels * how.dispatch_seconds + how.wait_seconds * max(0, setting.tp - SOCKET)
+            dispatched = kernels * how.dispatch_seconds + cost.collectives * 3 * collective
             device = cost.forward + cost.backward + cost.weight + cost.again + exposed
             parts = (
                 *(cost.forward, cost.backward, cost.weight, cost.again, exposed, cost.context, cost.expert),

@@ -23,6 +23,8 @@ class Mechanisms:
         reduces_every_micro_step: sharded gradients are reduced after each micro-step, not after the last.
         messages: gathers and reductions of one block: one where its parameters travel as one buffer.
         dispatch_seconds: of the host, for one kernel.
+        wait_seconds: of the host, at each collective of a block, for each rank of tp beyond the devices of one socket:
+            processes do not launch at one time, and a collective begins with the last of them.
         context_bytes: of the driver, the libraries and their communicators, outside the allocator.
         step_bytes: per parameter while the optimizer steps.
         bucket_bytes: in which gradients and weights travel.
@@ -65,6 +67,7 @@ class Mechanisms:
     reduces_every_micro_step: bool = True
     messages: float = 1.0
     dispatch_seconds: float = 8e-6
+    wait_seconds: float = 0.0
     context_bytes: float = 2.0e9
     step_bytes: float = 0.0
     bucket_bytes: float = 0.0
