@@ -234,7 +234,9 @@ def text(report: Mapping[str, Any]) -> list[str]:
         cell("step_mape", report["subsets"][name]["step_mape_scaled"]) for name in ("stated", "stated_a_b")
     )
     lines.append(f"{report['skipped']} rows say too little to be estimated: a size, a degree or the batch is open")
-    lines.append(f"stated, with one factor for each device and framework: step {scaled_error}; {without_c} without quality C")
+    lines.append(
+        f"stated, with one factor for each device and framework: step {scaled_error}; {without_c} without quality C"
+    )
     return lines
 
 

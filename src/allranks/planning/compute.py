@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import final
 
 from allranks.cluster import Device
-from allranks.planning.constants import Constants
+from allranks.planning.constants import AttentionKernel, Constants
 from allranks.planning.processor import is_processor, passing_seconds, product_seconds
 
 KERNEL_SECONDS = 2.5e-6
@@ -84,7 +84,7 @@ def matmul_seconds(
 
 
 def attention_seconds(
-    machine: Machine, flops: float, head_dim: float, causal: bool, precision: str, kernel: str = "vendor"
+    machine: Machine, flops: float, head_dim: float, causal: bool, precision: str, kernel: AttentionKernel = "vendor"
 ) -> float:
     """Fused attention's forward over `flops` (both products, over all positions).
 
@@ -93,8 +93,7 @@ def attention_seconds(
     if precision in ("float8", "float4"):
         precision = "bfloat16"
     done = flops * (0.5 if causal else 1.0)
-    share = machine.constants.attention if kernel == "vendor" else machine.constants.flash2
-    rate = machine.peak(precision) * share * head_share(head_dim)
+    rate = machine.peak(precision) * machine.constants.attention_share(kernel) * head_share(head_dim)
     return done / rate + KERNEL_SECONDS
 
 

@@ -5,6 +5,7 @@ from typing import Literal, final
 
 from allranks.cluster import FixedSeconds
 from allranks.plan import Choice
+from allranks.planning.constants import AttentionKernel
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -33,7 +34,7 @@ class Mechanisms:
             on float32 logits (log-softmax, its gradient, and the gradient of what it picks, 4 bytes a logit each), 1 a
             fused one. cut_logits_copies: where tp cuts the logits; 0: as often.
         selective: what recompute="selective" repeats: attention's scores (Megatron-LM) or every second product (torch).
-        attention: whose kernels: the vendor's (cuDNN) or FlashAttention-2.
+        attention: whose kernels: the vendor's (cuDNN), FlashAttention's or FlashAttention-2's.
         accumulate_bytes: moved per weight when a micro-step's gradient is added to the sum; 0 where the product adds.
         temporary_gradient_bytes: per weight of one product, before that.
         contention: share of the communication behind computation by which computation gets slower.
@@ -75,7 +76,7 @@ class Mechanisms:
     logits_copies: float = 3.0
     cut_logits_copies: float = 0.0
     selective: Literal["attention", "products"] = "products"
-    attention: Literal["vendor", "flash2"] = "flash2"
+    attention: AttentionKernel = "flash2"
     accumulate_bytes: float = 12.0
     temporary_gradient_bytes: float = 6.0
     contention: float = 0.0
