@@ -16,6 +16,8 @@ from allranks.planning.constants import FILE
 ROOT = Path(__file__).parents[1]
 OUT_OF_MEMORY_BUT_FITS = 1
 """BLOOM's 206B at tp=4, pp=12: see docs/explanation/planner.md."""
+ONE_FACTOR = 0.064
+"""The goal is 0.05: see there what is missing."""
 
 
 @cache
@@ -34,8 +36,8 @@ def test_step_times() -> None:
     assert report()["all"]["rows"] > 1400
     assert report()["all"]["step_mape"] <= 0.15
     assert report()["subsets"]["stated"]["step_mape"] <= 0.08
-    assert report()["subsets"]["stated"]["step_mape_scaled"] <= 0.069
-    assert report()["subsets"]["held_out_stated"]["step_mape"] <= 0.085
+    assert report()["subsets"]["held_out_stated"]["step_mape"] <= 0.08
+    assert report()["subsets"]["stated"]["step_mape_scaled"] <= ONE_FACTOR
 
 
 def test_memory_and_fits() -> None:
@@ -58,8 +60,30 @@ def test_choices_and_intervals() -> None:
     total = report()["all"]
     assert total["groups"] > 90
     assert total["mean_regret"] <= 0.03
-    assert total["coverage"] >= 0.89
-    assert total["interval_width"] <= 1.36
+    assert total["coverage"] >= 0.9
+    assert total["interval_width"] <= 1.35
+    assert report()["subsets"]["held_out"]["coverage"] >= 0.9
+
+
+def test_nothing_is_fitted_to_rows_of_quality_c() -> None:
+    """They are judged with the factor of the others, or as they are."""
+
+    def scaled(*rows: str) -> float:
+        program = (
+            "import sys; sys.path.insert(0, 'bench'); from types import SimpleNamespace as Row; import plan_accuracy\n"
+            "row = lambda error, quality, gpu='x': Row(published_seconds=1.0, error=error, row={'quality': quality,"
+            " 'hardware': {'gpu': gpu}, 'framework': 'y'})\n"
+            f"print(plan_accuracy.scaled([{', '.join(rows)}]))"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        )
+        return float(done.stdout)
+
+    assert scaled("row(0.5, 'A')", "row(0.5, 'B')") == 0
+    assert scaled("row(0.5, 'A')", "row(2.0, 'C')", "row(2.0, 'C')") == pytest.approx(2 / 3)
+    assert scaled("row(0.5, 'A')", "row(0.25, 'C', 'z')") == pytest.approx(0.125)
 
 
 def test_every_source_has_its_line() -> None:
