@@ -16,7 +16,7 @@ from typing import Any
 
 from calibration_rows import DATA, is_calibration
 from frameworks import mechanisms_of
-from plan_accuracy import Judged, judge
+from judged import Judged, judge
 from published_runs import Row, device_name, precision_of, rows_of
 
 from allranks.planning import block_parts, constants

@@ -6,8 +6,9 @@ FILE is of the schema of bench/data/published-runs.json. Prints for each source 
 of the step time, mean error of memory, rows that ran out of memory and were called a fit, rows that ran and were called
 unfit, mean regret of taking the configuration that is predicted to be the fastest of those that were compared, how many
 published times lie in the 90% interval, and the interval's median high/low. `--rows` prints predicted beside published
-for every row. Which rows calibration used says
-calibration_rows.py; fit_constants.py used no others.
+for every row. The last lines scale: with one factor for each device and framework, fitted to rows of quality A and B,
+and how far finer factors would bring the largest source. Which rows calibration used says calibration_rows.py;
+fit_constants.py used no others.
 """
 
 import argparse
@@ -15,82 +16,14 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from calibration_rows import FITTED, is_calibration
-from published_runs import Row, memory_of, precision_of, rows_of, run_of, states_recompute
-
-from allranks.errors import ConfigError
-from allranks.planning.estimate import Cost, estimate_setting
+from judged import Judged, judge
+from published_runs import Row, precision_of, rows_of, states_recompute
 
 GIB = float(2**30)
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A row beside its estimate; a figure that the source does not give is None."""
-
-    row: Row
-    cost: Cost
-    published_seconds: float | None
-    published_bytes: float | None
-    predicted_bytes: float
-
-    @property
-    def seconds(self) -> float:
-        """As predicted."""
-        return self.cost.step_seconds.expected
-
-    @property
-    def error(self) -> float:
-        """Of the step time, relative to the published one."""
-        assert self.published_seconds is not None
-        return self.seconds / self.published_seconds - 1
-
-    @property
-    def memory_error(self) -> float:
-        """The same of memory."""
-        assert self.published_bytes is not None
-        return self.predicted_bytes / self.published_bytes - 1
-
-    @property
-    def ran_out(self) -> bool:
-        """Whether the source says that it ran out of memory."""
-        return bool(self.row["metrics"].get("oom"))
-
-    @property
-    def covered(self) -> bool:
-        """Whether the published time lies in the 90% interval."""
-        span = self.cost.step_seconds
-        return self.published_seconds is not None and span.low <= self.published_seconds <= span.high
-
-    @property
-    def fits(self) -> bool:
-        """As `allranks plan` says it."""
-        return self.cost.room.fits
-
-
-def judge(rows: Iterable[Row]) -> list[Judged]:
-    """Every row that says enough to be estimated."""
-    judged = []
-    for row in rows:
-        try:
-            run = run_of(row)
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            ConfigError,
-        ):  # a field that every estimate needs is absent, or impossible
-            run = None
-        if run is None:
-            continue
-        cost = estimate_setting(*run)
-        published, predicted = memory_of(row, cost)
-        judged.append(Judged(row, cost, row["metrics"].get("step_time_s"), published, predicted))
-    return judged
 
 
 def summary(judged: Sequence[Judged]) -> dict[str, Any]:
@@ -142,21 +75,37 @@ def by_source(judged: Iterable[Judged]) -> dict[str, list[Judged]]:
     return sources
 
 
-def scaled(judged: Sequence[Judged]) -> float | None:
-    """Mean error of the step time once each device and framework has one factor of its own: the median of its rows.
+def device_and_framework(row: Row) -> tuple[Any, ...]:
+    """Whose one factor the goal allows."""
+    return row["hardware"]["gpu"], row["framework"]
+
+
+def scaled(judged: Sequence[Judged], key: Callable[[Row], object] = device_and_framework) -> float | None:
+    """Mean error of the step time once all rows of one `key` have a factor of their own: the median of their errors.
 
     Nothing is fitted to rows of quality C: they are judged with the factor of the others, or as they are.
     """
-    groups: dict[tuple[str, str], list[Judged]] = defaultdict(list)
+    groups: dict[object, list[Judged]] = defaultdict(list)
     for one in judged:
         if one.published_seconds:
-            groups[one.row["hardware"]["gpu"], one.row["framework"]].append(one)
+            groups[key(one.row)].append(one)
     errors = []
     for group in groups.values():
         trusted = [1 + one.error for one in group if one.row["quality"] != "C"]
         factor = statistics.median(trusted) if trusted else 1.0
         errors += [abs((1 + one.error) / factor - 1) for one in group]
     return statistics.fmean(errors) if errors else None
+
+
+FACTORS: dict[str, Callable[[Row], object]] = {
+    "all": lambda row: None,
+    "hidden size and tp": lambda row: (row["model"]["hidden"], row["parallel"]["tp"]),
+    "hidden size, tp and micro-batch": lambda row: (
+        row["model"]["hidden"], row["parallel"]["tp"], row["parallel"].get("mbs"),
+    ),
+}  # fmt: skip
+"""How finely the largest source is scaled: what the first leaves over the last, constants for more things would mend;
+what the last leaves, no factor."""
 
 
 def is_stated(row: Row) -> bool:
@@ -183,8 +132,11 @@ compiler calls suspicious."""
 def report_on(judged: Sequence[Judged], num_rows: int) -> dict[str, Any]:
     """Everything that this program prints, as data; `skipped` of the rows say too little to be estimated."""
     parts = {name: [one for one in judged if chosen(one.row)] for name, chosen in SUBSETS.items()}
+    sources = by_source(judged)
+    largest = max(sources, key=lambda name: len(sources[name]), default="")
     return {
-        "sources": {name: summary(rows) for name, rows in by_source(judged).items()},
+        "sources": {name: summary(rows) for name, rows in sources.items()},
+        "largest": {"name": largest, **{n: scaled(sources.get(largest, []), key) for n, key in FACTORS.items()}},
         "all": summary(judged),
         "skipped": num_rows - len(judged),
         "subsets": {name: {**summary(rows), "step_mape_scaled": scaled(rows)} for name, rows in parts.items()},
@@ -237,6 +189,9 @@ def text(report: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"stated, with one factor for each device and framework: step {scaled_error}; {without_c} without quality C"
     )
+    largest = report["largest"]
+    factors = "; for each ".join(f"{name} {cell('step_mape', largest[name])}" for name in FACTORS)
+    lines.append(f"{largest['name']}, with one factor for {factors}")
     return lines
 
 
