@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 from allranks.layout import Layout
+from allranks.upkeep import Upkeep
 
 
 @final
@@ -27,6 +28,7 @@ class Choice:
         micro_batch: samples per forward and data-parallel rank.
         precision: as `train.precision`.
         chunks: model chunks a pipeline rank holds (virtual stages; 1 is no interleaving).
+        upkeep: the same for all that a search weighs.
     """
 
     layout: Layout
@@ -34,6 +36,7 @@ class Choice:
     micro_batch: int
     precision: str = "bfloat16"
     chunks: int = 1
+    upkeep: Upkeep = field(default_factory=Upkeep, hash=False)
 
     @property
     def micro_steps(self) -> int:

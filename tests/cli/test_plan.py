@@ -1,6 +1,7 @@
 """`allranks plan` as users type it: the answer, its exit code, bad input in one line."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,23 @@ def test_a_deadline_or_a_budget_that_is_not_kept_is_1(capsys: pytest.CaptureFixt
     assert document(capsys, *words, "--deadline", "500w", "--budget", "1e9")["unmet"] == []
 
 
+def test_checkpoints_take_their_share_of_a_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """96 GB (12 bytes a parameter) by two nodes of 2 GB/s are 24 s, a 40th of which each step has."""
+    where = tmp_path / "two.toml"
+    storage = "nodes = 2\ndevices_per_node = 8\ndevice = 'a100-80g'\nstorage_gb_per_s = 2\n"
+    where.write_text(storage)
+    words = ("llama3-8b", "--seq", "4096", "--global-batch", "32", "--cluster", str(where))
+    plain, saving = document(capsys, *words), document(capsys, *words, "--checkpoint-every", "4")
+    assert "checkpoint" not in plain["best"]["seconds_by_cause"]
+    assert any("holds no checkpoint, because none before the end" in note for note in plain["notes"])
+    # beside the steps: the copy, and what the next save waits for the writer
+    least = 12 * 8.03e9 / 2 / 2e9 / 4 - plain["best"]["step_seconds"]["expected"]
+    assert saving["best"]["seconds_by_cause"]["checkpoint"] > 0.9 * least > 0
+    assert not any("checkpoint" in note for note in saving["notes"])
+    text = plan(capsys, *words, "--checkpoint-every", "4")
+    assert re.search(r"^  checkpoint +[\d.]+ m?s +\d+%", text, re.MULTILINE)
+
+
 def test_the_guide_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     text = plan(capsys, "--guide")
     assert text.startswith("Which layout?") and "tp inside the node" in text
@@ -144,6 +162,8 @@ BAD = [
     (("llama3-8b", "train.steps=3", "--cluster", "8:h100"), "config files and keys belong to a Task"),
     (("nowhere.json", "--cluster", "8:h100"), "nowhere.json: no such file"),
     (("--layers", "12", "--cluster", "8:h100"), "a model shape needs hidden, heads too"),
+    (("llama3-8b", "--cluster", "8:h100", "--measured"), "--measured runs real steps of a Task"),
+    (("llama3-8b", "--cluster", "8:h100", "--checkpoint-every", "0"), "--checkpoint-every is a whole number of steps"),
     (("nowhere.py", "--cluster", "8:h100"), "no Task file"),
 ]
 

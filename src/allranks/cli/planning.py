@@ -30,6 +30,7 @@ from allranks.planning.question import (
     usual_batch,
 )
 from allranks.planning.scale import cluster_of
+from allranks.upkeep import Upkeep
 
 ASK = "?"
 FITS, NOT, REFUSED = 0, 1, 2
@@ -124,10 +125,21 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
         limit_seconds=None if request.deadline is None else read_number(request.deadline, TIMES, "--deadline"),
         limit_money=request.budget,
         what_ifs=request.what_if,
-        notes=notes,
+        notes=(*subject.notes, *notes),
+        upkeep=_upkeep(request, subject, cluster),
     )
     question = _with_layout(question, request, subject)
     return Asked(question, gpus=request.gpus == ASK, seq=request.seq == ASK)
+
+
+def _upkeep(request: PlanRequest, subject: Subject, cluster: Cluster) -> Upkeep:
+    """What the Task's config says of it, but for what the command line does. Raises ConfigError."""
+    found = subject.upkeep(cluster.device.kind, bool(cluster.machine))
+    if request.checkpoint_every is None:
+        return found
+    if request.checkpoint_every < 1:
+        raise ConfigError("--checkpoint-every is a whole number of steps of at least 1")
+    return replace(found, save_every=request.checkpoint_every)
 
 
 def _with_layout(question: Question, request: PlanRequest, subject: Subject) -> Question:

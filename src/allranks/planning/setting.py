@@ -5,6 +5,7 @@ from typing import Literal, final
 
 from allranks.cluster import FixedSeconds
 from allranks.plan import Choice
+from allranks.upkeep import Upkeep
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -112,6 +113,7 @@ class Setting:
         offload: "none", "parameters", "activations", "all".
         keeps_gathered: weights that zero=3 gathers for a forward stay until its backward (FSDP's SHARD_GRAD_OP); where
             `reduces_every_micro_step` is not so, gathered weights and whole gradients stay for the whole step.
+        upkeep: samples that are read and checkpoints that are saved besides.
         frozen: whether only added low-rank matrices learn (LoRA 2106.09685).
     """
 
@@ -132,6 +134,7 @@ class Setting:
     offload: str = "none"
     frozen: bool = False
     keeps_gathered: bool = False
+    upkeep: Upkeep = field(default_factory=Upkeep, hash=False)
     mechanisms: Mechanisms = field(default_factory=Mechanisms)
 
     @property
@@ -219,5 +222,6 @@ def setting_of(choice: Choice) -> Setting:
         ring=layout.context == "ring",
         offload=layout.offload,
         keeps_gathered=zero == 3 and layout.sharding == "grad_op",
+        upkeep=choice.upkeep,
         mechanisms=mechanisms_of(choice),
     )
