@@ -13,19 +13,30 @@ calibration_rows.py; fit_constants.py used no others.
 import argparse
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibration_rows import FITTED, is_calibration
+from calibration_rows import DATA, FITTED, is_calibration
 from published_runs import Row, memory_of, precision_of, rows_of, run_of, states_recompute
+from row_faults import fault_of
 
 from allranks.errors import ConfigError
 from allranks.planning.estimate import Cost, estimate_setting
 
 GIB = float(2**30)
+NAMED = 5
+"""Skipped rows of each reason whose names are printed; `--json` has them all."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that is not estimated."""
+
+    name: str
+    because: str
 
 
 @dataclass(frozen=True)
@@ -74,23 +85,35 @@ class Judged:
 
 def judge(rows: Iterable[Row]) -> list[Judged]:
     """Every row that says enough to be estimated."""
-    judged = []
-    for row in rows:
-        try:
-            run = run_of(row)
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            ConfigError,
-        ):  # a field that every estimate needs is absent, or impossible
-            run = None
-        if run is None:
-            continue
-        cost = estimate_setting(*run)
-        published, predicted = memory_of(row, cost)
-        judged.append(Judged(row, cost, row["metrics"].get("step_time_s"), published, predicted))
-    return judged
+    return judge_all(rows)[0]
+
+
+def judge_all(rows: Iterable[Any]) -> tuple[list[Judged], list[Skipped]]:
+    """The rows that can be estimated, and the others, each with the reason."""
+    judged: list[Judged] = []
+    skipped: list[Skipped] = []
+    for number, row in enumerate(rows, start=1):
+        name = str(row.get("id") or f"row {number}") if isinstance(row, Mapping) else f"row {number}"
+        because = fault_of(row)
+        if not because:
+            try:
+                judged.append(judge_one(row))
+                continue
+            # Whatever is wrong with one row of somebody's file, the others are judged.
+            except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, ConfigError) as error:
+                because = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        skipped.append(Skipped(name, because))
+    return judged, skipped
+
+
+def judge_one(row: Row) -> Judged:
+    """One row beside its estimate. Raises ValueError where it leaves open what an estimate needs."""
+    run = run_of(row)
+    if run is None:
+        raise ValueError("a size, a degree or the batch is open")
+    cost = estimate_setting(*run)
+    published, predicted = memory_of(row, cost)
+    return Judged(row, cost, row["metrics"].get("step_time_s"), published, predicted)
 
 
 def summary(judged: Sequence[Judged]) -> dict[str, Any]:
@@ -168,21 +191,33 @@ SUBSETS: dict[str, Callable[[Row], bool]] = {
     "held_out": lambda row: not is_calibration(row),
     "held_out_stated": lambda row: is_stated(row) and not is_calibration(row),
     "held_out_sources": lambda row: row["source"] not in FITTED,
-    "quality_c": lambda row: row["quality"] == "C",
+    "quality_c": lambda row: row.get("quality") == "C",
 }
 """Parts of all rows: 16 bits with micro-batch, recompute and schedule stated; rows that constants were fitted to, and
 that they were not; sources of which they have seen none; what the table's compiler calls suspicious."""
 
 
-def report_on(judged: Sequence[Judged], num_rows: int) -> dict[str, Any]:
-    """Everything that this program prints, as data; `skipped` of the rows say too little to be estimated."""
+def report_on(judged: Sequence[Judged], skipped: Sequence[Skipped]) -> dict[str, Any]:
+    """Everything that this program prints, as data; `skipped` rows are counted by reason, and named."""
     parts = {name: [one for one in judged if chosen(one.row)] for name, chosen in SUBSETS.items()}
     return {
         "sources": {name: summary(rows) for name, rows in by_source(judged).items()},
         "all": summary(judged),
-        "skipped": num_rows - len(judged),
+        "skipped": len(skipped),
+        "skipped_because": dict(Counter(one.because for one in skipped).most_common()),
+        "skipped_rows": {one.name: one.because for one in skipped},
         "subsets": {name: {**summary(rows), "step_mape_scaled": scaled(rows)} for name, rows in parts.items()},
     }
+
+
+def read_rows(file: Path) -> list[Any]:
+    """The rows of a file; ends the program with one line where it is no file of the schema."""
+    try:
+        return list(rows_of(json.loads(file.read_text())))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{file} cannot be read: {error}") from None
+    except (LookupError, TypeError, AttributeError):
+        raise SystemExit(f"{file} is not of the schema of {DATA.name}: an object with a list of rows") from None
 
 
 def main() -> int:
@@ -192,9 +227,8 @@ def main() -> int:
     parser.add_argument("--rows", action="store_true")
     parser.add_argument("--markdown", action="store_true", help="the tables of docs/explanation/planner-accuracy.md")
     arguments = parser.parse_args()
-    rows = [row for file in arguments.files for row in rows_of(json.loads(file.read_text()))]
-    judged = judge(rows)
-    report = report_on(judged, len(rows))
+    judged, skipped = judge_all(row for file in arguments.files for row in read_rows(file))
+    report = report_on(judged, skipped)
     if arguments.json:
         print(json.dumps(report, indent=1))
     elif arguments.markdown:
@@ -225,7 +259,11 @@ def text(report: Mapping[str, Any]) -> list[str]:
     for name, figures in lines_of(report):
         lines.append(f"{name:<24}" + "".join(f"{cell(head, figures[head]):>15}" for head in HEADS))
     scaled_error = cell("step_mape", report["subsets"]["stated"]["step_mape_scaled"])
-    lines.append(f"{report['skipped']} rows say too little to be estimated: a size, a degree or the batch is open")
+    lines.append(f"{report['skipped']} rows are skipped" + (", because" if report["skipped"] else ""))
+    for because, count in report["skipped_because"].items():
+        named = [name for name, why in report["skipped_rows"].items() if why == because]
+        more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
+        lines.append(f"  {count:>5} {because}: {', '.join(named[:NAMED])}{more}")
     lines.append(f"stated, with one factor for each device and framework: step {scaled_error}")
     return lines
 

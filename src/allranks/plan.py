@@ -261,7 +261,8 @@ class Plan:
         model, cluster: their names; num_devices of the latter, on so many equal nodes; parameters of the former.
         seq: positions of a sample; 0 where it has none.
         searched: how many Choices were estimated.
-        best: None where nothing fits; closest: then what came nearest.
+        best: None where nothing fits; closest: then what came nearest; offloaded: then the fastest that fits with
+            parameters in the host's memory.
         what_ifs: one change each, of the best or the closest.
         bill: of the best, where a number of tokens was given.
         notes: what was decided for the user, and why.
@@ -286,6 +287,7 @@ class Plan:
     unmet: tuple[str, ...] = ()
     machine: str = ""
     checked: tuple[Checked, ...] = ()
+    offloaded: Ranked | None = None
 
     @property
     def leading(self) -> Ranked | None:

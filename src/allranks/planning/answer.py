@@ -8,6 +8,7 @@ from allranks.planning.changes import usual_changes, what_if
 from allranks.planning.checking import front_of, search_checked
 from allranks.planning.families import plain_families
 from allranks.planning.least import least_over
+from allranks.planning.offloaded import with_parameters_on_host
 from allranks.planning.question import Question
 from allranks.planning.reasons import why_first, why_not, why_unfit
 from allranks.planning.scale import cluster_of, largest, sizes_of
@@ -64,6 +65,7 @@ def make_plan(question: Question) -> Plan:
         bill=bill,
         unmet=unmet_limits(bill, question),
         checked=checked,
+        offloaded=with_parameters_on_host(space, first) if first is not None and found.best is None else None,
     )
 
 

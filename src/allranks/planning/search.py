@@ -267,6 +267,8 @@ def least_seconds(plain: Estimate, least: float, *, kept: bool = False) -> float
     time = plain.time  # a longer step hides more of its input, and of a checkpoint's writing
     changed = replace(time, data=0.0, optimizer=0.0, input=0.0, checkpoint=0.0)
     changed = changed if kept else replace(changed, recompute=0.0)
+    if plain.choice.layout.offload in ("parameters", "all"):  # who shares more moves less of his own
+        changed = replace(changed, offload=0.0)
     return changed.total * least / plain.correction
 
 
