@@ -218,7 +218,10 @@ def profile_of(row: Row) -> ModelProfile | None:
 def run_of(row: Row) -> tuple[ModelProfile, Cluster, Setting] | None:
     """What `estimate_setting` takes; None where the row leaves a size or a degree open.
 
-    Raises ConfigError for a device that the catalog does not have. Where the source does not say what is computed again, it is the least that fits: none or full.
+    Where the source does not say what is computed again, it is the least that fits: none or full.
+
+    Raises:
+        ConfigError: the catalog does not have the device.
     """
     profile, setting = profile_of(row), setting_of(row)
     if profile is None or setting is None:

@@ -84,7 +84,7 @@ def judged(tmp_path: Path, rows: list[Any], *words: str) -> str:
     return bench("plan_accuracy", str(file), *words)
 
 
-BAD = {
+BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no-ranks": ({"parallel": {"dp": 0}}, "parallel.dp = 0: a whole number of at least 1 is needed"),
     "no-batch": ({"parallel": {"gbs": 0}}, "parallel.gbs = 0: a whole number of at least 1 is needed"),
     "half-tp": ({"parallel": {"tp": 0.5}}, "parallel.tp = 0.5: a whole number of at least 1 is needed"),

@@ -58,6 +58,33 @@ class CutLoss(Tokens):
         return replace(super().hints(), loss_parallel=True)
 
 
+class Restored(Task):
+    """An output as large as every activation, and a squared error, which keeps no copy of it."""
+
+    defaults: ClassVar[Mapping[str, object]] = {"train.steps": 4, "train.global_batch": 128}
+
+    layers: int = 3
+    width: int = 128
+    seq: int = 512
+
+    def model(self) -> nn.Module:
+        parts = [nn.Sequential(nn.Linear(self.width, self.width), nn.ReLU()) for _ in range(self.layers)]
+        return nn.Sequential(*parts, nn.Linear(self.width, self.width))
+
+    def dataset(self, split: str) -> Any:
+        x, y = torch.randn(2, self.seq, self.width, generator=torch.Generator().manual_seed(0))
+        return [{"x": x, "y": y}] * 128 if split == "train" else None
+
+    def inputs(self, batch: Any) -> Any:
+        return (batch["x"],)
+
+    def targets(self, batch: Any) -> int:
+        return int(batch["y"].shape[0])
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(output, batch["y"], reduction="sum")
+
+
 class Experts(Tokens):
     """The same with experts."""
 

@@ -28,9 +28,9 @@ class Mechanisms:
         step_bytes: per parameter while the optimizer steps.
         bucket_bytes: in which gradients and weights travel.
         slack: share by which the allocator's blocks exceed the activations that are in use.
-        logits_copies: how often the loss holds what it keeps for its backward, at its peak: 3 is torch's cross entropy
-            on float32 logits (log-softmax, its gradient, and the gradient of what it picks, 4 bytes a logit each), 1 a
-            fused one. cut_logits_copies: where tp cuts the logits; 0: as often.
+        logits_copies: how often a loss that nobody traced holds what it keeps for its backward, at its peak: 3 is
+            torch's cross entropy on float32 logits (log-softmax, its gradient, and the gradient of what it picks, 4
+            bytes a logit each), 1 a fused one. cut_logits_copies: where tp cuts the logits; 0: as often.
         selective: what recompute="selective" repeats: attention's scores (Megatron-LM) or every second product (torch).
         attention: whose kernels: the vendor's (cuDNN) or FlashAttention-2.
         accumulate_bytes: moved per weight when a micro-step's gradient is added to the sum; 0 where the product adds.
