@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 GIB = float(2**30)
 
 OMNI_PATH = 0.6  # it has no GPUDirect: what devices send passes through the host, twice over the same PCIe lanes
-FLOAT32: Mapping[str, float] = {
+FLOAT32: Mapping[str, Any] = {
     "weight_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 8, "gather_bytes": 4, "reduce_bytes": 4, "cast_bytes": 0,
     "step_bytes": 0,
 }  # fmt: skip
@@ -143,7 +143,7 @@ def precision_of(row: Row) -> str:
 
 def is_tf32(row: Row) -> bool:
     """Whether products of float32 numbers run in TF32."""
-    return row["precision"].lower().startswith(("tf32", "tensorfloat32", "fp32 (tf32", "fp32+tf32"))
+    return str(row["precision"]).lower().startswith(("tf32", "tensorfloat32", "fp32 (tf32", "fp32+tf32"))
 
 
 def chunks_of(row: Row) -> int:

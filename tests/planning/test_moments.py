@@ -104,7 +104,7 @@ FIRST = [
 OTHERS = [
     (RESTORED, "ddp", ("train.precision=bfloat16",)),
     (RESTORED, "fsdp", ()),
-    (RESTORED, "fsdp", ("train.precision=bfloat16", "train.micro_batch=4")),
+    (RESTORED, "fsdp", ("train.precision=bfloat16",)),
     (TASK, "ddp", ()),
     (TASK, "fsdp", ()),
     (TASK, "tp=2,dp_replicate=4", ()),

@@ -1,6 +1,7 @@
 """What nothing holds on its devices, and the host's memory does."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,8 @@ from tests.planning.questions import ask
 NODE = find_cluster("8:a100-80g")
 
 
-def seventy(where: Cluster = NODE, **changes: object) -> Question:
-    return replace(ask("llama3-70b", "8:a100-80g", 64, micro_batch=1).on(where), **changes)  # type: ignore[arg-type]
+def seventy(where: Cluster = NODE, **changes: Any) -> Question:
+    return replace(ask("llama3-70b", "8:a100-80g", 64, micro_batch=1).on(where), **changes)
 
 
 def test_the_verdict_has_what_fits_with_parameters_in_the_hosts_memory() -> None:
@@ -55,7 +56,7 @@ def test_a_written_layout_keeps_its_degrees() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"modes": {"offload": "none"}}, {"modes": {"offload": "activations"}}])
-def test_another_offload_that_the_user_fixed_stays(changes: dict[str, object]) -> None:
+def test_another_offload_that_the_user_fixed_stays(changes: dict[str, Any]) -> None:
     assert make_plan(seventy(**changes)).offloaded is None
 
 

@@ -65,14 +65,16 @@ class Restored(Task):
 
     layers: int = 3
     width: int = 128
+    given: int = 4
     seq: int = 512
 
     def model(self) -> nn.Module:
         parts = [nn.Sequential(nn.Linear(self.width, self.width), nn.ReLU()) for _ in range(self.layers)]
-        return nn.Sequential(*parts, nn.Linear(self.width, self.width))
+        return nn.Sequential(nn.Linear(self.given, self.width), *parts, nn.Linear(self.width, self.width))
 
     def dataset(self, split: str) -> Any:
-        x, y = torch.randn(2, self.seq, self.width, generator=torch.Generator().manual_seed(0))
+        draw = torch.Generator().manual_seed(0)
+        x, y = (torch.randn(self.seq, width, generator=draw) for width in (self.given, self.width))
         return [{"x": x, "y": y}] * 128 if split == "train" else None
 
     def inputs(self, batch: Any) -> Any:
