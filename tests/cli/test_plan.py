@@ -43,10 +43,11 @@ def test_the_answer_of_a_terminal_has_100_columns(capsys: pytest.CaptureFixture[
 
 
 def test_what_does_not_fit_is_1_and_says_what_is_closest(capsys: pytest.CaptureFixture[str]) -> None:
-    text = plan(capsys, "llama3-70b", "--cluster", "4:a100-40g", code=1)
+    words = ("llama3-70b", "--cluster", "4:a100-40g", "--layout", "auto,offload=none")
+    text = plan(capsys, *words, code=1)
     assert "DOES NOT FIT: the closest is " in text
-    found = document(capsys, "llama3-70b", "--cluster", "4:a100-40g", code=1)
-    assert found["fits"] is False and found["best"]["fits"] is False
+    found = document(capsys, *words, code=1)
+    assert found["fits"] is False and found["best"]["fits"] is False and found["offloaded"] is None
 
 
 def test_what_fits_with_offload_alone_says_so_and_how_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
