@@ -195,7 +195,8 @@ def _write(request: PlanRequest, subject: Subject, plan: Plan, make_profile: Mak
             raise ConfigError(f"--save {request.save}: every layout is refused, so there is nothing to save")
         choice = plan.leading.estimate.choice
         micro_steps = subject.micro_steps or fixed_micro_steps(make_profile(None, choice.precision))
-        text = run_toml(choice, _beside(subject.task, request.save), micro_steps, dict(subject.settings))
+        given = {} if request.checkpoint_every is None else {"checkpoint.every": request.checkpoint_every}
+        text = run_toml(choice, _beside(subject.task, request.save), micro_steps, {**subject.settings, **given})
         write_whole(request.save / PLAN_FILE, json.dumps(plan_document(plan), indent=2, allow_nan=False) + "\n")
         write_whole(request.save / RUN_FILE, text)
     if request.html is not None:

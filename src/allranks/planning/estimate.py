@@ -23,10 +23,10 @@ from allranks.planning.uncertainty import spread_of
 from allranks.planning.upkeep_cost import checkpoint_seconds, input_seconds
 from allranks.upkeep import Upkeep
 
-NO_UPKEEP = Upkeep()
 MEETING = 6.0
 """Host and device wait for each other where neither is clearly the faster: the step is the norm of this order of both,
 12% above them where they are equal."""
+NO_UPKEEP = Upkeep()
 
 
 @final
