@@ -1,12 +1,22 @@
 """Published runs beside their estimates."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from published_runs import Row, memory_of, run_of
+from row_faults import fault_of
 
 from allranks.errors import ConfigError
 from allranks.planning.estimate import Cost, estimate_setting
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that is not estimated."""
+
+    name: str
+    because: str
 
 
 @dataclass(frozen=True)
@@ -55,20 +65,32 @@ class Judged:
 
 def judge(rows: Iterable[Row]) -> list[Judged]:
     """Every row that says enough to be estimated."""
-    judged = []
-    for row in rows:
-        try:
-            run = run_of(row)
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            ConfigError,
-        ):  # a field that every estimate needs is absent, or impossible
-            run = None
-        if run is None:
-            continue
-        cost = estimate_setting(*run)
-        published, predicted = memory_of(row, cost)
-        judged.append(Judged(row, cost, row["metrics"].get("step_time_s"), published, predicted))
-    return judged
+    return judge_all(rows)[0]
+
+
+def judge_all(rows: Iterable[Any]) -> tuple[list[Judged], list[Skipped]]:
+    """The rows that can be estimated, and the others, each with the reason."""
+    judged: list[Judged] = []
+    skipped: list[Skipped] = []
+    for number, row in enumerate(rows, start=1):
+        name = str(row.get("id") or f"row {number}") if isinstance(row, Mapping) else f"row {number}"
+        because = fault_of(row)
+        if not because:
+            try:
+                judged.append(judge_one(row))
+                continue
+            # Whatever is wrong with one row of somebody's file, the others are judged.
+            except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, ConfigError) as error:
+                because = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        skipped.append(Skipped(name, because))
+    return judged, skipped
+
+
+def judge_one(row: Row) -> Judged:
+    """One row beside its estimate. Raises ValueError where it leaves open what an estimate needs."""
+    run = run_of(row)
+    if run is None:
+        raise ValueError("a size, a degree or the batch is open")
+    cost = estimate_setting(*run)
+    published, predicted = memory_of(row, cost)
+    return Judged(row, cost, row["metrics"].get("step_time_s"), published, predicted)

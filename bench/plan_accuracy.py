@@ -14,16 +14,18 @@ fit_constants.py used no others.
 import argparse
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from calibration_rows import FITTED, is_calibration
-from judged import Judged, judge
+from calibration_rows import DATA, FITTED, is_calibration
+from judged import Judged, Skipped, judge_all
 from published_runs import Row, precision_of, rows_of, states_recompute
 
 GIB = float(2**30)
+NAMED = 5
+"""Skipped rows of each reason whose names are printed; `--json` has them all."""
 
 
 def summary(judged: Sequence[Judged]) -> dict[str, Any]:
@@ -122,15 +124,15 @@ SUBSETS: dict[str, Callable[[Row], bool]] = {
     "held_out_stated": lambda row: is_stated(row) and not is_calibration(row),
     "stated_a_b": lambda row: is_stated(row) and row["quality"] != "C",
     "held_out_sources": lambda row: row["source"] not in FITTED,
-    "quality_c": lambda row: row["quality"] == "C",
+    "quality_c": lambda row: row.get("quality") == "C",
 }
 """Parts of all rows: 16 bits with micro-batch, recompute and schedule stated; rows that constants were fitted to, and
 that they were not; stated ones without those of quality C; sources of which they have seen none; what the table's
 compiler calls suspicious."""
 
 
-def report_on(judged: Sequence[Judged], num_rows: int) -> dict[str, Any]:
-    """Everything that this program prints, as data; `skipped` of the rows say too little to be estimated."""
+def report_on(judged: Sequence[Judged], skipped: Sequence[Skipped]) -> dict[str, Any]:
+    """Everything that this program prints, as data; `skipped` rows are counted by reason, and named."""
     parts = {name: [one for one in judged if chosen(one.row)] for name, chosen in SUBSETS.items()}
     sources = by_source(judged)
     largest = max(sources, key=lambda name: len(sources[name]), default="")
@@ -138,9 +140,21 @@ def report_on(judged: Sequence[Judged], num_rows: int) -> dict[str, Any]:
         "sources": {name: summary(rows) for name, rows in sources.items()},
         "largest": {"name": largest, **{n: scaled(sources.get(largest, []), key) for n, key in FACTORS.items()}},
         "all": summary(judged),
-        "skipped": num_rows - len(judged),
+        "skipped": len(skipped),
+        "skipped_because": dict(Counter(one.because for one in skipped).most_common()),
+        "skipped_rows": {one.name: one.because for one in skipped},
         "subsets": {name: {**summary(rows), "step_mape_scaled": scaled(rows)} for name, rows in parts.items()},
     }
+
+
+def read_rows(file: Path) -> list[Any]:
+    """The rows of a file; ends the program with one line where it is no file of the schema."""
+    try:
+        return list(rows_of(json.loads(file.read_text())))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{file} cannot be read: {error}") from None
+    except (LookupError, TypeError, AttributeError):
+        raise SystemExit(f"{file} is not of the schema of {DATA.name}: an object with a list of rows") from None
 
 
 def main() -> int:
@@ -150,9 +164,8 @@ def main() -> int:
     parser.add_argument("--rows", action="store_true")
     parser.add_argument("--markdown", action="store_true", help="the tables of docs/explanation/planner-accuracy.md")
     arguments = parser.parse_args()
-    rows = [row for file in arguments.files for row in rows_of(json.loads(file.read_text()))]
-    judged = judge(rows)
-    report = report_on(judged, len(rows))
+    judged, skipped = judge_all(row for file in arguments.files for row in read_rows(file))
+    report = report_on(judged, skipped)
     if arguments.json:
         print(json.dumps(report, indent=1))
     elif arguments.markdown:
@@ -185,7 +198,11 @@ def text(report: Mapping[str, Any]) -> list[str]:
     scaled_error, without_c = (
         cell("step_mape", report["subsets"][name]["step_mape_scaled"]) for name in ("stated", "stated_a_b")
     )
-    lines.append(f"{report['skipped']} rows say too little to be estimated: a size, a degree or the batch is open")
+    lines.append(f"{report['skipped']} rows are skipped" + (", because" if report["skipped"] else ""))
+    for because, count in report["skipped_because"].items():
+        named = [name for name, why in report["skipped_rows"].items() if why == because]
+        more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
+        lines.append(f"  {count:>5} {because}: {', '.join(named[:NAMED])}{more}")
     lines.append(
         f"stated, with one factor for each device and framework: step {scaled_error}; {without_c} without quality C"
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 from allranks.layout import Layout
+from allranks.upkeep import Upkeep
 
 
 @final
@@ -27,6 +28,7 @@ class Choice:
         micro_batch: samples per forward and data-parallel rank.
         precision: as `train.precision`.
         chunks: model chunks a pipeline rank holds (virtual stages; 1 is no interleaving).
+        upkeep: the same for all that a search weighs.
     """
 
     layout: Layout
@@ -34,6 +36,7 @@ class Choice:
     micro_batch: int
     precision: str = "bfloat16"
     chunks: int = 1
+    upkeep: Upkeep = field(default_factory=Upkeep, hash=False)
 
     @property
     def micro_steps(self) -> int:
@@ -258,7 +261,8 @@ class Plan:
         model, cluster: their names; num_devices of the latter, on so many equal nodes; parameters of the former.
         seq: positions of a sample; 0 where it has none.
         searched: how many Choices were estimated.
-        best: None where nothing fits; closest: then what came nearest.
+        best: None where nothing fits; closest: then what came nearest; offloaded: then the fastest that fits with
+            parameters in the host's memory.
         what_ifs: one change each, of the best or the closest.
         bill: of the best, where a number of tokens was given.
         notes: what was decided for the user, and why.
@@ -283,6 +287,7 @@ class Plan:
     unmet: tuple[str, ...] = ()
     machine: str = ""
     checked: tuple[Checked, ...] = ()
+    offloaded: Ranked | None = None
 
     @property
     def leading(self) -> Ranked | None:

@@ -117,3 +117,16 @@ def test_where_it_is_from(source: Any) -> None:
     found = build_profile(structure, seen, precision="float32", source=source)
     assert (found.source, found.tied, found.stateful, found.precision) == (source, (("a", "b"),), ("norm",), "float32")
     assert len(found.digest) == 64
+
+
+def test_a_squared_error_holds_its_input_its_target_and_their_difference_once() -> None:
+    """Four bytes a number: the output, which nobody else keeps, the target of the batch, and what the step makes."""
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(output, torch.zeros_like(output), reduction="sum")
+
+    profile = profile_of(lambda: nn.Linear(WIDTH, WIDTH), (2, WIDTH), (3, WIDTH), loss=loss)
+    (found,) = [o for block in profile.blocks for o in block.operations if o.kind == "loss"]
+    kept = 2 * WIDTH * 4  # output and target
+    assert found.saved_bytes == kept
+    assert kept < found.peak_bytes <= 2 * kept < 3 * kept

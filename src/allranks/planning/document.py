@@ -29,6 +29,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "fits": plan.best is not None,
         "searched": plan.searched,
         "best": None if plan.leading is None else _ranked(plan.leading),
+        "offloaded": None if plan.offloaded is None else _ranked(plan.offloaded),
         "others": [_ranked(other) for other in plan.others],
         "refusals": [asdict(refusal) for refusal in plan.refusals],
         "what_ifs": [

@@ -20,12 +20,15 @@ from allranks.planning.room import Room, room_under
 from allranks.planning.setting import Setting, setting_of
 from allranks.planning.stages import stages_under
 from allranks.planning.uncertainty import spread_of
+from allranks.planning.upkeep_cost import checkpoint_seconds, input_seconds
+from allranks.upkeep import Upkeep
 
 MEETING = 6.0
 """Host and device wait for each other where neither is clearly the faster: the step is the norm of this order of both,
 12% above them where they are equal."""
 SOCKET = 4
 """Devices of a processor's socket in servers of eight with two of them (DGX A100 and H100)."""
+NO_UPKEEP = Upkeep()
 
 
 @final
@@ -130,6 +133,8 @@ def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting) 
         profile, cluster, setting, parts.costs, held, forward[worst], backward[worst] + weight[worst], stays
     )
     time = _step_time(stages[worst], setting, bubble, data, send, waits)
+    if setting.upkeep != NO_UPKEEP:
+        time = _with_upkeep(time, profile, cluster, setting)
     return _cost(setting, parts, layers, time, data, stages[worst].host)
 
 
@@ -173,6 +178,12 @@ def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, s
         optimizer=data.update,
         offload=waits,
     )
+
+
+def _with_upkeep(time: StepTime, profile: ModelProfile, cluster: Cluster, setting: Setting) -> StepTime:
+    """With what the step waits for its samples, and its share of a checkpoint."""
+    time = replace(time, input=input_seconds(cluster, setting, time.total))
+    return replace(time, checkpoint=checkpoint_seconds(profile, cluster, setting, time.total))
 
 
 def _cost(

@@ -264,8 +264,11 @@ def least_seconds(plain: Estimate, least: float, *, kept: bool = False) -> float
     Args:
         least: the least correction of any family, because members are of other families than the plain one.
     """
-    time = plain.time
-    changed = replace(time, data=0.0, optimizer=0.0, recompute=time.recompute if kept else 0.0)
+    time = plain.time  # a longer step hides more of its input, and of a checkpoint's writing
+    changed = replace(time, data=0.0, optimizer=0.0, input=0.0, checkpoint=0.0)
+    changed = changed if kept else replace(changed, recompute=0.0)
+    if plain.choice.layout.offload in ("parameters", "all"):  # who shares more moves less of his own
+        changed = replace(changed, offload=0.0)
     return changed.total * least / plain.correction
 
 

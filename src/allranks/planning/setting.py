@@ -6,6 +6,7 @@ from typing import Literal, final
 from allranks.cluster import FixedSeconds
 from allranks.plan import Choice
 from allranks.planning.constants import AttentionKernel
+from allranks.upkeep import Upkeep
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -30,9 +31,9 @@ class Mechanisms:
         step_bytes: per parameter while the optimizer steps.
         bucket_bytes: in which gradients and weights travel.
         slack: share by which the allocator's blocks exceed the activations that are in use.
-        logits_copies: how often the loss holds what it keeps for its backward, at its peak: 3 is torch's cross entropy
-            on float32 logits (log-softmax, its gradient, and the gradient of what it picks, 4 bytes a logit each), 1 a
-            fused one. cut_logits_copies: where tp cuts the logits; 0: as often.
+        logits_copies: how often a loss that nobody traced holds what it keeps for its backward, at its peak: 3 is
+            torch's cross entropy on float32 logits (log-softmax, its gradient, and the gradient of what it picks, 4
+            bytes a logit each), 1 a fused one. cut_logits_copies: where tp cuts the logits; 0: as often.
         selective: what recompute="selective" repeats: attention's scores (Megatron-LM) or every second product (torch).
         attention: whose kernels: the vendor's (cuDNN), FlashAttention's or FlashAttention-2's.
         accumulate_bytes: moved per weight when a micro-step's gradient is added to the sum; 0 where the product adds.
@@ -116,6 +117,7 @@ class Setting:
         offload: "none", "parameters", "activations", "all".
         keeps_gathered: weights that zero=3 gathers for a forward stay until its backward (FSDP's SHARD_GRAD_OP); where
             `reduces_every_micro_step` is not so, gathered weights and whole gradients stay for the whole step.
+        upkeep: samples that are read and checkpoints that are saved besides.
         frozen: whether only added low-rank matrices learn (LoRA 2106.09685).
     """
 
@@ -136,6 +138,7 @@ class Setting:
     offload: str = "none"
     frozen: bool = False
     keeps_gathered: bool = False
+    upkeep: Upkeep = field(default_factory=Upkeep, hash=False)
     mechanisms: Mechanisms = field(default_factory=Mechanisms)
 
     @property
@@ -223,5 +226,6 @@ def setting_of(choice: Choice) -> Setting:
         ring=layout.context == "ring",
         offload=layout.offload,
         keeps_gathered=zero == 3 and layout.sharding == "grad_op",
+        upkeep=choice.upkeep,
         mechanisms=mechanisms_of(choice),
     )

@@ -23,6 +23,7 @@ from allranks.profiling.fitting import build_profile
 from allranks.profiling.on_cuda import as_on_cuda
 from allranks.stepping.profiled_model import SEED, describe, identity, spread_alone
 from allranks.stepping.profiled_step import Batch, first_batches, record
+from allranks.stepping.start_check import first_samples
 from allranks.task import Task
 from allranks.task_loading import user_line
 from allranks.verdict import Decision
@@ -85,6 +86,12 @@ def trace_measured(
         batches = first_batches(task)
         spread = spread_alone(task, task.model, precision, device)
         return _profile(task, spread, batches, (precision, device, "measured"), cache, tell)
+
+
+def sample_seconds(task: Task) -> float:
+    """What loading one sample takes here: the fastest of the first few, because the first opens files."""
+    with _generators_kept():
+        return first_samples(task.dataset("train"), SEED)[1]
 
 
 def trace_module(

@@ -25,6 +25,7 @@ from allranks.request import TrainRequest
 from allranks.training.counted_parameters import count_parameters, device_untouched
 from allranks.training.prepare import Prepared, prepare, resolve_layout
 from allranks.units import format_bytes, format_count
+from allranks.upkeep import Upkeep
 from allranks.verdict import Decision
 
 STATE_BYTES = 16
@@ -187,6 +188,7 @@ def _planned(prepared: Prepared, cluster: Cluster, on_gpu: bool) -> Decided:
         precisions=precisions,
         micro_batch=config.train.micro_batch,
         micro_steps=micro_steps,
+        upkeep=_upkeep(prepared, on_gpu),
         modes={
             name: str(getattr(config.layout, name))
             for name in MODES
@@ -204,6 +206,15 @@ def _planned(prepared: Prepared, cluster: Cluster, on_gpu: bool) -> Decided:
         told.append(Decision(*explain(cluster)))
     decision = _explain(plan.leading, plan.best is not None)
     return Decided((*told, decision), overrides, {**plan_document(plan), "decided": list(overrides)})
+
+
+def _upkeep(prepared: Prepared, on_gpu: bool) -> Upkeep:
+    """Samples as fast as they are loaded here, checkpoints as the config has them."""
+    from allranks.stepping.profile import sample_seconds
+
+    saves = prepared.config.checkpoint
+    beside = saves.beside("cuda" if on_gpu else "cpu")
+    return Upkeep(saves.every or 0, beside, sample_seconds(prepared.task), prepared.config.data.workers)
 
 
 def _explain(leading: Ranked, fits: bool) -> Decision:
