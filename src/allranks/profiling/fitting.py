@@ -88,13 +88,21 @@ class _Fit:
 
 
 def _segments(recording: Recording, structure: Structure) -> list[Segment]:
-    """The forward by unit; the first piece of a loss has what all of it holds at its peak."""
+    """The forward by unit; the pieces of a loss share what all of it holds at its peak, by what each keeps of it."""
     segments = cut_into_segments(recording.calls, structure)
     for segment in segments:
-        piece = next((piece for piece in segment.pieces if piece.kind == "loss"), None)
-        if piece is not None and segment.calls:
-            piece.peak_bytes = recording.loss_bytes(segment.calls)
+        pieces = [piece for piece in segment.pieces if piece.kind == "loss"]
+        if pieces and segment.calls:
+            _share_peak(pieces, recording.loss_bytes(segment.calls))
     return segments
+
+
+def _share_peak(pieces: Sequence[Piece], peak_bytes: float) -> None:
+    """One that keeps nothing has none of it; where none keeps anything, the first has all."""
+    kept = sum(piece.saved_bytes for piece in pieces)
+    pieces[0].peak_bytes = 0.0 if kept else peak_bytes
+    for piece in pieces if kept else ():
+        piece.peak_bytes = peak_bytes * piece.saved_bytes / kept
 
 
 def _outline(segments: Sequence[Segment]) -> list[tuple[str, list[tuple[str, str, str]]]]:
