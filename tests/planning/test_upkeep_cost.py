@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from allranks.cluster import Cluster
+from allranks.cluster import Cluster, Correction
 from allranks.named_models import find_model
 from allranks.plan import Choice
 from allranks.planning.block_parts import forget
+from allranks.planning.choices import every_choice
 from allranks.planning.estimate import estimate
-from allranks.planning.search import Search
+from allranks.planning.search import Search, rank
 from allranks.planning.setting import Setting, setting_of
 from allranks.planning.upkeep_cost import checkpoint_seconds, input_seconds, left_out
 from allranks.upkeep import Upkeep
@@ -77,13 +78,46 @@ def test_an_estimate_has_both_and_a_longer_step_for_them() -> None:
     assert found.memory == plain.memory
 
 
-def test_the_search_finds_the_best_of_all_with_them() -> None:
-    question = ask("gpt2", "8:a100-80g", 64, seq=1024, upkeep=Upkeep(save_every=1, sample_seconds=0.02))
-    question = question.on(replace(question.cluster, storage_bandwidth=1e8))
-    found = Search(question.space()).run()
-    assert found.best is not None and found.best.time.input > 0 and found.best.time.checkpoint > 0
-    best = min(one.step_seconds.expected for one in found.estimates.values() if one.fits)
-    assert found.best.step_seconds.expected == best
+@pytest.mark.parametrize("upkeep", [
+    Upkeep(save_every=1, sample_seconds=0.02), Upkeep(sample_seconds=0.02), Upkeep(save_every=2, beside=True),
+    Upkeep(sample_seconds=1e-4),
+])  # fmt: skip
+def test_the_search_finds_the_best_of_all_with_them(upkeep: Upkeep) -> None:
+    """Where the waits make most of them equally fast, the one with the least work."""
+    question = ask("gpt2", "4:a100-80g", 32, seq=1024, upkeep=upkeep)
+    space = question.on(replace(question.cluster, storage_bandwidth=1e8)).space()
+    found, every = Search(space).run(), Search(space).weigh(every_choice(space))
+    assert found.best is not None and every.best is not None and rank(found.best) == rank(every.best)
+    fit = [one for one in every.estimates.values() if one.fits]
+    fastest = min(one.step_seconds.expected for one in fit)
+    alike = [one for one in fit if one.step_seconds.expected == pytest.approx(fastest, rel=1e-12)]
+    assert found.best.time.work == pytest.approx(min(one.time.work for one in alike), rel=1e-8)
+    assert found.num_choices < every.num_choices / 2
+
+
+def test_waits_that_make_all_equally_fast_leave_the_search_as_short_as_it_was() -> None:
+    """Loading takes 12 s, the work less than that: what has the least work is still looked for first."""
+    question = ask("llama3-8b", "8:a100-80g", 64, seq=4096)
+    plain = Search(question.space()).run()
+    loading = Search(replace(question, upkeep=Upkeep(sample_seconds=1.5)).space()).run()
+    assert plain.best is not None and loading.best is not None
+    assert loading.best.step_seconds.expected == pytest.approx(12.0)
+    assert loading.best.time.work == pytest.approx(plain.best.time.work)
+    assert loading.num_choices < 1.1 * plain.num_choices
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_correction_is_of_the_work_and_not_of_what_it_waits_for(factor: float) -> None:
+    """A Task that loads for 99 s on the loop's own thread loads for as long, however slow its work was."""
+    there = on_processor(TWO_NODES)
+    slow = replace(there, corrections={"": Correction(factor, factor, 1)})
+    upkeep = Upkeep(sample_seconds=0.5, save_every=3)
+    plain, found = (estimate(PROFILE, where, choice(upkeep, dp_shard=16)) for where in (there, slow))
+    assert (found.time.input, found.time.checkpoint) == (plain.time.input, plain.time.checkpoint) and plain.time.input
+    assert found.time.work == pytest.approx(factor * plain.time.work)
+    assert found.step_seconds.expected == pytest.approx(found.time.total)
+    hidden = estimate(PROFILE, slow, choice(replace(upkeep, workers=1, save_every=0), dp_shard=16))
+    assert hidden.step_seconds.expected == pytest.approx(max(found.time.work, 4 * 0.5))
 
 
 def test_what_is_left_out_is_said_with_because() -> None:

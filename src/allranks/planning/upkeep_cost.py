@@ -1,9 +1,26 @@
 """What samples and checkpoints take of a step: the time that a run waits for them."""
 
+from dataclasses import replace
+from typing import Final
+
 from allranks.cluster import Cluster
 from allranks.model_profile import ModelProfile
+from allranks.plan import StepTime
 from allranks.planning.setting import Setting
 from allranks.upkeep import Upkeep
+
+NO_UPKEEP: Final = Upkeep()
+
+
+def with_upkeep(work: StepTime, profile: ModelProfile, cluster: Cluster, setting: Setting) -> StepTime:
+    """`work` with what a step of so much of it waits for its samples, and its share of a checkpoint.
+
+    Of more work the total is never less.
+    """
+    if setting.upkeep == NO_UPKEEP:
+        return work
+    time = replace(work, input=input_seconds(cluster, setting, work.total))
+    return replace(time, checkpoint=checkpoint_seconds(profile, cluster, setting, time.total))
 
 
 def input_seconds(cluster: Cluster, setting: Setting, step_seconds: float) -> float:
