@@ -6,7 +6,7 @@ from allranks.upkeep import Upkeep
 
 
 def test_a_run_that_says_nothing_saves_at_its_end_and_nobody_has_measured_its_samples() -> None:
-    assert Upkeep() == Upkeep(save_every=0, beside=False, sample_seconds=None, workers=0)
+    assert Upkeep() == Upkeep(save_every=0, beside=False, sample_seconds=None, workers=0, reads_all=False)
 
 
 def test_choices_of_different_upkeep_are_different() -> None:

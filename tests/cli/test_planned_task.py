@@ -109,6 +109,14 @@ def test_upkeep_is_what_the_config_says_and_what_was_measured_here(tmp_path: Pat
     assert here.sample_seconds is not None and 0 < here.sample_seconds < 1
 
 
+def test_trace_and_timing_build_the_dataset_once(tmp_path: Path) -> None:
+    once = "assert not hasattr(Pairs, 'built'); Pairs.built = True; return [{"
+    (tmp_path / "once.py").write_text(COUPLED.replace("return [{", once))
+    facts = task_facts(str(tmp_path / "once.py"), None, ())
+    assert facts["upkeep"]("cpu", True).sample_seconds > 0
+    assert [facts["make"](None, name, "cpu").precision for name in ("float32", "bfloat16")] == ["float32", "bfloat16"]
+
+
 def test_a_task_that_is_not_there_is_refused() -> None:
     with pytest.raises(TaskError, match="no Task file"):
         task_facts("nowhere.py", None, ())

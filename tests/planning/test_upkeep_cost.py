@@ -63,6 +63,8 @@ def test_samples_are_loaded_behind_the_steps_but_for_the_thread_of_a_processor()
     assert input_seconds(TWO_NODES, setting(**slow), 1.5) == 0.5
     assert input_seconds(on_processor(TWO_NODES), setting(**slow, workers=1), 1.5) == 0.5
     assert input_seconds(TWO_NODES, setting(**slow, workers=2), 1.5) == 0.0
+    # Each rank reads all 64 of the step.
+    assert input_seconds(TWO_NODES, setting(**slow, workers=1, reads_all=True), 1.5) == 30.5
 
 
 def test_an_estimate_has_both_and_a_longer_step_for_them() -> None:

@@ -1,6 +1,7 @@
 """A user's Task as the planner sees it: its config read as `train` reads it, its model traced without memory."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from allranks.request import TrainRequest
 from allranks.upkeep import Upkeep
 
 if TYPE_CHECKING:
+    from allranks.stepping.profiled_step import FirstBatches
     from allranks.task import Task
 
 
@@ -32,9 +34,15 @@ def task_facts(
     config, given = prepared.config, _given(toml, overrides)
     profiles: dict[tuple[str, str], ModelProfile] = {}
 
+    @cache
+    def loaded() -> "FirstBatches":
+        from allranks.stepping.profile import load_first
+
+        return load_first(prepared.task)
+
     def make(seq: int | None, precision: str, device: str) -> ModelProfile:
         if (precision, device) not in profiles:
-            profiles[precision, device] = _profile(prepared.task, precision, device, measured)
+            profiles[precision, device] = _profile(prepared.task, loaded(), precision, device, measured)
         found = profiles[precision, device]
         if seq is not None and seq != found.seq:
             raise ConfigError(
@@ -44,11 +52,9 @@ def task_facts(
         return found
 
     def upkeep(kind: str, here: bool) -> Upkeep:
-        from allranks.stepping.profile import sample_seconds
+        from allranks.stepping.upkeep import upkeep_of
 
-        saves = config.checkpoint
-        measured = sample_seconds(prepared.task) if here else None
-        return Upkeep(saves.every or 0, saves.beside(kind), measured, config.data.workers)
+        return upkeep_of(config, kind, loaded() if here else None)
 
     return {
         "make": make,
@@ -64,15 +70,15 @@ def task_facts(
     }
 
 
-def _profile(task: "Task", precision: str, device: str, measured: bool) -> ModelProfile:
+def _profile(task: "Task", loaded: "FirstBatches", precision: str, device: str, measured: bool) -> ModelProfile:
     """Of a trace as on `device`, or of real steps: on it where this machine has one, else on its processor."""
     from allranks.stepping.profile import trace_measured, trace_task
 
     if not measured:
-        return trace_task(task, precision, device)
+        return trace_task(task, precision, device, loaded=loaded)
     import torch
 
-    return trace_measured(task, precision, device if torch.cuda.is_available() else "cpu")
+    return trace_measured(task, precision, device if torch.cuda.is_available() else "cpu", loaded=loaded)
 
 
 def _given(toml: Path | None, overrides: Sequence[str]) -> set[str]:

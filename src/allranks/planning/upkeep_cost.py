@@ -32,7 +32,8 @@ def input_seconds(cluster: Cluster, setting: Setting, step_seconds: float) -> fl
     upkeep = setting.upkeep
     if upkeep.sample_seconds is None:
         return 0.0
-    loading = setting.micro_steps * setting.micro_batch * upkeep.sample_seconds / max(1, upkeep.workers)
+    samples = setting.global_batch if upkeep.reads_all else setting.micro_steps * setting.micro_batch
+    loading = samples * upkeep.sample_seconds / max(1, upkeep.workers)
     if not upkeep.workers and cluster.device.kind == "cpu":
         return loading
     return max(0.0, loading - step_seconds)

@@ -25,7 +25,6 @@ from allranks.request import TrainRequest
 from allranks.training.counted_parameters import count_parameters, device_untouched
 from allranks.training.prepare import Prepared, prepare, resolve_layout
 from allranks.units import format_bytes, format_count
-from allranks.upkeep import Upkeep
 from allranks.verdict import Decision
 
 STATE_BYTES = 16
@@ -167,15 +166,15 @@ def _planned(prepared: Prepared, cluster: Cluster, on_gpu: bool) -> Decided:
     from allranks.planning.document import plan_document
     from allranks.planning.question import Question, choose_precisions, fixed_micro_steps
     from allranks.profiling.cache import ProfileCache
-    from allranks.stepping.profile import trace_task
+    from allranks.stepping.profile import load_first, trace_task
+    from allranks.stepping.upkeep import upkeep_of
 
     config, task = prepared.config, prepared.task
+    device, loaded = "cuda" if on_gpu else "cpu", load_first(task)
     told: list[Decision] = []
 
     def make(seq: int | None, precision: str) -> ModelProfile:
-        return trace_task(
-            task, precision, "cuda" if on_gpu else "cpu", cache=ProfileCache(), tell=told.append
-        )  # fmt: skip
+        return trace_task(task, precision, device, loaded=loaded, cache=ProfileCache(), tell=told.append)
 
     precisions, _ = choose_precisions(config.train.precision, cluster)
     profiles = {name: make(None, name) for name in precisions}
@@ -188,7 +187,7 @@ def _planned(prepared: Prepared, cluster: Cluster, on_gpu: bool) -> Decided:
         precisions=precisions,
         micro_batch=config.train.micro_batch,
         micro_steps=micro_steps,
-        upkeep=_upkeep(prepared, on_gpu),
+        upkeep=upkeep_of(config, device, loaded),
         modes={
             name: str(getattr(config.layout, name))
             for name in MODES
@@ -206,15 +205,6 @@ def _planned(prepared: Prepared, cluster: Cluster, on_gpu: bool) -> Decided:
         told.append(Decision(*explain(cluster)))
     decision = _explain(plan.leading, plan.best is not None)
     return Decided((*told, decision), overrides, {**plan_document(plan), "decided": list(overrides)})
-
-
-def _upkeep(prepared: Prepared, on_gpu: bool) -> Upkeep:
-    """Samples as fast as they are loaded here, checkpoints as the config has them."""
-    from allranks.stepping.profile import sample_seconds
-
-    saves = prepared.config.checkpoint
-    beside = saves.beside("cuda" if on_gpu else "cpu")
-    return Upkeep(saves.every or 0, beside, sample_seconds(prepared.task), prepared.config.data.workers)
 
 
 def _explain(leading: Ranked, fits: bool) -> Decision:
