@@ -103,7 +103,7 @@ def _calibrate(device: str, nproc: int | None, output: Path | None, *, quick: bo
         except RuntimeError as error:  # of a process: torch's own, with its rank's traceback as the cause
             failure = ProcessError(f"this machine could not be measured: {str(error).strip().splitlines()[0]}")
         if failure is None:
-            cluster = replace(finish_cluster(begun, found, quick=quick), storage_bandwidth=_storage(quick))
+            cluster = replace(finish_cluster(begun, found, quick=quick), storage_bandwidth=_storage(quick, begun.nproc))
             write_cluster(cluster, begun.path)
     if failure is not None:
         return print_error(failure, json=json, exit_code=UNDETERMINED)
@@ -118,12 +118,12 @@ def _calibrate(device: str, nproc: int | None, output: Path | None, *, quick: bo
     return 0
 
 
-def _storage(quick: bool) -> float | None:
-    """Bytes/s of the working directory, where runs keep their checkpoints."""
+def _storage(quick: bool, nproc: int) -> float | None:
+    """Bytes/s of the working directory, where runs keep their checkpoints, with `nproc` processes that write."""
     from allranks.profiling.calibrate import tidy
     from allranks.profiling.storage_rate import NUM_BYTES, QUICK_NUM_BYTES, measure_storage
 
-    rate = measure_storage(Path.cwd(), QUICK_NUM_BYTES if quick else NUM_BYTES)
+    rate = measure_storage(Path.cwd(), QUICK_NUM_BYTES if quick else NUM_BYTES, nproc)
     return None if rate is None else tidy(rate)
 
 

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from allranks.model_shape import ModelShape
 
 
-MEASURED = (
-    "the model's costs are those of real steps, because --measured; where no GPU is at hand they ran on the processor,"
-    " whose kernels may keep other activations than a GPU's"
+MEASURED = "the model's costs are those of real steps, because --measured; "
+ON_GPU = "for GPUs they run on this machine's"
+ON_PROCESSOR = (
+    "no GPU is at hand, so that they run on the processor, whose kernels may keep other activations than a GPU's"
 )
 
 
@@ -138,4 +139,8 @@ def _of_task(request: PlanRequest) -> Subject:
 
     spec, toml, overrides = read_arguments(request.arguments)
     facts: dict[str, Any] = task_facts(spec, toml, overrides, measured=request.measured)
-    return Subject(**facts, notes=(MEASURED,) if request.measured else ())
+    if not request.measured:
+        return Subject(**facts)
+    import torch
+
+    return Subject(**facts, notes=(MEASURED + (ON_GPU if torch.cuda.is_available() else ON_PROCESSOR),))
