@@ -8,8 +8,10 @@ import pytest
 from allranks.cluster import Cluster
 from allranks.config import LayoutConfig
 from allranks.planning.answer import make_plan
+from allranks.planning.document import plan_document
 from allranks.planning.estimate import estimate
 from allranks.planning.hardware import find_cluster
+from allranks.planning.offloaded import with_parameters_on_host
 from allranks.planning.question import Question
 from tests.planning.questions import ask
 
@@ -27,7 +29,8 @@ def test_the_verdict_has_what_fits_with_parameters_in_the_hosts_memory() -> None
     assert found.fits and found.choice.layout.offload == "parameters"
     assert found == estimate(seventy().space().profiles["bfloat16"], NODE, found.choice)
     because = plan.offloaded.because
-    assert because.startswith("fits with offload=parameters: ")
+    assert because.startswith("may fit with offload=parameters: ")
+    assert plan_document(plan)["offloaded"]["fits"] == "unknown"
     assert "1.1 TB in each host's memory (nobody says how much it has: host_memory_gb in a cluster file)" in because
     slower = found.samples_per_second / plan.closest.estimate.samples_per_second - 1
     assert f"{slower:+.0%} speed beside the closest" in because and slower < -0.3
@@ -46,6 +49,11 @@ def test_a_host_that_is_too_small_is_no_way_out() -> None:
     assert make_plan(seventy(small)).offloaded is None
     plan = make_plan(seventy(large))
     assert plan.offloaded is not None and "in each host's memory of 1.6 TB" in plan.offloaded.because
+    assert plan.offloaded.because.startswith("fits with ") and plan_document(plan)["offloaded"]["fits"] is True
+    first = plan.closest
+    assert first is not None
+    checked = with_parameters_on_host(seventy(large).space(), first.estimate, checked=True)
+    assert checked is not None and "; --check has not rehearsed it; ask for it: " in checked.because
 
 
 def test_a_written_layout_keeps_its_degrees() -> None:

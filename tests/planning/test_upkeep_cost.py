@@ -80,6 +80,21 @@ def test_an_estimate_has_both_and_a_longer_step_for_them() -> None:
     assert found.memory == plain.memory
 
 
+def test_a_checkpoints_copy_stands_in_the_hosts_memory() -> None:
+    """12 bytes a parameter over the nodes, whatever else is moved there; a host without room for it fits nothing."""
+    forget()
+    copied = 12 * PROFILE.parameters / 2
+    beside = Upkeep(save_every=5, beside=True)
+    for offload in ("none", "parameters"):
+        plain, found = (
+            estimate(PROFILE, TWO_NODES, choice(upkeep, dp_shard=16, offload=offload)) for upkeep in (Upkeep(), beside)
+        )
+        assert found.host_bytes - plain.host_bytes == pytest.approx(copied)
+    small = replace(TWO_NODES, host_memory_bytes=copied)
+    assert not estimate(PROFILE, small, choice(beside, dp_shard=16)).fits_host
+    assert estimate(PROFILE, small, choice(Upkeep(save_every=5), dp_shard=16)).fits_host
+
+
 @pytest.mark.parametrize("upkeep", [
     Upkeep(save_every=1, sample_seconds=0.02), Upkeep(sample_seconds=0.02), Upkeep(save_every=2, beside=True),
     Upkeep(sample_seconds=1e-4),

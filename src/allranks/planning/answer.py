@@ -65,7 +65,9 @@ def make_plan(question: Question) -> Plan:
         bill=bill,
         unmet=unmet_limits(bill, question),
         checked=checked,
-        offloaded=with_parameters_on_host(space, first) if first is not None and found.best is None else None,
+        offloaded=None
+        if first is None or found.best is not None
+        else with_parameters_on_host(space, first, checked=bool(checked)),
     )
 
 

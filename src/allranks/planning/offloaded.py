@@ -10,11 +10,11 @@ from allranks.units import format_bytes, format_seconds
 MODE = "offload=parameters"
 
 
-def with_parameters_on_host(space: Space, closest: Estimate) -> Ranked | None:
+def with_parameters_on_host(space: Space, closest: Estimate, *, checked: bool = False) -> Ranked | None:
     """The best of the same space with `offload=parameters`, and its price beside `closest`, which does not fit.
 
     None where that does not fit either, the host's memory included as far as the cluster says how much there is, or
-    where the user has fixed another offload.
+    where the user has fixed another offload. `checked`: others were rehearsed, which is said to be left out here.
     """
     if space.modes.get("offload") is not None:
         return None
@@ -27,7 +27,8 @@ def with_parameters_on_host(space: Space, closest: Estimate) -> Ranked | None:
     if found is None:
         return None
     asked = str(fixed) if fixed is not None else ",".join(["auto", *(f"{key}={value}" for key, value in modes.items())])
-    return Ranked(found, f"{price_of(found, closest)}; ask for it: --layout {asked}")
+    left = "; --check has not rehearsed it" if checked else ""
+    return Ranked(found, f"{price_of(found, closest)}{left}; ask for it: --layout {asked}")
 
 
 def price_of(found: Estimate, closest: Estimate) -> str:
@@ -39,7 +40,8 @@ def price_of(found: Estimate, closest: Estimate) -> str:
         held += f" of {format_bytes(found.host_capacity_bytes)}"
     seconds = found.step_seconds.expected
     speed = found.samples_per_second / closest.samples_per_second - 1 if closest.samples_per_second else 0.0
+    fits = "may fit" if found.host_capacity_bytes is None else "fits"
     return (
-        f"fits with {MODE}: {format_bytes(found.peak_bytes.expected)} of {format_bytes(found.capacity_bytes)}, and"
+        f"{fits} with {MODE}: {format_bytes(found.peak_bytes.expected)} of {format_bytes(found.capacity_bytes)}, and"
         f" {held}; a step takes {format_seconds(seconds)}, {speed:+.0%} speed beside the closest"
     )

@@ -49,12 +49,23 @@ def checkpoint_seconds(profile: ModelProfile, cluster: Cluster, setting: Setting
     every, rate = setting.upkeep.save_every, cluster.storage_bandwidth
     if not every:
         return 0.0
-    how = setting.mechanisms
-    state_bytes = profile.parameters * (how.weight_bytes + how.optimizer_bytes)
+    state_bytes = _state_bytes(profile, setting)
     written = state_bytes / cluster.nodes / rate if rate else 0.0
     if not setting.upkeep.beside:
         return written / every
     return (_copy_seconds(cluster, state_bytes) + max(0.0, written - every * step_seconds)) / every
+
+
+def copy_bytes(profile: ModelProfile, cluster: Cluster, setting: Setting) -> float:
+    """In each host's memory, kept from save to save, of checkpoints that are written beside the steps of GPUs."""
+    upkeep = setting.upkeep
+    if not (upkeep.save_every and upkeep.beside) or cluster.device.kind == "cpu":
+        return 0.0
+    return _state_bytes(profile, setting) / cluster.nodes
+
+
+def _state_bytes(profile: ModelProfile, setting: Setting) -> float:
+    return profile.parameters * (setting.mechanisms.weight_bytes + setting.mechanisms.optimizer_bytes)
 
 
 def _copy_seconds(cluster: Cluster, state_bytes: float) -> float:

@@ -81,7 +81,8 @@ def _verdict(plan: Plan) -> Text:
         without = " without offload" if plan.offloaded else ""
         lines = [f"DOES NOT FIT{without}: the closest is {choice}", f"  {plan.leading.because}"]
         if plan.offloaded is not None:
-            lines += [f"FITS WITH OFFLOAD: {_choice(plan.offloaded.estimate.choice)}", f"  {plan.offloaded.because}"]
+            fits = "MAY FIT" if plan.offloaded.estimate.host_capacity_bytes is None else "FITS"
+            lines += [f"{fits} WITH OFFLOAD: {_choice(plan.offloaded.estimate.choice)}", f"  {plan.offloaded.because}"]
         return Text("\n".join(lines), overflow="fold")
     unmet = "".join(f"\n  NOT WITHIN THE LIMIT: {line}" for line in plan.unmet)
     return Text(f"FITS: {choice}\n  {plan.leading.because}{unmet}", overflow="fold")
