@@ -123,8 +123,7 @@ class Estimate:
         peak_bytes, step_seconds: with their 90% intervals; capacity_bytes: what a device has for the process.
         mfu: model FLOPs (forward and backward once, without recomputation; attention not halved) over the peak.
         samples_per_second, tokens_per_second: of the whole cluster.
-        correction: by which the seconds of work were multiplied, because runs on this machine took so long; not the
-            waits for samples and checkpoints, which follow from the work and from what was measured.
+        correction: by which the seconds of work, not of waits, were multiplied, because runs on this machine took so.
         fault: what a dry run says that a run would fail by; "" where it has found nothing, or nobody made one.
         host_bytes, host_capacity_bytes: what the processes of a node keep in its memory, and what there is of it for
             them; None where nobody knows.
