@@ -23,7 +23,7 @@ FITTED = (
 
 def is_calibration(row: Any) -> bool:
     """Whether the constants were fitted to this row, among others."""
-    if row["source"] not in FITTED or row["quality"] == "C" or not row["metrics"].get("step_time_s"):
+    if row["source"] not in FITTED or row.get("quality") == "C" or not row["metrics"].get("step_time_s"):
         return False
     if row["model"].get("experts"):  # how experts are served differs from release to release: nothing is fitted to it
         return False

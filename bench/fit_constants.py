@@ -16,13 +16,14 @@ from typing import Any
 
 from calibration_rows import DATA, is_calibration
 from frameworks import mechanisms_of
-from plan_accuracy import Judged, judge
+from judged import Judged, judge
 from published_runs import Row, device_name, precision_of, rows_of
 
 from allranks.planning import block_parts, constants
 
 BOUNDS = {
     "depth": (16, 400),
+    "flash1": (0.15, 0.9),
     "flash2": (0.15, 0.9),
     "contention": (0.0, 0.6),
     "matmul": (0.3, 0.95),
@@ -96,7 +97,7 @@ def sees(rows: Sequence[Row], name: str) -> bool:
     kernels = {mechanisms_of(row).attention for row in rows if mechanisms_of(row).fused_attention}
     return {
         "matmul": False in precisions, "matmul_low": True in precisions, "attention": "vendor" in kernels,
-        "flash2": "flash2" in kernels,
+        "flash1": "flash1" in kernels, "flash2": "flash2" in kernels,
     }.get(name, True)  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def main() -> int:
     parser.add_argument("--start", type=Path, default=constants.FILE, help="constants to start from")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
-    parser.add_argument("--names", default="matmul,matmul_low,attention,flash2")
+    parser.add_argument("--names", default="matmul,matmul_low,attention,flash1,flash2")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     constants._table()["devices"].update(json.loads(arguments.start.read_text())["devices"])

@@ -17,7 +17,7 @@ DEEPSPEED = Mechanisms(
     name="Megatron-DeepSpeed", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=16,
     gather_bytes=2, reduce_bytes=4, overlap_data=0.0, attention_dropout=True, dispatch_seconds=3.4e-5,
     collective_kernels=1.0, selective="attention", accumulate_bytes=8, temporary_gradient_bytes=2, bucket_bytes=2e9,
-    overlap_pipeline=0.6,
+    overlap_pipeline=0.6, wait_seconds=4.5e-5,
 )  # fmt: skip
 CORE = Mechanisms(
     name="Megatron-Core", fusion=0.6, weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, gather_bytes=2,
@@ -30,7 +30,11 @@ NEMO = replace(  # its recipes: grad_reduce_in_fp32=False, tp_comm_overlap, grad
     CORE, name="NeMo", gradient_bytes=2, reduce_bytes=2, overlap_tensor=0.6, accumulate_bytes=0, sends_once=True,
 )  # fmt: skip
 TITAN = Mechanisms(name="torchtitan", gather_bytes=2, reduce_bytes=4, sequence_parallel=True, dispatch_seconds=6e-6)
-FOUNDRY = Mechanisms(name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6, logits_copies=1.0)
+# When its tables were made (commits c6cfb42 of July 2023 to 5e85bd6 of January 2024) attn_impl was "triton" by default,
+# and flash-attn 1.0.
+FOUNDRY = Mechanisms(
+    name="llm-foundry", gather_bytes=2, reduce_bytes=2, dispatch_seconds=8e-6, logits_copies=1.0, attention="flash1",
+)  # fmt: skip
 # As of 2021 it fetched parameters one by one, when they were needed.
 ZERO = Mechanisms(
     name="DeepSpeed ZeRO-3", fused_attention=False, fusion=0.7, weight_bytes=2, gradient_bytes=2, optimizer_bytes=12,

@@ -6,91 +6,26 @@ FILE is of the schema of bench/data/published-runs.json. Prints for each source 
 of the step time, mean error of memory, rows that ran out of memory and were called a fit, rows that ran and were called
 unfit, mean regret of taking the configuration that is predicted to be the fastest of those that were compared, how many
 published times lie in the 90% interval, and the interval's median high/low. `--rows` prints predicted beside published
-for every row. Which rows calibration used says
-calibration_rows.py; fit_constants.py used no others.
+for every row. The last lines scale: with one factor for each device and framework, fitted to rows of quality A and B,
+and how far finer factors would bring the largest source. Which rows calibration used says calibration_rows.py;
+fit_constants.py used no others.
 """
 
 import argparse
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibration_rows import FITTED, is_calibration
-from published_runs import Row, memory_of, precision_of, rows_of, run_of, states_recompute
-
-from allranks.errors import ConfigError
-from allranks.planning.estimate import Cost, estimate_setting
+from calibration_rows import DATA, FITTED, is_calibration
+from judged import Judged, Skipped, judge_all
+from published_runs import Row, precision_of, rows_of, states_recompute
 
 GIB = float(2**30)
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A row beside its estimate; a figure that the source does not give is None."""
-
-    row: Row
-    cost: Cost
-    published_seconds: float | None
-    published_bytes: float | None
-    predicted_bytes: float
-
-    @property
-    def seconds(self) -> float:
-        """As predicted."""
-        return self.cost.step_seconds.expected
-
-    @property
-    def error(self) -> float:
-        """Of the step time, relative to the published one."""
-        assert self.published_seconds is not None
-        return self.seconds / self.published_seconds - 1
-
-    @property
-    def memory_error(self) -> float:
-        """The same of memory."""
-        assert self.published_bytes is not None
-        return self.predicted_bytes / self.published_bytes - 1
-
-    @property
-    def ran_out(self) -> bool:
-        """Whether the source says that it ran out of memory."""
-        return bool(self.row["metrics"].get("oom"))
-
-    @property
-    def covered(self) -> bool:
-        """Whether the published time lies in the 90% interval."""
-        span = self.cost.step_seconds
-        return self.published_seconds is not None and span.low <= self.published_seconds <= span.high
-
-    @property
-    def fits(self) -> bool:
-        """As `allranks plan` says it."""
-        return self.cost.room.fits
-
-
-def judge(rows: Iterable[Row]) -> list[Judged]:
-    """Every row that says enough to be estimated."""
-    judged = []
-    for row in rows:
-        try:
-            run = run_of(row)
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            ConfigError,
-        ):  # a field that every estimate needs is absent, or impossible
-            run = None
-        if run is None:
-            continue
-        cost = estimate_setting(*run)
-        published, predicted = memory_of(row, cost)
-        judged.append(Judged(row, cost, row["metrics"].get("step_time_s"), published, predicted))
-    return judged
+NAMED = 5
+"""Skipped rows of each reason whose names are printed; `--json` has them all."""
 
 
 def summary(judged: Sequence[Judged]) -> dict[str, Any]:
@@ -142,17 +77,37 @@ def by_source(judged: Iterable[Judged]) -> dict[str, list[Judged]]:
     return sources
 
 
-def scaled(judged: Sequence[Judged]) -> float | None:
-    """Mean error of the step time once each device and framework has one factor of its own: the median of its rows."""
-    groups: dict[tuple[str, str], list[Judged]] = defaultdict(list)
+def device_and_framework(row: Row) -> tuple[Any, ...]:
+    """Whose one factor the goal allows."""
+    return row["hardware"]["gpu"], row["framework"]
+
+
+def scaled(judged: Sequence[Judged], key: Callable[[Row], object] = device_and_framework) -> float | None:
+    """Mean error of the step time once all rows of one `key` have a factor of their own: the median of their errors.
+
+    Nothing is fitted to rows of quality C: they are judged with the factor of the others, or as they are.
+    """
+    groups: dict[object, list[Judged]] = defaultdict(list)
     for one in judged:
         if one.published_seconds:
-            groups[one.row["hardware"]["gpu"], one.row["framework"]].append(one)
+            groups[key(one.row)].append(one)
     errors = []
     for group in groups.values():
-        factor = statistics.median(1 + one.error for one in group)
+        trusted = [1 + one.error for one in group if one.row["quality"] != "C"]
+        factor = statistics.median(trusted) if trusted else 1.0
         errors += [abs((1 + one.error) / factor - 1) for one in group]
     return statistics.fmean(errors) if errors else None
+
+
+FACTORS: dict[str, Callable[[Row], object]] = {
+    "all": lambda row: None,
+    "hidden size and tp": lambda row: (row["model"]["hidden"], row["parallel"]["tp"]),
+    "hidden size, tp and micro-batch": lambda row: (
+        row["model"]["hidden"], row["parallel"]["tp"], row["parallel"].get("mbs"),
+    ),
+}  # fmt: skip
+"""How finely the largest source is scaled: what the first leaves over the last, constants for more things would mend;
+what the last leaves, no factor."""
 
 
 def is_stated(row: Row) -> bool:
@@ -167,22 +122,39 @@ SUBSETS: dict[str, Callable[[Row], bool]] = {
     "calibration": is_calibration,
     "held_out": lambda row: not is_calibration(row),
     "held_out_stated": lambda row: is_stated(row) and not is_calibration(row),
+    "stated_a_b": lambda row: is_stated(row) and row["quality"] != "C",
     "held_out_sources": lambda row: row["source"] not in FITTED,
-    "quality_c": lambda row: row["quality"] == "C",
+    "quality_c": lambda row: row.get("quality") == "C",
 }
 """Parts of all rows: 16 bits with micro-batch, recompute and schedule stated; rows that constants were fitted to, and
-that they were not; sources of which they have seen none; what the table's compiler calls suspicious."""
+that they were not; stated ones without those of quality C; sources of which they have seen none; what the table's
+compiler calls suspicious."""
 
 
-def report_on(judged: Sequence[Judged], num_rows: int) -> dict[str, Any]:
-    """Everything that this program prints, as data; `skipped` of the rows say too little to be estimated."""
+def report_on(judged: Sequence[Judged], skipped: Sequence[Skipped]) -> dict[str, Any]:
+    """Everything that this program prints, as data; `skipped` rows are counted by reason, and named."""
     parts = {name: [one for one in judged if chosen(one.row)] for name, chosen in SUBSETS.items()}
+    sources = by_source(judged)
+    largest = max(sources, key=lambda name: len(sources[name]), default="")
     return {
-        "sources": {name: summary(rows) for name, rows in by_source(judged).items()},
+        "sources": {name: summary(rows) for name, rows in sources.items()},
+        "largest": {"name": largest, **{n: scaled(sources.get(largest, []), key) for n, key in FACTORS.items()}},
         "all": summary(judged),
-        "skipped": num_rows - len(judged),
+        "skipped": len(skipped),
+        "skipped_because": dict(Counter(one.because for one in skipped).most_common()),
+        "skipped_rows": {one.name: one.because for one in skipped},
         "subsets": {name: {**summary(rows), "step_mape_scaled": scaled(rows)} for name, rows in parts.items()},
     }
+
+
+def read_rows(file: Path) -> list[Any]:
+    """The rows of a file; ends the program with one line where it is no file of the schema."""
+    try:
+        return list(rows_of(json.loads(file.read_text())))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{file} cannot be read: {error}") from None
+    except (LookupError, TypeError, AttributeError):
+        raise SystemExit(f"{file} is not of the schema of {DATA.name}: an object with a list of rows") from None
 
 
 def main() -> int:
@@ -192,9 +164,8 @@ def main() -> int:
     parser.add_argument("--rows", action="store_true")
     parser.add_argument("--markdown", action="store_true", help="the tables of docs/explanation/planner-accuracy.md")
     arguments = parser.parse_args()
-    rows = [row for file in arguments.files for row in rows_of(json.loads(file.read_text()))]
-    judged = judge(rows)
-    report = report_on(judged, len(rows))
+    judged, skipped = judge_all(row for file in arguments.files for row in read_rows(file))
+    report = report_on(judged, skipped)
     if arguments.json:
         print(json.dumps(report, indent=1))
     elif arguments.markdown:
@@ -224,9 +195,20 @@ def text(report: Mapping[str, Any]) -> list[str]:
     lines = [f"{'source':<24}" + "".join(f"{head:>15}" for head in HEADS.values())]
     for name, figures in lines_of(report):
         lines.append(f"{name:<24}" + "".join(f"{cell(head, figures[head]):>15}" for head in HEADS))
-    scaled_error = cell("step_mape", report["subsets"]["stated"]["step_mape_scaled"])
-    lines.append(f"{report['skipped']} rows say too little to be estimated: a size, a degree or the batch is open")
-    lines.append(f"stated, with one factor for each device and framework: step {scaled_error}")
+    scaled_error, without_c = (
+        cell("step_mape", report["subsets"][name]["step_mape_scaled"]) for name in ("stated", "stated_a_b")
+    )
+    lines.append(f"{report['skipped']} rows are skipped" + (", because" if report["skipped"] else ""))
+    for because, count in report["skipped_because"].items():
+        named = [name for name, why in report["skipped_rows"].items() if why == because]
+        more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
+        lines.append(f"  {count:>5} {because}: {', '.join(named[:NAMED])}{more}")
+    lines.append(
+        f"stated, with one factor for each device and framework: step {scaled_error}; {without_c} without quality C"
+    )
+    largest = report["largest"]
+    factors = "; for each ".join(f"{name} {cell('step_mape', largest[name])}" for name in FACTORS)
+    lines.append(f"{largest['name']}, with one factor for {factors}")
     return lines
 
 

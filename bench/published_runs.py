@@ -10,10 +10,11 @@ from typing import Any
 
 from frameworks import mechanisms_of
 
-from allranks.cluster import Cluster, Link
+from allranks.cluster import Cluster, Device, Link
 from allranks.errors import ConfigError
 from allranks.model_profile import ModelProfile
 from allranks.model_shape import ModelShape
+from allranks.planning.assembly import find_fabric
 from allranks.planning.catalog import find_device, find_link, tidy
 from allranks.planning.estimate import Cost, estimate_setting
 from allranks.planning.setting import Recompute, Setting
@@ -23,6 +24,10 @@ Row = Mapping[str, Any]
 GIB = float(2**30)
 
 OMNI_PATH = 0.6  # it has no GPUDirect: what devices send passes through the host, twice over the same PCIe lanes
+FLOAT32: Mapping[str, Any] = {
+    "weight_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 8, "gather_bytes": 4, "reduce_bytes": 4, "cast_bytes": 0,
+    "step_bytes": 0,
+}  # fmt: skip
 NETWORKS = {"v100": 12.5e9, "a100": 25e9}  # bytes/s of a device where a source gives none: its usual servers
 
 
@@ -37,16 +42,28 @@ def device_name(gpu: str) -> str:
     return find_device(plain).device.name
 
 
+def in_tf32(device: Device) -> Device:
+    """With products of float32 at the rate of TF32: half of bfloat16's on every NVIDIA device that has both.
+
+    NVIDIA's data sheets: A100 156 and 312 TFLOP/s, H100 494.7 and 989.4, L40S 183 and 362. Others are left as they are.
+    """
+    half = device.peak_flops.get("bfloat16", 0.0) / 2
+    if not device.label.startswith("NVIDIA") or half <= device.peak_flops.get("float32", 0.0):
+        return device
+    return replace(device, peak_flops={**device.peak_flops, "float32": half})
+
+
 @cache
 def _cluster(
     gpu: str, memory: float, nodes: int, per_node: int, inside: float | None, between: float | None, domain: int | None,
-    bandwidth: float | None,
+    bandwidth: float | None, tf32: bool,
 ) -> Cluster:  # fmt: skip
     known = find_device(device_name(gpu))
     device = known.device if bandwidth is None else replace(known.device, memory_bandwidth=bandwidth)
+    device = in_tf32(device) if tf32 else device
     if abs(memory * GIB / device.memory_bytes - 1) > 0.05:
         device = replace(device, memory_bytes=memory * GIB)
-    near, far = find_link(known.inside), find_link(known.between)
+    near, far = find_link(known.inside), find_fabric(known.between)
     family = device.name.split("-")[0]
     return Cluster(
         name=f"{nodes}x{per_node}:{device.name}",
@@ -72,6 +89,7 @@ def cluster_of(row: Row) -> Cluster:
     return _cluster(
         hardware["gpu"], hardware["mem_gb"], math.ceil(devices / per_node), per_node, inside and inside * 1e9,
         between and between / 8 * 1e9, hardware.get("nvlink_domain"), bandwidth and bandwidth * 1e12,
+        is_tf32(row),
     )  # fmt: skip
 
 
@@ -118,7 +136,14 @@ def precision_of(row: Row) -> str:
     text = row["precision"].lower()
     if "fp4" in text:
         return "float4"
-    return "float8" if "fp8" in text or "float8" in text else "bfloat16"
+    if "fp8" in text or "float8" in text:
+        return "float8"
+    return "float32" if text.startswith(("fp32", "float32", "single")) or is_tf32(row) else "bfloat16"
+
+
+def is_tf32(row: Row) -> bool:
+    """Whether products of float32 numbers run in TF32."""
+    return str(row["precision"]).lower().startswith(("tf32", "tensorfloat32", "fp32 (tf32", "fp32+tf32"))
 
 
 def chunks_of(row: Row) -> int:
@@ -154,6 +179,8 @@ def setting_of(row: Row) -> Setting | None:
     zero = 3 if parallel.get("fsdp") else parallel.get("zero") or 0
     schedule = str(parallel.get("schedule") or "1f1b")
     how = mechanisms_of(row)
+    if precision_of(row) == "float32":  # no copies in another type: weights, gradients and two averages
+        how = replace(how, **FLOAT32)
     keeps = "torchtitan" in row["framework"] and zero == 3 and pp > 1
     if keeps:  # its pipelines gather once a step, and reduce once
         how = replace(how, reduces_every_micro_step=False)
@@ -167,14 +194,15 @@ def setting_of(row: Row) -> Setting | None:
 
 
 def recompute_of(row: Row) -> Recompute:
-    """ "recipe-defined" and the like are none."""
-    text = str(row.get("recompute"))
+    """ "recipe-defined" and the like are none; true is all of it, as frameworks' switches mean it."""
+    text = "full" if row.get("recompute") is True else str(row.get("recompute"))
     return "full" if text.startswith("full") else "selective" if text.startswith("selective") else "none"
 
 
 def states_recompute(row: Row) -> bool:
     """Whether the source says what is computed again."""
-    return bool(row.get("recompute")) and "recipe" not in str(row["recompute"])
+    given = row.get("recompute")
+    return isinstance(given, bool) or (bool(given) and "recipe" not in str(given))
 
 
 def profile_of(row: Row) -> ModelProfile | None:
@@ -191,14 +219,14 @@ def run_of(row: Row) -> tuple[ModelProfile, Cluster, Setting] | None:
     """What `estimate_setting` takes; None where the row leaves a size or a degree open.
 
     Where the source does not say what is computed again, it is the least that fits: none or full.
+
+    Raises:
+        ConfigError: the catalog does not have the device.
     """
     profile, setting = profile_of(row), setting_of(row)
     if profile is None or setting is None:
         return None
-    try:
-        cluster = cluster_of(row)
-    except ConfigError:  # a device that the catalog does not have
-        return None
+    cluster = cluster_of(row)
     setting = _with_micro_batch(row, profile, cluster, setting)
     if states_recompute(row):
         return profile, cluster, setting

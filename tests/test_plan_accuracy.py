@@ -16,6 +16,8 @@ from allranks.planning.constants import FILE
 ROOT = Path(__file__).parents[1]
 OUT_OF_MEMORY_BUT_FITS = 1
 """BLOOM's 206B at tp=4, pp=12: see docs/explanation/planner.md."""
+ONE_FACTOR = 0.064
+"""The goal is 0.05: see there what is missing."""
 
 
 @cache
@@ -34,8 +36,8 @@ def test_step_times() -> None:
     assert report()["all"]["rows"] > 1400
     assert report()["all"]["step_mape"] <= 0.15
     assert report()["subsets"]["stated"]["step_mape"] <= 0.08
-    assert report()["subsets"]["stated"]["step_mape_scaled"] <= 0.069
-    assert report()["subsets"]["held_out_stated"]["step_mape"] <= 0.085
+    assert report()["subsets"]["held_out_stated"]["step_mape"] <= 0.08
+    assert report()["subsets"]["stated"]["step_mape_scaled"] <= ONE_FACTOR
 
 
 def test_memory_and_fits() -> None:
@@ -58,8 +60,30 @@ def test_choices_and_intervals() -> None:
     total = report()["all"]
     assert total["groups"] > 90
     assert total["mean_regret"] <= 0.03
-    assert total["coverage"] >= 0.89
-    assert total["interval_width"] <= 1.36
+    assert total["coverage"] >= 0.9
+    assert total["interval_width"] <= 1.35
+    assert report()["subsets"]["held_out"]["coverage"] >= 0.9
+
+
+def test_nothing_is_fitted_to_rows_of_quality_c() -> None:
+    """They are judged with the factor of the others, or as they are."""
+
+    def scaled(*rows: str) -> float:
+        program = (
+            "import sys; sys.path.insert(0, 'bench'); from types import SimpleNamespace as Row; import plan_accuracy\n"
+            "row = lambda error, quality, gpu='x': Row(published_seconds=1.0, error=error, row={'quality': quality,"
+            " 'hardware': {'gpu': gpu}, 'framework': 'y'})\n"
+            f"print(plan_accuracy.scaled([{', '.join(rows)}]))"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        )
+        return float(done.stdout)
+
+    assert scaled("row(0.5, 'A')", "row(0.5, 'B')") == 0
+    assert scaled("row(0.5, 'A')", "row(2.0, 'C')", "row(2.0, 'C')") == pytest.approx(2 / 3)
+    assert scaled("row(0.5, 'A')", "row(0.25, 'C', 'z')") == pytest.approx(0.125)
 
 
 def test_every_source_has_its_line() -> None:
@@ -67,6 +91,76 @@ def test_every_source_has_its_line() -> None:
     names |= {"coverage", "interval_width"}
     assert len(report()["sources"]) == 21
     assert all(names <= set(figures) for figures in report()["sources"].values())
+
+
+ROW = json.loads((ROOT / "bench" / "data" / "published-runs.json").read_text())["rows"][0]
+
+
+def changed(name: str, **tables: Any) -> Any:
+    """The first published row with these entries, each a table's new keys or a new value."""
+    entries = {key: {**ROW[key], **new} if isinstance(new, dict) else new for key, new in tables.items()}
+    return {**ROW, "id": name, "rank_group": None, **entries}
+
+
+def judged(tmp_path: Path, rows: list[Any], *words: str) -> str:
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps({"rows": rows}))
+    return bench("plan_accuracy", str(file), *words)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no-ranks": ({"parallel": {"dp": 0}}, "parallel.dp = 0: a whole number of at least 1 is needed"),
+    "no-batch": ({"parallel": {"gbs": 0}}, "parallel.gbs = 0: a whole number of at least 1 is needed"),
+    "half-tp": ({"parallel": {"tp": 0.5}}, "parallel.tp = 0.5: a whole number of at least 1 is needed"),
+    "no-micro": ({"parallel": {"mbs": -1}}, "parallel.mbs = -1: a whole number of at least 1 is needed"),
+    "no-heads": ({"model": {"heads": None}}, "model.heads is not given"),
+    "no-devices": ({"hardware": {"n_gpus": 0}}, "hardware.n_gpus = 0: a whole number of at least 1 is needed"),
+    "unknown": ({"hardware": {"gpu": "Z9000"}}, "device Z9000 is not in the catalog"),
+    "no-table": ({"metrics": None}, "metrics is no table"),
+    "no-time": ({"metrics": {"step_time_s": 0}}, "metrics.step_time_s = 0: an amount above 0 is needed"),
+    "no-source": ({"source": None}, "source is not given"),
+}
+
+
+def test_a_bad_row_is_named_and_the_others_are_judged(tmp_path: Path) -> None:
+    rows = [changed(name, **tables) for name, (tables, _) in BAD.items()]
+    rows = [changed("good"), *rows, "no row at all"]
+    found = json.loads(judged(tmp_path, rows, "--json"))
+    assert found["all"]["rows"] == 1 and found["skipped"] == len(BAD) + 1
+    expected = {name: because for name, (_, because) in BAD.items()}
+    assert found["skipped_rows"] == {**expected, f"row {len(rows)}": "is no table"}
+    assert sum(found["skipped_because"].values()) == found["skipped"]
+    text = judged(tmp_path, rows)
+    for name, because in found["skipped_rows"].items():
+        assert re.search(rf"^ +1 {re.escape(because)}: {name}$", text, re.MULTILINE), (name, text)
+
+
+def test_what_is_no_such_file_is_one_line(tmp_path: Path) -> None:
+    for text, said in (("[1]", "is not of the schema of published-runs.json"), ("{", "cannot be read: ")):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(subprocess.CalledProcessError) as caught:
+            bench("plan_accuracy", str(tmp_path / "other.json"))
+        assert said in caught.value.stderr and caught.value.stderr.count("\n") == 1
+
+
+def test_precisions_switches_and_devices_of_other_files(tmp_path: Path) -> None:
+    """Seconds by row: float32 is the slowest, TF32 between; true recomputes all; cut links make an A800 no faster."""
+    small: dict[str, Any] = {"model": {"layers": 4, "hidden": 1024, "heads": 16, "kv_heads": 16, "ffn": 4096}}
+    small["parallel"] = {"zero": 0, "gbs": 1536}
+    rows = [
+        changed("half", **small),
+        changed("tf32", **small, precision="tf32"),
+        changed("fp32", **small, precision="fp32"),
+        changed("again", **small, recompute=True),
+        changed("kept", **small, recompute=False),
+        *(changed(name, **small, hardware={"gpu": f"{name}-SXM"}) for name in ("A800-80GB", "H20-96GB", "L40S-48GB")),
+    ]
+    lines = judged(tmp_path, rows, "--rows").splitlines()
+    seconds = {line.split()[0]: float(line.split()[2]) for line in lines if re.match(r"\S+ [\d.]+ [\d.e+]+ ", line)}
+    assert set(seconds) == {row["id"] for row in rows}
+    assert 1.5 * seconds["half"] < seconds["tf32"] and 2 * seconds["tf32"] < seconds["fp32"]
+    assert seconds["again"] == seconds["half"] > 1.1 * seconds["kept"]
+    assert seconds["H20-96GB"] > seconds["half"] and seconds["A800-80GB"] >= 0.95 * seconds["half"]
 
 
 def test_the_constants_are_what_the_fit_finds(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """The how-to pages of planning: every question of tuning ends in a command that answers it."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from allranks.cli.main import main
+from tests.cli.test_surface import SURFACE
 from tests.test_documentation import ROOT, blocks
 from tools.plan_pages import CLUSTERS, FAMILIES, command, render_100b
 
@@ -69,9 +71,37 @@ def test_the_other_commands_of_the_page_run(
     lines = [line.removeprefix(".venv/bin/") for block in blocks(PAGE, "bash") for line in block.splitlines()]
     others = [line.replace("'", "").split()[1:] for line in lines if line not in asked and "task.py" not in line]
     ran = [words for words in others if words[0] == "plan"]
-    assert len(ran) == 6
+    assert len(ran) == 7
     for words in ran:
         assert main(words) in (0, 1), words
+
+
+PAGES = (PAGE, HUNDRED, "docs/reference/plan.md", "docs/reference/plan-page.md", "docs/reference/planned-layouts.md")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_option_that_a_page_names_is_one(page: str) -> None:
+    """In shell blocks and inside of sentences: of the command that the same words name, else of any."""
+    known = {command.partition(" ")[2]: set(OPTION.findall(words)) for command, words in SURFACE.items()}
+    every = set().union(*known.values())
+    text = re.sub(r"^```(?!bash).*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    said = [
+        *re.findall(r"`([^`\n]*--[a-z][^`\n]*)`", text),
+        *(line for line in text.splitlines() if "/allranks " in line),
+    ]
+    assert said
+    for words in said:
+        named = re.search(r"allranks (plan|train|dryrun|report|doctor|verify|simulate)", words)
+        options = set(OPTION.findall(words))
+        assert options <= (known[named[1]] if named else every), words
+
+
+def test_what_a_sentence_asks_for_is_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    """Question 6 names a layout in its text; it is one that fits, and moves the state."""
+    (layout,) = set(re.findall(r"`--layout (auto,[^`]+)`", (ROOT / PAGE).read_text()))
+    assert main(["plan", "gpt2", "--cluster", "2:a100-80g", "--global-batch", "8", "--layout", layout, "--json"]) == 0
+    assert layout.partition(",")[2] in json.loads(capsys.readouterr().out)["best"]["layout"]
 
 
 def test_the_page_of_100_billion_is_what_the_planner_says() -> None:

@@ -20,6 +20,7 @@ UNITS = {
     "memory_mib": "2^20 bytes",
     "bandwidth_gb_per_s": "1e9 bytes/s",
     "host_bandwidth_gb_per_s": "1e9 bytes/s",
+    "storage_gb_per_s": "1e9 bytes/s",
     "gbit_per_s": "1e9 bits/s",
     "peak_tflops": "1e12 FLOP/s",
     "matmul_tflops": "1e12 FLOP/s",

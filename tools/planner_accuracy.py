@@ -16,7 +16,8 @@ file.
 - regret: by how much the configuration predicted to be the fastest of those compared is slower than the fastest.
 - coverage: rows whose time lies in the 90% interval; high/low: the interval's median width.
 - stated: 16 bits, with micro-batch, recompute and schedule given. calibration: rows that constants were fitted to;
-  held_out: all others; held_out_sources: sources of which no constant has seen a row.
+  held_out: all others; held_out_sources: sources of which no constant has seen a row; stated_a_b: stated ones that the
+  table's compiler does not call suspicious (quality_c).
 - In the second table, fitted says whether a row is one of calibration; Calculon's seconds are its authors' tool's, run
   by the table's compiler.
 """

@@ -119,6 +119,7 @@ class Cluster:
         price_source: where the price and the watts come from.
         machine: where it stands for the machine at hand, that machine and a digest of the figures; else "".
         corrections: by which the seconds of a family of layouts are multiplied there; "" is any other family.
+        storage_bandwidth: bytes/s that all processes of a node together write checkpoints with; None where unknown.
         notes: what was assumed where nothing was said, each with its because, for the user to read once.
     """
 
@@ -138,6 +139,7 @@ class Cluster:
     notes: tuple[str, ...] = ()
     machine: str = ""
     corrections: Mapping[str, Correction] = field(default_factory=dict)
+    storage_bandwidth: float | None = None
 
     @property
     def num_devices(self) -> int:

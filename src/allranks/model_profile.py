@@ -28,6 +28,8 @@ class Operation:
         flops: of one sample's forward; a product of m x k and k x n counts 2mnk.
         moved_bytes: read and written by one sample's forward, activations only.
         saved_bytes: activations that the backward needs and that no operation before has counted.
+        peak_bytes: of a loss that was traced: the most that its forward and backward have at once, beside what was
+            kept before it; 0 where nobody traced it.
         output_bytes: of one sample.
         parameters, parameter_bytes: read by it; parameters shared with an earlier operation count there alone.
         trained: whether its parameters get gradients; input_gradient: whether its input needs one.
@@ -54,6 +56,7 @@ class Operation:
     chosen: int = 1
     causal: bool = False
     gathered: bool = False
+    peak_bytes: float = 0.0
 
 
 @final

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 from allranks.layout import Layout
+from allranks.upkeep import Upkeep
 
 
 @final
@@ -27,6 +28,7 @@ class Choice:
         micro_batch: samples per forward and data-parallel rank.
         precision: as `train.precision`.
         chunks: model chunks a pipeline rank holds (virtual stages; 1 is no interleaving).
+        upkeep: the same for all that a search weighs.
     """
 
     layout: Layout
@@ -34,6 +36,7 @@ class Choice:
     micro_batch: int
     precision: str = "bfloat16"
     chunks: int = 1
+    upkeep: Upkeep = field(default_factory=Upkeep, hash=False)
 
     @property
     def micro_steps(self) -> int:
@@ -81,10 +84,15 @@ class StepTime:
     checkpoint: float = 0.0
 
     @property
+    def work(self) -> float:
+        """Of all causes but the waits for samples and checkpoints."""
+        work = self.compute + self.recompute + self.optimizer + self.offload
+        return work + self.tensor + self.context + self.expert + self.data + self.pipeline + self.bubble
+
+    @property
     def total(self) -> float:
         """Of all causes."""
-        work = self.compute + self.recompute + self.optimizer + self.offload + self.input + self.checkpoint
-        return work + self.tensor + self.context + self.expert + self.data + self.pipeline + self.bubble
+        return self.work + self.input + self.checkpoint
 
 
 @final
@@ -115,7 +123,7 @@ class Estimate:
         peak_bytes, step_seconds: with their 90% intervals; capacity_bytes: what a device has for the process.
         mfu: model FLOPs (forward and backward once, without recomputation; attention not halved) over the peak.
         samples_per_second, tokens_per_second: of the whole cluster.
-        correction: by which all seconds were multiplied, because runs on this machine took so long.
+        correction: by which the seconds of work, not of waits, were multiplied, because runs on this machine took so.
         fault: what a dry run says that a run would fail by; "" where it has found nothing, or nobody made one.
         host_bytes, host_capacity_bytes: what the processes of a node keep in its memory, and what there is of it for
             them; None where nobody knows.
@@ -258,7 +266,8 @@ class Plan:
         model, cluster: their names; num_devices of the latter, on so many equal nodes; parameters of the former.
         seq: positions of a sample; 0 where it has none.
         searched: how many Choices were estimated.
-        best: None where nothing fits; closest: then what came nearest.
+        best: None where nothing fits; closest: then what came nearest; offloaded: then the fastest that fits with
+            parameters in the host's memory.
         what_ifs: one change each, of the best or the closest.
         bill: of the best, where a number of tokens was given.
         notes: what was decided for the user, and why.
@@ -283,6 +292,7 @@ class Plan:
     unmet: tuple[str, ...] = ()
     machine: str = ""
     checked: tuple[Checked, ...] = ()
+    offloaded: Ranked | None = None
 
     @property
     def leading(self) -> Ranked | None:

@@ -20,7 +20,9 @@ class PlanRequest:
         seq, gpus: a number, or "?" for as many, or as few, as do.
         what_if: one `KEY=VALUE` each.
         tokens, deadline: numbers with a suffix (15T, 30d).
+        checkpoint_every: steps between checkpoints; None: as the Task's config says.
         budget, price: money; watts: of one device.
+        measured: whether a Task's profile comes from real steps on this machine.
         check: whether dry runs of the best few correct the plan.
     """
 
@@ -39,6 +41,8 @@ class PlanRequest:
     budget: float | None = None
     price: float | None = None
     watts: float | None = None
+    checkpoint_every: int | None = None
+    measured: bool = False
     check: bool = False
     explain: bool = False
     save: Path | None = None

@@ -106,6 +106,7 @@ def test_two_processes_are_measured_and_local_takes_it(tmp_path: Path, clusters:
     assert device.cores == 1.0 and device.context_bytes is not None and 5e7 < device.context_bytes < 2e9
     fixed = document["cluster"]["device"]["fixed"]  # a share that is too small to be told from noise is none
     assert asdict(device.fixed) == fixed and min(fixed.values()) >= 0 < sum(fixed.values())
+    assert found.storage_bandwidth == document["cluster"]["storage_bandwidth"] > 1e6
     about = allranks("doctor", folder=tmp_path)
     assert f"measured: {path}" in about.stdout
 
@@ -116,6 +117,7 @@ def test_one_process_alone_and_a_table_that_a_person_reads(tmp_path: Path, clust
     ran = allranks("doctor", "--calibrate", "--quick", "--nproc", "1", "--output", str(output), folder=tmp_path)
     lines = ran.stdout.splitlines()
     assert lines[-1] == f"wrote {output}; use it as --cluster {output}" and max(map(len, lines[:-1])) <= 100
+    assert "the working directory takes " in ran.stdout
     assert "256 x 1024 x 1024" in ran.stdout and "groups of" not in ran.stdout
     assert "one process has nobody to talk to" in read_cluster(output).notes[0]
     assert not clusters.exists()

@@ -1,6 +1,7 @@
 """`allranks plan` as users type it: the answer, its exit code, bad input in one line."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,10 +43,24 @@ def test_the_answer_of_a_terminal_has_100_columns(capsys: pytest.CaptureFixture[
 
 
 def test_what_does_not_fit_is_1_and_says_what_is_closest(capsys: pytest.CaptureFixture[str]) -> None:
-    text = plan(capsys, "llama3-70b", "--cluster", "4:a100-40g", code=1)
+    words = ("llama3-70b", "--cluster", "4:a100-40g", "--layout", "auto,offload=none")
+    text = plan(capsys, *words, code=1)
     assert "DOES NOT FIT: the closest is " in text
-    found = document(capsys, "llama3-70b", "--cluster", "4:a100-40g", code=1)
-    assert found["fits"] is False and found["best"]["fits"] is False
+    found = document(capsys, *words, code=1)
+    assert found["fits"] is False and found["best"]["fits"] is False and found["offloaded"] is None
+
+
+def test_what_fits_with_offload_alone_says_so_and_how_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("llama3-70b", "--cluster", "8:a100-80g", "--global-batch", "64", "--seq", "4096")
+    text = plan(capsys, *words, code=1)
+    assert "DOES NOT FIT without offload: the closest is " in text and "MAY FIT WITH OFFLOAD: " in text
+    flat = " ".join(text.split())
+    option = re.search(r"ask for it: (--layout) (\S+)", flat)
+    assert option is not None and max(map(len, text.splitlines())) <= 100
+    promised = document(capsys, *words, code=1)["offloaded"]
+    asked = document(capsys, *words, option[1], option[2])
+    assert asked["fits"] and asked["best"]["layout"] == promised["layout"]
+    assert asked["best"]["step_seconds"] == promised["step_seconds"] and asked["offloaded"] is None
 
 
 def test_json_is_one_document_with_the_keys_that_stay(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +133,24 @@ def test_a_deadline_or_a_budget_that_is_not_kept_is_1(capsys: pytest.CaptureFixt
     assert document(capsys, *words, "--deadline", "500w", "--budget", "1e9")["unmet"] == []
 
 
+def test_checkpoints_take_their_share_of_a_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """96 GB (12 bytes a parameter) are written by two nodes of 2 GB/s in 24 s."""
+    where = tmp_path / "two.toml"
+    storage = "nodes = 2\ndevices_per_node = 8\ndevice = 'a100-80g'\nstorage_gb_per_s = 2\n"
+    where.write_text(storage)
+    words = ("llama3-8b", "--seq", "4096", "--global-batch", "32", "--cluster", str(where))
+    plain, saving = document(capsys, *words), document(capsys, *words, "--checkpoint-every", "4")
+    assert "checkpoint" not in plain["best"]["seconds_by_cause"]
+    assert any("holds no checkpoint, because none before the end" in note for note in plain["notes"])
+    # Written beside the steps: the next one waits for it, so that four steps take as long as the writing.
+    assert plain["best"]["step_seconds"]["expected"] < 3
+    assert saving["best"]["step_seconds"]["expected"] == pytest.approx(12 * 8.03e9 / 2 / 2e9 / 4, rel=0.02)
+    assert saving["best"]["seconds_by_cause"]["checkpoint"] > 1
+    assert not any("checkpoint" in note for note in saving["notes"])
+    text = plan(capsys, *words, "--checkpoint-every", "4")
+    assert re.search(r"^  checkpoint +[\d.]+ m?s +\d+%", text, re.MULTILINE)
+
+
 def test_the_guide_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     text = plan(capsys, "--guide")
     assert text.startswith("Which layout?") and "tp inside the node" in text
@@ -144,6 +177,8 @@ BAD = [
     (("llama3-8b", "train.steps=3", "--cluster", "8:h100"), "config files and keys belong to a Task"),
     (("nowhere.json", "--cluster", "8:h100"), "nowhere.json: no such file"),
     (("--layers", "12", "--cluster", "8:h100"), "a model shape needs hidden, heads too"),
+    (("llama3-8b", "--cluster", "8:h100", "--measured"), "--measured runs real steps of a Task"),
+    (("llama3-8b", "--cluster", "8:h100", "--checkpoint-every", "0"), "--checkpoint-every is a whole number of steps"),
     (("nowhere.py", "--cluster", "8:h100"), "no Task file"),
 ]
 

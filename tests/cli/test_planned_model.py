@@ -10,6 +10,7 @@ from allranks.errors import ConfigError
 from allranks.named_models import find_model
 from allranks.plan_request import PlanRequest
 from allranks.shape_operations import OWN
+from tests.commands import POINTS
 
 
 def test_a_name() -> None:
@@ -44,3 +45,10 @@ def test_a_config_file_has_the_name_of_its_folder(tmp_path: Path) -> None:
 def test_what_is_no_model(words: tuple[str, ...], sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_subject(PlanRequest(words, sizes=sizes))
+
+
+@pytest.mark.parametrize(("gpu", "said"), [(True, "on this machine's"), (False, "no GPU is at hand")])
+def test_where_real_steps_run_is_said(monkeypatch: pytest.MonkeyPatch, gpu: bool, said: str) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    (note,) = find_subject(PlanRequest((POINTS,), measured=True)).notes
+    assert said in note

@@ -1,11 +1,15 @@
 """A Task as the planner sees it: config as `train` reads it, model as it is traced."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
+from allranks.cli.main import main
 from allranks.cli.planned_task import task_facts
 from allranks.errors import ConfigError, TaskError
+from allranks.upkeep import Upkeep
 from tests.commands import POINTS
 
 COUPLED = """
@@ -51,6 +55,66 @@ def test_the_model_is_traced_once_for_each_precision(tmp_path: Path, monkeypatch
     assert facts["micro_steps"] == 1 and facts["settings"] == {"task.width": 16}
     with pytest.raises(ConfigError, match="a Task's samples are as long as its dataset makes them"):
         facts["make"](2048, "float32", "cpu")
+
+
+BRANCHING = """
+import torch
+import allranks
+
+class Branch(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 32), torch.nn.Linear(32, 2)
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.second(hidden if hidden.sum() > 0 else -hidden)
+
+class Branches(allranks.Task):
+    def dataset(self, split):
+        return [{"x": torch.ones(4) * n, "y": n % 2} for n in range(32)] if split == "train" else None
+    def model(self):
+        return Branch()
+    def loss(self, output, batch):
+        return torch.nn.functional.cross_entropy(output, batch["y"], reduction="sum")
+"""
+
+
+def test_a_model_that_cannot_be_traced_is_planned_from_real_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The refusal names the operation and a command; that command, typed as it stands, plans the model."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    task = tmp_path / "branches.py"
+    task.write_text(BRANCHING)
+    words = ["plan", str(task), "train.global_batch=16", "--cluster", "2:h100", "--json"]
+    assert main(words) == 2
+    refused = capsys.readouterr()
+    assert "a branch on a tensor) needs values" in refused.err and refused.err.count("\n") == 1
+    command = re.search(r"`allranks (plan) (--measured)`", refused.err)
+    assert command is not None
+    assert main([*words, command[2]]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == 4 * 32 + 32 + 32 * 2 + 2 and found["fits"]
+    assert any("real steps, because --measured" in note for note in found["notes"])
+    profile = task_facts(str(task), None, (), measured=True)["make"](None, "float32", "cuda")
+    assert profile.source == "measured" and profile.flops == 2 * (4 * 32 + 32 * 2)
+
+
+def test_upkeep_is_what_the_config_says_and_what_was_measured_here(tmp_path: Path) -> None:
+    keys = ("checkpoint.every=50", "data.workers=2")
+    upkeep = task_facts(POINTS, None, keys)["upkeep"]
+    assert upkeep("cuda", False) == Upkeep(50, beside=True, workers=2)
+    here = upkeep("cpu", True)
+    assert (here.save_every, here.beside, here.workers) == (50, False, 2)
+    assert here.sample_seconds is not None and 0 < here.sample_seconds < 1
+
+
+def test_trace_and_timing_build_the_dataset_once(tmp_path: Path) -> None:
+    once = "assert not hasattr(Pairs, 'built'); Pairs.built = True; return [{"
+    (tmp_path / "once.py").write_text(COUPLED.replace("return [{", once))
+    facts = task_facts(str(tmp_path / "once.py"), None, ())
+    assert facts["upkeep"]("cpu", True).sample_seconds > 0
+    assert [facts["make"](None, name, "cpu").precision for name in ("float32", "bfloat16")] == ["float32", "bfloat16"]
 
 
 def test_a_task_that_is_not_there_is_refused() -> None:

@@ -1,5 +1,6 @@
 """From a PlanRequest to a question: numbers with suffixes, layouts, limits, exit codes."""
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,16 @@ def test_exit_codes() -> None:
     assert exit_code(replace(fits, unmet=("late",))) == 1
     assert exit_code(Plan("m", "c", 1, None, (), (), Ranked(best, "near"))) == 1
     assert exit_code(Plan("m", "c", 0, None, (), ())) == 2
+
+
+def test_the_run_saves_as_often_as_was_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from allranks.cli.main import main
+
+    words = ["plan", "gpt2", "--cluster", "2:h100", "--global-batch", "8", "--save", str(tmp_path)]
+    assert main([*words, "--checkpoint-every", "50"]) == 0
+    assert tomllib.loads((tmp_path / "RUN.toml").read_text())["checkpoint"] == {"every": 50}
+    assert main(words) == 0
+    assert "checkpoint" not in tomllib.loads((tmp_path / "RUN.toml").read_text())
 
 
 def test_the_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,9 @@ SURFACE = {
         "--secret-file --show --show-sharding"
     ),
     "allranks plan": (
-        "ARGUMENTS... --budget --check --cluster --deadline --experts --explain --ffn --global-batch --gpus --guide "
-        "--heads --help --hidden --html --json --kv-heads --layers --layout --micro-batch --precision --price --save "
-        "--seq --tokens --top-k --vocab --watts --what-if"
+        "ARGUMENTS... --budget --check --checkpoint-every --cluster --deadline --experts --explain --ffn "
+        "--global-batch --gpus --guide --heads --help --hidden --html --json --kv-heads --layers --layout --measured "
+        "--micro-batch --precision --price --save --seq --tokens --top-k --vocab --watts --what-if"
     ),
     "allranks verify": "ARGUMENTS... --help --json --layout --nproc --steps",
     "allranks chaos": "ARGUMENTS... --help --json --kills --layout --nproc --points --run --run-dir --seed",

@@ -78,6 +78,17 @@ def test_the_loss_holds_copies_of_the_logits() -> None:
     assert cost(2, how=Mechanisms(cut_logits_copies=5.0)).logits_bytes == 12 * logits
 
 
+def test_a_traced_loss_holds_what_it_was_seen_to_hold() -> None:
+    loss = replace(SHAPE.profile().blocks[2].operations[-1], cut="", peak_bytes=1000.0)
+    setting = Setting(global_batch=8, micro_batch=4)
+    assert cost_of(Block("head", (loss,)), setting, axes_of(cluster(), setting)).logits_bytes == 4 * 1000.0
+    untraced = cost_of(Block("head", (replace(loss, peak_bytes=0.0),)), setting, axes_of(cluster(), setting))
+    assert untraced.logits_bytes == 4 * 3.0 * loss.saved_bytes
+    apart = Setting(global_batch=8, micro_batch=1, tp=4, mechanisms=Mechanisms(cut_logits_copies=5.0))
+    cut = replace(loss, cut="vocab")
+    assert cost_of(Block("head", (cut,)), apart, axes_of(cluster(), apart)).logits_bytes == 5.0 * loss.saved_bytes / 4
+
+
 def test_logits_that_tp_gathers_are_whole_in_the_loss() -> None:
     loss = replace(SHAPE.profile().blocks[2].operations[-1], cut="")
     setting = Setting(8, 1, tp=2, mechanisms=Mechanisms(cut_logits_copies=5.0))

@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,9 +82,18 @@ def test_price_and_watts_are_the_users(tmp_path: Path) -> None:
     assert cluster.price_source == "offer of 2026-11-02"
 
 
+def test_storage_is_a_nodes_and_may_be_left_open(tmp_path: Path) -> None:
+    cluster = read(tmp_path, "storage_gb_per_s = 2.5\n" + WHOLE)
+    assert cluster.storage_bandwidth == 2.5e9
+    assert read(tmp_path, WHOLE).storage_bandwidth is None
+    write_cluster(cluster, tmp_path / "again.toml")
+    assert replace(read_cluster(tmp_path / "again.toml"), name=cluster.name) == cluster
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        ("nodes = 2", "storage_gb_per_s = 5000\nnodes = 2", "storage_gb_per_s = 5000 is more than any node writes"),
         ("nodes = 2", "nodes = 0", "line 1: nodes = 0: input should be greater than or equal to 1"),
         ("nodes = 2", "nodes = -2", "line 1: nodes = -2: "),
         ("nodes = 2", 'nodes = "2"', 'line 1: nodes = "2": input should be a valid integer'),

@@ -56,6 +56,14 @@ def test_rows_that_are_no_multiple_of_16_bytes_are_slow() -> None:
     assert short / heads > UNALIGNED_BATCH * 0.8
 
 
+def test_a_weights_gradient_is_slow_where_its_features_are_odd_not_its_positions() -> None:
+    def gradient(out: float, positions: float) -> float:
+        return matmul_seconds(MACHINE, out, 8192, positions, "bfloat16", features=(out, 8192)) - KERNEL_SECONDS
+
+    assert gradient(8192, 1023) == pytest.approx(gradient(8192, 1024), rel=0.01)
+    assert gradient(8191, 1024) / gradient(8192, 1024) == pytest.approx(UNALIGNED, rel=0.05)
+
+
 def test_nothing_takes_no_time() -> None:
     assert matmul_seconds(MACHINE, 0, 8, 8, "bfloat16") == 0.0
 

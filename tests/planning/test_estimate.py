@@ -7,11 +7,13 @@ import pytest
 
 from allranks.named_models import find_model
 from allranks.plan import Estimate
+from allranks.planning.block_parts import parts_of
 from allranks.planning.collectives import all_reduce_seconds, group_of
 from allranks.planning.constants import constants_of
-from allranks.planning.estimate import estimate
+from allranks.planning.estimate import SOCKET, estimate, estimate_setting
 from allranks.planning.hardware import find_cluster
 from allranks.planning.room import MEMORY_HIGH, MEMORY_LOW, PEAK_HIGH, USABLE
+from allranks.planning.setting import Mechanisms, Setting
 from tests.planning.profiles import choose, cluster, decoder
 
 LLAMA = find_model("llama3-8b").profile(4096)
@@ -102,6 +104,21 @@ def test_faster_links_and_faster_devices_make_shorter_steps() -> None:
     assert of(dp_shard=32).time.data < of(nodes=slow, dp_shard=32).time.data
     older = find_cluster("4x8:a100-80g")
     assert of(nodes=older, dp_shard=32).time.compute > 1.5 * of(dp_shard=32).time.compute
+
+
+def test_hosts_of_two_sockets_wait_for_each_other_at_every_collective() -> None:
+    profile = decoder()
+
+    def host_bound(tp: int, wait: float) -> tuple[float, float]:
+        how = Mechanisms(dispatch_seconds=1e-2, wait_seconds=wait)
+        setting = Setting(global_batch=1, micro_batch=1, tp=tp, mechanisms=how)
+        costs = parts_of(profile, NODE, setting).costs
+        pairs = zip(profile.blocks, costs, strict=True)
+        return estimate_setting(profile, NODE, setting).time.compute, sum(b.count * c.collectives for b, c in pairs)
+
+    assert host_bound(SOCKET, 1e-2) == host_bound(SOCKET, 0.0)
+    (waiting, collectives), (alone, _) = host_bound(8, 1e-2), host_bound(8, 0.0)
+    assert waiting - alone == pytest.approx(3 * collectives * (8 - SOCKET) * 1e-2, rel=1e-3)  # forward and backward
 
 
 def test_offloaded_activations_leave_the_device() -> None:

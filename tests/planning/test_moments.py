@@ -93,13 +93,18 @@ SMALL = ("llama3-8b", "task.layers=4", "task.seq=1024")
 MIXED = ("mixtral-8x7b", "task.layers=3", "task.seq=1024")
 OWN = ("task.hidden=256", "task.seq=256", "task.vocab=4096", "train.global_batch=16", "train.precision=bfloat16")
 TASK, CUT_LOSS = (("tests.rehearsing.tasks:Tokens", *OWN), ("tests.rehearsing.tasks:CutLoss", *OWN))
+RESTORED = ("tests.rehearsing.tasks:Restored",)
 FIRST = [
+    (RESTORED, "ddp", ()),
     (TASK, "tp=4,dp_shard=2", ()),
     (SMALL, "ddp", ("train.global_batch=16", "train.micro_batch=1")),
     (SMALL, "fsdp,recompute=full", ("train.global_batch=16", "train.micro_batch=2")),
     (SMALL, "tp=8", ("train.global_batch=1",)),
 ]
 OTHERS = [
+    (RESTORED, "ddp", ("train.precision=bfloat16",)),
+    (RESTORED, "fsdp", ()),
+    (RESTORED, "fsdp", ("train.precision=bfloat16",)),
     (TASK, "ddp", ()),
     (TASK, "fsdp", ()),
     (TASK, "tp=2,dp_replicate=4", ()),

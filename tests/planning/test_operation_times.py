@@ -124,6 +124,14 @@ def test_experts_share_their_rows_among_groups() -> None:
     assert not is_product(operation("norm1"))
 
 
+def test_an_expert_may_have_any_number_of_positions() -> None:
+    """deepseek-v2's 1228.8 a rank: the weights' gradient has them inside, where no row of memory lies along them."""
+    shape = replace(SHAPE, experts=8, top_k=3, expert_ffn=2048, gated=True, seq=820)
+    times = operation_times(operation("experts.up", shape), setting(), MACHINE, 8)
+    assert (820 * 3 / 8) % 8  # 307.5 for each
+    assert times.weight == pytest.approx(times.forward, rel=0.5)
+
+
 def test_an_operation_without_figures_takes_no_time() -> None:
     times = operation_times(Operation("nothing", "elementwise"), setting(), MACHINE, 0)
     assert (times.forward, times.backward, times.weight) == (0.0, 0.0, 0.0)

@@ -19,6 +19,7 @@ from allranks.planning.estimate import estimate
 from allranks.planning.hardware import find_cluster
 from allranks.planning.search import Found, Search, front, rank
 from tests.planning.profiles import cluster, decoder
+from tests.planning.questions import ask
 
 
 class Told:
@@ -91,6 +92,14 @@ def test_the_best_of_all_is_found_for_any_model(
     there = cluster(nodes, devices, memory_bytes=memory, **({} if hosts else {"host_memory_bytes": None}))
     there = replace(there, between=replace(there.between, bandwidth=slow * there.between.bandwidth))
     assert_same_best(Space({"bfloat16": profile, "float32": replace(profile, precision="float32")}, there, batch))
+
+
+def test_parameters_on_the_host_are_searched_as_exactly() -> None:
+    """Where the least shared layout waits the longest for its host, the most shared ones are weighed all the same."""
+    question = ask("llama3-70b", "8:a100-80g", 64, micro_batch=1, modes={"offload": "parameters"})
+    found = Search(question.space()).run().best
+    every = Search(question.space()).weigh(every_choice(question.space())).best
+    assert found is not None and every is not None and found == every
 
 
 def test_of_several_precisions_the_fastest_is_found() -> None:

@@ -101,5 +101,9 @@ def test_statistics_of_a_norm_have_the_weights_type(kind: torch.dtype) -> None:
 
 def test_an_error_is_one_line_with_its_place() -> None:
     error = refuse("Words", "layers.0", ValueError("sizes do not match\nsecond line"))
-    assert str(error).startswith("Words cannot be traced: ValueError: sizes do not match (in layers.0); a measured")
-    assert str(refuse("Words", "", ValueError(""))).startswith("Words cannot be traced: ValueError: ; a measured")
+    assert str(error).startswith(
+        "Words cannot be traced: ValueError: sizes do not match (in layers.0); `allranks plan --measured`"
+    )
+    assert str(refuse("Words", "", ValueError(""))).startswith(
+        "Words cannot be traced: ValueError: ; `allranks plan --measured`"
+    )

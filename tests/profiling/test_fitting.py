@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from allranks.model_profile import ModelProfile
 from allranks.profiling.fitting import build_profile
+from allranks.profiling.segments import cut_into_segments
 from tests.profiling.recordings import observe
 
 WIDTH = 4
@@ -117,3 +118,39 @@ def test_where_it_is_from(source: Any) -> None:
     found = build_profile(structure, seen, precision="float32", source=source)
     assert (found.source, found.tied, found.stateful, found.precision) == (source, (("a", "b"),), ("norm",), "float32")
     assert len(found.digest) == 64
+
+
+def test_a_squared_error_holds_its_input_its_target_and_their_difference_once() -> None:
+    """Four bytes a number: the output, which nobody else keeps, the target of the batch, and what the step makes."""
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(output, torch.zeros_like(output), reduction="sum")
+
+    profile = profile_of(lambda: nn.Linear(WIDTH, WIDTH), (2, WIDTH), (3, WIDTH), loss=loss)
+    (found,) = [o for block in profile.blocks for o in block.operations if o.kind == "loss"]
+    kept = 2 * WIDTH * 4  # output and target
+    assert found.saved_bytes == kept
+    assert kept < found.peak_bytes <= 2 * kept < 3 * kept
+
+
+def test_a_loss_of_several_operations_holds_its_peak_once() -> None:
+    """What a contrastive loss makes: each operation that keeps something has its share, so that no one is guessed."""
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        scores = functional.normalize(output, dim=1) @ torch.ones(WIDTH, 64)
+        return functional.cross_entropy(scores, torch.zeros(len(output), dtype=torch.long), reduction="sum")
+
+    structure, seen = observe(lambda: nn.Linear(WIDTH, WIDTH), (2, WIDTH), (3, WIDTH), loss=loss)
+    profile = build_profile(structure, seen, precision="float32", source="traced")
+    pieces = [o for block in profile.blocks for o in block.operations if o.kind == "loss"]
+    assert len([one for one in pieces if one.saved_bytes]) > 1
+    peaks = [_loss_peak(one.recording, structure) for one in seen]
+    assert sum(one.peak_bytes for one in pieces) == pytest.approx(peaks[1] - peaks[0])
+    assert all(one.peak_bytes > 0 for one in pieces if one.saved_bytes > 0)
+
+
+def _loss_peak(recording: Any, structure: Any) -> float:
+    (calls,) = (
+        s.calls for s in cut_into_segments(recording.calls, structure) if any(p.kind == "loss" for p in s.pieces)
+    )
+    return float(recording.loss_bytes(calls))

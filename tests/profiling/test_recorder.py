@@ -109,6 +109,13 @@ def test_inference_mode_is_taken_apart() -> None:
     assert sum(call.flops for call in found.calls if not call.backward) == 2 * 2 * ROWS * WIDTH * WIDTH
 
 
+def test_what_was_there_before_is_told_from_what_the_step_made() -> None:
+    found = watch(lambda net, x: torch.sin(x))
+    kept = {call.op: (call.saved_bytes, call.given_bytes) for call in found.calls if call.saved_bytes}
+    assert kept == {"mm": (ACTIVATION_BYTES, ACTIVATION_BYTES), "sin": (ACTIVATION_BYTES, 0)}
+    assert [at for *_, at in found.events] == sorted(at for *_, at in found.events)
+
+
 def test_the_peak_holds_what_is_alive_at_once() -> None:
     # The input of the model was there before; the layer's output and the sine's are alive together.
     assert watch(lambda net, x: torch.sin(x)).peak_bytes() >= 2 * ACTIVATION_BYTES

@@ -27,5 +27,16 @@ def test_sums() -> None:
 
 
 def test_the_peak_is_the_most_that_is_alive_at_once() -> None:
-    assert Recording(events=[(1, 10), (2, 5), (1, -10), (3, 9), (2, -5)]).peak_bytes() == 15
+    assert Recording(events=[(1, 10, 0), (2, 5, 1), (1, -10, 1), (3, 9, 2), (2, -5, 2)]).peak_bytes() == 15
     assert Recording().peak_bytes() == 0
+
+
+def test_a_loss_holds_what_lives_beside_what_the_model_kept() -> None:
+    """Of the model's output (10) 8 are kept; the loss makes 4 and its gradient 6, and reads 2 that were given."""
+    calls = [call(8), call(6), call(backward=True), call(backward=True)]
+    calls[1].given_bytes, calls[3].parameters = 2, ("weight",)
+    events = [(1, 10, 0), (2, 4, 1), (3, 6, 2), (4, 100, 3)]
+    assert Recording(calls, events=events).loss_bytes([1]) == (10 + 4 + 6) - 8 + 2
+    gone = [*events[:1], (1, -10, 0), *events[1:]]  # what was kept is another's, or was there before
+    assert Recording(calls, events=gone).loss_bytes([1]) == 4 + 6 + 2
+    assert Recording(calls, events=[]).loss_bytes([1]) == 6  # never less than what it keeps itself

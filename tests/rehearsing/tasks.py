@@ -58,6 +58,35 @@ class CutLoss(Tokens):
         return replace(super().hints(), loss_parallel=True)
 
 
+class Restored(Task):
+    """An output as large as every activation, and a squared error, which keeps no copy of it."""
+
+    defaults: ClassVar[Mapping[str, object]] = {"train.steps": 4, "train.global_batch": 128}
+
+    layers: int = 3
+    width: int = 128
+    given: int = 4
+    seq: int = 512
+
+    def model(self) -> nn.Module:
+        parts = [nn.Sequential(nn.Linear(self.width, self.width), nn.ReLU()) for _ in range(self.layers)]
+        return nn.Sequential(nn.Linear(self.given, self.width), *parts, nn.Linear(self.width, self.width))
+
+    def dataset(self, split: str) -> Any:
+        draw = torch.Generator().manual_seed(0)
+        x, y = (torch.randn(self.seq, width, generator=draw) for width in (self.given, self.width))
+        return [{"x": x, "y": y}] * 128 if split == "train" else None
+
+    def inputs(self, batch: Any) -> Any:
+        return (batch["x"],)
+
+    def targets(self, batch: Any) -> int:
+        return int(batch["y"].shape[0])
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(output, batch["y"], reduction="sum")
+
+
 class Experts(Tokens):
     """The same with experts."""
 

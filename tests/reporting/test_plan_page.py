@@ -99,6 +99,37 @@ def test_where_nothing_fits_the_page_says_what_came_nearest() -> None:
     assert "Does not fit: 545% of the capacity" in text and "What came nearest" in text
 
 
+def test_what_fits_with_offload_stands_in_the_verdict() -> None:
+    way_out = Ranked(
+        plans.make_estimate(), "fits with offload=parameters: ask for it: --layout auto,offload=parameters"
+    )
+    text = read(replace(plans.nothing_fits(), offloaded=way_out)).text
+    head = text[: text.index("Memory of a device")]
+    assert "With offload: dp_shard=2,tp=8" in head and "ask for it: --layout auto,offload=parameters" in head
+    assert "With offload" not in read(plans.nothing_fits()).text
+
+
+def test_a_cards_figures_have_their_names_where_there_is_no_heading() -> None:
+    """On a narrow screen the heads of the tables are gone: what is no name, layout or reason says what it is."""
+    reader = read(plans.pipelined())
+    numbers = [attrs for tag, attrs in reader.tags if tag == "td" and attrs.get("class") == "n"]
+    cards = [attrs for tag, attrs in reader.tags if tag == "table" and attrs.get("class") == "cards"]
+    assert len(cards) == 4
+    assert sum("data-label" in attrs for attrs in numbers) > 20
+    labels = {attrs["data-label"] for tag, attrs in reader.tags if "data-label" in attrs}
+    assert labels == {"bytes", "collectives", "time", "of it hidden", "micro-batch", "step", "peak", "fits", "mfu"}
+    whys = sum(attrs.get("class") == "why" for _, attrs in reader.tags)
+    plan = plans.pipelined()
+    shown = sum(len(group.shown) for group in group_refusals(plan.refusals))
+    assert whys == len(rank_all(plan)) + shown + len(plan.what_ifs)
+
+
+def test_less_than_one_sample_a_second_is_no_zero() -> None:
+    slow = replace(plans.make_estimate(), samples_per_second=0.29)
+    text = read(replace(plans.pipelined(), best=Ranked(slow, "fast"))).text
+    assert "0.29 samples a second" in text
+
+
 def test_where_all_is_refused_the_reasons_are_left() -> None:
     reader = read(plans.refused())
     assert "No layout is possible" in reader.text and "3 ranks do not share 2 samples" in reader.text

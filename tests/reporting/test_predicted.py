@@ -88,6 +88,14 @@ def test_on_cuda_the_tensors_are_compared(run: Run) -> None:
     assert whole.peak_bytes.expected == 100.0
 
 
+def test_the_median_step_has_no_checkpoint_in_it(run: Run) -> None:
+    write(run, seconds_by_cause={"compute": 0.75, "checkpoint": 0.25})
+    found = compare(run, ATTEMPT, 1.5, 80.0)
+    assert found is not None and found.step_seconds is not None
+    step = found.step_seconds
+    assert (step.low, step.expected, step.high, step.ratio) == (0.25, 0.75, 1.75, 2.0)
+
+
 def test_a_plan_without_figures_predicts_nothing(run: Run) -> None:
     write(run, step_seconds=None, peak_bytes={"low": -1, "expected": 1, "high": "x"})
     found = compare(run, ATTEMPT, 1.5, 80.0)

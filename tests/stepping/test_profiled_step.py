@@ -1,5 +1,8 @@
 """Steps under the recorder."""
 
+from time import sleep
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,16 +14,29 @@ from tests.profiling.subjects import CLASSES, SEQ, WIDTH, Adversaries, Vectors, 
 
 
 def test_batches_are_the_first_samples_with_their_targets() -> None:
-    words = first_batches(Words())
+    words = first_batches(Words()).batches
     assert [(batch.num_samples, batch.num_targets) for batch in words] == [(n, n * SEQ) for n in SAMPLES]
     assert [tuple(batch.value[0].shape) for batch in words] == [(n, SEQ) for n in SAMPLES]
-    assert [batch.num_targets for batch in first_batches(Adversaries())] == [0, 0]
+    assert [batch.num_targets for batch in first_batches(Adversaries()).batches] == [0, 0]
+
+
+def test_their_collating_is_timed_with_their_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Words()
+    collate = task.collate
+
+    def slow(samples: Any) -> Any:
+        sleep(0.02 * len(samples))
+        return collate(samples)
+
+    monkeypatch.setattr(task, "collate", slow)
+    found = first_batches(task)
+    assert found.order == "map" and found.sample_seconds >= 0.02
 
 
 def steps(task: Task) -> list[tuple[int, int, list[str]]]:
     spread = spread_alone(task, task.model, "float32", "cpu")
     structure = describe(task, spread)
-    found = [record(task, spread, structure, batch) for batch in first_batches(task)]
+    found = [record(task, spread, structure, batch) for batch in first_batches(task).batches]
     assert all(parameter.grad is None for parameter in spread.trainable().values())
     products = [[c.modules[-1] for c in seen.recording.calls if c.op == "addmm"] for seen in found]
     return [(seen.num_samples, seen.num_targets, ran) for seen, ran in zip(found, products, strict=True)]

@@ -190,6 +190,15 @@ def test_the_users_modes_stay() -> None:
     assert "every layout is refused: no part of Points repeats" in decided.decisions[0].because
 
 
+def test_a_plan_builds_the_dataset_once(tmp_path: Path) -> None:
+    """One that can be read a single time, or takes minutes to build, is loaded for trace and timing together."""
+    once = "hasattr(Normed, 'built') and 1 / 0; Normed.built = True; return [(torch.ones(4)"
+    (tmp_path / "once.py").write_text(NORMED.replace("return [(torch.ones(4)", once))
+    with patch.object(planned_layout, "OBVIOUS", 0.0):
+        decided, _ = decide("once.py")
+    assert decided.document is not None and decided.document["best"]["seconds_by_cause"]["input"] > 0
+
+
 def test_batch_statistics_leave_the_forwards_to_the_user(tmp_path: Path) -> None:
     (tmp_path / "normed.py").write_text(NORMED)
     with patch.object(planned_layout, "OBVIOUS", 0.0):

@@ -1,6 +1,7 @@
 """`allranks doctor`: what is on this machine, and how fast it really is."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -102,7 +103,7 @@ def _calibrate(device: str, nproc: int | None, output: Path | None, *, quick: bo
         except RuntimeError as error:  # of a process: torch's own, with its rank's traceback as the cause
             failure = ProcessError(f"this machine could not be measured: {str(error).strip().splitlines()[0]}")
         if failure is None:
-            cluster = finish_cluster(begun, found, quick=quick)
+            cluster = replace(finish_cluster(begun, found, quick=quick), storage_bandwidth=_storage(quick, begun.nproc))
             write_cluster(cluster, begun.path)
     if failure is not None:
         return print_error(failure, json=json, exit_code=UNDETERMINED)
@@ -115,6 +116,15 @@ def _calibrate(device: str, nproc: int | None, output: Path | None, *, quick: bo
         where = "allranks plan finds it as --cluster local" if output is None else f"use it as --cluster {begun.path}"
         print(f"wrote {begun.path}; {where}")
     return 0
+
+
+def _storage(quick: bool, nproc: int) -> float | None:
+    """Bytes/s of the working directory, where runs keep their checkpoints, with `nproc` processes that write."""
+    from allranks.profiling.calibrate import tidy
+    from allranks.profiling.storage_rate import NUM_BYTES, QUICK_NUM_BYTES, measure_storage
+
+    rate = measure_storage(Path.cwd(), QUICK_NUM_BYTES if quick else NUM_BYTES, nproc)
+    return None if rate is None else tidy(rate)
 
 
 def print_cluster(cluster: Cluster) -> None:
@@ -138,6 +148,8 @@ def print_cluster(cluster: Cluster) -> None:
         f"memory {format_bytes(device.memory_bandwidth)}/s, a kernel at least {device.kernel_seconds * 1e6:.1f} us,"
         f" AdamW {format_count(device.update_rate)} parameters/s\n"
     )
+    if cluster.storage_bandwidth is not None:
+        console.print(f"the working directory takes {format_bytes(cluster.storage_bandwidth)}/s of a checkpoint\n")
     fixed = {name.replace("_", " "): seconds for name, seconds in asdict(device.fixed).items() if seconds}
     if fixed:
         told = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in fixed.items())

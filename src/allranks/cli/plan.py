@@ -28,9 +28,11 @@ Arguments = Annotated[
 ]
 CLUSTER = _option("--cluster", "8x8:a100-80g, 4:h100@ndr400, 1x2:cpu, local or a TOML file; several: compared.", "C")
 PRECISION = _option("--precision", "bfloat16, float16, float32, float64, several with commas, or any.", "P")
+SAVES = _option("--checkpoint-every", "Steps between checkpoints; not given: as the Task's config says.")
 LAYOUT = _option("--layout", "Weigh this layout; auto,recompute=full: fix a mode, search the rest.", "L")
 SEQ = _option("--seq", "Positions of a sample (32k); ?: as many as fit.", "N|?")
 WHAT_IF = _option("--what-if", "One more change to look at: recompute=full, tp=4, seq=32768.", "KEY=VALUE")
+MEASURED = typer.Option("--measured", help="Take a Task's costs from real steps on this machine, not from a trace.")
 CHECK = typer.Option("--check", help="Rehearse the best few (allranks dryrun) and correct the plan; some minutes.")
 JSON = typer.Option("--json", help="One JSON document on standard output, all else on standard error.")
 
@@ -50,6 +52,8 @@ def plan(
     budget: Annotated[float | None, _option("--budget", "The money for them.", "MONEY")] = None,
     price: Annotated[float | None, _option("--price", "Of one device for an hour.", "MONEY")] = None,
     watts: Annotated[float | None, _option("--watts", "Of one device.", "W")] = None,
+    checkpoint_every: Annotated[int | None, SAVES] = None,
+    measured: Annotated[bool, MEASURED] = False,
     check: Annotated[bool, CHECK] = False,
     explain: Annotated[bool, typer.Option("--explain", help="The decision guide and the blocks, in numbers.")] = False,
     guide: Annotated[bool, typer.Option("--guide", help="The decision guide, without a model.")] = False,

@@ -15,9 +15,17 @@ from allranks.model_profile import ModelProfile
 from allranks.plan_request import PlanRequest
 from allranks.planning.question import MakeProfile
 from allranks.shape_operations import OWN
+from allranks.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from allranks.model_shape import ModelShape
+
+
+MEASURED = "the model's costs are those of real steps, because --measured; "
+ON_GPU = "for GPUs they run on this machine's"
+ON_PROCESSOR = (
+    "no GPU is at hand, so that they run on the processor, whose kernels may keep other activations than a GPU's"
+)
 
 
 @final
@@ -30,7 +38,9 @@ class Subject:
         seq: positions of a sample where nobody names another; 0: it has none.
         task: its spec; None for a model by its sizes.
         global_batch, micro_batch, micro_steps, precision, layout: of the Task's config; None where nothing says so.
+        upkeep: (the device's kind, whether that is the machine at hand) -> what its config says of one.
         settings: what the user gave for the Task, by full key, for RUN.toml.
+        notes: what a plan says of where its figures come from.
     """
 
     make: Callable[[int | None, str, str], ModelProfile]
@@ -41,7 +51,9 @@ class Subject:
     micro_steps: int | None = None
     precision: str | None = None
     layout: LayoutConfig | None = None
+    upkeep: Callable[[str, bool], Upkeep] = lambda kind, here: Upkeep(beside=kind == "cuda")
     settings: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def profiles_on(self, cluster: Cluster) -> MakeProfile:
         """See Question: of what the devices of `cluster` would run."""
@@ -51,6 +63,10 @@ class Subject:
 def find_subject(request: PlanRequest) -> Subject:
     """The model that `request` names. Raises ConfigError or TaskError, with the nearest names for an unknown one."""
     words = request.arguments
+    if request.measured and not (words and is_task(words)):
+        raise ConfigError(
+            "--measured runs real steps of a Task, and a model by its sizes has no program and no samples"
+        )
     if request.sizes:
         return _of_shape(_shape_with_sizes(words, request.sizes))
     if not words:
@@ -122,5 +138,9 @@ def _of_task(request: PlanRequest) -> Subject:
     from allranks.cli.planned_task import task_facts
 
     spec, toml, overrides = read_arguments(request.arguments)
-    facts: dict[str, Any] = task_facts(spec, toml, overrides)
-    return Subject(**facts)
+    facts: dict[str, Any] = task_facts(spec, toml, overrides, measured=request.measured)
+    if not request.measured:
+        return Subject(**facts)
+    import torch
+
+    return Subject(**facts, notes=(MEASURED + (ON_GPU if torch.cuda.is_available() else ON_PROCESSOR),))

@@ -1,20 +1,31 @@
 """A user's Task as the planner sees it: its config read as `train` reads it, its model traced without memory."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from allranks.config import Config
 from allranks.errors import ConfigError
 from allranks.model_profile import ModelProfile
 from allranks.request import TrainRequest
+from allranks.upkeep import Upkeep
+
+if TYPE_CHECKING:
+    from allranks.stepping.profiled_step import FirstBatches
+    from allranks.task import Task
 
 
-def task_facts(spec: str | None, toml: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+def task_facts(
+    spec: str | None, toml: Path | None, overrides: Sequence[str], *, measured: bool = False
+) -> dict[str, Any]:
     """The fields of a Subject, by name.
 
+    Args:
+        measured: the profile comes from real steps on this machine, not from a trace without memory.
+
     Raises:
-        TaskError, ConfigError: as `allranks train`; also where the model cannot be traced.
+        TaskError, ConfigError: as `allranks train`; `make` also where the model cannot be traced.
     """
     from allranks.training.prepare import prepare
 
@@ -23,11 +34,15 @@ def task_facts(spec: str | None, toml: Path | None, overrides: Sequence[str]) ->
     config, given = prepared.config, _given(toml, overrides)
     profiles: dict[tuple[str, str], ModelProfile] = {}
 
-    def make(seq: int | None, precision: str, device: str) -> ModelProfile:
-        from allranks.stepping.profile import trace_task
+    @cache
+    def loaded() -> "FirstBatches":
+        from allranks.stepping.profile import load_first
 
+        return load_first(prepared.task)
+
+    def make(seq: int | None, precision: str, device: str) -> ModelProfile:
         if (precision, device) not in profiles:
-            profiles[precision, device] = trace_task(prepared.task, precision, device)
+            profiles[precision, device] = _profile(prepared.task, loaded(), precision, device, measured)
         found = profiles[precision, device]
         if seq is not None and seq != found.seq:
             raise ConfigError(
@@ -36,8 +51,14 @@ def task_facts(spec: str | None, toml: Path | None, overrides: Sequence[str]) ->
             )
         return found
 
+    def upkeep(kind: str, here: bool) -> Upkeep:
+        from allranks.stepping.upkeep import upkeep_of
+
+        return upkeep_of(config, kind, loaded() if here else None)
+
     return {
         "make": make,
+        "upkeep": upkeep,
         "seq": 0,
         "task": prepared.spec or (None if spec is None and toml is None else spec),
         "global_batch": config.train.global_batch,
@@ -47,6 +68,17 @@ def task_facts(spec: str | None, toml: Path | None, overrides: Sequence[str]) ->
         "layout": config.layout if config.layout.chosen else None,
         "settings": {name: value for name, value in config.flat().items() if name in given and _is_kept(name)},
     }
+
+
+def _profile(task: "Task", loaded: "FirstBatches", precision: str, device: str, measured: bool) -> ModelProfile:
+    """Of a trace as on `device`, or of real steps: on it where this machine has one, else on its processor."""
+    from allranks.stepping.profile import trace_measured, trace_task
+
+    if not measured:
+        return trace_task(task, precision, device, loaded=loaded)
+    import torch
+
+    return trace_measured(task, precision, device if torch.cuda.is_available() else "cpu", loaded=loaded)
 
 
 def _given(toml: Path | None, overrides: Sequence[str]) -> set[str]:

@@ -30,6 +30,7 @@ from allranks.planning.question import (
     usual_batch,
 )
 from allranks.planning.scale import cluster_of
+from allranks.upkeep import Upkeep
 
 ASK = "?"
 FITS, NOT, REFUSED = 0, 1, 2
@@ -124,10 +125,21 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
         limit_seconds=None if request.deadline is None else read_number(request.deadline, TIMES, "--deadline"),
         limit_money=request.budget,
         what_ifs=request.what_if,
-        notes=notes,
+        notes=(*subject.notes, *notes),
+        upkeep=_upkeep(request, subject, cluster),
     )
     question = _with_layout(question, request, subject)
     return Asked(question, gpus=request.gpus == ASK, seq=request.seq == ASK)
+
+
+def _upkeep(request: PlanRequest, subject: Subject, cluster: Cluster) -> Upkeep:
+    """What the Task's config says of it, but for what the command line does. Raises ConfigError."""
+    found = subject.upkeep(cluster.device.kind, bool(cluster.machine))
+    if request.checkpoint_every is None:
+        return found
+    if request.checkpoint_every < 1:
+        raise ConfigError("--checkpoint-every is a whole number of steps of at least 1")
+    return replace(found, save_every=request.checkpoint_every)
 
 
 def _with_layout(question: Question, request: PlanRequest, subject: Subject) -> Question:
@@ -183,7 +195,8 @@ def _write(request: PlanRequest, subject: Subject, plan: Plan, make_profile: Mak
             raise ConfigError(f"--save {request.save}: every layout is refused, so there is nothing to save")
         choice = plan.leading.estimate.choice
         micro_steps = subject.micro_steps or fixed_micro_steps(make_profile(None, choice.precision))
-        text = run_toml(choice, _beside(subject.task, request.save), micro_steps, dict(subject.settings))
+        given = {} if request.checkpoint_every is None else {"checkpoint.every": request.checkpoint_every}
+        text = run_toml(choice, _beside(subject.task, request.save), micro_steps, {**subject.settings, **given})
         write_whole(request.save / PLAN_FILE, json.dumps(plan_document(plan), indent=2, allow_nan=False) + "\n")
         write_whole(request.save / RUN_FILE, text)
     if request.html is not None:

@@ -8,10 +8,12 @@ from allranks.planning.changes import usual_changes, what_if
 from allranks.planning.checking import front_of, search_checked
 from allranks.planning.families import plain_families
 from allranks.planning.least import least_over
+from allranks.planning.offloaded import with_parameters_on_host
 from allranks.planning.question import Question
 from allranks.planning.reasons import why_first, why_not, why_unfit
 from allranks.planning.scale import cluster_of, largest, sizes_of
 from allranks.planning.search import Found, Search
+from allranks.planning.upkeep_cost import left_out
 
 SHOWN = 6
 """Runners-up of the Pareto front that a plan keeps."""
@@ -54,7 +56,7 @@ def make_plan(question: Question) -> Plan:
         others=_others(found, families, checked),
         refusals=_refusals(found, refused),
         closest=None if found.best or found.nearest is None else Ranked(found.nearest, why_unfit(found.nearest)),
-        notes=(*question.notes, *question.cluster.notes),
+        notes=(*question.notes, *question.cluster.notes, *left_out(question.cluster, question.upkeep)),
         num_devices=question.cluster.num_devices,
         nodes=question.cluster.nodes,
         parameters=profile.parameters,
@@ -63,6 +65,9 @@ def make_plan(question: Question) -> Plan:
         bill=bill,
         unmet=unmet_limits(bill, question),
         checked=checked,
+        offloaded=None
+        if first is None or found.best is not None
+        else with_parameters_on_host(space, first, checked=bool(checked)),
     )
 
 

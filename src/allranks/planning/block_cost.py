@@ -92,8 +92,7 @@ class _Sums:
         if is_product(operation) and in_low_precision(operation, setting):
             kept /= 2  # the operand is kept in 8 bits (Transformer Engine)
         if operation.kind == "loss":
-            how, is_cut = setting.mechanisms, setting.tp > 1 and operation.cut in ("column", "vocab")
-            self.logits += kept * (how.cut_logits_copies if is_cut and how.cut_logits_copies else how.logits_copies)
+            self.logits += _loss_bytes(operation, setting, kept, share.kept)
             return
         self._transient(operation, setting, held)
         scores = kept_score_bytes(operation, setting) if unfused else 0.0
@@ -128,6 +127,16 @@ class _Sums:
             self.kept_selective += operation.output_bytes * setting.micro_batch / share_of(operation, setting).kept
         else:
             self.again_selective += times.forward
+
+
+def _loss_bytes(operation: Operation, setting: Setting, kept: float, cut: float) -> float:
+    """What a loss has at once: as it was traced; of a cross entropy that nobody traced, so often what it keeps."""
+    how = setting.mechanisms
+    if how.cut_logits_copies and setting.tp > 1 and operation.cut in ("column", "vocab"):
+        return kept * how.cut_logits_copies
+    if operation.peak_bytes:
+        return operation.peak_bytes * setting.micro_batch / cut
+    return kept * how.logits_copies
 
 
 def _result_cut(operation: Operation, setting: Setting) -> float:

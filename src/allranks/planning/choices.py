@@ -16,6 +16,7 @@ from allranks.layout_refusals import SPLIT_BACKWARD
 from allranks.model_profile import ModelProfile
 from allranks.plan import Choice, Refusal
 from allranks.planning.rules import check, check_modes, divisors
+from allranks.upkeep import Upkeep
 
 SCHEDULES = (*ONE_STAGE_EACH, "interleaved", "looped_bfs", *SPLIT_BACKWARD)
 RECOMPUTES = ("none", "selective", "full")
@@ -36,6 +37,7 @@ class Space:
         micro_batch: fixed too, or None.
         micro_steps: of a task whose statistics or loss depend on them (law 2): the micro-batch follows.
         layout: the one that the user wrote; None where the search takes any.
+        upkeep: what every run does besides, whatever its layout.
     """
 
     profiles: Mapping[str, ModelProfile]
@@ -45,6 +47,7 @@ class Space:
     modes: Mapping[str, str] = field(default_factory=dict)
     micro_steps: int | None = None
     layout: Layout | None = None
+    upkeep: Upkeep = field(default_factory=Upkeep)
 
     def options(self, mode: str, all_of_them: tuple[str, ...]) -> tuple[str, ...]:
         """The one that the user fixed, or all."""
@@ -101,7 +104,7 @@ def groups(
         made = replace(layout, schedule=schedule)
         chunks = made.num_stages // made.pp
         for micro_batch in space.micro_batches(made):
-            choice = Choice(made, space.global_batch, micro_batch, precision, chunks)
+            choice = Choice(made, space.global_batch, micro_batch, precision, chunks, space.upkeep)
             refusal = check(profile, space.cluster, choice)
             if refusal is None:
                 yield Group(profile, choice)
@@ -154,7 +157,8 @@ def of_layout(space: Space, layout: Layout, refusals: dict[tuple[str, str], Refu
     """The choices that have this very layout, in every open precision and micro-batch; refused ones are noted."""
     for precision, profile in space.profiles.items():
         for micro_batch in space.micro_batches(layout):
-            choice = Choice(layout, space.global_batch, micro_batch, precision, layout.num_stages // layout.pp)
+            chunks = layout.num_stages // layout.pp
+            choice = Choice(layout, space.global_batch, micro_batch, precision, chunks, space.upkeep)
             if (refusal := check(profile, space.cluster, choice)) is None:
                 yield choice
             else:

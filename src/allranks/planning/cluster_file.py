@@ -32,6 +32,7 @@ from allranks.planning.wrong_keys import LIKE, NEEDED, WrongKey, as_toml, naming
 
 HEADING = "# A cluster of allranks. GB are 1e9 bytes; docs/reference/clusters.md says what each key means.\n\n"
 LATENCY_MICROSECONDS = {"inside": Decimal("3.4"), "between": Decimal("4.7")}  # NVLink and InfiniBand of the catalog
+AMOUNTS = ("host_memory_gb", "host_bandwidth_gb_per_s", "storage_gb_per_s")
 OTHER_UNITS = {
     "memory_gb": "memory_mib",
     "memory_mib": "memory_gb",
@@ -52,6 +53,9 @@ class ClusterTable(Table):
     )
     host_memory_gb: Figure | None = Field(None, description="memory of a node")
     host_bandwidth_gb_per_s: Figure | None = Field(None, description="between a device and its host, one direction")
+    storage_gb_per_s: Figure | None = Field(
+        None, description="what a node writes to where checkpoints are kept; without it no plan counts their writing"
+    )
     price_per_device_hour: Figure | None = Field(None, description="without it no plan speaks of money")
     currency: str = Field("USD", description="of the price")
     watts_per_device: Figure | None = Field(None, description="under load; without it no plan speaks of energy")
@@ -63,6 +67,7 @@ class ClusterTable(Table):
         limits = {
             "host_memory_gb": (MOST_HOST_GB, "any host has"),
             "host_bandwidth_gb_per_s": (MOST_LINK_GB, "any device gets from its host"),
+            "storage_gb_per_s": (MOST_LINK_GB, "any node writes"),
         }
         for key, (most, what) in limits.items():
             if (given := getattr(self, key)) is not None:
@@ -130,6 +135,7 @@ def render_cluster(cluster: Cluster) -> str:
         "domain": cluster.domain,
         "host_memory_gb": exactly(cluster.host_memory_bytes, GIGA),
         "host_bandwidth_gb_per_s": exactly(cluster.host_bandwidth, GIGA),
+        "storage_gb_per_s": exactly(cluster.storage_bandwidth, GIGA),
         "price_per_device_hour": exactly(cluster.device_hour_price, Decimal(1)),
         "currency": cluster.currency,
         "watts_per_device": exactly(cluster.device_watts, Decimal(1)),
@@ -156,7 +162,7 @@ def _to_cluster(values: Mapping[str, Any], stem: str) -> Cluster:
     drawn = None if base is None else build_cluster(name, table.nodes, table.devices_per_node, base, None)
     links = {which: _to_link(which, link, drawn) for which, link in (("inside", inside), ("between", between))}
     _check_links(table, built, links, between)
-    scale = {key: getattr(table, key) for key in ("host_memory_gb", "host_bandwidth_gb_per_s")}
+    scale = {key: getattr(table, key) for key in AMOUNTS}
     amounts = {key: None if value is None else float(value * GIGA) for key, value in scale.items()}
     assumed = drawn.notes if drawn is not None and between is None and not table.notes else ()
     return Cluster(
@@ -169,6 +175,7 @@ def _to_cluster(values: Mapping[str, Any], stem: str) -> Cluster:
         domain=table.domain or (drawn.domain if drawn is not None else table.devices_per_node),
         host_memory_bytes=amounts["host_memory_gb"],
         host_bandwidth=amounts["host_bandwidth_gb_per_s"] or (base.host_bandwidth if base is not None else None),
+        storage_bandwidth=amounts["storage_gb_per_s"],
         device_hour_price=_float(table.price_per_device_hour),
         currency=table.currency,
         device_watts=_float(table.watts_per_device),

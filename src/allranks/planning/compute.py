@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import final
 
 from allranks.cluster import Device
-from allranks.planning.constants import Constants
+from allranks.planning.constants import AttentionKernel, Constants
 from allranks.planning.processor import is_processor, passing_seconds, product_seconds
 
 KERNEL_SECONDS = 2.5e-6
@@ -52,11 +52,16 @@ class Machine:
         return self.device.memory_bandwidth * self.constants.memory
 
 
-def matmul_seconds(machine: Machine, rows: float, out: float, into: float, precision: str, batch: float = 1.0) -> float:
+def matmul_seconds(
+    machine: Machine, rows: float, out: float, into: float, precision: str, batch: float = 1.0,
+    features: tuple[float, float] | None = None,
+) -> float:  # fmt: skip
     """`batch` products of rows x into and into x out: the roofline, with whole tiles and whole waves.
 
     Williams et al., Roofline (2009), and NVIDIA's Matrix Multiplication Background User's Guide (tile and wave
-    quantization). `batch` are the independent products of one kernel (experts, heads).
+    quantization). `batch` are the independent products of one kernel (experts, heads). `features` are the sizes that
+    lie together in memory, whose rows are to be whole multiples of 16 bytes: out and into, but those of the weight
+    where its gradient is made, for then `into` counts positions.
     """
     if rows <= 0 or out <= 0 or into <= 0:
         return 0.0
@@ -73,13 +78,13 @@ def matmul_seconds(machine: Machine, rows: float, out: float, into: float, preci
     flops = 2.0 * rows * out * into * batch
     width = {"float64": 8, "float32": 4, "float8": 1, "float4": 0.5}.get(precision, 2)
     moved = batch * (width * (rows * into + into * out) + max(2.0, width) * rows * out)
-    if width * out % 16 or width * into % 16:
+    if any(width * size % 16 for size in features or (out, into)):
         flops *= UNALIGNED_BATCH if batch > 1 else UNALIGNED
     return max(flops / (machine.rate(precision) * best * depth), moved / machine.bandwidth) + KERNEL_SECONDS
 
 
 def attention_seconds(
-    machine: Machine, flops: float, head_dim: float, causal: bool, precision: str, kernel: str = "vendor"
+    machine: Machine, flops: float, head_dim: float, causal: bool, precision: str, kernel: AttentionKernel = "vendor"
 ) -> float:
     """Fused attention's forward over `flops` (both products, over all positions).
 
@@ -88,8 +93,7 @@ def attention_seconds(
     if precision in ("float8", "float4"):
         precision = "bfloat16"
     done = flops * (0.5 if causal else 1.0)
-    share = machine.constants.attention if kernel == "vendor" else machine.constants.flash2
-    rate = machine.peak(precision) * share * head_share(head_dim)
+    rate = machine.peak(precision) * machine.constants.attention_share(kernel) * head_share(head_dim)
     return done / rate + KERNEL_SECONDS
 
 

@@ -4,11 +4,12 @@ import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 from allranks.cluster import Device
 
 FILE = Path(__file__).parent / "data" / "constants.json"
+AttentionKernel = Literal["vendor", "flash1", "flash2"]
 
 
 @final
@@ -19,8 +20,8 @@ class Constants:
     Attributes:
         units: processors that work on the tiles of a matrix product (streaming multiprocessors); from the data sheet.
         matmul, matmul_low: share of the peak that a large product reaches in 16 bits, and in 8 or 4.
-        attention, flash2: share of the 16-bit peak that the vendor's fused attention and FlashAttention-2 reach in the
-            forward; their backward 0.8 of that.
+        attention, flash1, flash2: share of the 16-bit peak that the vendor's fused attention, FlashAttention of 2022
+            (its Triton kernel) and FlashAttention-2 reach in the forward; their backward 0.8 of that.
         memory: share of the memory's bandwidth that elementwise kernels reach.
         inside, between: share of a link's bandwidth that large collectives reach, in a node and between nodes.
         depth: inner features at which prologue and epilogue of a tile take as long as its products.
@@ -32,6 +33,7 @@ class Constants:
     matmul: float
     matmul_low: float
     attention: float
+    flash1: float
     flash2: float
     memory: float
     inside: float
@@ -40,6 +42,10 @@ class Constants:
     base_seconds: float
     hop_seconds: float
     family: str = ""
+
+    def attention_share(self, kernel: AttentionKernel) -> float:
+        """What a kernel of fused attention reaches of the 16-bit peak in the forward."""
+        return {"vendor": self.attention, "flash1": self.flash1, "flash2": self.flash2}[kernel]
 
 
 @cache

@@ -29,6 +29,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "fits": plan.best is not None,
         "searched": plan.searched,
         "best": None if plan.leading is None else _ranked(plan.leading),
+        "offloaded": None if plan.offloaded is None else _offloaded(plan.offloaded),
         "others": [_ranked(other) for other in plan.others],
         "refusals": [asdict(refusal) for refusal in plan.refusals],
         "what_ifs": [
@@ -48,6 +49,12 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 
 def _ranked(ranked: Ranked) -> dict[str, Any]:
     return {**_estimate(ranked.estimate), "because": ranked.because, "family": ranked.family}
+
+
+def _offloaded(ranked: Ranked) -> dict[str, Any]:
+    """`fits` is "unknown" where nobody says how much memory the hosts have, on which all of it stands."""
+    document = _ranked(ranked)
+    return {**document, "fits": "unknown"} if ranked.estimate.host_capacity_bytes is None else document
 
 
 def _checked(one: Checked) -> dict[str, Any]:

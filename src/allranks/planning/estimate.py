@@ -20,10 +20,13 @@ from allranks.planning.room import Room, room_under
 from allranks.planning.setting import Setting, setting_of
 from allranks.planning.stages import stages_under
 from allranks.planning.uncertainty import spread_of
+from allranks.planning.upkeep_cost import with_upkeep
 
 MEETING = 6.0
 """Host and device wait for each other where neither is clearly the faster: the step is the norm of this order of both,
 12% above them where they are equal."""
+SOCKET = 4
+"""Devices of a processor's socket in servers of eight with two of them (DGX A100 and H100)."""
 
 
 @final
@@ -40,10 +43,9 @@ class Cost:
 
 def estimate(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
     """Memory, time and traffic of one optimizer step under `choice`."""
-    cost = estimate_setting(profile, cluster, setting_of(choice))
-    room = cost.room
     factor = factor_of(cluster, choice.layout)
-    span, seconds = _times(cost.step_seconds, factor), factor * cost.step_seconds.expected
+    cost = estimate_setting(profile, cluster, setting_of(choice), factor)
+    room, seconds = cost.room, cost.step_seconds.expected
     samples = choice.global_batch / seconds if seconds else 0.0
     return Estimate(
         choice=choice,
@@ -51,10 +53,10 @@ def estimate(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimat
         stages=room.stages,
         peak_bytes=room.peak_bytes,
         capacity_bytes=room.capacity_bytes,
-        time=cost.time if factor == 1.0 else _slowed(cost.time, factor),
-        step_seconds=span,
+        time=cost.time,
+        step_seconds=cost.step_seconds,
         traffic=cost.traffic,
-        mfu=cost.mfu / factor,
+        mfu=cost.mfu,
         samples_per_second=samples,
         tokens_per_second=samples * profile.tokens,
         host_bytes=room.host_bytes,
@@ -63,11 +65,9 @@ def estimate(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimat
     )
 
 
-def _times(span: Span, factor: float) -> Span:
-    return Span(factor * span.low, factor * span.expected, factor * span.high)
-
-
 def _slowed(time: StepTime, factor: float) -> StepTime:
+    if factor == 1.0:
+        return time
     return StepTime(**{part.name: factor * getattr(time, part.name) for part in fields(StepTime)})
 
 
@@ -92,7 +92,8 @@ def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting
         if count:
             exposed = (1 - how.overlap_tensor) * (cost.tensor + cost.tensor_again)
             kernels = cost.kernels * (3 + (1 if cost.again > 0.5 * cost.forward else 0))
-            dispatched = (kernels + cost.collectives * 3 * how.collective_kernels) * how.dispatch_seconds
+            collective = how.collective_kernels * how.dispatch_seconds + how.wait_seconds * max(0, setting.tp - SOCKET)
+            dispatched = kernels * how.dispatch_seconds + cost.collectives * 3 * collective
             device = cost.forward + cost.backward + cost.weight + cost.again + exposed
             parts = (
                 *(cost.forward, cost.backward, cost.weight, cost.again, exposed, cost.context, cost.expert),
@@ -102,8 +103,8 @@ def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting
     return _Stage(*sums)
 
 
-def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting) -> Cost:
-    """The same for a Setting, which may be another framework's."""
+def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting, factor: float = 1.0) -> Cost:
+    """The same for a Setting, which may be another framework's, with its work taking `factor` times as long."""
     setting = on_processor(setting, cluster, profile)
     parts = parts_of(profile, cluster, setting)
     layers = stages_under(profile, setting)
@@ -117,8 +118,8 @@ def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting) 
         backward = [b + send for b in backward]
     steady, bubble = pipeline_seconds(setting.schedule, forward, backward, weight, setting.chunks, setting.micro_steps)
     if setting.mechanisms.cores < 1:
-        work = setting.micro_steps * (sum(forward) + sum(backward) + sum(weight)) / setting.pp
-        bubble = shared_bubble(steady, bubble, work, setting.mechanisms.cores)
+        busy = setting.micro_steps * (sum(forward) + sum(backward) + sum(weight)) / setting.pp
+        bubble = shared_bubble(steady, bubble, busy, setting.mechanisms.cores)
     worst = max(range(len(stages)), key=lambda i: forward[i] + backward[i] + weight[i])
     data = _data(parts, setting, layers, forward, backward, weight)
     held = layers[worst]
@@ -126,8 +127,10 @@ def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting) 
     waits = host_seconds(
         profile, cluster, setting, parts.costs, held, forward[worst], backward[worst] + weight[worst], stays
     )
-    time = _step_time(stages[worst], setting, bubble, data, send, waits)
-    return _cost(setting, parts, layers, time, data, stages[worst].host)
+    work = _step_time(stages[worst], setting, bubble, data, send, waits)
+    time = with_upkeep(_slowed(work, factor), profile, cluster, setting)
+    traffic = _traffic(setting, parts, layers, data, work)
+    return _cost(setting, parts, layers, time, traffic, factor * stages[worst].host)
 
 
 def _data(
@@ -173,7 +176,7 @@ def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, s
 
 
 def _cost(
-    setting: Setting, parts: Parts, layers: tuple[tuple[int, ...], ...], time: StepTime, data: DataCost,
+    setting: Setting, parts: Parts, layers: tuple[tuple[int, ...], ...], time: StepTime, traffic: tuple[Traffic, ...],
     host_seconds: float,
 ) -> Cost:  # fmt: skip
     seconds, machine = time.total, parts.axes.machine
@@ -186,7 +189,7 @@ def _cost(
         room=room_under(parts.cluster, setting, parts, layers),
         time=time,
         step_seconds=Span(seconds / spread, seconds, seconds * spread),
-        traffic=_traffic(setting, parts, layers, data, time),
+        traffic=traffic,
         mfu=3 * parts.profile.flops * setting.global_batch / (seconds * devices * peak) if seconds else 0.0,
     )
 

@@ -113,7 +113,7 @@ def _product_times(operation: Operation, setting: Setting, machine: Machine, exp
     backward = work * matmul_seconds(machine, rows, into, out, precision, groups) if operation.input_gradient else 0.0
     weight = 0.0
     if operation.trained and not setting.frozen:
-        weight = work * matmul_seconds(machine, out, into, rows, precision, groups)
+        weight = work * matmul_seconds(machine, out, into, rows, precision, groups, features=(out, into))
         weight += moving_seconds(machine, how.accumulate_bytes * groups * out * into, 0)
     if low:
         # Each operand is read in 16 bits and written in 8, once as it is and once transposed (Transformer Engine).

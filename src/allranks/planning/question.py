@@ -12,6 +12,7 @@ from allranks.model_profile import ModelProfile
 from allranks.plan import Choice
 from allranks.planning.choices import Space
 from allranks.planning.dry_run import DryRun
+from allranks.upkeep import Upkeep
 
 MakeProfile = Callable[[int | None, str], ModelProfile]
 """(positions of a sample or None for the model's own, precision) -> what the model costs."""
@@ -40,6 +41,7 @@ class Question:
         tokens: to train on; limits of time in seconds and of money in the cluster's currency.
         what_ifs: changes to look at, besides the usual ones: `KEY=VALUE`.
         notes: what was decided on the way here.
+        upkeep: what the run does besides its steps.
         rehearse: makes dry runs of the best few, which correct the plan; None: nobody does.
     """
 
@@ -58,6 +60,7 @@ class Question:
     what_ifs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     rehearse: Rehearse | None = None
+    upkeep: Upkeep = field(default_factory=Upkeep)
 
     def space(self) -> Space:
         """What may be taken on the cluster. Raises LayoutError where the written layout does not fit its devices."""
@@ -66,7 +69,9 @@ class Question:
             layout = Layout.resolve(self.layout, cluster.num_devices, cluster.nodes)
         profiles = {precision: self.make_profile(self.seq, precision) for precision in self.precisions}
         micro_steps = self.micro_steps or fixed_micro_steps(next(iter(profiles.values())))
-        return Space(profiles, cluster, self.global_batch, self.micro_batch, self.modes, micro_steps, layout=layout)
+        return Space(
+            profiles, cluster, self.global_batch, self.micro_batch, self.modes, micro_steps, layout, self.upkeep
+        )
 
     def on(self, cluster: Cluster) -> "Question":
         """The same on another cluster."""

@@ -15,6 +15,7 @@ from allranks.planning.pipeline import under_way
 from allranks.planning.processor_traffic import on_processor
 from allranks.planning.setting import Setting, setting_of
 from allranks.planning.stages import stages_under
+from allranks.planning.upkeep_cost import copy_bytes
 
 MEMORY_LOW, MEMORY_HIGH, PEAK_HIGH = 0.94, 1.03, 1.08
 """Published peaks lie between the first times what is in use and the last times the expected peak, 5% on either side
@@ -78,11 +79,15 @@ def room_under(cluster: Cluster, setting: Setting, parts: Parts, layers: tuple[t
 
 
 def _host_bytes(cluster: Cluster, setting: Setting, parts: Parts, layers: tuple[tuple[int, ...], ...]) -> float:
-    """Of a node whose devices all are of the first stage, which has the most micro-steps under way, or of the last."""
+    """With a checkpoint's copy.
+
+    Of a node whose devices all are of the first stage, which has the most micro-steps under way, or of the last.
+    """
+    copied = copy_bytes(parts.profile, cluster, setting)
     if setting.offload == "none":
-        return 0.0
+        return copied
     kept = max(host_cost(cluster, setting, *parameters_of(parts, held)).kept_bytes for held in (layers[0], layers[-1]))
     if moves(setting):
         times = under_way(setting.schedule, 0, setting.pp, setting.chunks, setting.micro_steps)
         kept += host_bytes(parts.profile, parts.costs, layers[0], times)
-    return cluster.devices_per_node * kept
+    return cluster.devices_per_node * kept + copied

@@ -14,11 +14,13 @@ from allranks.cluster import Cluster
 from allranks.layout import Layout
 from allranks.layout_refusals import SPLIT_BACKWARD
 from allranks.model_profile import ModelProfile
-from allranks.plan import Choice, Estimate, Refusal, Span
+from allranks.plan import Choice, Estimate, Refusal, Span, StepTime
 from allranks.planning.choices import RECOMPUTES, Group, Space, groups, kept_modes, layouts, members, of_layout, splits
 from allranks.planning.corrections import least_factor
 from allranks.planning.estimate import estimate
 from allranks.planning.room import room_of
+from allranks.planning.setting import setting_of
+from allranks.planning.upkeep_cost import NO_UPKEEP, with_upkeep
 
 
 class Fit(Protocol):
@@ -90,12 +92,12 @@ class Found:
         return len(self.estimates.keys() | self.fits.keys())
 
     @property
-    def limit_seconds(self) -> float:
+    def limit(self) -> "Pace":
         """What a better one has to be below."""
-        return float("inf") if self.best is None else self.best.step_seconds.expected
+        return NEVER if self.best is None else pace_of(self.best)
 
     def add(self, found: Estimate) -> Estimate:
-        """Note it, and whether it is the best so far; of equally fast ones the one with less memory is."""
+        """Note it, and whether it is the best so far."""
         self.estimates[found.choice] = found
         if found.fits and (self.best is None or rank(found) < rank(self.best)):
             self.best = found
@@ -104,9 +106,23 @@ class Found:
         return found
 
 
-def rank(found: Estimate) -> tuple[float, float]:
-    """What the best has least of: time, then memory."""
-    return found.step_seconds.expected, found.peak_bytes.high
+Pace = tuple[float, float]
+"""Seconds of a step with its waits, and without them: a step that waits for samples hides more work or less of it."""
+NEVER: Pace = (float("inf"), float("inf"))
+
+
+def pace_of(found: Estimate) -> Pace:
+    """Rounded, so that figures of one size added in another order are equal."""
+    return _rounded(found.step_seconds.expected), _rounded(found.time.work)
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.9g}")
+
+
+def rank(found: Estimate) -> tuple[float, float, float]:
+    """What the best has least of: time, then of the equally fast ones work, then memory."""
+    return *pace_of(found), found.peak_bytes.high
 
 
 @final
@@ -150,24 +166,24 @@ class Search:
 
     def _search_wave(self, precision: str, wave: list[Layout], hopeless: set[tuple[int, int, int, str]]) -> None:
         """All layouts of one cp. More cp makes no step of these other degrees faster, so what lost stays lost."""
-        bounds: list[tuple[float, int, Group]] = []
+        bounds: list[tuple[Pace, int, Group]] = []
         for layout in wave:
             key = (layout.tp, layout.pp, layout.ep, layout.context)
             if layout.cp > 1 and key in hopeless:
                 continue
-            least = float("inf")
+            least = NEVER
             for group, bound in self._probe(precision, layout):
                 least = min(least, bound)
                 bounds.append((bound, len(bounds), group))
-            if self.found.limit_seconds < least < float("inf"):
+            if self.found.limit < least < NEVER:
                 hopeless.add(key)
         for bound, _, group in sorted(bounds, key=lambda entry: entry[:2]):
-            if bound >= self.found.limit_seconds:
+            if bound >= self.found.limit:
                 break
             self._expand(group)
 
-    def _probe(self, precision: str, layout: Layout) -> Iterator[tuple[Group, float]]:
-        """Groups that may hold a fit, each with a time that none of its members is below."""
+    def _probe(self, precision: str, layout: Layout) -> Iterator[tuple[Group, Pace]]:
+        """Groups that may hold a fit, each with a pace that none of its members is below."""
         too_large: dict[str, int] = {}
         for group in groups(self.space, precision, layout, SCHEDULES, self.found.refusals):
             choice = group.plain
@@ -177,7 +193,7 @@ class Search:
             if not self._may_fit(group):
                 too_large[choice.layout.schedule] = choice.micro_batch
                 continue
-            yield group, least_seconds(self._weigh_plain(group), least_factor(self.space.cluster))
+            yield group, least_pace(self._weigh_plain(group), group.profile, self.space.cluster)
 
     def _weigh_plain(self, group: Group) -> Estimate:
         """The plain member, which counts as found where no fixed mode leaves it out."""
@@ -225,8 +241,8 @@ class Search:
             first = next(members(self.space, group, shared, (pair,)), None)
             if first is None:
                 continue
-            least = least_seconds(self._estimate(group.profile, first), least_factor(self.space.cluster), kept=True)
-            if least < self.found.limit_seconds:
+            least = least_pace(self._estimate(group.profile, first), group.profile, self.space.cluster, kept=True)
+            if least < self.found.limit:
                 for alike in _most_shared_first(shared):
                     self._estimate_fitting(group.profile, members(self.space, group, alike, (pair,)))
 
@@ -258,15 +274,21 @@ def _most_shared_first(layouts: Iterable[Layout]) -> list[list[Layout]]:
     return [sorted(some, key=lambda layout: -layout.dp_shard) for some in alike.values()]
 
 
-def least_seconds(plain: Estimate, least: float, *, kept: bool = False) -> float:
+def least_pace(plain: Estimate, profile: ModelProfile, cluster: Cluster, *, kept: bool = False) -> Pace:
     """What every member of a group takes at least: all of it but what sharding and, unless `kept`, recompute change.
 
-    Args:
-        least: the least correction of any family, because members are of other families than the plain one.
+    Members may be of other families than the plain one: they are corrected like the one that is corrected down the
+    most. Samples and checkpoints are waited for by the least work, too.
     """
-    time = plain.time
-    changed = replace(time, data=0.0, optimizer=0.0, recompute=time.recompute if kept else 0.0)
-    return changed.total * least / plain.correction
+    time, choice = plain.time, plain.choice
+    changed = replace(time, data=0.0, optimizer=0.0)
+    changed = changed if kept else replace(changed, recompute=0.0)
+    if choice.layout.offload in ("parameters", "all"):  # who shares more moves less of his own
+        changed = replace(changed, offload=0.0)
+    work = changed.work * least_factor(cluster) / plain.correction
+    if choice.upkeep == NO_UPKEEP:
+        return _rounded(work), _rounded(work)
+    return _rounded(with_upkeep(StepTime(compute=work), profile, cluster, setting_of(choice)).total), _rounded(work)
 
 
 def front(estimates: Iterable[Estimate]) -> list[Estimate]:

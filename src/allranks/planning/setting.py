@@ -5,6 +5,8 @@ from typing import Literal, final
 
 from allranks.cluster import FixedSeconds
 from allranks.plan import Choice
+from allranks.planning.constants import AttentionKernel
+from allranks.upkeep import Upkeep
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -23,15 +25,17 @@ class Mechanisms:
         reduces_every_micro_step: sharded gradients are reduced after each micro-step, not after the last.
         messages: gathers and reductions of one block: one where its parameters travel as one buffer.
         dispatch_seconds: of the host, for one kernel.
+        wait_seconds: of the host, at each collective of a block, for each rank of tp beyond the devices of one socket:
+            processes do not launch at one time, and a collective begins with the last of them.
         context_bytes: of the driver, the libraries and their communicators, outside the allocator.
         step_bytes: per parameter while the optimizer steps.
         bucket_bytes: in which gradients and weights travel.
         slack: share by which the allocator's blocks exceed the activations that are in use.
-        logits_copies: how often the loss holds what it keeps for its backward, at its peak: 3 is torch's cross entropy
-            on float32 logits (log-softmax, its gradient, and the gradient of what it picks, 4 bytes a logit each), 1 a
-            fused one. cut_logits_copies: where tp cuts the logits; 0: as often.
+        logits_copies: how often a loss that nobody traced holds what it keeps for its backward, at its peak: 3 is
+            torch's cross entropy on float32 logits (log-softmax, its gradient, and the gradient of what it picks, 4
+            bytes a logit each), 1 a fused one. cut_logits_copies: where tp cuts the logits; 0: as often.
         selective: what recompute="selective" repeats: attention's scores (Megatron-LM) or every second product (torch).
-        attention: whose kernels: the vendor's (cuDNN) or FlashAttention-2.
+        attention: whose kernels: the vendor's (cuDNN), FlashAttention's or FlashAttention-2's.
         accumulate_bytes: moved per weight when a micro-step's gradient is added to the sum; 0 where the product adds.
         temporary_gradient_bytes: per weight of one product, before that.
         contention: share of the communication behind computation by which computation gets slower.
@@ -65,6 +69,7 @@ class Mechanisms:
     reduces_every_micro_step: bool = True
     messages: float = 1.0
     dispatch_seconds: float = 8e-6
+    wait_seconds: float = 0.0
     context_bytes: float = 2.0e9
     step_bytes: float = 0.0
     bucket_bytes: float = 0.0
@@ -72,7 +77,7 @@ class Mechanisms:
     logits_copies: float = 3.0
     cut_logits_copies: float = 0.0
     selective: Literal["attention", "products"] = "products"
-    attention: Literal["vendor", "flash2"] = "flash2"
+    attention: AttentionKernel = "flash2"
     accumulate_bytes: float = 12.0
     temporary_gradient_bytes: float = 6.0
     contention: float = 0.0
@@ -112,6 +117,7 @@ class Setting:
         offload: "none", "parameters", "activations", "all".
         keeps_gathered: weights that zero=3 gathers for a forward stay until its backward (FSDP's SHARD_GRAD_OP); where
             `reduces_every_micro_step` is not so, gathered weights and whole gradients stay for the whole step.
+        upkeep: samples that are read and checkpoints that are saved besides.
         frozen: whether only added low-rank matrices learn (LoRA 2106.09685).
     """
 
@@ -132,6 +138,7 @@ class Setting:
     offload: str = "none"
     frozen: bool = False
     keeps_gathered: bool = False
+    upkeep: Upkeep = field(default_factory=Upkeep, hash=False)
     mechanisms: Mechanisms = field(default_factory=Mechanisms)
 
     @property
@@ -219,5 +226,6 @@ def setting_of(choice: Choice) -> Setting:
         ring=layout.context == "ring",
         offload=layout.offload,
         keeps_gathered=zero == 3 and layout.sharding == "grad_op",
+        upkeep=choice.upkeep,
         mechanisms=mechanisms_of(choice),
     )

@@ -27,7 +27,7 @@ from allranks.task_loading import user_place
 from allranks.verdict import Decision
 
 Model = nn.Module | dict[str, nn.Module]
-REMEDY = "a measured profile (`--measured`: real steps on this machine) takes its place"
+REMEDY = "`allranks plan --measured` takes its profile from real steps on this machine instead"
 
 
 def fake_mode() -> FakeTensorMode:

@@ -33,7 +33,7 @@ def build_profile(
     With two, of different numbers of samples, what grows with them is told from what does not; with one, or where the
     two ran different operations, everything is divided by the samples of the last.
     """
-    parts = [cut_into_segments(one.recording.calls, structure) for one in seen]
+    parts = [_segments(one.recording, structure) for one in seen]
     if len(parts) > 1 and _outline(parts[0]) != _outline(parts[1]):
         seen, parts = seen[-1:], parts[-1:]
     fit = _Fit([one.num_samples for one in seen])
@@ -87,6 +87,24 @@ class _Fit:
         return (max(1, round(rows)), *shapes[-1][1:])
 
 
+def _segments(recording: Recording, structure: Structure) -> list[Segment]:
+    """The forward by unit; the pieces of a loss share what all of it holds at its peak, by what each keeps of it."""
+    segments = cut_into_segments(recording.calls, structure)
+    for segment in segments:
+        pieces = [piece for piece in segment.pieces if piece.kind == "loss"]
+        if pieces and segment.calls:
+            _share_peak(pieces, recording.loss_bytes(segment.calls))
+    return segments
+
+
+def _share_peak(pieces: Sequence[Piece], peak_bytes: float) -> None:
+    """One that keeps nothing has none of it; where none keeps anything, the first has all."""
+    kept = sum(piece.saved_bytes for piece in pieces)
+    pieces[0].peak_bytes = 0.0 if kept else peak_bytes
+    for piece in pieces if kept else ():
+        piece.peak_bytes = peak_bytes * piece.saved_bytes / kept
+
+
 def _outline(segments: Sequence[Segment]) -> list[tuple[str, list[tuple[str, str, str]]]]:
     return [(segment.unit, [(p.name, p.kind, p.cut) for p in segment.pieces]) for segment in segments]
 
@@ -115,6 +133,7 @@ def _operation(structure: Structure, fit: _Fit, same: Sequence[Piece], seq: int)
         shape=shape,
         moved_bytes=fit.slope([piece.moved_bytes for piece in same]),
         saved_bytes=fit.slope([piece.saved_bytes for piece in same]),
+        peak_bytes=fit.slope([piece.peak_bytes for piece in same]),
         output_bytes=fit.slope([piece.output_bytes for piece in same]),
         parameters=sum(tensor.numel() for tensor in owned),
         parameter_bytes=float(sum(tensor.numel() * tensor.element_size() for tensor in owned)),

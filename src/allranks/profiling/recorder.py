@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
         names = tuple(sorted({name for memory in read for name in memory.parameters}))
         for memory in new:
             memory.parameters = names if only_parameters else ()
-            self.recording_now.events.append((memory.serial, memory.num_bytes))
+            self.recording_now.events.append((memory.serial, memory.num_bytes, index))
         if changes:
             for memory in written:
                 memory.producer = index
@@ -160,6 +160,7 @@ class Recorder(TorchDispatchMode):
     def _count(self, memory: Memory) -> None:
         if self.recording_now.calls:
             self.recording_now.calls[-1].saved_bytes += memory.num_bytes
+            self.recording_now.calls[-1].given_bytes += memory.num_bytes * (not memory.made)
 
     def _enter(self, module: nn.Module, arguments: Any) -> None:
         self._stack.append(self._names.get(id(module), self.running))
@@ -176,14 +177,14 @@ class Recorder(TorchDispatchMode):
             return known
         self._serial += 1
         serial, made = self._serial, producer != GIVEN
-        memory = Memory(serial, storage.nbytes(), producer)
+        memory = Memory(serial, storage.nbytes(), producer, made=made)
 
         def forget(_: object) -> None:
             # Another storage may have its place by now.
             if key in self._known and self._known[key].serial == serial:
                 del self._known[key]
             if made:
-                self.recording_now.events.append((serial, -memory.num_bytes))
+                self.recording_now.events.append((serial, -memory.num_bytes, self._last))
 
         memory.alive = weakref.ref(storage, forget)
         self._known[key] = memory

@@ -1,5 +1,6 @@
 """What was seen of one step of a model: its kernels in order, what each read, and what it left for the backward."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
@@ -39,7 +40,8 @@ class Call:
         inputs: the activations that it reads.
         moved_bytes: activations that it reads and writes.
         parameters: logical names of those it reads, itself or as a copy.
-        saved_bytes: what the backward keeps that no call before has counted.
+        saved_bytes: what the backward keeps that no call before has counted; given_bytes: of these, what was there
+            before the step.
         from_parameters: whether it reads parameters alone (a cast): no sample has a part in it.
     """
 
@@ -56,6 +58,7 @@ class Call:
     from_parameters: bool
     causal: bool = False
     saved_bytes: int = 0
+    given_bytes: int = 0
 
 
 @final
@@ -67,6 +70,7 @@ class Memory:
         serial: unlike any other's of the recording.
         producer: the call that wrote it last.
         parameters: the names of those that it holds or was computed from alone; () for an activation.
+        made: whether the step itself has made it.
         counted: whether it has been counted as saved.
         is_buffer: whether it holds a buffer of the model.
         alive: a weak reference to it.
@@ -76,6 +80,7 @@ class Memory:
     num_bytes: int
     producer: int
     parameters: tuple[str, ...] = ()
+    made: bool = False
     counted: bool = False
     is_buffer: bool = False
     alive: Any = None
@@ -89,12 +94,13 @@ class Recording:
     Attributes:
         calls: forward and backward, in order.
         weight_copy_bytes: kept for the backward, computed from parameters alone.
-        events: (storage, bytes that it takes, negative: gives back), in order; parameters' gradients and copies aside.
+        events: (storage, bytes that it takes, negative: gives back, the last call by then), in order; parameters'
+            gradients and copies aside.
     """
 
     calls: list[Call] = field(default_factory=list)
     weight_copy_bytes: int = 0
-    events: list[tuple[int, int]] = field(default_factory=list)
+    events: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def saved_bytes(self) -> int:
@@ -104,10 +110,32 @@ class Recording:
     def peak_bytes(self) -> int:
         """The most that was alive at once of what the step itself made: activations and their gradients."""
         live = peak = 0
-        for _, change in self.events:
+        for _, change, _ in self.events:
             live += change
             peak = max(peak, live)
         return peak
+
+    def loss_bytes(self, places: Sequence[int]) -> int:
+        """The most that a loss has at once, beside what the model before it has kept for its backward.
+
+        From its first call, at one of `places`, until the backward comes to the first parameter: what the loss makes
+        and keeps, the gradients on the way, and what of the model's output nobody kept.
+        """
+        first, last = places[0], places[-1]
+        rest = range(last + 1, len(self.calls))
+        end = next((at for at in rest if self.calls[at].backward and self.calls[at].parameters), len(self.calls))
+        live = before = peak = 0
+        for _, change, at in self.events:
+            live += change
+            if at < first:
+                before = live
+            elif at < end:
+                peak = max(peak, live)
+        forward = [call for call in self.calls[:first] if not call.backward]
+        kept = sum(call.saved_bytes - call.given_bytes for call in forward)
+        mine = [self.calls[at] for at in places]
+        beside = peak - min(kept, before) + sum(call.given_bytes for call in mine)
+        return max(beside, sum(call.saved_bytes for call in mine))
 
     def backward_flops(self) -> float:
         """Of all backwards."""

@@ -35,6 +35,7 @@ class Piece:
     shape: tuple[int, ...] = ()
     moved_bytes: int = 0
     saved_bytes: int = 0
+    peak_bytes: float = 0.0
     output_bytes: int = 0
     parameters: list[str] = field(default_factory=list)
     input_gradient: bool = False

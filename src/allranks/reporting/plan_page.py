@@ -58,6 +58,7 @@ def render_plan_page(plan: Plan, command: str = "") -> str:
         bytes=format_bytes,
         seconds=format_seconds,
         count=format_count,
+        pace=_say_pace,
         bytes_span=_say_bytes,
         seconds_span=_say_seconds,
     )
@@ -130,6 +131,11 @@ def _kinds(timeline: Timeline) -> tuple[Part, ...]:
         for (kind, label), colour in zip(KINDS.items(), COLOURS, strict=False)
         if kind in lengths
     )
+
+
+def _say_pace(samples_per_second: float) -> str:
+    """Less than one a second keeps its digits."""
+    return format_count(samples_per_second) if samples_per_second >= 10 else f"{samples_per_second:.3g}"
 
 
 def _say_bytes(span: Span) -> str:

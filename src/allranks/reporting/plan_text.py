@@ -78,7 +78,12 @@ def _verdict(plan: Plan) -> Text:
         return Text("REFUSED: no layout is left", overflow="fold")
     choice = _choice(plan.leading.estimate.choice)
     if plan.best is None:
-        return Text(f"DOES NOT FIT: the closest is {choice}\n  {plan.leading.because}", overflow="fold")
+        without = " without offload" if plan.offloaded else ""
+        lines = [f"DOES NOT FIT{without}: the closest is {choice}", f"  {plan.leading.because}"]
+        if plan.offloaded is not None:
+            fits = "MAY FIT" if plan.offloaded.estimate.host_capacity_bytes is None else "FITS"
+            lines += [f"{fits} WITH OFFLOAD: {_choice(plan.offloaded.estimate.choice)}", f"  {plan.offloaded.because}"]
+        return Text("\n".join(lines), overflow="fold")
     unmet = "".join(f"\n  NOT WITHIN THE LIMIT: {line}" for line in plan.unmet)
     return Text(f"FITS: {choice}\n  {plan.leading.because}{unmet}", overflow="fold")
 

@@ -68,10 +68,17 @@ def compare(
         cluster=str(document.get("cluster", "")),
         layout=best["layout"],
         because=str(best.get("because", "")),
-        step_seconds=_figure(best.get("step_seconds"), None if differs else step_seconds),
+        step_seconds=_figure(best.get("step_seconds"), None if differs else step_seconds, _saving_seconds(best)),
         peak_bytes=_figure(best.get("peak_bytes"), None if differs else peak_bytes, _unseen_bytes(best, newest)),
         differs=differs,
     )
+
+
+def _saving_seconds(best: Mapping[str, Any]) -> float:
+    """What checkpoints take of the predicted step: the median step of a run has none in it."""
+    causes = best.get("seconds_by_cause")
+    share = causes.get("checkpoint") if isinstance(causes, dict) else None
+    return float(share) if isinstance(share, int | float) else 0.0
 
 
 def _unseen_bytes(best: Mapping[str, Any], newest: Attempt | None) -> float:

@@ -22,7 +22,7 @@ from allranks.profiling.fakes import build_fake, fake_mode, make_fake
 from allranks.profiling.fitting import build_profile
 from allranks.profiling.on_cuda import as_on_cuda
 from allranks.stepping.profiled_model import SEED, describe, identity, spread_alone
-from allranks.stepping.profiled_step import Batch, first_batches, record
+from allranks.stepping.profiled_step import Batch, FirstBatches, first_batches, record
 from allranks.task import Task
 from allranks.task_loading import user_line
 from allranks.verdict import Decision
@@ -35,6 +35,7 @@ def trace_task(
     precision: str = "bfloat16",
     device: str = "cpu",
     *,
+    loaded: FirstBatches | None = None,
     cache: ProfileCache | None = None,
     tell: Tell = lambda decision: None,
 ) -> ModelProfile:
@@ -43,6 +44,7 @@ def trace_task(
     Args:
         precision: as `train.precision`.
         device: "cpu", or "cuda" for what a GPU's kernels would keep and move (profiling/on_cuda.py); none is needed.
+        loaded: of this task, where they are there already: its dataset is not built again.
         cache: where a profile of this very model may be, and is kept. What a forward depends on besides its code,
             the Task's settings and the model's and batch's structure (environment variables, say) is not looked at.
         tell: is told what was decided on the way.
@@ -52,7 +54,7 @@ def trace_task(
     """
     mode = fake_mode()
     with _generators_kept():
-        batches = first_batches(task)
+        batches = (loaded or first_batches(task)).batches
         seed_all(SEED)
         try:
             model, decisions = build_fake(task.model, mode)
@@ -71,6 +73,7 @@ def trace_measured(
     precision: str = "bfloat16",
     device: str = "cpu",
     *,
+    loaded: FirstBatches | None = None,
     cache: ProfileCache | None = None,
     tell: Tell = lambda decision: None,
 ) -> ModelProfile:
@@ -82,9 +85,15 @@ def trace_measured(
         TaskError: the step raised (the user's line is shown), or breaks its contract.
     """
     with _generators_kept():
-        batches = first_batches(task)
+        batches = (loaded or first_batches(task)).batches
         spread = spread_alone(task, task.model, precision, device)
         return _profile(task, spread, batches, (precision, device, "measured"), cache, tell)
+
+
+def load_first(task: Task) -> FirstBatches:
+    """What `trace_task` traces, for several of them, and for who asks how fast samples are loaded here."""
+    with _generators_kept():
+        return first_batches(task)
 
 
 def trace_module(

@@ -1,12 +1,14 @@
 """One step of a Task under the recorder: the engine's own passes, or the turns of the Task's own step."""
 
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, final
 
 import numpy as np
 
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import seed_all
+from allranks.data.stream import Order, declared_order
 from allranks.errors import AllranksError, TaskError
 from allranks.parallel.spread import Spread
 from allranks.profiling.fakes import refuse
@@ -34,14 +36,33 @@ class Batch:
     is_fake: bool = False
 
 
-def first_batches(task: Task) -> list[Batch]:
-    """Real ones, of each number of samples."""
-    found, _ = first_samples(task.dataset("train"), SEED)
-    batches = []
+@final
+@dataclass(frozen=True, slots=True)
+class FirstBatches:
+    """Real ones, of each number of samples, of a dataset that is built once for them.
+
+    Attributes:
+        order: of the dataset.
+        sample_seconds: that loading and collating one sample took, at the fastest.
+    """
+
+    batches: tuple[Batch, ...]
+    order: Order
+    sample_seconds: float
+
+
+def first_batches(task: Task) -> FirstBatches:
+    """Of the training data. Raises DataError where there are none."""
+    dataset = task.dataset("train")
+    found, seconds = first_samples(dataset, SEED)
+    batches, collating = [], []
     for number in SAMPLES:
-        value = task.collate([found[index % len(found)] for index in range(number)])
+        samples = [found[index % len(found)] for index in range(number)]
+        started = perf_counter()
+        value = task.collate(samples)
+        collating.append((perf_counter() - started) / number)
         batches.append(Batch(value, number, 0 if has_step(task) else resolve_targets(task, value).call(value)))
-    return batches
+    return FirstBatches(tuple(batches), declared_order(dataset), seconds + min(collating))
 
 
 def record(task: Task, spread: Spread, structure: Structure, batch: Batch) -> Seen:

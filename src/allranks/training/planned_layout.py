@@ -166,15 +166,15 @@ def _planned(prepared: Prepared, cluster: Cluster, on_gpu: bool) -> Decided:
     from allranks.planning.document import plan_document
     from allranks.planning.question import Question, choose_precisions, fixed_micro_steps
     from allranks.profiling.cache import ProfileCache
-    from allranks.stepping.profile import trace_task
+    from allranks.stepping.profile import load_first, trace_task
+    from allranks.stepping.upkeep import upkeep_of
 
     config, task = prepared.config, prepared.task
+    device, loaded = "cuda" if on_gpu else "cpu", load_first(task)
     told: list[Decision] = []
 
     def make(seq: int | None, precision: str) -> ModelProfile:
-        return trace_task(
-            task, precision, "cuda" if on_gpu else "cpu", cache=ProfileCache(), tell=told.append
-        )  # fmt: skip
+        return trace_task(task, precision, device, loaded=loaded, cache=ProfileCache(), tell=told.append)
 
     precisions, _ = choose_precisions(config.train.precision, cluster)
     profiles = {name: make(None, name) for name in precisions}
@@ -187,6 +187,7 @@ def _planned(prepared: Prepared, cluster: Cluster, on_gpu: bool) -> Decided:
         precisions=precisions,
         micro_batch=config.train.micro_batch,
         micro_steps=micro_steps,
+        upkeep=upkeep_of(config, device, loaded),
         modes={
             name: str(getattr(config.layout, name))
             for name in MODES

@@ -10,6 +10,7 @@ from allranks.layout import Layout
 from allranks.layout_string import parse_layout
 from allranks.planning.corrections import MIN_STEPS, Row, family_of, remember
 from allranks.planning.this_machine import corrections_path, look, machine_slug
+from allranks.reporting.predicted import Figure
 from allranks.reporting.report import Report
 from allranks.run import Run
 
@@ -46,6 +47,9 @@ def _row(run: Run, found: Report) -> Row | None:
         return None
     if machine.partition("/")[0] != machine_slug(look()):
         return None
+    ratio = _work_ratio(run, found, predicted.step_seconds, best)
+    if ratio is None:
+        return None
     try:
         layout = Layout.resolve(parse_layout(predicted.layout), found.attempts[-1].world_size)
     except AllranksError:
@@ -55,9 +59,25 @@ def _row(run: Run, found: Report) -> Row | None:
         machine=machine,
         version=__version__,
         family=family_of(layout),
-        seconds_ratio=predicted.step_seconds.ratio * _number(best.get("correction"), 1.0),
+        seconds_ratio=ratio * _number(best.get("correction"), 1.0),
         context_bytes=_context_bytes(found, best),
     )
+
+
+def _work_ratio(run: Run, found: Report, step: Figure, best: Mapping[str, Any]) -> float | None:
+    """The measured work over the expected; None where the step says nothing of it, because it waits for samples.
+
+    A wait beside the work is as long as the work is short. The loop's own thread on a processor loads before it works:
+    what it loads is taken off.
+    """
+    causes = best.get("seconds_by_cause")
+    waits = _number(causes.get("input"), 0.0) if isinstance(causes, dict) else 0.0
+    if not waits:
+        return step.ratio
+    loads_first = found.attempts[-1].device == "cpu" and not run.config().data.workers
+    if not loads_first or step.measured is None or min(step.measured, step.expected) <= waits:
+        return None
+    return (step.measured - waits) / (step.expected - waits)
 
 
 def _alike(found: Report) -> bool:

@@ -1,0 +1,20 @@
+"""What a Task's run does besides its steps, as its config says it and its first samples showed it."""
+
+from allranks.config import Config
+from allranks.stepping.profiled_step import FirstBatches
+from allranks.upkeep import Upkeep
+
+
+def upkeep_of(config: Config, kind: str, loaded: FirstBatches | None) -> Upkeep:
+    """On devices of `kind` ("cpu", "cuda").
+
+    Args:
+        loaded: on this machine; None where the run will be on another one, whose loading nobody has measured.
+    """
+    saves, workers = config.checkpoint, config.data.workers
+    every, beside = saves.every or 0, saves.beside(kind)
+    if loaded is None:
+        return Upkeep(every, beside, None, workers)
+    # One process at most iterates over a dataset (data/loader.py).
+    workers = workers if loaded.order == "map" else min(workers, 1)
+    return Upkeep(every, beside, loaded.sample_seconds, workers, reads_all=loaded.order == "global")

@@ -1,0 +1,24 @@
+"""A run's upkeep, of its config and of what was loaded."""
+
+from typing import Any
+
+import pytest
+
+from allranks.config import Config
+from allranks.stepping.profiled_step import FirstBatches
+from allranks.stepping.upkeep import upkeep_of
+from allranks.upkeep import Upkeep
+
+CONFIG = Config.model_validate({"checkpoint": {"every": 50}, "data": {"workers": 4}, "train": {"global_batch": 8}})
+
+
+@pytest.mark.parametrize(
+    ("order", "workers", "reads_all"), [("map", 4, False), ("global", 1, True), ("sharded", 1, False)]
+)
+def test_an_iterable_has_one_process_and_a_global_one_is_read_by_all(order: Any, workers: int, reads_all: bool) -> None:
+    found = upkeep_of(CONFIG, "cuda", FirstBatches((), order, 0.25))
+    assert found == Upkeep(50, True, 0.25, workers, reads_all=reads_all)
+
+
+def test_nothing_was_loaded_for_another_machine() -> None:
+    assert upkeep_of(CONFIG, "cpu", None) == Upkeep(50, CONFIG.checkpoint.beside("cpu"), None, 4)
