@@ -10,7 +10,7 @@ from allranks.rehearsing.refusals import NotRehearsed, Unrehearsable, explain, r
 @pytest.mark.parametrize(
     "layout",
     [
-        *(Layout(kind="placement"), Layout(kind="data_parallel"), Layout(dp_shard=2, offload="all")),
+        *(Layout(kind="placement"), Layout(kind="data_parallel")),
         *(Layout(dp_replicate=2, ddp_hook="bfloat16"), Layout(recompute="budget", compile="block")),
         *(Layout(tp=2, recompute="selective"), Layout(dp_shard=2, recompute="selective")),
     ],
@@ -24,6 +24,7 @@ def test_layouts_without_a_rehearsal(layout: Layout) -> None:
 def test_other_layouts_have_one() -> None:
     refuse(Layout(dp_shard=8, tp=8, recompute="full"), "bfloat16")
     refuse(Layout(dp_replicate=2, recompute="selective"))
+    refuse(Layout(dp_shard=2, offload="all"))
     with pytest.raises(LayoutError, match="float16 is not rehearsed"):
         refuse(Layout(), "float16")
 

@@ -101,7 +101,7 @@ def changes_of(asked: Asked) -> list[str]:
 
 def exit_code(told: Rehearsal) -> int:
     """0 fits; 1 does not, or would fail."""
-    return NOT if told.fails or told.free_bytes < 0 else FITS
+    return FITS if told.fits and not told.fails else NOT
 
 
 def question_of(asked: Asked) -> "Question":

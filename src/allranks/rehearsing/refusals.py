@@ -38,7 +38,6 @@ def refuse(layout: Layout, precision: str = "float32") -> None:
     reasons = {
         "placement": (layout.kind == "placement", "devices of one process"),
         "data_parallel": (layout.kind == "data_parallel", "devices of one process"),
-        f"offload={layout.offload}": (layout.offload != "none", "a host's memory beside a device's"),
         f"ddp_hook={layout.ddp_hook}": (layout.ddp_hook != "none", "hooks of DDP's reducer"),
         "recompute=budget": (layout.recompute == "budget", "choices of torch.compile"),
         "recompute=selective where ranks hold parts": (

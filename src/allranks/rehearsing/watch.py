@@ -109,8 +109,9 @@ class Watch(TorchDispatchMode):
         if outputs:
             module = self.places.running
             ledger.module = module
+            inputs = _tensors(args, kwargs) if ledger.uses_host else ()
             for tensor in outputs:
-                stored = ledger.find(tensor)
+                stored = ledger.find(tensor, inputs)
                 if stored.category is None and (module == LOSS or module in self._chunked):
                     stored.category = "logits"
         now = ledger.now
@@ -134,6 +135,10 @@ class Watch(TorchDispatchMode):
             line = f"backward of {starred(module) or 'the model'}" + (f", {line}" if line else "")
         message = Message(self._names.axis(group), collective_name(short), num_bytes, group.size(), line, once)
         now.messages.append(message)
+
+
+def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor) and not leaf.is_meta]
 
 
 def _check_types(name: str, args: Sequence[Any]) -> None:
