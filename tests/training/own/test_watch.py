@@ -166,6 +166,113 @@ def test_what_a_rank_notices_alone_is_told_where_nothing_is_compared(tmp_path: P
     assert [one["kind"] for one in verdicts(tmp_path / "run")] == ["reseeded"]
 
 
+def saving(folder: str, meddle: Callable[..., Any] = lambda *_: None, layout: str = "single", **keys: Any) -> str:
+    """A loop with an average that saves after its steps 2 and 4; `meddle(world, model, patch)` comes before it."""
+
+    def loop() -> None:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            allranks.join(layout=layout, precision="float64", run=folder, **keys) as world,
+        ):
+            torch.manual_seed(3)
+            model = world.parallelize(Net())
+            optimizer = world.optimizer(model, torch.optim.AdamW, lr=0.01)
+            world.ema(model, decay=0.5)
+            stream = world.stream(Samples(), global_batch=8, epochs=None, steps=4)
+            world.resume(model, optimizer, stream)
+            optimizer = meddle(world, model, patch) or optimizer
+            for batch in stream:
+                world.backward(loss_of(model, batch), targets=count(batch))
+                world.step(optimizer)
+                world.save(every=2)
+
+    return refusal(loop)
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*"))
+
+
+def step_another(world: Any, model: Any, patch: pytest.MonkeyPatch) -> Any:
+    """Another optimizer steps than `world.resume` was given."""
+    return world.optimizer(model, torch.optim.AdamW, lr=0.02)
+
+
+def change_after_the_save(world: Any, model: Any, patch: pytest.MonkeyPatch) -> None:
+    """As where a save keeps references that are written later; on rank 1 alone, where there is one."""
+    from allranks.training import saver
+
+    right = saver.save  # type: ignore[attr-defined]
+
+    def late(*args: Any, **named: Any) -> Any:
+        found = right(*args, **named)
+        if world.rank == world.size - 1:
+            world._ground.models.trained.local("heads.3.bias").add_(1.0)
+        return found
+
+    patch.setattr(saver, "save", late)
+
+
+def forget_the_average(world: Any, model: Any, patch: pytest.MonkeyPatch) -> None:
+    object.__setattr__(world._loop._saver._contents, "beside", ())
+
+
+UNPROVEN = {
+    "another optimizer": (step_another, "optimizer.step.scale is not in it"),
+    "no average": (forget_the_average, "ema.scale is not in it"),
+    "other values": (change_after_the_save, "1 tensors differ from their digests: 'model.heads.3.bias'"),
+}
+
+
+@pytest.mark.parametrize("name", UNPROVEN)
+def test_the_first_checkpoint_is_held_against_the_run(tmp_path: Path, name: str) -> None:
+    meddle, what = UNPROVEN[name]
+    told = saving(str(tmp_path), meddle)
+    assert told.startswith("GuardError: a resume from step-00000002 would not go on as the run does: ") and what in told
+    assert "do not resume from it; give world.resume the optimizer that world.step is given" in told
+    assert 'mute="checkpoint" silences this sentinel' in told
+    (verdict,) = verdicts(tmp_path)
+    assert (verdict["kind"], verdict["step"]) == ("checkpoint_unproven", 2)
+    assert saved(tmp_path) == [2], "nothing more is saved, at the end neither"
+
+
+@pytest.mark.parametrize(
+    ("keys", "kinds"), [({"on_finding": "warn"}, ["checkpoint_unproven"]), ({"mute": "checkpoint"}, [])]
+)
+def test_a_checkpoint_that_is_not_proven_may_be_told_of_alone_or_muted(
+    tmp_path: Path, keys: dict[str, Any], kinds: list[str]
+) -> None:
+    assert saving(str(tmp_path), step_another, **keys) == "nothing was refused"
+    assert [one["kind"] for one in verdicts(tmp_path)] == kinds
+    assert saved(tmp_path) == [2, 4]
+
+
+def proven_once(folder: str, layout: str) -> tuple[str, int]:
+    """What a right loop was refused with, and how often its checkpoints were held against it."""
+    from allranks.training.own import watch
+
+    asked, right = list[Any](), watch.prove
+
+    def noted(*given: Any) -> Any:
+        asked.append(given)
+        return right(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "prove", noted)
+        return saving(folder, layout=layout, on_finding="stop"), len(asked)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "dp_shard=2"])
+def test_a_right_loops_first_checkpoint_is_proven_once_and_silently(pool: Pools, tmp_path: Path, layout: str) -> None:
+    assert pool(2).run(proven_once, str(tmp_path), layout) == [("nothing was refused", 1)] * 2
+    assert verdicts(tmp_path) == []
+
+
+def test_all_ranks_hear_of_a_checkpoint_that_one_finds_wrong(pool: Pools, tmp_path: Path) -> None:
+    for told in pool(2).run(saving, str(tmp_path), change_after_the_save, "dp_shard=2"):
+        assert told.startswith("GuardError: ") and "'model.heads.3.bias'" in told
+
+
 def caught(folder: str, how: str) -> str:
     """A loop that goes on after a finding that ends the run, or closes the world by itself."""
 
