@@ -27,6 +27,8 @@ def test_other_layouts_have_one() -> None:
     refuse(Layout(dp_shard=2, offload="all"))
     with pytest.raises(LayoutError, match="float16 is not rehearsed"):
         refuse(Layout(), "float16")
+    with pytest.raises(LayoutError, match=r"float8 is not rehearsed: .* rehearse train.precision=bfloat16"):
+        refuse(Layout(), "float8")
 
 
 def test_a_fault_and_a_question_of_values() -> None:

@@ -62,7 +62,7 @@ def test_device_and_host_have_peaks_of_their_own() -> None:
     ]
     here, there = (find_peak([(on_host, 50)], stretches, REPEATS, where) for where in (ON_DEVICE, ON_HOST))
     assert (here.num_bytes, here.resting, here.by_category) == (15, 0, {"activations": 15})
-    assert (there.num_bytes, there.resting, there.by_category) == (71, 50, {"weights": 50, "activations": 21})
+    assert (there.num_bytes, there.resting, there.by_category) == (71, 50, {"weights": 50, "other": 21})
     assert add_transfers(stretches, REPEATS) == (
         Transfer("activations", "host", 21, 3),
         Transfer("parameters", "device", 3, 2),

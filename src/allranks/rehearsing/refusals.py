@@ -45,7 +45,12 @@ def refuse(layout: Layout, precision: str = "float32") -> None:
             "end of a recomputed block that agrees with a real one",
         ),
         f"local_sgd={layout.local_sgd}": (layout.local_sgd is not None, "step that is like all others"),
-        f"train.precision={precision}": (precision in ("float16", "float8"), "values that say whether a step counts"),
+        "train.precision=float16": (precision == "float16", "values that say whether a step counts"),
+        "train.precision=float8": (
+            precision == "float8",
+            "kernels of a GPU that multiply in eight bits, and a processor's stand-in of torchao holds other tensors: "
+            "rehearse train.precision=bfloat16, which keeps as much for the backward",
+        ),
     }
     for what, (asked, because) in reasons.items():
         if asked:
