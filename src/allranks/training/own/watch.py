@@ -28,7 +28,6 @@ from allranks.training.own.run import Logbook
 from allranks.training.proof import prove
 from allranks.verdict import Verdict
 
-
 NAMED = "give world.resume the optimizer that world.step is given; "
 
 
