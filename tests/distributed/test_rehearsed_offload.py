@@ -2,6 +2,8 @@
 
 The processor stands for the device here. The host's memory is mapped from the system for each copy: torch's allocator
 knows as little of it as a GPU's does of pinned memory, and the profiler, which tells the real peak, sees none of it.
+Reductions over gloo end at once on both sides: FSDP2 copies their results to the host behind them on a stream, and a
+processor has none.
 """
 
 import importlib
@@ -9,11 +11,16 @@ import math
 import mmap
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from allranks.parallel.gloo_ops import gather_through_gloo
 from allranks.rehearsal import RankRehearsal
 from allranks.rehearsing.dryrun import World, rehearse_rank
 from allranks.rehearsing.host_memory import What, beside_host
@@ -71,13 +78,24 @@ class Mapped:
         self.most = max(self.most, self.now)
 
 
+@contextmanager
+def reducing_at_once() -> Iterator[None]:
+    """Inside, no gradient travels while the next unit computes."""
+    with patch("allranks.parallel.shard.gather_through_gloo", partial(_gather, gather_through_gloo)):
+        yield
+
+
+def _gather(gather: Any, module: Any, mesh: Any, path: Any, *, overlap: bool) -> None:
+    gather(module, mesh, path, overlap=False)
+
+
 def real_step(layout: str, words: tuple[str, ...]) -> tuple[float, int, int, dict[tuple[str, str], int]]:
     """In a worker: (peak of the device, bytes of state on the host, most of the rest there, what crossed in a step)."""
     from allranks.rehearsing.reality import MEASURED_STEPS, WARM_STEPS, measure_step
     from tests.distributed.sessions import session_of
 
     mapped = Mapped()
-    with beside_host(mapped, accelerator=True):
+    with beside_host(mapped, accelerator=True), reducing_at_once():
         session = session_of(Tokens(**SIZES), config_of(layout, *CUT, *words, precision="float32", steps=16))
         mapped.crossed.clear()  # the first samples are looked at before the first step
         measured = measure_step(session)
@@ -94,8 +112,8 @@ def predicted(layout: str, world: int, words: tuple[str, ...], rank: int) -> Ran
     """The same, rehearsed."""
     config = config_of(layout, *CUT, *words, precision="float32", steps=16)
     found = resolve_layout(config, world)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("allranks.parallel.host_parameters.has_own_memory", lambda device: True)
+    there = patch("allranks.parallel.host_parameters.has_own_memory", lambda device: True)
+    with there, reducing_at_once():
         return rehearse_rank(Tokens(**SIZES), config, World(found, world, on_cuda=False), rank)
 
 
