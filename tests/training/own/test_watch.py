@@ -1,5 +1,6 @@
 """Sentinels of a loop of one's own: a right loop hears nothing, a wrong one is told its mistake, in the journal too."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,8 +167,17 @@ def test_what_a_rank_notices_alone_is_told_where_nothing_is_compared(tmp_path: P
     assert [one["kind"] for one in verdicts(tmp_path / "run")] == ["reseeded"]
 
 
-def saving(folder: str, meddle: Callable[..., Any] = lambda *_: None, layout: str = "single", **keys: Any) -> str:
-    """A loop with an average that saves after its steps 2 and 4; `meddle(world, model, patch)` comes before it."""
+def saving(
+    folder: str,
+    meddle: Callable[..., Any] = lambda *_: None,
+    layout: str = "single",
+    catch: type[Exception] = ZeroDivisionError,
+    **keys: Any,
+) -> str:
+    """A loop with an average that saves after its steps 2 and 4; `meddle(world, model, patch)` comes before it.
+
+    What a save raises is passed over where it is a `catch`.
+    """
 
     def loop() -> None:
         with (
@@ -184,7 +194,8 @@ def saving(folder: str, meddle: Callable[..., Any] = lambda *_: None, layout: st
             for batch in stream:
                 world.backward(loss_of(model, batch), targets=count(batch))
                 world.step(optimizer)
-                world.save(every=2)
+                with contextlib.suppress(catch):
+                    world.save(every=2)
 
     return refusal(loop)
 
@@ -234,6 +245,12 @@ def test_the_first_checkpoint_is_held_against_the_run(tmp_path: Path, name: str)
     (verdict,) = verdicts(tmp_path)
     assert (verdict["kind"], verdict["step"]) == ("checkpoint_unproven", 2)
     assert saved(tmp_path) == [2], "nothing more is saved, at the end neither"
+
+
+def test_a_loop_that_passes_over_it_saves_nothing_more(tmp_path: Path) -> None:
+    told = saving(str(tmp_path), step_another, catch=allranks.AllranksError)
+    assert told.startswith("GuardError: a resume from step-00000002 would not go on as the run does: ")
+    assert saved(tmp_path) == [2]
 
 
 @pytest.mark.parametrize(
