@@ -2,8 +2,9 @@
 
 import pytest
 
-from allranks.errors import LayoutError, TaskError
+from allranks.errors import ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
+from allranks.planning.hardware import find_cluster
 from allranks.rehearsing.refusals import NotRehearsed, Unrehearsable, explain, refuse
 
 
@@ -27,8 +28,14 @@ def test_other_layouts_have_one() -> None:
     refuse(Layout(dp_shard=2, offload="all"))
     with pytest.raises(LayoutError, match="float16 is not rehearsed"):
         refuse(Layout(), "float16")
-    with pytest.raises(LayoutError, match=r"float8 is not rehearsed: .* rehearse train.precision=bfloat16"):
-        refuse(Layout(), "float8")
+
+
+def test_eight_bits_need_a_device_that_multiplies_them() -> None:
+    old, new, processor = (find_cluster(name).device for name in ("8:a100-80g", "8:h100", "1x2:cpu"))
+    for device in (None, new, processor):
+        refuse(Layout(), "float8", device)
+    with pytest.raises(ConfigError, match=r"eight bits, and a100-80g does not: take train\.precision=bfloat16"):
+        refuse(Layout(), "float8", old)
 
 
 def test_a_fault_and_a_question_of_values() -> None:

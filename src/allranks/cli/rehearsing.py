@@ -117,7 +117,7 @@ def question_of(asked: Asked) -> "Question":
     from allranks.rehearsing.whole import Question
     from allranks.rehearsing.world_of_ranks import choose_ranks
 
-    refuse(layout, prepared.config.train.precision)
+    refuse(layout, prepared.config.train.precision, cluster.device)
     name = asked.arguments[0] if spec == NAMED else prepared.name
     ranks = choose_ranks(asked.ranks, layout)
     return Question(name, prepared.task, prepared.config, cluster, layout, ranks, asked.full)

@@ -18,6 +18,7 @@ from allranks.profiling.fakes import fake_mode
 from allranks.profiling.on_cuda import as_on_cuda
 from allranks.rehearsal import RankRehearsal
 from allranks.rehearsing.crossings import Crossings
+from allranks.rehearsing.eight_bits import multiplying_in_eight_bits
 from allranks.rehearsing.findings import unsharded, without_gradient
 from allranks.rehearsing.host_memory import Noted, beside_host
 from allranks.rehearsing.ledger import Ledger
@@ -101,6 +102,8 @@ def _rehearse(
         stack.enter_context(fake_world(rank, layout.world_size, world.backend, crossings))
         if world.on_cuda:
             stack.enter_context(as_on_cuda())
+            if config.train.precision == "float8":
+                stack.enter_context(multiplying_in_eight_bits())
         if layout.offload != "none":
             stack.enter_context(beside_host(Noted(ledger), accelerator=world.on_cuda))
         processes = processes_of(rank, layout, world.backend, world.per_node)

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from allranks.losses import ChunkedHead
 from allranks.parallel.spread import Spread
@@ -89,8 +88,8 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # a DTensor, or one in eight bits with its scale: what it does within is seen
         if active_fake_mode() is not self._mode:
             return func(*args, **kwargs)
         name = func._schema.name if hasattr(func, "_schema") else str(func)
