@@ -1,7 +1,8 @@
 """`train.precision=float8` as a GPU computes it: torchao multiplies in eight bits, and lowers what autocast would.
 
-On a processor torchao emulates the products by others in float32, which hold other tensors, and it asks for the autocast
-of CUDA alone. Here the products have torch's kernels for shapes, and the processor's autocast stands for CUDA's.
+On a processor torchao emulates the products by others in float32, which hold other tensors, and it asks for the
+autocast of CUDA alone. Here the products have torch's kernels for shapes, and the processor's autocast stands for
+CUDA's.
 """
 
 from collections.abc import Iterator
