@@ -24,6 +24,7 @@ from allranks.parallel.gloo_ops import gather_through_gloo
 from allranks.rehearsal import RankRehearsal
 from allranks.rehearsing.dryrun import World, rehearse_rank
 from allranks.rehearsing.host_memory import What, beside_host
+from allranks.rehearsing.rank_step import local
 from allranks.training.prepare import resolve_layout
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of
@@ -102,7 +103,7 @@ def real_step(layout: str, words: tuple[str, ...]) -> tuple[float, int, int, dic
     state = 0
     if session.processes.mesh.layout.offloads_parameters:
         parts = [part for _, part in session.optimizers.parts()]
-        parts += [p.to_local() for p in session.spread.trainable().values()]  # type: ignore[operator]
+        parts += [local(parameter.detach()) for parameter in session.spread.trainable().values()]
         state = sum(part.nbytes for part in parts)
     steps = WARM_STEPS + MEASURED_STEPS + 1
     return measured.peak_bytes - state, state, mapped.most, {key: n // steps for key, n in mapped.crossed.items()}

@@ -79,7 +79,7 @@ def beside_host(memories: TwoMemories, *, accelerator: bool) -> Iterator[None]:
         with _Moving(_copying(memories.on_device, "parameters")):
             return gather.fget(own)
 
-    reduce, gather = _fsdp_param_group.foreach_reduce, vars(FSDPParam)["all_gather_inputs"]
+    reduce, gather = vars(_fsdp_param_group)["foreach_reduce"], vars(FSDPParam)["all_gather_inputs"]
     with ExitStack() as stack:
         for owner, name, value in (
             (_fsdp_param_group, "foreach_reduce", reduce_there),
