@@ -99,6 +99,7 @@ def real_step(layout: str, words: tuple[str, ...]) -> tuple[float, int, int, dic
     with beside_host(mapped, accelerator=True), reducing_at_once():
         session = session_of(Tokens(**SIZES), config_of(layout, *CUT, *words, precision="float32", steps=16))
         mapped.crossed.clear()  # the first samples are looked at before the first step
+        mapped.most = mapped.now
         measured = measure_step(session)
     state = 0
     if session.processes.mesh.layout.offloads_parameters:
