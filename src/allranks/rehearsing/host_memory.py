@@ -47,12 +47,14 @@ class Noted:
         self._ledger = ledger
 
     def on_host(self, tensor: torch.Tensor, what: What) -> torch.Tensor:
+        """Pinned memory."""
         with self._ledger.making("pinned"):
             made = torch.empty_like(tensor)
             self._ledger.mark(made, "gradients" if what == "gradients" else "activations")
         return self._tell(made, what, "host")
 
     def on_device(self, tensor: torch.Tensor, what: What) -> torch.Tensor:
+        """As large as the tensor is."""
         with self._ledger.making("device"):
             made = torch.empty_like(tensor)
         return self._tell(made, what, "device")
