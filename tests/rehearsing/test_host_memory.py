@@ -13,7 +13,7 @@ from torch import nn
 from allranks.errors import LayoutError
 from allranks.rehearsal import RankRehearsal, Transfer
 from allranks.task import Hints, Task
-from tests.rehearsing.tasks import rehearsed
+from tests.rehearsing.tasks import Tokens, rehearsed
 
 MIB = 2**20
 WIDTH, ROWS = 512, 1024
@@ -120,6 +120,16 @@ def test_a_short_trace_agrees_with_the_full_one(layout: str, world: int) -> None
     assert short.host_by_category == full.host_by_category
     # Gradients of blocks that were left out are given where real ones would lie, and go there.
     assert short.moments[-1].live_bytes == full.moments[-1].live_bytes == full.resting_bytes
+
+
+def test_of_micro_steps_that_are_alike_every_transfer_is_counted() -> None:
+    words = ("train.global_batch=10", "train.micro_batch=1")
+    short, full = (
+        rehearsed(Tokens(layers=1), "fsdp,offload=parameters", 2, *words, full=full, on_cuda=True)
+        for full in (False, True)
+    )
+    assert short.transfers == full.transfers
+    assert short.host_peak_bytes == full.host_peak_bytes
 
 
 def test_of_recomputed_blocks_the_inputs_alone_wait() -> None:
