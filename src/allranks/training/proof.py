@@ -5,14 +5,13 @@ every tensor that ranks hold has the digest that was kept, nothing that is learn
 schedule are those of now. What is due is read off the run by itself, not by the way in which it was saved.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from allranks.checkpointing.checking import check_digests
 from allranks.checkpointing.checkpoint import Checkpoint
-from allranks.checkpointing.parts import Parts
 from allranks.data.stream import DataStream
 from allranks.errors import CheckpointError
 from allranks.parallel.spread import Spread
@@ -22,9 +21,13 @@ from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.world import Processes
 from allranks.training.beside import Beside
+from allranks.training.snapshot import Contents
 from allranks.verdict import Verdict
 
 SHOWN = 8
+ANOTHER = "its optimizer is not the one that makes the steps"
+NAMED = "give world.resume the optimizer that world.step is given"
+REPORT = "if no memory or disk is at fault, please report it, with the run's config"
 
 
 class Live(Protocol):
@@ -55,28 +58,24 @@ class Live(Protocol):
         """What else has tensors."""
 
 
-def prove(checkpoint: Checkpoint, live: Live, parts: Callable[[], Parts], advice: str = "") -> Verdict | None:
-    """What is wrong with a checkpoint that was saved just now, the same on every rank; collective.
-
-    Args:
-        parts: everything that the ranks hold now, by the names in the checkpoint; collective.
-        advice: what the user may have left out, "; " at its end.
-    """
+def prove(checkpoint: Checkpoint, live: Live, contents: Contents) -> Verdict | None:
+    """What is wrong with a checkpoint of `contents`, saved just now; the same on every rank; collective."""
     processes, manifest = live.processes, checkpoint.manifest
     kept = {name.removesuffix(EACH) for name in manifest.tensors} | set(manifest.state.get("optimizer", {}))
-    mine = [f"{name} is not in it" for name in _due(live) if name not in kept] + _state(checkpoint, live)
+    # Two of one class have the same names: only by itself is one told from the other.
+    mine = [ANOTHER] if live.optimizers is not contents.optimizers else []
+    mine += [f"{name} is not in it" for name in _due(live) if name not in kept] + _state(checkpoint, live)
     told = everyones(mine[:SHOWN], processes.world_group, processes.device)
     found = list(dict.fromkeys(line for lines in told for line in lines))
     if not found:
         try:
-            check_digests(checkpoint, parts(), processes.world_group, processes.device)
+            check_digests(checkpoint, contents.parts(), processes.world_group, processes.device)
         except CheckpointError as error:
             found = [f"it does not hold what the ranks hold: {str(error).partition(': ')[2]}"]
     if not found:
         return None
     what = f"a resume from {checkpoint.path.name} would not go on as the run does: {found[0]}"
-    report = "if no memory or disk is at fault, please report it, with the run's config"
-    remedy = f"do not resume from it; {advice}{report}"
+    remedy = f"do not resume from it; {NAMED if ANOTHER in found else REPORT}"
     return Verdict("checkpoint_unproven", what, tuple(found[1:]), remedy)
 
 

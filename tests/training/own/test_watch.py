@@ -228,23 +228,57 @@ def forget_the_average(world: Any, model: Any, patch: pytest.MonkeyPatch) -> Non
     object.__setattr__(world._loop._saver._contents, "beside", ())
 
 
+REPORT = "if no memory or disk is at fault, please report it"
+NAMED = "give world.resume the optimizer that world.step is given"
 UNPROVEN = {
-    "another optimizer": (step_another, "optimizer.step.scale is not in it"),
-    "no average": (forget_the_average, "ema.scale is not in it"),
-    "other values": (change_after_the_save, "1 tensors differ from their digests: 'model.heads.3.bias'"),
+    "another optimizer": (step_another, "its optimizer is not the one that makes the steps", NAMED),
+    "no average": (forget_the_average, "ema.scale is not in it", REPORT),
+    "other values": (change_after_the_save, "1 tensors differ from their digests: 'model.heads.3.bias'", REPORT),
 }
 
 
 @pytest.mark.parametrize("name", UNPROVEN)
 def test_the_first_checkpoint_is_held_against_the_run(tmp_path: Path, name: str) -> None:
-    meddle, what = UNPROVEN[name]
+    meddle, what, advice = UNPROVEN[name]
     told = saving(str(tmp_path), meddle)
     assert told.startswith("GuardError: a resume from step-00000002 would not go on as the run does: ") and what in told
-    assert "do not resume from it; give world.resume the optimizer that world.step is given" in told
+    assert f"do not resume from it; {advice}" in told
     assert 'mute="checkpoint" silences this sentinel' in told
     (verdict,) = verdicts(tmp_path)
     assert (verdict["kind"], verdict["step"]) == ("checkpoint_unproven", 2)
     assert saved(tmp_path) == [2], "nothing more is saved, at the end neither"
+
+
+def exchanged(folder: str, kind: type[torch.optim.Optimizer], after: int, steps: int) -> str:
+    """A loop in which another optimizer of the class `kind` steps from step `after` on; it saves at its end."""
+
+    def loop() -> None:
+        with allranks.join(layout="single", precision="float64", run=folder) as world:
+            model = world.parallelize(Net())
+            kept, other = (world.optimizer(model, kind, lr=lr) for lr in (0.01, 0.02))
+            stream = world.stream(Samples(), global_batch=8, steps=steps)
+            world.resume(model, kept, stream)
+            for batch in stream:
+                world.backward(loss_of(model, batch), targets=count(batch))
+                world.step(kept if stream.step < after else other)
+                world.save(every=100)
+
+    return refusal(loop)
+
+
+@pytest.mark.parametrize(("kind", "after"), [(torch.optim.AdamW, 2), (torch.optim.SGD, 0)], ids=["later", "no state"])
+def test_another_optimizer_is_told_though_it_has_the_same_names(
+    tmp_path: Path, kind: type[torch.optim.Optimizer], after: int
+) -> None:
+    told = exchanged(str(tmp_path), kind, after, steps=3)
+    assert told.startswith("GuardError: a resume from step-00000003 ") and UNPROVEN["another optimizer"][1] in told
+
+
+def test_another_optimizer_is_told_after_a_resume(tmp_path: Path) -> None:
+    """There the one that is kept has moments of its own, from the checkpoint."""
+    assert exchanged(str(tmp_path), torch.optim.AdamW, after=9, steps=2) == "nothing was refused"
+    told = exchanged(str(tmp_path), torch.optim.AdamW, after=0, steps=3)
+    assert told.startswith("GuardError: a resume from step-00000003 ") and UNPROVEN["another optimizer"][1] in told
 
 
 def test_a_loop_that_passes_over_it_saves_nothing_more(tmp_path: Path) -> None:
@@ -283,6 +317,28 @@ def proven_once(folder: str, layout: str) -> tuple[str, int]:
 def test_a_right_loops_first_checkpoint_is_proven_once_and_silently(pool: Pools, tmp_path: Path, layout: str) -> None:
     assert pool(2).run(proven_once, str(tmp_path), layout) == [("nothing was refused", 1)] * 2
     assert verdicts(tmp_path) == []
+
+
+@pytest.mark.parametrize(("first", "again"), [({}, {"epochs": 2}), ({"steps": 2}, {"epochs": 1, "global_batch": 7})])
+def test_a_resume_with_other_numbers_is_proven_silently(
+    tmp_path: Path, first: dict[str, int], again: dict[str, int]
+) -> None:
+    """Its steps are no longer those that follow from its position."""
+
+    def loop(numbers: dict[str, int], change: list[str]) -> None:
+        with allranks.join(layout="single", precision="float64", run=str(tmp_path), change=change) as world:
+            model = world.parallelize(Net())
+            optimizer = world.optimizer(model, sgd)
+            stream = world.stream(Samples(9), **{"global_batch": 4} | numbers)
+            world.resume(model, optimizer, stream)
+            for batch in stream:
+                world.backward(loss_of(model, batch), targets=count(batch))
+                world.step(optimizer)
+                world.save(every=100)
+
+    loop(first, [])
+    loop(again, ["train.global_batch"] if "global_batch" in again else [])
+    assert verdicts(tmp_path) == [] and len(saved(tmp_path)) == 2
 
 
 def test_all_ranks_hear_of_a_checkpoint_that_one_finds_wrong(pool: Pools, tmp_path: Path) -> None:

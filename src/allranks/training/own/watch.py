@@ -4,12 +4,11 @@ The first checkpoint is held against the run, as that of a Task is. What `allran
 every step is told in these rounds. The learning rate and the steps are the user's: nobody watches them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
 from allranks.checkpointing.checkpoint import Checkpoint
-from allranks.checkpointing.parts import Parts
 from allranks.config import GuardConfig
 from allranks.data.micro_step import StepBatch
 from allranks.data.stream import DataStream
@@ -26,9 +25,8 @@ from allranks.training.comparing import CHECKPOINT, Comparing, Findings
 from allranks.training.own.links import Links
 from allranks.training.own.run import Logbook
 from allranks.training.proof import prove
+from allranks.training.snapshot import Contents
 from allranks.verdict import Verdict
-
-NAMED = "give world.resume the optimizer that world.step is given; "
 
 
 class Step(Protocol):
@@ -152,8 +150,8 @@ class OwnWatch:
             self._owed = True
             self._hold_round(self._last)
 
-    def prove(self, checkpoint: Checkpoint, parts: Callable[[], Parts]) -> None:
-        """Hold a checkpoint that was saved just now against the optimizer that steps and its model; collective.
+    def prove(self, checkpoint: Checkpoint, contents: Contents) -> None:
+        """Hold a checkpoint of `contents`, saved just now, against the optimizer that steps and its model; collective.
 
         Raises:
             GuardError: on every rank: a finding ends the run.
@@ -164,7 +162,7 @@ class OwnWatch:
         spread, stream, averages = self._guards.link.spread, self._loop.order, self._step.averages
         live = Stepped(self._processes, spread, self._stepping, stream, averages)
         try:
-            self._findings.conclude(CHECKPOINT, prove(checkpoint, live, parts, NAMED), checkpoint.step)
+            self._findings.conclude(CHECKPOINT, prove(checkpoint, live, contents), checkpoint.step)
         except GuardError as error:
             self.stopped = error
             raise
