@@ -58,7 +58,7 @@ class Mapped:
         self.crossed: Counter[tuple[str, str]] = Counter()
         self._known: dict[int, Any] = {}
 
-    def on_host(self, tensor: torch.Tensor, what: What) -> torch.Tensor:
+    def on_host(self, tensor: torch.Tensor, what: What, *, pinned: bool) -> torch.Tensor:
         self.crossed[what, "host"] += tensor.nbytes
         flat = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype, count=tensor.numel())
         self._follow(flat.untyped_storage(), tensor.nbytes)

@@ -23,12 +23,13 @@ class Squares(Task):
     """`layers` square matrices with a ReLU behind each."""
 
     layers: int = 4
+    width: int = WIDTH
 
     def model(self) -> nn.Module:
-        return Stack(self.layers)
+        return Stack(self.layers, self.width)
 
     def dataset(self, split: str) -> Any:
-        return [{"x": torch.zeros(WIDTH), "y": 0}] * (4 * ROWS) if split == "train" else None
+        return [{"x": torch.zeros(self.width), "y": 0}] * (4 * ROWS) if split == "train" else None
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(output, batch["y"], reduction="sum")
@@ -40,9 +41,9 @@ class Squares(Task):
 class Block(nn.Module):
     """Keeps for its backward what it is given and what it gives."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.linear = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.relu(self.linear(x))
@@ -51,9 +52,9 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks in a row."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -61,10 +62,12 @@ class Stack(nn.Module):
         return x
 
 
-def told(layout: str, world: int, layers: int = 4, *, full: bool = False, on_cuda: bool = True) -> RankRehearsal:
+def told(
+    layout: str, world: int, layers: int = 4, width: int = WIDTH, *, full: bool = False, on_cuda: bool = True
+) -> RankRehearsal:
     """Two micro-steps of 1,024 samples a rank."""
     cut = f"train.global_batch={2 * ROWS * world}", f"train.micro_batch={ROWS}", "train.steps=2"
-    return rehearsed(Squares(layers=layers), layout, world, *cut, full=full, on_cuda=on_cuda)
+    return rehearsed(Squares(layers=layers, width=width), layout, world, *cut, full=full, on_cuda=on_cuda)
 
 
 def test_parameters_gradients_and_the_optimizers_state_wait_on_the_host() -> None:
@@ -89,6 +92,14 @@ def test_parameters_gradients_and_the_optimizers_state_wait_on_the_host() -> Non
     batch = plain.resting_bytes - 3 * shards - steps // 4 * 512
     assert found.resting_bytes == batch
     assert plain.host_peak_bytes == 0
+
+
+def test_what_the_host_adds_up_and_the_optimizers_state_are_not_pinned() -> None:
+    """Pinned memory comes in powers of two: FSDP2 takes it for shards, and for gradients that it does not wait for."""
+    found, shard = told("fsdp,offload=parameters", 2, width=384), 384 * 384 * 4 // 2
+    pinned, steps = MIB // 2, 4 * 4
+    gradients = 4 * pinned + shard
+    assert found.host_by_category == {"weights": 4 * pinned, "gradients": gradients, "optimizer": 8 * shard + steps}
 
 
 def test_activations_wait_on_the_host() -> None:

@@ -24,14 +24,14 @@ from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.world import replaced
 
 What = Literal["parameters", "gradients", "activations"]
-Copy = Callable[[torch.Tensor], torch.Tensor]
+Copy = Callable[[torch.Tensor, bool], torch.Tensor]
 
 
 class TwoMemories(Protocol):
     """Gives memory for what is about to be copied from the one to the other."""
 
-    def on_host(self, tensor: torch.Tensor, what: What) -> torch.Tensor:
-        """The host's, for a copy of a tensor that lies on the device."""
+    def on_host(self, tensor: torch.Tensor, what: What, *, pinned: bool) -> torch.Tensor:
+        """The host's, for a copy of a tensor that lies on the device; pinned where nobody waits for the copy."""
         ...
 
     def on_device(self, tensor: torch.Tensor, what: What) -> torch.Tensor:
@@ -46,9 +46,9 @@ class Noted:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    def on_host(self, tensor: torch.Tensor, what: What) -> torch.Tensor:
-        """Pinned memory."""
-        with self._ledger.making("pinned"):
+    def on_host(self, tensor: torch.Tensor, what: What, *, pinned: bool) -> torch.Tensor:
+        """Pinned memory, or the system's."""
+        with self._ledger.making("pinned" if pinned else "pageable"):
             made = torch.empty_like(tensor)
             self._ledger.mark(made, "gradients" if what == "gradients" else "activations")
         return self._tell(made, what, "host")
@@ -73,12 +73,18 @@ def beside_host(memories: TwoMemories, *, accelerator: bool) -> Iterator[None]:
         accelerator: whether the processor stands for a device with memory of its own, so that it may be offloaded.
     """
 
-    def reduce_there(*args: Any, **kwargs: Any) -> Any:
-        with _Moving(_copying(memories.on_host, "gradients")):
-            return reduce(*args, **kwargs)
+    def move_gradient(tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
+        return memories.on_host(tensor, "gradients", pinned=pinned).copy_(tensor)
+
+    def move_parameter(tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
+        return memories.on_device(tensor, "parameters").copy_(tensor)
+
+    def reduce_there(parameters: Sequence[FSDPParam], *args: Any, **kwargs: Any) -> Any:
+        with _pinning(parameters), _Moving(move_gradient):
+            return reduce(parameters, *args, **kwargs)
 
     def gather_from_there(own: FSDPParam) -> Any:
-        with _Moving(_copying(memories.on_device, "parameters")):
+        with _Moving(move_parameter):
             return gather.fget(own)
 
     reduce, gather = vars(_fsdp_param_group)["foreach_reduce"], vars(FSDPParam)["all_gather_inputs"]
@@ -86,7 +92,7 @@ def beside_host(memories: TwoMemories, *, accelerator: bool) -> Iterator[None]:
         for owner, name, value in (
             (_fsdp_param_group, "foreach_reduce", reduce_there),
             (FSDPParam, "all_gather_inputs", property(gather_from_there)),
-            (offload, "host_memory_like", lambda tensor, pinned: memories.on_host(tensor, "activations")),
+            (offload, "host_memory_like", lambda like, pinned: memories.on_host(like, "activations", pinned=True)),
             (offload, "device_memory_like", lambda waiting, device: memories.on_device(waiting, "activations")),
             (offload, "MOVED", (*offload.MOVED, FakeTensor)),
         ):
@@ -106,13 +112,25 @@ def mark_waiting(spread: Spread, ledger: Ledger) -> None:
                         ledger.find(own.sharded_param._local_tensor)
 
 
-def _copying(make: Callable[[torch.Tensor, What], torch.Tensor], what: What) -> Copy:
-    return lambda tensor: make(tensor, what).copy_(tensor)
+@contextmanager
+def _pinning(parameters: Sequence[FSDPParam]) -> Iterator[None]:
+    """Inside, FSDP2 takes their part of the host's memory for pinned, as beside a GPU: what it then waits for, it says.
+
+    It copies a gradient beside the device's work only where the host does not add it to another one.
+    """
+    with ExitStack() as stack:
+        for own in parameters:
+            stack.enter_context(replaced(own, "pin_memory", own.offload_to_cpu))
+        yield
 
 
 @final
 class _Moving(TorchFunctionMode):
-    """Inside, `Tensor.to` of a device is a copy to another memory, though the device is the same."""
+    """Inside, `Tensor.to` of a device is a copy to another memory, though the device is the same.
+
+    Args:
+        copy: of a tensor, and whether nobody waits for it.
+    """
 
     def __init__(self, copy: Copy) -> None:
         super().__init__()
@@ -122,5 +140,5 @@ class _Moving(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], torch.device):
-            return self._copy(args[0])
+            return self._copy(args[0], bool((kwargs or {}).get("non_blocking")))
         return func(*args, **(kwargs or {}))
