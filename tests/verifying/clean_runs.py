@@ -4,7 +4,7 @@ A variant of a program is its file with every seed that it sets moved by the sam
 `verify:`; a Task is given `train.seed`, too. A folder of variants is scored by `allranks bench verify` as any other.
 
 A Task allows what verify does not refuse (exit code 2), and by that alone a layout could vanish from the list unseen:
-`has_to_run` says which may not. A loop of its own has its layout in its code: only the number of processes varies,
+`has_to_run` says which may not be. A loop of its own has its layout in its code: only the number of processes varies,
 among those over which its batches are cut evenly, as it promises.
 """
 
@@ -38,6 +38,15 @@ OTHERS = (
     "--layout cp=2,dp_shard=2",
     "--layout pp=2,dp_shard=2",
 )
+RUN_BY: Mapping[str, tuple[str, ...]] = {
+    "--layout fsdp,recompute=full --nproc 2": ("task_deep", "task_experts"),
+    "--layout tp=2": ("task_contrastive", "task_experts"),
+    "--layout cp=2": ("task_experts",),
+    "--layout pp=2": ("task_digits", "task_experts", "task_stream"),
+    "--layout tp=2,dp_shard=2": ("task_digits",),
+    "--layout pp=2,dp_shard=2": ("task_deep",),
+}
+"""A floor: Tasks that have run under one of the others, besides those whose own lines name it."""
 PROCESSES = (2, 4)
 OTHER_PROCESSES: Mapping[str, tuple[int, ...]] = {
     "evaluated": (2, 3, 4),
@@ -62,10 +71,11 @@ def runs_of(entry: Entry, seed: int) -> list[str]:
 
 
 def has_to_run(name: str, run: str) -> bool:
-    """Whether a variant of this name may not be refused: under data parallelism, and where its program says it runs."""
+    """Whether a variant of this name may not be refused: under data parallelism, and where it is known to run."""
     entry = next(entry for entry in clean_programs() if name == f"{entry.name}_{name.rpartition('_')[2]}")
     layout = run.partition(f" {STEPS}")[0]
-    return not is_task(entry) or layout in (*DATA_PARALLEL, *entry.runs)
+    known = layout in (*DATA_PARALLEL, *entry.runs) or entry.name in RUN_BY.get(layout, ())
+    return not is_task(entry) or known
 
 
 def clean_programs() -> list[Entry]:

@@ -9,10 +9,13 @@ from allranks.verifying.corpus import read_corpus
 from tests.commands import allranks
 from tests.verifying.clean_runs import (
     DATA_PARALLEL,
+    OTHERS,
+    RUN_BY,
     SEEDS,
     accused,
     clean_programs,
     has_to_run,
+    is_task,
     moved,
     runs_of,
     variant,
@@ -76,8 +79,11 @@ def test_what_may_not_be_refused_is_accused_where_it_is() -> None:
     wrong = [
         result("task_gan_1", DATA_PARALLEL[1], 2),
         result("task_deep_1", "--layout pp=2", 2),
+        result("task_contrastive_1", "--layout tp=2", 2),
         result("task_gan_1", "--layout pp=2", 3),
         result("tied_2", "--nproc 2", 1),
     ]
     assert accused({"results": [*right, *wrong]}) == wrong
     assert has_to_run("tied_2", "--nproc 4 --steps 2")
+    tasks = {entry.name for entry in clean_programs() if is_task(entry)}
+    assert RUN_BY.keys() <= set(OTHERS) and tasks.issuperset(name for names in RUN_BY.values() for name in names)
