@@ -40,10 +40,11 @@ OTHERS = (
 )
 RUN_BY: Mapping[str, tuple[str, ...]] = {
     "--layout fsdp,recompute=full --nproc 2": ("task_deep", "task_experts"),
-    "--layout tp=2": ("task_contrastive", "task_experts"),
+    "--layout tp=2": ("task_contrastive", "task_deep", "task_experts"),
     "--layout cp=2": ("task_experts",),
     "--layout pp=2": ("task_digits", "task_experts", "task_stream"),
     "--layout tp=2,dp_shard=2": ("task_digits",),
+    "--layout cp=2,dp_shard=2": ("task_deep",),
     "--layout pp=2,dp_shard=2": ("task_deep",),
 }
 """A floor: Tasks that have run under one of the others, besides those whose own lines name it."""

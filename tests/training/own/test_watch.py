@@ -321,11 +321,11 @@ def test_a_right_loops_first_checkpoint_is_proven_once_and_silently(pool: Pools,
 
 @pytest.mark.parametrize(("first", "again"), [({}, {"epochs": 2}), ({"steps": 2}, {"epochs": 1, "global_batch": 7})])
 def test_a_resume_with_other_numbers_is_proven_silently(
-    tmp_path: Path, first: dict[str, int], again: dict[str, int]
+    tmp_path: Path, first: dict[str, Any], again: dict[str, Any]
 ) -> None:
     """Its steps are no longer those that follow from its position."""
 
-    def loop(numbers: dict[str, int], change: list[str]) -> None:
+    def loop(numbers: dict[str, Any], change: list[str]) -> None:
         with allranks.join(layout="single", precision="float64", run=str(tmp_path), change=change) as world:
             model = world.parallelize(Net())
             optimizer = world.optimizer(model, sgd)
