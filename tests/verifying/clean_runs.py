@@ -40,12 +40,12 @@ OTHERS = (
 )
 RUN_BY: Mapping[str, tuple[str, ...]] = {
     "--layout fsdp,recompute=full --nproc 2": ("task_deep", "task_experts"),
-    "--layout tp=2": ("task_contrastive", "task_deep", "task_experts"),
+    "--layout tp=2": ("task_contrastive", "task_deep", "task_experts", "task_frozen", "task_gan", "task_stream"),
     "--layout cp=2": ("task_experts",),
     "--layout pp=2": ("task_digits", "task_experts", "task_stream"),
-    "--layout tp=2,dp_shard=2": ("task_digits",),
+    "--layout tp=2,dp_shard=2": ("task_digits", "task_frozen", "task_gan", "task_stream"),
     "--layout cp=2,dp_shard=2": ("task_deep",),
-    "--layout pp=2,dp_shard=2": ("task_deep",),
+    "--layout pp=2,dp_shard=2": ("task_deep", "task_digits", "task_stream"),
 }
 """A floor: Tasks that have run under one of the others, besides those whose own lines name it."""
 PROCESSES = (2, 4)
