@@ -41,6 +41,14 @@ def test_the_fullest_rank_decides() -> None:
     assert rehearsal().free_bytes == 300.0
 
 
+def test_what_waits_has_to_find_room_on_the_host_where_its_size_is_known() -> None:
+    told = rehearsal(replace(rank(), host_peak_bytes=70), replace(rank(1), host_peak_bytes=90))
+    assert told.host_peak_bytes == 90 and told.fits
+    assert replace(told, host_capacity_bytes=90.0).fits
+    assert not replace(told, host_capacity_bytes=80.0).fits
+    assert replace(told, host_capacity_bytes=80.0).to_json()["fits"] is False
+
+
 def test_a_finding_may_fail() -> None:
     harmless, fatal = Finding("unsharded", "w lies whole", "cut it"), Finding("hang", "a", "b", fails=True)
     assert not rehearsal(rank(0, 600, harmless)).fails

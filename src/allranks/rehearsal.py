@@ -39,6 +39,22 @@ class Collective:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Transfer:
+    """What crosses between a device and its host in one optimizer step, of one kind and in one direction.
+
+    Attributes:
+        what: "parameters", "gradients" or "activations"; to: "host" or "device".
+        bytes: of all together; count: of tensors.
+    """
+
+    what: str
+    to: str
+    bytes: int
+    count: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Finding:
     """Something that would have gone wrong, or may.
 
@@ -129,6 +145,7 @@ class RankRehearsal:
         works: the same as work.
         micro_steps: forwards of the step.
         traced: blocks that were traced; blocks: that there are.
+        host_peak_bytes, host_by_category: the same of what waits in the host's memory; transfers: what crosses.
     """
 
     rank: int
@@ -147,6 +164,9 @@ class RankRehearsal:
     micro_steps: int = 1
     traced: int = 0
     blocks: int = 0
+    host_peak_bytes: int = 0
+    host_by_category: Mapping[str, int] = field(default_factory=dict)
+    transfers: tuple[Transfer, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """What `dryrun --json` says of it."""
@@ -162,6 +182,9 @@ class RankRehearsal:
             "resting_bytes": self.resting_bytes,
             "micro_steps": self.micro_steps,
             "blocks": {"traced": self.traced, "all": self.blocks},
+            "host_peak_bytes": self.host_peak_bytes,
+            "host_by_category": dict(self.host_by_category),
+            "transfers": [asdict(one) for one in self.transfers],
         }
 
 
@@ -187,6 +210,8 @@ class Rehearsal:
         findings: of all ranks together.
         decisions: what was decided on the way, each with its because.
         unrehearsed: what no dry run on a processor can check, one line each.
+        host_capacity_bytes: of its host's memory, for what waits there of one process; None: nobody knows.
+        host_bandwidth: of the link between a device and its host, bytes/s in each direction; None: nobody knows.
     """
 
     model: str
@@ -200,6 +225,8 @@ class Rehearsal:
     decisions: tuple[str, ...] = ()
     unrehearsed: tuple[str, ...] = ()
     remedies: tuple[Remedy, ...] = field(default=())
+    host_capacity_bytes: float | None = None
+    host_bandwidth: float | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -210,6 +237,17 @@ class Rehearsal:
     def free_bytes(self) -> float:
         """What is left on the fullest rank beside peak and margin; below 0: it does not fit."""
         return self.capacity_bytes - self.margin_bytes - self.peak_bytes
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Of the rank that keeps most in its host's memory."""
+        return max(rank.host_peak_bytes for rank in self.ranks.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and, where its size is known, host have room."""
+        there = self.host_capacity_bytes is None or self.host_peak_bytes <= self.host_capacity_bytes
+        return self.free_bytes >= 0 and there
 
     @property
     def fails(self) -> bool:
@@ -224,11 +262,14 @@ class Rehearsal:
             "cluster": self.cluster,
             "layout": self.layout,
             "world_size": self.world_size,
-            "fits": self.free_bytes >= 0,
+            "fits": self.fits,
             "capacity_bytes": self.capacity_bytes,
             "margin_bytes": self.margin_bytes,
             "free_bytes": self.free_bytes,
             "peak_bytes": self.peak_bytes,
+            "host_peak_bytes": self.host_peak_bytes,
+            "host_capacity_bytes": self.host_capacity_bytes,
+            "host_bandwidth": self.host_bandwidth,
             "ranks": {str(rank): told.to_json() for rank, told in self.ranks.items()},
             "findings": [finding.to_json() for finding in self.findings],
             "decisions": list(self.decisions),

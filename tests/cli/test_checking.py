@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,9 @@ def test_sizes_are_no_program(request_: PlanRequest, named: str) -> None:
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_what_was_counted_is_read(code: int, capfd: pytest.CaptureFixture[str]) -> None:
-    told = rehearser(printing(rehearsal(rank(0, 700)).to_json(), code))(ask(), CHOICE)
-    assert isinstance(told, DryRun) and told.peak_bytes == 700
+    counted = rehearsal(replace(rank(0, 700), host_peak_bytes=50))
+    told = rehearser(printing(counted.to_json(), code))(ask(), CHOICE)
+    assert isinstance(told, DryRun) and (told.peak_bytes, told.host_bytes) == (700, 8 * 50)
     assert "checking: allranks dryrun llama3-8b --cluster" in capfd.readouterr().err
 
 

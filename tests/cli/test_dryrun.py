@@ -36,6 +36,15 @@ def test_a_model_that_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "kernels of CUDA" in out
 
 
+def test_what_waits_on_the_host_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (NAME, "--cluster", "1x4:a100-80g", "--layout", "fsdp,offload=parameters", "--ranks", "0")
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    assert "What waits in the host's memory for rank 0: " in out
+    assert "in a step, over a link of 31.5 GB/s in each direction" in out
+    assert "copies to and from the host: here each ends at once" in out
+
+
 def test_a_name_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("llama3-8b", "task.layers=6", "train.global_batch=64", "task.seq=4096")
     code, out, _ = run(capsys, *words, "--cluster", "8:a100-40g", "--layout", "ddp", "--ranks", "5", "--json")
@@ -56,7 +65,8 @@ def test_a_name_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
         (("llama3-8b", "more", "--cluster", "4:a100-80g"), "write config keys there"),
         ((NAME, "--cluster", "4:a100-80g", "--layout", "tp=3"), "but the world has 4 processes"),
         ((NAME, "--cluster", "4:a100-80g", "--ranks", "4"), "ranks are 0 to 3"),
-        ((NAME, "--cluster", "4:a100-80g", "--layout", "fsdp,offload=parameters"), "is not rehearsed"),
+        ((NAME, "--cluster", "4:a100-80g", "--layout", "ddp", "layout.ddp_hook=bfloat16"), "is not rehearsed"),
+        ((NAME, "--cluster", "1x4:cpu", "--layout", "fsdp,offload=parameters"), "this device is the CPU"),
         ((NAME, "--cluster", "4:a100-81g"), "a100-80g"),
     ],
 )

@@ -152,6 +152,19 @@ def test_resume_with_more_epochs_after_a_short_batch() -> None:
     assert stream.steps_total == 6
 
 
+@pytest.mark.parametrize(("cut", "size"), [(Cut(4), 9), (Cut(3), 8), (Cut(5), 8)], ids=str)
+def test_steps_count_on_after_a_short_batch_and_another_global_batch(cut: Cut, size: int) -> None:
+    """`size` samples were done in three steps: the numbers of plans and of what is taken are one count."""
+    stream = DataStream(range(9), cut=cut, epochs=2)
+    stream.load_state_dict({"position": size})
+    stream.continue_at(3)
+    for number, plan in enumerate(list(stream.steps()), 4):
+        assert plan.step == stream.step
+        stream.take(plan)
+        assert stream.step == number
+    assert stream.step == stream.steps_total == 3 + -(-(18 - size) // cut.global_batch)
+
+
 def test_position_moves_only_when_a_step_is_taken() -> None:
     stream = DataStream(range(10), cut=Cut(4), epochs=1)
     plans = list(stream.steps())

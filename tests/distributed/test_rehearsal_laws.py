@@ -56,7 +56,7 @@ def dynamo() -> None:
 def compare(pool: Pools, kind: type[Tokens], layout: str, world: int, words: tuple[str, ...]) -> None:
     """The first and the last rank."""
     given = ("train.global_batch=8", "train.max_norm=1.0", *words)
-    precision = "bfloat16" if "train.precision=bfloat16" in words else "float32"
+    precision = next((word.partition("precision=")[2] for word in words if "precision" in word), "float32")
     config = config_of(layout, *(word for word in given if "precision" not in word), precision=precision, steps=16)
 
     def real() -> tuple[float, int, dict[str, tuple[int, int]]]:
@@ -91,6 +91,14 @@ def test_a_dry_run_is_the_real_step(
     pool: Pools, kind: type[Tokens], layout: str, world: int, words: tuple[str, ...]
 ) -> None:
     compare(pool, kind, layout, world, words)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "world"), [("single", 1), ("fsdp", 2)])
+def test_a_dry_run_in_eight_bits_is_the_real_step(pool: Pools, layout: str, world: int) -> None:
+    """As a processor emulates them."""
+    pytest.importorskip("torchao", reason="torchao is not installed: allranks[float8]")
+    compare(pool, Tokens, layout, world, ("train.precision=float8",))
 
 
 @pytest.mark.full

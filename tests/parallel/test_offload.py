@@ -147,6 +147,16 @@ def test_a_graph_that_nobody_holds_leaves_nothing_waiting(journey: Journey) -> N
     assert journey.alive() == 0
 
 
+def test_a_graph_without_a_backward_goes_with_what_stays(journey: Journey) -> None:
+    """What stays may be an operator's output, which knows its node, which would know it."""
+    modules = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4), nn.Softmax(-1)) for _ in range(1))
+    apply(modules, 64 * 64)
+    loss = modules[0](torch.rand(16, 64, requires_grad=True)).sum()
+    assert journey.alive() > 0
+    del loss
+    assert journey.alive() == 0
+
+
 def test_what_stays(journey: Journey) -> None:
     """Parameters and views of them, what is small or expanded, and all of a forward without gradients."""
     linear = nn.Linear(64, 64, bias=False)

@@ -8,6 +8,7 @@ import pytest
 
 from allranks.layout import Layout
 from allranks.plan import Estimate, MemoryUse, StepTime, Traffic
+from allranks.planning.checking import weigh
 from allranks.planning.dry_run import DryRun, corrected, ratios, read_dry_run, what_changed
 from allranks.rehearsal import Collective, Finding
 from tests.reporting.plans import make_estimate
@@ -36,24 +37,43 @@ def told(**changes: Any) -> DryRun:
 
 def sent(layout: Layout, *collectives: Collective) -> dict[str, float]:
     document = rehearsal(replace(rank(), collectives=collectives)).to_json()
-    return dict(read_dry_run(json.loads(json.dumps(document)), layout).sent_bytes)
+    return dict(read_dry_run(json.loads(json.dumps(document)), layout, 8).sent_bytes)
 
 
 def test_the_document_of_a_dry_run_is_read() -> None:
     first, fullest = rank(0, 500), rank(7, 800)
-    found = read_dry_run(json.loads(json.dumps(rehearsal(first, fullest).to_json())), Layout(dp_shard=8, tp=8))
+    found = read_dry_run(json.loads(json.dumps(rehearsal(first, fullest).to_json())), Layout(dp_shard=8, tp=8), 8)
     assert (found.peak_bytes, found.margin_bytes, found.fault) == (800, 100.0, "")
     assert found.by_category == {"weights": 100, "activations": 700}
     assert found.sent_bytes == {"tp": pytest.approx(40 * 8 / 7)}
 
 
+def test_what_waits_counts_for_every_process_of_a_node() -> None:
+    told = rehearsal(replace(rank(0, 900), host_peak_bytes=70), replace(rank(1), host_peak_bytes=90))
+    assert read_dry_run(told.to_json(), FSDP, 4).host_bytes == 360
+
+
+@pytest.mark.parametrize(("host_bytes", "fits"), [(3e9, True), (3.1e9, False)])
+def test_a_host_has_to_have_room_for_what_was_counted(host_bytes: float, fits: bool) -> None:
+    """Planned is half of it: pinned memory comes in powers of two."""
+    before, counted = planned(host_bytes=1.5e9, host_capacity_bytes=3e9), told(host_bytes=host_bytes)
+    after = corrected(before, counted)
+    assert (
+        after.host_bytes == host_bytes
+        and after.fits is fits
+        and weigh(before, counted).outcome == ("stands" if fits else "dropped")
+    )
+    short = "" if fits else "; 3.1 GB in a host's memory, which has 3.0 GB for what is moved there"
+    assert what_changed(before, counted) == f"12.0 GB counted, 10.0 GB planned{short}; messages as planned"
+
+
 def test_the_first_fault_of_any_rank_is_told_with_its_move() -> None:
     harmless, fatal = Finding("unsharded", "w lies whole", "cut it"), Finding("hang", "rank 7 waits", "x", fails=True)
-    assert read_dry_run(rehearsal(rank(0, 500, harmless)).to_json(), FSDP).fault == ""
-    assert read_dry_run(rehearsal(rank(0, 500, harmless), rank(7, 500, fatal)).to_json(), FSDP).fault == (
+    assert read_dry_run(rehearsal(rank(0, 500, harmless)).to_json(), FSDP, 8).fault == ""
+    assert read_dry_run(rehearsal(rank(0, 500, harmless), rank(7, 500, fatal)).to_json(), FSDP, 8).fault == (
         "rank 7 waits; x"
     )
-    assert read_dry_run(replace(rehearsal(), findings=(fatal,)).to_json(), FSDP).fault == "rank 7 waits; x"
+    assert read_dry_run(replace(rehearsal(), findings=(fatal,)).to_json(), FSDP, 8).fault == "rank 7 waits; x"
 
 
 def test_bytes_are_counted_as_a_plan_counts_them() -> None:
@@ -81,7 +101,7 @@ def test_sums_over_copies_count_where_nothing_is_shared() -> None:
 def test_the_busiest_rank_counts_for_each_axis() -> None:
     first = replace(rank(0), collectives=(Collective("pp", "send", 7, 1, 2, ""), Collective("tp", "send", 1, 1, 2, "")))
     middle = replace(rank(1), collectives=(Collective("pp", "send", 9, 1, 2, ""),))
-    assert read_dry_run(rehearsal(first, middle).to_json(), Layout(pp=2)).sent_bytes == {"pp": 9.0, "tp": 1.0}
+    assert read_dry_run(rehearsal(first, middle).to_json(), Layout(pp=2), 8).sent_bytes == {"pp": 9.0, "tp": 1.0}
 
 
 def test_memory_is_what_was_counted() -> None:

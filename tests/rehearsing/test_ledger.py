@@ -3,7 +3,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from allranks.rehearsing.ledger import Ledger
+from allranks.rehearsing.ledger import Ledger, Stored
 
 
 def changes(ledger: Ledger) -> list[int]:
@@ -38,6 +38,21 @@ def test_resizing_in_place_is_seen() -> None:
         tensor.untyped_storage().resize_(80)
         del tensor
     assert changes(ledger) == [40, -40, 80, -80]
+
+
+def test_what_is_made_of_what_waits_on_the_host_waits_there_too() -> None:
+    ledger = Ledger(512)
+    with FakeTensorMode():
+        there, here, number = torch.empty(300), torch.empty(300), torch.empty(())
+        with ledger.making("pinned"):
+            assert ledger.find(there).num_bytes == 2048, "torch's pinned blocks are powers of two"
+            ledger.find(number)
+        assert ledger.find(here).memory == "device" and ledger.uses_host
+        assert ledger.find(there + 1, [there, here]).memory == "pageable"
+        assert ledger.find(here + 1, [here, number]).memory == "device", "a number may lie anywhere"
+        kept = there * 2
+        assert ledger.find(kept, [there]).num_bytes == 1200, "pageable memory is as large as it is"
+    assert [Stored(1, memory=memory).heirs for memory in ("device", "pinned")] == ["device", "pageable"]
 
 
 def test_an_allocator_hands_out_whole_blocks() -> None:

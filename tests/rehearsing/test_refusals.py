@@ -2,15 +2,16 @@
 
 import pytest
 
-from allranks.errors import LayoutError, TaskError
+from allranks.errors import ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
+from allranks.planning.hardware import find_cluster
 from allranks.rehearsing.refusals import NotRehearsed, Unrehearsable, explain, refuse
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        *(Layout(kind="placement"), Layout(kind="data_parallel"), Layout(dp_shard=2, offload="all")),
+        *(Layout(kind="placement"), Layout(kind="data_parallel")),
         *(Layout(dp_replicate=2, ddp_hook="bfloat16"), Layout(recompute="budget", compile="block")),
         *(Layout(tp=2, recompute="selective"), Layout(dp_shard=2, recompute="selective")),
     ],
@@ -24,8 +25,17 @@ def test_layouts_without_a_rehearsal(layout: Layout) -> None:
 def test_other_layouts_have_one() -> None:
     refuse(Layout(dp_shard=8, tp=8, recompute="full"), "bfloat16")
     refuse(Layout(dp_replicate=2, recompute="selective"))
+    refuse(Layout(dp_shard=2, offload="all"))
     with pytest.raises(LayoutError, match="float16 is not rehearsed"):
         refuse(Layout(), "float16")
+
+
+def test_eight_bits_need_a_device_that_multiplies_them() -> None:
+    old, new, processor = (find_cluster(name).device for name in ("8:a100-80g", "8:h100", "1x2:cpu"))
+    for device in (None, new, processor):
+        refuse(Layout(), "float8", device)
+    with pytest.raises(ConfigError, match=r"eight bits, and a100-80g does not: take train\.precision=bfloat16"):
+        refuse(Layout(), "float8", old)
 
 
 def test_a_fault_and_a_question_of_values() -> None:

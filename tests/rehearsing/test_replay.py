@@ -1,8 +1,20 @@
 """Stretches that stand for several are repeated on paper: memory in depth, messages and FLOPs in number, too."""
 
 from allranks.parallel.step_record import Deed
+from allranks.rehearsal import Transfer
 from allranks.rehearsing.ledger import Stored, Stretch
-from allranks.rehearsing.replay import GIVEN, Repeats, add_flops, add_messages, changes_on_paper, describe, find_peak
+from allranks.rehearsing.replay import (
+    GIVEN,
+    ON_DEVICE,
+    ON_HOST,
+    Repeats,
+    add_flops,
+    add_messages,
+    add_transfers,
+    changes_on_paper,
+    describe,
+    find_peak,
+)
 from allranks.rehearsing.watch import Message
 
 GATHER = Message("dp_shard", "all-gather", 10, 4, "task.py:3 forward")
@@ -38,6 +50,23 @@ def test_memory_repeats_in_depth() -> None:
         ("layers.*", "gradients", 2),
     ]
     assert deep.levels[-1] == (100, 106)
+
+
+def test_device_and_host_have_peaks_of_their_own() -> None:
+    on_host, passing = Stored(50, "layers.0", "weights", memory="pinned"), Stored(7, memory="pageable")
+    stretches = [
+        Stretch("forward", "layers.1", 0, [(Stored(5), 5), (passing, 7)], transfers=[("activations", "host", 7)]),
+        Stretch(
+            "update", changes=[(passing, -21)], transfers=[("parameters", "device", 2), ("parameters", "device", 1)]
+        ),
+    ]
+    here, there = (find_peak([(on_host, 50)], stretches, REPEATS, where) for where in (ON_DEVICE, ON_HOST))
+    assert (here.num_bytes, here.resting, here.by_category) == (15, 0, {"activations": 15})
+    assert (there.num_bytes, there.resting, there.by_category) == (71, 50, {"weights": 50, "other": 21})
+    assert add_transfers(stretches, REPEATS) == (
+        Transfer("activations", "host", 21, 3),
+        Transfer("parameters", "device", 3, 2),
+    )
 
 
 def test_messages_and_flops_repeat_in_number() -> None:

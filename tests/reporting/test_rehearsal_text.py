@@ -3,7 +3,7 @@
 from dataclasses import replace
 from xml.etree import ElementTree
 
-from allranks.rehearsal import Finding, Remedy
+from allranks.rehearsal import Finding, Remedy, Transfer
 from allranks.reporting.rehearsal_text import draw_moments, render_moments, render_rehearsal, render_verdict
 from tests.test_rehearsal import rank, rehearsal
 
@@ -14,6 +14,30 @@ def test_the_verdict() -> None:
     assert render_verdict(full) == ("does not fit: 950 B of 1.0 kB at the peak, 50 B too much beside a margin of 100 B")
     fatal = replace(rehearsal(), findings=(Finding("hang", "ranks 0 and 3 part", "let them not", fails=True),))
     assert render_verdict(fatal).startswith("would fail: see Found")
+
+
+def test_what_waits_on_the_host_and_what_crosses() -> None:
+    assert "host's memory" not in render_rehearsal(rehearsal())
+    waits = replace(
+        rank(),
+        host_peak_bytes=5000,
+        host_by_category={"weights": 2000, "optimizer": 3000},
+        transfers=(Transfer("parameters", "device", 4000, 6),),
+    )
+    told = replace(rehearsal(waits), host_bandwidth=2e4)
+    text = render_rehearsal(told)
+    for part in (
+        *("What waits in the host's memory for rank 0: 5.0 kB at most", "optimizer  3.0 kB"),
+        *(
+            "in a step, over a link of 20.0 kB/s in each direction",
+            "parameters  device      6  4.0 kB               0.2 s",
+        ),
+    ):
+        assert part in text
+    assert render_verdict(replace(told, host_capacity_bytes=4000.0)) == (
+        "does not fit: 5.0 kB would wait in the host's memory, of which a process has 4.0 kB (600 B of 1.0 kB at the "
+        "peak)"
+    )
 
 
 def test_all_of_it() -> None:

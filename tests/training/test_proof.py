@@ -25,7 +25,7 @@ def proven(directory: Path, layout: str, change: Any = None, *overrides: str) ->
     session, contents = contents_of(Tiny(), config_of(layout, *SETTINGS, *overrides, precision="float32"), 3)
     found: list[Verdict | None] = []
     saver = saver_of(session, contents, directory)
-    saver.prove = lambda checkpoint, parts: found.append(prove(checkpoint, session, parts))
+    saver.prove = lambda checkpoint, contents: found.append(prove(checkpoint, session, contents))
     with pytest.MonkeyPatch.context() as patch:
         if change is not None:
             change(session, contents, patch)

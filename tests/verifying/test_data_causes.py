@@ -18,12 +18,12 @@ def drops(run: RunRecord) -> None:
     run.steps[0].draws = [Draw(1, (4, 8), False)]
 
 
-def with_draws(first: Draw, second: Draw) -> list[str]:
+def with_draws(first: Draw, second: Draw, world: WorldView = TENSOR_WORLD) -> list[str]:
     def change(ranks: list[RunRecord]) -> None:
         alike(ranks)
         ranks[0].steps[0].draws, ranks[1].steps[0].draws = [first], [second]
 
-    return [finding.verdict.kind for finding in judge(evidence(change, drops, TENSOR_WORLD))]
+    return [finding.verdict.kind for finding in judge(evidence(change, drops, world))]
 
 
 def test_ranks_of_one_layer_drop_alike_what_is_whole_and_otherwise_what_is_cut() -> None:
@@ -32,6 +32,11 @@ def test_ranks_of_one_layer_drop_alike_what_is_whole_and_otherwise_what_is_cut()
     assert with_draws(Draw(1, whole, False), Draw(2, whole, False)) == ["S7"]
     assert with_draws(Draw(1, cut, False), Draw(2, cut, False)) == []
     assert with_draws(Draw(1, cut, False), Draw(1, cut, False)) == ["S7"]
+
+
+def test_ranks_of_two_stages_drop_for_themselves() -> None:
+    """A stage calls what is before it and has no parameters, too, on values that nobody takes."""
+    assert with_draws(Draw(1, (2, 8), False), Draw(2, (2, 8), False), WorldView((0, 0), {"pp": 2})) == []
 
 
 def test_an_epoch_that_begins_anew_in_the_same_order() -> None:

@@ -25,7 +25,10 @@ def test_factors_in_words() -> None:
     assert (
         world.is_count(9.0, 3) and world.is_count(1 / 3, 3) and not world.is_count(1.5, 3) and not world.is_count(1, 1)
     )
-    assert world.twins(3) == [2, 3]
+    assert world.twins(3) == world.layer_twins(3) == [2, 3]
+    staged = WorldView((0, 0, 1, 1, 0, 0, 1, 1), {"pp": 2, "dp": 2, "tp": 2})
+    assert staged.twins(1) == [0, 1, 4, 5]
+    assert staged.layer_twins(1) == [0, 1] and staged.layer_twins(6) == [6, 7]
 
 
 def rank(rows: list[int], weight: torch.Tensor) -> RunRecord:

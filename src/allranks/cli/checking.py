@@ -69,7 +69,7 @@ class Rehearser:
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return f"not done within {format_seconds(self._limit)}, which is the limit of all dry runs together"
-        return self._read(ran, choice)
+        return self._read(ran, question, choice)
 
     def words(self, question: Question, choice: Choice) -> list[str]:
         """What `allranks dryrun` is told, so that it rehearses just this choice."""
@@ -85,14 +85,14 @@ class Rehearser:
         cut = f"train.micro_batch={choice.micro_batch}" if micro_steps is None else f"train.micro_steps={micro_steps}"
         return [*found, cut]
 
-    def _read(self, ran: "subprocess.CompletedProcess[str]", choice: Choice) -> DryRun | str:
+    def _read(self, ran: "subprocess.CompletedProcess[str]", question: Question, choice: Choice) -> DryRun | str:
         try:
             document: Mapping[str, Any] = json.loads(ran.stdout)
         except ValueError:
             last = (ran.stderr.strip().splitlines() or ["it said nothing"])[-1]
             return f"the dry run ended with exit code {ran.returncode}: {last}"
         if ran.returncode in ANSWERED and "ranks" in document:
-            return read_dry_run(document, choice.layout)
+            return read_dry_run(document, choice.layout, question.cluster.devices_per_node)
         error = str(document.get("error", f"exit code {ran.returncode}"))
         if document.get("kind") in OF_THE_LAYOUT:
             return DryRun(fault=error)

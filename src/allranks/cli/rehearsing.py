@@ -101,7 +101,7 @@ def changes_of(asked: Asked) -> list[str]:
 
 def exit_code(told: Rehearsal) -> int:
     """0 fits; 1 does not, or would fail."""
-    return NOT if told.fails or told.free_bytes < 0 else FITS
+    return FITS if told.fits and not told.fails else NOT
 
 
 def question_of(asked: Asked) -> "Question":
@@ -117,7 +117,7 @@ def question_of(asked: Asked) -> "Question":
     from allranks.rehearsing.whole import Question
     from allranks.rehearsing.world_of_ranks import choose_ranks
 
-    refuse(layout, prepared.config.train.precision)
+    refuse(layout, prepared.config.train.precision, cluster.device)
     name = asked.arguments[0] if spec == NAMED else prepared.name
     ranks = choose_ranks(asked.ranks, layout)
     return Question(name, prepared.task, prepared.config, cluster, layout, ranks, asked.full)

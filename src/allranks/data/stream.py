@@ -62,7 +62,7 @@ class DataStream:
         self.dataset, self.cut, self.dp_rank, self.seed = dataset, cut, dp_rank, seed
         self.epochs, self.steps_limit, self.shuffle = epochs, steps, shuffle
         self.position = 0
-        self._steps_before = 0  # see continue_at
+        self._resumed = (0, 0)  # (steps, samples) that were done where this run began: see continue_at
         self.num_samples: int | None = None
         # The length of a dataset that shards itself could be its part's or the whole's: nobody knows.
         if self.order != "sharded" and callable(getattr(dataset, "__len__", None)):
@@ -77,11 +77,14 @@ class DataStream:
     @property
     def step(self) -> int:
         """Steps done since the beginning of the run."""
-        return self._steps_before + self._num_steps(self.position)
+        steps, samples = self._resumed
+        return steps + self._num_steps(self.position - samples)
 
     def continue_at(self, step: int) -> None:
-        """Count on from `step` steps done, which `position` alone does not tell where a resume changed global_batch."""
-        self._steps_before = step - self._num_steps(self.position)
+        """Count on from `step` steps done, which `position` alone does not tell: before it, global_batch may have been
+        another, or the last batch of fewer epochs short.
+        """
+        self._resumed = step, self.position
 
     @property
     def samples_total(self) -> int | None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from allranks.errors import LayoutError
 from allranks.layout import Layout
+from allranks.parallel import host_parameters
 from allranks.parallel.compiled import MEMORY_BUDGET, compile_forward
 from allranks.parallel.offload import Offloader
 from allranks.parallel.recompute import recompute, selective, selective_in_graph
@@ -43,7 +44,7 @@ def change_blocks(
     """
     if not changes_blocks(layout):
         return []
-    if layout.offloads_activations and device.type == "cpu":
+    if layout.offloads_activations and not host_parameters.has_own_memory(device):
         raise LayoutError(
             f"offload={layout.offload} moves what waits for the backward from an accelerator to the host's memory, and "
             "this device is the CPU: leave it out, or use recompute=full"

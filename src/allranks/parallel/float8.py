@@ -48,7 +48,7 @@ def lower_linears(
             f"train.precision=float8 needs a GPU of compute capability {least} (Ada, Hopper or newer), and this one "
             f"has {own}: take train.precision=bfloat16"
         )
-    config = torchao.Float8LinearConfig(emulate=device.type == "cpu")
+    config = torchao.Float8LinearConfig(emulate=emulates(device))
     blocks, lowered, left = find_blocks(modules, hints), dict(modules), list[str]()
     number = 0
     for which, module in modules.items():
@@ -66,6 +66,11 @@ def lower_linears(
         raise TaskError(f"train.precision=float8 finds {widths} in the model's blocks: take train.precision=bfloat16")
     decisions.append(_describe(number, left, any(blocks.values()), device))
     return lowered
+
+
+def emulates(device: torch.device) -> bool:
+    """Whether products are made in float32, of numbers that were rounded to eight bits."""
+    return device.type == "cpu"
 
 
 def _import_torchao() -> Any:
@@ -93,6 +98,6 @@ def _describe(number: int, left: Sequence[str], blocks: bool, device: torch.devi
     where = "inside of the model's blocks" if blocks else "of the model, in which nothing repeats"
     rest = f"; {len(left)} of widths that {MULTIPLE} does not divide stay in bfloat16: {left[0]}" if left else ""
     rest += " ..." if len(left) > 1 else ""
-    emulated = ", emulated in float32 since the device is the CPU" if device.type == "cpu" else ""
+    emulated = ", emulated in float32 since the device is the CPU" if emulates(device) else ""
     what = f"{number} linear layers {where} multiply in float8{emulated}"
     return Decision(what, f"train.precision=float8, all else as under bfloat16{rest}")

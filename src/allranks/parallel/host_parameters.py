@@ -21,12 +21,17 @@ def choose_offload(layout: Layout, device: torch.device) -> OffloadPolicy:
     """
     if not layout.offloads_parameters:
         return OffloadPolicy()
-    if device.type == "cpu":
+    if not has_own_memory(device):
         raise LayoutError(
             f"offload={layout.offload} keeps parameters, gradients and the optimizer's state in the host's memory "
             "rather than an accelerator's, and this device is the CPU: there they are anyway; leave it out"
         )
-    return CPUOffloadPolicy(pin_memory=True)
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu")
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether there is a host's memory beside the device's."""
+    return device.type != "cpu"
 
 
 def describe_offload(layout: Layout) -> list[Decision]:

@@ -22,6 +22,8 @@ Forward = Callable[..., Any]
 
 SMALLEST_BYTES = 2**20
 """What is smaller stays: starting its two copies would cost more than its bytes are worth."""
+MOVED: tuple[type[torch.Tensor], ...] = (torch.Tensor,)
+"""Types of what is moved: of a class of somebody's own nobody knows what a copy of its memory would be."""
 
 
 @final
@@ -46,7 +48,7 @@ class Offloader:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            kept = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+            kept = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
             block = _Block(self, kept)
             with saved_tensors_hooks(block.pack, _unpack):
                 output = forward(*args, **kwargs)
@@ -73,13 +75,15 @@ class _Block:
         moves = (
             tensor.device.type == own.device.type
             and tensor.nbytes >= own.smallest_bytes
-            and type(tensor) is torch.Tensor
+            and type(tensor) in MOVED
             # An expanded one would take its full size there.
             and tensor.untyped_storage().nbytes() >= tensor.nbytes
-            and tensor.untyped_storage().data_ptr() not in self._kept
+            and tensor.untyped_storage()._cdata not in self._kept
         )
         if not moves:
-            return _Staying(tensor, tensor._version)
+            # Detached: an operator's output knows the node that saves it here, and neither would ever be freed where
+            # no backward comes. The count of writes is shared.
+            return _Staying(tensor.detach(), tensor._version)
         waiting = _Waiting(self, tensor, own.stream)
         self._waiting.append(weakref.ref(waiting))
         return waiting
@@ -109,8 +113,7 @@ class _Waiting:
         self._stream = stream
         self._back: torch.Tensor | None = None
         self._ready: torch.cuda.Event | None = None
-        # The same order in memory (channels_last, transposed), so that kernels of the backward find what they expect.
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)
+        self._host = host_memory_like(tensor, pinned=stream is not None)
         if stream is None:
             self._host.copy_(tensor)
             return
@@ -125,7 +128,7 @@ class _Waiting:
         if self._back is not None:
             return
         # Of the computing stream's memory: what frees it there is ordered behind what used it.
-        self._back = torch.empty_like(self._host, device=self._device)
+        self._back = device_memory_like(self._host, self._device)
         if self._stream is None:
             self._back.copy_(self._host)
             return
@@ -144,6 +147,19 @@ class _Waiting:
         if self._ready is not None:
             torch.cuda.current_stream(self._device).wait_event(self._ready)
         return back
+
+
+def host_memory_like(tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+    """The host's memory for a copy of `tensor`.
+
+    In the same order (channels_last, transposed), so that kernels of the backward find what they expect.
+    """
+    return torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+
+
+def device_memory_like(waiting: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The device's memory for a copy of what waits on the host."""
+    return torch.empty_like(waiting, device=device)
 
 
 @final

@@ -1,4 +1,4 @@
-"""What a dry run counted of a Choice, and the Estimate that follows: its memory, and messages by counted bytes."""
+"""What a dry run counted of a Choice, and the Estimate that follows: its memory, the host's too, and its messages."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any, final
 
 from allranks.layout import Layout
 from allranks.plan import Estimate, MemoryUse, Span, StepTime, Traffic
-from allranks.planning.reasons import HOLDINGS, NOTICED
+from allranks.planning.reasons import HOLDINGS, NOTICED, needs_of_host
 from allranks.units import format_bytes, format_seconds
 
 CAUSES = {"dp": "data", "tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline"}
@@ -23,6 +23,7 @@ class DryRun:
         peak_bytes: on the fullest rank; by_category: of what, at that moment.
         margin_bytes: that have to stay free beside them.
         sent_bytes: axis of a Traffic -> bytes in one step, counted as a Traffic counts them, of the busiest rank.
+        host_bytes: that wait in a node's memory, where every process has as much there as the one with the most.
         fault: the first thing that the run would fail by, with the move that mends it; "" where there is none.
     """
 
@@ -30,11 +31,16 @@ class DryRun:
     margin_bytes: float = 0.0
     by_category: Mapping[str, float] = field(default_factory=dict)
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
+    host_bytes: float = 0.0
     fault: str = ""
 
 
-def read_dry_run(document: Mapping[str, Any], layout: Layout) -> DryRun:
-    """The document of `allranks dryrun --json` (docs/reference/dryrun.md) of a run under `layout`."""
+def read_dry_run(document: Mapping[str, Any], layout: Layout, per_node: int) -> DryRun:
+    """The document of `allranks dryrun --json` (docs/reference/dryrun.md) of a run under `layout`.
+
+    Args:
+        per_node: processes on one node.
+    """
     ranks = list(document["ranks"].values())
     fullest = max(ranks, key=lambda rank: float(rank["peak_bytes"]))
     found = [*document["findings"], *(finding for rank in ranks for finding in rank["findings"])]
@@ -47,6 +53,7 @@ def read_dry_run(document: Mapping[str, Any], layout: Layout) -> DryRun:
         margin_bytes=document["margin_bytes"],
         by_category=dict(fullest["by_category"]),
         sent_bytes=dict(sent),
+        host_bytes=per_node * document["host_peak_bytes"],
         fault=next(iter(faults), ""),
     )
 
@@ -80,7 +87,7 @@ def ratios(planned: Estimate, told: DryRun) -> dict[str, float]:
 
 
 def corrected(planned: Estimate, told: DryRun) -> Estimate:
-    """`planned` with the counted memory, and with seconds of messages in proportion to the counted bytes.
+    """`planned` with the counted memory, of devices and of hosts; seconds of messages are in proportion to their bytes.
 
     What hides behind computation stays the share that was planned. What the process takes besides its tensors stays as
     planned, too: a dry run does not see it.
@@ -97,6 +104,7 @@ def corrected(planned: Estimate, told: DryRun) -> Estimate:
         memory=memory,
         stages={},
         peak_bytes=Span(memory.total, peak, peak),
+        host_bytes=told.host_bytes,
         time=time,
         step_seconds=Span(*(slower * part for part in _parts(planned.step_seconds))),
         traffic=tuple(_scaled(row, scales.get(row.axis, 1.0)) for row in planned.traffic),
@@ -134,7 +142,9 @@ def what_changed(planned: Estimate, told: DryRun) -> str:
     after = corrected(planned, told)
     tensors = planned.memory.total - planned.memory.framework
     said = [f"{format_bytes(told.peak_bytes)} counted, {format_bytes(tensors)} planned"]
-    if not after.fits:
+    if not after.fits_host:
+        said.append(needs_of_host(after))
+    if after.peak_bytes.high > after.capacity_bytes:
         name, most = max(told.by_category.items(), key=lambda pair: pair[1])
         margin = after.peak_bytes.expected - told.peak_bytes
         room = format_bytes(after.capacity_bytes)

@@ -78,8 +78,7 @@ def why_unfit(other: Estimate) -> str:
         return f"would fail: {other.fault}"
     peak, capacity = other.peak_bytes, other.capacity_bytes
     if peak.high <= capacity and other.host_capacity_bytes is not None:
-        size, room = format_bytes(other.host_bytes), format_bytes(other.host_capacity_bytes)
-        return f"does not fit: {size} in a host's memory, which has {room} for what is moved there"
+        return f"does not fit: {needs_of_host(other)}"
     name, most = next(iter(bytes_by_category(other.memory).items()))
     if other.may_fit:
         return (
@@ -91,6 +90,13 @@ def why_unfit(other: Estimate) -> str:
         f"does not fit: {format_bytes(peak.expected)} of {format_bytes(capacity)}{times};"
         f" {HOLDINGS[name]} {format_bytes(most)}"
     )
+
+
+def needs_of_host(other: Estimate) -> str:
+    """What the processes of a node keep in its memory, and what it has for that, which somebody knows."""
+    assert other.host_capacity_bytes is not None
+    size, room = format_bytes(other.host_bytes), format_bytes(other.host_capacity_bytes)
+    return f"{size} in a host's memory, which has {room} for what is moved there"
 
 
 def difference(other: Estimate, first: Estimate) -> str:

@@ -18,12 +18,22 @@ from allranks.profiling.fakes import fake_mode
 from allranks.profiling.on_cuda import as_on_cuda
 from allranks.rehearsal import RankRehearsal
 from allranks.rehearsing.crossings import Crossings
+from allranks.rehearsing.eight_bits import multiplying_in_eight_bits
 from allranks.rehearsing.findings import unsharded, without_gradient
+from allranks.rehearsing.host_memory import Noted, beside_host
 from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.moments import list_moments, note_deed
 from allranks.rehearsing.rank_step import RankStep, assemble_rank, local, processes_of
 from allranks.rehearsing.refusals import explain
-from allranks.rehearsing.replay import Repeats, add_flops, add_messages, find_peak, list_works
+from allranks.rehearsing.replay import (
+    ON_HOST,
+    Repeats,
+    add_flops,
+    add_messages,
+    add_transfers,
+    find_peak,
+    list_works,
+)
 from allranks.rehearsing.shortening import NotShortened, follow_blocks, shorten
 from allranks.rehearsing.units import watch_units
 from allranks.rehearsing.watch import Watch
@@ -92,6 +102,10 @@ def _rehearse(
         stack.enter_context(fake_world(rank, layout.world_size, world.backend, crossings))
         if world.on_cuda:
             stack.enter_context(as_on_cuda())
+            if config.train.precision == "float8":
+                stack.enter_context(multiplying_in_eight_bits())
+        if layout.offload != "none":
+            stack.enter_context(beside_host(Noted(ledger), accelerator=world.on_cuda))
         processes = processes_of(rank, layout, world.backend, world.per_node)
         told = assemble_rank(task, short, processes, ledger, mode)
         found = _watch(task, told, ledger, mode, rank, full=full, times=times)
@@ -115,7 +129,7 @@ def _watch(
         mark_state(told, ledger)
         _record_step(task, told, watch, ledger, shortened.blocks)
     repeats = Repeats(shortened.times, 1, times)
-    peak = find_peak(ledger.resting, ledger.stretches, repeats)
+    peak, on_host = (find_peak(ledger.resting, ledger.stretches, repeats, *where) for where in ((), (ON_HOST,)))
     sequence = tuple((m.axis, m.op, m.num_bytes) for stretch in ledger.stretches for m in stretch.messages)
     return RankRehearsal(
         rank=rank,
@@ -134,6 +148,9 @@ def _watch(
         micro_steps=len(told.batch.micro_steps) + times - 1,
         traced=len(shortened.blocks) - len(shortened.left_out),
         blocks=len(shortened.blocks),
+        host_peak_bytes=on_host.num_bytes,
+        host_by_category=on_host.by_category,
+        transfers=add_transfers(ledger.stretches, repeats),
     )
 
 
@@ -190,9 +207,11 @@ def mark_state(told: RankStep, ledger: Ledger) -> None:
     for optimizer in told.optimizers.by_name.values():
         names = {id(tensor): name for name, tensor in spread.updatable().items()}
         for parameter, state in optimizer.state.items():
+            memory = ledger.find(local(parameter.detach())).heirs
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     ledger.mark(local(value), "optimizer", names.get(id(parameter), "").rpartition(".")[0])
+                    ledger.move(local(value), memory)
 
 
 def fewer_micro_steps(config: Config, layout: Layout) -> tuple[Config, int]:

@@ -1,19 +1,23 @@
 """Memory by storage: when each begins and ends to exist, of which category it is, and which module asked for it.
 
 A storage that several tensors view is one. FSDP2 gives gathered memory back by resizing its storage to nothing: so
-resizing is watched, too. The step is a row of stretches (`Stretch`), and a storage's life is written down as changes in
+resizing is watched, too. What an operator makes lies in the memory in which its inputs lie, the device's or the host's.
+The step is a row of stretches (`Stretch`), and a storage's life is written down as changes in
 them, so that a stretch which repeats can be repeated on paper.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 
 from allranks.rehearsal import Category
+
+Memory = Literal["device", "pinned", "pageable"]
+"""The device's, and the host's of two kinds: pinned is what copies can go to while the device computes."""
 
 
 @final
@@ -24,12 +28,19 @@ class Stored:
     Attributes:
         num_bytes: now; category, module: what it is and whose; None until somebody says.
         in_backward: whether it was made there.
+        memory: where it lies, for the whole of its life.
     """
 
     num_bytes: int
     module: str = ""
     category: Category | None = None
     in_backward: bool = False
+    memory: Memory = "device"
+
+    @property
+    def heirs(self) -> Memory:
+        """Where what is made from it lies."""
+        return "device" if self.memory == "device" else "pageable"
 
 
 @final
@@ -41,6 +52,7 @@ class Stretch:
         phase, block, micro_step: where in the step it is; block "" is outside of all blocks.
         changes: (storage, bytes more or less).
         messages: of collectives, in order; flops: in it.
+        transfers: (what, to which of "host" and "device", bytes), in order.
         deeds: (number of changes before it, what a unit does from there on).
     """
 
@@ -51,6 +63,7 @@ class Stretch:
     messages: list[Any] = field(default_factory=list)
     flops: float = 0.0
     deeds: list[tuple[int, Any]] = field(default_factory=list)
+    transfers: list[tuple[str, str, int]] = field(default_factory=list)
 
 
 @final
@@ -62,7 +75,8 @@ class Ledger:
         resting: what was alive when the recording began.
         module: whose what is made now is.
         place: (category, module) of what is made now, where that is known from the place; None: it is not.
-        round_to: bytes that the allocator hands out at once.
+        round_to: bytes that the device's allocator hands out at once.
+        uses_host: whether anything has ever lain in the host's memory.
     """
 
     def __init__(self, round_to: int = 1) -> None:
@@ -70,19 +84,27 @@ class Ledger:
         self.resting: list[tuple[Stored, int]] = []
         self.module = ""
         self.place: tuple[Category, str] | None = None
+        self.uses_host = False
+        self._making: Memory | None = None
         self._round_to = round_to
         self._known: dict[int, tuple[Stored, Any]] = {}
         self._recording = False
 
-    def find(self, tensor: torch.Tensor) -> Stored:
-        """The storage of a tensor, known from now on."""
+    def find(self, tensor: torch.Tensor, made_from: Iterable[torch.Tensor] = ()) -> Stored:
+        """The storage of a tensor, known from now on.
+
+        Args:
+            made_from: what it was made from; where one of them waits on the host, so does this.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._known.get(key)
         if known is not None:
             return known[0]
         category, module = self.place or (None, self.module)
-        stored = Stored(self._rounded(storage.nbytes()), module, category, _in_backward())
+        memory = self._making or self._memory_of(made_from)
+        self.uses_host |= memory != "device"
+        stored = Stored(self._rounded(storage.nbytes(), memory), module, category, _in_backward(), memory)
 
         def forget(_: object) -> None:
             # Another storage may have its place by now.
@@ -103,6 +125,21 @@ class Ledger:
             stored.module = module
 
     @contextmanager
+    def making(self, memory: Memory) -> Iterator[None]:
+        """Inside, what is new lies there."""
+        outer, self._making = self._making, memory
+        try:
+            yield
+        finally:
+            self._making = outer
+
+    def move(self, tensor: torch.Tensor, memory: Memory) -> None:
+        """It has lain there from the beginning; said before the recording begins."""
+        assert not self._recording
+        stored = self.find(tensor)
+        stored.memory, stored.num_bytes = memory, self._rounded(tensor.untyped_storage().nbytes(), memory)
+
+    @contextmanager
     def watching_sizes(self) -> Iterator[None]:
         """See storages that are resized in place."""
         resize = torch.UntypedStorage.resize_
@@ -111,7 +148,7 @@ class Ledger:
             found = resize(storage, size)
             known = self._known.get(storage._cdata)
             if known is not None:
-                stored, now = known[0], self._rounded(storage.nbytes())
+                stored, now = known[0], self._rounded(storage.nbytes(), known[0].memory)
                 self._change(stored, now - stored.num_bytes)
                 stored.num_bytes = now
             return found
@@ -142,7 +179,17 @@ class Ledger:
         if self._recording and num_bytes:
             self.stretches[-1].changes.append((stored, num_bytes))
 
-    def _rounded(self, num_bytes: int) -> int:
+    def _memory_of(self, made_from: Iterable[torch.Tensor]) -> Memory:
+        # A tensor without dims may lie anywhere beside the others.
+        keys = (tensor.untyped_storage()._cdata for tensor in made_from if tensor.dim())
+        there = any(key in self._known and self._known[key][0].memory != "device" for key in keys)
+        return "pageable" if there else "device"
+
+    def _rounded(self, num_bytes: int, memory: Memory) -> int:
+        if self._round_to == 1 or memory == "pageable":
+            return num_bytes
+        if memory == "pinned":  # ATen/core/CachingHostAllocator.h, allocate
+            return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
         return -(-num_bytes // self._round_to) * self._round_to
 
 

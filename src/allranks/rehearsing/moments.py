@@ -33,20 +33,20 @@ def list_moments(
     resting: Sequence[tuple[Stored, int]], stretches: Sequence[Stretch], repeats: Repeats
 ) -> tuple[Moment, ...]:
     """In order; what follows in several messages for one unit is one, and blocks that were left out are counted."""
-    live = sum(num_bytes for _, num_bytes in resting)
+    live = sum(num_bytes for stored, num_bytes in resting if stored.memory == "device")
     rows: list[_Row] = [_Row(Deed("start", "begin", "the step"), live, live, 1, 0)]
     for stretch, changes in zip(stretches, changes_on_paper(stretches, repeats), strict=True):
         first = len(rows)
         for copy in range(repeats.in_depth(stretch) if stretch.phase != GIVEN else 0):
             row = first - 1
             deeds = list(stretch.deeds)
-            for place, (_, num_bytes) in enumerate([*changes, (None, 0)]):
+            for place, (stored, num_bytes) in enumerate([*changes, (None, 0)]):
                 while deeds and deeds[0][0] <= place:
                     deed = deeds.pop(0)[1]
                     row += 1
                     if not copy:
                         rows.append(_Row(deed, live, live, repeats.in_depth(stretch), deed.num_bytes))
-                live += num_bytes
+                live += num_bytes if stored is None or stored.memory == "device" else 0
                 rows[row].live, rows[row].highest = live, max(rows[row].highest, live)
     return tuple(
         Moment(row.deed.phase, row.deed.what, row.deed.unit, row.num_bytes, row.live, row.highest, row.times)

@@ -22,6 +22,7 @@ from allranks.parallel.replica_twin import ReplicaTwin
 from allranks.parallel.spread import Spread
 from allranks.process_environment import ProcessEnvironment
 from allranks.profiling.fakes import build_fake, make_fake
+from allranks.rehearsing.host_memory import mark_waiting
 from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.replay import GIVEN
 from allranks.stepping.ema import Ema
@@ -98,7 +99,8 @@ class WatchedPasses(Passes):
             if id(parameter) not in self.absent:
                 self.unreached.append(name)
             elif not any(twin.lend(parameter) for twin in twins):
-                parameter.grad = torch.empty_like(parameter)
+                with self._ledger.making(self._ledger.find(local(parameter)).memory):
+                    parameter.grad = torch.empty_like(parameter)
 
     def mark(self) -> None:
         """Say which memory is gradients now: DDP's buckets take the place of what earlier micro-steps have summed."""
@@ -156,9 +158,16 @@ def assemble_rank(task: Task, config: Config, processes: Processes, ledger: Ledg
             outer=outer,
             ema=ema,
         )
-    for _, average in [] if ema is None else ema.parts():
-        ledger.mark(local(average), "other", "the average of the parameters")
+    mark_waiting(spread, ledger)
+    if ema is not None:
+        _mark_averages(spread, ema, ledger)
     return RankStep(spread, step, optimizers, processes, batch, passes, decisions + spread.decisions)
+
+
+def _mark_averages(spread: Spread, ema: Ema, ledger: Ledger) -> None:
+    for parameter, (_, average) in zip(spread.updatable().values(), ema.parts(), strict=True):
+        with ledger.making(ledger.find(local(parameter.detach())).heirs):
+            ledger.mark(local(average), "other", "the average of the parameters")
 
 
 def _first_batch(task: Task, spread: Spread, stream: Any, mode: Any, own_step: bool) -> tuple[StepBatch, Forward]:

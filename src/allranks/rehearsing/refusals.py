@@ -1,6 +1,7 @@
 """What a dry run cannot say, and says so in one line instead of a guess."""
 
-from allranks.errors import LayoutError, TaskError
+from allranks.cluster import Device
+from allranks.errors import ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
 from allranks.profiling.fakes import needs_values, what_failed
 
@@ -32,13 +33,17 @@ def _advise(layout: Layout) -> str:
     return "mend that line: it fails on one process, too"
 
 
-def refuse(layout: Layout, precision: str = "float32") -> None:
-    """NotRehearsed for what has no rehearsal."""
+def refuse(layout: Layout, precision: str = "float32", device: Device | None = None) -> None:
+    """NotRehearsed for what has no rehearsal; ConfigError for float8 on a GPU that has no such kernels."""
+    if device is not None and device.kind == "cuda" and precision == "float8" and precision not in device.peak_flops:
+        raise ConfigError(
+            f"train.precision=float8 needs a GPU that multiplies in eight bits, and {device.name} does not: take "
+            "train.precision=bfloat16, or another --cluster"
+        )
     cut = max(layout.dp_shard, layout.tp, layout.cp, layout.pp) > 1
     reasons = {
         "placement": (layout.kind == "placement", "devices of one process"),
         "data_parallel": (layout.kind == "data_parallel", "devices of one process"),
-        f"offload={layout.offload}": (layout.offload != "none", "a host's memory beside a device's"),
         f"ddp_hook={layout.ddp_hook}": (layout.ddp_hook != "none", "hooks of DDP's reducer"),
         "recompute=budget": (layout.recompute == "budget", "choices of torch.compile"),
         "recompute=selective where ranks hold parts": (
@@ -46,7 +51,7 @@ def refuse(layout: Layout, precision: str = "float32") -> None:
             "end of a recomputed block that agrees with a real one",
         ),
         f"local_sgd={layout.local_sgd}": (layout.local_sgd is not None, "step that is like all others"),
-        f"train.precision={precision}": (precision in ("float16", "float8"), "values that say whether a step counts"),
+        "train.precision=float16": (precision == "float16", "values that say whether a step counts"),
     }
     for what, (asked, because) in reasons.items():
         if asked:

@@ -1,17 +1,19 @@
 """From the stretches of a traced step to its whole: memory over time, the peak and who holds it, messages, FLOPs."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from allranks.rehearsal import CATEGORIES, Collective, Holding, Work
-from allranks.rehearsing.ledger import Stored, Stretch
+from allranks.rehearsal import CATEGORIES, Collective, Holding, Transfer, Work
+from allranks.rehearsing.ledger import Memory, Stored, Stretch
 from allranks.rehearsing.places import starred
 from allranks.rehearsing.watch import Message
 
 GIVEN = "gradients that are given"
 """The stretch in which blocks that were left out get their gradients: on paper they had them from their backwards."""
+ON_DEVICE: tuple[Memory, ...] = ("device",)
+ON_HOST: tuple[Memory, ...] = ("pinned", "pageable")
 Key = tuple[str, str]
 
 
@@ -61,16 +63,22 @@ class Peak:
     levels: list[tuple[int, int]]
 
 
-def find_peak(resting: Sequence[tuple[Stored, int]], stretches: Sequence[Stretch], repeats: Repeats) -> Peak:
-    """Follow the memory through the step."""
+def find_peak(
+    resting: Sequence[tuple[Stored, int]],
+    stretches: Sequence[Stretch],
+    repeats: Repeats,
+    memories: Collection[Memory] = ON_DEVICE,
+) -> Peak:
+    """Follow what lies in one of `memories` through the step."""
     live: Counter[Key] = Counter()
     for stored, num_bytes in resting:
-        live[_key(stored)] += num_bytes
+        if stored.memory in memories:
+            live[_key(stored)] += num_bytes
     start = total = highest = sum(live.values())
     at, held, levels = "between steps", dict(live), list[tuple[int, int]]()
     for stretch, changes in zip(stretches, changes_on_paper(stretches, repeats), strict=True):
         most = total
-        keyed = [(_key(stored), num_bytes) for stored, num_bytes in changes]
+        keyed = [(_key(stored), num_bytes) for stored, num_bytes in changes if stored.memory in memories]
         for _ in range(repeats.in_depth(stretch) if stretch.phase != GIVEN else 0):
             for key, num_bytes in keyed:
                 live[key] += num_bytes
@@ -135,6 +143,17 @@ def _messages(stretches: Sequence[Stretch], repeats: Repeats) -> Iterator[tuple[
             yield message, 1 if message.once else repeats.in_number(stretch)
 
 
+def add_transfers(stretches: Sequence[Stretch], repeats: Repeats) -> tuple[Transfer, ...]:
+    """What crosses between device and host, by kind and direction."""
+    count: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for stretch in stretches:
+        for what, to, num_bytes in stretch.transfers:
+            count[what, to] += repeats.in_number(stretch)
+            sizes[what, to] += num_bytes * repeats.in_number(stretch)
+    return tuple(Transfer(what, to, sizes[what, to], number) for (what, to), number in sorted(count.items()))
+
+
 def list_works(stretches: Sequence[Stretch], repeats: Repeats) -> tuple[Work, ...]:
     """The stretches in which something is computed or travels."""
     found = []
@@ -155,4 +174,5 @@ def add_flops(stretches: Sequence[Stretch], repeats: Repeats) -> float:
 
 
 def _key(stored: Stored) -> Key:
-    return stored.category or "activations", starred(stored.module)
+    # What nobody has named is what the user's operators make, on the device; on the host the update does.
+    return stored.category or ("other" if stored.memory in ON_HOST else "activations"), starred(stored.module)

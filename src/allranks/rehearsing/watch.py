@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from allranks.losses import ChunkedHead
 from allranks.parallel.spread import Spread
@@ -89,8 +88,8 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # a DTensor, or one in eight bits with its scale: what it does within is seen
         if active_fake_mode() is not self._mode:
             return func(*args, **kwargs)
         name = func._schema.name if hasattr(func, "_schema") else str(func)
@@ -109,8 +108,9 @@ class Watch(TorchDispatchMode):
         if outputs:
             module = self.places.running
             ledger.module = module
+            inputs = _tensors(args, kwargs) if ledger.uses_host else ()
             for tensor in outputs:
-                stored = ledger.find(tensor)
+                stored = ledger.find(tensor, inputs)
                 if stored.category is None and (module == LOSS or module in self._chunked):
                     stored.category = "logits"
         now = ledger.now
@@ -134,6 +134,10 @@ class Watch(TorchDispatchMode):
             line = f"backward of {starred(module) or 'the model'}" + (f", {line}" if line else "")
         message = Message(self._names.axis(group), collective_name(short), num_bytes, group.size(), line, once)
         now.messages.append(message)
+
+
+def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor) and not leaf.is_meta]
 
 
 def _check_types(name: str, args: Sequence[Any]) -> None:

@@ -7,6 +7,7 @@ from typing import final
 from allranks.cluster import Cluster
 from allranks.config import Config
 from allranks.layout import Layout
+from allranks.planning.host_traffic import host_capacity_bytes
 from allranks.rehearsal import RankRehearsal, Rehearsal
 from allranks.rehearsing.crossings import Crossings
 from allranks.rehearsing.dryrun import World, rehearse_rank
@@ -25,6 +26,7 @@ UNREHEARSED = (
     "values: overflow, NaN, what the model learns",
     "speed: `allranks plan` estimates it",
 )
+WITH_A_HOST = "copies to and from the host: here each ends at once, there what waits for the link stays longer"
 
 
 @final
@@ -62,7 +64,7 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
         ranks[rank] = rehearse_rank(
             question.task, question.config, world, rank, full=question.full, crossings=crossings
         )
-    fullest = max(ranks.values(), key=lambda told: told.peak_bytes)
+    fullest, there = max(ranks.values(), key=lambda told: told.peak_bytes), host_capacity_bytes(cluster)
     loose = sum(fullest.by_category.get(name, 0) for name in COMING_AND_GOING)
     capacity = USABLE * cluster.device.memory_bytes if on_cuda else cluster.device.memory_bytes
     return Rehearsal(
@@ -75,7 +77,9 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
         margin_bytes=CONTEXT_BYTES + SLACK * loose if on_cuda else 0.0,
         findings=tuple(compare_ranks(ranks)),
         decisions=tuple(_describe(question, ranks)),
-        unrehearsed=UNREHEARSED if on_cuda else UNREHEARSED[2:],
+        unrehearsed=(*UNREHEARSED[0 if on_cuda else 2 :], *((WITH_A_HOST,) if layout.offload != "none" else ())),
+        host_capacity_bytes=None if there is None else there / world.per_node,
+        host_bandwidth=cluster.host_bandwidth,
     )
 
 

@@ -80,7 +80,7 @@ def _stepping_aside(backend: str, crossings: Crossings) -> Iterator[None]:
     with ExitStack() as stack:
 
         def put(owner: Any, name: str, value: Any) -> None:
-            stack.enter_context(_replaced(owner, name, value))
+            stack.enter_context(replaced(owner, name, value))
 
         def hear(transport: Transport, stage: int, signature: Signature) -> tuple[Sent, ...]:
             return crossings.hear(transport, stage, signature)
@@ -104,7 +104,8 @@ def _stepping_aside(backend: str, crossings: Crossings) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, `owner` has another value there."""
     before = vars(owner)[name]
     setattr(owner, name, value)
     try:

@@ -32,6 +32,7 @@ def render_rehearsal(told: Rehearsal, *, width: int = WIDTH) -> str:
         Text(),
         Text("Which modules hold it"),
         _holdings(fullest),
+        *_host(told),
         Text(),
         Text(f"What rank {fullest.rank} sends and receives in a step"),
         _collectives(fullest.collectives),
@@ -53,9 +54,12 @@ def render_verdict(told: Rehearsal) -> str:
     used = f"{format_bytes(told.peak_bytes)} of {format_bytes(told.capacity_bytes)} at the peak"
     if told.fails:
         return f"would fail: see Found ({used})"
-    if told.free_bytes >= 0:
-        return f"fits: {used}, {format_bytes(told.free_bytes)} free {margin}"
-    return f"does not fit: {used}, {format_bytes(-told.free_bytes)} too much {margin}"
+    if told.free_bytes < 0:
+        return f"does not fit: {used}, {format_bytes(-told.free_bytes)} too much {margin}"
+    if not told.fits and told.host_capacity_bytes is not None:
+        waits, has = format_bytes(told.host_peak_bytes), format_bytes(told.host_capacity_bytes)
+        return f"does not fit: {waits} would wait in the host's memory, of which a process has {has} ({used})"
+    return f"fits: {used}, {format_bytes(told.free_bytes)} free {margin}"
 
 
 def render_moments(rank: RankRehearsal, *, width: int = WIDTH) -> str:
@@ -116,6 +120,25 @@ def _holdings(rank: RankRehearsal) -> Table:
         rest = sum(one.bytes for one in rank.holdings[SHOWN:])
         table.add_row(f"{len(rank.holdings) - SHOWN} more", "", format_bytes(rest))
     return table
+
+
+def _host(told: Rehearsal) -> list[RenderableType]:
+    """What waits in the host's memory, and what crosses; nothing without offload."""
+    rank = max(told.ranks.values(), key=lambda rank: rank.host_peak_bytes)
+    if not rank.host_peak_bytes:
+        return []
+    held = _table(("category", "bytes"), right=1)
+    for name, num_bytes in sorted(rank.host_by_category.items(), key=lambda item: -item[1]):
+        held.add_row(name, format_bytes(num_bytes))
+    rate = told.host_bandwidth
+    crossing = _table(("what", "to the", "times", "bytes", "at the link's rate"), right=2)
+    for one in rank.transfers:
+        seconds = "" if rate is None else f"{one.bytes / rate:.3g} s"
+        crossing.add_row(one.what, one.to, str(one.count), format_bytes(one.bytes), seconds)
+    link = "" if rate is None else f", over a link of {format_bytes(rate)}/s in each direction"
+    waits = f"What waits in the host's memory for rank {rank.rank}: {format_bytes(rank.host_peak_bytes)} at most"
+    crosses = f"What crosses between rank {rank.rank} and its host in a step{link}"
+    return [Text(), Text(waits), held, Text(), Text(crosses), crossing]
 
 
 def _collectives(found: Sequence[Collective]) -> Table:

@@ -9,7 +9,6 @@ from allranks.checkpointing.background import BackgroundSave, World
 from allranks.checkpointing.checking import check_files
 from allranks.checkpointing.checkpoint import Checkpoint, Header, check_sizes, prune, verify_files
 from allranks.checkpointing.commit import explain
-from allranks.checkpointing.parts import Parts
 from allranks.checkpointing.portion import place_of, portion_of
 from allranks.checkpointing.save import save
 from allranks.checkpointing.stage import Stage
@@ -40,8 +39,8 @@ class Saver:
     Attributes:
         beside: whether those that come at an interval are written beside the training.
         saved_step: of the newest checkpoint that is committed, or that the run has begun from; -1: none.
-        prove: called after the first save that the training waits for, with the checkpoint and what gives all that
-            ranks hold; collective.
+        prove: called after the first save that the training waits for, with the checkpoint and what it is of;
+            collective.
 
     Raises:
         TaskError: something that is no tensor cannot be kept; said now, not at the first save.
@@ -70,7 +69,7 @@ class Saver:
         self._warn = warn
         self._mirroring = mirroring
         self._warned = self._proven = self._held_against = False
-        self.prove: Callable[[Checkpoint, Callable[[], Parts]], None] = lambda checkpoint, parts: None
+        self.prove: Callable[[Checkpoint, Contents], None] = lambda checkpoint, contents: None
         self._good: set[Path] = set()
         self._stage = Stage()
 
@@ -107,7 +106,7 @@ class Saver:
             self._proven = True
         if not self._held_against:
             self._held_against = True
-            self.prove(checkpoint, contents.parts)
+            self.prove(checkpoint, contents)
         if processes.rank == 0:
             self._keep(checkpoint)
         self.saved_step = step

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import final
 
 from allranks.checkpointing.checkpoint import Checkpoint
-from allranks.checkpointing.parts import Parts
 from allranks.stepping.agreement import Agreed, Pending
 from allranks.stepping.pace import STEPS, explain_pace
 from allranks.stepping.session import Session
 from allranks.training.comparing import CHECKPOINT, Comparing, Findings
 from allranks.training.proof import prove
+from allranks.training.snapshot import Contents
 from allranks.verdict import Verdict
 
 
@@ -55,11 +55,11 @@ class Sentinels:
         """Compare the ranks after step `step`; collective. Raises GuardError: a finding ends the run."""
         self._comparing.compare(step)
 
-    def prove(self, checkpoint: Checkpoint, parts: Callable[[], Parts]) -> None:
-        """Hold a checkpoint that was saved just now against the run; collective.
+    def prove(self, checkpoint: Checkpoint, contents: Contents) -> None:
+        """Hold a checkpoint of `contents`, saved just now, against the run; collective.
 
         Raises:
             GuardError: a finding ends the run.
         """
         if CHECKPOINT not in self._findings.told:
-            self._findings.conclude(CHECKPOINT, prove(checkpoint, self._session, parts), checkpoint.step)
+            self._findings.conclude(CHECKPOINT, prove(checkpoint, self._session, contents), checkpoint.step)

@@ -122,11 +122,11 @@ def _recomputed(ranks: Sequence[StepRecord], step: int) -> list[Finding]:
 
 
 def _inside(evidence: Evidence, one: StepRecord, ranks: Sequence[StepRecord], step: int) -> list[Finding]:
-    """Ranks with the same samples: alike where the activation is whole, different where it is cut."""
+    """Ranks with the same samples and layers: alike where the activation is whole, different where it is cut."""
     # How many samples a forward has is no matter of the layer.
     world, whole = evidence.world, {draw.shape[1:] for draw in one.draws}
     for rank in range(world.size):
-        for twin in world.twins(rank):
+        for twin in world.layer_twins(rank):
             if twin <= rank:
                 continue
             for place, (mine, other) in enumerate(zip(ranks[rank].draws, ranks[twin].draws, strict=False)):

@@ -54,6 +54,11 @@ class WorldView:
         """The ranks that see the same samples as `rank`."""
         return [other for other, data in enumerate(self.data_rank) if data == self.data_rank[rank]]
 
+    def layer_twins(self, rank: int) -> list[int]:
+        """Those of them that compute the same layers: of one stage, where a pipeline has several."""
+        stages = self.axes.get("pp", 1)  # the outermost axis of a mesh
+        return [other for other in self.twins(rank) if other * stages // self.size == rank * stages // self.size]
+
     def axis_of(self, ranks: Sequence[int]) -> str:
         """Over which axis some ranks differ from the others."""
         return self.model_axis if self.data_ranks == 1 else self.data_axis

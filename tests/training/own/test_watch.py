@@ -1,5 +1,6 @@
 """Sentinels of a loop of one's own: a right loop hears nothing, a wrong one is told its mistake, in the journal too."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,185 @@ def test_what_a_rank_notices_alone_is_told_where_nothing_is_compared(tmp_path: P
     keys: dict[str, Any] = {"mute": ["linkage", "samples"], "digest_every": 2}
     assert spoilt(str(tmp_path / "run"), "single", reseed, **keys) == "nothing was refused"
     assert [one["kind"] for one in verdicts(tmp_path / "run")] == ["reseeded"]
+
+
+def saving(
+    folder: str,
+    meddle: Callable[..., Any] = lambda *_: None,
+    layout: str = "single",
+    catch: type[Exception] = ZeroDivisionError,
+    **keys: Any,
+) -> str:
+    """A loop with an average that saves after its steps 2 and 4; `meddle(world, model, patch)` comes before it.
+
+    What a save raises is passed over where it is a `catch`.
+    """
+
+    def loop() -> None:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            allranks.join(layout=layout, precision="float64", run=folder, **keys) as world,
+        ):
+            torch.manual_seed(3)
+            model = world.parallelize(Net())
+            optimizer = world.optimizer(model, torch.optim.AdamW, lr=0.01)
+            world.ema(model, decay=0.5)
+            stream = world.stream(Samples(), global_batch=8, epochs=None, steps=4)
+            world.resume(model, optimizer, stream)
+            optimizer = meddle(world, model, patch) or optimizer
+            for batch in stream:
+                world.backward(loss_of(model, batch), targets=count(batch))
+                world.step(optimizer)
+                with contextlib.suppress(catch):
+                    world.save(every=2)
+
+    return refusal(loop)
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*"))
+
+
+def step_another(world: Any, model: Any, patch: pytest.MonkeyPatch) -> Any:
+    """Another optimizer steps than `world.resume` was given."""
+    return world.optimizer(model, torch.optim.AdamW, lr=0.02)
+
+
+def change_after_the_save(world: Any, model: Any, patch: pytest.MonkeyPatch) -> None:
+    """As where a save keeps references that are written later; on rank 1 alone, where there is one."""
+    from allranks.training import saver
+
+    right = saver.save  # type: ignore[attr-defined]
+
+    def late(*args: Any, **named: Any) -> Any:
+        found = right(*args, **named)
+        if world.rank == world.size - 1:
+            world._ground.models.trained.local("heads.3.bias").add_(1.0)
+        return found
+
+    patch.setattr(saver, "save", late)
+
+
+def forget_the_average(world: Any, model: Any, patch: pytest.MonkeyPatch) -> None:
+    object.__setattr__(world._loop._saver._contents, "beside", ())
+
+
+REPORT = "if no memory or disk is at fault, please report it"
+NAMED = "give world.resume the optimizer that world.step is given"
+UNPROVEN = {
+    "another optimizer": (step_another, "its optimizer is not the one that makes the steps", NAMED),
+    "no average": (forget_the_average, "ema.scale is not in it", REPORT),
+    "other values": (change_after_the_save, "1 tensors differ from their digests: 'model.heads.3.bias'", REPORT),
+}
+
+
+@pytest.mark.parametrize("name", UNPROVEN)
+def test_the_first_checkpoint_is_held_against_the_run(tmp_path: Path, name: str) -> None:
+    meddle, what, advice = UNPROVEN[name]
+    told = saving(str(tmp_path), meddle)
+    assert told.startswith("GuardError: a resume from step-00000002 would not go on as the run does: ") and what in told
+    assert f"do not resume from it; {advice}" in told
+    assert 'mute="checkpoint" silences this sentinel' in told
+    (verdict,) = verdicts(tmp_path)
+    assert (verdict["kind"], verdict["step"]) == ("checkpoint_unproven", 2)
+    assert saved(tmp_path) == [2], "nothing more is saved, at the end neither"
+
+
+def exchanged(folder: str, kind: type[torch.optim.Optimizer], after: int, steps: int) -> str:
+    """A loop in which another optimizer of the class `kind` steps from step `after` on; it saves at its end."""
+
+    def loop() -> None:
+        with allranks.join(layout="single", precision="float64", run=folder) as world:
+            model = world.parallelize(Net())
+            kept, other = (world.optimizer(model, kind, lr=lr) for lr in (0.01, 0.02))
+            stream = world.stream(Samples(), global_batch=8, steps=steps)
+            world.resume(model, kept, stream)
+            for batch in stream:
+                world.backward(loss_of(model, batch), targets=count(batch))
+                world.step(kept if stream.step < after else other)
+                world.save(every=100)
+
+    return refusal(loop)
+
+
+@pytest.mark.parametrize(("kind", "after"), [(torch.optim.AdamW, 2), (torch.optim.SGD, 0)], ids=["later", "no state"])
+def test_another_optimizer_is_told_though_it_has_the_same_names(
+    tmp_path: Path, kind: type[torch.optim.Optimizer], after: int
+) -> None:
+    told = exchanged(str(tmp_path), kind, after, steps=3)
+    assert told.startswith("GuardError: a resume from step-00000003 ") and UNPROVEN["another optimizer"][1] in told
+
+
+def test_another_optimizer_is_told_after_a_resume(tmp_path: Path) -> None:
+    """There the one that is kept has moments of its own, from the checkpoint."""
+    assert exchanged(str(tmp_path), torch.optim.AdamW, after=9, steps=2) == "nothing was refused"
+    told = exchanged(str(tmp_path), torch.optim.AdamW, after=0, steps=3)
+    assert told.startswith("GuardError: a resume from step-00000003 ") and UNPROVEN["another optimizer"][1] in told
+
+
+def test_a_loop_that_passes_over_it_saves_nothing_more(tmp_path: Path) -> None:
+    told = saving(str(tmp_path), step_another, catch=allranks.AllranksError)
+    assert told.startswith("GuardError: a resume from step-00000002 would not go on as the run does: ")
+    assert saved(tmp_path) == [2]
+
+
+@pytest.mark.parametrize(
+    ("keys", "kinds"), [({"on_finding": "warn"}, ["checkpoint_unproven"]), ({"mute": "checkpoint"}, [])]
+)
+def test_a_checkpoint_that_is_not_proven_may_be_told_of_alone_or_muted(
+    tmp_path: Path, keys: dict[str, Any], kinds: list[str]
+) -> None:
+    assert saving(str(tmp_path), step_another, **keys) == "nothing was refused"
+    assert [one["kind"] for one in verdicts(tmp_path)] == kinds
+    assert saved(tmp_path) == [2, 4]
+
+
+def proven_once(folder: str, layout: str) -> tuple[str, int]:
+    """What a right loop was refused with, and how often its checkpoints were held against it."""
+    from allranks.training.own import watch
+
+    asked, right = list[Any](), vars(watch)["prove"]
+
+    def noted(*given: Any) -> Any:
+        asked.append(given)
+        return right(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "prove", noted)
+        return saving(folder, layout=layout, on_finding="stop"), len(asked)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "dp_shard=2"])
+def test_a_right_loops_first_checkpoint_is_proven_once_and_silently(pool: Pools, tmp_path: Path, layout: str) -> None:
+    assert pool(2).run(proven_once, str(tmp_path), layout) == [("nothing was refused", 1)] * 2
+    assert verdicts(tmp_path) == []
+
+
+@pytest.mark.parametrize(("first", "again"), [({}, {"epochs": 2}), ({"steps": 2}, {"epochs": 1, "global_batch": 7})])
+def test_a_resume_with_other_numbers_is_proven_silently(
+    tmp_path: Path, first: dict[str, Any], again: dict[str, Any]
+) -> None:
+    """Its steps are no longer those that follow from its position."""
+
+    def loop(numbers: dict[str, Any], change: list[str]) -> None:
+        with allranks.join(layout="single", precision="float64", run=str(tmp_path), change=change) as world:
+            model = world.parallelize(Net())
+            optimizer = world.optimizer(model, sgd)
+            stream = world.stream(Samples(9), **{"global_batch": 4} | numbers)
+            world.resume(model, optimizer, stream)
+            for batch in stream:
+                world.backward(loss_of(model, batch), targets=count(batch))
+                world.step(optimizer)
+                world.save(every=100)
+
+    loop(first, [])
+    loop(again, ["train.global_batch"] if "global_batch" in again else [])
+    assert verdicts(tmp_path) == [] and len(saved(tmp_path)) == 2
+
+
+def test_all_ranks_hear_of_a_checkpoint_that_one_finds_wrong(pool: Pools, tmp_path: Path) -> None:
+    for told in pool(2).run(saving, str(tmp_path), change_after_the_save, "dp_shard=2"):
+        assert told.startswith("GuardError: ") and "'model.heads.3.bias'" in told
 
 
 def caught(folder: str, how: str) -> str:

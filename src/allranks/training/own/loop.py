@@ -93,7 +93,7 @@ class OwnLoop:
             samples = found.manifest.samples
             logbook.write("resume", step=self.done, samples=samples, path=found.path.name)
             logbook.say(f"resumed at step {self.done:,}, sample {samples:,}, from {found.path.name}")
-        self._saver = saver
+        saver.prove, self._saver = self._step.watch.prove, saver
         return self.done
 
     def batches(self) -> Generator[Any, None, None]:

@@ -1,12 +1,14 @@
 """The sentinels of a loop of one's own: ranks are compared after its first step, every so many, and at its end.
 
-What `allranks train` hears in the agreement of every step is told in these rounds. The learning rate and the steps are
-the user's: nobody watches them.
+The first checkpoint is held against the run, as that of a Task is. What `allranks train` hears in the agreement of
+every step is told in these rounds. The learning rate and the steps are the user's: nobody watches them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
+from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.config import GuardConfig
 from allranks.data.micro_step import StepBatch
 from allranks.data.stream import DataStream
@@ -19,9 +21,11 @@ from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.posting import Posted, post_sentinels
 from allranks.stepping.replicas import Replicas
 from allranks.stepping.world import Processes
-from allranks.training.comparing import Comparing, Findings
+from allranks.training.comparing import CHECKPOINT, Comparing, Findings
 from allranks.training.own.links import Links
 from allranks.training.own.run import Logbook
+from allranks.training.proof import prove
+from allranks.training.snapshot import Contents
 from allranks.verdict import Verdict
 
 
@@ -67,6 +71,19 @@ class Guards:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What a loop trains, as `prove` asks for it; the learning rate is the user's."""
+
+    processes: Processes
+    spread: Spread
+    optimizers: Optimizers
+    stream: DataStream
+    beside: Sequence[Ema]
+    schedule: None = None
+
+
+@final
 class OwnWatch:
     """Watches over a model and the optimizer that steps it.
 
@@ -80,6 +97,7 @@ class OwnWatch:
         self._findings = Findings(guard, self._tell, 'mute="{name}"')
         self._link: Link | None = None
         self._guards: Guards | None = None
+        self._stepping: Optimizers | None = None
         self._step: Step | None = None
         self._loop: Loop | None = None
         self._fed_nothing = self._owed = False
@@ -115,7 +133,7 @@ class OwnWatch:
         Raises:
             GuardError: on every rank: a finding ends the run.
         """
-        self._last = step
+        self._last, self._stepping = step, optimizers
         if self._guards is None:
             return
         if self._guards.link.optimizers is not optimizers:  # another one was made in between, which does not step yet
@@ -131,6 +149,23 @@ class OwnWatch:
         if self._guards is not None and self._guard.digest_every and self._last > self._compared:
             self._owed = True
             self._hold_round(self._last)
+
+    def prove(self, checkpoint: Checkpoint, contents: Contents) -> None:
+        """Hold a checkpoint of `contents`, saved just now, against the optimizer that steps and its model; collective.
+
+        Raises:
+            GuardError: on every rank: a finding ends the run.
+        """
+        if CHECKPOINT in self._findings.told or self._guards is None or self._stepping is None:
+            return
+        assert self._step is not None and self._loop is not None
+        spread, stream, averages = self._guards.link.spread, self._loop.order, self._step.averages
+        live = Stepped(self._processes, spread, self._stepping, stream, averages)
+        try:
+            self._findings.conclude(CHECKPOINT, prove(checkpoint, live, contents), checkpoint.step)
+        except GuardError as error:
+            self.stopped = error
+            raise
 
     def check(self) -> None:
         """Raise again what has ended the run: nothing more is saved of it."""
