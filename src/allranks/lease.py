@@ -7,6 +7,7 @@ process that was killed never leaves a stale lease behind, and nobody has to gue
 import fcntl
 import json
 import os
+import secrets
 import socket
 import time
 import weakref
@@ -37,8 +38,12 @@ class Lease:
         self._path = path
         self._descriptor: int | None = None
 
-    def acquire(self) -> None:
+    def acquire(self, deposed: tuple[str, int] | None = None) -> None:
         """Take it, until `release` or the end of this process.
+
+        Args:
+            deposed: host and pid of a holder of whom the caller knows that it may write no more, whether it lives and
+                knows of it or not: it is taken from that one.
 
         Raises:
             RunError: somebody else holds it; said within 2 s, with host, pid and since when.
@@ -46,29 +51,32 @@ class Lease:
         """
         if self._descriptor is not None:
             return
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            self._lock(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
+        # A little patience: a killed holder's children may need a moment to die, and `holder()` locks for an instant.
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (descriptor := _lock(self._path, os.O_RDWR | os.O_CREAT)) is None:
+            if time.monotonic() > deadline:
+                holder = self._read()
+                if holder is None or (holder.host, holder.pid) != deposed:
+                    raise RunError(_in_use(self._path.parent, holder))
+                self._replace()
+                return
+            time.sleep(0.02)
+        self._hold(descriptor)
+
+    def _replace(self) -> None:
+        """Put another file, locked already, in the place of the one that somebody has locked, in one rename."""
+        draft = self._path.with_name(f".{self._path.name}-{secrets.token_hex(4)}")
+        descriptor = _lock(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        assert descriptor is not None, "nobody else knows this name"
+        self._hold(descriptor)
+        draft.replace(self._path)
+
+    def _hold(self, descriptor: int) -> None:
         holder = Holder(socket.gethostname(), os.getpid(), round(time.time(), 3))
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
         self._descriptor = descriptor
         _HELD.add(self)
-
-    def _lock(self, descriptor: int) -> None:
-        # A little patience: a killed holder's children may need a moment to die, and `holder()` locks for an instant.
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise RunError(_in_use(self._path.parent, self._read())) from None
-                time.sleep(0.02)
 
     def release(self) -> None:
         """Give it back; nothing happens where it is not held."""
@@ -101,6 +109,22 @@ class Lease:
             return Holder(**json.loads(self._path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
+
+
+def _lock(path: Path, flags: int) -> int | None:
+    """A locked descriptor of the file that is at `path`; None: somebody else has locked it, or put another there."""
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
 
 
 def _in_use(path: Path, holder: Holder | None) -> str:

@@ -184,15 +184,15 @@ class Run:
         with refusing(self.path), replacing(self.path / "run.json") as temporary:
             write_json(temporary, self._identity)
 
-    def acquire(self) -> None:
+    def acquire(self, deposed: tuple[str, int] | None = None) -> None:
         """Take the lease, so that nobody else trains here; it ends with this process, however that dies.
 
         Raises:
-            RunError: another process holds it (said within 2 s, with host, pid and since when), or the directory is
-                read-only.
+            RunError: another process holds it (said within 2 s, with host, pid and since when) and is not `deposed`
+                (host and pid), or the directory is read-only.
         """
         with refusing(self.path):
-            self._lease.acquire()
+            self._lease.acquire(deposed)
 
     def release(self) -> None:
         """Give the lease back; nothing happens where it is not held."""

@@ -210,7 +210,7 @@ def prune(
                 gone.append(path)
             except CheckpointError as error:
                 refused.append(error)
-    gone += _collect_leftovers(directory, token)
+    gone += collect_leftovers(directory, token)
     if refused:
         raise refused[0]
     return gone
@@ -239,7 +239,8 @@ def _is_of_another(path: Path, run_id: str) -> bool:
     return False
 
 
-def _collect_leftovers(directory: Path, token: str | None) -> list[Path]:
+def collect_leftovers(directory: Path, token: str | None = None) -> list[Path]:
+    """Delete what dead or deposed writers have begun to write, all but the save of this token; return what went."""
     gone = []
     for path in directory.iterdir() if directory.is_dir() else ():
         match = _TEMPORARY.fullmatch(path.name)

@@ -38,6 +38,7 @@ class Hosts:
         seal = Seal(b"0123456789abcdef")
         number = {"nodes": nodes, "least": least or nodes, "nproc": nproc}
         self._companies.append(Company(meeting, seal, **number, guard=guarded, tell=self.heard.append))
+        self._companies[-1].seek()
         return self._companies[-1]
 
     def together(self, *calls: Callable[[], Any]) -> list[Any]:
@@ -94,7 +95,7 @@ def test_two_rounds_and_the_end(hosts: Hosts) -> None:
 
 
 def test_hosts_join_and_go_between_least_and_most(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allranks.surviving.hosts.company.LAST_CALL_SECONDS", 0.5)
+    monkeypatch.setattr("allranks.surviving.hosts.handler.LAST_CALL_SECONDS", 0.5)
     leader = hosts.company(nodes=2, least=1)
     assert leader.next_rendezvous().world_size == 1 and leader.newcomers() == ()
     other = hosts.company(nodes=2, least=1)
@@ -187,6 +188,7 @@ def fails(call: Callable[[], object]) -> bool:
 def test_the_leader_stays_until_the_others_have_left(hosts: Hosts) -> None:
     leader, other = hosts.company(), hosts.company()
     hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    leader.end(Ending(0))
     leaving = threading.Event()
 
     def leave() -> None:

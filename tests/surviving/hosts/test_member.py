@@ -11,8 +11,8 @@ from allranks.errors import ProcessError
 from allranks.failure import Failure
 from allranks.surviving.hosts import member as module
 from allranks.surviving.hosts.ending import Ending, Report
-from allranks.surviving.hosts.meeting import StoreLostError
 from allranks.surviving.hosts.member import LINGER_SECONDS, Member
+from allranks.surviving.hosts.place import StoreLostError
 from allranks.surviving.hosts.table import Table
 from allranks.surviving.interrupts import Interrupts
 from allranks.surviving.outcome import Outcome
@@ -50,8 +50,9 @@ class Others:
         self.gone: Failure | None = None
         self.broken: Exception | None = None
         self.heard: list[str] = []
-        self.table = Table(1, (), 0)
+        self.table = Table(1, (), "", 0)
         self.waiting: tuple[str, ...] = ()
+        self.succeeded: Failure | None = None
 
     def newcomers(self) -> tuple[str, ...]:
         return self.waiting
@@ -90,6 +91,7 @@ class Budget:
         self.restarts = restarts
         self.causes: list[Failure] = []
         self.admitted: list[tuple[str, ...]] = []
+        self.succeeded: list[Failure] = []
         self.steps = [0]
         self.monitor = SimpleNamespace(beats=SimpleNamespace(steps=lambda: self.steps))
 
@@ -99,6 +101,9 @@ class Budget:
 
     def restarting(self, failure: Failure) -> None:
         self.causes.append(failure)
+
+    def succeeding(self, failure: Failure) -> None:
+        self.succeeded.append(failure)
 
     def conclude(self, failure: Failure) -> Failure:
         return failure
@@ -240,6 +245,16 @@ def test_workers_are_ended_for_what_happens_elsewhere(monkeypatch: pytest.Monkey
     assert leader.look() == LINGER_SECONDS
     others.notices.ended = Ending(130)
     assert leader.look() == 0.0
+
+
+def test_who_leads_after_another_says_so_once() -> None:
+    others, budget = Others(), Budget(0)
+    leader, _ = member(others, budget)
+    assert budget.succeeded == []
+    others.succeeded = GONE
+    leader.begin()
+    leader.begin()
+    assert budget.succeeded == [GONE]
 
 
 def test_a_lost_store_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,10 @@ class Member:
         company.heed(interrupts)
 
     def begin(self) -> None:
-        """Workers of a new round are about to start."""
+        """Workers of a new round are about to start; after the loss of a leader, under another."""
+        if self._company.succeeded is not None and self._supervisor is not None:
+            self._supervisor.succeeding(self._company.succeeded)
+            self._company.succeeded = None
         self._reported_at = self._lost = None
         self._admitting = ()
 

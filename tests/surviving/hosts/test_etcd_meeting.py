@@ -1,0 +1,184 @@
+"""Hosts that meet in a real etcd: one meeting at a time under a name, a leader as long as it lives, no word after."""
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import ConfigError, ProcessError
+from allranks.hosts_request import Endpoint
+from allranks.surviving.hosts.etcd import Etcd
+from allranks.surviving.hosts.etcd_meeting import EtcdMeeting, lead_seconds, open_etcd_meeting
+from allranks.surviving.hosts.place import StoreLostError
+from tests.etcd_server import EtcdServer, etcd_server, needs_etcd
+from tests.free_port import free_port
+from tests.processes import wait_until
+
+SECRET = b"0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    with etcd_server(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
+
+
+class Hosts:
+    """Ends of meetings in one etcd, each test under a name of its own."""
+
+    def __init__(self, port: int, name: str) -> None:
+        self.endpoint = Endpoint("127.0.0.1", port, "etcd", name)
+        self._made: list[EtcdMeeting] = []
+
+    def meet(self, secret: bytes = SECRET, seconds: float = 1.0) -> EtcdMeeting:
+        self._made.append(open_etcd_meeting(self.endpoint, secret, connect_seconds=5, seconds=seconds, tell=print))
+        return self._made[-1]
+
+    def fall_silent(self, meeting: EtcdMeeting) -> None:
+        """As a host that is frozen: what it keeps alive is not kept alive."""
+        meeting._closing.set()
+        meeting._keeper.join()
+
+    def close(self) -> None:
+        for meeting in self._made:
+            meeting._closing.clear()
+            meeting.close(over=True)
+
+
+@pytest.fixture
+def hosts(etcd: EtcdServer, request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    found = Hosts(etcd.port, request.node.name)
+    yield found
+    found.close()
+
+
+@needs_etcd
+def test_another_leads_when_the_one_that_did_is_silent_and_that_one_says_nothing_more(hosts: Hosts) -> None:
+    first, second = hosts.meet(), hosts.meet()
+    assert first.claim("1") == second.claim("2") == "1"
+    first.write("key", "by the first")
+    hosts.fall_silent(first)
+    began = time.monotonic()
+    wait_until(lambda: second.claim("2") == "2", 20)
+    assert time.monotonic() - began > lead_seconds(1.0) - 1.5, "not before its time has ended"
+    for say in (lambda: first.write("key", "late"), lambda: first.exchange("key", "by the first", "late")):
+        with pytest.raises(StoreLostError, match="this host led, and gave no sign of life for 3 s: the others go on"):
+            say()
+    assert second.read("key") == "by the first"
+    second.write("key", "by the second")
+    assert second.claim("2") == "2"
+
+
+@needs_etcd
+def test_a_leader_that_finds_its_time_ended_stops_by_itself(hosts: Hosts, etcd: EtcdServer) -> None:
+    first = hosts.meet()
+    first.claim("1")
+    assert first._term is not None
+    etcd.client.revoke(first._term.lease)
+    with pytest.raises(StoreLostError, match="this host led"):
+        wait_until(lambda: first.read("key") is not None, 20)
+
+
+@needs_etcd
+def test_who_leaves_makes_room_and_the_end_leaves_nothing(hosts: Hosts, etcd: EtcdServer) -> None:
+    first, second = hosts.meet(), hosts.meet()
+    first.claim("1")
+    first.write("key", "x")
+    first.close(over=False)
+    assert second.claim("2") == "2" and second.read("key") == "x"
+    second.close(over=True)
+    name = f"allranks/{hosts.endpoint.name}"
+    assert all(etcd.client.read(f"{name}/{key}") is None for key in ("session", f"{second.scope[len(name) - 8 :]}/key"))
+    third = hosts.meet()
+    assert third.scope != first.scope == second.scope and third.read("key") is None, "another meeting"
+
+
+@needs_etcd
+def test_when_all_have_gone_nothing_is_left(hosts: Hosts, etcd: EtcdServer) -> None:
+    first = hosts.meet()
+    first.write("key", "x")
+    hosts.fall_silent(first)
+    wait_until(lambda: etcd.client.read(f"allranks/{hosts.endpoint.name}/session") is None, 20)
+    with pytest.raises(StoreLostError, match="is not there any more"):
+        first.exchange("key", "x", "y")
+    assert hosts.meet().read("key") is None
+
+
+@needs_etcd
+def test_another_secret_and_a_strangers_session_are_refused(hosts: Hosts, etcd: EtcdServer) -> None:
+    hosts.meet()
+    with pytest.raises(ConfigError, match=r"was not signed with this host's secret.*every run a name of its own"):
+        hosts.meet(b"another secret 16")
+    etcd.client.put(f"allranks/{hosts.endpoint.name}/session", "cos\nsystem\n(S'touch harm'\ntR.", 0)
+    with pytest.raises(ConfigError, match="was not signed") as caught:
+        hosts.meet()
+    assert "\n" not in str(caught.value)
+
+
+@needs_etcd
+def test_etcd_may_be_away_for_a_while(tmp_path: Path) -> None:
+    with etcd_server(tmp_path) as server:
+        found = Hosts(server.port, "run")
+        first, second = found.meet(seconds=4.0), found.meet(seconds=4.0)
+        first.claim("1")
+        first.write("key", "before")
+        server.signal(signal.SIGKILL)
+        before, asked = second.clock(), time.monotonic()
+        answers: list[str | None] = []
+        waiting = threading.Thread(target=lambda: answers.append(second.read("key")))
+        waiting.start()
+        time.sleep(1.5)
+        assert second.clock() - before < 0.5, "nobody could give a sign of life"
+        server.start()
+        waiting.join()
+        assert answers == ["before"] and time.monotonic() - asked > 1.5
+        first.write("key", "after")
+        assert second.claim("2") == "1" and second.read("key") == "after"
+        server.signal(signal.SIGKILL)
+        for one in (first, second):
+            with pytest.raises(StoreLostError, match=r"no answer for 4 s: .*refused"):
+                one.read("key")
+        found.close()
+
+
+@needs_etcd
+def test_an_old_etcd_is_refused_by_its_version(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, said in (("3.3.27", "3.3.27"), ("2.3.8", "2.3.8"), ("", "unknown")):
+        monkeypatch.setattr(Etcd, "version", lambda self, version=version: version)
+        with pytest.raises(ConfigError, match=f"is of version {said}: at least 3.4 is needed"):
+            hosts.meet()
+    for version in ("3.4.0", "3.10.1", "4.0.0"):
+        monkeypatch.setattr(Etcd, "version", lambda self, version=version: version)
+        assert hosts.meet().read("key") is None
+
+
+def test_nobody_there_and_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allranks.surviving.hosts.etcd_meeting.PATIENCE_SECONDS", 0.2)
+    heard: list[str] = []
+    endpoint = Endpoint("127.0.0.1", free_port(), "etcd", "run")
+    with pytest.raises(ProcessError, match=f"nobody listened at {endpoint} for 0.5 s.*refused.*start etcd"):
+        open_etcd_meeting(endpoint, SECRET, connect_seconds=0.5, seconds=1.0, tell=heard.append)
+    assert len(heard) == 1 and "waiting up to 0.5 s (guard.join_seconds) for etcd" in heard[0]
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        thread = threading.Thread(target=answer_like_ssh, args=(stranger,), daemon=True)
+        thread.start()
+        endpoint = Endpoint("127.0.0.1", stranger.getsockname()[1], "etcd", "run")
+        with pytest.raises(ProcessError, match=f"what listens at {endpoint} does not answer as etcd does: no answer"):
+            open_etcd_meeting(endpoint, SECRET, connect_seconds=5.0, seconds=1.0, tell=heard.append)
+        stranger.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def answer_like_ssh(listener: socket.socket) -> None:
+    """Say hello to all, until the listener is closed."""
+    while True:
+        try:
+            taken, _ = listener.accept()
+        except OSError:
+            return
+        with taken:
+            taken.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
