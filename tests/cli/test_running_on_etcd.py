@@ -22,6 +22,11 @@ def start_two(found: Cluster, *words: str) -> tuple[Host, Host]:
     return first, second
 
 
+def attempts_of(run: Path) -> int:
+    """How often a rank 0 has started."""
+    return len(events(run, "start"))
+
+
 def test_the_leader_is_killed_and_another_host_leads(tmp_path: Path) -> None:
     with etcd_server(tmp_path) as server, cluster(tmp_path, "1:2", server.port) as found:
         first, second = start_two(found, *SETTINGS)
@@ -32,7 +37,7 @@ def test_the_leader_is_killed_and_another_host_leads(tmp_path: Path) -> None:
         wait_for(
             lambda: len(events(found.run, "start")) == 2 or second.process.poll() is not None, "another rank 0", 100
         )
-        print(f"leader lost to started again: {time.monotonic() - began:.1f} s")
+        print(f"leader lost to another rank 0: {time.monotonic() - began:.1f} s")
         assert second.end() == 0, second.said()
         check_ledgers(found.run)
         told = [event["what"] for event in events(found.run, "verdict")]
@@ -42,3 +47,101 @@ def test_the_leader_is_killed_and_another_host_leads(tmp_path: Path) -> None:
         assert f"{first.name} leads" in second.said()
         kept = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())
         assert SECRET not in kept, "neither in a log nor in the run directory nor in etcd"
+
+
+def test_an_etcd_that_restarts_costs_no_restart(tmp_path: Path) -> None:
+    with etcd_server(tmp_path) as server, cluster(tmp_path, "2", server.port) as found:
+        first, second = start_two(found, *SETTINGS, "task.pause=0.15")
+        server.signal(signal.SIGKILL)
+        time.sleep(2.0)
+        before = step_of(found.run)
+        time.sleep(1.0)
+        assert step_of(found.run) > before, "workers need no etcd to make steps"
+        server.start()
+        assert (first.end(), second.end()) == (0, 0), first.said() + second.said()
+        assert events(found.run, "verdict") == [] and attempts_of(found.run) == 1
+        check_ledgers(found.run)
+
+
+@pytest.mark.full
+def test_a_leader_that_was_frozen_comes_back_and_commits_nothing(tmp_path: Path) -> None:
+    with etcd_server(tmp_path) as server, cluster(tmp_path, "1:2", server.port) as found:
+        words = (*SETTINGS, "task.pause=0.2", "checkpoint.keep=100")
+        first, second = start_two(found, *words)
+        frozen = [first.process.pid, *first.family()]
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: attempts_of(found.run) == 2 or second.process.poll() is not None, "another rank 0", 100)
+        at = step_of(found.run)
+        wait_for(lambda: step_of(found.run) >= at + 6 or second.process.poll() is not None, "steps of it", 100)
+        for pid in reversed(frozen):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        assert first.end() == 76, first.said()
+        last = first.said().strip().splitlines()[-1]
+        assert "this host led, and gave no sign of life for 10 s: the others go on without it" in last, first.said()
+        assert second.end() == 0, second.said()
+        check_ledgers(found.run)
+        attempts = Run.open(found.run).attempts
+        by_attempt = [
+            Checkpoint.open(path).manifest.generation for path in sorted(found.run.glob("checkpoints/step-*"))
+        ]
+        assert by_attempt == sorted(by_attempt) and set(by_attempt) == {1, attempts}, by_attempt
+        assert not list(found.run.glob("checkpoints/*.tmp-*"))
+        resumed = events(found.run, "resume")
+        assert len(resumed) == 1
+
+
+@pytest.mark.full
+def test_of_a_fixed_number_a_new_host_takes_the_place_of_the_lost_leader(tmp_path: Path) -> None:
+    with etcd_server(tmp_path) as server, cluster(tmp_path, "2", server.port) as found:
+        first, second = start_two(found, *SETTINGS)
+        first.kill()
+        third = found.start("hostc", *SETTINGS)
+        assert (second.end(), third.end()) == (0, 0), second.said() + third.said()
+        check_ledgers(found.run)
+        told = [event["what"] for event in events(found.run, "verdict")]
+        assert len(told) == 1 and f"on {first.name}: its host led the run, and is lost" in told[0]
+        alone = ("--device", "cpu", "--run", "alone", "--nproc", "2", "--layout", "ddp", *SETTINGS)
+        allranks("train", POINTS, *alone, folder=tmp_path)
+        assert tensor_digests(found.run, 40) == tensor_digests(tmp_path / "alone", 40)
+        ledgers = [[line["ledger"] for line in steps(run).values()] for run in (found.run, tmp_path / "alone")]
+        assert ledgers[0] == ledgers[1]
+
+
+@pytest.mark.full
+def test_a_stranger_in_etcd_at_worst_stops_the_run(tmp_path: Path) -> None:
+    garbage = "cos\nsystem\n(S'touch harm'\ntR."
+    with etcd_server(tmp_path) as server, cluster(tmp_path, "2", server.port) as found:
+        first, second = start_two(found, *SETTINGS, "task.pause=0.2")
+        (state,) = [key for key in server.keys() if key.endswith("/rendezvous")]
+        server.client.put(state, garbage, 0)
+        for host in (first, second):
+            assert host.end() == 76
+            last = host.said().strip().splitlines()[-1]
+            assert "somebody without this run's secret writes at etcd://" in last, host.said()
+        assert not list(tmp_path.rglob("harm"))
+
+
+@pytest.mark.full
+def test_a_run_whose_hosts_are_all_lost_goes_on_when_they_are_started_again(tmp_path: Path) -> None:
+    with etcd_server(tmp_path) as server, cluster(tmp_path, "2", server.port) as found:
+        for host in start_two(found, *SETTINGS, "task.pause=0.2"):
+            host.kill()
+        again = [found.start(name, *SETTINGS, "task.pause=0.2") for name in ("hostc", "hostd")]
+        assert [host.end() for host in again] == [0, 0], again[0].said() + again[1].said()
+        check_ledgers(found.run)
+
+
+@pytest.mark.full
+def test_who_has_another_config_or_secret_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
+    with etcd_server(tmp_path) as server, cluster(tmp_path, "2", server.port) as found:
+        first = found.start("hosta", *SETTINGS)
+        wait_for(lambda: (found.run / "lease").exists(), "a leader")
+        other = found.start("hostb", *SETTINGS, "train.seed=5")
+        stranger = found.start("hostc", *SETTINGS, secret="another secret of another run")
+        assert (other.end(), stranger.end()) == (78, 2), other.said() + stranger.said()
+        assert f"which leads the run at {found.rendezvous}/run: give all hosts the same task" in other.said()
+        assert "was not signed with this host's secret" in stranger.said()
+        second = found.start("hostd", *SETTINGS)
+        assert (first.end(), second.end()) == (0, 0), first.said() + second.said()
