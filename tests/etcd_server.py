@@ -48,7 +48,7 @@ class EtcdServer:
             return False
         return True
 
-    def keys(self) -> list[str]:
+    def list_keys(self) -> list[str]:
         """All keys of allranks."""
         first, behind = (base64.b64encode(text).decode() for text in (b"allranks/", b"allranks0"))
         answer = self.client._request("POST", "/v3/kv/range", {"key": first, "range_end": behind, "keys_only": True})

@@ -1,12 +1,17 @@
 """`allranks train --rendezvous etcd://`: a run that outlives the host that leads it, and an etcd that restarts."""
 
+import os
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.run import Run
 from tests.cli.test_running_hosts import SETTINGS, check_ledgers, events, step_of
-from tests.commands import alive, wait_for
+from tests.commands import POINTS, alive, allranks, steps, tensor_digests, wait_for
 from tests.etcd_server import etcd_server, needs_etcd
 from tests.hosts import SECRET, Cluster, Host, cluster
 
@@ -27,9 +32,14 @@ def attempts_of(run: Path) -> int:
     return len(events(run, "start"))
 
 
-def test_the_leader_is_killed_and_another_host_leads(tmp_path: Path) -> None:
+def test_etcd_restarts_and_nothing_happens_the_leader_is_killed_and_another_host_leads(tmp_path: Path) -> None:
     with etcd_server(tmp_path) as server, cluster(tmp_path, "1:2", server.port) as found:
         first, second = start_two(found, *SETTINGS)
+        server.signal(signal.SIGKILL)
+        before = step_of(found.run)
+        wait_for(lambda: step_of(found.run) > before, "a step without etcd", 60)
+        server.start()
+        assert attempts_of(found.run) == 1 and events(found.run, "verdict") == []
         workers = first.family()
         began = time.monotonic()
         first.kill()
@@ -49,6 +59,7 @@ def test_the_leader_is_killed_and_another_host_leads(tmp_path: Path) -> None:
         assert SECRET not in kept, "neither in a log nor in the run directory nor in etcd"
 
 
+@pytest.mark.full
 def test_an_etcd_that_restarts_costs_no_restart(tmp_path: Path) -> None:
     with etcd_server(tmp_path) as server, cluster(tmp_path, "2", server.port) as found:
         first, second = start_two(found, *SETTINGS, "task.pause=0.15")
@@ -114,7 +125,7 @@ def test_a_stranger_in_etcd_at_worst_stops_the_run(tmp_path: Path) -> None:
     garbage = "cos\nsystem\n(S'touch harm'\ntR."
     with etcd_server(tmp_path) as server, cluster(tmp_path, "2", server.port) as found:
         first, second = start_two(found, *SETTINGS, "task.pause=0.2")
-        (state,) = [key for key in server.keys() if key.endswith("/rendezvous")]
+        (state,) = [key for key in server.list_keys() if key.endswith("/rendezvous")]
         server.client.put(state, garbage, 0)
         for host in (first, second):
             assert host.end() == 76
@@ -137,7 +148,7 @@ def test_a_run_whose_hosts_are_all_lost_goes_on_when_they_are_started_again(tmp_
 def test_who_has_another_config_or_secret_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
     with etcd_server(tmp_path) as server, cluster(tmp_path, "2", server.port) as found:
         first = found.start("hosta", *SETTINGS)
-        wait_for(lambda: (found.run / "lease").exists(), "a leader")
+        wait_for((found.run / "lease").exists, "a leader")
         other = found.start("hostb", *SETTINGS, "train.seed=5")
         stranger = found.start("hostc", *SETTINGS, secret="another secret of another run")
         assert (other.end(), stranger.end()) == (78, 2), other.said() + stranger.said()

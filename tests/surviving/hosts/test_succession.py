@@ -22,7 +22,8 @@ FACTS = {"config": "abc"}
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    found = Run.create(tmp_path, "Points", resolve_config({"train": {"steps": 1}}), {}, directory=tmp_path / "run")
+    config = resolve_config(task_defaults={}, toml=None, overrides=["train.steps=50"])
+    found = Run.create(tmp_path, "Points", config, {"task": "points.py:Points"})
     found.begin_attempt()
     return found
 
