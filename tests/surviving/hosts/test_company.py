@@ -143,6 +143,19 @@ def test_a_host_that_falls_silent_is_lost_for_all(hosts: Hosts) -> None:
     assert leader.lost() is None
 
 
+def test_a_leader_that_has_reported_and_falls_silent_before_it_judges_is_lost(hosts: Hosts) -> None:
+    leader, other, third = (hosts.company(nodes=3) for _ in range(3))
+    hosts.together(*(one.next_rendezvous for one in (leader, other, third)))
+    for one in (leader, third):
+        one.report(Report(0))
+        one._inner._stop_heartbeats()
+    began = time.monotonic()
+    wait_until(lambda: other.lost() is not None)
+    lost = other.lost()
+    assert lost is not None and lost.rank == 0, "of the third, which has reported as well, nobody waits for a word"
+    assert time.monotonic() - began > 2.5
+
+
 def test_who_waits_in_vain_says_who_is_here(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("allranks.surviving.hosts.company.PATIENCE_SECONDS", 0.5)
     leader = hosts.company(join_seconds=3.0)

@@ -38,7 +38,7 @@ from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.place import MeetingPlace
 from allranks.surviving.hosts.seal import Seal
 from allranks.surviving.hosts.seating import Seating
-from allranks.surviving.hosts.table import Table, host_of, key_of
+from allranks.surviving.hosts.table import Table, host_of
 from allranks.surviving.interrupts import Interrupts
 
 FAREWELL_SECONDS = 5.0  # how long the leader waits until the others have read the end
@@ -82,6 +82,7 @@ class Company(RendezvousHandler):
         self._state = _RendezvousState()
         self._joining_since: float | None = None
         self._told = False
+        self._lived_at: dict[_NodeDesc, float] = {}  # of this round's hosts
         self._inner = make_handler(SealedBackend(meeting, seal, self._see), least, nodes, guard)
         self._node: _NodeDesc = self._inner._this_node
         self._lead = Lead(meeting, seal, self._node)
@@ -152,7 +153,7 @@ class Company(RendezvousHandler):
             raise self.explain(error) from error
         finally:
             self._joining_since = None
-        self.table = table
+        self.table, self._lived_at = table, dict.fromkeys(table.members, time.monotonic())
         if not self.leads:
             ranks = table.ranks(table.place_of(self._node))
             own = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
@@ -174,8 +175,7 @@ class Company(RendezvousHandler):
     def _who_is_here(self) -> str:
         others = {*self._state.participants, *self._state.wait_list} - {self._node}
         here = [self._node, *(node for node in others if not self._is_silent(node))]
-        names = ", ".join(sorted(host_of(node) for node in here))
-        return f"{len(here)} of {self._nodes} hosts are here ({names})"
+        return f"{len(here)} of {self._nodes} hosts are here ({', '.join(sorted(map(host_of, here)))})"
 
     def _late(self) -> ProcessError:
         message = (
@@ -237,13 +237,20 @@ class Company(RendezvousHandler):
     def lost(self) -> Failure | None:
         """A host of this round that has gone without a word, as the Failure of its first worker.
 
+        Who has reported may have left for the next round; of the leader all wait for a word even then.
+
         Raises:
             RendezvousError: the store has gone, or holds what no host wrote.
         """
         self._inner.num_nodes_waiting()
         for place, node in enumerate(self.table.members):
+            if not self._is_silent(node):
+                self._lived_at[node] = time.monotonic()
             gone = node not in self._state.participants or self._is_silent(node)
-            if gone and node != self._node and not self.notices.has_reported(self.table.number, place):
+            if not gone or node == self._node:
+                continue
+            long_gone = time.monotonic() - self._lived_at[node] > self.guard.host_seconds
+            if not self.notices.has_reported(self.table.number, place) or (place == 0 and long_gone):
                 what = f"its host is lost: no sign of life for {self.guard.host_seconds:g} s (guard.host_seconds)"
                 first = self.table.ranks(place)[0]
                 return Failure(first, host_of(node), node.pid, time.time(), TRANSIENT, what)
@@ -252,7 +259,7 @@ class Company(RendezvousHandler):
     def newcomers(self) -> tuple[str, ...]:
         """The names of hosts that wait to join the round under way."""
         found = [node for node in self._state.wait_list if node not in self.table.members and not self._is_silent(node)]
-        return tuple(sorted(host_of(node) for node in found))
+        return tuple(sorted(map(host_of, found)))
 
     def report(self, report: Report) -> None:
         """Say how this host's workers of this round ended."""
@@ -276,7 +283,7 @@ class Company(RendezvousHandler):
         """The last call. The leader stays until the others have read the end: a store of its own goes with it."""
         over = False
         with contextlib.suppress(*LOST, *FORGED, RendezvousError):
-            self.notices.post(f"bye/{key_of(self._node)}", {})
+            self.notices.say_goodbye(self._node)
             over = self.leads and self.notices.ending() is not None
             if over:
                 self._wait_for_the_others()
@@ -287,10 +294,7 @@ class Company(RendezvousHandler):
         here = {*self.table.members, *self._state.participants, *self._state.wait_list} - {self._node}
         deadline = time.monotonic() + FAREWELL_SECONDS
         while time.monotonic() < deadline:
-            here = {node for node in here if not self._is_silent(node) and not self._has_left(node)}
+            here = {node for node in here if not self._is_silent(node) and not self.notices.has_left(node)}
             if not here:
                 break
             time.sleep(POLL_SECONDS)
-
-    def _has_left(self, node: _NodeDesc) -> bool:
-        return self.notices.read(f"bye/{key_of(node)}") is not None

@@ -30,7 +30,6 @@ from allranks.surviving.hosts.seal import Seal, SealError
 LEAST_VERSION = (3, 4)  # the gateway's paths begin with /v3 since then
 CALLS_IN_PATIENCE = 4  # a call that nobody answers may be made so often before the meeting is lost
 BEATS_IN_PATIENCE = 8
-BEYOND_PATIENCE_SECONDS = 2  # who cannot keep its lead has given up before another host can take it
 
 
 @final
@@ -155,8 +154,12 @@ class EtcdMeeting(MeetingPlace):
 
 
 def lead_seconds(seconds: float) -> int:
-    """How long a leader that is silent still leads, where etcd may be away for `seconds`."""
-    return math.ceil(seconds) + BEYOND_PATIENCE_SECONDS
+    """How long a leader that is silent still leads, where etcd may be away for `seconds`.
+
+    Who cannot keep its lead gives up before: after those seconds from its first call that failed, which was at most one
+    beat after the last that did not, and the call in hand.
+    """
+    return math.ceil(seconds * (1 + 1 / BEATS_IN_PATIENCE + 1 / CALLS_IN_PATIENCE)) + 1
 
 
 def open_etcd_meeting(

@@ -12,9 +12,12 @@ bye/NODE                   a host that leaves has read that
 
 from typing import final
 
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
+
 from allranks.surviving.hosts.ending import Ending, Report
 from allranks.surviving.hosts.place import MeetingPlace
 from allranks.surviving.hosts.seal import Json, Seal
+from allranks.surviving.hosts.table import key_of
 
 
 @final
@@ -69,3 +72,11 @@ class Notices:
         """How the run has ended for all, or None."""
         found = self.read("ending")
         return None if found is None else Ending.from_json(found)
+
+    def say_goodbye(self, node: _NodeDesc) -> None:
+        """Say that a host leaves, and has read how the run has ended."""
+        self.post(f"bye/{key_of(node)}", {})
+
+    def has_left(self, node: _NodeDesc) -> bool:
+        """Whether a host has said so."""
+        return self.read(f"bye/{key_of(node)}") is not None
