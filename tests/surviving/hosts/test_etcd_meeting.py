@@ -123,7 +123,7 @@ def test_another_secret_and_a_strangers_session_are_refused(hosts: Hosts, etcd: 
 def test_etcd_may_be_away_for_a_while(tmp_path: Path) -> None:
     with etcd_server(tmp_path) as server:
         found = Hosts(server.port, "run")
-        first, second = found.meet(seconds=4.0), found.meet(seconds=4.0)
+        first, second = found.meet(seconds=3.0), found.meet(seconds=3.0)
         first.claim("1")
         first.write("key", "before")
         server.signal(signal.SIGKILL)
@@ -131,17 +131,16 @@ def test_etcd_may_be_away_for_a_while(tmp_path: Path) -> None:
         answers: list[str | None] = []
         waiting = threading.Thread(target=lambda: answers.append(second.read("key")))
         waiting.start()
-        time.sleep(1.5)
+        time.sleep(1.0)
         assert second.clock() - before < 0.5, "nobody could give a sign of life"
         server.start()
         waiting.join()
-        assert answers == ["before"] and time.monotonic() - asked > 1.5
+        assert answers == ["before"] and time.monotonic() - asked > 1.0
         first.write("key", "after")
         assert second.claim("2") == "1" and second.read("key") == "after"
         server.signal(signal.SIGKILL)
-        for one in (first, second):
-            with pytest.raises(StoreLostError, match=r"no answer for 4 s: .*refused"):
-                one.read("key")
+        with pytest.raises(StoreLostError, match=r"no answer for 3 s: .*refused"):
+            second.read("key")
         found.close()
 
 

@@ -20,9 +20,9 @@ def lead(store: HashStore, node: _NodeDesc, *, serves: bool, seal: Seal = SEAL) 
 def test_all_find_the_same_leader() -> None:
     store = HashStore()
     leader, other = lead(store, A, serves=True), lead(store, B, serves=False)
-    assert other.seek() is None and not other.held
-    assert not leader.held and leader.seek() == A and leader.held
-    assert other.seek() == leader.seek() == A and leader.held and not other.held
+    assert other.seek() is None
+    assert leader.seek() == other.seek() == leader.seek() == A
+    assert leader.held and not other.held
 
 
 def test_the_same_node_said_by_another_process_is_another_word() -> None:

@@ -21,7 +21,7 @@ CLOSE_SECONDS = 5.0
 def make_handler(backend: RendezvousBackend, least: int, most: int, guard: GuardConfig) -> DynamicRendezvousHandler:
     """A handler for a round of `least` to `most` hosts, under this host's name."""
     unused = HashStore()  # of this process alone
-    handler = DynamicRendezvousHandler.from_backend(
+    handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         "allranks",
         unused,
         backend,

@@ -9,6 +9,7 @@ from allranks.parallel.store import listen, serve
 from allranks.surviving.hosts.meeting import STORE_TIMEOUT
 from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.place import MeetingPlace
+from allranks.surviving.hosts.seal import Json
 from allranks.surviving.hosts.table import Table
 
 Nodes = tuple[_NodeDesc, ...]
@@ -31,7 +32,7 @@ class Seating:
 
     def open(self, number: int, nodes: Nodes) -> Table | None:
         """The leader's: all hosts with their workers, told to all; None as long as one of them has said nothing."""
-        told = [self._notices.read(f"member/{number}/{place}") for place in range(len(nodes))]
+        told: list[Json] = [self._notices.read(f"member/{number}/{place}") for place in range(len(nodes))]
         if None in told:
             return None
         listener = listen(self._meeting.address, 0)

@@ -11,7 +11,6 @@ A node is [name, pid, number in that process].
 """
 
 import secrets
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import final
@@ -25,7 +24,7 @@ from allranks.surviving.hosts.seal import Json
 class StateReader:
     """Translates for one host: it remembers when it has seen which sign of life."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: seconds that never go back, in which others could have given a sign of life."""
         self._clock = clock
         self._beats: dict[_NodeDesc, tuple[int, float]] = {}  # the number, and when it rose, on the clock
