@@ -95,4 +95,5 @@ def read_node(listed: Json) -> _NodeDesc:
 
 
 def list_node(node: _NodeDesc) -> Json:
+    """A node as JSON."""
     return [node.addr, node.pid, node.local_id]
