@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,82 @@ def test_another_leads_when_the_one_that_did_is_silent_and_that_one_says_nothing
     assert second.read("key") == "by the first"
     second.write("key", "by the second")
     assert second.claim("2") == "2"
+
+
+@pytest.mark.full
+@needs_etcd
+def test_a_leader_that_is_cut_off_has_given_up_before_another_leads(hosts: Hosts, etcd: EtcdServer) -> None:
+    with Wire(etcd.port) as wire:
+        behind = Endpoint("127.0.0.1", wire.port, "etcd", hosts.endpoint.name)
+        first = open_etcd_meeting(behind, SECRET, connect_seconds=5, seconds=4.0, tell=print)
+        second = hosts.meet(seconds=4.0)
+        assert first.claim("1") == second.claim("2") == "1"
+        time.sleep(0.5)
+        wire.cut()
+        gave_up: list[float] = []
+
+        def ask() -> None:
+            with pytest.raises(StoreLostError, match="no answer for 4 s: timed out"):
+                while True:
+                    first.read("key")
+            gave_up.append(time.monotonic())
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_until(lambda: second.claim("2") == "2", 20)
+        assert gave_up and gave_up[0] < time.monotonic(), "by itself, without a word from anybody"
+        asking.join()
+        first.close(over=False)
+
+
+class Wire:
+    """What lies between one host and etcd; cut, it takes connections and says nothing."""
+
+    def __init__(self, port: int) -> None:
+        self._to = ("127.0.0.1", port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._open: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._is_cut = False
+
+    def __enter__(self) -> "Wire":
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_cut = True
+        for one in (self._listener, *self._open):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for one in (self._listener, *self._open):
+            one.close()
+
+    def cut(self) -> None:
+        self._is_cut = True
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            self._open.append(near)
+            if not self._is_cut:
+                far = socket.create_connection(self._to)
+                self._open.append(far)
+                for ends in ((near, far), (far, near)):
+                    self._threads.append(threading.Thread(target=self._carry, args=ends))
+                    self._threads[-1].start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while (data := source.recv(1 << 16)) and not self._is_cut:
+                target.sendall(data)
+            if not self._is_cut:
+                target.shutdown(socket.SHUT_WR)
 
 
 @needs_etcd
