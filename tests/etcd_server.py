@@ -31,7 +31,8 @@ class EtcdServer:
         """Until it answers."""
         mine, peers = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self._peer_port}"
         command = [
-            *(str(BINARY), "--data-dir", str(self._folder / "etcd"), "--log-level", "error", "--auto-compaction-retention=1h"),
+            *(str(BINARY), "--data-dir", str(self._folder / "etcd")),
+            *("--log-level", "error", "--auto-compaction-retention", "1h"),
             *("--listen-client-urls", mine, "--advertise-client-urls", mine),
             *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
             *("--initial-cluster", f"default={peers}"),
