@@ -101,11 +101,17 @@ def test_a_leader_that_was_frozen_comes_back_and_commits_nothing(tmp_path: Path)
 
 
 @pytest.mark.full
-def test_of_a_fixed_number_a_new_host_takes_the_place_of_the_lost_leader(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spare", [False, True])
+def test_of_a_fixed_number_another_host_takes_the_place_of_the_lost_leader(tmp_path: Path, spare: bool) -> None:
     with etcd_server(tmp_path) as server, cluster(tmp_path, "2", server.port) as found:
-        first, second = start_two(found, *SETTINGS)
+        words = (*SETTINGS, "task.pause=0.5") if spare else SETTINGS
+        first, second = start_two(found, *words)
+        third = found.start("hostc", *words) if spare else None
+        if third is not None:
+            (state,) = [key for key in server.list_keys() if key.endswith("/rendezvous")]
+            wait_for(lambda: '"spare":[["' in getattr(server.client.read(state), "text", ""), "a third that waits")
         first.kill()
-        third = found.start("hostc", *SETTINGS)
+        third = third or found.start("hostc", *words)
         assert (second.end(), third.end()) == (0, 0), second.said() + third.said()
         check_ledgers(found.run)
         told = [event["what"] for event in events(found.run, "verdict")]
