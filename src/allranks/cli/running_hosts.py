@@ -140,7 +140,7 @@ def run_on_hosts(
 
 
 def _meet(endpoint: Endpoint, guard: "GuardConfig", secret: bytes) -> "MeetingPlace":
-    from allranks.surviving.hosts.etcd_meeting import open_etcd_meeting
+    from allranks.surviving.hosts.etcd_opening import open_etcd_meeting
     from allranks.surviving.hosts.meeting import open_meeting
 
     wait, silence = guard.join_seconds, guard.host_seconds

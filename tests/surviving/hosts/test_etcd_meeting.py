@@ -6,17 +6,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from allranks.errors import ConfigError, ProcessError
+from allranks.errors import ConfigError
 from allranks.hosts_request import Endpoint
-from allranks.surviving.hosts.etcd import Etcd
-from allranks.surviving.hosts.etcd_meeting import EtcdMeeting, lead_seconds, open_etcd_meeting
+from allranks.surviving.hosts import etcd_meeting as module
+from allranks.surviving.hosts.etcd_meeting import EtcdMeeting, lead_seconds
+from allranks.surviving.hosts.etcd_opening import open_etcd_meeting
 from allranks.surviving.hosts.place import StoreLostError
 from tests.etcd_server import EtcdServer, etcd_server, needs_etcd
-from tests.free_port import free_port
 from tests.processes import wait_until
 
 SECRET = b"0123456789abcdef"
@@ -87,7 +88,7 @@ def test_a_leader_that_is_cut_off_has_given_up_before_another_leads(hosts: Hosts
         gave_up: list[float] = []
 
         def ask() -> None:
-            with pytest.raises(StoreLostError, match="no answer for 4 s: timed out"):
+            with pytest.raises(StoreLostError, match=r"no answer for 4 s: timed out|gave no sign of life for 7 s"):
                 while True:
                     first.read("key")
             gave_up.append(time.monotonic())
@@ -98,6 +99,19 @@ def test_a_leader_that_is_cut_off_has_given_up_before_another_leads(hosts: Hosts
         assert gave_up and gave_up[0] < time.monotonic(), "by itself, without a word from anybody"
         asking.join()
         first.close(over=False)
+
+
+@needs_etcd
+def test_a_leader_whose_own_clock_says_so_is_none_without_asking(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = hosts.meet(seconds=4.0)
+    began = module._boot_seconds()
+    assert first.claim("1") == first.claim("1") == "1"
+    assert began + 4.0 < first._leads_until <= module._boot_seconds() + lead_seconds(4.0) - 1
+    hosts.fall_silent(first)
+    monkeypatch.setattr(module, "_boot_seconds", lambda: began + lead_seconds(4.0))  # as after a machine's sleep
+    for ask in (partial(first.claim, "1"), partial(first.read, "key")):
+        with pytest.raises(StoreLostError, match="this host led, and gave no sign of life for 7 s"):
+            ask()
 
 
 class Wire:
@@ -219,42 +233,3 @@ def test_etcd_may_be_away_for_a_while(tmp_path: Path) -> None:
         with pytest.raises(StoreLostError, match=r"no answer for 3 s: .*refused"):
             second.read("key")
         found.close()
-
-
-@needs_etcd
-def test_an_old_etcd_is_refused_by_its_version(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    for version, said in (("3.3.27", "3.3.27"), ("2.3.8", "2.3.8"), ("", "unknown")):
-        monkeypatch.setattr(Etcd, "version", lambda self, version=version: version)
-        with pytest.raises(ConfigError, match=f"is of version {said}: at least 3.4 is needed"):
-            hosts.meet()
-    for version in ("3.4.0", "3.10.1", "4.0.0"):
-        monkeypatch.setattr(Etcd, "version", lambda self, version=version: version)
-        assert hosts.meet().read("key") is None
-
-
-def test_nobody_there_and_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allranks.surviving.hosts.etcd_meeting.PATIENCE_SECONDS", 0.2)
-    heard: list[str] = []
-    endpoint = Endpoint("127.0.0.1", free_port(), "etcd", "run")
-    with pytest.raises(ProcessError, match=f"nobody listened at {endpoint} for 0.5 s.*refused.*start etcd"):
-        open_etcd_meeting(endpoint, SECRET, connect_seconds=0.5, seconds=1.0, tell=heard.append)
-    assert len(heard) == 1 and "waiting up to 0.5 s (guard.join_seconds) for etcd" in heard[0]
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        thread = threading.Thread(target=answer_like_ssh, args=(stranger,), daemon=True)
-        thread.start()
-        endpoint = Endpoint("127.0.0.1", stranger.getsockname()[1], "etcd", "run")
-        with pytest.raises(ProcessError, match=f"what listens at {endpoint} does not answer as etcd does: no answer"):
-            open_etcd_meeting(endpoint, SECRET, connect_seconds=5.0, seconds=1.0, tell=heard.append)
-        stranger.shutdown(socket.SHUT_RDWR)
-    thread.join()
-
-
-def answer_like_ssh(listener: socket.socket) -> None:
-    """Say hello to all, until the listener is closed."""
-    while True:
-        try:
-            taken, _ = listener.accept()
-        except OSError:
-            return
-        with taken:
-            taken.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")

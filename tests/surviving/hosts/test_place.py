@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from allranks.hosts_request import Endpoint
-from allranks.surviving.hosts.etcd_meeting import open_etcd_meeting
+from allranks.surviving.hosts.etcd_opening import open_etcd_meeting
 from allranks.surviving.hosts.meeting import open_meeting
 from allranks.surviving.hosts.place import MeetingPlace
 from tests.etcd_server import etcd_server, needs_etcd

@@ -6,18 +6,25 @@ is 0 or empty is left out of answers. A connection for each call outlives every 
 
 import base64
 import http.client
+import io
 import json
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, cast, final
 
 MOST_BYTES = 1 << 22  # of an answer; etcd itself refuses requests above 1.5 MiB
-FOR_A_WHILE = (4, 14)  # gRPC's "deadline exceeded" and "unavailable": no leader, leader changed, timed out
+# gRPC's "invalid argument", "permission denied", "unimplemented", "unauthenticated". Whatever else etcd says may be
+# over soon: "canceled" to who asks while it is shut down, "resource exhausted" to all when too many ask.
+FOR_GOOD = (3, 7, 12, 16)
 NOT_FOUND = 5  # gRPC's, of a lease
+TLS_ALERT = b"\x15\x03"
+TLS_ONLY = "it speaks TLS only"
 LEASE_GONE = "the lease that its hosts kept alive has ended"
 
 Json = dict[str, Any]
+Address = tuple[str, int]
 
 
 class EtcdError(Exception):
@@ -58,11 +65,17 @@ def stands(key: str, text: str) -> Json:
 
 @final
 class Etcd:
-    """A server. Every method raises EtcdSilentError and EtcdError."""
+    """A server, or the members of a cluster. Every method raises EtcdSilentError and EtcdError."""
 
-    def __init__(self, host: str, port: int, call_seconds: float) -> None:
-        """`call_seconds`: the limit of each wait for the network, and of an answer."""
-        self._host, self._port, self._call_seconds = host, port, call_seconds
+    def __init__(self, addresses: Sequence[Address], call_seconds: float) -> None:
+        """Ask the first address, and the one after it when that one does not answer.
+
+        Args:
+            addresses: numbers and ports: a name's look-up has no limit.
+            call_seconds: the limit of a whole call.
+        """
+        self._addresses, self._call_seconds = list(addresses), call_seconds
+        self._at = 0
 
     def version(self) -> str:
         """The server's, such as "3.4.23"."""
@@ -98,34 +111,74 @@ class Etcd:
             return
 
     def _request(self, method: str, path: str, body: Json | None = None) -> Json:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._call_seconds)
+        at = self._at
         try:
-            text = None if body is None else json.dumps(body)
-            connection.request(method, path, text, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            data = _read(response, time.monotonic() + self._call_seconds)
+            return self._ask(self._addresses[at], method, path, body)
+        except EtcdSilentError:
+            self._at = (at + 1) % len(self._addresses)
+            raise
+
+    def _ask(self, address: Address, method: str, path: str, body: Json | None) -> Json:
+        text = b"" if body is None else json.dumps(body).encode()
+        head = f"{method} {path} HTTP/1.1\r\nHost: etcd\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        try:
+            received = _exchange(
+                address, f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text, self._call_seconds
+            )
+            if received.startswith(TLS_ALERT):
+                raise EtcdError(TLS_ONLY)
+            response = http.client.HTTPResponse(cast(socket.socket, _Received(received)))
+            response.begin()
+            data = response.read()
         except (OSError, http.client.HTTPException) as error:
             raise EtcdSilentError(_words(error)) from error
-        finally:
-            connection.close()
         try:
             answer = json.loads(data)
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
+            if b"HTTPS server" in data:
+                raise EtcdError(TLS_ONLY)
             raise EtcdSilentError(f"HTTP {response.status} and no JSON at {path}: {data[:60]!r}")
         if response.status != http.client.OK or "error" in answer:
             raise _refusal(answer)
         return answer
 
 
-def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
-    data = b""
-    while chunk := response.read1(MOST_BYTES):
-        data += chunk
-        if len(data) > MOST_BYTES or time.monotonic() > deadline:
-            raise http.client.HTTPException("an answer without end")
-    return data
+@final
+class _Received:
+    """What http.client takes for a socket: all that came."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        """The bytes as a file."""
+        return io.BytesIO(self._data)
+
+
+def _exchange(address: Address, request: bytes, seconds: float) -> bytes:
+    """All that is answered until the connection is closed. One limit holds for everything, however slowly it comes."""
+    deadline = time.monotonic() + seconds
+    with socket.create_connection(address, seconds) as connection:
+        connection.settimeout(_left(deadline))
+        connection.sendall(request)
+        received = bytearray()
+        while True:
+            connection.settimeout(_left(deadline))
+            chunk = connection.recv(1 << 16)
+            if not chunk:
+                return bytes(received)
+            received += chunk
+            if len(received) > MOST_BYTES:
+                raise http.client.HTTPException("an answer without end")
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left
 
 
 def _found(answer: Json) -> Found | None:
@@ -145,9 +198,9 @@ def _refusal(answer: Json) -> EtcdError:
     told = answer["error"] if isinstance(answer.get("error"), dict) else answer
     code = told.get("code", told.get("grpc_code"))
     words = str(told.get("message") or told.get("error")).partition("\n")[0]
-    if code in FOR_A_WHILE:
-        return EtcdSilentError(words)
-    return LeaseGoneError(LEASE_GONE) if code == NOT_FOUND else EtcdError(f"it refuses: {words}")
+    if code == NOT_FOUND:
+        return LeaseGoneError(LEASE_GONE)
+    return EtcdError(f"it refuses: {words}") if code in FOR_GOOD else EtcdSilentError(words)
 
 
 def _words(error: Exception) -> str:

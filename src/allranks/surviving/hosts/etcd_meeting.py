@@ -10,26 +10,31 @@ host that has led writes only as long as it does: each of its changes is made on
 
 import contextlib
 import math
-import re
-import secrets
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import ParamSpec, TypeVar, final
 
-from allranks.errors import ConfigError, ProcessError
 from allranks.hosts_request import Endpoint
-from allranks.parallel.store import wait_for_listener
-from allranks.surviving.hosts.etcd import LEASE_GONE, Etcd, Json, LeaseGoneError, is_absent, stands, was_created
-from allranks.surviving.hosts.meeting import LEADER, PATIENCE_SECONDS, address_of_route
+from allranks.surviving.hosts.etcd import (
+    LEASE_GONE,
+    Etcd,
+    Json,
+    LeaseGoneError,
+    is_absent,
+    stands,
+    was_created,
+)
+from allranks.surviving.hosts.meeting import LEADER
 from allranks.surviving.hosts.patience import Patience
 from allranks.surviving.hosts.place import MeetingPlace, StoreLostError
-from allranks.surviving.hosts.seal import Seal, SealError
 
-LEAST_VERSION = (3, 4)  # the gateway's paths begin with /v3 since then
 CALLS_IN_PATIENCE = 4  # a call that nobody answers may be made so often before the meeting is lost
 BEATS_IN_PATIENCE = 8
+MARGIN_SECONDS = 1  # by which a host takes its own lead for ended before etcd does
+Answer = TypeVar("Answer")
+Words = ParamSpec("Words")
 
 
 @final
@@ -57,13 +62,14 @@ class EtcdMeeting(MeetingPlace):
         self._seconds = seconds
         self._patience = Patience(seconds)
         self._term: Term | None = None
+        self._leads_until = 0.0  # on `_boot_seconds`
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep_alive, name="allranks-etcd", daemon=True)
         self._keeper.start()
 
     def read(self, key: str) -> str | None:
         """As the interface says."""
-        found = self._patience.call(self._etcd.read, self._path(key))
+        found = self._call(self._etcd.read, self._path(key))
         return None if found is None else found.text
 
     def write(self, key: str, text: str) -> None:
@@ -79,7 +85,7 @@ class EtcdMeeting(MeetingPlace):
         path, term = self._path(key), self._term
         if term is not None:
             conditions = (*conditions, was_created(self._path(LEADER), term.revision))
-        changed, found = self._patience.call(self._etcd.put, path, text, self._lease, conditions)
+        changed, found = self._call(self._etcd.put, path, text, self._lease, conditions)
         if not changed and term is not None:
             self._see_that_it_leads(term)
         if found is None:
@@ -88,8 +94,19 @@ class EtcdMeeting(MeetingPlace):
         return found.text
 
     def _see_that_it_leads(self, term: Term) -> None:
-        found = self._patience.call(self._etcd.read, self._path(LEADER))
+        found = self._call(self._etcd.read, self._path(LEADER))
         if found is None or found.created != term.revision:
+            self._patience.lose(self._deposed)
+            raise StoreLostError(self._deposed)
+
+    def _call(self, function: Callable[Words, Answer], *args: Words.args, **kwargs: Words.kwargs) -> Answer:
+        """What etcd answers this host, which has not let its own time as the leader go by."""
+        self._check_time()
+        return self._patience.call(function, *args, **kwargs)
+
+    def _check_time(self) -> None:
+        """See by this host's own clock, without asking anybody, that nobody else can lead yet where it does."""
+        if self._term is not None and _boot_seconds() > self._leads_until:
             self._patience.lose(self._deposed)
             raise StoreLostError(self._deposed)
 
@@ -104,15 +121,19 @@ class EtcdMeeting(MeetingPlace):
     def claim(self, word: str) -> str | None:
         """As the interface says; whoever comes first leads."""
         if self._term is not None:
+            self._check_time()
             return self._term.word
         path = self._path(LEADER)
         found = self._patience.call(self._etcd.read, path)
         if found is not None:
             return found.text
+        sent = _boot_seconds()
         lease = self._patience.call(self._etcd.grant, self._lead_seconds)
         _, found = self._patience.call(self._etcd.put, path, word, lease, [is_absent(path)])
         if found is not None and found.text == word:
+            self._leads_until = self._time_from(sent)
             self._term = Term(lease, found.created, word)
+            self._check_time()
         else:
             self._patience.call(self._etcd.revoke, lease)
         return None if found is None else found.text
@@ -139,18 +160,32 @@ class EtcdMeeting(MeetingPlace):
             term = self._term
             with contextlib.suppress(StoreLostError):
                 if term is not None:
-                    self._keep(term.lease, self._deposed)
-                self._keep(self._lease, LEASE_GONE)
+                    self._keep(self._prolong, term.lease, self._deposed)
+                self._keep(self._etcd.keep_alive, self._lease, LEASE_GONE)
 
-    def _keep(self, lease: int, otherwise: str) -> None:
+    def _keep(self, function: Callable[[int], None], lease: int, otherwise: str) -> None:
         def keep() -> None:
             try:
-                self._etcd.keep_alive(lease)
+                function(lease)
             except LeaseGoneError:
                 if not self._closing.is_set():
                     self._patience.lose(otherwise)
 
         self._patience.call(keep)
+
+    def _prolong(self, lease: int) -> None:
+        """Lead for as long again, from the moment in which this was asked for."""
+        sent = _boot_seconds()
+        self._etcd.keep_alive(lease)
+        self._leads_until = self._time_from(sent)
+
+    def _time_from(self, sent: float) -> float:
+        return sent + self._lead_seconds - MARGIN_SECONDS
+
+
+def _boot_seconds() -> float:
+    """Seconds that also go on while this machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def lead_seconds(seconds: float) -> int:
@@ -159,77 +194,4 @@ def lead_seconds(seconds: float) -> int:
     Who cannot keep its lead gives up before: after those seconds from its first call that failed, which was at most one
     beat after the last that did not, and the call in hand.
     """
-    return math.ceil(seconds * (1 + 1 / BEATS_IN_PATIENCE + 1 / CALLS_IN_PATIENCE)) + 1
-
-
-def open_etcd_meeting(
-    endpoint: Endpoint, secret: bytes, *, connect_seconds: float, seconds: float, tell: Callable[[str], None]
-) -> EtcdMeeting:
-    """Take part in the meeting of the endpoint's name, or begin it.
-
-    Args:
-        connect_seconds: how long to wait until etcd answers.
-        seconds: how long it may be away later.
-        tell: is told once, after some seconds, who is waited for.
-
-    Raises:
-        ConfigError: etcd is too old, or what stands under the name is not signed with this secret.
-        ProcessError: nobody answers there, or another program does.
-    """
-    _wait_for_etcd(endpoint, connect_seconds, tell)
-    etcd = Etcd(endpoint.host, endpoint.port, max(1.0, seconds / CALLS_IN_PATIENCE))
-    patience = Patience(seconds)
-    try:
-        _check_version(patience.call(etcd.version), endpoint)
-        session, lease = _open_session(etcd, patience, endpoint, Seal(secret), 2 * lead_seconds(seconds))
-    except StoreLostError as error:
-        raise ProcessError(
-            f"what listens at {endpoint} does not answer as etcd does: {error}; see that it is an etcd "
-            f"{'.'.join(map(str, LEAST_VERSION))} or newer, which speaks plain HTTP and asks for no user"
-        ) from error
-    address = address_of_route(endpoint.host, endpoint.port)
-    return EtcdMeeting(etcd, endpoint, session, lease, address, seconds)
-
-
-def _wait_for_etcd(endpoint: Endpoint, seconds: float, tell: Callable[[str], None]) -> None:
-    began = time.monotonic()
-    error = wait_for_listener(endpoint.host, endpoint.port, began + min(PATIENCE_SECONDS, seconds))
-    if error is not None and seconds > PATIENCE_SECONDS:
-        tell(
-            f"nobody listens at {endpoint} yet ({error.strerror or error}): waiting up to {seconds:g} s"
-            " (guard.join_seconds) for etcd"
-        )
-        error = wait_for_listener(endpoint.host, endpoint.port, began + seconds)
-    if error is not None:
-        raise ProcessError(
-            f"nobody listened at {endpoint} for {seconds:g} s (guard.join_seconds): {error.strerror or error};"
-            " start etcd, and see that its name, port (--listen-client-urls) and firewall are right"
-        )
-
-
-def _check_version(version: str, endpoint: Endpoint) -> None:
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None or (int(match[1]), int(match[2])) < LEAST_VERSION:
-        least = ".".join(map(str, LEAST_VERSION))
-        raise ConfigError(f"the etcd at {endpoint} is of version {version or 'unknown'}: at least {least} is needed")
-
-
-def _open_session(etcd: Etcd, patience: Patience, endpoint: Endpoint, seal: Seal, seconds: int) -> tuple[str, int]:
-    """The id and the lease of the meeting that is held under the endpoint's name, from now on at the latest."""
-    key = f"allranks/{endpoint.name}/session"
-    while True:
-        lease = patience.call(etcd.grant, seconds)
-        mine = seal.close(key, {"id": secrets.token_hex(8), "lease": str(lease)})
-        _, found = patience.call(etcd.put, key, mine, lease, [is_absent(key)])
-        if found is None or found.text != mine:
-            patience.call(etcd.revoke, lease)
-        if found is None:
-            continue  # it ended in this moment
-        try:
-            held = seal.open(key, found.text)
-        except SealError as error:
-            raise ConfigError(
-                f"what stands at {endpoint} was not signed with this host's secret: give every host of the run the "
-                "same one, and every run a name of its own: etcd://HOST:PORT/NAME"
-            ) from error
-        return held["id"], int(held["lease"])
+    return math.ceil(seconds * (1 + 1 / BEATS_IN_PATIENCE + 1 / CALLS_IN_PATIENCE)) + MARGIN_SECONDS

@@ -18,7 +18,11 @@ Words = ParamSpec("Words")
 
 @final
 class Patience:
-    """For calls from any thread."""
+    """For calls from any thread.
+
+    Attributes:
+        refused: whether it is lost because etcd refuses, and would again.
+    """
 
     def __init__(self, seconds: float) -> None:
         """`seconds`: how long nobody may answer."""
@@ -27,6 +31,7 @@ class Patience:
         self._away_since: float | None = None
         self._away_seconds = 0.0
         self._lost: str | None = None
+        self.refused = False
 
     def call(self, function: Callable[Words, Answer], *args: Words.args, **kwargs: Words.kwargs) -> Answer:
         """What the function returns for these arguments, asked again while nobody answers.
@@ -41,6 +46,7 @@ class Patience:
             except EtcdSilentError as error:
                 self._note_silence(asked, error)
             except EtcdError as error:
+                self.refused = self._lost is None
                 self.lose(str(error))
             else:
                 self._note_answer()
