@@ -1,6 +1,7 @@
 """What hosts tell each other besides the state of the rendezvous: sealed JSON, each under a key of its own.
 
 run                        what all hosts have to have alike, and where the Run directory is     (by the leader)
+heirs                      [host, pid] of all who have led, or were about to                     (by the leader)
 member/ROUND/NUMBER        a host's number of workers
 meet/ROUND                 the address of the workers' store, and the hosts' order and workers   (by the leader)
 trouble/ROUND              workers of a host have failed
