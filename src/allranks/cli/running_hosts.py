@@ -177,6 +177,7 @@ def _share_run(company: "Company", prepared: "Prepared", request: TrainRequest, 
                 company.succeeded = company.on_lead()
     except LOST as error:
         raise company.explain(error) from error
+    company.seating.attempt = lambda: run.attempts
     return run
 
 

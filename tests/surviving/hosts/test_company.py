@@ -198,6 +198,27 @@ def fails(call: Callable[[], object]) -> bool:
     return False
 
 
+def test_who_leaves_last_closes_the_meeting_where_no_leader_lives(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, other, third = (hosts.company(nodes=3) for _ in range(3))
+    hosts.together(*(one.next_rendezvous for one in (leader, other, third)))
+    closed: list[bool] = []
+
+    def close(*, over: bool) -> None:
+        closed.append(over)
+
+    for one in (other, third):
+        monkeypatch.setattr(one._meeting, "close", close)
+    leader._inner._stop_heartbeats()
+    other.end(Ending(130))
+    wait_until(lambda: other.lost() is not None and other._is_silent(leader._node))
+    other.leave()
+    wait_until(lambda: third.lost() is not None and third._is_silent(leader._node))
+    third.leave()
+    assert closed == [False, True]
+
+
 def test_the_leader_stays_until_the_others_have_left(hosts: Hosts) -> None:
     leader, other = hosts.company(), hosts.company()
     hosts.together(leader.next_rendezvous, other.next_rendezvous)

@@ -50,9 +50,15 @@ class Others:
         self.gone: Failure | None = None
         self.broken: Exception | None = None
         self.heard: list[str] = []
-        self.table = Table(1, (), "", 0)
+        self.table = Table(1, (), "", 0, (), 3)
         self.waiting: tuple[str, ...] = ()
         self.succeeded: Failure | None = None
+        self.time_ended = False
+
+    def seek(self) -> bool:
+        if self.leads and self.time_ended:
+            raise StoreLostError("this host led")
+        return self.leads
 
     def newcomers(self) -> tuple[str, ...]:
         return self.waiting
@@ -202,6 +208,21 @@ def test_who_does_not_lead_reports_and_obeys() -> None:
     assert other.settle(Outcome(76, KILLED)) == "again" and others.said[1] == Report(76, KILLED)
     assert others.heard == [f"{KILLED.brief()}; the leader decides what follows"]
     assert budget.causes == []
+
+
+def test_a_leader_whose_time_has_ended_judges_nothing() -> None:
+    others, budget = Others(), Budget(1)
+    found, _ = member(others, budget)
+    others.said[1] = Report(76, KILLED)
+    others.time_ended = True
+    with pytest.raises(ProcessError, match="explained: this host led"):
+        found.settle(Outcome(0))
+    assert budget.causes == [] and others.notices.ended is None
+
+
+def test_workers_are_told_of_which_attempt_they_are() -> None:
+    found, _ = member(Others(), Budget(1))
+    assert found.begin() == {"ALLRANKS_ATTEMPT": "3"}
 
 
 def test_the_leader_lets_hosts_join_once_all_have_saved() -> None:

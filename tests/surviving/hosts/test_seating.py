@@ -25,6 +25,7 @@ def pair() -> tuple[Seating, Seating]:
 
 def test_all_find_the_table_that_the_leader_has_opened(pair: tuple[Seating, Seating]) -> None:
     leader, other = pair
+    leader.attempt = lambda: 7
     leader.announce(5, (A, B))
     assert leader.open(5, (A, B)) is None and other.find(5, (A, B)) is None
     other.announce(5, (A, B))
@@ -32,6 +33,7 @@ def test_all_find_the_table_that_the_leader_has_opened(pair: tuple[Seating, Seat
     table = leader.open(5, (A, B))
     assert table is not None and (table.number, table.members, table.workers) == (5, (B, A), (2, 3)), "it comes first"
     assert other.find(5, (A, B)) == table and table.address == "127.0.0.1"
+    assert table.attempt == 7
     listening = {
         one.laddr.ip
         for one in psutil.Process().net_connections()

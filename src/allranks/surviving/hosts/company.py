@@ -54,7 +54,7 @@ class Company(RendezvousHandler):
         guard: how long to wait for whom.
         notices: what hosts tell each other.
         tell: says a line to this host's user.
-        table: the hosts of the round under way.
+        table, seating: the hosts of the round under way, and how they find it.
         on_lead: called when this host leads after another one, before a round begins; what that was lost by.
         succeeded: what `on_lead` has told, until somebody has taken it from here.
     """
@@ -86,7 +86,7 @@ class Company(RendezvousHandler):
         self._inner = make_handler(SealedBackend(meeting, seal, self._see), least, nodes, guard)
         self._node: _NodeDesc = self._inner._this_node
         self._lead = Lead(meeting, seal, self._node)
-        self._seating = Seating(meeting, self.notices, self._node, nproc)
+        self.seating = Seating(meeting, self.notices, self._node, nproc)
 
     @property
     def leads(self) -> bool:
@@ -201,14 +201,14 @@ class Company(RendezvousHandler):
     def _seat(self, state: _RendezvousState) -> Table | None:
         """All hosts of a round with their workers; None where one has gone since, or none leads: there is another."""
         number, members = state.round, tuple(sorted(state.participants))
-        self._seating.announce(number, members)
+        self.seating.announce(number, members)
         deadline, sought_at = time.monotonic() + self.guard.join_seconds, -math.inf
         while not self._is_over(number, members):
             if time.monotonic() - sought_at > SEEK_SECONDS:
                 sought_at, leader = time.monotonic(), self._seek_in_round()
                 if leader in {*self._state.wait_list, *self._state.redundancy_list}:
                     return None  # it lives, and did not find room: now it does
-            found = (self._seating.open if self.leads else self._seating.find)(number, members)
+            found = (self.seating.open if self.leads else self.seating.find)(number, members)
             if found is not None:
                 return found
             if time.monotonic() > deadline:
@@ -284,17 +284,17 @@ class Company(RendezvousHandler):
         over = False
         with contextlib.suppress(*LOST, *FORGED, RendezvousError):
             self.notices.say_goodbye(self._node)
-            over = self.leads and self.notices.ending() is not None
-            if over:
-                self._wait_for_the_others()
+            if self.notices.ending() is not None:
+                over = self._is_last(FAREWELL_SECONDS if self.leads else 0.0) or self.leads
         self._inner._stop_heartbeats()
         self._meeting.close(over=over)
 
-    def _wait_for_the_others(self) -> None:
+    def _is_last(self, seconds: float) -> bool:
+        """Whether all others have left or are silent, after so many seconds at most: then nobody else can close it."""
         here = {*self.table.members, *self._state.participants, *self._state.wait_list} - {self._node}
-        deadline = time.monotonic() + FAREWELL_SECONDS
-        while time.monotonic() < deadline:
-            here = {node for node in here if not self._is_silent(node) and not self.notices.has_left(node)}
-            if not here:
+        deadline = time.monotonic() + seconds
+        while here := {node for node in here if not self._is_silent(node) and not self.notices.has_left(node)}:
+            if time.monotonic() >= deadline:
                 break
             time.sleep(POLL_SECONDS)
+        return not here

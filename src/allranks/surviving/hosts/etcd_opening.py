@@ -14,7 +14,7 @@ from collections.abc import Callable
 from allranks.errors import ConfigError, ProcessError
 from allranks.hosts_request import Endpoint
 from allranks.parallel.store import wait_for_listener
-from allranks.surviving.hosts.etcd import TLS_ONLY, Address, Etcd, is_absent
+from allranks.surviving.hosts.etcd import TLS_ONLY, Address, Etcd, EtcdSilentError, is_absent
 from allranks.surviving.hosts.etcd_meeting import CALLS_IN_PATIENCE, EtcdMeeting, lead_seconds
 from allranks.surviving.hosts.meeting import PATIENCE_SECONDS, address_of_route
 from allranks.surviving.hosts.patience import Patience
@@ -45,6 +45,7 @@ def open_etcd_meeting(
     patience = Patience(seconds)
     try:
         _check_version(patience.call(etcd.version), endpoint)
+        address = patience.call(_route_to, addresses[0])
         session, lease = _open_session(etcd, patience, endpoint, Seal(secret), 2 * lead_seconds(seconds))
     except StoreLostError as error:
         refusal = str(error) if patience.refused else TLS_ONLY if _speaks_tls(addresses[0]) else ""
@@ -56,7 +57,6 @@ def open_etcd_meeting(
             f"what listens at {endpoint} does not answer as etcd does: {error}; see that it is an etcd "
             f"{'.'.join(map(str, LEAST_VERSION))} or newer"
         ) from error
-    address = address_of_route(endpoint.host, endpoint.port)
     return EtcdMeeting(etcd, endpoint, session, lease, address, seconds)
 
 
@@ -83,6 +83,14 @@ def _addresses_of(endpoint: Endpoint) -> list[Address]:
     except OSError as error:
         raise ProcessError(f"{endpoint}: {error.strerror or error}") from error
     return list(dict.fromkeys((str(one[4][0]), endpoint.port) for one in found))
+
+
+def _route_to(address: Address) -> str:
+    """The number by which others see this host; an address of etcd's own would be no place to listen at."""
+    try:
+        return address_of_route(*address)
+    except OSError as error:
+        raise EtcdSilentError(error.strerror or str(error)) from error
 
 
 def _speaks_tls(address: Address) -> bool:

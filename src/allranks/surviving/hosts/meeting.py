@@ -161,9 +161,11 @@ def _address_of(host: str) -> str | None:
 
 
 def address_of_route(host: str, port: int) -> str:
-    """The number by which this host is seen from another, which it reaches; loopback where the user named that."""
-    found = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    with contextlib.suppress(OSError), socket.create_connection((host, port), GREETING_SECONDS) as probe:
+    """The number by which this host is seen from another, which it reaches; loopback where the user named that.
+
+    Raises OSError: it does not reach it.
+    """
+    with socket.create_connection((host, port), GREETING_SECONDS) as probe:
         found = str(probe.getsockname()[0])
     if host == "localhost" or host == found or not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
         return found

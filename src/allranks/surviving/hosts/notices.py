@@ -3,7 +3,7 @@
 run                        what all hosts have to have alike, and where the Run directory is     (by the leader)
 heirs                      [host, pid] of all who have led, or were about to                     (by the leader)
 member/ROUND/NUMBER        a host's number of workers
-meet/ROUND                 the address of the workers' store, and the hosts' order and workers   (by the leader)
+meet/ROUND                 the attempt, the address of the workers' store, the hosts' order and workers  (by the leader)
 trouble/ROUND              workers of a host have failed
 report/ROUND/PLACE         how a host's workers ended (Report)
 again/ROUND                all workers have saved and ended, and start again                     (by the leader)

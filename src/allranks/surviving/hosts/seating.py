@@ -1,5 +1,6 @@
 """Who sits where in a round: each host says how many workers it has, and the leader opens the store where they meet."""
 
+from collections.abc import Callable
 from typing import final
 
 from torch._C._distributed_c10d import Store
@@ -17,7 +18,11 @@ Nodes = tuple[_NodeDesc, ...]
 
 @final
 class Seating:
-    """One host's part in it. The workers' store is new for each round: none finds the address of a dead one there."""
+    """One host's part in it. The workers' store is new for each round: none finds the address of a dead one there.
+
+    Attributes:
+        attempt: the leader's: which attempt of the run a round is.
+    """
 
     def __init__(self, meeting: MeetingPlace, notices: Notices, node: _NodeDesc, nproc: int) -> None:
         self._meeting = meeting
@@ -25,6 +30,7 @@ class Seating:
         self._node = node
         self._nproc = nproc
         self._workers_store: Store | None = None
+        self.attempt: Callable[[], int] = lambda: 0
 
     def announce(self, number: int, nodes: Nodes) -> None:
         """Say how many workers this host has in a round of these nodes, in whichever order all have them."""
@@ -41,9 +47,9 @@ class Seating:
         leader = nodes.index(self._node)
         order = [leader, *(place for place in range(len(nodes)) if place != leader)]
         workers = tuple(int(told[place]["workers"]) for place in order)
-        place = {"address": self._meeting.reached_at, "port": port}
-        self._notices.post(f"meet/{number}", {"order": order, "workers": workers, **place})
-        return Table(number, tuple(nodes[place] for place in order), self._meeting.address, port, workers)
+        place, attempt = {"address": self._meeting.reached_at, "port": port}, self.attempt()
+        self._notices.post(f"meet/{number}", {"order": order, "workers": workers, "attempt": attempt, **place})
+        return Table(number, tuple(nodes[place] for place in order), self._meeting.address, port, workers, attempt)
 
     def find(self, number: int, nodes: Nodes) -> Table | None:
         """The others': what the leader has told; None: nothing yet."""
@@ -51,4 +57,4 @@ class Seating:
         if found is None:
             return None
         members = tuple(nodes[place] for place in found["order"])
-        return Table(number, members, found["address"], found["port"], tuple(found["workers"]))
+        return Table(number, members, found["address"], found["port"], tuple(found["workers"]), found["attempt"])

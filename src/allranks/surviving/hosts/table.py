@@ -21,6 +21,7 @@ class Table:
         members: its hosts' agents: the leader first, the others ascending.
         address, port: of the workers' store on the leader's host.
         workers: how many workers each of them has.
+        attempt: of the run, as the leader has counted it.
     """
 
     number: int
@@ -28,6 +29,7 @@ class Table:
     address: str
     port: int
     workers: tuple[int, ...] = ()
+    attempt: int = 0
 
     def place_of(self, node: _NodeDesc) -> int:
         """A host's number among the members."""
