@@ -8,11 +8,10 @@ from typing import Literal, final
 from allranks.errors import ConfigError
 
 Scheme = Literal["c10d", "etcd"]
-FORM = "expected c10d://HOST:PORT, with a port of one of the run's hosts, or etcd://HOST:PORT[/NAME]"
+FORM = "expected c10d://HOST:PORT, with a port of one of the run's hosts, or etcd://HOST:PORT[,HOST:PORT...][/NAME]"
 NAME = "run"  # of a meeting in etcd that the user has not named
-_ENDPOINT = re.compile(
-    r"(?P<scheme>[a-z0-9]+)://(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(?P<port>\d+)(/(?P<name>[A-Za-z0-9._-]*))?"
-)
+_PLACE = r"(?:\[[0-9a-fA-F:]+\]|[^:/\[\],]+):\d+"
+_ENDPOINT = re.compile(rf"(?P<scheme>[a-z0-9]+)://(?P<places>{_PLACE}(?:,{_PLACE})*)(?:/(?P<name>[A-Za-z0-9._-]*))?")
 _NODES = re.compile(r"(?P<least>\d+)(:(?P<most>\d+))?")
 
 
@@ -22,23 +21,30 @@ class Endpoint:
     """Where hosts meet.
 
     Attributes:
-        host, port: of one of them, which keeps the state (c10d); of an etcd, which lives on none of them.
+        host, port: of one of them, which keeps the state (c10d); of an etcd, or its first member.
         scheme: which of the two.
         name: of the run in etcd, which may keep many; "" for c10d, where every run has a port of its own.
+        others: hosts and ports of etcd's other members, any of which may be asked.
     """
 
     host: str
     port: int
     scheme: Scheme = "c10d"
     name: str = ""
+    others: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def places(self) -> tuple[tuple[str, int], ...]:
+        """Hosts and ports of all members."""
+        return ((self.host, self.port), *self.others)
 
     def __str__(self) -> str:
-        place = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        place = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.places)
         return f"{self.scheme}://{place}/{self.name}" if self.name else place
 
     @classmethod
     def parse(cls, text: str) -> "Endpoint":
-        """Read `c10d://HOST:PORT` or `etcd://HOST:PORT/NAME`. Raises ConfigError for anything else."""
+        """Read `c10d://HOST:PORT` or `etcd://HOST:PORT,HOST:PORT/NAME`. Raises ConfigError for anything else."""
         match = _ENDPOINT.fullmatch(text)
         if match is None:
             raise ConfigError(f"--rendezvous {text}: {FORM}")
@@ -51,10 +57,17 @@ class Endpoint:
             raise ConfigError(f"--rendezvous {text}: {match['scheme']}:// is unknown; {FORM}")
         if name and scheme == "c10d":
             raise ConfigError(f"--rendezvous {text}: with c10d every run has a port of its own, and no name; {FORM}")
-        port = int(match["port"])
-        if not 0 < port < 65536:
-            raise ConfigError(f"--rendezvous {text}: {port} is no port; {FORM}")
-        return cls(match["host"].strip("[]"), port, scheme, name)
+        (host, port), *others = [_read_place(text, place) for place in match["places"].split(",")]
+        if others and scheme == "c10d":
+            raise ConfigError(f"--rendezvous {text}: with c10d one host keeps the state; {FORM}")
+        return cls(host, port, scheme, name, tuple(others))
+
+
+def _read_place(text: str, place: str) -> tuple[str, int]:
+    host, _, digits = place.rpartition(":")
+    if not 0 < int(digits) < 65536:
+        raise ConfigError(f"--rendezvous {text}: {int(digits)} is no port; {FORM}")
+    return host.strip("[]"), int(digits)
 
 
 @final

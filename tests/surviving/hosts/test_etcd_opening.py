@@ -24,10 +24,10 @@ def test_an_etcd_that_asks_for_a_user_is_refused_at_once(tmp_path: Path) -> None
             ("user/grant", {"user": "root", "role": "root"}),
             ("enable", {}),
         ):
-            server.client._request("POST", f"/v3/auth/{path}", body)
+            Etcd([("127.0.0.1", server.port)], 60.0)._request("POST", f"/v3/auth/{path}", body)
         endpoint = Endpoint("127.0.0.1", server.port, "etcd", "run")
         with pytest.raises(ConfigError, match=r"it refuses: .*user name is empty; name one that .* asks for no user"):
-            open_etcd_meeting(endpoint, SECRET, connect_seconds=5, seconds=4.0, tell=print)
+            open_etcd_meeting(endpoint, SECRET, connect_seconds=5, seconds=30.0, tell=print)
 
 
 @needs_etcd
@@ -49,6 +49,16 @@ def test_an_old_etcd_is_refused_by_its_version(tmp_path: Path, monkeypatch: pyte
         for version in ("3.4.0", "3.10.1", "4.0.0"):
             monkeypatch.setattr(Etcd, "version", lambda self, version=version: version)
             open_etcd_meeting(endpoint, SECRET, connect_seconds=5, seconds=1.0, tell=print).close(over=True)
+
+
+@needs_etcd
+def test_any_member_will_do(tmp_path: Path) -> None:
+    with etcd_server(tmp_path) as server:
+        members = (("name.invalid", 1), ("127.0.0.1", server.port))
+        endpoint = Endpoint("127.0.0.1", free_port(), "etcd", "run", members)
+        found = open_etcd_meeting(endpoint, SECRET, connect_seconds=20, seconds=2.0, tell=print)
+        assert found.claim("1") == "1" and found.address == "127.0.0.1"
+        found.close(over=True)
 
 
 def test_nobody_there_and_another_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from allranks.errors import ConfigError, ProcessError
 from allranks.hosts_request import Endpoint
@@ -40,15 +40,17 @@ def open_etcd_meeting(
         ProcessError: nobody answers there, or another program does.
     """
     _wait_for_etcd(endpoint, connect_seconds, tell)
-    addresses = _addresses_of(endpoint)
+    addresses = [address for place in endpoint.places for address in _look_up(place)]
+    if not addresses:
+        raise ProcessError(f"{endpoint}: its name stands for no address any more")
     etcd = Etcd(addresses, max(1.0, seconds / CALLS_IN_PATIENCE))
     patience = Patience(seconds)
     try:
         _check_version(patience.call(etcd.version), endpoint)
-        address = patience.call(_route_to, addresses[0])
+        address = patience.call(_route_to, addresses)
         session, lease = _open_session(etcd, patience, endpoint, Seal(secret), 2 * lead_seconds(seconds))
     except StoreLostError as error:
-        refusal = str(error) if patience.refused else TLS_ONLY if _speaks_tls(addresses[0]) else ""
+        refusal = str(error) if patience.refused else TLS_ONLY if any(map(_speaks_tls, addresses)) else ""
         if refusal:
             raise ConfigError(
                 f"the etcd at {endpoint}: {refusal}; name one that speaks plain HTTP and asks for no user"
@@ -62,13 +64,13 @@ def open_etcd_meeting(
 
 def _wait_for_etcd(endpoint: Endpoint, seconds: float, tell: Callable[[str], None]) -> None:
     began = time.monotonic()
-    error = wait_for_listener(endpoint.host, endpoint.port, began + min(PATIENCE_SECONDS, seconds))
+    error = _wait_for_any(endpoint, began + min(PATIENCE_SECONDS, seconds))
     if error is not None and seconds > PATIENCE_SECONDS:
         tell(
             f"nobody listens at {endpoint} yet ({error.strerror or error}): waiting up to {seconds:g} s"
             " (guard.join_seconds) for etcd"
         )
-        error = wait_for_listener(endpoint.host, endpoint.port, began + seconds)
+        error = _wait_for_any(endpoint, began + seconds)
     if error is not None:
         raise ProcessError(
             f"nobody listened at {endpoint} for {seconds:g} s (guard.join_seconds): {error.strerror or error};"
@@ -76,21 +78,33 @@ def _wait_for_etcd(endpoint: Endpoint, seconds: float, tell: Callable[[str], Non
         )
 
 
-def _addresses_of(endpoint: Endpoint) -> list[Address]:
+def _wait_for_any(endpoint: Endpoint, deadline: float) -> OSError | None:
+    """Wait until a member listens, or for `deadline` on the monotonic clock: then the last error."""
+    turn = PATIENCE_SECONDS / len(endpoint.places)
+    while True:
+        for host, port in endpoint.places:
+            error = wait_for_listener(host, port, min(deadline, time.monotonic() + turn))
+            if error is None or time.monotonic() >= deadline:
+                return error
+
+
+def _look_up(place: Address) -> list[Address]:
     """Numbers, looked up once: a look-up has no limit, and none is made while the run depends on it."""
-    try:
-        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ProcessError(f"{endpoint}: {error.strerror or error}") from error
-    return list(dict.fromkeys((str(one[4][0]), endpoint.port) for one in found))
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys((str(one[4][0]), place[1]) for one in found))
+    return []
 
 
-def _route_to(address: Address) -> str:
+def _route_to(addresses: Sequence[Address]) -> str:
     """The number by which others see this host; an address of etcd's own would be no place to listen at."""
-    try:
-        return address_of_route(*address)
-    except OSError as error:
-        raise EtcdSilentError(error.strerror or str(error)) from error
+    words = ""
+    for address in addresses:
+        try:
+            return address_of_route(*address)
+        except OSError as error:
+            words = error.strerror or str(error)
+    raise EtcdSilentError(words)
 
 
 def _speaks_tls(address: Address) -> bool:
