@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from allranks.surviving.hosts import patience as module
-from allranks.surviving.hosts.etcd import EtcdError, EtcdSilentError
+from allranks.surviving.hosts.etcd import EtcdError, EtcdSilentError, LeaseGoneError
 from allranks.surviving.hosts.patience import Patience
 from allranks.surviving.hosts.place import StoreLostError
 
@@ -67,4 +67,15 @@ def test_a_refusal_is_final_and_the_first_reason_stays(now: list[float]) -> None
     patience.lose("another reason")
     with pytest.raises(StoreLostError, match="it refuses: no"):
         patience.call(away_until(0))
-    assert now[0] == 100.0
+    assert now[0] == 100.0 and patience.refused
+
+
+def test_a_lease_that_has_ended_and_silence_are_no_refusals(now: list[float]) -> None:
+    def end() -> None:
+        raise LeaseGoneError("ended")
+
+    for call in (end, away_until(1000.0)):
+        patience = Patience(8.0)
+        with pytest.raises(StoreLostError):
+            patience.call(call)
+        assert not patience.refused

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, final
 
-from allranks.surviving.hosts.etcd import EtcdError, EtcdSilentError
+from allranks.surviving.hosts.etcd import EtcdError, EtcdSilentError, LeaseGoneError
 from allranks.surviving.hosts.place import StoreLostError
 
 RETRY_SECONDS = 0.2
@@ -46,7 +46,7 @@ class Patience:
             except EtcdSilentError as error:
                 self._note_silence(asked, error)
             except EtcdError as error:
-                self.refused = self._lost is None
+                self.refused = self._lost is None and not isinstance(error, LeaseGoneError)
                 self.lose(str(error))
             else:
                 self._note_answer()
