@@ -46,7 +46,7 @@ class Patience:
             except EtcdSilentError as error:
                 self._note_silence(asked, error)
             except EtcdError as error:
-                self.refused = self._lost is None and not isinstance(error, LeaseGoneError)
+                self.refused = not isinstance(error, LeaseGoneError)
                 self.lose(str(error))
             else:
                 self._note_answer()
