@@ -68,16 +68,18 @@ class Host:
 class Cluster:
     """Hosts that are started in one folder, where they see each other's files, with one endpoint on loopback."""
 
-    def __init__(self, folder: Path, nodes: str = "2") -> None:
+    def __init__(self, folder: Path, nodes: str = "2", etcd_port: int | None = None) -> None:
+        """`etcd_port`: they meet in the etcd there; None: at the first of them."""
         self.folder = folder
         self.run = folder / "run"
-        self.endpoint = f"127.0.0.1:{free_port()}"
+        self.endpoint = f"127.0.0.1:{etcd_port or free_port()}"
+        self.rendezvous = f"{'c10d' if etcd_port is None else 'etcd'}://{self.endpoint}"
         self._nodes = nodes
         self._hosts: list[Host] = []
 
     def start(self, name: str, *words: str, secret: str = SECRET) -> Host:
         """One more host, with one worker."""
-        common = ["--nodes", self._nodes, "--rendezvous", f"c10d://{self.endpoint}", "--nproc", "1"]
+        common = ["--nodes", self._nodes, "--rendezvous", self.rendezvous, "--nproc", "1"]
         task = [POINTS, "--device", "cpu", "--run", str(self.run), *common, *words]
         self._hosts.append(Host(name, self.folder, task, secret))
         return self._hosts[-1]
@@ -101,9 +103,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster(folder: Path, nodes: str = "2") -> Iterator[Cluster]:
+def cluster(folder: Path, nodes: str = "2", etcd_port: int | None = None) -> Iterator[Cluster]:
     """A Cluster whose processes all end with it."""
-    found = Cluster(folder, nodes)
+    found = Cluster(folder, nodes, etcd_port)
     try:
         yield found
     finally:

@@ -20,18 +20,31 @@ def test_several_hosts() -> None:
     assert read_hosts("3:3", "c10d://[fe80::1]:5", None) == HostsRequest(3, 3, Endpoint("fe80::1", 5))
     elastic = read_hosts("1:4", "c10d://h:5", None)
     assert elastic is not None and (elastic.least, elastic.nodes, elastic.words, asked.words) == (1, 4, "1:4", "2")
+    by_etcd = [Endpoint.parse(f"etcd://e:2379{name}") for name in ("", "/", "/nightly-1.b_")]
+    assert by_etcd == [Endpoint("e", 2379, "etcd", name) for name in ("run", "run", "nightly-1.b_")]
+    assert str(by_etcd[2]) == "etcd://e:2379/nightly-1.b_" and Endpoint.parse("c10d://e:1/") == Endpoint("e", 1)
+    cluster = Endpoint.parse("etcd://e-1:2379,[fe80::1]:2380/nightly")
+    assert cluster == Endpoint("e-1", 2379, "etcd", "nightly", (("fe80::1", 2380),))
+    assert str(cluster) == "etcd://e-1:2379,[fe80::1]:2380/nightly"
     assert (str(Endpoint("fe80::1", 5)), str(Endpoint("a", 5))) == ("[fe80::1]:5", "a:5")
 
 
 @pytest.mark.parametrize(
     ("nodes", "rendezvous", "said"),
     [
-        ("2", None, "--nodes 2 needs --rendezvous c10d://HOST:PORT"),
+        ("2", None, "--nodes 2 needs --rendezvous, the same on every host: expected c10d://HOST:PORT"),
         (None, "c10d://a:1", "say how many with --nodes N"),
         ("0", "c10d://a:1", "at least 1"),
         ("two", "c10d://a:1", "expected a number of hosts N, or MIN:MAX"),
         ("4:1", "c10d://a:1", "MIN not above MAX"),
-        ("2", "etcd://a:1", "rendezvous by etcd is not built"),
+        ("2", "etcd://a", "or etcd://HOST:PORT[,HOST:PORT...][/NAME]"),
+        ("2", "etcd://a:1/a b", "or etcd://HOST:PORT[,"),
+        ("2", "etcd://a:1/a/b", "or etcd://HOST:PORT[,"),
+        ("2", "etcd://a:1,", "or etcd://HOST:PORT[,"),
+        ("2", "etcd://a:1,b", "or etcd://HOST:PORT[,"),
+        ("2", "etcd://a:1,b:0", "0 is no port"),
+        ("2", "c10d://a:1,b:1", "with c10d one host keeps the state"),
+        ("2", "c10d://a:1/name", "every run has a port of its own, and no name"),
         ("2", "http://a:1", "http:// is unknown"),
         ("2", "a:1", "expected c10d://HOST:PORT"),
         ("2", "c10d://a:0", "0 is no port"),

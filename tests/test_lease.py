@@ -1,5 +1,6 @@
 """One holder at most, between real processes, however the holder dies."""
 
+import fcntl
 import os
 import signal
 import socket
@@ -115,4 +116,66 @@ def test_a_refusal_without_knowing_the_holder(tmp_path: Path) -> None:
     unknown = Lease(tmp_path / "lease").holder()
     assert unknown is not None
     assert unknown.pid == 0
+    lease.release()
+
+
+def test_it_is_taken_from_a_deposed_holder_that_lives_and_from_nobody_else(tmp_path: Path) -> None:
+    path, here = tmp_path / "lease", socket.gethostname()
+    with holding(path) as (process, _):
+        process.send_signal(signal.SIGSTOP)  # frozen: it does not know, and keeps its lock
+        for others in ((), [(here, process.pid + 1), ("elsewhere", process.pid)]):
+            with pytest.raises(RunError, match=f"in use by pid {process.pid}"):
+                Lease(path).acquire(others)
+        mine = Lease(path)
+        mine.acquire([("elsewhere", 1), (here, process.pid)])
+        process.send_signal(signal.SIGCONT)
+        with pytest.raises(RunError, match=f"in use by pid {os.getpid()}"):
+            Lease(path).acquire([(here, process.pid)])
+        process.kill()
+        process.wait()
+        holder = mine.holder()
+        assert holder is not None and holder.pid == os.getpid(), "its end frees what it had, and nothing else"
+        mine.release()
+        assert mine.holder() is None and [one.name for one in tmp_path.iterdir()] == ["lease"]
+
+
+def test_who_took_it_while_this_process_did_not_run_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, deposed = tmp_path / "lease", [(socket.gethostname(), os.getpid())]
+    old, newer, late = Lease(path), Lease(path), Lease(path)
+    old.acquire()
+    old.check()
+    hold = Lease._hold
+
+    def freeze(lease: Lease, descriptor: int) -> None:
+        hold(lease, descriptor)
+        if lease is late:
+            newer.acquire(deposed)
+
+    monkeypatch.setattr(Lease, "_hold", freeze)
+    with pytest.raises(RunError, match="in use by"):
+        late.acquire(deposed)
+    newer.check()
+    late.check()  # it holds nothing
+    with pytest.raises(RunError, match="it was taken from this process, which was silent"):
+        old.check()
+    assert [one.name for one in tmp_path.iterdir()] == ["lease"]
+    old.release()
+    assert newer.holder() is not None
+    newer.release()
+
+
+def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, flock = tmp_path / "lease", fcntl.flock
+    (tmp_path / "other").touch()
+
+    def replace_once(descriptor: int, how: int) -> None:
+        flock(descriptor, how)
+        if (tmp_path / "other").exists():
+            (tmp_path / "other").replace(path)
+
+    monkeypatch.setattr(fcntl, "flock", replace_once)
+    lease = Lease(path)
+    lease.acquire()
+    with pytest.raises(RunError, match=f"in use by pid {os.getpid()}"):
+        Lease(path).acquire()
     lease.release()

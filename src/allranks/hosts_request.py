@@ -3,42 +3,71 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Literal, final
 
 from allranks.errors import ConfigError
 
-FORM = "expected c10d://HOST:PORT, with a port of one of the run's hosts"
-_ENDPOINT = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(?P<port>\d+)/?")
+Scheme = Literal["c10d", "etcd"]
+FORM = "expected c10d://HOST:PORT, with a port of one of the run's hosts, or etcd://HOST:PORT[,HOST:PORT...][/NAME]"
+NAME = "run"  # of a meeting in etcd that the user has not named
+_PLACE = r"(?:\[[0-9a-fA-F:]+\]|[^:/\[\],]+):\d+"
+_ENDPOINT = re.compile(rf"(?P<scheme>[a-z0-9]+)://(?P<places>{_PLACE}(?:,{_PLACE})*)(?:/(?P<name>[A-Za-z0-9._-]*))?")
 _NODES = re.compile(r"(?P<least>\d+)(:(?P<most>\d+))?")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where hosts meet: the address of one of them, which keeps the state, and a port there."""
+    """Where hosts meet.
+
+    Attributes:
+        host, port: of one of them, which keeps the state (c10d); of an etcd, or its first member.
+        scheme: which of the two.
+        name: of the run in etcd, which may keep many; "" for c10d, where every run has a port of its own.
+        others: hosts and ports of etcd's other members, any of which may be asked.
+    """
 
     host: str
     port: int
+    scheme: Scheme = "c10d"
+    name: str = ""
+    others: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def places(self) -> tuple[tuple[str, int], ...]:
+        """Hosts and ports of all members."""
+        return ((self.host, self.port), *self.others)
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        place = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.places)
+        return f"{self.scheme}://{place}/{self.name}" if self.name else place
 
     @classmethod
     def parse(cls, text: str) -> "Endpoint":
-        """Read `c10d://HOST:PORT`. Raises ConfigError for anything else."""
+        """Read `c10d://HOST:PORT` or `etcd://HOST:PORT,HOST:PORT/NAME`. Raises ConfigError for anything else."""
         match = _ENDPOINT.fullmatch(text)
         if match is None:
             raise ConfigError(f"--rendezvous {text}: {FORM}")
+        scheme: Scheme
         if match["scheme"] == "etcd":
-            raise ConfigError(
-                f"--rendezvous {text}: rendezvous by etcd is not built; say c10d://HOST:PORT, with a host that stays"
-            )
-        if match["scheme"] != "c10d":
+            scheme, name = "etcd", match["name"] or NAME
+        elif match["scheme"] == "c10d":
+            scheme, name = "c10d", match["name"] or ""
+        else:
             raise ConfigError(f"--rendezvous {text}: {match['scheme']}:// is unknown; {FORM}")
-        port = int(match["port"])
-        if not 0 < port < 65536:
-            raise ConfigError(f"--rendezvous {text}: {port} is no port; {FORM}")
-        return cls(match["host"].strip("[]"), port)
+        if name and scheme == "c10d":
+            raise ConfigError(f"--rendezvous {text}: with c10d every run has a port of its own, and no name; {FORM}")
+        (host, port), *others = [_read_place(text, place) for place in match["places"].split(",")]
+        if others and scheme == "c10d":
+            raise ConfigError(f"--rendezvous {text}: with c10d one host keeps the state; {FORM}")
+        return cls(host, port, scheme, name, tuple(others))
+
+
+def _read_place(text: str, place: str) -> tuple[str, int]:
+    host, _, digits = place.rpartition(":")
+    if not 0 < int(digits) < 65536:
+        raise ConfigError(f"--rendezvous {text}: {int(digits)} is no port; {FORM}")
+    return host.strip("[]"), int(digits)
 
 
 @final
@@ -77,7 +106,7 @@ def read_hosts(nodes: str | None, rendezvous: str | None, secret_file: Path | No
         return None
     least, most = _read_nodes(nodes)
     if rendezvous is None:
-        raise ConfigError(f"--nodes {nodes} needs --rendezvous c10d://HOST:PORT, the same on every host: {FORM}")
+        raise ConfigError(f"--nodes {nodes} needs --rendezvous, the same on every host: {FORM}")
     return HostsRequest(most, least, Endpoint.parse(rendezvous), secret_file)
 
 

@@ -7,9 +7,11 @@ process that was killed never leaves a stale lease behind, and nobody has to gue
 import fcntl
 import json
 import os
+import secrets
 import socket
 import time
 import weakref
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -37,8 +39,12 @@ class Lease:
         self._path = path
         self._descriptor: int | None = None
 
-    def acquire(self) -> None:
+    def acquire(self, deposed: Collection[tuple[str, int]] = ()) -> None:
         """Take it, until `release` or the end of this process.
+
+        Args:
+            deposed: host and pid of holders of whom the caller knows that they may write no more, whether they live and
+                know of it or not: it is taken from any of them.
 
         Raises:
             RunError: somebody else holds it; said within 2 s, with host, pid and since when.
@@ -46,29 +52,64 @@ class Lease:
         """
         if self._descriptor is not None:
             return
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        # A little patience: a killed holder's children may need a moment to die, and `holder()` locks for an instant.
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (descriptor := _lock(self._path, os.O_RDWR | os.O_CREAT)) is None:
+            if time.monotonic() > deadline:
+                self._take_from(deposed)
+                return
+            time.sleep(0.02)
+        self._hold(descriptor)
+
+    def check(self) -> None:
+        """See that what is held here has not been taken from this process; nothing where it is not held.
+
+        Raises:
+            RunError: it has: others took this process for dead.
+        """
+        if self._descriptor is not None and not self._is_still(self._descriptor):
+            raise RunError(
+                f"{_in_use(self._path.parent, self._read())}: it was taken from this process, which was silent"
+            )
+
+    def _take_from(self, deposed: Collection[tuple[str, int]]) -> None:
+        seen = os.open(self._path, os.O_RDONLY)  # as long as it is open, no other file can be taken for this one
         try:
-            self._lock(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
+            holder = self._read()
+            if holder is None or (holder.host, holder.pid) not in deposed:
+                raise RunError(_in_use(self._path.parent, holder))
+            self._replace(seen)
+        finally:
+            os.close(seen)
+
+    def _is_still(self, descriptor: int) -> bool:
+        """Whether it is this file that is at the path."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _replace(self, seen: int) -> None:
+        """Put another file, locked already, in the place of the one seen, which somebody has locked, in one rename.
+
+        Who took it meanwhile, while this process did not run, keeps it.
+        """
+        draft = self._path.with_name(f".{self._path.name}-{secrets.token_hex(4)}")
+        descriptor = _lock(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        assert descriptor is not None, "nobody else knows this name"
+        self._hold(descriptor)
+        if not self._is_still(seen):
+            self.forget()
+            draft.unlink()
+            raise RunError(_in_use(self._path.parent, self._read()))
+        draft.replace(self._path)
+
+    def _hold(self, descriptor: int) -> None:
         holder = Holder(socket.gethostname(), os.getpid(), round(time.time(), 3))
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
         self._descriptor = descriptor
         _HELD.add(self)
-
-    def _lock(self, descriptor: int) -> None:
-        # A little patience: a killed holder's children may need a moment to die, and `holder()` locks for an instant.
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise RunError(_in_use(self._path.parent, self._read())) from None
-                time.sleep(0.02)
 
     def release(self) -> None:
         """Give it back; nothing happens where it is not held."""
@@ -101,6 +142,22 @@ class Lease:
             return Holder(**json.loads(self._path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
+
+
+def _lock(path: Path, flags: int) -> int | None:
+    """A locked descriptor of the file that is at `path`; None: somebody else has locked it, or put another there."""
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
 
 
 def _in_use(path: Path, holder: Holder | None) -> str:

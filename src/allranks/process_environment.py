@@ -8,6 +8,7 @@ from typing import Literal, final
 Launcher = Literal["allranks", "torchrun", "environment", "slurm", "openmpi", "pmi", "none"]
 
 LOOPBACK = "127.0.0.1"
+ATTEMPT = "ALLRANKS_ATTEMPT"  # the variable that says to workers of several hosts of which attempt they are
 
 
 @final

@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, final
@@ -169,30 +169,31 @@ class Run:
             write_config(config, temporary)
 
     def begin_attempt(self) -> int:
-        """Count one more start of training, on disk, and return its number (from 1). For the holder of the lease."""
-        self._identity = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-        self._identity["attempts"] = self.attempts + 1
-        self._write_identity()
+        """Count one more start of training, on disk, and return its number (from 1). For the holder of the lease:
+        a RunError where it was taken from this process.
+        """
+        identity = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        self._write_identity(identity | {"attempts": int(identity["attempts"]) + 1})
         return self.attempts
 
     def replace_identity(self, task_name: str, run_json: Mapping[str, Any]) -> None:
         """Make it another Run at the same path, without attempts; arguments as for `create`. For the lease's holder."""
-        self._identity = _new_identity(task_name, run_json)
-        self._write_identity()
+        self._write_identity(_new_identity(task_name, run_json))
 
-    def _write_identity(self) -> None:
+    def _write_identity(self, identity: dict[str, Any]) -> None:
         with refusing(self.path), replacing(self.path / "run.json") as temporary:
-            write_json(temporary, self._identity)
+            write_json(temporary, identity)
+            self._lease.check()  # right before the rename: this process may have been frozen
+        self._identity = identity
 
-    def acquire(self) -> None:
+    def acquire(self, deposed: Collection[tuple[str, int]] = ()) -> None:
         """Take the lease, so that nobody else trains here; it ends with this process, however that dies.
 
-        Raises:
-            RunError: another process holds it (said within 2 s, with host, pid and since when), or the directory is
-                read-only.
+        Raises RunError: another process holds it (said within 2 s, with host, pid and since when) and is none of
+        `deposed` (hosts and pids), or the directory is read-only.
         """
         with refusing(self.path):
-            self._lease.acquire()
+            self._lease.acquire(deposed)
 
     def release(self) -> None:
         """Give the lease back; nothing happens where it is not held."""

@@ -16,6 +16,7 @@ from allranks.checkpointing.checkpoint import (
     Checkpoint,
     Skipped,
     check_sizes,
+    collect_leftovers,
     list_checkpoints,
     newest_good,
     prune,
@@ -217,6 +218,30 @@ def test_what_dead_writers_left_is_collected_and_a_living_ones_stays(tmp_path: P
     assert names(tmp_path) == ["notes", "step-00000100", "step-00000200.tmp-alive"]
 
 
+def test_what_a_later_attempt_writes_stays(tmp_path: Path) -> None:
+    save_alone(tmp_path, 100)
+    later = ["step-00000200.tmp-ab12cd34_10", "step-00000200.tmp-ab12cd34_4"]
+    for name in ("step-00000200.tmp-ab12cd34_3", "step-00000200.tmp-ab12cd34_2", "step-00000150.tmp-00ff", *later):
+        (tmp_path / name).mkdir()
+    prune(tmp_path, 2, generation=3)
+    assert names(tmp_path) == ["step-00000100", *later]
+
+
+def test_what_is_collected_loses_its_name_before_anything_of_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, rmtree = tmp_path / "step-00000200.tmp-old_1", shutil.rmtree
+    begun.mkdir()
+    (begun / "file").write_text("x")
+
+    def see(path: Path, ignore_errors: bool = False) -> None:
+        assert not begun.exists() and (path / "file").exists(), "whose writer wakes now has nothing to rename"
+        rmtree(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", see)
+    assert collect_leftovers(tmp_path) == [begun] and names(tmp_path) == []
+
+
 def test_a_deletion_that_is_interrupted_leaves_no_half_under_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +270,7 @@ def test_what_cannot_be_deleted_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     def refuse(path: Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:
             raise PermissionError(13, "Permission denied")
-        path.rmdir() if path.name.endswith("dead") else None
+        path.rmdir() if "dead" in path.name else None
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     with pytest.raises(CheckpointError, match="step-00000100 cannot be deleted: Permission denied"):

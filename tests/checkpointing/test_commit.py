@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from allranks.checkpointing import commit as commit_module
-from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.checkpoint import Checkpoint, Header, collect_leftovers
 from allranks.checkpointing.commit import Share, check_target, commit, explain
 from allranks.errors import CheckpointError
 from tests.checkpointing.worlds import flip, header, save_alone
@@ -91,6 +91,37 @@ def test_another_runs_and_a_later_attempts_are_left_alone(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="is from attempt 5 of this run, this is attempt 4"):
         save_alone(tmp_path, header=header(generation=4))
     assert tree(tmp_path) == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_once_a_later_attempt_has_begun_nothing_is_committed_for_an_earlier_one(tmp_path: Path) -> None:
+    checkpoints, record = tmp_path / "checkpoints", tmp_path / "run.json"
+    for told in ('{"id": "run-a", "attempts": 4}', '{"id": "run-b", "attempts": 9}', "[]"):
+        record.write_text(told)
+        save_alone(checkpoints, header=header(generation=4))
+    before = tree(checkpoints)
+    record.write_text('{"id": "run-a", "attempts": 5}')
+    with pytest.raises(CheckpointError, match="attempt 5 of this run has begun, this is attempt 4"):
+        save_alone(checkpoints, 300, header=header(300, generation=4), token="t4")
+    assert tree(checkpoints) == before
+    save_alone(checkpoints, 300, header=header(300, generation=5), token="t5")
+    record.write_text("{")
+    with pytest.raises(CheckpointError, match=r"run\.json cannot be read"):
+        save_alone(checkpoints, 400, header=header(400, generation=5), token="t5")
+
+
+def test_who_takes_over_between_the_check_and_the_rename_leaves_nothing_to_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, check = tmp_path / "checkpoints", commit_module._check_attempt
+
+    def check_and_lose(target: Path, described: Header) -> None:
+        check(target, described)
+        collect_leftovers(checkpoints)
+
+    monkeypatch.setattr(commit_module, "_check_attempt", check_and_lose)
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        save_alone(checkpoints)
+    assert list(checkpoints.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])

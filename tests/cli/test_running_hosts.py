@@ -189,7 +189,7 @@ def test_who_waits_in_vain_ends_with_76_and_says_for_whom(tmp_path: Path) -> Non
     [
         (["--nodes", "2"], 2, "--nodes 2 needs --rendezvous"),
         (["--nodes", "2:1", "--rendezvous", "c10d://h:1"], 2, "MIN not above MAX"),
-        (["--nodes", "2", "--rendezvous", "etcd://h:1"], 2, "rendezvous by etcd is not built"),
+        (["--nodes", "2", "--rendezvous", "etcd://h:1"], 2, "several hosts need a secret"),
         (["--nodes", "2", "--rendezvous", "c10d://h:1"], 2, "several hosts need a secret"),
         (["--nodes", "2", "--rendezvous", "c10d://h:1", "--show-sharding"], 2, "--show-sharding makes one step"),
     ],

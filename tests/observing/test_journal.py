@@ -10,7 +10,7 @@ from typing import Any, Never
 import pytest
 
 from allranks.errors import RunError
-from allranks.observing.journal import Journal
+from allranks.observing.journal import Journal, take_over
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -132,3 +132,16 @@ def test_a_place_that_refuses_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="cannot be written"):
         Journal(tmp_path / "file" / "j.jsonl")
+
+
+def test_who_still_has_a_journal_open_that_was_taken_over_appends_where_nobody_reads(tmp_path: Path) -> None:
+    path = tmp_path / "journal" / "rank-00000.jsonl"
+    take_over(path)
+    assert not path.exists()
+    old = Journal(path)
+    old.write("end", reason="kept")
+    take_over(path)
+    old.write("end", reason="lost")
+    assert [json.loads(line)["reason"] for line in path.read_text().splitlines()] == ["kept"]
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    old.close()

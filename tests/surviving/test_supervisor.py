@@ -1,5 +1,6 @@
 """Hangs, crashes and restarts through the agent, with real processes and real signals, which train without torch."""
 
+import socket
 import sys
 import time
 from pathlib import Path
@@ -123,3 +124,14 @@ def test_attempts_that_come_further_cost_nothing(tmp_path: Path) -> None:
     preempted = Failure(0, "h", 1, time.time(), PREEMPTED, "saved")
     assert not supervisor.may_restart(preempted)
     supervisor.monitor.beats.close()
+
+
+def test_a_successor_tells_whom_it_succeeds(tmp_path: Path) -> None:
+    told: list[Verdict] = []
+    supervisor = Supervisor(Supervision(GuardConfig(restarts=1), told.append, lambda: None), 1, tmp_path)
+    supervisor.succeeding(Failure(0, "node-1", 7, time.time(), TRANSIENT, "its host led the run, and is lost"))
+    supervisor.monitor.beats.close()
+    (verdict,) = told
+    assert verdict.kind == "restart" and supervisor.restarts == 1
+    assert verdict.what.startswith("restart 1: rank 0 on node-1: its host led the run, and is lost; ")
+    assert verdict.what.endswith(f"{socket.gethostname()} leads from now on")

@@ -12,9 +12,10 @@ import pytest
 
 from allranks.cli import running
 from allranks.cli.main import main
-from allranks.errors import CheckpointError, TaskError
+from allranks.errors import CheckpointError, ProcessError, TaskError
 from allranks.reporting.report import report
 from allranks.run import Run
+from allranks.training import worker as worker_module
 from allranks.verdict import Decision
 from tests.distributed.pool import Pools
 from tests.training.runs import QUICK, TASKS, damage, events, losses, saved, start, train, train_outside
@@ -222,3 +223,15 @@ def test_an_outside_launcher_may_ask_what_would_run(pool: Pools, tmp_path: Path)
     assert shown["cut"]["samples per rank"] == [5, 5] and (tmp_path / "out-1").read_text() == ""
     assert {"what": "2 processes", "because": "so many were started (torchrun)"} in shown["decisions"]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_worker_of_an_attempt_before_is_none_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=2") == 0
+    attempts = Run.open(run).attempts
+    for told in ("0", str(attempts)):
+        monkeypatch.setenv("ALLRANKS_ATTEMPT", told)
+        worker_module._check_attempt(Run.open(run))
+    monkeypatch.setenv("ALLRANKS_ATTEMPT", str(attempts + 1))
+    with pytest.raises(ProcessError, match=f"this worker is of attempt {attempts + 1}; attempt {attempts} of .* has"):
+        worker_module._check_attempt(Run.open(run))

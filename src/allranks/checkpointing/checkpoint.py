@@ -35,7 +35,7 @@ MANIFEST_FILE: Final = "manifest.json"
 COMMITTED_FILE: Final = "COMMITTED"
 _COMMITTED_BYTES_CAP = 4096
 _STEP = re.compile(r"step-(\d{8,18})")
-_TEMPORARY = re.compile(r"step-\d{8,18}\.tmp-(\w+)")
+_TEMPORARY = re.compile(r"step-\d{8,18}\.tmp-(?P<token>\w+_(?P<attempt>\d+)|\w+)")  # as training/saver.py names them
 _TRASH = ".trash-"
 
 
@@ -170,6 +170,7 @@ def prune(
     run_id: str | None = None,
     *,
     token: str | None = None,
+    generation: int | None = None,
     leased: Collection[Path] = (),
     check: Callable[[Checkpoint], None] = verify_files,
 ) -> list[Path]:
@@ -185,6 +186,7 @@ def prune(
         run_id: of the run; those of another neither count nor go.
         leased: stay, however old they are.
         token: of a save that may be under way now; its temporary directory stays.
+        generation: the attempt that asks; what a later one writes stays, which may have taken over meanwhile.
         check: raises CheckpointError for a checkpoint that does not count.
 
     Raises:
@@ -210,7 +212,7 @@ def prune(
                 gone.append(path)
             except CheckpointError as error:
                 refused.append(error)
-    gone += _collect_leftovers(directory, token)
+    gone += collect_leftovers(directory, token, generation)
     if refused:
         raise refused[0]
     return gone
@@ -222,14 +224,19 @@ def discard(path: Path) -> None:
     Raises:
         CheckpointError: it cannot be renamed or deleted.
     """
-    trash = path.with_name(f"{_TRASH}{path.name}-{secrets.token_hex(4)}")
     try:
-        path.rename(trash)
-        sync(path.parent)
+        trash = _set_aside(path)
         fault_points.reach("checkpoint.remove")
         shutil.rmtree(trash)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be deleted: {error.strerror or error}") from error
+
+
+def _set_aside(path: Path) -> Path:
+    trash = path.with_name(f"{_TRASH}{path.name}-{secrets.token_hex(4)}")
+    path.rename(trash)
+    sync(path.parent)
+    return trash
 
 
 def _is_of_another(path: Path, run_id: str) -> bool:
@@ -239,13 +246,22 @@ def _is_of_another(path: Path, run_id: str) -> bool:
     return False
 
 
-def _collect_leftovers(directory: Path, token: str | None) -> list[Path]:
+def collect_leftovers(directory: Path, token: str | None = None, generation: int | None = None) -> list[Path]:
+    """Delete what dead or deposed writers have begun to write; return what went.
+
+    All but the save of this token, and what attempts after `generation` write. It loses its name first: a writer that
+    wakes meanwhile commits all of it, or nothing.
+    """
     gone = []
     for path in directory.iterdir() if directory.is_dir() else ():
         match = _TEMPORARY.fullmatch(path.name)
-        if path.name.startswith(_TRASH) or (match and match[1] != token):
-            shutil.rmtree(path, ignore_errors=True)
-            if not path.exists():
+        is_later = match and generation is not None and int(match["attempt"] or 0) > generation
+        if is_later or not (path.name.startswith(_TRASH) or (match and match["token"] != token)):
+            continue
+        with contextlib.suppress(OSError):  # its writer was faster, or nobody may delete it
+            trash = _set_aside(path) if match else path
+            shutil.rmtree(trash, ignore_errors=True)
+            if not trash.exists():
                 gone.append(path)
     return gone
 

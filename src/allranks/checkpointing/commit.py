@@ -6,6 +6,7 @@ Order is everything here: nothing gets a name before what it names is on the dis
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -86,6 +87,7 @@ def commit(
         write_synced(temporary / COMMITTED_FILE, seal(text.encode()).decode())
         sync(temporary)
         fault_points.reach("checkpoint.rename")
+        _check_attempt(target, header)
         replaced = publish(temporary, target)
         fault_points.reach("checkpoint.renamed")
         sync(target.parent)
@@ -96,6 +98,26 @@ def commit(
         with contextlib.suppress(CheckpointError):  # the new one is safe; retention collects what could not be deleted
             discard(replaced)
     return manifest
+
+
+def _check_attempt(target: Path, header: Header) -> None:
+    """See that no later attempt of this run has begun, under a leader that has taken over from this one's.
+
+    Whoever takes over counts the attempt first and then deletes what others have begun to write: so who passes here
+    just before has nothing to rename.
+    """
+    record = target.parent.parent / "run.json"
+    try:
+        told = json.loads(record.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return  # a checkpoint of no Run directory
+    except ValueError as error:
+        raise CheckpointError(f"{record} cannot be read: {error}") from error
+    if isinstance(told, dict) and told.get("id") == header.run and told.get("attempts", 0) > header.generation:
+        raise CheckpointError(
+            f"attempt {told['attempts']} of this run has begun, this is attempt {header.generation}: "
+            "a later one has taken over, and this one stops"
+        )
 
 
 def explain(error: Exception, path: Path, num_bytes: int = 0) -> str:

@@ -4,7 +4,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks import __version__
@@ -13,17 +15,19 @@ from allranks.cli.output import print_error
 from allranks.cli.run_ended import Document
 from allranks.errors import AllranksError, ConfigError, LayoutError, RunError
 from allranks.failure import end_process
-from allranks.hosts_request import HostsRequest
+from allranks.hosts_request import Endpoint, HostsRequest
 from allranks.launching.environment import ProcessEnvironment
 from allranks.layout import num_processes
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.surviving.hosts.secret import take_secret
-from allranks.verdict import Decision
+from allranks.verdict import Decision, Verdict
 
 if TYPE_CHECKING:
+    from allranks.config_guard import GuardConfig
     from allranks.surviving.hosts.company import Company
     from allranks.surviving.hosts.introduction import Facts
+    from allranks.surviving.hosts.place import MeetingPlace
     from allranks.surviving.supervisor import Supervision
     from allranks.training.prepare import Prepared
 
@@ -110,16 +114,14 @@ def run_on_hosts(
     """
     from allranks.surviving.hosts.company import Company
     from allranks.surviving.hosts.introduction import facts_of
-    from allranks.surviving.hosts.meeting import open_meeting
     from allranks.surviving.hosts.seal import Seal
     from allranks.training.prepare import config_digest
 
     check_all_sizes(prepared, nproc, hosts)
     guard = prepared.config.guard
-    meeting = open_meeting(
-        hosts.endpoint, connect_seconds=guard.join_seconds, call_seconds=guard.host_seconds, tell=_tell
-    )
-    company = Company(meeting, Seal(secret), nodes=hosts.nodes, least=hosts.least, nproc=nproc, guard=guard, tell=_tell)
+    meeting = _meet(hosts.endpoint, guard, secret)
+    seal = Seal(secret, meeting.scope)
+    company = Company(meeting, seal, nodes=hosts.nodes, least=hosts.least, nproc=nproc, guard=guard, tell=_tell)
     facts = facts_of(prepared.spec or DEMO, config_digest(prepared.config), hosts.words, _versions())
     try:
         run = _share_run(company, prepared, request, facts)
@@ -133,6 +135,18 @@ def run_on_hosts(
             # The thread that waits for a host that says nothing would take an orderly exit for an accident.
             end_process(print_error(error, json=request.json))
         raise
+    finally:
+        meeting.close(over=False)
+
+
+def _meet(endpoint: Endpoint, guard: "GuardConfig", secret: bytes) -> "MeetingPlace":
+    from allranks.surviving.hosts.etcd_opening import open_etcd_meeting
+    from allranks.surviving.hosts.meeting import open_meeting
+
+    wait, silence = guard.join_seconds, guard.host_seconds
+    if endpoint.scheme == "etcd":
+        return open_etcd_meeting(endpoint, secret, connect_seconds=wait, seconds=silence, tell=_tell)
+    return open_meeting(endpoint, connect_seconds=wait, call_seconds=silence, tell=_tell)
 
 
 def _versions() -> dict[str, str]:
@@ -145,18 +159,29 @@ def _share_run(company: "Company", prepared: "Prepared", request: TrainRequest, 
     """The Run directory: the leader makes or continues it and holds its lease, the others open it."""
     from allranks.surviving.hosts.introduction import introduce, learn
     from allranks.surviving.hosts.losses import LOST
+    from allranks.surviving.hosts.succession import succeed
     from allranks.training.prepare import open_run
 
     assert request.hosts is not None
-    if company.leads:
-        run = open_run(prepared, request)
-        run.begin_attempt()
-        introduce(company.notices, facts, run.path.resolve())
-        return run
+    wait = prepared.config.guard.join_seconds
     try:
-        path = learn(company.notices, facts, request.hosts.endpoint, prepared.config.guard.join_seconds)
+        path = learn(company.notices, facts, request.hosts.endpoint, wait, company.seek)
+        if path is None:
+            run = open_run(prepared, request)
+            run.begin_attempt()
+            introduce(company.notices, facts, run.path.resolve())
+        else:
+            run = _open_shared(path)
+            company.on_lead = partial(succeed, run, company.notices, facts)
+            if company.leads:
+                company.succeeded = company.on_lead()
     except LOST as error:
         raise company.explain(error) from error
+    company.seating.attempt = lambda: run.attempts
+    return run
+
+
+def _open_shared(path: Path) -> Run:
     try:
         return Run.open(path)
     except RunError as error:
@@ -167,10 +192,16 @@ def _supervision(run: Run, prepared: "Prepared", company: "Company") -> "Supervi
     from allranks.surviving.supervisor import Supervision
     from allranks.training.shortage import halve_micro_batch
 
-    guard = prepared.config.guard
-    if company.leads:
-        return Supervision.of_run(run, guard, lambda: halve_micro_batch(run, sum(company.table.workers)))
-    return Supervision(guard, tell=partial(_tell, sep="\n"), next_attempt=lambda: None)
+    judged = Supervision.of_run(run, prepared.config.guard, lambda: halve_micro_batch(run, sum(company.table.workers)))
+
+    def tell(verdict: Verdict) -> None:
+        """The journal is the leader's."""
+        if company.leads:
+            judged.tell(verdict)
+        else:
+            _tell(verdict, sep="\n")
+
+    return replace(judged, tell=tell)
 
 
 def _tell(line: object, sep: str = "") -> None:

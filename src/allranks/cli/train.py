@@ -37,7 +37,11 @@ Nodes = Annotated[
 ]
 Rendezvous = Annotated[
     str | None,
-    typer.Option(metavar="c10d://HOST:PORT", help="Where they meet: a free port of one of them.", show_default=False),
+    typer.Option(
+        metavar="c10d://HOST:PORT|etcd://HOST:PORT,.../NAME",
+        help="Where they meet: a free port of one of them, or an etcd, with which any of them may be lost.",
+        show_default=False,
+    ),
 ]
 SecretFile = Annotated[
     Path | None,

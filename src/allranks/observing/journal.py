@@ -19,11 +19,13 @@ JSON can read the line.
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
+from allranks.durable import refusing, replacing
 from allranks.errors import RunError
 
 _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
@@ -85,6 +87,17 @@ class Journal:
         return RunError(
             f"rank {self.rank}: {self.path} cannot be written: {reason}; make room there and resume the run"
         )
+
+
+def take_over(path: Path) -> None:
+    """Put a copy in the place of a journal, in one rename: who still has the old file open appends where nobody reads.
+
+    Raises:
+        RunError: the file system refuses.
+    """
+    if path.exists():
+        with refusing(path), replacing(path) as draft:
+            shutil.copyfile(path, draft)
 
 
 def _line(fields: Mapping[str, object]) -> bytes:

@@ -152,15 +152,14 @@ class LocalAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ranks = [worker.global_rank for worker in worker_group.workers]
         clear_failures(self._log_dir, None if self._member is None else ranks)
-        if self._member is not None:
-            self._member.begin()
+        environ = self._environ | ({} if self._member is None else self._member.begin())
         self._kill_at = self._hang = None
         if self._supervisor is not None:
             self._supervisor.begin_attempt()
         if self._workers is not None and self._method.name == "forkserver" and self._workers.lost_their_server:
             self._method = choose_start_method()
         beats = "" if self._supervisor is None else self._supervisor.monitor.beats.path
-        fixed = WorkerStart(-1, os.getpid(), self._environ, Path.cwd(), self._log_dir.absolute(), 0, *self._work, beats)
+        fixed = WorkerStart(-1, os.getpid(), environ, Path.cwd(), self._log_dir.absolute(), 0, *self._work, beats)
         starts = [start_of(worker, worker_group, self._attempt, fixed) for worker in worker_group.workers]
         self._workers = LocalWorkers(self._method.name, starts, replies=self._replies)
         self._attempt += 1

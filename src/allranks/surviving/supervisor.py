@@ -156,6 +156,13 @@ class Supervisor:
         self._supervision.tell(Verdict("restart", what, evidence, f"nothing; the logs are in {self._logs}"))
         self._supervision.next_attempt()
 
+    def succeeding(self, failure: Failure) -> None:
+        """Say that workers start again under this host's lead, because the one that led is lost; before they do."""
+        self.restarts += 1
+        what = f"restart {self.restarts}: {failure.brief()}; {socket.gethostname()} leads from now on"
+        move = "nothing; another host may take the place of the lost one"
+        self._supervision.tell(Verdict("restart", what, (), move))
+
     def admitting(self, hosts: Sequence[str]) -> None:
         """Say that workers have saved and start again because hosts join; before they do. It costs no restart."""
         self.monitor.note_steps()

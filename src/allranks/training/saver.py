@@ -150,7 +150,8 @@ class Saver:
             return
         try:
             leased = self._mirroring.leased() if self._mirroring is not None else ()
-            prune(self._directory, self._config.keep, self._run, leased=leased, check=self._check)
+            of_run = (self._directory, self._config.keep, self._run)
+            prune(*of_run, generation=self._generation, leased=leased, check=self._check)
         except (CheckpointError, OSError) as error:
             if not self._warned:
                 self._warn(f"{error}; the run goes on, and tries again at every save")

@@ -10,7 +10,7 @@ from pathlib import Path
 from allranks import fault_points
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.mirror import Mirror
-from allranks.errors import AllranksError, RunError
+from allranks.errors import AllranksError, ProcessError, RunError
 from allranks.failure import is_out_of_memory
 from allranks.launching.environment import read_environment
 from allranks.observing import heartbeat
@@ -20,6 +20,7 @@ from allranks.observing.memory import peak_memory_bytes
 from allranks.observing.progress import ProgressLine
 from allranks.observing.recorder import Recorder
 from allranks.parallel.backend import choose_device, start, stop
+from allranks.process_environment import ATTEMPT
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.stepping.session import Session, assemble
@@ -243,7 +244,17 @@ def _prepared(assignment: Assignment) -> Prepared:
     if assignment.run is None:
         return prepare(assignment.request)
     run = Run.open(assignment.run)
+    _check_attempt(run)
     return Prepared(run.config(), run.task, task_of_run(run), run)
+
+
+def _check_attempt(run: Run) -> None:
+    """See that this process is of the attempt under way: its host may have been frozen since it was told of which."""
+    told = os.environ.get(ATTEMPT, "0")
+    if told not in ("0", str(run.attempts)):
+        raise ProcessError(
+            f"this worker is of attempt {told}; attempt {run.attempts} of {run.path} has begun meanwhile"
+        )
 
 
 def _join_run(assignment: Assignment, prepared: Prepared, processes: Processes) -> Run:

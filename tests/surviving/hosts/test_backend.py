@@ -11,7 +11,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from allranks.hosts_request import Endpoint
 from allranks.surviving.hosts.backend import KEY, SealedBackend
-from allranks.surviving.hosts.meeting import MeetingStore, StoreLostError
+from allranks.surviving.hosts.meeting import MeetingStore
+from allranks.surviving.hosts.place import StoreLostError
 from allranks.surviving.hosts.seal import Seal
 
 SEAL = Seal(b"0123456789abcdef")

@@ -38,6 +38,7 @@ class Hosts:
         seal = Seal(b"0123456789abcdef")
         number = {"nodes": nodes, "least": least or nodes, "nproc": nproc}
         self._companies.append(Company(meeting, seal, **number, guard=guarded, tell=self.heard.append))
+        self._companies[-1].seek()
         return self._companies[-1]
 
     def together(self, *calls: Callable[[], Any]) -> list[Any]:
@@ -94,7 +95,7 @@ def test_two_rounds_and_the_end(hosts: Hosts) -> None:
 
 
 def test_hosts_join_and_go_between_least_and_most(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allranks.surviving.hosts.company.LAST_CALL_SECONDS", 0.5)
+    monkeypatch.setattr("allranks.surviving.hosts.handler.LAST_CALL_SECONDS", 0.5)
     leader = hosts.company(nodes=2, least=1)
     assert leader.next_rendezvous().world_size == 1 and leader.newcomers() == ()
     other = hosts.company(nodes=2, least=1)
@@ -142,6 +143,19 @@ def test_a_host_that_falls_silent_is_lost_for_all(hosts: Hosts) -> None:
     assert leader.lost() is None
 
 
+def test_a_leader_that_has_reported_and_falls_silent_before_it_judges_is_lost(hosts: Hosts) -> None:
+    leader, other, third = (hosts.company(nodes=3) for _ in range(3))
+    hosts.together(*(one.next_rendezvous for one in (leader, other, third)))
+    for one in (leader, third):
+        one.report(Report(0))
+        one._inner._stop_heartbeats()
+    began = time.monotonic()
+    wait_until(lambda: other.lost() is not None)
+    lost = other.lost()
+    assert lost is not None and lost.rank == 0, "of the third, which has reported as well, nobody waits for a word"
+    assert time.monotonic() - began > 2.5
+
+
 def test_who_waits_in_vain_says_who_is_here(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("allranks.surviving.hosts.company.PATIENCE_SECONDS", 0.5)
     leader = hosts.company(join_seconds=3.0)
@@ -184,9 +198,31 @@ def fails(call: Callable[[], object]) -> bool:
     return False
 
 
+def test_who_leaves_last_closes_the_meeting_where_no_leader_lives(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, other, third = (hosts.company(nodes=3) for _ in range(3))
+    hosts.together(*(one.next_rendezvous for one in (leader, other, third)))
+    closed: list[bool] = []
+
+    def close(*, over: bool) -> None:
+        closed.append(over)
+
+    for one in (other, third):
+        monkeypatch.setattr(one._meeting, "close", close)
+    leader._inner._stop_heartbeats()
+    other.end(Ending(130))
+    wait_until(lambda: other.lost() is not None and other._is_silent(leader._node))
+    other.leave()
+    wait_until(lambda: third.lost() is not None and third._is_silent(leader._node))
+    third.leave()
+    assert closed == [False, True]
+
+
 def test_the_leader_stays_until_the_others_have_left(hosts: Hosts) -> None:
     leader, other = hosts.company(), hosts.company()
     hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    leader.end(Ending(0))
     leaving = threading.Event()
 
     def leave() -> None:

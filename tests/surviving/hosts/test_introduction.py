@@ -16,6 +16,10 @@ ENDPOINT = Endpoint("here", 1)
 FACTS = facts_of("package.module:Name", "abc", "2", {"torch": "2.13.0"})
 
 
+def follow() -> bool:
+    return False
+
+
 def board(store: HashStore, secret: bytes = b"0123456789abcdef") -> Notices:
     return Notices(MeetingStore(store, ENDPOINT, "here", serves=True, call_seconds=5.0), Seal(secret))
 
@@ -23,7 +27,7 @@ def board(store: HashStore, secret: bytes = b"0123456789abcdef") -> Notices:
 def test_who_has_the_same_learns_where_the_run_is() -> None:
     store = HashStore()
     introduce(board(store), FACTS, Path("/runs/x"))
-    assert learn(board(store), FACTS, ENDPOINT, 1.0) == Path("/runs/x")
+    assert learn(board(store), FACTS, ENDPOINT, 1.0, follow) == Path("/runs/x")
 
 
 def test_of_a_task_in_a_file_the_content_counts(tmp_path: Path) -> None:
@@ -40,13 +44,22 @@ def test_who_has_another_is_refused_with_both(name: str) -> None:
     store = HashStore()
     introduce(board(store), FACTS, Path("/runs/x"))
     with pytest.raises(RunError, match=f"{name} is other on this host and {FACTS[name]} on .*, which leads"):
-        learn(board(store), FACTS | {name: "other"}, ENDPOINT, 1.0)
+        learn(board(store), FACTS | {name: "other"}, ENDPOINT, 1.0, follow)
 
 
 def test_another_secret_and_no_word_are_one_line() -> None:
     store = HashStore()
     with pytest.raises(ProcessError, match=r"said nothing for 0\.2 s"):
-        learn(board(store), FACTS, ENDPOINT, 0.2)
+        learn(board(store), FACTS, ENDPOINT, 0.2, follow)
     introduce(board(store), FACTS, Path("/runs/x"))
     with pytest.raises(ConfigError, match="not signed with this host's secret"):
-        learn(board(store, b"another secret 16"), FACTS, ENDPOINT, 1.0)
+        learn(board(store, b"another secret 16"), FACTS, ENDPOINT, 1.0, follow)
+
+
+def test_who_leads_and_finds_no_run_opens_one() -> None:
+    store = HashStore()
+    assert learn(board(store), FACTS, ENDPOINT, 1.0, lambda: True) is None
+    introduce(board(store), FACTS, Path("/runs/x"))
+    assert learn(board(store), FACTS, ENDPOINT, 1.0, lambda: True) == Path("/runs/x"), "it goes on with that of another"
+    came = iter([False, False, True])
+    assert learn(board(HashStore()), FACTS, ENDPOINT, 5.0, lambda: next(came)) is None, "the one that led has gone"

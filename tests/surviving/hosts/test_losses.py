@@ -5,7 +5,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from allranks.hosts_request import Endpoint
 from allranks.surviving.hosts.losses import explain_loss
-from allranks.surviving.hosts.meeting import StoreLostError
+from allranks.surviving.hosts.place import StoreLostError
 from allranks.surviving.hosts.seal import SealError
 
 
@@ -21,3 +21,8 @@ from allranks.surviving.hosts.seal import SealError
 def test_one_line_with_the_next_move(error: Exception, said: str) -> None:
     line = str(explain_loss(error, Endpoint("a", 1)))
     assert said in line and "start" in line and "\n" not in line
+
+
+def test_without_etcd_it_is_no_host_that_is_gone() -> None:
+    line = str(explain_loss(StoreLostError("no answer for 8 s"), Endpoint("a", 1, "etcd", "run")))
+    assert "the meeting at etcd://a:1/run is lost to this host: no answer for 8 s" in line and "start" in line

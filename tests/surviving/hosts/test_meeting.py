@@ -13,7 +13,8 @@ import pytest
 
 from allranks.errors import ConfigError, ProcessError
 from allranks.hosts_request import Endpoint
-from allranks.surviving.hosts.meeting import MeetingStore, StoreLostError, open_meeting
+from allranks.surviving.hosts.meeting import MeetingStore, open_meeting
+from allranks.surviving.hosts.place import StoreLostError
 from tests.free_port import free_port
 from tests.processes import wait_until
 

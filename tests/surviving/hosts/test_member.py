@@ -11,8 +11,8 @@ from allranks.errors import ProcessError
 from allranks.failure import Failure
 from allranks.surviving.hosts import member as module
 from allranks.surviving.hosts.ending import Ending, Report
-from allranks.surviving.hosts.meeting import StoreLostError
 from allranks.surviving.hosts.member import LINGER_SECONDS, Member
+from allranks.surviving.hosts.place import StoreLostError
 from allranks.surviving.hosts.table import Table
 from allranks.surviving.interrupts import Interrupts
 from allranks.surviving.outcome import Outcome
@@ -50,8 +50,15 @@ class Others:
         self.gone: Failure | None = None
         self.broken: Exception | None = None
         self.heard: list[str] = []
-        self.table = Table(1, (), 0)
+        self.table = Table(1, (), "", 0, (), 3)
         self.waiting: tuple[str, ...] = ()
+        self.succeeded: Failure | None = None
+        self.time_ended = False
+
+    def seek(self) -> bool:
+        if self.leads and self.time_ended:
+            raise StoreLostError("this host led")
+        return self.leads
 
     def newcomers(self) -> tuple[str, ...]:
         return self.waiting
@@ -90,6 +97,7 @@ class Budget:
         self.restarts = restarts
         self.causes: list[Failure] = []
         self.admitted: list[tuple[str, ...]] = []
+        self.succeeded: list[Failure] = []
         self.steps = [0]
         self.monitor = SimpleNamespace(beats=SimpleNamespace(steps=lambda: self.steps))
 
@@ -99,6 +107,9 @@ class Budget:
 
     def restarting(self, failure: Failure) -> None:
         self.causes.append(failure)
+
+    def succeeding(self, failure: Failure) -> None:
+        self.succeeded.append(failure)
 
     def conclude(self, failure: Failure) -> Failure:
         return failure
@@ -199,6 +210,21 @@ def test_who_does_not_lead_reports_and_obeys() -> None:
     assert budget.causes == []
 
 
+def test_a_leader_whose_time_has_ended_judges_nothing() -> None:
+    others, budget = Others(), Budget(1)
+    found, _ = member(others, budget)
+    others.said[1] = Report(76, KILLED)
+    others.time_ended = True
+    with pytest.raises(ProcessError, match="explained: this host led"):
+        found.settle(Outcome(0))
+    assert budget.causes == [] and others.notices.ended is None
+
+
+def test_workers_are_told_of_which_attempt_they_are() -> None:
+    found, _ = member(Others(), Budget(1))
+    assert found.begin() == {"ALLRANKS_ATTEMPT": "3"}
+
+
 def test_the_leader_lets_hosts_join_once_all_have_saved() -> None:
     others, budget = Others(), Budget(0)
     leader, _ = member(others, budget)
@@ -240,6 +266,16 @@ def test_workers_are_ended_for_what_happens_elsewhere(monkeypatch: pytest.Monkey
     assert leader.look() == LINGER_SECONDS
     others.notices.ended = Ending(130)
     assert leader.look() == 0.0
+
+
+def test_who_leads_after_another_says_so_once() -> None:
+    others, budget = Others(), Budget(0)
+    leader, _ = member(others, budget)
+    assert budget.succeeded == []
+    others.succeeded = GONE
+    leader.begin()
+    leader.begin()
+    assert budget.succeeded == [GONE]
 
 
 def test_a_lost_store_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

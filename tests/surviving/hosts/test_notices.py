@@ -2,6 +2,7 @@
 
 import pytest
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from allranks.failure import Failure
 from allranks.hosts_request import Endpoint
@@ -41,3 +42,9 @@ def test_what_a_stranger_puts_up_is_refused(meeting: MeetingStore) -> None:
     Notices(meeting, Seal(b"another secret 16")).end(Ending(0))
     with pytest.raises(SealError, match="ending"):
         Notices(meeting, Seal(b"0123456789abcdef")).ending()
+
+
+def test_a_goodbye_is_of_one_host(meeting: MeetingStore) -> None:
+    board, (one, other) = Notices(meeting, Seal(b"0123456789abcdef")), (_NodeDesc("a", pid, 0) for pid in (1, 2))
+    board.say_goodbye(one)
+    assert board.has_left(one) and not board.has_left(other)

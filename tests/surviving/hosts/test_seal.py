@@ -31,3 +31,14 @@ def test_another_key_another_secret_and_garbage_are_refused() -> None:
     ):
         with pytest.raises(SealError):
             seal.open(key, text)
+
+
+def test_a_word_of_one_meeting_is_none_of_another() -> None:
+    here, there = (Seal(b"0123456789abcdef", scope) for scope in ("run/1", "run/2"))
+    sealed = here.close("key", VALUE)
+    assert here.open("key", sealed) == VALUE
+    for seal in (there, SEAL):
+        with pytest.raises(SealError):
+            seal.open("key", sealed)
+    with pytest.raises(SealError):
+        here.open("key", SEAL.close("key", VALUE))

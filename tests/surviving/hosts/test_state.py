@@ -9,7 +9,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 from allranks.surviving.hosts import state as module
 from allranks.surviving.hosts.state import StateReader
 
-A, B, C = _NodeDesc("0 a", 1, 0), _NodeDesc("1 b", 2, 0), _NodeDesc("1 c", 3, 1)
+A, B, C = _NodeDesc("a", 1, 0), _NodeDesc("b", 2, 0), _NodeDesc("c", 3, 1)
 
 
 class Clock:
@@ -39,7 +39,6 @@ def use(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
         def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
             return clock.wall()
 
-    monkeypatch.setattr("allranks.surviving.hosts.state.time.monotonic", clock.monotonic)
     monkeypatch.setattr(module, "datetime", Wall)
 
 
@@ -55,18 +54,19 @@ def state_at(when: datetime) -> _RendezvousState:
 
 def test_there_and_back(clock: Clock) -> None:
     before = state_at(clock.wall())
-    after = StateReader().read(json.loads(json.dumps(StateReader().write(before, 7))))
+    writer, reader = StateReader(clock.monotonic), StateReader(clock.monotonic)
+    after = reader.read(json.loads(json.dumps(writer.write(before, 7))))
     assert vars(after) == vars(before)
 
 
 def test_a_host_whose_clock_is_wrong_is_as_alive_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
     there = Clock(wrong_by=-20.0)
     use(there, monkeypatch)
-    writer = StateReader()
+    writer = StateReader(there.monotonic)
     told = writer.write(state_at(there.wall()), 1)
     here = Clock()
     use(here, monkeypatch)
-    reader = StateReader()
+    reader = StateReader(here.monotonic)
     assert reader.read(told).last_heartbeats[B] == here.wall()
     assert reader.read(told).deadline == here.wall() + timedelta(seconds=5)
     here.now += 4
@@ -76,8 +76,8 @@ def test_a_host_whose_clock_is_wrong_is_as_alive_as_any(monkeypatch: pytest.Monk
 
 
 def test_only_what_torch_has_renewed_is_a_sign_of_life(clock: Clock) -> None:
-    reader = StateReader()
-    state = reader.read(StateReader().write(state_at(clock.wall()), 1))
+    reader = StateReader(clock.monotonic)
+    state = reader.read(StateReader(clock.monotonic).write(state_at(clock.wall()), 1))
     clock.now += 3
     again = reader.read(reader.write(state, 2))
     assert {clock.wall() - seen for seen in again.last_heartbeats.values()} == {timedelta(seconds=3)}
@@ -85,3 +85,12 @@ def test_only_what_torch_has_renewed_is_a_sign_of_life(clock: Clock) -> None:
     renewed = reader.read(reader.write(again, 3))
     ages = {node: (clock.wall() - seen).total_seconds() for node, seen in renewed.last_heartbeats.items()}
     assert ages == {A: 0.0, B: 3.0}
+
+
+def test_while_the_store_was_away_nobody_was_silent(clock: Clock) -> None:
+    away = 0.0
+    reader = StateReader(lambda: clock.now - away)
+    told = StateReader(clock.monotonic).write(state_at(clock.wall()), 1)
+    reader.read(told)
+    clock.now, away = clock.now + 23.0, 20.0
+    assert clock.wall() - reader.read(told).last_heartbeats[B] == timedelta(seconds=3)

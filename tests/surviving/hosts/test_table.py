@@ -5,11 +5,11 @@ import json
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
-from allranks.surviving.hosts.table import ROLE, Table, host_of, is_leader, key_of, name_of
+from allranks.surviving.hosts.table import ROLE, Table, host_of, key_of
 from allranks.surviving.rendezvous import LocalRendezvous
 
-A, B, C = (_NodeDesc(name, 1, 0) for name in ("0 a", "1 b", "1 c"))
-TABLE = Table(4, (A, B, C), 1234, (2, 1, 3))
+A, B, C = (_NodeDesc(name, 1, 0) for name in ("b", "a", "c"))
+TABLE = Table(4, (A, B, C), "127.0.0.1", 1234, (2, 1, 3))
 
 
 def test_ranks_follow_the_order_of_the_hosts() -> None:
@@ -27,8 +27,6 @@ def test_what_stands_there_is_json() -> None:
     assert json.loads(TABLE.assignments().get("torchelastic/assigned_ranks/2")) == [3, 6, 3, 6]
 
 
-def test_the_leaders_name_comes_first() -> None:
-    leader, other = (_NodeDesc(name_of(host, leads=leads), 1, 0) for host, leads in (("z", True), ("a", False)))
-    assert sorted((other, leader)) == [leader, other]
-    assert (host_of(leader), host_of(other)) == ("z", "a") and is_leader(leader) and not is_leader(other)
-    assert key_of(leader) != key_of(other)
+def test_every_process_of_a_host_has_a_key_of_its_own() -> None:
+    assert host_of(A) == host_of(_NodeDesc("b", 2, 0)) == "b"
+    assert len({key_of(node) for node in (A, B, _NodeDesc("b", 2, 0), _NodeDesc("b", 1, 1))}) == 4

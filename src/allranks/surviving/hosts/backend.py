@@ -11,7 +11,7 @@ from typing import final
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, _RendezvousState
 
-from allranks.surviving.hosts.meeting import MeetingStore, StoreLostError
+from allranks.surviving.hosts.place import MeetingPlace, StoreLostError
 from allranks.surviving.hosts.seal import Seal, SealError
 from allranks.surviving.hosts.state import StateReader
 
@@ -20,13 +20,13 @@ KEY = "rendezvous"
 
 @final
 class SealedBackend(RendezvousBackend):
-    """The state under one key of the meeting store. A version that went back is refused: somebody replays it."""
+    """The state under one key of the meeting place. A version that went back is refused: somebody replays it."""
 
-    def __init__(self, meeting: MeetingStore, seal: Seal, on_state: Callable[[_RendezvousState], None]) -> None:
+    def __init__(self, meeting: MeetingPlace, seal: Seal, on_state: Callable[[_RendezvousState], None]) -> None:
         """`on_state` sees every state that is read or written; what it raises ends the rendezvous."""
         self._meeting = meeting
         self._seal = seal
-        self._reader = StateReader()
+        self._reader = StateReader(meeting.clock)
         self._version = 0
         self._on_state = on_state
 

@@ -1,13 +1,14 @@
-"""The hosts of one run, as one of them meets the others: torch's rendezvous, round after round, over a sealed store.
+"""The hosts of one run, as one of them meets the others: torch's rendezvous, round after round, in a meeting place.
 
-One host leads: the one that serves the store. It has rank 0, and the lease of the Run directory. In every round each
-host says how many workers it has; the leader opens the store in which these meet and says so. So a round begins only
-when all of its hosts live, and nothing that is not sealed decides who is which rank.
+One host leads. It has rank 0, and the lease of the Run directory. In every round each host says how many workers it
+has; the leader opens the store in which these meet and says so. So a round begins only when all of its hosts live, and
+nothing that is not sealed decides who is which rank. Where the place outlives the leader, a host that waits for a round
+to begin leads after it.
 """
 
 import contextlib
+import math
 import signal
-import socket
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -22,31 +23,27 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-    _NodeDesc,
-    _RendezvousState,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from allranks.config_guard import GuardConfig
 from allranks.errors import ProcessError
 from allranks.failure import INTERRUPTED, TRANSIENT, Failure
 from allranks.surviving.hosts.backend import SealedBackend
 from allranks.surviving.hosts.ending import Ending, Report, RunEnded
+from allranks.surviving.hosts.handler import make_handler
+from allranks.surviving.hosts.lead import Lead
 from allranks.surviving.hosts.losses import FORGED, LOST, explain_loss
-from allranks.surviving.hosts.meeting import PATIENCE_SECONDS, MeetingStore
+from allranks.surviving.hosts.meeting import PATIENCE_SECONDS
 from allranks.surviving.hosts.notices import Notices
+from allranks.surviving.hosts.place import MeetingPlace
 from allranks.surviving.hosts.seal import Seal
 from allranks.surviving.hosts.seating import Seating
-from allranks.surviving.hosts.table import Table, host_of, is_leader, key_of, name_of
+from allranks.surviving.hosts.table import Table, host_of
 from allranks.surviving.interrupts import Interrupts
 
-BEATS = 8  # signs of life that may be missing one after the other
-LAST_CALL_SECONDS = 3.0  # once there are enough hosts: time for more to come, before a round begins without them
-CLOSE_SECONDS = 5.0
 FAREWELL_SECONDS = 5.0  # how long the leader waits until the others have read the end
 POLL_SECONDS = 0.05
+SEEK_SECONDS = 0.5  # between two looks whether anybody leads
 
 
 @final
@@ -54,16 +51,17 @@ class Company(RendezvousHandler):
     """The rendezvous of an agent among others.
 
     Attributes:
-        leads: whether this host decides for all.
         guard: how long to wait for whom.
         notices: what hosts tell each other.
         tell: says a line to this host's user.
-        table: the hosts of the round under way.
+        table, seating: the hosts of the round under way, and how they find it.
+        on_lead: called when this host leads after another one, before a round begins; what that was lost by.
+        succeeded: what `on_lead` has told, until somebody has taken it from here.
     """
 
     def __init__(
         self,
-        meeting: MeetingStore,
+        meeting: MeetingPlace,
         seal: Seal,
         *,
         nodes: int,
@@ -72,38 +70,33 @@ class Company(RendezvousHandler):
         guard: GuardConfig,
         tell: Callable[[str], None],
     ) -> None:
-        self.leads = meeting.serves
         self.notices = Notices(meeting, seal)
-        self.table = Table(0, (), 0)
+        self.table = Table(0, (), "", 0)
+        self.on_lead: Callable[[], Failure | None] = lambda: None
+        self.succeeded: Failure | None = None
         self._meeting = meeting
         self._nodes = nodes
-        self._seating = Seating(meeting, self.notices, nproc)
         self.guard = guard
         self.tell = tell
         self._interrupts: Interrupts | None = None
         self._state = _RendezvousState()
         self._joining_since: float | None = None
         self._told = False
-        self._inner = DynamicRendezvousHandler.from_backend(
-            "allranks",
-            meeting.store,
-            SealedBackend(meeting, seal, self._see),
-            least,
-            nodes,
-            name_of(socket.gethostname(), leads=self.leads),
-            RendezvousTimeout(
-                join=timedelta(seconds=guard.join_seconds),
-                last_call=timedelta(seconds=LAST_CALL_SECONDS),
-                close=timedelta(seconds=CLOSE_SECONDS),
-                heartbeat=timedelta(seconds=guard.host_seconds),
-            ),
-            keep_alive_interval=guard.host_seconds / BEATS,  # type: ignore[arg-type]  # it makes a timedelta of it
-            keep_alive_max_attempt=BEATS,
-        )
-        # torch would open a store on every interface of this host, and hand restarted workers the address of an old one
-        self._inner._bootstrap_store_info = RendezvousStoreInfo("", 0)
-        self._inner._shared_tcp_store_server = meeting.store
+        self._lived_at: dict[_NodeDesc, float] = {}  # of this round's hosts
+        self._inner = make_handler(SealedBackend(meeting, seal, self._see), least, nodes, guard)
         self._node: _NodeDesc = self._inner._this_node
+        self._lead = Lead(meeting, seal, self._node)
+        self.seating = Seating(meeting, self.notices, self._node, nproc)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this host decides for all, as of when it last sought to."""
+        return self._lead.held
+
+    def seek(self) -> bool:
+        """Lead, where nobody does: whether this host leads. Raises StoreLostError, SealError."""
+        self._lead.seek()
+        return self._lead.held
 
     def heed(self, interrupts: Interrupts) -> None:
         """From now on a request to stop ends also the waiting for others."""
@@ -160,12 +153,12 @@ class Company(RendezvousHandler):
             raise self.explain(error) from error
         finally:
             self._joining_since = None
-        self.table = table
+        self.table, self._lived_at = table, dict.fromkeys(table.members, time.monotonic())
         if not self.leads:
             ranks = table.ranks(table.place_of(self._node))
             own = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
             self.tell(f"{own} of {sum(table.workers)}; {host_of(table.members[0])} leads")
-        place = RendezvousStoreInfo(self._meeting.address, table.port)
+        place = RendezvousStoreInfo(table.address, table.port)
         return RendezvousInfo(table.assignments(), table.place_of(self._node), len(table.members), place)
 
     def _see(self, state: _RendezvousState) -> None:
@@ -182,8 +175,7 @@ class Company(RendezvousHandler):
     def _who_is_here(self) -> str:
         others = {*self._state.participants, *self._state.wait_list} - {self._node}
         here = [self._node, *(node for node in others if not self._is_silent(node))]
-        names = ", ".join(sorted(host_of(node) for node in here))
-        return f"{len(here)} of {self._nodes} hosts are here ({names})"
+        return f"{len(here)} of {self._nodes} hosts are here ({', '.join(sorted(map(host_of, here)))})"
 
     def _late(self) -> ProcessError:
         message = (
@@ -209,18 +201,28 @@ class Company(RendezvousHandler):
     def _seat(self, state: _RendezvousState) -> Table | None:
         """All hosts of a round with their workers; None where one has gone since, or none leads: there is another."""
         number, members = state.round, tuple(sorted(state.participants))
-        if not is_leader(members[0]):
-            return None
-        self._seating.announce(number, members.index(self._node))
-        deadline = time.monotonic() + self.guard.join_seconds
+        self.seating.announce(number, members)
+        deadline, sought_at = time.monotonic() + self.guard.join_seconds, -math.inf
         while not self._is_over(number, members):
-            found = self._seating.table(number, members)
+            if time.monotonic() - sought_at > SEEK_SECONDS:
+                sought_at, leader = time.monotonic(), self._seek_in_round()
+                if leader in {*self._state.wait_list, *self._state.redundancy_list}:
+                    return None  # it lives, and did not find room: now it does
+            found = (self.seating.open if self.leads else self.seating.find)(number, members)
             if found is not None:
                 return found
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError
             time.sleep(POLL_SECONDS)
         return None
+
+    def _seek_in_round(self) -> _NodeDesc | None:
+        """Who leads; this host, after what a new leader has to do, where nobody did any more."""
+        led = self.leads
+        leader = self._lead.seek()
+        if self.leads and not led:
+            self.succeeded = self.on_lead()
+        return leader
 
     def _is_over(self, number: int, members: tuple[_NodeDesc, ...]) -> bool:
         """Whether a round has ended before it began: somebody left, or says nothing any more."""
@@ -235,13 +237,20 @@ class Company(RendezvousHandler):
     def lost(self) -> Failure | None:
         """A host of this round that has gone without a word, as the Failure of its first worker.
 
+        Who has reported may have left for the next round; of the leader all wait for a word even then.
+
         Raises:
             RendezvousError: the store has gone, or holds what no host wrote.
         """
         self._inner.num_nodes_waiting()
         for place, node in enumerate(self.table.members):
+            if not self._is_silent(node):
+                self._lived_at[node] = time.monotonic()
             gone = node not in self._state.participants or self._is_silent(node)
-            if gone and node != self._node and not self.notices.has_reported(self.table.number, place):
+            if not gone or node == self._node:
+                continue
+            long_gone = time.monotonic() - self._lived_at[node] > self.guard.host_seconds
+            if not self.notices.has_reported(self.table.number, place) or (place == 0 and long_gone):
                 what = f"its host is lost: no sign of life for {self.guard.host_seconds:g} s (guard.host_seconds)"
                 first = self.table.ranks(place)[0]
                 return Failure(first, host_of(node), node.pid, time.time(), TRANSIENT, what)
@@ -250,7 +259,7 @@ class Company(RendezvousHandler):
     def newcomers(self) -> tuple[str, ...]:
         """The names of hosts that wait to join the round under way."""
         found = [node for node in self._state.wait_list if node not in self.table.members and not self._is_silent(node)]
-        return tuple(sorted(host_of(node) for node in found))
+        return tuple(sorted(map(host_of, found)))
 
     def report(self, report: Report) -> None:
         """Say how this host's workers of this round ended."""
@@ -271,20 +280,21 @@ class Company(RendezvousHandler):
             self._inner.set_closed()
 
     def leave(self) -> None:
-        """The last call. The leader stays until the others have read the end: the store goes with it."""
+        """The last call. The leader stays until the others have read the end: a store of its own goes with it."""
+        over = False
         with contextlib.suppress(*LOST, *FORGED, RendezvousError):
-            self.notices.post(f"bye/{key_of(self._node)}", {})
-            if not self.leads:
-                self._inner._stop_heartbeats()
-                return
-            here = {*self.table.members, *self._state.participants, *self._state.wait_list} - {self._node}
-            deadline = time.monotonic() + FAREWELL_SECONDS
-            while time.monotonic() < deadline:
-                here = {node for node in here if not self._is_silent(node) and not self._has_left(node)}
-                if not here:
-                    break
-                time.sleep(POLL_SECONDS)
-            self._inner._stop_heartbeats()
+            self.notices.say_goodbye(self._node)
+            if self.notices.ending() is not None:
+                over = self._is_last(FAREWELL_SECONDS if self.leads else 0.0) or self.leads
+        self._inner._stop_heartbeats()
+        self._meeting.close(over=over)
 
-    def _has_left(self, node: _NodeDesc) -> bool:
-        return self.notices.read(f"bye/{key_of(node)}") is not None
+    def _is_last(self, seconds: float) -> bool:
+        """Whether all others have left or are silent, after so many seconds at most: then nobody else can close it."""
+        here = {*self.table.members, *self._state.participants, *self._state.wait_list} - {self._node}
+        deadline = time.monotonic() + seconds
+        while here := {node for node in here if not self._is_silent(node) and not self.notices.has_left(node)}:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(POLL_SECONDS)
+        return not here

@@ -1,12 +1,15 @@
 """How a run on several hosts ends: one word that holds for all of them, and what a host says before it."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import final
 
 from allranks.errors import ProcessError
 from allranks.failure import Failure
 from allranks.surviving.hosts.seal import Json
 from allranks.surviving.outcome import Outcome
+
+# of each of three texts that travel: etcd takes at most 1.5 MiB at once, and JSON needs up to 12 bytes for a character
+MOST_CHARACTERS = 30_000
 
 
 @final
@@ -20,7 +23,7 @@ class Ending:
 
     def to_json(self) -> Json:
         """One JSON object."""
-        return asdict(self)
+        return asdict(replace(self, failure=_shorten(self.failure), message=_cut(self.message)))
 
     def outcome(self) -> Outcome:
         """The same as the Outcome of one host. Raises ProcessError where a line is all there is to say."""
@@ -51,12 +54,26 @@ class Report:
 
     def to_json(self) -> Json:
         """One JSON object."""
-        return asdict(self)
+        return asdict(replace(self, failure=_shorten(self.failure)))
 
     @classmethod
     def from_json(cls, value: Json) -> "Report":
         """What `to_json` gave, on whichever host."""
         return cls(value["exit_code"], _read_failure(value["failure"]), value["stopped"])
+
+
+def _shorten(failure: Failure | None) -> Failure | None:
+    if failure is None:
+        return None
+    return replace(failure, message=_cut(failure.message), traceback=_cut(failure.traceback))
+
+
+def _cut(text: str) -> str:
+    """Without its middle, where it is long: an error's last lines say what it is, its first where."""
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    half = MOST_CHARACTERS // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters are left out]\n{text[-half:]}"
 
 
 def _read_failure(value: Json) -> Failure | None:

@@ -1,9 +1,10 @@
 """The first words between hosts: what they have to have alike, and where the run is that they share."""
 
 import hashlib
+import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from allranks.errors import ConfigError, ProcessError, RunError
@@ -30,11 +31,18 @@ def facts_of(task: str, config_digest: str, nodes: str, versions: Facts) -> dict
 
 def introduce(notices: Notices, facts: Facts, run: Path) -> None:
     """The leader's: say where the Run directory is."""
-    notices.post("run", {"facts": dict(facts), "host": socket.gethostname(), "path": str(run)})
+    where = {"host": socket.gethostname(), "pid": os.getpid(), "path": str(run)}
+    notices.post("run", {"facts": dict(facts), **where})
 
 
-def learn(notices: Notices, facts: Facts, endpoint: Endpoint, seconds: float) -> Path:
-    """Where the leader has said that the Run directory is; waits up to `seconds` for that.
+def learn(notices: Notices, facts: Facts, endpoint: Endpoint, seconds: float, seek: Callable[[], bool]) -> Path | None:
+    """Where a leader has said that the Run directory is; waits up to `seconds` for that.
+
+    Args:
+        seek: has this host lead where nobody does, and says whether it leads.
+
+    Returns:
+        None: nobody has said so, and this host leads.
 
     Raises:
         ConfigError: the secret is another.
@@ -45,6 +53,7 @@ def learn(notices: Notices, facts: Facts, endpoint: Endpoint, seconds: float) ->
     deadline = time.monotonic() + seconds
     while True:
         try:
+            leads = seek()
             told = notices.read("run")
         except SealError as error:
             raise ConfigError(
@@ -53,6 +62,8 @@ def learn(notices: Notices, facts: Facts, endpoint: Endpoint, seconds: float) ->
             ) from error
         if told is not None:
             break
+        if leads:
+            return None
         if time.monotonic() > deadline:
             raise ProcessError(f"the host at {endpoint} said nothing for {seconds:g} s (guard.join_seconds)")
         time.sleep(POLL_SECONDS)

@@ -4,7 +4,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from allranks.errors import ProcessError
 from allranks.hosts_request import Endpoint
-from allranks.surviving.hosts.meeting import StoreLostError
+from allranks.surviving.hosts.place import StoreLostError
 from allranks.surviving.hosts.seal import SealError
 
 LOST = (StoreLostError, RendezvousConnectionError)
@@ -16,7 +16,12 @@ def explain_loss(error: Exception, endpoint: Endpoint) -> ProcessError:
     if isinstance(error, FORGED):
         return ProcessError(
             f"somebody without this run's secret writes at {endpoint}: {error}; nothing of it was used: start all "
-            "hosts again, with a port that strangers do not reach"
+            "hosts again, where strangers cannot write"
+        )
+    if endpoint.scheme == "etcd":
+        return ProcessError(
+            f"the meeting at {endpoint} is lost to this host: {error}; the run is whole up to its newest checkpoint: "
+            "start the same command here again"
         )
     return ProcessError(
         f"the host at {endpoint}, where the others meet, is gone ({error}); the run is whole up to its newest "

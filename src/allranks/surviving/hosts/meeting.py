@@ -1,4 +1,4 @@
-"""The place where hosts meet: a store that the host of the endpoint serves and the others reach.
+"""Hosts that meet at one of them: in a store that the host of the endpoint serves and the others reach.
 
 Every call has a limit. torch's client waits without end for a host that says nothing more, and a command that waits
 there could not even end its workers.
@@ -21,39 +21,37 @@ from allranks.errors import ConfigError, ProcessError
 from allranks.hosts_request import Endpoint
 from allranks.parallel.interface import ELSEWHERE
 from allranks.parallel.store import connect, listen, serve, wait_for_listener
+from allranks.surviving.hosts.place import MeetingPlace, StoreLostError
 
 STORE_TIMEOUT = timedelta(minutes=5)  # of what torchelastic itself waits for in the store
 PATIENCE_SECONDS = 5.0  # then the user hears for whom this command waits
 GREETING_SECONDS = 10.0  # what listens has to answer as a store within this
 Answer = TypeVar("Answer")
+LEADER = "leader"
 NOT_OURS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 
 
-class StoreLostError(Exception):
-    """The store does not answer any more; the text says why."""
-
-
 @final
-class MeetingStore:
-    """The store at the endpoint.
+class MeetingStore(MeetingPlace):
+    """The store at the endpoint. Who serves it leads: it goes with that host, and the others end with it.
 
     Attributes:
         serves: whether this process serves it.
-        address: where it listens, as a number; for those who reach it, the endpoint's host.
-        stuck: whether a thread still waits in a call: the process has to end without its destructors.
     """
 
     def __init__(self, store: Store, endpoint: Endpoint, address: str, *, serves: bool, call_seconds: float) -> None:
         self.store = store
         self.endpoint = endpoint
+        self.scope = ""
         self.address = address
+        self.reached_at = endpoint.host
         self.serves = serves
         self.stuck = False
         self._call_seconds = call_seconds
         self._lost: str | None = None
 
     def read(self, key: str) -> str | None:
-        """What stands under `key`, or None. Raises StoreLostError."""
+        """As the interface says."""
 
         def look() -> str | None:
             return self.store.get(key).decode("utf-8", "replace") if self.store.check([key]) else None
@@ -61,16 +59,23 @@ class MeetingStore:
         return self._call(look)
 
     def write(self, key: str, text: str) -> None:
-        """Put it there, whatever stood there. Raises StoreLostError."""
+        """As the interface says."""
         self._call(lambda: self.store.set(key, text))
 
     def exchange(self, key: str, expected: str, wanted: str) -> str:
-        """Put `wanted` where `expected` stands ("": where nothing does); what stands there then.
-
-        Raises:
-            StoreLostError: nobody answers.
-        """
+        """As the interface says."""
         return self._call(lambda: self.store.compare_set(key, expected, wanted).decode("utf-8", "replace"))
+
+    def claim(self, word: str) -> str | None:
+        """Who serves leads, and nobody else ever does."""
+        return self.exchange(LEADER, "", word) if self.serves else self.read(LEADER)
+
+    def clock(self) -> float:
+        """This host's: with the keeper the meeting is gone."""
+        return time.monotonic()
+
+    def close(self, *, over: bool) -> None:
+        """Nothing: the store goes with its process."""
 
     def _call(self, function: Callable[[], Answer]) -> Answer:
         if self._lost is not None:
@@ -152,10 +157,26 @@ def _address_of(host: str) -> str | None:
         raise ConfigError(f"--rendezvous: {host} is not the address of one host; name one that the others reach")
     if not number.is_loopback or host in (found, "localhost"):
         return found
+    return _outward_address() or found
+
+
+def address_of_route(host: str, port: int) -> str:
+    """The number by which this host is seen from another, which it reaches; loopback where the user named that.
+
+    Raises OSError: it does not reach it.
+    """
+    with socket.create_connection((host, port), GREETING_SECONDS) as probe:
+        found = str(probe.getsockname()[0])
+    if host == "localhost" or host == found or not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+        return found
+    return _outward_address() or found
+
+
+def _outward_address() -> str | None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(ELSEWHERE)  # of a datagram socket: only looks up the route
         return str(probe.getsockname()[0])
-    return found
+    return None
 
 
 def _wait_for_host(endpoint: Endpoint, seconds: float, tell: Callable[[str], None]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Literal, final
 
 from allranks.failure import PREEMPTED, Failure, first_failure
+from allranks.process_environment import ATTEMPT
 from allranks.surviving.hosts.company import Company
 from allranks.surviving.hosts.ending import Ending, Report
 from allranks.surviving.hosts.losses import FORGED, LOST
@@ -43,10 +44,18 @@ class Member:
         self._admitting: tuple[str, ...] = ()
         company.heed(interrupts)
 
-    def begin(self) -> None:
-        """Workers of a new round are about to start."""
+    def begin(self) -> dict[str, str]:
+        """Workers of a new round are about to start; after the loss of a leader, under another.
+
+        Returns:
+            the variables that say to them of which attempt they are.
+        """
+        if self._company.succeeded is not None and self._supervisor is not None:
+            self._supervisor.succeeding(self._company.succeeded)
+            self._company.succeeded = None
         self._reported_at = self._lost = None
         self._admitting = ()
+        return {ATTEMPT: str(self._company.table.attempt)}
 
     def look(self) -> float | None:
         """See how the others do: the seconds after which this host's workers are to be ended; None: all is well.
@@ -110,8 +119,9 @@ class Member:
         return "end"
 
     def _judge(self, outcome: Outcome) -> Next:
-        """The leader's: what follows for all."""
+        """The leader's: what follows for all. Whose time has ended, because it was frozen, ends here."""
         company = self._company
+        company.seek()
         reports = company.reports()
         said = [report for report in reports if report is not None]
         failures = [report.failure for report in said if report.failure is not None]

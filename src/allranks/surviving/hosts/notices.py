@@ -1,8 +1,9 @@
 """What hosts tell each other besides the state of the rendezvous: sealed JSON, each under a key of its own.
 
 run                        what all hosts have to have alike, and where the Run directory is     (by the leader)
-member/ROUND/PLACE         a host's number of workers
-meet/ROUND                 the port of the workers' store, and how many workers each host has    (by the leader)
+heirs                      [host, pid] of all who have led, or were about to                     (by the leader)
+member/ROUND/NUMBER        a host's number of workers
+meet/ROUND                 the attempt, the address of the workers' store, the hosts' order and workers  (by the leader)
 trouble/ROUND              workers of a host have failed
 report/ROUND/PLACE         how a host's workers ended (Report)
 again/ROUND                all workers have saved and ended, and start again                     (by the leader)
@@ -12,16 +13,19 @@ bye/NODE                   a host that leaves has read that
 
 from typing import final
 
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
+
 from allranks.surviving.hosts.ending import Ending, Report
-from allranks.surviving.hosts.meeting import MeetingStore
+from allranks.surviving.hosts.place import MeetingPlace
 from allranks.surviving.hosts.seal import Json, Seal
+from allranks.surviving.hosts.table import key_of
 
 
 @final
 class Notices:
-    """A board in the meeting store. Every method raises StoreLostError, and SealError for what no host has written."""
+    """A board in the meeting place. Every method raises StoreLostError, and SealError for what no host has written."""
 
-    def __init__(self, meeting: MeetingStore, seal: Seal) -> None:
+    def __init__(self, meeting: MeetingPlace, seal: Seal) -> None:
         self._meeting = meeting
         self._seal = seal
 
@@ -69,3 +73,11 @@ class Notices:
         """How the run has ended for all, or None."""
         found = self.read("ending")
         return None if found is None else Ending.from_json(found)
+
+    def say_goodbye(self, node: _NodeDesc) -> None:
+        """Say that a host leaves, and has read how the run has ended."""
+        self.post(f"bye/{key_of(node)}", {})
+
+    def has_left(self, node: _NodeDesc) -> bool:
+        """Whether a host has said so."""
+        return self.read(f"bye/{key_of(node)}") is not None

@@ -19,10 +19,15 @@ class SealError(Exception):
 
 @final
 class Seal:
-    """Signs and checks with one secret."""
+    """Signs and checks with one secret.
 
-    def __init__(self, secret: bytes) -> None:
+    A word of one `scope` is none of another: where a keeper outlives a run, nobody can say again what its hosts once
+    said.
+    """
+
+    def __init__(self, secret: bytes, scope: str = "") -> None:
         self._secret = secret
+        self._place = f"{scope}/" if scope else ""
 
     def close(self, key: str, value: Json) -> str:
         """The text that says `value` under `key`."""
@@ -37,4 +42,4 @@ class Seal:
         return json.loads(text)
 
     def _sign(self, key: str, text: str) -> str:
-        return hmac.new(self._secret, CONTEXT + f"{key}\0{text}".encode(), hashlib.sha256).hexdigest()
+        return hmac.new(self._secret, CONTEXT + f"{self._place}{key}\0{text}".encode(), hashlib.sha256).hexdigest()

@@ -1,13 +1,16 @@
 """Who sits where in a round: each host says how many workers it has, and the leader opens the store where they meet."""
 
+from collections.abc import Callable
 from typing import final
 
 from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from allranks.parallel.store import listen, serve
-from allranks.surviving.hosts.meeting import STORE_TIMEOUT, MeetingStore
+from allranks.surviving.hosts.meeting import STORE_TIMEOUT
 from allranks.surviving.hosts.notices import Notices
+from allranks.surviving.hosts.place import MeetingPlace
+from allranks.surviving.hosts.seal import Json
 from allranks.surviving.hosts.table import Table
 
 Nodes = tuple[_NodeDesc, ...]
@@ -15,29 +18,43 @@ Nodes = tuple[_NodeDesc, ...]
 
 @final
 class Seating:
-    """One host's part in it. The workers' store is new for each round: none finds the address of a dead one there."""
+    """One host's part in it. The workers' store is new for each round: none finds the address of a dead one there.
 
-    def __init__(self, meeting: MeetingStore, notices: Notices, nproc: int) -> None:
+    Attributes:
+        attempt: the leader's: which attempt of the run a round is.
+    """
+
+    def __init__(self, meeting: MeetingPlace, notices: Notices, node: _NodeDesc, nproc: int) -> None:
         self._meeting = meeting
         self._notices = notices
+        self._node = node
         self._nproc = nproc
         self._workers_store: Store | None = None
+        self.attempt: Callable[[], int] = lambda: 0
 
-    def announce(self, number: int, place: int) -> None:
-        """Say how many workers this host has in a round, where it has a place."""
-        self._notices.post(f"member/{number}/{place}", {"workers": self._nproc})
+    def announce(self, number: int, nodes: Nodes) -> None:
+        """Say how many workers this host has in a round of these nodes, in whichever order all have them."""
+        self._notices.post(f"member/{number}/{nodes.index(self._node)}", {"workers": self._nproc})
 
-    def table(self, number: int, members: Nodes) -> Table | None:
-        """All hosts of the round with their workers; None as long as one of them has said nothing yet."""
-        if not self._meeting.serves:
-            found = self._notices.read(f"meet/{number}")
-            return None if found is None else Table(number, members, found["port"], tuple(found["workers"]))
-        told = [self._notices.read(f"member/{number}/{place}") for place in range(len(members))]
+    def open(self, number: int, nodes: Nodes) -> Table | None:
+        """The leader's: all hosts with their workers, told to all; None as long as one of them has said nothing."""
+        told: list[Json] = [self._notices.read(f"member/{number}/{place}") for place in range(len(nodes))]
         if None in told:
             return None
         listener = listen(self._meeting.address, 0)
         port = int(listener.getsockname()[1])
         self._workers_store = serve(listener, self._meeting.address, STORE_TIMEOUT)
-        workers = tuple(int(one["workers"]) for one in told if one is not None)
-        self._notices.post(f"meet/{number}", {"port": port, "workers": workers})
-        return Table(number, members, port, workers)
+        leader = nodes.index(self._node)
+        order = [leader, *(place for place in range(len(nodes)) if place != leader)]
+        workers = tuple(int(told[place]["workers"]) for place in order)
+        place, attempt = {"address": self._meeting.reached_at, "port": port}, self.attempt()
+        self._notices.post(f"meet/{number}", {"order": order, "workers": workers, "attempt": attempt, **place})
+        return Table(number, tuple(nodes[place] for place in order), self._meeting.address, port, workers, attempt)
+
+    def find(self, number: int, nodes: Nodes) -> Table | None:
+        """The others': what the leader has told; None: nothing yet."""
+        found = self._notices.read(f"meet/{number}")
+        if found is None:
+            return None
+        members = tuple(nodes[place] for place in found["order"])
+        return Table(number, members, found["address"], found["port"], tuple(found["workers"]), found["attempt"])

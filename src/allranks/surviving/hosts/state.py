@@ -11,7 +11,7 @@ A node is [name, pid, number in that process].
 """
 
 import secrets
-import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import final
 
@@ -24,8 +24,10 @@ from allranks.surviving.hosts.seal import Json
 class StateReader:
     """Translates for one host: it remembers when it has seen which sign of life."""
 
-    def __init__(self) -> None:
-        self._beats: dict[_NodeDesc, tuple[int, float]] = {}  # the number, and when it rose, on the monotonic clock
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: seconds that never go back, in which others could have given a sign of life."""
+        self._clock = clock
+        self._beats: dict[_NodeDesc, tuple[int, float]] = {}  # the number, and when it rose, on the clock
         self._handed: dict[_NodeDesc, datetime] = {}  # what the handler was told of it
         self._deadline: tuple[str, datetime] | None = None
 
@@ -33,19 +35,21 @@ class StateReader:
         """torch's state from JSON whose seal was found right."""
         state = _RendezvousState()
         state.round, state.complete, state.closed = value["round"], value["complete"], value["closed"]
-        state.participants = {_node(node): rank for node, rank in value["participants"]}
-        state.wait_list = {_node(node) for node in value["waiting"]}
-        state.redundancy_list = {_node(node) for node in value["spare"]}
+        state.participants = {read_node(node): rank for node, rank in value["participants"]}
+        state.wait_list = {read_node(node) for node in value["waiting"]}
+        state.redundancy_list = {read_node(node) for node in value["spare"]}
         state.deadline = self._read_deadline(value["deadline"])
-        state.last_heartbeats = {_node(node): self._last_seen(_node(node), beat) for node, beat in value["beats"]}
+        state.last_heartbeats = {
+            read_node(node): self._last_seen(read_node(node), beat) for node, beat in value["beats"]
+        }
         self._handed = dict(state.last_heartbeats)
         return state
 
     def _last_seen(self, node: _NodeDesc, beat: int) -> datetime:
         known = self._beats.get(node)
         if known is None or known[0] != beat:
-            known = self._beats[node] = (beat, time.monotonic())
-        return datetime.now(UTC) - timedelta(seconds=time.monotonic() - known[1])
+            known = self._beats[node] = (beat, self._clock())
+        return datetime.now(UTC) - timedelta(seconds=self._clock() - known[1])
 
     def _read_deadline(self, value: Json) -> datetime | None:
         if value is None:
@@ -62,10 +66,12 @@ class StateReader:
             "complete": state.complete,
             "closed": state.closed,
             "deadline": self._write_deadline(state.deadline),
-            "participants": [[_listed(node), rank] for node, rank in sorted(state.participants.items())],
-            "waiting": [_listed(node) for node in sorted(state.wait_list)],
-            "spare": [_listed(node) for node in sorted(state.redundancy_list)],
-            "beats": [[_listed(node), self._beat(node, when)] for node, when in sorted(state.last_heartbeats.items())],
+            "participants": [[list_node(node), rank] for node, rank in sorted(state.participants.items())],
+            "waiting": [list_node(node) for node in sorted(state.wait_list)],
+            "spare": [list_node(node) for node in sorted(state.redundancy_list)],
+            "beats": [
+                [list_node(node), self._beat(node, when)] for node, when in sorted(state.last_heartbeats.items())
+            ],
         }
 
     def _beat(self, node: _NodeDesc, when: datetime) -> int:
@@ -82,10 +88,12 @@ class StateReader:
         return {"id": secrets.token_hex(4), "seconds": left}
 
 
-def _node(listed: Json) -> _NodeDesc:
+def read_node(listed: Json) -> _NodeDesc:
+    """A node from what `list_node` made of it."""
     name, pid, number = listed
     return _NodeDesc(str(name), int(pid), int(number))
 
 
-def _listed(node: _NodeDesc) -> Json:
+def list_node(node: _NodeDesc) -> Json:
+    """A node as JSON."""
     return [node.addr, node.pid, node.local_id]

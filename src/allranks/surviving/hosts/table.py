@@ -18,15 +18,18 @@ class Table:
 
     Attributes:
         number: the round's.
-        members: its hosts' agents, ascending: the leader first.
-        port: of the workers' store on the leader's host.
+        members: its hosts' agents: the leader first, the others ascending.
+        address, port: of the workers' store on the leader's host.
         workers: how many workers each of them has.
+        attempt: of the run, as the leader has counted it.
     """
 
     number: int
     members: tuple[_NodeDesc, ...]
+    address: str
     port: int
     workers: tuple[int, ...] = ()
+    attempt: int = 0
 
     def place_of(self, node: _NodeDesc) -> int:
         """A host's number among the members."""
@@ -50,19 +53,9 @@ class Table:
         return store
 
 
-def name_of(host: str, *, leads: bool) -> str:
-    """The name of a host's node: nodes are ranked by it, so that the leader's comes first."""
-    return f"{int(not leads)} {host}"
-
-
 def host_of(node: _NodeDesc) -> str:
     """The name of a node's host."""
-    return str(node.addr.partition(" ")[2])
-
-
-def is_leader(node: _NodeDesc) -> bool:
-    """Whether a node is that of the host that leads."""
-    return bool(node.addr.startswith("0 "))
+    return str(node.addr)
 
 
 def key_of(node: _NodeDesc) -> str:

@@ -1,0 +1,43 @@
+"""torch's rendezvous handler as hosts here want it: over our backend, and without a store of its own."""
+
+import socket
+from datetime import timedelta
+
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousTimeout,
+)
+
+from allranks.config_guard import GuardConfig
+
+BEATS = 8  # signs of life that may be missing one after the other
+LAST_CALL_SECONDS = 3.0  # once there are enough hosts: time for more to come, before a round begins without them
+CLOSE_SECONDS = 5.0
+
+
+def make_handler(backend: RendezvousBackend, least: int, most: int, guard: GuardConfig) -> DynamicRendezvousHandler:
+    """A handler for a round of `least` to `most` hosts, under this host's name."""
+    unused = HashStore()  # of this process alone
+    handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
+        "allranks",
+        unused,
+        backend,
+        least,
+        most,
+        socket.gethostname(),
+        RendezvousTimeout(
+            join=timedelta(seconds=guard.join_seconds),
+            last_call=timedelta(seconds=LAST_CALL_SECONDS),
+            close=timedelta(seconds=CLOSE_SECONDS),
+            heartbeat=timedelta(seconds=guard.host_seconds),
+        ),
+        keep_alive_interval=guard.host_seconds / BEATS,  # type: ignore[arg-type]  # it makes a timedelta of it
+        keep_alive_max_attempt=BEATS,
+    )
+    # torch would open a store on every interface of this host, and hand restarted workers the address of an old one
+    handler._bootstrap_store_info = RendezvousStoreInfo("", 0)
+    handler._shared_tcp_store_server = unused
+    return handler

@@ -1,0 +1,37 @@
+"""Who leads: the host whose sealed word stands in the meeting place."""
+
+import secrets
+from typing import final
+
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
+
+from allranks.surviving.hosts.place import MeetingPlace
+from allranks.surviving.hosts.seal import Seal
+from allranks.surviving.hosts.state import list_node, read_node
+
+KEY = "leader"  # of the seal
+
+
+@final
+class Lead:
+    """One host's view of it.
+
+    Attributes:
+        held: whether this host has led when it last looked.
+    """
+
+    def __init__(self, meeting: MeetingPlace, seal: Seal, node: _NodeDesc) -> None:
+        self.held = False
+        self._meeting = meeting
+        self._seal = seal
+        self._word = seal.close(KEY, {"node": list_node(node), "token": secrets.token_hex(8)})
+
+    def seek(self) -> _NodeDesc | None:
+        """The node of who leads: this host's, where nobody did and it can; None: nobody yet.
+
+        Raises:
+            StoreLostError, SealError
+        """
+        word = self._meeting.claim(self._word)
+        self.held = word == self._word
+        return None if word is None else read_node(self._seal.open(KEY, word)["node"])

@@ -1,0 +1,51 @@
+"""MeetingPlace: where hosts meet, whoever keeps it: texts under keys, and one word of who leads."""
+
+from abc import ABC, abstractmethod
+
+from allranks.hosts_request import Endpoint
+
+
+class StoreLostError(Exception):
+    """What hosts tell each other by does not answer any more, or has shut this one out; the text says why."""
+
+
+class MeetingPlace(ABC):
+    """Every call has a limit, and raises StoreLostError beyond it.
+
+    Attributes:
+        endpoint: as the user gave it.
+        scope: names this meeting among all that its keeper has had, in every seal; "" where it keeps only one.
+        address: where this host listens for the others when it leads, as a number.
+        reached_at: where the others reach that.
+        stuck: whether a thread still waits in a call: the process has to end without its destructors.
+    """
+
+    endpoint: Endpoint
+    scope: str
+    address: str
+    reached_at: str
+    stuck: bool
+
+    @abstractmethod
+    def read(self, key: str) -> str | None:
+        """What stands under `key`, or None."""
+
+    @abstractmethod
+    def write(self, key: str, text: str) -> None:
+        """Put it there, whatever stood there."""
+
+    @abstractmethod
+    def exchange(self, key: str, expected: str, wanted: str) -> str:
+        """Put `wanted` where `expected` stands ("": where nothing does); what stands there then."""
+
+    @abstractmethod
+    def claim(self, word: str) -> str | None:
+        """Lead where nobody does, if this host can: the word of who leads, `word` where it is this host; or None."""
+
+    @abstractmethod
+    def clock(self) -> float:
+        """Monotonic seconds in which the keeper was there: in others nobody could have given a sign of life."""
+
+    @abstractmethod
+    def close(self, *, over: bool) -> None:
+        """This host needs it no more, and does not lead any more; `over`: nobody does, the run has ended for all."""

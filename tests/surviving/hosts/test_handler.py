@@ -1,0 +1,31 @@
+"""torch's handler as it is made here: it opens no store of its own, and knows the limits."""
+
+import socket
+
+import psutil
+from torch._C._distributed_c10d import HashStore
+
+from allranks.config_guard import GuardConfig
+from allranks.hosts_request import Endpoint
+from allranks.surviving.hosts.backend import SealedBackend
+from allranks.surviving.hosts.handler import BEATS, make_handler
+from allranks.surviving.hosts.meeting import MeetingStore
+from allranks.surviving.hosts.seal import Seal
+
+
+def test_a_round_of_one_host_opens_no_port() -> None:
+    before = {one.laddr for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN}
+    meeting = MeetingStore(HashStore(), Endpoint("here", 1), "here", serves=True, call_seconds=5.0)
+    guard = GuardConfig.model_validate({"host_seconds": 4.0, "join_seconds": 30.0})
+    handler = make_handler(SealedBackend(meeting, Seal(b"0" * 16), lambda state: None), 1, 1, guard)
+    try:
+        found = handler.next_rendezvous()
+    finally:
+        handler._stop_heartbeats()
+    assert (found.rank, found.world_size) == (0, 1)
+    after = {one.laddr for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN}
+    assert after == before, "torch's own opens one on every interface"
+    assert handler._this_node.addr == socket.gethostname()
+    settings = handler.settings
+    assert (settings.keep_alive_interval.total_seconds(), settings.keep_alive_max_attempt) == (4.0 / BEATS, BEATS)
+    assert settings.timeout.join.total_seconds() == 30.0
