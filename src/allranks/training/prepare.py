@@ -90,13 +90,16 @@ def _resolve(request: TrainRequest, defaults: Mapping[str, object], old: Config 
 
 
 def _as_decided(config: Config, kept: Run) -> Config:
-    """What a plan decided at the first start holds on, where nobody says otherwise now."""
+    """What a plan decided at the first start, and what rollbacks leave out, holds on where nobody says otherwise."""
     cut = config.train.micro_batch is not None or config.train.micro_steps is not None
     words = [
         word
         for word in decided_overrides(kept)
         if not (config.layout.chosen if word.startswith("layout.") else cut)
     ]  # fmt: skip
+    left_out = kept.config().data.skip
+    if left_out and not config.data.skip:
+        words.append(f"data.skip={left_out}")
     return override_config(config, words) if words else config
 
 

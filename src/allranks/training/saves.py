@@ -49,6 +49,9 @@ class Saves:
         position: samples consumed so far.
         recorder: rank 0's pen; None elsewhere.
         tell: says a verdict about a step, on rank 0.
+
+    Attributes:
+        newest: (step, position in the order of samples) of the newest checkpoint, or of where this process began.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Saves:
         self._recorder = recorder
         self._tell = tell
         self._under_way: _UnderWay | None = None
+        self.newest = max(saver.saved_step, 0), position()
         self._told_of_slowness = False
 
     @property
@@ -188,6 +192,7 @@ class Saves:
             self._recorder.flush()
 
     def _record(self, path: Path, step: int, samples: int, started: float, waited: float | None = None) -> None:
+        self.newest = step, samples
         if self._recorder is None:
             return
         took = time.perf_counter() - started
