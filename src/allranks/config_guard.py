@@ -6,7 +6,10 @@ from pydantic import Field, model_validator
 
 from allranks.config_sections import Count, CountOrZero, Section, key
 
-SENTINELS = ("replicas", "shards", "samples", "randomness", "linkage", "schedule", "steps", "checkpoint")
+SENTINELS = (
+    *("replicas", "shards", "samples", "randomness", "linkage", "schedule", "steps", "checkpoint"),
+    "gradients",
+)
 """What watches over every run, by the names that `guard.mute` takes."""
 _NAMES = ", ".join(SENTINELS)
 
@@ -51,6 +54,12 @@ class GuardConfig(Section):
     digest_every: CountOrZero = key(
         200,
         "steps between two comparisons of what ranks must have alike, the first after the first step; 0: never",
+        unit="steps",
+    )
+    recompute_every: CountOrZero = key(
+        0,
+        "steps between two looks at whether a device computes the gradients that another one computes from the same "
+        "samples: two passes of one micro-step each; 0: never",
         unit="steps",
     )
     on_finding: Literal["stop", "warn"] | None = key(

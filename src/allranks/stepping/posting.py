@@ -12,6 +12,7 @@ from allranks.stepping.linkage import Linkage
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.pace import STEPS, Rates, pace_of
 from allranks.stepping.randomness import Randomness
+from allranks.stepping.recomputing import Recomputing
 from allranks.stepping.replicas import Replicas
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.schedule import Schedule
@@ -29,11 +30,13 @@ class Posted:
         watch: those that look at each step.
         rounds: when the ranks are compared.
         comparing: those that compare them.
+        recomputing: the one that has gradients computed twice; None: nobody does.
     """
 
     watch: Watch = field(default_factory=Watch)
     rounds: Rounds = field(default_factory=lambda: Rounds(0))
     comparing: tuple[RoundSentinel, ...] = ()
+    recomputing: Recomputing | None = None
 
 
 def post_sentinels(

@@ -126,7 +126,7 @@ class Trainer:
                 self._record(batch, before, outcome, started)
                 done = batch.step + 1
                 self._heart.finish_step(done)
-                self._boundary(done, outcome.pending)
+                self._boundary(batch, outcome.pending)
                 older, before, batch = before, outcome.pending, outcome.upcoming
         if before is not None and older is not None:
             self._rollbacks.hear(before)
@@ -170,7 +170,13 @@ class Trainer:
         # step of nobody's samples would still move the parameters.
         return "done" if batch.exhausted and before.read().next_samples == 0 else None
 
-    def _boundary(self, step: int, pending: Pending) -> None:
+    def _boundary(self, batch: StepBatch, pending: Pending) -> None:
+        step = batch.step + 1
+        if self._sentinels.recomputes(step):
+            self._heart.progress()
+            self._read(pending, step)
+            self._sentinels.recompute(batch, step)
+            self._stopwatch.mark("other")
         if self._sentinels.due(step):
             self._heart.progress()
             self._read(pending, step)

@@ -1,0 +1,110 @@
+"""What is alike, who is at fault, and who can compute for whom."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from allranks.errors import ConfigError
+from allranks.layout import Layout
+from allranks.layout_string import parse_layout
+from allranks.stepping.recomputing import BOUNDS, Difference, can_swap, differing, explain, measure
+from tests.distributed.sessions import config_of, session_of
+from tests.distributed.tasks import Tiny
+from tests.stepping.batches import batch_of, micro_step_of
+
+HOSTS = ("a", "b", "c", "d")
+BOUND = BOUNDS[torch.float32]
+
+
+def rows(**gradients: torch.Tensor) -> Any:
+    return {name: (hash(tuple(value.tolist())), *measure(name, value)) for name, value in gradients.items()}
+
+
+def test_bits_or_a_part_of_the_norm() -> None:
+    one = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    rounded, wrong = one * (1 + 1e-6), one.clone()
+    wrong[7] += 1.0
+    for other, bound, alike in (
+        (rounded, BOUND, True),
+        (rounded, None, False),
+        (wrong, BOUND, False),
+        (one, None, True),
+    ):
+        assert (differing(rows(w=one), rows(w=other), bound) == ()) is alike
+    assert differing(rows(w=one), rows(), BOUND) == ("w",)
+    assert differing(rows(w=one), rows(w=one * float("nan")), BOUND) == ("w",)
+
+
+def test_what_is_numerically_zero_is_noise() -> None:
+    large, noise = torch.ones(100), torch.randn(100, generator=torch.Generator().manual_seed(1)) * 1e-9
+    assert differing(rows(w=large, b=noise), rows(w=large, b=-noise), BOUND) == ()
+    assert differing(rows(b=noise), rows(b=-noise), BOUND) == ("b",)
+
+
+def test_a_projection_measures_a_distance() -> None:
+    """Over many names the mean square of the projections' difference is the square of the distance."""
+    one, other = (torch.randn(300, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    squares = [(measure(f"{n}", one)[1] - measure(f"{n}", other)[1]) ** 2 for n in range(400)]
+    distance = float((one.double() - other.double()).norm())
+    assert (sum(squares) / len(squares)) ** 0.5 == pytest.approx(distance, rel=0.15)
+    assert measure("w", one)[0] == pytest.approx(float(one.double().norm()))
+
+
+def test_who_is_part_of_every_difference_is_at_fault() -> None:
+    names = ("0.weight", "0.bias")
+    found = explain([Difference(0, 1, names), Difference(1, 2, names)], HOSTS, 30, 20)
+    assert found.what.startswith(
+        "after step 30 rank 1 (b) computes other gradients than another rank for the same samples"
+    )
+    assert (
+        found.what.endswith("0.weight (and 1 more)") and "resume from a checkpoint of step 20 or before" in found.next
+    )
+    assert found.evidence[-1] == "after step 20 all were alike"
+    both = explain([Difference(0, 1, names), Difference(1, 0, names)], HOSTS, 30, 0)
+    assert "rank 0 (a) or rank 1 (b)" in both.what and "take the device of rank 0 (a) or rank 1 (b)" in both.next
+    alone = explain([Difference(2, 2, names[:1])], HOSTS, 30, 0)
+    assert "after step 30 rank 2 (c) computes other gradients a second time: 0.weight" in alone.what
+    apart = explain([Difference(0, 0, names), Difference(1, 1, names)], HOSTS, 30, 0)
+    assert "rank 0 (a) or rank 1 (b)" in apart.what
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "swaps"),
+    [
+        ("single", 1, False),
+        ("ddp", 3, True),
+        ("dp_replicate=2,tp=2", 4, True),
+        ("dp_shard=2,sharding=optimizer", 2, True),
+        ("fsdp", 2, False),
+        ("dp_replicate=2,ep=2", 2, False),
+    ],
+)
+def test_who_can_compute_for_whom(layout: str, size: int, swaps: bool) -> None:
+    resolved = Layout.resolve(parse_layout(layout), size)
+    assert can_swap(resolved, fixed=False) is swaps and not can_swap(resolved, fixed=True)
+
+
+def test_what_cannot_be_made_again_is_refused() -> None:
+    class Own(Tiny):
+        def step(self, models: Any, batch: Any) -> Any:
+            yield "", models(batch["x"]).sum(), 1
+
+    with pytest.raises(ConfigError, match=r"guard.recompute_every=5 makes one .* Own has a step\(\) of its own"):
+        session_of(Own(), config_of("single", "guard.recompute_every=5"))
+    assert session_of(Tiny(), config_of("single")).posted.recomputing is None
+    muted = config_of("single", "guard.recompute_every=5", "guard.mute=gradients")
+    assert session_of(Tiny(), muted).posted.recomputing is None
+
+
+def test_nothing_of_it_stays() -> None:
+    session = session_of(Tiny(), config_of("single", "guard.recompute_every=5"))
+    recomputing = session.posted.recomputing
+    assert recomputing is not None and [recomputing.due(step) for step in (1, 5, 10, 11)] == [False, True, True, False]
+    said = [str(one) for one in session.decisions if "computed twice" in str(one)]
+    assert len(said) == 1 and "compared bit by bit" in said[0] and "each rank computes its own" in said[0]
+    before, generators = [t.clone() for t in session.spread.tensors.values()], torch.get_rng_state()
+    told = recomputing.tell(batch_of(micro_step_of(Tiny(), [1, 2, 3])))
+    assert told["totals"][0] == told["totals"][1] != 0 and recomputing.judge([told], 5) is None
+    assert all(map(torch.equal, before, session.spread.tensors.values())) and torch.get_rng_state().equal(generators)
+    assert all(parameter.grad is None for parameter in session.spread.trainable().values())
