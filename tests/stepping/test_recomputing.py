@@ -4,13 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from allranks.errors import ConfigError
 from allranks.layout import Layout
 from allranks.layout_string import parse_layout
+from allranks.stepping.alike import everyones
 from allranks.stepping.recomputing import BOUNDS, Difference, can_swap, differing, explain, measure
-from tests.distributed.sessions import config_of, session_of
-from tests.distributed.tasks import Tiny
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import config_of, session_of, step_through
+from tests.distributed.tasks import CountingTask, Tiny
 from tests.stepping.batches import batch_of, micro_step_of
 
 HOSTS = ("a", "b", "c", "d")
@@ -108,3 +111,41 @@ def test_nothing_of_it_stays() -> None:
     assert told["totals"][0] == told["totals"][1] != 0 and recomputing.judge([told], 5) is None
     assert all(map(torch.equal, before, session.spread.tensors.values())) and torch.get_rng_state().equal(generators)
     assert all(parameter.grad is None for parameter in session.spread.trainable().values())
+
+
+def looked(kind: str, layout: str) -> list[Any]:
+    """In a worker: what is found after each of two steps, and whose gradients this rank has computed."""
+    task = CountingTask() if kind == "counting" else Tiny(kind=kind)
+    cut = ("train.global_batch=6", "train.micro_steps=2")
+    session = session_of(task, config_of(layout, *cut, "guard.recompute_every=1", precision="float32"))
+    recomputing, found = session.posted.recomputing, list[Any]()
+    assert recomputing is not None
+    for number, stepped in enumerate(step_through(session, 2), 1):
+        told = everyones(recomputing.tell(stepped.batch), dist.group.WORLD, torch.device("cpu"))
+        found.append(recomputing.judge(told, number))
+    return [*found, told[dist.get_rank()]["of"]]
+
+
+ALIKE = [
+    ("counting", "ddp", 2, True),
+    ("tied", "dp_shard=2,sharding=optimizer", 2, True),
+    ("transformer", "fsdp", 2, False),
+    ("batchnorm", "ddp", 2, False),
+]
+ALIKE_OF_FOUR = [
+    ("transformer", "dp_replicate=2,tp=2", 4, True),
+    ("transformer", "dp_replicate=2,cp=2", 4, True),
+    ("moe", "dp_replicate=4,ep=2", 4, False),
+    ("transformer", "dp_replicate=2,dp_shard=2", 4, False),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("kind", "layout", "size", "swaps"),
+    [*ALIKE, *(pytest.param(*one, marks=pytest.mark.full) for one in ALIKE_OF_FOUR)],
+)
+def test_devices_that_compute_rightly_are_alike(pool: Pools, kind: str, layout: str, size: int, swaps: bool) -> None:
+    for rank, (first, second, whose) in enumerate(pool(size).run(looked, kind, layout)):
+        assert first is None and second is None, (first, second)
+        assert (whose != rank) is swaps

@@ -107,7 +107,7 @@ class Recomputing:
         """Compute twice; what this rank tells of it, as JSON; collective."""
         mine = batch.micro_steps[0]
         rank = dist.get_rank() if dist.is_initialized() else 0
-        with generators_kept(self._spread.bare()), buffers_kept(self._spread, unless=False):
+        with generators_kept(self._spread.bare()):
             other, whose = (mine, rank) if self._group is None else self._swapped(mine, self._group)
             self._own = self._gradients(mine)
             self._again = Rows() if other is None else self._gradients(other)
@@ -137,7 +137,8 @@ class Recomputing:
         return (None if batch is None else replace(mine, batch=batch, weight=weight, random_key=key)), whose
 
     def _gradients(self, micro_step: MicroStep) -> Rows:
-        self._passes.backward_alone(micro_step)
+        with buffers_kept(self._spread, unless=False):  # each of the two passes begins with the same ones
+            self._passes.backward_alone(micro_step)
         found = Rows()
         for name, parameter in self._spread.trainable().items():
             gradient, parameter.grad = parameter.grad, None

@@ -38,19 +38,19 @@ def swap(batch: object, extra: Sequence[int], group: dist.ProcessGroup, device: 
 
 
 def _encode(leaves: Sequence[Any], spec: str, extra: Sequence[int]) -> tuple[bytes, torch.Tensor]:
-    described: list[Any] | None = []
-    parts = [torch.empty(0, dtype=torch.uint8)]
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_complex():
-            described.append({"shape": list(leaf.shape)})
-            parts.append(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
-        elif isinstance(leaf, JSON_TYPES):
-            described.append({"value": leaf})
-        else:
-            described, parts = None, parts[:1]
-            break
-    header = {"leaves": described, "spec": spec, "extra": list(extra)}
-    return json.dumps(header).encode(), torch.cat(parts)
+    travels = all(isinstance(leaf, JSON_TYPES) or _is_plain(leaf) for leaf in leaves)
+    tensors = [leaf for leaf in leaves if travels and isinstance(leaf, torch.Tensor)]
+    described = [
+        {"shape": list(leaf.shape)} if isinstance(leaf, torch.Tensor) else {"value": leaf} for leaf in leaves if travels
+    ]
+    header = {"leaves": described if travels else None, "spec": spec, "extra": list(extra)}
+    parts = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    return json.dumps(header).encode(), torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
+
+
+def _is_plain(leaf: object) -> bool:
+    """Whether it is a tensor whose bytes say all but its shape and type."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_complex()
 
 
 def _decode(described: Sequence[Any], content: torch.Tensor, own: Sequence[Any]) -> list[Any]:
