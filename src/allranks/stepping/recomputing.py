@@ -32,7 +32,7 @@ from allranks.stepping.loss_check import generators_kept
 from allranks.stepping.passes import Forward, PlainPasses, buffers_kept
 from allranks.stepping.swapping import swap
 from allranks.stepping.world import Processes
-from allranks.task import Task, has_step
+from allranks.task import has_step
 from allranks.verdict import Decision, Verdict
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 6e-2}
@@ -198,9 +198,7 @@ def can_swap(layout: Layout, *, fixed: bool) -> bool:
     return layout.dp > 1 and not layout.fully_sharded and layout.ep == 1 and layout.local_sgd is None and not fixed
 
 
-def make_recomputing(
-    task: Task, config: Config, forward: Forward, processes: Processes, *, fixed: bool
-) -> Recomputing | None:
+def make_recomputing(config: Config, forward: Forward, processes: Processes, *, fixed: bool) -> Recomputing | None:
     """The sentinel of a run whose config asks for it; collective then.
 
     Args:
@@ -213,8 +211,8 @@ def make_recomputing(
     if not every or Recomputing.name in config.guard.muted:
         return None
     asked = f"guard.recompute_every={every} makes one micro-step again"
-    if has_step(task):
-        named = type(task).__name__
+    if has_step(forward.task):
+        named = type(forward.task).__name__
         raise ConfigError(f"{asked}, and {named} has a step() of its own, which may keep state: set it to 0")
     if layout.pp > 1:
         raise ConfigError(f"{asked}, and with pp={layout.pp} all of a step pass the stages together: set it to 0")

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,7 @@ from allranks.stepping.loss_window import LossWindow, make_window
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.outer import OuterOptimizer, make_outer
 from allranks.stepping.passes import Forward, Passes, PlainPasses
-from allranks.stepping.posting import Posted, post_sentinels
-from allranks.stepping.recomputing import make_recomputing
+from allranks.stepping.posting import Posted, post_all
 from allranks.stepping.remarks import say_at_start
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.schedule import Schedule
@@ -133,8 +132,7 @@ def assemble(
     stream = _check_alike(config, open_stream(dataset, config, processes, fixed=fixed), processes)
     schedule = kept_schedule or make_schedule(config, stream)
     ema, scaler, spikes, _ = beside = _make_beside(task, config, spread, processes)
-    posted = post_sentinels(config.guard, processes, spread, optimizers, schedule, stream, beside)
-    posted = replace(posted, recomputing=make_recomputing(task, config, meeting.forward, processes, fixed=fixed))
+    posted = post_all(config, processes, meeting.forward, optimizers, schedule, stream, beside, fixed=fixed)
     step = Step(
         spread,
         observe(make_passes(task, meeting.forward, optimizers, processes)),
