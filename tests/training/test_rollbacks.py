@@ -10,7 +10,7 @@ from allranks import fault_points
 from allranks.data.cut import Cut
 from allranks.data.stream import DataStream
 from allranks.digest import ledger_sum
-from allranks.errors import CheckpointError, GuardError, RollbackError, RunError
+from allranks.errors import CheckpointError, ConfigError, GuardError, RollbackError, RunError
 from allranks.fault_points import Fault
 from allranks.run import Run
 from tests.commands import PROGRAMS, allranks
@@ -123,10 +123,10 @@ def test_without_a_checkpoint_it_begins_anew(tmp_path: Path) -> None:
 
 
 def test_a_step_is_judged_before_it_is_saved_and_at_the_end(tmp_path: Path) -> None:
-    for step in (15, 20):
+    for step, before in ((15, 10), (20, 15), (18, 15)):
         run = tmp_path / str(step)
-        assert f"goes back to step {step - 5}" in go_back(run, bad(step))
-        assert not (run / "checkpoints" / f"step-{step:08d}").exists()
+        assert f"goes back to step {before}" in go_back(run, bad(step), f"train.steps={max(step, 18)}")
+        assert saved(run)[-1] == before
 
 
 def test_checkpoints_that_are_written_beside_the_steps_are_waited_for(tmp_path: Path) -> None:
@@ -144,6 +144,11 @@ def test_what_is_left_out_stays_so_and_is_not_changed_in_passing(tmp_path: Path)
         train(None, "data.skip=0:10", "train.steps=25", resume=run)
     with pytest.raises(CheckpointError, match=r"before position 230, .* 30 samples were left out and the others fed"):
         train(None, "data.skip=0:10", "train.steps=25", resume=run, change=["data.skip"])
+
+
+def test_data_that_shards_itself_has_no_positions(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"guard.spike=rollback leaves out positions, and Counted declares order="):
+        start("Streamed", tmp_path / "run", "task.order=sharded", "guard.spike=rollback")
 
 
 @pytest.mark.distributed

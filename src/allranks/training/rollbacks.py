@@ -16,7 +16,7 @@ from typing import NoReturn, final
 from allranks.data.micro_step import StepBatch
 from allranks.data.stream import DataStream
 from allranks.digest import ledger_sum
-from allranks.errors import GuardError, RollbackError
+from allranks.errors import ConfigError, GuardError, RollbackError
 from allranks.run import Run
 from allranks.stepping.agreement import Pending
 from allranks.stepping.session import Session
@@ -35,6 +35,9 @@ class Rollbacks:
         saves: of this training; knows where its newest checkpoint stands.
         leave_out: writes down, for all attempts to come, that a range of positions (first, past) is not fed; rank 0's.
         tell: takes a verdict, and the step it is about.
+
+    Raises:
+        ConfigError: the dataset has no positions that could be left out.
     """
 
     def __init__(
@@ -44,6 +47,11 @@ class Rollbacks:
         leave_out: Callable[[int, int], None],
         tell: Callable[[Verdict, int], None],
     ) -> None:
+        if session.losses is not None and session.stream.order == "sharded":
+            raise ConfigError(
+                f"guard.spike=rollback leaves out positions, and {type(session.stream.dataset).__name__} declares "
+                'order="sharded", so that nobody knows which sample stands where: use guard.spike=skip or log'
+            )
         self._session, self._window = session, session.losses
         self._saves, self._leave_out, self._tell = saves, leave_out, tell
         self._heard: Pending | None = None
@@ -92,10 +100,9 @@ class Rollbacks:
             self._tell(explain_spike("loss", step, loss, middle, f"{spent}, and the step {APPLIED}"), step)
 
     def _go_back(self, step: int, past: int, loss: float, middle: float) -> NoReturn:
-        processes, stream = self._session.processes, self._session.stream
+        processes = self._session.processes
         self._saves.wait()
-        saved, position = self._saves.newest
-        first = stream.left_out.beyond(position)
+        saved, first = self._saves.newest
         where = f"step {saved}" if saved else "its beginning, as there is no checkpoint"
         follows = f"the run goes back to {where}, and leaves out positions {first} to {past - 1} (data.skip)"
         verdict = explain_spike("loss", step, loss, middle, follows)
