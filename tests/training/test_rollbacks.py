@@ -176,8 +176,16 @@ def test_the_command_goes_back_by_itself_and_kills_change_nothing(
     monkeypatch.delenv(fault_points.VARIABLE)
     assert len(fault_points.read_fired(folder)) == 2
     run, clean = tmp_path / "run", tmp_path / "clean"
-    assert len([one for one in events(run, "verdict") if one["kind"] == "spike"]) == 1
+    assert len([one for one in events(run, "verdict") if one["kind"] == "rollback"]) == 1
     assert len(events(run, "start")) == 4 and Run.open(run).config().data.skip == "100:130"
     skip = (*QUICK, *SPIKED, "data.skip=100:130")
     assert train_outside(pool, 2, OUTLIERS, *skip, run=clean, layout="ddp") == [0, 0]
     same_run(run, clean, 20)
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
+    words = (*QUICK, *SPIKED, bad(13), "train.steps=30", "--layout", "ddp", "--nproc", "2")
+    ran = allranks("chaos", OUTLIERS, *words, "--kills", "8", folder=tmp_path)
+    assert "nothing was lost: 8 faults" in ran.stderr + ran.stdout

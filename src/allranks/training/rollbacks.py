@@ -11,6 +11,7 @@ No step is saved before its loss was judged: the newest checkpoint always lies b
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn, final
 
 from allranks.data.micro_step import StepBatch
@@ -24,6 +25,7 @@ from allranks.training.saves import Saves
 from allranks.training.skips import APPLIED, explain_spike
 from allranks.verdict import Verdict
 
+KIND = "rollback"
 BLOCK = 1 << 16  # positions whose samples are looked up at once
 
 
@@ -105,7 +107,7 @@ class Rollbacks:
         saved, first = self._saves.newest
         where = f"step {saved}" if saved else "its beginning, as there is no checkpoint"
         follows = f"the run goes back to {where}, and leaves out positions {first} to {past - 1} (data.skip)"
-        verdict = explain_spike("loss", step, loss, middle, follows)
+        verdict = replace(explain_spike("loss", step, loss, middle, follows), kind=KIND)
         if processes.rank == 0:
             self._leave_out(first, past)
         processes.barrier()  # else another rank's end could have the workers killed before it is written
