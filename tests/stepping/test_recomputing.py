@@ -11,6 +11,7 @@ from allranks.layout import Layout
 from allranks.layout_string import parse_layout
 from allranks.stepping.alike import everyones
 from allranks.stepping.recomputing import BOUNDS, Difference, can_swap, differing, explain, measure
+from allranks.task import Task
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of, step_through
 from tests.distributed.tasks import CountingTask, Tiny
@@ -113,9 +114,17 @@ def test_nothing_of_it_stays() -> None:
     assert all(parameter.grad is None for parameter in session.spread.trainable().values())
 
 
+class Opaque(Tiny):
+    """Its batches hold something that is neither a tensor nor JSON."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        return super().collate(samples) | {"about": object()}
+
+
 def looked(kind: str, layout: str) -> list[Any]:
     """In a worker: what is found after each of two steps, and whose gradients this rank has computed."""
-    task = CountingTask() if kind == "counting" else Tiny(kind=kind)
+    made: dict[str, Task] = {"counting": CountingTask(), "opaque": Opaque()}
+    task = made.get(kind) or Tiny(kind=kind)
     cut = ("train.global_batch=6", "train.micro_steps=2")
     session = session_of(task, config_of(layout, *cut, "guard.recompute_every=1", precision="float32"))
     recomputing, found = session.posted.recomputing, list[Any]()
@@ -131,6 +140,7 @@ ALIKE = [
     ("tied", "dp_shard=2,sharding=optimizer", 2, True),
     ("transformer", "fsdp", 2, False),
     ("batchnorm", "ddp", 2, False),
+    ("opaque", "ddp", 2, False),
 ]
 ALIKE_OF_FOUR = [
     ("transformer", "dp_replicate=2,tp=2", 4, True),

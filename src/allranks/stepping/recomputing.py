@@ -106,17 +106,15 @@ class Recomputing:
     def tell(self, batch: StepBatch) -> dict[str, Any]:
         """Compute twice; what this rank tells of it, as JSON; collective."""
         mine = batch.micro_steps[0]
-        rank = dist.get_rank() if dist.is_initialized() else 0
         with generators_kept(self._spread.bare()):
-            other, whose = (mine, rank) if self._group is None else self._swapped(mine, self._group)
+            other, whose = self._of_neighbour(mine)
             self._own = self._gradients(mine)
-            self._again = Rows() if other is None else self._gradients(other)
-        totals = [_total(self._own), _total(self._again)]
-        return {"of": whose, "again": other is not None, "totals": totals}
+            self._again = self._gradients(other)
+        return {"of": whose, "totals": [_total(self._own), _total(self._again)]}
 
     def judge(self, told: Sequence[Any], step: int) -> Verdict | None:
         """What is not alike, by what all ranks tell, in their order; collective where bits differ."""
-        pairs = [(one["of"], rank) for rank, one in enumerate(told) if one["again"]]
+        pairs = [(one["of"], rank) for rank, one in enumerate(told)]
         apart = [(of, by) for of, by in pairs if told[of]["totals"][0] != told[by]["totals"][1]]
         if not apart:
             self._alike_at = step
@@ -131,10 +129,14 @@ class Recomputing:
             return None
         return explain(found, hosts, step, self._alike_at)
 
-    def _swapped(self, mine: MicroStep, group: dist.ProcessGroup) -> tuple[MicroStep | None, int]:
-        numbers = [mine.weight, mine.random_key, dist.get_rank()]
-        batch, (weight, key, whose) = swap(mine.batch, numbers, group, self._spread.device)
-        return (None if batch is None else replace(mine, batch=batch, weight=weight, random_key=key)), whose
+    def _of_neighbour(self, mine: MicroStep) -> tuple[MicroStep, int]:
+        """Its micro-step and its rank; this rank's own where nobody else's can be had."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if self._group is None:
+            return mine, rank
+        numbers = [mine.weight, mine.random_key, rank]
+        batch, (weight, key, whose) = swap(mine.batch, numbers, self._group, self._spread.device)
+        return (mine, rank) if batch is None else (replace(mine, batch=batch, weight=weight, random_key=key), whose)
 
     def _gradients(self, micro_step: MicroStep) -> Rows:
         with buffers_kept(self._spread, unless=False):  # each of the two passes begins with the same ones

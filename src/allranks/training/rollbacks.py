@@ -9,7 +9,6 @@ meet the spike again, or goes around it; a range cannot be left out twice.
 No step is saved before its loss was judged: the newest checkpoint always lies before the spike.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn, final
@@ -31,7 +30,7 @@ BLOCK = 1 << 16  # positions whose samples are looked up at once
 
 @final
 class Rollbacks:
-    """Judges the loss of every step of a training, where the config asks for it.
+    """Judges the loss of every step of a training, where the config asks for it, before the next one begins.
 
     Args:
         saves: of this training; knows where its newest checkpoint stands.
@@ -58,12 +57,12 @@ class Rollbacks:
         self._saves, self._leave_out, self._tell = saves, leave_out, tell
         self._heard: Pending | None = None
         self._targets = 0
-        self._recent: deque[tuple[int, int]] = deque(maxlen=2)  # (step, position after it)
+        self._begun = 0, 0  # the step that was begun last, and the position after it
         self._told = False
 
     def remember(self, batch: StepBatch) -> None:
         """The step of `batch` begins."""
-        self._recent.append((batch.step + 1, batch.position + batch.size))
+        self._begun = batch.step + 1, batch.position + batch.size
 
     def hear(self, pending: Pending) -> None:
         """Judge the step that `pending` was agreed in, on all ranks alike; each in its turn, a second time for nothing.
@@ -87,7 +86,7 @@ class Rollbacks:
             self._follow(loss, middle)
 
     def _follow(self, loss: float, middle: float) -> None:
-        step, past = self._recent[-1]
+        step, past = self._begun
         guard = self._session.config.guard
         if len(self._session.stream.left_out.ranges) < guard.spike_times:
             self._go_back(step, past, loss, middle)
