@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 from allranks.errors import ConfigError
 from allranks.layout import Layout
@@ -114,6 +117,24 @@ def test_nothing_of_it_stays() -> None:
     assert all(parameter.grad is None for parameter in session.spread.trainable().values())
 
 
+class Permuted(Task):
+    """Images that collate permutes, so that they lie as channels-last: a convolution takes another kernel there."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
+
+    def dataset(self, split: str) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        return TensorDataset(torch.randn(64, 16, 16, 3, generator=generator), torch.arange(64) % 10)
+
+    def collate(self, samples: list[Any]) -> Any:
+        images, labels = zip(*samples, strict=True)
+        return torch.stack(images).permute(0, 3, 1, 2), torch.stack(labels)
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(output, batch[1], reduction="sum")
+
+
 class Opaque(Tiny):
     """Its batches hold something that is neither a tensor nor JSON."""
 
@@ -123,7 +144,7 @@ class Opaque(Tiny):
 
 def looked(kind: str, layout: str) -> list[Any]:
     """In a worker: what is found after each of two steps, and whose gradients this rank has computed."""
-    made: dict[str, Task] = {"counting": CountingTask(), "opaque": Opaque()}
+    made: dict[str, Task] = {"counting": CountingTask(), "opaque": Opaque(), "permuted": Permuted()}
     task = made.get(kind) or Tiny(kind=kind)
     cut = ("train.global_batch=6", "train.micro_steps=2")
     session = session_of(task, config_of(layout, *cut, "guard.recompute_every=1", precision="float32"))
@@ -141,6 +162,7 @@ ALIKE = [
     ("transformer", "fsdp", 2, False),
     ("batchnorm", "ddp", 2, False),
     ("opaque", "ddp", 2, False),
+    ("permuted", "ddp", 2, True),
 ]
 ALIKE_OF_FOUR = [
     ("transformer", "dp_replicate=2,tp=2", 4, True),

@@ -30,7 +30,7 @@ from allranks.parallel.spread import Spread
 from allranks.stepping.alike import everyones
 from allranks.stepping.loss_check import generators_kept
 from allranks.stepping.passes import Forward, PlainPasses, buffers_kept
-from allranks.stepping.swapping import swap
+from allranks.stepping.swapping import Parcel
 from allranks.stepping.world import Processes
 from allranks.task import has_step
 from allranks.verdict import Decision, Verdict
@@ -105,9 +105,8 @@ class Recomputing:
 
     def tell(self, batch: StepBatch) -> dict[str, Any]:
         """Compute twice; what this rank tells of it, as JSON; collective."""
-        mine = batch.micro_steps[0]
         with generators_kept(self._spread.bare()):
-            other, whose = self._of_neighbour(mine)
+            mine, other, whose = self._exchange(batch.micro_steps[0])
             self._own = self._gradients(mine)
             self._again = self._gradients(other)
         return {"of": whose, "totals": [_total(self._own), _total(self._again)]}
@@ -129,14 +128,19 @@ class Recomputing:
             return None
         return explain(found, hosts, step, self._alike_at)
 
-    def _of_neighbour(self, mine: MicroStep) -> tuple[MicroStep, int]:
-        """Its micro-step and its rank; this rank's own where nobody else's can be had."""
+    def _exchange(self, mine: MicroStep) -> tuple[MicroStep, MicroStep, int]:
+        """This rank's micro-step as a neighbour has it, the neighbour's, and whose that is: this rank's own where
+        nobody else's can be had.
+        """
         rank = dist.get_rank() if dist.is_initialized() else 0
         if self._group is None:
-            return mine, rank
-        numbers = [mine.weight, mine.random_key, rank]
-        batch, (weight, key, whose) = swap(mine.batch, numbers, self._group, self._spread.device)
-        return (mine, rank) if batch is None else (replace(mine, batch=batch, weight=weight, random_key=key), whose)
+            return mine, mine, rank
+        parcel = Parcel(mine.batch, [mine.weight, mine.random_key, rank])
+        batch, (weight, key, whose) = parcel.swap(self._group, self._spread.device)
+        mine = replace(mine, batch=parcel.again())
+        if batch is None:
+            return mine, mine, rank
+        return mine, replace(mine, batch=batch, weight=weight, random_key=key), whose
 
     def _gradients(self, micro_step: MicroStep) -> Rows:
         with buffers_kept(self._spread, unless=False):  # each of the two passes begins with the same ones

@@ -1,69 +1,105 @@
 """A batch for another's: each rank of a group hands its batch to the next one, and gets that of the one before.
 
-What travels is the tensors' bytes and a line of JSON about them. Nothing is unpickled: a batch of which a leaf is
-neither a tensor nor a JSON value stays at home, and its receiver hears so.
+What travels is the stretch of memory under each tensor, and a line of JSON that says how it lies there: kernels are
+chosen by strides and alignment, so that the receiver's tensors have to lie as the sender's. Nothing is unpickled: a
+batch of which a leaf is neither a plain tensor nor a JSON value stays at home, and its receiver hears so.
 """
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 JSON_TYPES = (str, int, float, bool, type(None))
+MOST_SPANNED = 2
+"""A tensor that spans more times its own size, as a column of a large table, travels without what lies between."""
 
 
-def swap(batch: object, extra: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> tuple[Any, list[int]]:
-    """(the batch, the numbers beside it) of the rank before this one; the batch is None where it cannot travel.
-
-    Collective over `group`.
+@final
+class Parcel:
+    """A batch as bytes, and as the batch that they give on whatever rank they are unpacked.
 
     Args:
-        batch: of one structure on all ranks: a pytree whose leaves are tensors and JSON values.
+        batch: a pytree; it travels if its leaves are plain tensors and JSON values.
         extra: whole numbers of 64 bits that go with it.
-        device: where the group's backend wants its tensors.
     """
-    leaves, spec = pytree.tree_flatten(batch)
-    header, content = _encode(leaves, str(spec), extra)
-    lengths = torch.tensor([len(header), len(content)], dtype=torch.int64)
-    received = _pass_on(lengths, torch.zeros(2, dtype=torch.int64), group, device).tolist()
-    said = _pass_on(_tensor(header), torch.empty(received[0], dtype=torch.uint8), group, device)
-    bytes_of = _pass_on(content, torch.empty(received[1], dtype=torch.uint8), group, device)
-    told = json.loads(said.numpy().tobytes())
-    if told["leaves"] is None or told["spec"] != str(spec):
-        return None, told["extra"]
-    return pytree.tree_unflatten(_decode(told["leaves"], bytes_of, leaves), spec), told["extra"]
 
+    def __init__(self, batch: object, extra: Sequence[int]) -> None:
+        self._batch, self._extra = batch, list(extra)
+        self._leaves, self._spec = pytree.tree_flatten(batch)
+        self._travels = all(_is_plain(leaf) for leaf in self._leaves)
 
-def _encode(leaves: Sequence[Any], spec: str, extra: Sequence[int]) -> tuple[bytes, torch.Tensor]:
-    travels = all(isinstance(leaf, JSON_TYPES) or _is_plain(leaf) for leaf in leaves)
-    tensors = [leaf for leaf in leaves if travels and isinstance(leaf, torch.Tensor)]
-    described = [
-        {"shape": list(leaf.shape)} if isinstance(leaf, torch.Tensor) else {"value": leaf} for leaf in leaves if travels
-    ]
-    header = {"leaves": described if travels else None, "spec": spec, "extra": list(extra)}
-    parts = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    return json.dumps(header).encode(), torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
+    def again(self) -> Any:
+        """The batch as its receiver sees it, in the same layout of memory; the batch itself where it cannot travel."""
+        if not self._travels:
+            return self._batch
+        described, content = self._pack()
+        return pytree.tree_unflatten(_decode(described, content), self._spec)
+
+    def swap(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, list[int]]:
+        """(the batch, the numbers beside it) of the rank before this one; collective over `group`.
+
+        The batch is None where it cannot travel, or has another structure than this rank's.
+
+        Args:
+            device: where the group's backend wants its tensors.
+        """
+        described, content = self._pack() if self._travels else (None, _tensor(b""))
+        header = json.dumps({"leaves": described, "spec": str(self._spec), "extra": self._extra}).encode()
+        lengths = torch.tensor([len(header), len(content)], dtype=torch.int64)
+        received = _pass_on(lengths, torch.zeros(2, dtype=torch.int64), group, device).tolist()
+        said = _pass_on(_tensor(header), torch.empty(received[0], dtype=torch.uint8), group, device)
+        bytes_of = _pass_on(content, torch.empty(received[1], dtype=torch.uint8), group, device)
+        told = json.loads(said.numpy().tobytes())
+        if told["leaves"] is None or told["spec"] != str(self._spec):
+            return None, told["extra"]
+        return pytree.tree_unflatten(_decode(told["leaves"], bytes_of), self._spec), told["extra"]
+
+    def _pack(self) -> tuple[list[dict[str, Any]], torch.Tensor]:
+        """What the leaves are, and the bytes of those that are tensors, one after the other."""
+        described, parts = list[dict[str, Any]](), [_tensor(b"")]
+        for leaf in self._leaves:
+            if not isinstance(leaf, torch.Tensor):
+                described.append({"value": leaf})
+                continue
+            memory, strides = _spread_out(leaf.detach().cpu())
+            described.append({"shape": list(leaf.shape), "strides": list(strides), "dtype": str(leaf.dtype)})
+            described[-1]["numbers"] = len(memory)
+            parts.append(memory.view(torch.uint8))
+        return described, torch.cat(parts)
 
 
 def _is_plain(leaf: object) -> bool:
-    """Whether it is a tensor whose bytes say all but its shape and type."""
-    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_complex()
+    """Whether it is a JSON value, or a tensor whose bytes say all but how they lie and what they are."""
+    if type(leaf) is not torch.Tensor:
+        return type(leaf) in JSON_TYPES
+    special = leaf.is_complex() or leaf.is_neg() or leaf.is_quantized or leaf.requires_grad
+    return leaf.layout is torch.strided and not special
 
 
-def _decode(described: Sequence[Any], content: torch.Tensor, own: Sequence[Any]) -> list[Any]:
-    """The leaves; types are those of this rank's own, which come from the same collate."""
+def _spread_out(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The numbers in the memory that `tensor` spans, from its first one on, and its strides over them."""
+    spanned = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.numel() or spanned > MOST_SPANNED * tensor.numel():
+        tensor = tensor.contiguous()
+        spanned = tensor.numel()
+    return tensor.as_strided((spanned,), (1,)).contiguous(), tensor.stride()
+
+
+def _decode(described: Sequence[Any], content: torch.Tensor) -> list[Any]:
+    """The leaves, each tensor in memory of its own, which begins where allocations do."""
     found: list[Any] = []
-    for one, mine in zip(described, own, strict=True):
+    for one in described:
         if "value" in one:
             found.append(one["value"])
             continue
-        shape = one["shape"]
-        length = torch.Size(shape).numel() * mine.element_size()
+        dtype: torch.dtype = getattr(torch, one["dtype"].removeprefix("torch."))
+        length = one["numbers"] * dtype.itemsize
         taken, content = content[:length], content[length:]
-        found.append(taken.clone().view(mine.dtype).reshape(shape))
+        found.append(taken.clone().view(dtype).as_strided(one["shape"], one["strides"]))
     return found
 
 
@@ -84,4 +120,4 @@ def _pass_on(
 
 
 def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
