@@ -42,6 +42,12 @@ def test_ranges_begin_where_steps_do() -> None:
 def test_a_range_more() -> None:
     assert LeftOut().and_also(10, 20) == LeftOut(((10, 20),))
     assert LeftOut(((10, 20),)).and_also(20, 30).ranges == ((10, 20), (20, 30)), "each counts"
-    assert SOME.and_also(5, 25).ranges == ((5, 30), (50, 60))
+    assert SOME.and_also(5, 25).ranges == ((5, 20), (20, 30), (50, 60))
+    assert SOME.and_also(25, 55).ranges == ((10, 20), (20, 30), (30, 60))
     assert SOME.and_also(30, 50).ranges == ((10, 20), (20, 30), (30, 50), (50, 60))
-    assert SOME.and_also(0, 99).ranges == ((0, 99),)
+    assert SOME.and_also(0, 99).ranges == ((0, 20), (20, 30), (30, 60), (60, 99)), "one more than there were"
+
+
+def test_whether_others_are_left_out_too() -> None:
+    for text, covered in (("", True), ("12:28", True), ("10:20,50:60", True), ("12:31", False), ("0:5", False)):
+        assert SOME.covers(LeftOut.parse(text)) is covered, text

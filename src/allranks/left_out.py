@@ -47,11 +47,21 @@ class LeftOut:
         return ",".join(f"{first}:{past}" for first, past in self.ranges)
 
     def and_also(self, first: int, past: int) -> "LeftOut":
-        """With one range more; those that overlap it become part of it, and those that touch it stay."""
+        """With one range more: what of it is left out already stays a range, which begins where the one before ends.
+
+        So none becomes part of another, and their number tells how often something was left out.
+        """
         apart = [one for one in self.ranges if one[1] <= first or past <= one[0]]
-        joined = [one for one in self.ranges if one not in apart]
-        whole = min(first, *(one[0] for one in joined), first), max(past, *(one[1] for one in joined), past)
-        return LeftOut(tuple(sorted((*apart, whole))))
+        within = [one for one in self.ranges if one not in apart]
+        ends = [one[1] for one in within]
+        if not ends or ends[-1] < past:
+            ends.append(past)
+        begins = [min(first, *(one[0] for one in within), first), *ends[:-1]]
+        return LeftOut(tuple(sorted((*apart, *zip(begins, ends, strict=True)))))
+
+    def covers(self, other: "LeftOut") -> bool:
+        """Whether all that `other` leaves out is left out here, too."""
+        return all(self.before(past) - self.before(first) == past - first for first, past in other.ranges)
 
     def beyond(self, position: int) -> int:
         """`position`, or the first one after it that is fed."""
