@@ -254,6 +254,7 @@ def test_what_is_left_out_is_never_fed_and_all_else_is_as_it_was(
     assert [plan.position - plan.left_out for plan in steps] == [4 * step for step in range(len(steps))], "samples seen"
     stream = DataStream(range(n), cut=cut, epochs=epochs, left_out=left_out)
     assert stream.steps_total == len(steps)
+    assert stream.steps_in_full == DataStream(range(n), cut=cut, epochs=epochs).steps_total
     keys = [[micro.random_key for micro in plan.micro_plans] for plan in steps[:-1]]
     plain = [[micro.random_key for micro in plan.micro_plans] for plan in world(n, cut, epochs=9)[0]]
     assert keys == plain[: len(keys)], "random numbers are those of the step"

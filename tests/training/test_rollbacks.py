@@ -26,15 +26,15 @@ SPIKED = (
 ORDER = DataStream(range(POINTS), cut=Cut(BATCH))
 
 
-def bad(*steps: int) -> str:
+def bad(*steps: int, order: DataStream = ORDER) -> str:
     """`task.bad=` with the sample in the middle of each of these steps, if nothing is left out."""
-    at = [int(ORDER.samples_at(np.array([BATCH * (step - 1) + 4]))[0]) for step in steps]
+    at = [int(order.samples_at(np.array([BATCH * (step - 1) + 4]))[0]) for step in steps]
     return f"task.bad={','.join(map(str, at))}"
 
 
-def go_back(run: Path, *words: str, resume: bool = False) -> str:
+def go_back(run: Path, *more: str, resume: bool = False, words: tuple[str, ...] = SPIKED) -> str:
     with pytest.raises(RollbackError) as told:
-        _ = train(None, *words, resume=run) if resume else start(OUTLIERS, run, *SPIKED, *words)
+        _ = train(None, *more, resume=run) if resume else start(OUTLIERS, run, *words, *more)
     return str(told.value)
 
 
@@ -54,6 +54,19 @@ def test_the_run_equals_one_that_never_saw_these_samples(tmp_path: Path) -> None
         assert all(one[key] == other[key] for key in ("samples", "state")), "optimizer, position, window, schedule"
     steps = Run.open(run).steps()
     assert [event["samples"] for event in steps][9:12] == [100, 140, 150] and len(steps) == 20
+
+
+def test_a_run_of_epochs_has_the_rates_of_one_that_never_saw_them(tmp_path: Path) -> None:
+    """Its schedule ends where it would if nothing were left out, and its epochs at their positions, as the other's."""
+    run, clean = tmp_path / "run", tmp_path / "clean"
+    short = DataStream(range(203), cut=Cut(BATCH))
+    words = (*(one for one in SPIKED if one != "train.steps=20"), "train.epochs=1", "task.num_points=203")
+    go_back(run, bad(13, order=short), words=words)
+    assert train(None, resume=run) == 0
+    assert start(OUTLIERS, clean, *words, "task.weight=-7.5", "data.skip=100:130") == 0
+    rates, others = ([event["lr"] for event in Run.open(one).steps()] for one in (run, clean))
+    assert rates == others and len(set(rates)) == 18 and 0 < rates[-1]
+    same_run(run, clean, 18)
 
 
 def test_the_rate_is_a_function_of_the_samples_that_were_fed(tmp_path: Path) -> None:

@@ -120,6 +120,14 @@ class DataStream:
         total = self.step + self._num_steps(max(0, left))
         return total if self.steps_limit is None else min(total, self.steps_limit)
 
+    @property
+    def steps_in_full(self) -> int | None:
+        """Steps of the whole run if nothing were left out; None where that is unknown or without end."""
+        if self.samples_total is None:
+            return self.steps_limit
+        total = self._num_steps(self.samples_total)
+        return total if self.steps_limit is None else min(total, self.steps_limit)
+
     def take(self, step: StepPlan | StepBatch) -> None:
         """Moves `position` past a step that was done. Planning and loading run ahead of it, so only the loop can say
         so.

@@ -275,9 +275,12 @@ def draws(dataset: object) -> bool:
 
 
 def make_schedule(config: Config, stream: DataStream) -> Schedule:
-    """The schedule in samples; one that falls needs to know where it ends."""
+    """The schedule in samples; one that falls needs to know where it ends: where it would if nothing were left out.
+
+    So a rollback, which keeps the schedule, and `data.skip` from the first start on give the same rates.
+    """
     batch = config.train.global_batch
-    steps = config.schedule.steps or config.train.steps or stream.steps_total
+    steps = config.schedule.steps or config.train.steps or stream.steps_in_full
     if steps is None and config.schedule.name != "constant":
         raise ConfigError(
             f"schedule.name={config.schedule.name}: the dataset does not say how many samples it has, so the end is "
