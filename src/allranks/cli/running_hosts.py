@@ -109,10 +109,8 @@ def run_on_hosts(
         AllranksError: the hosts did not meet, or have not the same code; one line.
     """
     from allranks.surviving.hosts.company import Company
-    from allranks.surviving.hosts.introduction import facts_of
     from allranks.surviving.hosts.meeting import open_meeting
     from allranks.surviving.hosts.seal import Seal
-    from allranks.training.prepare import config_digest
 
     check_all_sizes(prepared, nproc, hosts)
     guard = prepared.config.guard
@@ -120,7 +118,7 @@ def run_on_hosts(
         hosts.endpoint, connect_seconds=guard.join_seconds, call_seconds=guard.host_seconds, tell=_tell
     )
     company = Company(meeting, Seal(secret), nodes=hosts.nodes, least=hosts.least, nproc=nproc, guard=guard, tell=_tell)
-    facts = facts_of(prepared.spec or DEMO, config_digest(prepared.config), hosts.words, _versions())
+    facts = facts_here(prepared, hosts)
     try:
         run = _share_run(company, prepared, request, facts)
         try:
@@ -133,6 +131,18 @@ def run_on_hosts(
             # The thread that waits for a host that says nothing would take an orderly exit for an accident.
             end_process(print_error(error, json=request.json))
         raise
+
+
+def facts_here(prepared: "Prepared", hosts: HostsRequest) -> "Facts":
+    """What this host has, and every other one has to have alike.
+
+    Not what is left out: rollbacks add to that while the run goes on, and the leader was started before. What counts is
+    what the Run directory says, which all workers read.
+    """
+    from allranks.surviving.hosts.introduction import facts_of
+    from allranks.training.prepare import SKIP, config_digest
+
+    return facts_of(prepared.spec or DEMO, config_digest(prepared.config, but=[SKIP]), hosts.words, _versions())
 
 
 def _versions() -> dict[str, str]:

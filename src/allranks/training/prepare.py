@@ -183,9 +183,10 @@ def open_run(prepared: Prepared, request: TrainRequest) -> Run:
     return run
 
 
-def config_digest(config: Config) -> str:
-    """A short name of a config's content."""
-    text = json.dumps(config.flat(), sort_keys=True, default=str)
+def config_digest(config: Config, *, but: Sequence[str] = ()) -> str:
+    """A short name of a config's content, `but` keys aside."""
+    told = {name: value for name, value in config.flat().items() if name not in but}
+    text = json.dumps(told, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
