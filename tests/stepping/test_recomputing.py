@@ -60,7 +60,7 @@ def test_a_projection_measures_a_distance() -> None:
 
 def test_who_is_part_of_every_difference_is_at_fault() -> None:
     names = ("0.weight", "0.bias")
-    found = explain([Difference(0, 1, names), Difference(1, 2, names)], HOSTS, 30, 20)
+    found = explain([Difference(0, 1, names), Difference(1, 2, names)], HOSTS, range(4), 30, 20)
     assert found.what.startswith(
         "after step 30 rank 1 (b) computes other gradients than another rank for the same samples"
     )
@@ -68,12 +68,21 @@ def test_who_is_part_of_every_difference_is_at_fault() -> None:
         found.what.endswith("0.weight (and 1 more)") and "resume from a checkpoint of step 20 or before" in found.next
     )
     assert found.evidence[-1] == "after step 20 all were alike"
-    both = explain([Difference(0, 1, names), Difference(1, 0, names)], HOSTS, 30, 0)
+    both = explain([Difference(0, 1, names), Difference(1, 0, names)], HOSTS, range(4), 30, 0)
     assert "rank 0 (a) or rank 1 (b)" in both.what and "take the device of rank 0 (a) or rank 1 (b)" in both.next
-    alone = explain([Difference(2, 2, names[:1])], HOSTS, 30, 0)
+    alone = explain([Difference(2, 2, names[:1])], HOSTS, range(4), 30, 0)
     assert "after step 30 rank 2 (c) computes other gradients a second time: 0.weight" in alone.what
-    apart = explain([Difference(0, 0, names), Difference(1, 1, names)], HOSTS, 30, 0)
+    apart = explain([Difference(0, 0, names), Difference(1, 1, names)], HOSTS, range(4), 30, 0)
     assert "rank 0 (a) or rank 1 (b)" in apart.what
+
+
+def test_ranks_that_compute_the_same_samples_together_are_at_fault_together() -> None:
+    """Three data-parallel ranks of two each (tp): the second one computes wrongly, and both of its ranks show it."""
+    dp_ranks, hosts = [0, 0, 1, 1, 2, 2], "aabbcc"
+    pairs = [Difference(rank, (rank + 2) % 6, ("w",)) for rank in (0, 1, 2, 3)]
+    assert "after step 30 rank 2 (b) or rank 3 (b) computes" in explain(pairs, hosts, dp_ranks, 30, 0).what
+    shard = [Difference(0, 2, ("w",)), Difference(2, 4, ("w",))]
+    assert "after step 30 rank 2 (b) computes" in explain(shard, hosts, dp_ranks, 30, 0).what, "only its own part shows"
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,8 @@ class Recomputing:
             mine, other, whose = self._exchange(batch.micro_steps[0])
             self._own = self._gradients(mine)
             self._again = self._gradients(other)
-        return {"of": whose, "totals": [_total(self._own), _total(self._again)]}
+        dp_rank = self._spread.mesh.dp_rank
+        return {"of": whose, "dp_rank": dp_rank, "totals": [_total(self._own), _total(self._again)]}
 
     def judge(self, told: Sequence[Any], step: int) -> Verdict | None:
         """What is not alike, by what all ranks tell, in their order; collective where bits differ."""
@@ -126,7 +127,7 @@ class Recomputing:
         if not found:
             self._alike_at = step
             return None
-        return explain(found, hosts, step, self._alike_at)
+        return explain(found, hosts, [one["dp_rank"] for one in told], step, self._alike_at)
 
     def _exchange(self, mine: MicroStep) -> tuple[MicroStep, MicroStep, int]:
         """This rank's micro-step as a neighbour has it, the neighbour's, and whose that is: this rank's own where
@@ -173,12 +174,23 @@ def differing(one: Rows, other: Rows, bound: float | None) -> tuple[str, ...]:
     return tuple(name for name in names if not _near(one.get(name), other.get(name), bound, largest))
 
 
-def explain(found: Sequence[Difference], hosts: Sequence[str], step: int, alike_at: int) -> Verdict:
-    """Rank, step and tensor in words: who is part of every difference is at fault."""
+def explain(
+    found: Sequence[Difference], hosts: Sequence[str], dp_ranks: Sequence[int], step: int, alike_at: int
+) -> Verdict:
+    """Rank, step and tensor in words: who is part of every difference is at fault.
+
+    Ranks that compute the same samples together (tp, cp) have one fault together: what one of them computes wrongly
+    comes out of the others, too.
+
+    Args:
+        hosts: by rank.
+        dp_ranks: by rank: which ranks see the same samples.
+        alike_at: the step after which all were alike; 0: never compared.
+    """
     first = found[0]
-    suspects = set.intersection(*({one.rank, one.by} for one in found)) or {
-        r for one in found for r in (one.rank, one.by)
-    }
+    involved = {rank for one in found for rank in (one.rank, one.by)}
+    at_fault = set.intersection(*({dp_ranks[one.rank], dp_ranks[one.by]} for one in found))
+    suspects = {rank for rank in involved if dp_ranks[rank] in at_fault} or involved
     names = " or ".join(f"rank {rank} ({hosts[rank]})" for rank in sorted(suspects))
     more = f" (and {len(first.names) - 1} more)" if len(first.names) > 1 else ""
     alone = all(one.rank == one.by for one in found)
