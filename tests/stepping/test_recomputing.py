@@ -40,7 +40,12 @@ def test_bits_or_a_part_of_the_norm() -> None:
     ):
         assert (differing(rows(w=one), rows(w=other), bound) == ()) is alike
     assert differing(rows(w=one), rows(), BOUND) == ("w",)
-    assert differing(rows(w=one), rows(w=one * float("nan")), BOUND) == ("w",)
+    for wild in (float("nan"), float("inf")):
+        assert differing(rows(w=one), rows(w=one * wild), BOUND) == ("w",)
+        assert differing(rows(w=one * wild), rows(w=one), BOUND) == ("w",)
+        gone, gone_too = {"w": (1, wild, float("nan"))}, {"w": (2, wild, wild)}
+        assert differing(gone, gone_too, BOUND) == (), "both devices say so: the fault is in the loss or the data"
+        assert differing(gone | rows(v=one), gone_too | rows(v=wrong), BOUND) == ("v",)
 
 
 def test_what_is_numerically_zero_is_noise() -> None:

@@ -170,7 +170,7 @@ def differing(one: Rows, other: Rows, bound: float | None) -> tuple[str, ...]:
     ]
     if bound is None:
         return tuple(names)
-    largest = max((row[1] for row in one.values()), default=0.0)
+    largest = max((row[1] for row in one.values() if math.isfinite(row[1])), default=0.0)
     return tuple(name for name in names if not _near(one.get(name), other.get(name), bound, largest))
 
 
@@ -250,9 +250,14 @@ def measure(name: str, gradient: torch.Tensor) -> tuple[float, float]:
 
 
 def _near(one: Row | None, other: Row | None, bound: float, largest: float) -> bool:
-    """The expectation of the projections' squared difference is the square of the tensors' distance."""
-    if one is None or other is None or not math.isfinite(one[2] - other[2]):
+    """The expectation of the projections' squared difference is the square of the tensors' distance.
+
+    What is not finite has no distance: it is alike where both computations found it so.
+    """
+    if one is None or other is None:
         return False
+    if not math.isfinite(one[2]) or not math.isfinite(other[2]):
+        return math.isfinite(one[2]) == math.isfinite(other[2])
     return abs(one[2] - other[2]) <= bound * max(one[1], OF_LARGEST * largest)
 
 
