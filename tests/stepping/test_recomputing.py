@@ -131,6 +131,23 @@ def test_nothing_of_it_stays() -> None:
     assert all(parameter.grad is None for parameter in session.spread.trainable().values())
 
 
+def test_where_bits_may_differ_a_bound_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, whose kernels are not asked to be deterministic."""
+    monkeypatch.setattr("allranks.stepping.recomputing._kernels", lambda device: "")
+    session = session_of(Tiny(), config_of("single", "guard.recompute_every=5", precision="float32"))
+    recomputing = session.posted.recomputing
+    assert recomputing is not None
+    assert any("compared within 0.001 of their norm" in str(one) for one in session.decisions)
+    batch = batch_of(micro_step_of(Tiny(), [1, 2, 3]))
+    compute, factors = session.task.loss, iter([1.0, 1.0 + 1e-6, 1.0, 1.1])
+    monkeypatch.setattr(session.task, "loss", lambda output, batch: compute(output, batch) * next(factors))
+    told = recomputing.tell(batch)
+    assert told["totals"][0] != told["totals"][1] and recomputing.judge([told], 5) is None
+    verdict = recomputing.judge([recomputing.tell(batch)], 10)
+    assert verdict is not None and "computes other gradients a second time" in verdict.what
+    assert verdict.evidence[-1] == "after step 5 all were alike"
+
+
 class Permuted(Task):
     """Images that collate permutes, so that they lie as channels-last: a convolution takes another kernel there."""
 
