@@ -91,6 +91,30 @@ def test_every_sample_is_accounted_for(tmp_path: Path) -> None:
     assert fed % (1 << 64) != expected % (1 << 64)
 
 
+def test_a_range_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, looked = tmp_path / "run", list[int]()
+
+    def counted(*given: Any) -> str:
+        looked.append(1)
+        return f"{len(looked):016x}"
+
+    monkeypatch.setattr("allranks.training.rollbacks.ledger_between", counted)
+    words = (*SPIKED, "data.skip=10:20,40:50")
+    assert start(OUTLIERS, run, *words, "train.steps=2") == 0 and train(None, "train.steps=3", resume=run) == 0
+    told = [(event["first"], event["past"], int(event["ledger"], 16)) for event in events(run, "left_out")]
+    assert told == [(10, 20, 1), (40, 50, 2)] * 2 and len(looked) == 2
+
+
+def test_it_is_told_before_another_rank_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, seen = tmp_path / "run", list[list[str]]()
+    monkeypatch.setattr(
+        "allranks.stepping.world.Processes.barrier",
+        lambda _: seen.append([event["kind"] for event in events(run, "verdict")]),
+    )
+    go_back(run, bad(13))
+    assert seen[-1] == ["rollback"] and Run.open(run).config().data.skip == "100:130"
+
+
 def test_before_the_range_is_written_nothing_has_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for whoever is killed there: the spike is met again, and left out once."""
     run = tmp_path / "run"

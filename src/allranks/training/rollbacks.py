@@ -109,8 +109,9 @@ class Rollbacks:
         verdict = replace(explain_spike("loss", step, loss, middle, follows), kind=KIND)
         if processes.rank == 0:
             self._leave_out(first, past)
-        processes.barrier()  # else another rank's end could have the workers killed before it is written
         self._tell(verdict, step)
+        self._saves.flush()
+        processes.barrier()  # else another rank's end could have the workers killed before it is written and told
         raise RollbackError(f"{verdict.what}; started again, or with --resume, it goes on from there")
 
 
@@ -123,6 +124,20 @@ def add_range(run: Run, first: int, past: int) -> None:
     config = run.config()
     skip = str(config.data.left_out.and_also(first, past))
     run.write_config(config.model_copy(update={"data": config.data.model_copy(update={"skip": skip})}))
+
+
+def told_at_start(run: Run, stream: DataStream) -> list[dict[str, object]]:
+    """What the journal says of each range that `stream` leaves out: first, past and ledger.
+
+    A ledger that the journal has is taken from there: a long range takes a while to be looked up.
+    """
+    ranges = stream.left_out.ranges
+    before = [event for event in run.events() if event["event"] == "left_out"] if ranges else []
+    known = {(event["first"], event["past"]): event["ledger"] for event in before}
+    return [
+        {"first": first, "past": past, "ledger": known.get((first, past)) or ledger_between(stream, first, past)}
+        for first, past in ranges
+    ]
 
 
 def ledger_between(stream: DataStream, first: int, past: int) -> str | None:

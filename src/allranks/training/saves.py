@@ -89,7 +89,7 @@ class Saves:
             return
         started = time.perf_counter()
         self._heart.enter("checkpoint")
-        self._flush()
+        self.flush()
         path = self._saver.save(step)
         self._stopwatch.mark("checkpoint")
         self._record(path, step, self._position(), started)
@@ -121,7 +121,7 @@ class Saves:
             self._tell_of_slowness(held_up, step)
         started = time.perf_counter()
         self._heart.enter("checkpoint")
-        save = self._saver.begin(step, self._flush)
+        save = self._saver.begin(step, self.flush)
         waited = time.perf_counter() - started
         self._under_way = _UnderWay(save, self._position(), check, started, waited)
         self._stopwatch.mark("checkpoint")
@@ -171,6 +171,11 @@ class Saves:
             self._under_way.save.abandon()
             self._under_way = None
 
+    def flush(self) -> None:
+        """What a resume will not do again has to stand in the journal before the checkpoint counts."""
+        if self._recorder is not None:
+            self._recorder.flush()
+
     def _settle(self, under_way: _UnderWay) -> None:
         self._under_way = None
         save = under_way.save
@@ -185,11 +190,6 @@ class Saves:
         what = f"the checkpoint of step {before} was still being written when the next one came due, at step {step}"
         evidence = f"training waited {held_up.waited:.2f} s for it; so do later ones, which the journal tells"
         self._tell(Verdict("checkpoint", what, (evidence,), "take a larger checkpoint.every, or a faster disk"), step)
-
-    def _flush(self) -> None:
-        """What a resume will not do again has to stand in the journal before the checkpoint counts."""
-        if self._recorder is not None:
-            self._recorder.flush()
 
     def _record(self, path: Path, step: int, samples: int, started: float, waited: float | None = None) -> None:
         self.newest = step, samples
