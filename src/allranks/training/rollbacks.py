@@ -11,7 +11,7 @@ No step is saved before its loss was judged: the newest checkpoint always lies b
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NoReturn, final
+from typing import Any, NoReturn, final
 
 from allranks.data.micro_step import StepBatch
 from allranks.data.stream import DataStream
@@ -126,7 +126,7 @@ def add_range(run: Run, first: int, past: int) -> None:
     run.write_config(config.model_copy(update={"data": config.data.model_copy(update={"skip": skip})}))
 
 
-def told_at_start(run: Run, stream: DataStream) -> list[dict[str, object]]:
+def told_at_start(run: Run, stream: DataStream) -> list[dict[str, Any]]:
     """What the journal says of each range that `stream` leaves out: first, past and ledger.
 
     A ledger that the journal has is taken from there: a long range takes a while to be looked up.
