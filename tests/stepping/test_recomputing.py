@@ -151,16 +151,19 @@ def test_where_bits_may_differ_a_bound_judges(monkeypatch: pytest.MonkeyPatch) -
 class Permuted(Task):
     """Images that collate permutes, so that they lie as channels-last: a convolution takes another kernel there."""
 
+    channels: int = 3
+    """Of which three are looked at: between others they do not travel as they lie."""
+
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
 
     def dataset(self, split: str) -> Any:
         generator = torch.Generator().manual_seed(3)
-        return TensorDataset(torch.randn(64, 16, 16, 3, generator=generator), torch.arange(64) % 10)
+        return TensorDataset(torch.randn(64, 16, 16, self.channels, generator=generator), torch.arange(64) % 10)
 
     def collate(self, samples: list[Any]) -> Any:
         images, labels = zip(*samples, strict=True)
-        return torch.stack(images).permute(0, 3, 1, 2), torch.stack(labels)
+        return torch.stack(images)[..., :3].permute(0, 3, 1, 2), torch.stack(labels)
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         return functional.cross_entropy(output, batch[1], reduction="sum")
@@ -175,7 +178,12 @@ class Opaque(Tiny):
 
 def looked(kind: str, layout: str) -> list[Any]:
     """In a worker: what is found after each of two steps, and whose gradients this rank has computed."""
-    made: dict[str, Task] = {"counting": CountingTask(), "opaque": Opaque(), "permuted": Permuted()}
+    made: dict[str, Task] = {
+        "counting": CountingTask(),
+        "opaque": Opaque(),
+        "permuted": Permuted(),
+        "between": Permuted(channels=9),
+    }
     task = made.get(kind) or Tiny(kind=kind)
     cut = ("train.global_batch=6", "train.micro_steps=2")
     session = session_of(task, config_of(layout, *cut, "guard.recompute_every=1", precision="float32"))
@@ -194,6 +202,7 @@ ALIKE = [
     ("batchnorm", "ddp", 2, False),
     ("opaque", "ddp", 2, False),
     ("permuted", "ddp", 2, True),
+    ("between", "ddp", 2, True),
 ]
 ALIKE_OF_FOUR = [
     ("transformer", "dp_replicate=2,tp=2", 4, True),
