@@ -296,6 +296,16 @@ def test_a_resume_keeps_everything_that_the_command_line_does_not_name() -> None
     check_resumable(first, second)
 
 
+def test_nan_is_no_change() -> None:
+    first = resolve("task.missing=nan", "task.values=[1.0, nan]")
+    again = resolve("task.missing=nan", "task.values=[1.0, nan]")
+    assert changed_keys(first, again) == {}
+    assert list(changed_keys(first, resolve("task.missing=0.0", "task.values=[nan, 1.0]"))) == [
+        "task.missing",
+        "task.values",
+    ]
+
+
 def test_a_resume_that_changes_the_meaning_needs_a_word() -> None:
     first = resolve("task.width=3")
     second = override_config(first, ["train.global_batch=64", "task.width=4", "task.depth=1", "checkpoint.every=5"])

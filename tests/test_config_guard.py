@@ -1,4 +1,4 @@
-"""The section guard: what may be muted, and what is not built."""
+"""The section guard: what may be muted."""
 
 import pytest
 from pydantic import ValidationError
@@ -15,8 +15,3 @@ def test_sentinels_are_muted_by_name() -> None:
 def test_a_name_that_no_sentinel_has_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValidationError, match=r"guard\.mute=link: no sentinel is called 'link'; there are replicas, "):
         GuardConfig(mute="link")
-
-
-def test_a_rollback_of_spikes_is_refused_with_what_there_is() -> None:
-    with pytest.raises(ValidationError, match=r"guard\.spike=rollback is not built: use skip"):
-        GuardConfig.model_validate({"spike": "rollback"})

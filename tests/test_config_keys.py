@@ -60,13 +60,13 @@ def test_the_keys_are_frozen() -> None:
         "layout": "kind dp_replicate dp_shard tp cp pp ep sharding schedule recompute offload batchnorm compile "
         "static_graph gather ddp_bucket_mb ddp_hook powersgd_rank powersgd_start local_sgd outer_lr outer_momentum "
         "outer_nesterov context placement",
-        "data": "workers text",
+        "data": "workers text skip",
         "evaluate": "every",
         "checkpoint": "every keep asynchronous mirror",
         "track": "tensorboard",
         "guard": "hang hang_seconds stopped_seconds input_seconds first_step_seconds evaluation_seconds "
-        "checkpoint_seconds restarts host_seconds join_seconds nonfinite nonfinite_limit digest_every on_finding mute "
-        "spike spike_threshold spike_window spike_times",
+        "checkpoint_seconds restarts host_seconds join_seconds nonfinite nonfinite_limit digest_every recompute_every "
+        "on_finding mute spike spike_threshold spike_window spike_times spike_after",
     }
     assert {name: key.default for name, key in config_keys().items() if key.default is not None} == {
         "train.global_batch": 32,
@@ -98,6 +98,7 @@ def test_the_keys_are_frozen() -> None:
         "layout.outer_nesterov": True,
         "layout.context": "ulysses",
         "data.workers": 0,
+        "data.skip": "",
         "checkpoint.keep": 2,
         "checkpoint.asynchronous": "auto",
         "track.tensorboard": True,
@@ -113,9 +114,11 @@ def test_the_keys_are_frozen() -> None:
         "guard.nonfinite": "skip",
         "guard.nonfinite_limit": 10,
         "guard.digest_every": 200,
+        "guard.recompute_every": 0,
         "guard.mute": "",
         "guard.spike": "log",
         "guard.spike_threshold": 10.0,
         "guard.spike_window": 100,
         "guard.spike_times": 3,
+        "guard.spike_after": "stop",
     }

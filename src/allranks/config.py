@@ -157,8 +157,15 @@ def changed_keys(old: Config, new: Config) -> dict[str, tuple[object, object]]:
     return {
         name: (before.get(name), after.get(name))
         for name in names
-        if name != "task.spec" and before.get(name) != after.get(name)
+        if name != "task.spec" and not same_value(before.get(name), after.get(name))
     }
+
+
+def same_value(one: object, other: object) -> bool:
+    """Whether two values of a config mean the same: also where they are nan, which no number equals, or hold it."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    return one == other or (one != one and other != other)
 
 
 def is_resumable(name: str) -> bool:

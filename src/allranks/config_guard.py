@@ -6,7 +6,10 @@ from pydantic import Field, model_validator
 
 from allranks.config_sections import Count, CountOrZero, Section, key
 
-SENTINELS = ("replicas", "shards", "samples", "randomness", "linkage", "schedule", "steps", "checkpoint")
+SENTINELS = (
+    *("replicas", "shards", "samples", "randomness", "linkage", "schedule", "steps", "checkpoint"),
+    "gradients",
+)
 """What watches over every run, by the names that `guard.mute` takes."""
 _NAMES = ", ".join(SENTINELS)
 
@@ -53,20 +56,33 @@ class GuardConfig(Section):
         "steps between two comparisons of what ranks must have alike, the first after the first step; 0: never",
         unit="steps",
     )
+    recompute_every: CountOrZero = key(
+        0,
+        "steps between two looks at whether a device computes the gradients that another one computes from the same "
+        "samples: two passes of one micro-step each; 0: never",
+        unit="steps",
+    )
     on_finding: Literal["stop", "warn"] | None = key(
         None,
         "what follows a finding of a sentinel: end with 93 before more is saved, or a warning; not given: stop where "
         "the state of the run is wrong already, else warn",
     )
     mute: str = key("", f"sentinels that look at nothing, with commas between: {_NAMES}")
-    spike: Literal["off", "log", "skip"] = key(
-        "log", "what follows a loss or gradient norm that is a spike: nothing, a verdict, or (of a norm) no update"
+    spike: Literal["off", "log", "skip", "rollback"] = key(
+        "log",
+        "what follows a loss or gradient norm that is a spike: nothing, a verdict, (of a norm) no update, (of a loss) "
+        "back to the newest checkpoint and around the samples",
     )
     spike_threshold: float = key(10.0, "robust deviations above the median from which a value is a spike", gt=0)
     spike_window: Annotated[int, Field(ge=2, le=1000)] = key(
         100, "steps whose median and deviation a value is compared with", unit="steps"
     )
-    spike_times: CountOrZero = key(3, "under skip: so many spikes are left out in a run, at most", unit="steps")
+    spike_times: CountOrZero = key(
+        3, "under skip and rollback: so many spikes are left out in a run, at most", unit="spikes"
+    )
+    spike_after: Literal["stop", "log"] = key(
+        "stop", "under rollback: what follows one spike more: the end with 93, or a verdict"
+    )
 
     @property
     def muted(self) -> tuple[str, ...]:
@@ -79,10 +95,3 @@ class GuardConfig(Section):
             if name not in SENTINELS:
                 raise ValueError(f"guard.mute={self.mute}: no sentinel is called {name!r}; there are {_NAMES}")
         return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_rollback(cls, values: object) -> object:
-        if isinstance(values, dict) and values.get("spike") == "rollback":
-            raise ValueError("guard.spike=rollback is not built: use skip, or resume from an older checkpoint by hand")
-        return values

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from allranks.left_out import LeftOut
+
 LARGEST = 2**63 - 1
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -197,6 +199,22 @@ class DataConfig(Section):
     text: str | None = key(
         None, "files (a glob) that the built-in text task reads; not given: the Python standard library"
     )
+    skip: str = key(
+        "", "positions in the order of samples that are never fed, as FIRST:PAST with commas between; a rollback adds"
+    )
+
+    @property
+    def left_out(self) -> LeftOut:
+        """What `skip` names."""
+        return LeftOut.parse(self.skip)
+
+    @model_validator(mode="after")
+    def _name_ranges(self) -> "DataConfig":
+        try:
+            LeftOut.parse(self.skip)
+        except ValueError as error:
+            raise ValueError(f"data.skip={self.skip}: {error}") from None
+        return self
 
 
 @final

@@ -8,6 +8,7 @@
     ├── RunError          78      a Run directory that refuses: no Run, another task or config, leased, read-only
     ├── CheckpointError   78      a checkpoint that is torn, incomplete, reshaped or altered
     ├── ProcessError      76      a transient condition: a port in use, a peer or a store lost
+    ├── RollbackError     76      the run goes back to a checkpoint, and around samples, when it is started again
     ├── MemoryShortError   1      memory ran out in a step, and its forwards cannot be made smaller
     └── GuardError        93      a guard has ended the run: nothing is learnt any more, or copies are not alike
 
@@ -52,6 +53,12 @@ class CheckpointError(AllranksError):
 
 class ProcessError(AllranksError):
     """A transient condition outside the program: a port in use, a peer or a store lost."""
+
+    exit_code = 76
+
+
+class RollbackError(AllranksError):
+    """The run goes back to its newest checkpoint, and around samples, when it is started again."""
 
     exit_code = 76
 

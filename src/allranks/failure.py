@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, final
 
-from allranks.errors import AllranksError, MemoryShortError, worker_exit_code
+from allranks.errors import AllranksError, MemoryShortError, RollbackError, worker_exit_code
 
 DONE, RAISED, PREEMPTED, TRANSIENT, NO_PROGRESS, INTERRUPTED = 0, 1, 75, 76, 93, 130
 STOPS = (PREEMPTED, INTERRUPTED)
@@ -72,6 +72,7 @@ class Failure:
         consequence: whether it looks like the loss of a peer rather than a cause.
         hung: whether the agent ended it because nothing went on; the verdict tells more.
         divisible: whether memory ran out in a step that can be made in smaller forwards.
+        goes_back: whether the run goes around samples when it is started again, as often as guard.spike_times allows.
     """
 
     rank: int
@@ -85,6 +86,7 @@ class Failure:
     consequence: bool = False
     hung: bool = False
     divisible: bool = False
+    goes_back: bool = False
 
     def brief(self) -> str:
         """One line."""
@@ -115,7 +117,8 @@ def describe_error(error: BaseException, rank: int) -> Failure:
     failure = Failure(rank, socket.gethostname(), os.getpid(), time.time(), RAISED, message.splitlines()[-1])
     if isinstance(error, AllranksError):
         told = replace(failure, exit_code=worker_exit_code(error), message=str(error), consequence=_lost_a_peer(error))
-        return replace(told, divisible=isinstance(error, MemoryShortError) and error.divisible)
+        divisible = isinstance(error, MemoryShortError) and error.divisible
+        return replace(told, divisible=divisible, goes_back=isinstance(error, RollbackError))
     if isinstance(error, KeyboardInterrupt):
         return replace(failure, exit_code=INTERRUPTED, message="stopped by Ctrl-C")
     if isinstance(error, SystemExit):

@@ -16,6 +16,7 @@ FINDINGS: Mapping[str, str] = {
     "rate_moved": "schedule",
     "steps_differ": "steps",
     "checkpoint_unproven": "checkpoint",
+    "gradients_differ": "gradients",
 }
 """Kind of a verdict -> the sentinel that gives it."""
 

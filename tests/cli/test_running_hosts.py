@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from allranks.cli.main import main
+from allranks.cli.running_hosts import facts_here
+from allranks.hosts_request import Endpoint, HostsRequest
+from allranks.request import TrainRequest
 from allranks.run import Run
+from allranks.training.prepare import prepare
 from tests.commands import POINTS, alive, allranks, steps, tensor_digests, wait_for
 from tests.free_port import free_port
 from tests.hosts import SECRET, Cluster, Host, cluster
@@ -42,6 +46,14 @@ def check_ledgers(run: Path, last: int = 40) -> None:
     for event in events(run, "step"):
         said.setdefault(event["step"], set()).add(event["ledger"])
     assert sorted(said) == list(range(1, last + 1)) and {len(each) for each in said.values()} == {1}
+
+
+def test_a_host_that_comes_after_a_rollback_has_the_same_facts() -> None:
+    def facts(*words: str) -> Any:
+        prepared = prepare(TrainRequest(task_spec=POINTS, overrides=("train.steps=9", *words)))
+        return facts_here(prepared, HostsRequest(2, 2, Endpoint("hosta", 29500)))
+
+    assert facts() == facts("data.skip=40:60") != facts("train.seed=1")
 
 
 def test_a_killed_worker_and_a_lost_host_cost_no_sample(tmp_path: Path) -> None:

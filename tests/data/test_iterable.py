@@ -11,6 +11,7 @@ from allranks.data.iterable import Pass
 from allranks.data.micro_step import StepPlan
 from allranks.data.stream import DataStream
 from allranks.errors import DataError
+from allranks.left_out import LeftOut
 
 Read = list[tuple[StepPlan, list[list[Any]]]]
 
@@ -232,3 +233,16 @@ def test_a_pass_over_numbers_counts_them() -> None:
     source = Pass(Numbers(3, "global"), 2, None)
     assert [source.draw(position) for position in range(6)] == [0, 1, 2, 0, 1, 2]
     assert (source.epoch, source.number) == (1, 2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("position", [0, 4, 8])
+def test_global_order_reads_over_what_is_left_out(num_ranks: int, position: int) -> None:
+    left_out = LeftOut(((8, 14), (18, 19)))
+    ranks = [
+        list(read(Numbers(10, "global"), Cut(4, num_ranks), rank, position, epochs=3, left_out=left_out))
+        for rank in range(num_ranks)
+    ]
+    kept = [p for p in range(position, 30) if p not in (8, 9, 10, 11, 12, 13, 18)]
+    assert sorted(triple for steps in ranks for triple in fed(steps)) == [(p, p % 10, p % 10) for p in kept]
+    assert [(plan.position, plan.left_out) for plan, _ in ranks[0]][-3:] == [(19, 7), (23, 7), (27, 7)]

@@ -12,6 +12,7 @@ from allranks.data.cut import Cut
 from allranks.data.resuming import circumstances, compare_circumstances
 from allranks.data.stream import DataStream
 from allranks.errors import CheckpointError
+from allranks.left_out import LeftOut
 
 
 class Part(torch.utils.data.IterableDataset[int]):
@@ -100,3 +101,18 @@ def test_nothing_was_read_or_nobody_knows_by_whom() -> None:
     kept, now = circumstances(shards(12, 2)[0]), shards(12, 3)[0]
     assert compare_circumstances(kept, 0, now) == ()
     assert compare_circumstances({}, 24, now) == ()
+
+
+def test_what_was_fed_cannot_be_left_out_afterwards() -> None:
+    def stream(*ranges: tuple[int, int]) -> DataStream:
+        found = DataStream(range(40), cut=Cut(4), left_out=LeftOut(ranges))
+        found.load_state_dict({"position": 16})
+        return found
+
+    fed, left = circumstances(stream()), circumstances(stream((4, 8)))
+    assert compare_circumstances(fed, 16, stream((16, 24))) == () == compare_circumstances(left, 16, stream((4, 8)))
+    assert compare_circumstances({}, 16, stream()) == (), "an older checkpoint does not say"
+    with pytest.raises(CheckpointError, match=r"data.skip=4:8: before position 16.*, 0 samples were left out"):
+        compare_circumstances(fed, 16, stream((4, 8)))
+    with pytest.raises(CheckpointError, match=r"data.skip=: before position 16.*, 4 samples were left out"):
+        compare_circumstances(left, 16, stream())

@@ -12,7 +12,8 @@ from allranks.data import random_keys
 from allranks.data.cut import Cut
 from allranks.data.micro_step import StepPlan
 from allranks.data.stream import DataStream, declared_order, item_key, random_key, seed_all
-from allranks.errors import CheckpointError, DataError
+from allranks.errors import CheckpointError, ConfigError, DataError
+from allranks.left_out import LeftOut
 
 
 def fed(plans: list[StepPlan]) -> list[tuple[int, int]]:
@@ -247,3 +248,53 @@ def test_no_dataset_is_refused() -> None:
 
 def test_the_keys_are_those_of_random_keys() -> None:
     assert (random_key, item_key, seed_all) == (random_keys.random_key, random_keys.item_key, random_keys.seed_all)
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 5), st.integers(1, 17))
+@settings(max_examples=40)
+def test_what_is_left_out_is_never_fed_and_all_else_is_as_it_was(
+    num_ranks: int, epochs: int, begins: int, length: int
+) -> None:
+    n, cut = 23, Cut(4, num_ranks, 2)
+    left_out = LeftOut(((4 * begins, 4 * begins + length),))
+    ranks = world(n, cut, epochs=epochs, left_out=left_out)
+    pairs = sorted(pair for plans in ranks for pair in fed(plans))
+    whole = sorted(pair for plans in world(n, cut, epochs=epochs) for pair in fed(plans))
+    (first, past), *_ = left_out.ranges
+    assert pairs == [(position, sample) for position, sample in whole if not first <= position < past]
+    steps = ranks[0]
+    assert [plan.step for plan in steps] == list(range(len(steps)))
+    assert [plan.position - plan.left_out for plan in steps] == [4 * step for step in range(len(steps))], "samples seen"
+    stream = DataStream(range(n), cut=cut, epochs=epochs, left_out=left_out)
+    assert stream.steps_total == len(steps)
+    assert stream.steps_in_full == DataStream(range(n), cut=cut, epochs=epochs).steps_total
+    keys = [[micro.random_key for micro in plan.micro_plans] for plan in steps[:-1]]
+    plain = [[micro.random_key for micro in plan.micro_plans] for plan in world(n, cut, epochs=9)[0]]
+    assert keys == plain[: len(keys)], "random numbers are those of the step"
+
+
+def test_a_stream_goes_on_after_what_is_left_out() -> None:
+    stream = DataStream(range(40), cut=Cut(4), left_out=LeftOut(((8, 16), (16, 20))))
+    for plan in islice(stream.steps(), 3):
+        stream.take(plan)
+    assert (stream.position, stream.seen, stream.step) == (24, 12, 3)
+    resumed = DataStream(range(40), cut=Cut(4), left_out=stream.left_out)
+    resumed.load_state_dict({"position": 8})
+    resumed.continue_at(2)
+    assert (resumed.position, resumed.seen, resumed.step) == (20, 8, 2)
+    assert next(resumed.steps()).step == 2
+
+
+def test_ranges_that_begin_within_a_step_and_shards_are_refused() -> None:
+    stream = DataStream(range(40), cut=Cut(4), left_out=LeftOut(((10, 16),)))
+    with pytest.raises(ConfigError, match=r"data.skip=10:16: position 10 lies in the middle of a step of 4 samples"):
+        next(stream.steps())
+
+    class Shards(torch.utils.data.IterableDataset[int]):
+        order = "sharded"
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(9))
+
+    with pytest.raises(DataError, match=r"data.skip=8:12: Shards declares order=.sharded."):
+        DataStream(Shards(), cut=Cut(4), left_out=LeftOut(((8, 12),)))

@@ -28,6 +28,14 @@ def test_the_first_rank_and_keys_that_differ_are_named() -> None:
     assert "0 = 0 instead of None, 1 = 1 instead of None, 2 = 2 instead of None and 2 more" in str(many)
 
 
+def test_nan_is_nan() -> None:
+    """As each rank's JSON gives it."""
+    first, second = (SAME | {"task.missing": float("nan"), "task.values": [1.0, float("nan")]} for _ in range(2))
+    assert find_difference([(first, 64), (second, 64)]) is None
+    error = find_difference([(first, 64), (SAME | {"task.missing": 0.0, "task.values": [1.0, 2.0]}, 64)])
+    assert "task.missing = 0.0 instead of nan, task.values = [1.0, 2.0] instead of [1.0, nan]" in str(error)
+
+
 def test_a_dataset_of_another_length_is_named() -> None:
     error = find_difference([(SAME, 64), (SAME, 72)])
     assert isinstance(error, DataError)

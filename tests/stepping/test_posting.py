@@ -28,7 +28,8 @@ def test_alone_there_is_less_to_find() -> None:
 def test_each_is_muted_by_its_name(pool: Pools) -> None:
     steps, comparing, paced = pool(2).run(posted, "ddp")[0]
     # The checkpoint is proven where it is saved (training/sentinels.py).
-    assert {*steps, *comparing, "steps", "checkpoint"} == set(SENTINELS) and paced
+    # Gradients are looked at where they are asked for (recomputing.py).
+    assert {*steps, *comparing, "steps", "checkpoint", "gradients"} == set(SENTINELS) and paced
     for name in ("replicas", "randomness", "linkage"):
         fewer, others, _ = pool(2).run(posted, "ddp", f"guard.mute={name}")[0]
         assert name not in (*fewer, *others) and {*fewer, *others} == {*steps, *comparing} - {name}

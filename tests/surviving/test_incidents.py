@@ -44,6 +44,16 @@ def test_workers_that_were_started_again() -> None:
     assert found.recovered and found.names_rank()
 
 
+def test_a_restart_behind_a_spike_is_no_cause() -> None:
+    back = [{**RESTART, "t": 101.8, "kind": "rollback"}, {**RESTART, "t": 101.9}]
+    found = read([*BEFORE, RESTART, *AFTER, *back, event(102.0, "start"), *steps(6, 9, 103.0)])
+    assert found.causes == (CAUSE,) and found.names_rank()
+    # Of a spike that is only told of nothing follows, and one restart behind another is a fault's.
+    told = {**RESTART, "t": 101.8, "kind": "spike"}
+    for some, causes in (([told, {**RESTART, "t": 101.9}], 2), ([*back, {**RESTART, "t": 102.0}], 2)):
+        assert len(read([*BEFORE, RESTART, *AFTER, *some, event(102.1, "start")]).causes) == causes
+
+
 def test_a_start_from_the_beginning() -> None:
     found = read([*BEFORE, RESTART, event(100.5, "start"), *steps(1, 3, 101.0)])
     assert (found.resumed_step, found.redone, found.seconds) == (0, 7, 1.01)

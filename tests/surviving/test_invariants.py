@@ -84,6 +84,19 @@ def test_i2_sees_other_samples(pair: tuple[Run, Run], change: Callable[[str], st
     assert same_samples(*pair).holds is False and words in same_samples(*pair).what
 
 
+def test_i2_knows_the_steps_that_both_runs_went_back_behind(tmp_path: Path) -> None:
+    """Around a spike's samples step 3 is fed others, in the undisturbed run as in the one with faults."""
+    runs = [make_run(tmp_path / name, steps=(1, 2, 3)) for name in ("undisturbed", "broken", "never")]
+    again = {"t": 2.0, "event": "step", "step": 3, "samples": 48, "ledger": "f" * 16}
+    for run in runs[:2]:
+        with run.journal().open("a") as journal:
+            journal.write(json.dumps({"t": 1.5, "event": "resume", "step": 2}) + "\n" + json.dumps(again) + "\n")
+    undisturbed, broken, never = runs
+    assert same_samples(undisturbed, broken).holds
+    assert same_samples(undisturbed, never).holds is False, "it has not gone back"
+    assert same_samples(never, broken).holds is False
+
+
 def test_i3_sees_a_damaged_checkpoint(pair: tuple[Run, Run], tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("warning: passed over a newer checkpoint: step-3 is torn\n")

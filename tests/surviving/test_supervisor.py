@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from allranks.config_guard import GuardConfig
-from allranks.failure import NO_PROGRESS, PREEMPTED, RAISED, TRANSIENT, Failure
+from allranks.errors import RollbackError
+from allranks.failure import NO_PROGRESS, PREEMPTED, RAISED, TRANSIENT, Failure, describe_error
 from allranks.surviving.agent import run_workers
 from allranks.surviving.forkserver import choose_start_method
 from allranks.surviving.outcome import Outcome
@@ -113,6 +114,12 @@ def test_an_error_of_the_users_is_not_tried_again(small_server: None, tmp_path: 
     assert outcome.first_failure is not None and "the user's own mistake" in outcome.first_failure.render()
 
 
+def test_rollbacks_are_not_started_again_where_nothing_is(tmp_path: Path) -> None:
+    supervisor = Supervisor(Supervision(GuardConfig(restarts=0), lambda verdict: None, lambda: None), 1, tmp_path)
+    assert not supervisor.may_restart(describe_error(RollbackError("the loss of step 9 is a spike"), 0))
+    supervisor.monitor.beats.close()
+
+
 def test_attempts_that_come_further_cost_nothing(tmp_path: Path) -> None:
     supervisor = Supervisor(Supervision(GuardConfig(restarts=1), lambda verdict: None, lambda: None), 1, tmp_path)
     lost = Failure(0, "h", 1, time.time(), TRANSIENT, "was killed", signal="SIGKILL")
@@ -121,6 +128,9 @@ def test_attempts_that_come_further_cost_nothing(tmp_path: Path) -> None:
         supervisor.monitor.furthest_step = step
         allowed.append(supervisor.may_restart(lost))
     assert allowed == [True, True, True, False]
+    back = describe_error(RollbackError("the loss of step 9 is a spike"), 0)
+    assert [supervisor.may_restart(back) for _ in range(4)] == [True] * 4, "several spikes behind one checkpoint"
+    assert not supervisor.may_restart(lost), "they give nothing back either"
     preempted = Failure(0, "h", 1, time.time(), PREEMPTED, "saved")
     assert not supervisor.may_restart(preempted)
     supervisor.monitor.beats.close()

@@ -27,7 +27,7 @@ def train(
 
     `task`: the name of a class in tests.training.tasks, or a spec.
     """
-    spec = f"{TASKS}:{task}" if task is not None and task.isidentifier() else task
+    spec = spec_of(task)
     request = TrainRequest(task_spec=spec, overrides=overrides, run=run, resume=resume, change=tuple(change))
     prepared = prepare(request)
     opened = open_run(prepared, request)
@@ -37,6 +37,11 @@ def train(
             return work(Assignment(request, opened.path.resolve()))
     finally:
         opened.release()
+
+
+def spec_of(task: str | None) -> str | None:
+    """Of the name of a class in tests.training.tasks; a spec is one already."""
+    return f"{TASKS}:{task}" if task is not None and task.isidentifier() else task
 
 
 def start(task: str, run: Path, *overrides: str) -> int:
@@ -54,7 +59,7 @@ def train_outside(
     layout: str | None = None,
 ) -> list[int | str]:
     """The same as the ranks of an outside launcher, each in a process of its own: exit codes, or errors of ours."""
-    spec = None if task is None else f"{TASKS}:{task}"
+    spec = spec_of(task)
     request = TrainRequest(task_spec=spec, overrides=overrides, run=run, resume=resume, layout=layout)
     found: list[int | str] = pool(world_size).run_alone(_work_outside, request, timeout=120.0)
     return found

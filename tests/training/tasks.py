@@ -389,3 +389,27 @@ class Forked(Curve):
 
     def model(self) -> Any:
         return TwoWays()
+
+
+class Corrupting(Curve):
+    """On rank `broken` a bit flips in the backward, from the `flips_from`-th training forward on or in that one alone:
+    a device that is at fault.
+    """
+
+    broken: int = 0
+    flips_from: int = 0
+    flips_once: bool = False
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        loss = super().loss(output, batch)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        due = self._losses == self.flips_from if self.flips_once else self._losses >= self.flips_from > 0
+        if output.requires_grad and rank == self.broken and due:
+            output.register_hook(_flipped)
+        return loss
+
+
+def _flipped(gradient: torch.Tensor) -> torch.Tensor:
+    flipped = gradient.clone()
+    flipped.view(torch.int32)[0, 0] ^= 1 << 20
+    return flipped

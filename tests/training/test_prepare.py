@@ -49,6 +49,22 @@ def test_the_first_start(tmp_path: Path) -> None:
     opened.release()
 
 
+def test_what_a_rollback_left_out_holds_on_under_the_words_of_the_first_start(run: Path) -> None:
+    kept = Run.open(run)
+    config = kept.config()
+    kept.write_config(config.model_copy(update={"data": config.data.model_copy(update={"skip": "0:10,40:60"})}))
+
+    def skipped(*words: str, change: tuple[str, ...] = ()) -> str:
+        given = prepare(replace(FIRST, overrides=(*FIRST.overrides, *words), run=run, change=change)).config.data.skip
+        assert prepare(TrainRequest(resume=run, overrides=words, change=change)).config.data.skip == given or not words
+        return given
+
+    assert skipped() == skipped("data.skip=0:10") == skipped("data.skip=0:10,40:60") == "0:10,40:60"
+    with pytest.raises(RunError, match=r"data.skip '?0:10,40:60'? -> '?0:20'?; keep it"):
+        skipped("data.skip=0:20")
+    assert skipped("data.skip=0:10", change=("data.skip",)) == "0:10"
+
+
 def test_no_task_is_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     request = TrainRequest()

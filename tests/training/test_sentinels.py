@@ -8,7 +8,7 @@ from allranks.training.sentinels import Sentinels
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of
 from tests.distributed.tasks import Tiny
-from tests.training.runs import events, saved, start, train_outside
+from tests.training.runs import events, same_run, saved, start, train_outside
 
 SMALL = ("train.global_batch=10", "train.steps=12", "guard.digest_every=2", "checkpoint.every=2", "evaluate.every=0")
 
@@ -107,3 +107,51 @@ def test_when_it_is_due() -> None:
     assert [step for step in range(5, 13) if often.due(step)] == [5, 6, 9, 12], "the first step of a process, too"
     assert not any(never.due(step) for step in range(1, 7))
     assert not sentinels("guard.mute=linkage,samples").due(1), "one rank has nothing else to compare"
+
+
+AGAIN = ("train.global_batch=12", "train.steps=6", "guard.recompute_every=2", "checkpoint.every=1", "checkpoint.keep=9")
+
+
+@pytest.mark.distributed
+def test_a_device_that_computes_wrongly_is_named_by_its_neighbours(pool: Pools, tmp_path: Path) -> None:
+    """It is wrong in the same way each time: to itself it looks right."""
+    run = tmp_path / "run"
+    settings = (*AGAIN, "task.broken=1", "task.flips_from=12")
+    refusals = train_outside(pool, 3, "Corrupting", *settings, run=run, layout="ddp")
+    (verdict,) = events(run, "verdict")
+    step = verdict["step"]
+    assert verdict["kind"] == "gradients_differ" and step > 2, "from a step between two looks on"
+    for told in refusals:
+        assert str(told).startswith(f"GuardError: after step {step} rank 1 ("), told
+        assert "computes other gradients than another rank for the same samples: 0.weight (and 3 more)" in str(told)
+        assert "guard.mute=gradients silences this sentinel" in str(told)
+    assert saved(run) == list(range(1, step)), "nothing is saved any more"
+    warned = tmp_path / "warned"
+    assert train_outside(pool, 3, "Corrupting", *settings, "guard.on_finding=warn", run=warned, layout="ddp") == [
+        0,
+        0,
+        0,
+    ]
+    assert len(events(warned, "verdict")) == 1 and saved(warned)[-1] == 6
+
+
+def test_alone_it_finds_what_comes_and_goes(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = ("train.steps=6", "guard.recompute_every=2", "task.flips_from=8", "task.flips_once=true")
+    with pytest.raises(Exception, match=r"after step 2 rank 0 \(.*\) computes other gradients a second time: 0.weight"):
+        start("Corrupting", run, *settings)
+    steady = ("train.steps=6", "guard.recompute_every=2", "task.flips_from=1", "evaluate.every=0")
+    assert start("Corrupting", tmp_path / "steady", *steady) == 0, "a device that checks itself agrees with itself"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("layout", "task"), [("ddp", "Curve"), ("fsdp", "Curve"), ("ddp", "Normed")])
+def test_a_run_is_bitwise_what_it_is_without_a_look(pool: Pools, tmp_path: Path, layout: str, task: str) -> None:
+    """Dropout, statistics of batches and the average are as they were; one forward is a filler."""
+    cut = ["train.global_batch=7", "train.micro_batch=1"] if task == "Curve" else ["train.global_batch=6"]
+    settings = (*cut, "train.steps=5", "train.ema=0.9")
+    looked, plain = tmp_path / "looked", tmp_path / "plain"
+    assert train_outside(pool, 2, task, *settings, run=plain, layout=layout) == [0, 0]
+    assert train_outside(pool, 2, task, *settings, "guard.recompute_every=1", run=looked, layout=layout) == [0, 0]
+    same_run(looked, plain, 5)
+    assert not events(looked, "verdict")

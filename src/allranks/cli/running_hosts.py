@@ -113,16 +113,14 @@ def run_on_hosts(
         AllranksError: the hosts did not meet, or have not the same code; one line.
     """
     from allranks.surviving.hosts.company import Company
-    from allranks.surviving.hosts.introduction import facts_of
     from allranks.surviving.hosts.seal import Seal
-    from allranks.training.prepare import config_digest
 
     check_all_sizes(prepared, nproc, hosts)
     guard = prepared.config.guard
     meeting = _meet(hosts.endpoint, guard, secret)
     seal = Seal(secret, meeting.scope)
     company = Company(meeting, seal, nodes=hosts.nodes, least=hosts.least, nproc=nproc, guard=guard, tell=_tell)
-    facts = facts_of(prepared.spec or DEMO, config_digest(prepared.config), hosts.words, _versions())
+    facts = facts_here(prepared, hosts)
     try:
         run = _share_run(company, prepared, request, facts)
         try:
@@ -147,6 +145,18 @@ def _meet(endpoint: Endpoint, guard: "GuardConfig", secret: bytes) -> "MeetingPl
     if endpoint.scheme == "etcd":
         return open_etcd_meeting(endpoint, secret, connect_seconds=wait, seconds=silence, tell=_tell)
     return open_meeting(endpoint, connect_seconds=wait, call_seconds=silence, tell=_tell)
+
+
+def facts_here(prepared: "Prepared", hosts: HostsRequest) -> "Facts":
+    """What this host has, and every other one has to have alike.
+
+    Not what is left out: rollbacks add to that while the run goes on, and the leader was started before. What counts is
+    what the Run directory says, which all workers read.
+    """
+    from allranks.surviving.hosts.introduction import facts_of
+    from allranks.training.prepare import SKIP, config_digest
+
+    return facts_of(prepared.spec or DEMO, config_digest(prepared.config, but=[SKIP]), hosts.words, _versions())
 
 
 def _versions() -> dict[str, str]:

@@ -6,7 +6,7 @@ ended.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +15,7 @@ from allranks.data.cut import Cut
 from allranks.data.micro_step import MicroPlan, StepPlan
 from allranks.data.random_keys import item_key, random_key, seed_all
 from allranks.errors import DataError
+from allranks.left_out import LeftOut
 
 _END: Final = object()
 
@@ -23,11 +24,12 @@ PlannedItems = tuple[StepPlan, list[list[Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Whose part of a step it is: dp rank `dp_rank`'s under `cut`, with random keys from `seed`."""
+    """Whose part of a step it is: dp rank `dp_rank`'s under `cut`, with random keys from `seed`, without `left_out`."""
 
     cut: Cut
     dp_rank: int
     seed: int
+    left_out: LeftOut = field(default_factory=LeftOut)
 
 
 class Pass:
@@ -107,6 +109,9 @@ def read_global(source: Pass, share: Share, position: int, step: int) -> Iterato
     source.skip_to(position)
     cut = share.cut
     while True:
+        fed = share.left_out.beyond(position)
+        source.skip(range(position, fed))
+        position, left_out = fed, share.left_out.before(fed)
         items, numbers = _draw(source, range(position, position + cut.global_batch))
         if not items:
             return
@@ -116,7 +121,7 @@ def read_global(source: Pass, share: Share, position: int, step: int) -> Iterato
             end = offset + max(1, length)
             plans.append(_micro_plan(share, step, len(plans), position + offset, numbers[offset : offset + length]))
             kept.append(items[offset:end])
-        yield StepPlan(step, position, len(items), tuple(plans)), kept
+        yield StepPlan(step, position, len(items), tuple(plans), left_out=left_out), kept
         position, step = position + len(items), step + 1
 
 

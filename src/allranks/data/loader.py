@@ -161,7 +161,7 @@ class Loader:
 
     def _step(self, plan: StepPlan, batches: list[Any]) -> StepBatch:
         micro_steps = tuple(map(self._micro_step, plan.micro_plans, batches))
-        return StepBatch(plan.step, plan.position, plan.size, micro_steps, plan.exhausted)
+        return StepBatch(plan.step, plan.position, plan.size, micro_steps, plan.exhausted, plan.left_out)
 
     def _micro_step(self, plan: MicroPlan, batch: Any) -> MicroStep:
         count = self.count_targets

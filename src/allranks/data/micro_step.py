@@ -36,6 +36,7 @@ class StepPlan:
     """One optimizer step of one rank: `size` samples over the whole world from global `position` on, in `micro_plans`.
 
     `exhausted` is only ever true for a dataset that shards itself: this rank's part has ended in or before this step.
+    `left_out` positions before it were never fed.
     """
 
     step: int
@@ -43,6 +44,7 @@ class StepPlan:
     size: int
     micro_plans: tuple[MicroPlan, ...]
     exhausted: bool = False
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +78,7 @@ class StepBatch:
         size: samples of the step over the whole world.
         exhausted: this rank's shard has ended (order="sharded" only): the run ends at the step whose local_size is 0 on
             every rank.
+        left_out: positions before it that were never fed.
     """
 
     step: int
@@ -83,6 +86,12 @@ class StepBatch:
     size: int
     micro_steps: tuple[MicroStep, ...]
     exhausted: bool = False
+    left_out: int = 0
+
+    @property
+    def seen(self) -> int:
+        """Samples fed before it, over the whole world."""
+        return self.position - self.left_out
 
     @property
     def targets(self) -> int | None:

@@ -13,14 +13,16 @@ WHILE_RANKS_STAY: Final = "as long as the number of data-parallel ranks and trai
 def circumstances(stream: DataStream) -> dict[str, int | None]:
     """What the meaning of `stream.position` may depend on; `num_samples` is None where nobody knows it."""
     cut = stream.cut
-    return {"num_samples": stream.num_samples, "num_ranks": cut.num_ranks, "global_batch": cut.global_batch}
+    sizes = {"num_samples": stream.num_samples, "num_ranks": cut.num_ranks, "global_batch": cut.global_batch}
+    return sizes | {"left_out": stream.left_out.before(stream.position)}
 
 
 def compare_circumstances(kept: Mapping[str, Any], position: int, stream: DataStream) -> tuple[Decision, ...]:
     """What it changes that `position` was reached under `kept`, and goes on under the stream's; a key may be missing.
 
     Raises:
-        CheckpointError: the dataset has another length, on which the order of samples depends.
+        CheckpointError: the dataset has another length, on which the order of samples depends; or other positions
+            before this one are left out.
     """
     before, now = kept.get("num_samples"), stream.num_samples
     if None not in (before, now) and before != now:
@@ -28,6 +30,13 @@ def compare_circumstances(kept: Mapping[str, Any], position: int, stream: DataSt
             f"{type(stream.dataset).__name__} has {now} samples, but had {before} when the checkpoint was written, and "
             "the order of samples depends on it: bring the old data back, or start a new run "
             "(Task.model() may begin from these weights with allranks.load)"
+        )
+    left_out = kept.get("left_out") or 0
+    if stream.left_out.before(position) != left_out:
+        raise CheckpointError(
+            f"data.skip={stream.left_out}: before position {position}, where the checkpoint was written, "
+            f"{left_out} samples were left out and the others fed: leave out what comes after it, or begin from an "
+            "older checkpoint"
         )
     if stream.order != "sharded" or not position:
         return ()

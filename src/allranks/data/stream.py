@@ -17,10 +17,13 @@ from allranks.data.micro_step import MicroPlan, StepBatch, StepPlan
 from allranks.data.permutation import IntArray, permute
 from allranks.data.random_keys import epoch_key, item_key, random_key, random_keys, seed_all
 from allranks.errors import CheckpointError, ConfigError, DataError
+from allranks.left_out import LeftOut
 
 __all__ = ["DataStream", "Order", "declared_order", "item_key", "random_key", "seed_all"]
 
 Order = Literal["map", "global", "sharded"]
+
+ALL_FED = LeftOut()
 
 # Samples planned at once: enough that permuting them costs well under a microsecond each, few enough for a short first
 # step.
@@ -40,6 +43,7 @@ class DataStream:
         steps: the end in steps from the beginning of the run, if that comes first. None: no end.
         shuffle: a new order every epoch; False: the dataset's own (iterables always keep their own).
         allow_small: whether a dataset may be smaller than one global batch (evaluation).
+        left_out: positions that are never fed; a range begins where a step would.
 
     Raises:
         DataError: no dataset, an empty one, one smaller than a batch, an undeclared order, or a DataLoader in its
@@ -57,12 +61,14 @@ class DataStream:
         steps: int | None = None,
         shuffle: bool = True,
         allow_small: bool = False,
+        left_out: LeftOut = ALL_FED,
     ) -> None:
         self.order: Order = declared_order(dataset)
         self.dataset, self.cut, self.dp_rank, self.seed = dataset, cut, dp_rank, seed
         self.epochs, self.steps_limit, self.shuffle = epochs, steps, shuffle
-        self.position = 0
-        self._resumed = (0, 0)  # (steps, samples) that were done where this run began: see continue_at
+        self.left_out = left_out
+        self.position = left_out.beyond(0)
+        self._resumed = (0, 0)  # (steps, samples fed) where this run began: see continue_at
         self.num_samples: int | None = None
         # The length of a dataset that shards itself could be its part's or the whole's: nobody knows.
         if self.order != "sharded" and callable(getattr(dataset, "__len__", None)):
@@ -70,6 +76,11 @@ class DataStream:
         for name, value in (("epochs", epochs), ("steps", steps)):
             if value is not None and value < 0:
                 raise ConfigError(f"train.{name}={value}, but it cannot be negative")
+        if left_out.ranges and self.order == "sharded":
+            raise DataError(
+                f'data.skip={left_out}: {type(dataset).__name__} declares order="sharded", so that nobody knows which '
+                'sample stands at which position: declare order="global", or leave samples out in the dataset'
+            )
 
     def __repr__(self) -> str:
         return f"<DataStream {self.order} at {self.position}, rank {self.dp_rank} of {self.cut.num_ranks}>"
@@ -78,13 +89,18 @@ class DataStream:
     def step(self) -> int:
         """Steps done since the beginning of the run."""
         steps, samples = self._resumed
-        return steps + self._num_steps(self.position - samples)
+        return steps + self._num_steps(self.seen - samples)
+
+    @property
+    def seen(self) -> int:
+        """Samples fed since the beginning of the run: `position` without what was left out."""
+        return self.position - self.left_out.before(self.position)
 
     def continue_at(self, step: int) -> None:
         """Count on from `step` steps done, which `position` alone does not tell: before it, global_batch may have been
         another, or the last batch of fewer epochs short.
         """
-        self._resumed = step, self.position
+        self._resumed = step, self.seen
 
     @property
     def samples_total(self) -> int | None:
@@ -103,7 +119,16 @@ class DataStream:
         """Steps of the whole run, those already done included; None where that is unknown or without end."""
         if self.samples_total is None:
             return self.steps_limit
-        total = self.step + self._num_steps(max(0, self.samples_total - self.position))
+        left = self.samples_total - self.left_out.before(self.samples_total) - self.seen
+        total = self.step + self._num_steps(max(0, left))
+        return total if self.steps_limit is None else min(total, self.steps_limit)
+
+    @property
+    def steps_in_full(self) -> int | None:
+        """Steps of the whole run if nothing were left out; None where that is unknown or without end."""
+        if self.samples_total is None:
+            return self.steps_limit
+        total = self._num_steps(self.samples_total)
         return total if self.steps_limit is None else min(total, self.steps_limit)
 
     def take(self, step: StepPlan | StepBatch) -> None:
@@ -111,7 +136,7 @@ class DataStream:
         so.
         """
         assert step.position == self.position, f"a step at {step.position}, but the stream stands at {self.position}"
-        self.position += step.size
+        self.position = self.left_out.beyond(self.position + step.size)
 
     def state_dict(self) -> dict[str, int]:
         """`{"position": samples consumed over the whole world}`: all that a resume needs, at any world size."""
@@ -126,7 +151,7 @@ class DataStream:
             raise CheckpointError(
                 f"the data stream's state is {dict(state)!r}, but it has to be {{'position': samples consumed}}"
             )
-        self.position = position
+        self.position = self.left_out.beyond(position)
 
     def samples_at(self, positions: IntArray) -> IntArray:
         """The dataset indices at global positions (map-style only): the one definition of the order."""
@@ -146,16 +171,18 @@ class DataStream:
         total, limit = self.samples_total, self.steps_limit
         position, step = self.position, self.step
         full = self.cut.global_batch
+        self._check_ranges()
         while (total is None or position < total) and (limit is None or step < limit):
             size = full if total is None else min(full, total - position)
+            ends = [end for end in (total, self.left_out.next_after(position)) if end is not None]
             spans = self.cut.spans(size, self.dp_rank)
             rows = max(1, _BLOCK // sum(max(1, length) for _, length in spans))
-            if total is not None:
-                rows = min(rows, max(1, (total - position) // full))
+            if ends:
+                rows = min(rows, max(1, (min(ends) - position) // full))
             if limit is not None:
                 rows = min(rows, limit - step)
             yield from self._block(step, position, size, rows, spans)
-            step, position = step + rows, position + rows * size
+            step, position = step + rows, self.left_out.beyond(position + rows * size)
 
     def read(self, draws: bool) -> Iterator[tuple[StepPlan, list[list[Any]]]]:
         """This rank's plans from `position` on, each with the items of its micro-steps (iterable only).
@@ -163,11 +190,21 @@ class DataStream:
         `draws` seeds the generators before each item. Runs in the process that loads: it reads as it goes.
         """
         assert self.order != "map"
+        self._check_ranges()
         source = Pass(self.dataset, self.epochs, self.seed if draws else None, self.num_samples)
-        share, step = Share(self.cut, self.dp_rank, self.seed), self.step
+        share, step = Share(self.cut, self.dp_rank, self.seed, self.left_out), self.step
         reader = read_global if self.order == "global" else read_sharded
         left = None if self.steps_limit is None else max(0, self.steps_limit - step)
         return islice(reader(source, share, self.position, step), left)
+
+    def _check_ranges(self) -> None:
+        """Raises ConfigError where a step would be cut short by a range that begins in its middle."""
+        first = self.left_out.misplaced(self.position, self.cut.global_batch)
+        if first is not None:
+            raise ConfigError(
+                f"data.skip={self.left_out}: position {first} lies in the middle of a step of "
+                f"{self.cut.global_batch} samples (from position {self.position} on): begin ranges where steps do"
+            )
 
     def _num_steps(self, samples: int) -> int:
         return -(-samples // self.cut.global_batch)
@@ -180,6 +217,7 @@ class DataStream:
         ends = np.cumsum([max(1, length) for _, length in spans]).tolist()
         parts = list(zip([0, *ends[:-1]], ends, [length for _, length in spans], strict=True))
         keys = random_keys(self.seed, step, (rows, len(spans)), self.dp_rank)
+        left_out = self.left_out.before(position)
         for row, indices in enumerate(samples.tolist()):
             firsts = positions[row]
             plans = tuple(
@@ -193,7 +231,7 @@ class DataStream:
                 )
                 for micro_step, (start, end, length) in enumerate(parts)
             )
-            yield StepPlan(step + row, position + row * size, size, plans)
+            yield StepPlan(step + row, position + row * size, size, plans, left_out=left_out)
 
 
 def declared_order(dataset: Any) -> Order:

@@ -8,6 +8,7 @@ Every line begins with `t` (Unix seconds) and `event`; `samples` counts from the
     evaluation  step, samples, metrics {name: value}, seconds
     checkpoint  step, samples, path, seconds           that the training waited; background_seconds until the commit
     resume      step, samples, path                    the checkpoint's; the steps after it are done again
+    left_out    first, past, ledger                    positions first .. past - 1, which this attempt does not feed
     decision    what, because
     verdict     kind, what, evidence, next
     end         reason (done, stopped, failed), seconds {cause: seconds}, memory_bytes, error

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from allranks.checkpointing.exchange import broadcast_bytes, gather_bytes
+from allranks.config import same_value
 from allranks.errors import AllranksError, ConfigError, DataError, TaskError
 from allranks.parallel.parting import describe_parting, first_difference, name_entered
 
@@ -41,7 +42,7 @@ def find_difference(told: Sequence[Sequence[Any]]) -> AllranksError | None:
     """The error for the first rank whose (settings, length) are not rank 0's."""
     first, length = told[0]
     for rank, (settings, other) in enumerate(told):
-        differing = [key for key in {**first, **settings} if first.get(key) != settings.get(key)]
+        differing = [key for key in {**first, **settings} if not same_value(first.get(key), settings.get(key))]
         if differing:
             named = differing[:NAMED]
             shown = ", ".join(f"{key} = {settings.get(key)!r} instead of {first.get(key)!r}" for key in named)

@@ -35,10 +35,12 @@ class Rates(StepSentinel):
 
     def __init__(self, optimizers: Optimizers, schedule: Schedule) -> None:
         self._optimizers, self._schedule = optimizers, schedule
-        self._updated: dict[str, tuple[int, int]] = {}  # optimizer -> (position, size) of the step of its last update
+        self._updated: dict[
+            str, tuple[int, int]
+        ] = {}  # optimizer -> (samples before it, size) of the step of its last update
 
     def look(self, which: str, batch: StepBatch) -> Verdict | None:
-        before, self._updated[which] = self._updated.get(which), (batch.position, batch.size)
+        before, self._updated[which] = self._updated.get(which), (batch.seen, batch.size)
         if before is None:
             return None
         factor = self._schedule.factor(*before)

@@ -153,6 +153,19 @@ class PlainPasses(Passes):
         total = loss.detach().double()
         return total if micro_step.weight else torch.zeros_like(total)
 
+    def backward_alone(self, micro_step: MicroStep) -> None:
+        """Leave the gradients of one micro-step on the parameters: this rank's own, not divided, and not reduced.
+
+        What is fully sharded no rank has whole: that is reduced. Collective where forwards are. DDP has made a pass
+        before.
+        """
+        sharded = self._spread.mesh.layout.fully_sharded
+        self._spread.synchronise(last=sharded)
+        self._backward(micro_step, 1.0)
+        if sharded:
+            self._spread.check_reduced()
+            self._spread.reduce_scalars()
+
     def _settle(self, micro_step: MicroStep) -> None:
         """Two discarded passes, after which DDP's buckets have their final order (law 8); a static graph needs both."""
         with buffers_kept(self._spread, unless=False):

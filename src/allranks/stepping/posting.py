@@ -1,17 +1,19 @@
 """Which sentinels watch over a run: all that can find something in it, but for those that are muted."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from allranks.config import GuardConfig
+from allranks.config import Config, GuardConfig
 from allranks.data.stream import DataStream
 from allranks.parallel.spread import Spread
 from allranks.stepping.feeding import Feeding
 from allranks.stepping.linkage import Linkage
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.pace import STEPS, Rates, pace_of
+from allranks.stepping.passes import Forward
 from allranks.stepping.randomness import Randomness
+from allranks.stepping.recomputing import Recomputing, make_recomputing
 from allranks.stepping.replicas import Replicas
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.schedule import Schedule
@@ -29,11 +31,37 @@ class Posted:
         watch: those that look at each step.
         rounds: when the ranks are compared.
         comparing: those that compare them.
+        recomputing: the one that has gradients computed twice; None: nobody does.
     """
 
     watch: Watch = field(default_factory=Watch)
     rounds: Rounds = field(default_factory=lambda: Rounds(0))
     comparing: tuple[RoundSentinel, ...] = ()
+    recomputing: Recomputing | None = None
+
+
+def post_all(
+    config: Config,
+    processes: Processes,
+    forward: Forward,
+    optimizers: Optimizers,
+    schedule: Schedule,
+    stream: DataStream,
+    beside: Sequence[Any],
+    *,
+    fixed: bool,
+) -> Posted:
+    """The sentinels of a training, the one that has gradients computed twice among them; collective.
+
+    Args:
+        beside: as of `post_sentinels`.
+        fixed: whether it matters which samples share a forward.
+
+    Raises:
+        ConfigError: a sentinel that was asked for cannot look at this training.
+    """
+    posted = post_sentinels(config.guard, processes, forward.spread, optimizers, schedule, stream, beside)
+    return replace(posted, recomputing=make_recomputing(config, forward, processes, fixed=fixed))
 
 
 def post_sentinels(

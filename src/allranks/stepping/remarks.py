@@ -33,14 +33,15 @@ def say_at_start(
     if spread.mesh.layout.fully_sharded:
         warnings += describe_gather(spread.precision, config.layout.gather)
     remarks = _unused(task, config) + _remarks(task, schedule, config, stream)
-    waiting = describe_waiting(optimizers, spread.device, spikes=config.guard.spike == "skip")
+    waiting = describe_waiting(optimizers, spread.device, config.guard.spike)
     return warnings + spread.decisions + meeting.decisions + loading + remarks + waiting
 
 
-def describe_waiting(optimizers: Optimizers, device: torch.device, *, spikes: bool) -> tuple[Decision, ...]:
+def describe_waiting(optimizers: Optimizers, device: torch.device, spike: str) -> tuple[Decision, ...]:
     """Said where the host has to wait for the device in every step, to know whether the update is left out."""
-    if spikes and device.type != "cpu":
-        return (Decision("each step waits for the device once, to see its gradient norm", "guard.spike=skip"),)
+    judged = {"skip": "gradient norm", "rollback": "loss"}.get(spike)
+    if judged is not None and device.type != "cpu":
+        return (Decision(f"each step waits for the device once, to see its {judged}", f"guard.spike={spike}"),)
     waiting = {
         type(optimizer).__name__
         for which, optimizer in optimizers.by_name.items()
@@ -84,6 +85,12 @@ def _remarks(task: Task, schedule: Schedule, config: Config, stream: DataStream)
     batch, steps, ema = config.train.global_batch, stream.steps_total, config.train.ema
     evaluates = config.evaluate.every != 0 and not has_step(task)
     found = [] if ema is None else [*describe_ema(ema, steps, evaluates=evaluates)]
+    if stream.left_out.ranges:
+        number = sum(past - first for first, past in stream.left_out.ranges)
+        found.append(Decision(f"{number} samples are left out, at positions {stream.left_out}", "data.skip names them"))
+    if config.guard.spike == "rollback" and config.checkpoint.every is None:
+        because = "guard.spike=rollback goes back to a checkpoint, and checkpoint.every is not given"
+        found.append(Decision("a spike has the run begin anew", because))
     falls = schedule.name != "constant"
     if falls and schedule.warmup_samples >= schedule.total_samples:
         what = f"the rate never reaches its peak: warm-up takes {schedule.warmup_samples // batch} steps"

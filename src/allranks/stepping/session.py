@@ -25,10 +25,11 @@ from allranks.stepping.alike import check_same_start
 from allranks.stepping.alternating import AlternatingPasses
 from allranks.stepping.ema import Ema
 from allranks.stepping.guards import StepGuard
+from allranks.stepping.loss_window import LossWindow, make_window
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.outer import OuterOptimizer, make_outer
 from allranks.stepping.passes import Forward, Passes, PlainPasses
-from allranks.stepping.posting import Posted, post_sentinels
+from allranks.stepping.posting import Posted, post_all
 from allranks.stepping.remarks import say_at_start
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.schedule import Schedule
@@ -70,7 +71,7 @@ class Session:
     validation: Any
     decisions: tuple[Decision, ...]
     flops_per_sample: float | None = None
-    beside: tuple[Ema | Scaler | SpikeJudge, ...] = ()
+    beside: tuple[Ema | Scaler | SpikeJudge | LossWindow, ...] = ()
     fixed: bool = False
     posted: Posted = field(default_factory=Posted)
 
@@ -83,6 +84,11 @@ class Session:
     def spikes(self) -> SpikeJudge | None:
         """What leaves out steps whose gradient norm is a spike; None for none."""
         return next((other for other in self.beside if isinstance(other, SpikeJudge)), None)
+
+    @property
+    def losses(self) -> LossWindow | None:
+        """What tells spikes of the loss, behind which the run goes back; None for none."""
+        return next((other for other in self.beside if isinstance(other, LossWindow)), None)
 
     @property
     def outer(self) -> OuterOptimizer | None:
@@ -125,8 +131,8 @@ def assemble(
     meeting, fixed = _meet(task, spread, dataset, config, processes)
     stream = _check_alike(config, open_stream(dataset, config, processes, fixed=fixed), processes)
     schedule = kept_schedule or make_schedule(config, stream)
-    ema, scaler, spikes = beside = _make_beside(task, config, spread, processes)
-    posted = post_sentinels(config.guard, processes, spread, optimizers, schedule, stream, beside)
+    ema, scaler, spikes, _ = beside = _make_beside(task, config, spread, processes)
+    posted = post_all(config, processes, meeting.forward, optimizers, schedule, stream, beside, fixed=fixed)
     step = Step(
         spread,
         observe(make_passes(task, meeting.forward, optimizers, processes)),
@@ -173,10 +179,10 @@ def _meet(task: Task, spread: Spread, dataset: Any, config: Config, processes: P
 
 def _make_beside(
     task: Task, config: Config, spread: Spread, processes: Processes
-) -> tuple[Ema | None, Scaler | None, SpikeJudge | None]:
+) -> tuple[Ema | None, Scaler | None, SpikeJudge | None, LossWindow | None]:
     ema = None if config.train.ema is None else Ema(spread, config.train.ema)
     scaler = Scaler(processes.device, processes.world_group) if spread.precision.scales else None
-    return ema, scaler, make_judge(task, config, processes)
+    return ema, scaler, make_judge(task, config, processes), make_window(task, config, processes)
 
 
 def _open_dataset(task: Task, config: Config, device: torch.device) -> Any:
@@ -232,6 +238,7 @@ def open_stream(dataset: Any, config: Config, processes: Processes, *, fixed: bo
         seed=config.train.seed,
         epochs=config.train.epochs,
         steps=config.train.steps,
+        left_out=config.data.left_out,
     )
 
 
@@ -268,9 +275,12 @@ def draws(dataset: object) -> bool:
 
 
 def make_schedule(config: Config, stream: DataStream) -> Schedule:
-    """The schedule in samples; one that falls needs to know where it ends."""
+    """The schedule in samples; one that falls needs to know where it ends: where it would if nothing were left out.
+
+    So a rollback, which keeps the schedule, and `data.skip` from the first start on give the same rates.
+    """
     batch = config.train.global_batch
-    steps = config.schedule.steps or config.train.steps or stream.steps_total
+    steps = config.schedule.steps or config.train.steps or stream.steps_in_full
     if steps is None and config.schedule.name != "constant":
         raise ConfigError(
             f"schedule.name={config.schedule.name}: the dataset does not say how many samples it has, so the end is "

@@ -115,7 +115,7 @@ class SpikeJudge:
         """Its tensors, by their names in the checkpoint; every rank holds them."""
         everyone = tuple(range(self._num_ranks))
         return [
-            (_entry(f"{self.prefix}{name}", value, everyone), value)
+            (entry_of(f"{self.prefix}{name}", value, everyone), value)
             for name, value in (("norms", self._norms), ("skipped", self._skipped))
         ]
 
@@ -144,6 +144,7 @@ def make_judge(task: Task, config: Config, processes: Processes) -> SpikeJudge |
     return SpikeJudge(guard.spike_window, guard.spike_threshold, guard.spike_times, device, processes.world_group)
 
 
-def _entry(name: str, value: torch.Tensor, holders: tuple[int, ...]) -> Entry:
+def entry_of(name: str, value: torch.Tensor, holders: tuple[int, ...]) -> Entry:
+    """Who a tensor of a judge is that all of `holders` have alike."""
     shape = tuple(value.shape)
     return Entry(name, shape, str(value.dtype).removeprefix("torch."), Box.whole(shape), holders)

@@ -134,7 +134,7 @@ class Step:
             upcoming: loads the coming step's batch (None at the end), called once the backward is on its way.
         """
         mark = self._stopwatch.mark
-        factor = self._schedule.factor(batch.position, batch.size)
+        factor = self._schedule.factor(batch.seen, batch.size)
         pending: Pending | None = None
         scale, scaler, judged = self._scale(before), self._scaler, list[torch.Tensor | None]()
         if self._guard is not None:

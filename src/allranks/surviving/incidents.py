@@ -74,7 +74,7 @@ def _read_incident(
 ) -> Incident:
     later = [event for event in events if event["t"] > fired.time]
     within = [event for event in later if event["t"] <= until]
-    restarts = [event["what"] for event in within if event["event"] == "verdict" and event["kind"] == "restart"]
+    restarts = restarts_after_faults(within)
     ended = [command for command in commands if fired.time <= command.ended <= until and command.code]
     warned = [event["what"] for event in within if event["event"] == "verdict" and event["kind"] == "checkpoint"]
     again = [event for event in later if event["event"] == "start"]
@@ -100,6 +100,17 @@ def _read_incident(
     furthest = max([*before, fired.step - 1, 0])
     seconds = round(step["t"] - fired.time, 3)
     return Incident(fault, recovery, tuple(causes), resumed, max(0, furthest - resumed), seconds)
+
+
+def restarts_after_faults(events: Sequence[Event]) -> list[str]:
+    """What the supervisor said of each restart, but for those by which a run goes back behind a spike of its loss."""
+    found, goes_back = list[str](), False
+    for event in events:
+        kind = event["kind"] if event["event"] == "verdict" else ""
+        if kind == "restart" and not goes_back:
+            found.append(event["what"])
+        goes_back = kind == "rollback" or (goes_back and kind != "restart")
+    return found
 
 
 def _attempt(events: Sequence[Event], start: Event) -> list[Event]:

@@ -1,7 +1,8 @@
 """What the agent does besides starting workers: watches them, tells why they hang, and keeps the budget of restarts.
 
 A restart is paid for only where nothing was gained by the attempt before: the furthest finished step did not rise. So a
-run that fails every hour goes on for ever, and one that fails at the same step each time ends with 93.
+run that fails every hour goes on for ever, and one that fails at the same step each time ends with 93. What ends by
+itself is not paid for: forwards of half as many samples, and rollbacks behind a spike.
 """
 
 import socket
@@ -135,6 +136,8 @@ class Supervisor:
         self.monitor.note_steps()
         if self.monitor.furthest_step > self._furthest:
             self._furthest, self._paid = self.monitor.furthest_step, 0
+        if failure.goes_back and guard.restarts:
+            return True  # paid for by the samples that are left out: guard.spike_times ends that
         if self._paid >= guard.restarts:
             return False
         self._paid += 1

@@ -13,6 +13,7 @@ PREFIXES = {
     "ema.": "the average of the parameters",
     "scaler.": "the scale of the loss",
     "spikes.": "the window of norms",
+    "losses.": "the window of losses",
 }
 """Every prefix that a checkpoint may have besides `model.` and `optimizer.`, in words."""
 

@@ -14,10 +14,11 @@ from allranks.errors import GuardError
 from allranks.stepping.alike import everyones
 from allranks.stepping.pace import STEPS
 from allranks.stepping.posting import Posted
+from allranks.stepping.recomputing import Recomputing
 from allranks.verdict import Verdict
 
 CHECKPOINT: Final = "checkpoint"
-DAMAGED = frozenset(("replicas", "shards", STEPS, CHECKPOINT))
+DAMAGED = frozenset(("replicas", "shards", STEPS, CHECKPOINT, Recomputing.name))
 """What these find is in the parameters, or in the checkpoint, already: nothing of it may be saved."""
 
 

@@ -29,6 +29,7 @@ from allranks.verdict import Decision
 RUNS = Path("runs")
 DEMO, DEMO_NAME = "allranks.training.demo:Text", "demo"
 CPU_PROCESSES = 2
+SKIP = "data.skip"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def prepare(request: TrainRequest) -> Prepared:
             return Prepared(config, spec, make_task(spec, config), None, kept, (decision,))
     config = _resolve(request, defaults, old)
     if kept is not None and old is not None:
-        config = _as_decided(config, kept)
+        config = _go_around(_as_decided(config, kept), old, request.change)
         _check_same_task(kept, spec)
         check_resumable(old, config, request.change)
     return Prepared(config, spec, make_task(spec, config), kept)
@@ -90,7 +91,7 @@ def _resolve(request: TrainRequest, defaults: Mapping[str, object], old: Config 
 
 
 def _as_decided(config: Config, kept: Run) -> Config:
-    """What a plan decided at the first start holds on, where nobody says otherwise now."""
+    """What a plan decided at the first start holds on where nobody says otherwise."""
     cut = config.train.micro_batch is not None or config.train.micro_steps is not None
     words = [
         word
@@ -98,6 +99,13 @@ def _as_decided(config: Config, kept: Run) -> Config:
         if not (config.layout.chosen if word.startswith("layout.") else cut)
     ]  # fmt: skip
     return override_config(config, words) if words else config
+
+
+def _go_around(config: Config, old: Config, change: Sequence[str]) -> Config:
+    """What rollbacks leave out holds on beside what the words name, until `--change data.skip` says otherwise."""
+    if SKIP in change or not old.data.left_out.covers(config.data.left_out):
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"skip": old.data.skip})})
 
 
 def choose_processes(prepared: Prepared, request: TrainRequest, nodes: int = 1) -> tuple[int, Decision]:
@@ -175,9 +183,10 @@ def open_run(prepared: Prepared, request: TrainRequest) -> Run:
     return run
 
 
-def config_digest(config: Config) -> str:
-    """A short name of a config's content."""
-    text = json.dumps(config.flat(), sort_keys=True, default=str)
+def config_digest(config: Config, *, but: Sequence[str] = ()) -> str:
+    """A short name of a config's content, `but` keys aside."""
+    told = {name: value for name, value in config.flat().items() if name not in but}
+    text = json.dumps(told, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -187,7 +196,7 @@ def _prepare_resume(request: TrainRequest, kept: Run) -> Prepared:
     if request.task_spec is not None:
         _check_same_task(kept, _absolute(request.task_spec, Path.cwd()))
     old = kept.config()
-    config = _anchor_text(override_config(old, request.overrides, request.layout))
+    config = _go_around(_anchor_text(override_config(old, request.overrides, request.layout)), old, request.change)
     check_resumable(old, config, request.change)
     return Prepared(config, kept.task, make_task(kept.task, config), kept)
 

@@ -49,6 +49,9 @@ class Saves:
         position: samples consumed so far.
         recorder: rank 0's pen; None elsewhere.
         tell: says a verdict about a step, on rank 0.
+
+    Attributes:
+        newest: (step, position in the order of samples) of the newest checkpoint, or of where this process began.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Saves:
         self._recorder = recorder
         self._tell = tell
         self._under_way: _UnderWay | None = None
+        self.newest = max(saver.saved_step, 0), position()
         self._told_of_slowness = False
 
     @property
@@ -85,7 +89,7 @@ class Saves:
             return
         started = time.perf_counter()
         self._heart.enter("checkpoint")
-        self._flush()
+        self.flush()
         path = self._saver.save(step)
         self._stopwatch.mark("checkpoint")
         self._record(path, step, self._position(), started)
@@ -117,7 +121,7 @@ class Saves:
             self._tell_of_slowness(held_up, step)
         started = time.perf_counter()
         self._heart.enter("checkpoint")
-        save = self._saver.begin(step, self._flush)
+        save = self._saver.begin(step, self.flush)
         waited = time.perf_counter() - started
         self._under_way = _UnderWay(save, self._position(), check, started, waited)
         self._stopwatch.mark("checkpoint")
@@ -167,6 +171,11 @@ class Saves:
             self._under_way.save.abandon()
             self._under_way = None
 
+    def flush(self) -> None:
+        """What a resume will not do again has to stand in the journal before the checkpoint counts."""
+        if self._recorder is not None:
+            self._recorder.flush()
+
     def _settle(self, under_way: _UnderWay) -> None:
         self._under_way = None
         save = under_way.save
@@ -182,12 +191,8 @@ class Saves:
         evidence = f"training waited {held_up.waited:.2f} s for it; so do later ones, which the journal tells"
         self._tell(Verdict("checkpoint", what, (evidence,), "take a larger checkpoint.every, or a faster disk"), step)
 
-    def _flush(self) -> None:
-        """What a resume will not do again has to stand in the journal before the checkpoint counts."""
-        if self._recorder is not None:
-            self._recorder.flush()
-
     def _record(self, path: Path, step: int, samples: int, started: float, waited: float | None = None) -> None:
+        self.newest = step, samples
         if self._recorder is None:
             return
         took = time.perf_counter() - started

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import final
 
 from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.data.micro_step import StepBatch
 from allranks.stepping.agreement import Agreed, Pending
+from allranks.stepping.alike import everyones
 from allranks.stepping.pace import STEPS, explain_pace
 from allranks.stepping.session import Session
 from allranks.training.comparing import CHECKPOINT, Comparing, Findings
@@ -54,6 +56,22 @@ class Sentinels:
     def compare(self, step: int) -> None:
         """Compare the ranks after step `step`; collective. Raises GuardError: a finding ends the run."""
         self._comparing.compare(step)
+
+    def recomputes(self, step: int) -> bool:
+        """Whether gradients are computed twice after step `step`."""
+        recomputing = self._session.posted.recomputing
+        return recomputing is not None and recomputing.due(step) and recomputing.name not in self._findings.told
+
+    def recompute(self, batch: StepBatch, step: int) -> None:
+        """Compute gradients of `batch`, of which step `step` was made, twice, and compare; collective.
+
+        Raises:
+            GuardError: a finding ends the run.
+        """
+        recomputing = self._session.posted.recomputing
+        assert recomputing is not None
+        told = everyones(recomputing.tell(batch), self._group, self._device)
+        self._findings.conclude(recomputing.name, recomputing.judge(told, step), step)
 
     def prove(self, checkpoint: Checkpoint, contents: Contents) -> None:
         """Hold a checkpoint of `contents`, saved just now, against the run; collective.

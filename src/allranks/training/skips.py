@@ -21,6 +21,9 @@ KEPT = 4
 """Steps whose batches are at hand: an agreement tells of a step that lies up to three back."""
 SHOWN = 8
 
+LEFT_OUT = "changed nothing (guard.spike=skip)"
+APPLIED = "was applied all the same"
+
 ORDER = ("input", "output", "loss", "parameter_gradient", "output_gradient")
 KIND = "not_finite"
 
@@ -52,7 +55,7 @@ class Skips:
         if not agreed.skipped or spike is not None:
             self._row = 0
             if spike is not None:
-                self._tell(explain_spike("gradient norm", step, *spike, skipped=True), step)
+                self._tell(explain_spike("gradient norm", step, *spike, f"the step {LEFT_OUT}"), step)
             return None
         if agreed.skipped < agreed.num_ranks and self._session.outer is None:
             return _not_alike(agreed, step)
@@ -87,10 +90,9 @@ class Skips:
         return Verdict(KIND, what, _evidence(found), f"{_look(found)}; a resume goes on after them: take {move}")
 
 
-def explain_spike(what: str, step: int, value: float, middle: float, *, skipped: bool) -> Verdict:
-    """A loss or gradient norm `value` far above the window's median `middle`."""
-    follows = "changed nothing (guard.spike=skip)" if skipped else "was applied all the same (guard.spike=log)"
-    words = f"the {what} of step {step} is a spike: {value:.4g}, where the median is {middle:.4g}; the step {follows}"
+def explain_spike(what: str, step: int, value: float, middle: float, follows: str) -> Verdict:
+    """A loss or gradient norm `value` far above the window's median `middle`, and what follows in words."""
+    words = f"the {what} of step {step} is a spike: {value:.4g}, where the median is {middle:.4g}; {follows}"
     move = "look at the samples of this step; train.max_norm or a lower optimizer.lr makes spikes smaller"
     return Verdict("spike", words, (), move)
 

@@ -1,7 +1,7 @@
 """The training loop, and what happens at its boundaries."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -17,10 +17,11 @@ from allranks.stepping.agreement import Agreed, Pending
 from allranks.stepping.session import Session
 from allranks.stepping.spikes import ABOVE, Window
 from allranks.stepping.step import Outcome
+from allranks.training.rollbacks import Rollbacks
 from allranks.training.saver import Saver
 from allranks.training.saves import Saves
 from allranks.training.sentinels import Sentinels
-from allranks.training.skips import KIND, Skips, explain_spike
+from allranks.training.skips import APPLIED, KIND, Skips, explain_spike
 from allranks.training.validate import validate
 from allranks.verdict import Verdict
 
@@ -56,6 +57,7 @@ class Trainer:
         saver: writes checkpoints; collective.
         recorder: rank 0's pen; None elsewhere.
         progress: rank 0's line; None elsewhere.
+        leave_out: writes down that a range of positions is not fed any more; as of Rollbacks.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Trainer:
         stopwatch: Stopwatch,
         recorder: Recorder | None,
         progress: ProgressLine | None,
+        leave_out: Callable[[int, int], None] = lambda first, past: None,
     ) -> None:
         self._session = session
         self._stopwatch = stopwatch
@@ -85,8 +88,10 @@ class Trainer:
         self._heart = heartbeat.current()
         self._saves = Saves(saver, lambda: session.stream.position, stopwatch, self._heart, recorder, self._tell)
         session.step.saving = self._saves.standing
+        self._rollbacks = Rollbacks(session, self._saves, leave_out, self._tell)
         # On CUDA the host runs ahead of the device and reads an agreement a step later; on the CPU it is there already.
-        self._lag = 1 if session.processes.device.type == "cuda" else 0
+        waits = session.processes.device.type != "cuda" or guard.spike == "rollback"
+        self._lag = 0 if waits else 1
 
     def train(self) -> Ending:
         """Step until the data or the steps end, or a stop is agreed; save and evaluate at the end; collective."""
@@ -106,6 +111,7 @@ class Trainer:
             self._stopwatch.mark("input")
             while batch is not None and before is not None and older is not None:
                 agreed = self._read(older if self._lag else before, batch.step - self._lag)
+                self._rollbacks.hear(before)
                 self._guard(agreed, batch.step - self._lag - 1, done)
                 reason = self._stop(agreed, before, batch)
                 if reason is not None:
@@ -114,14 +120,16 @@ class Trainer:
                 self._heart.begin_step()
                 fault_points.begin_step(batch.step + 1)
                 self._skips.remember(batch, before)
+                self._rollbacks.remember(batch)
                 outcome = session.step.run(batch, before, lambda: self._load(loader))
                 session.stream.take(batch)
                 self._record(batch, before, outcome, started)
                 done = batch.step + 1
                 self._heart.finish_step(done)
-                self._boundary(done, outcome.pending)
+                self._boundary(batch, outcome.pending)
                 older, before, batch = before, outcome.pending, outcome.upcoming
         if before is not None and older is not None:
+            self._rollbacks.hear(before)
             for lag, pending in enumerate((session.step.agree_last(), before, older)[: 2 + self._lag]):
                 self._guard(self._read(pending, done - lag + 1), done - lag, done)
         return self._end("done", done)
@@ -162,7 +170,13 @@ class Trainer:
         # step of nobody's samples would still move the parameters.
         return "done" if batch.exhausted and before.read().next_samples == 0 else None
 
-    def _boundary(self, step: int, pending: Pending) -> None:
+    def _boundary(self, batch: StepBatch, pending: Pending) -> None:
+        step = batch.step + 1
+        if self._sentinels.recomputes(step):
+            self._heart.progress()
+            self._read(pending, step)
+            self._sentinels.recompute(batch, step)
+            self._stopwatch.mark("other")
         if self._sentinels.due(step):
             self._heart.progress()
             self._read(pending, step)
@@ -170,6 +184,7 @@ class Trainer:
             self._stopwatch.mark("other")
         # Saved before it is evaluated: metrics that fail lose no step.
         if self._saves.due(step):
+            self._rollbacks.hear(pending)
             if self._saves.beside:
                 self._saves.begin(step, lambda: self._read(pending, step))
             else:
@@ -230,7 +245,8 @@ class Trainer:
             middle = window.add(value)
             if middle is not None and "skipped" not in values and self._told_of_spikes < SPIKES:
                 self._told_of_spikes += 1
-                self._tell(explain_spike(name.replace("grad_", "gradient "), step, value, middle, skipped=False), step)
+                named, follows = name.replace("grad_", "gradient "), f"the step {APPLIED} (guard.spike=log)"
+                self._tell(explain_spike(named, step, value, middle, follows), step)
         scale = float(values.get("loss_scale", 1.0))
         if self._told_of_scale or scale >= SMALLEST_SCALE:
             return

@@ -29,6 +29,7 @@ from allranks.training.load import task_of_run
 from allranks.training.logs import log_of_rank
 from allranks.training.mirroring import Mirroring, fetch_newer
 from allranks.training.prepare import Prepared, open_run, prepare, resolve_layout
+from allranks.training.rollbacks import add_range, told_at_start
 from allranks.training.saver import Saver
 from allranks.training.screen import Screen
 from allranks.training.shortage import explain_shortage
@@ -170,6 +171,8 @@ class _Training:
                 self._journal.write("decision", what=decision.what, because=decision.because)
             if config.train.steps is None:
                 self._journal.write("plan", total_steps=session.stream.steps_total)
+            for told_of in told_at_start(run, session.stream):
+                self._journal.write("left_out", **told_of)
             self._screen.open_run(run, session, decisions)
             progress = ProgressLine(session.stream.steps_total, first_step=resumed_step, console=self._screen.console)
             recorder = Recorder(
@@ -180,7 +183,7 @@ class _Training:
                 inline=self._processes.device.type == "cpu",
             )
         try:
-            return Trainer(session, saver, self._stopwatch, recorder, progress).train()
+            return Trainer(session, saver, self._stopwatch, recorder, progress, partial(add_range, run)).train()
         except Exception as error:
             if is_out_of_memory(error):
                 raise explain_shortage(session, error) from error

@@ -129,7 +129,12 @@ class TaskAlone:
             # One forward over the whole global batch.
             cut = replace(cut, micro_batch=1 if self.variation.apart else None, micro_steps=None)
         stream = DataStream(
-            dataset, cut=cut, seed=self.config.train.seed, epochs=self.config.train.epochs, steps=self.num_steps
+            dataset,
+            cut=cut,
+            seed=self.config.train.seed,
+            epochs=self.config.train.epochs,
+            steps=self.num_steps,
+            left_out=self.config.data.left_out,
         )
         schedule = make_schedule(self.config, stream)
         size = self.config.train.global_batch
