@@ -70,6 +70,15 @@ class Lease:
                     raise RunError(_in_use(self._path.parent, self._read())) from None
                 time.sleep(0.02)
 
+    def stands(self) -> bool:
+        """Whether the file that this process holds is still the one under its name: somebody may have removed it."""
+        if self._descriptor is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path, follow_symlinks=False))
+        except FileNotFoundError:
+            return False
+
     def release(self) -> None:
         """Give it back; nothing happens where it is not held."""
         if self._descriptor is not None:

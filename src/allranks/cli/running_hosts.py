@@ -108,6 +108,11 @@ def run_on_hosts(
     Raises:
         AllranksError: the hosts did not meet, or have not the same code; one line.
     """
+    if prepared.config.checkpoint.memory_every is not None:
+        raise ConfigError(
+            "checkpoint.memory_every with --nodes: a copy in the memory of hosts would be lost with one of them; leave "
+            "the key out"
+        )
     from allranks.surviving.hosts.company import Company
     from allranks.surviving.hosts.introduction import facts_of
     from allranks.surviving.hosts.meeting import open_meeting

@@ -2,19 +2,25 @@
 
 At most one checkpoint is written beside the training. The next one that comes due waits until that is committed: so a
 fault never costs more than two intervals, however slow the disk is, and a disk that hangs is seen as what it is.
+
+A copy in the memory of this host waits for nothing: one that comes due while anything is being written is left out, and
+one that fails ends no run, because the checkpoints on the disk are what counts.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from allranks.checkpointing.background import BackgroundSave
+from allranks.errors import CheckpointError
 from allranks.observing.counters import Stopwatch
 from allranks.observing.heartbeat import Heartbeat
 from allranks.observing.recorder import Recorder
 from allranks.stepping.agreement import NOTHING, Agreed, Pending, Saving
+from allranks.training.memory_copies import MemoryCopies
 from allranks.training.saver import Saver
 from allranks.verdict import Verdict
 
@@ -27,12 +33,14 @@ class _UnderWay:
     """A checkpoint that is written beside the training.
 
     Attributes:
+        saver: who writes it.
         samples: consumed when it was begun.
         check: to be called before it may be committed out of its turn.
         began: when, by the clock of `time.perf_counter`.
         waited: seconds that the training has waited for it so far.
     """
 
+    saver: Saver
     save: BackgroundSave
     samples: int
     check: Callable[[], object]
@@ -49,6 +57,7 @@ class Saves:
         position: samples consumed so far.
         recorder: rank 0's pen; None elsewhere.
         tell: says a verdict about a step, on rank 0.
+        memory: copies between those that the saver writes; None: none.
     """
 
     def __init__(
@@ -59,6 +68,7 @@ class Saves:
         heart: Heartbeat,
         recorder: Recorder | None,
         tell: Callable[[Verdict, int], None],
+        memory: MemoryCopies | None = None,
     ) -> None:
         self._saver = saver
         self._position = position
@@ -67,28 +77,42 @@ class Saves:
         self._recorder = recorder
         self._tell = tell
         self._under_way: _UnderWay | None = None
-        self._told_of_slowness = False
+        self._told_of_slowness = self._told_of_memory = False
+        self._memory = memory
 
-    @property
-    def beside(self) -> bool:
-        """Whether what comes at an interval is written beside the training."""
-        return self._saver.beside
+    def at_boundary(self, step: int, check: Callable[[], object]) -> None:
+        """Save after `step` steps, if the config asks for it: on the disk, or else in memory; collective.
 
-    def due(self, step: int) -> bool:
-        """Whether the config asks for a checkpoint after `step` steps."""
-        return self._saver.due(step)
+        Args:
+            check: sees that the ranks have made this step alike, and raises where they have not.
+        """
+        copy = self._memory is not None and self._memory.due(step)
+        if self._saver.due(step):
+            saver = self._saver
+        elif self._memory is not None and copy and self._under_way is None:
+            saver = self._memory.saver
+        else:
+            return
+        if saver.beside:
+            self.begin(step, check, saver)
+        else:
+            check()
+            self.save(step, saver)
+        self._heart.enter("step")
 
-    def save(self, step: int) -> None:
-        """Save while the training waits; collective."""
+    def save(self, step: int, saver: Saver | None = None) -> None:
+        """Save while the training waits, by default on the disk; collective."""
+        saver = saver or self._saver
         self.wait()
-        if self._saver.saved_step == step:
+        if saver.saved_step == step:
             return
         started = time.perf_counter()
         self._heart.enter("checkpoint")
         self._flush()
-        path = self._saver.save(step)
+        with self._bearing(saver, step):
+            path = saver.save(step)
+            self._record(saver, path, step, self._position(), started)
         self._stopwatch.mark("checkpoint")
-        self._record(path, step, self._position(), started)
 
     def save_last(self, step: int) -> None:
         """See that there is a checkpoint of `step`, the training's last one; collective."""
@@ -104,8 +128,9 @@ class Saves:
         self._saver.finish(self._heart.progress)
         self._stopwatch.mark("checkpoint")
 
-    def begin(self, step: int, check: Callable[[], object]) -> None:
-        """Begin to save beside the training; where the one before is not done, wait for that; collective.
+    def begin(self, step: int, check: Callable[[], object], saver: Saver | None = None) -> None:
+        """Begin to save beside the training, by default on the disk; where the one before is not done, wait for that;
+        collective.
 
         Args:
             check: sees that the ranks have made this step alike, and raises where they have not; nothing is committed
@@ -117,9 +142,10 @@ class Saves:
             self._tell_of_slowness(held_up, step)
         started = time.perf_counter()
         self._heart.enter("checkpoint")
-        save = self._saver.begin(step, self._flush)
+        saver = saver or self._saver
+        save = saver.begin(step, self._flush)
         waited = time.perf_counter() - started
-        self._under_way = _UnderWay(save, self._position(), check, started, waited)
+        self._under_way = _UnderWay(saver, save, self._position(), check, started, waited)
         self._stopwatch.mark("checkpoint")
 
     def standing(self) -> Saving:
@@ -141,7 +167,8 @@ class Saves:
         if agreed.failed:
             self._under_way = None
             self._heart.enter("checkpoint")
-            under_way.save.fail()
+            with self._bearing(under_way.saver, under_way.save.step):
+                under_way.save.fail()
         elif agreed.committed:
             self._settle(under_way)
         elif agreed.written == agreed.num_ranks:
@@ -156,10 +183,11 @@ class Saves:
         self._heart.enter("checkpoint")
         under_way.check()
         self._under_way = None
-        under_way.save.settle()
-        under_way.waited += time.perf_counter() - started
+        with self._bearing(under_way.saver, under_way.save.step):
+            under_way.save.settle()
+            under_way.waited += time.perf_counter() - started
+            self._settle(under_way)
         self._stopwatch.mark("checkpoint")
-        self._settle(under_way)
 
     def close(self) -> None:
         """Nothing is written any more: the training has ended, by an error where something is still under way."""
@@ -170,8 +198,24 @@ class Saves:
     def _settle(self, under_way: _UnderWay) -> None:
         self._under_way = None
         save = under_way.save
-        self._saver.settled(save.step)
-        self._record(save.place.target, save.step, under_way.samples, under_way.began, under_way.waited)
+        saver = under_way.saver
+        saver.settled(save.step)
+        self._record(saver, save.place.target, save.step, under_way.samples, under_way.began, under_way.waited)
+
+    @contextmanager
+    def _bearing(self, saver: Saver, step: int) -> Iterator[None]:
+        """What cannot be saved ends the run, on every rank; of a copy in memory it is told once."""
+        try:
+            yield
+        except CheckpointError as error:
+            if saver is self._saver:
+                raise
+            saver.forget(step)
+            if not self._told_of_memory:
+                self._told_of_memory = True
+                what = f"there is no copy of step {step} in the memory of this host: {error}"
+                move = "the run goes on, and tries again; see what fills that memory"
+                self._tell(Verdict("checkpoint", what, (), move), step)
 
     def _tell_of_slowness(self, held_up: _UnderWay, step: int) -> None:
         if self._told_of_slowness or held_up.waited < SLOW_SECONDS:
@@ -187,10 +231,14 @@ class Saves:
         if self._recorder is not None:
             self._recorder.flush()
 
-    def _record(self, path: Path, step: int, samples: int, started: float, waited: float | None = None) -> None:
+    def _record(
+        self, saver: Saver, path: Path, step: int, samples: int, started: float, waited: float | None = None
+    ) -> None:
         if self._recorder is None:
             return
         took = time.perf_counter() - started
         seconds = round(took if waited is None else waited, 6)
-        written = {} if waited is None else {"background_seconds": round(took, 6)}
-        self._recorder.write("checkpoint", step=step, samples=samples, path=path.name, seconds=seconds, **written)
+        more: dict[str, object] = {} if waited is None else {"background_seconds": round(took, 6)}
+        if saver is not self._saver:
+            more["tier"] = "memory"
+        self._recorder.write("checkpoint", step=step, samples=samples, path=path.name, seconds=seconds, **more)

@@ -17,6 +17,7 @@ from allranks.stepping.agreement import Agreed, Pending
 from allranks.stepping.session import Session
 from allranks.stepping.spikes import ABOVE, Window
 from allranks.stepping.step import Outcome
+from allranks.training.memory_copies import MemoryCopies
 from allranks.training.saver import Saver
 from allranks.training.saves import Saves
 from allranks.training.sentinels import Sentinels
@@ -56,6 +57,7 @@ class Trainer:
         saver: writes checkpoints; collective.
         recorder: rank 0's pen; None elsewhere.
         progress: rank 0's line; None elsewhere.
+        memory: copies in this host's memory between the checkpoints; None: none.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Trainer:
         stopwatch: Stopwatch,
         recorder: Recorder | None,
         progress: ProgressLine | None,
+        memory: MemoryCopies | None = None,
     ) -> None:
         self._session = session
         self._stopwatch = stopwatch
@@ -83,7 +86,8 @@ class Trainer:
         self._sentinels = Sentinels(session, self._tell)
         saver.prove = self._sentinels.prove
         self._heart = heartbeat.current()
-        self._saves = Saves(saver, lambda: session.stream.position, stopwatch, self._heart, recorder, self._tell)
+        told = (stopwatch, self._heart, recorder, self._tell)
+        self._saves = Saves(saver, lambda: session.stream.position, *told, memory)
         session.step.saving = self._saves.standing
         # On CUDA the host runs ahead of the device and reads an agreement a step later; on the CPU it is there already.
         self._lag = 1 if session.processes.device.type == "cuda" else 0
@@ -169,13 +173,7 @@ class Trainer:
             self._sentinels.compare(step)
             self._stopwatch.mark("other")
         # Saved before it is evaluated: metrics that fail lose no step.
-        if self._saves.due(step):
-            if self._saves.beside:
-                self._saves.begin(step, lambda: self._read(pending, step))
-            else:
-                self._read(pending, step)
-                self._saves.save(step)
-            self._heart.enter("step")
+        self._saves.at_boundary(step, lambda: self._read(pending, step))
         evaluate_every = self._session.config.evaluate.every
         if evaluate_every and step % evaluate_every == 0:
             self._evaluate(step)

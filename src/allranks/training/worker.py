@@ -10,7 +10,7 @@ from pathlib import Path
 from allranks import fault_points
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.mirror import Mirror
-from allranks.errors import AllranksError, RunError
+from allranks.errors import AllranksError, ConfigError, RunError
 from allranks.failure import is_out_of_memory
 from allranks.launching.environment import read_environment
 from allranks.observing import heartbeat
@@ -26,6 +26,7 @@ from allranks.stepping.session import Session, assemble
 from allranks.stepping.world import Processes, gather_processes
 from allranks.training.load import task_of_run
 from allranks.training.logs import log_of_rank
+from allranks.training.memory_copies import MemoryCopies, lies_in, tell_tier
 from allranks.training.mirroring import Mirroring, fetch_newer
 from allranks.training.prepare import Prepared, open_run, prepare, resolve_layout
 from allranks.training.saver import Saver
@@ -39,6 +40,10 @@ from allranks.verdict import Decision
 BACKEND_TIMEOUT_SECONDS = 600.0
 OPEN_MIRROR = "see that the place that checkpoint.mirror names is there, and that this user may read and write there"
 FREE_CHECKPOINTS = "delete what is left in checkpoints/ by hand, or give this user the right to"
+NEEDS_SUPERVISOR = (
+    "copies in a host's memory are kept by the command that starts all workers on it: take `allranks train --nproc N`, "
+    "without another launcher or --nodes, or leave the key out"
+)
 EXIT_CODES = {"done": 0, "interrupted": 130, "terminated": 75}
 
 
@@ -51,12 +56,14 @@ class Assignment:
         run: the Run directory that the command has made and leased; None where an outside launcher started the ranks.
         decisions: what the command chose, for the banner.
         announce: told where the Run is, once it is there.
+        memory: the directory in this host's memory that the command has leased for copies of the state; None: none.
     """
 
     request: TrainRequest
     run: Path | None = None
     decisions: tuple[Decision, ...] = ()
     announce: Callable[[Path], None] | None = None
+    memory: Path | None = None
 
 
 def work(assignment: Assignment) -> int:
@@ -65,6 +72,8 @@ def work(assignment: Assignment) -> int:
     fault_points.reach("start")
     environment = read_environment(os.environ)
     prepared = _prepared(assignment)
+    if prepared.config.checkpoint.memory_every is not None and assignment.memory is None:
+        raise ConfigError(f"checkpoint.memory_every: {NEEDS_SUPERVISOR}")
     layout = resolve_layout(prepared.config, environment.world_size, environment.num_nodes)
     choice = choose_device(environment, assignment.request.device, prepared.config.train.backend, layout)
     start(environment, choice, timeout_seconds=BACKEND_TIMEOUT_SECONDS)
@@ -95,6 +104,7 @@ class _Training:
         self._stops = stops
         self._stopwatch = Stopwatch()
         self._resumed_otherwise: tuple[Decision, ...] = ()
+        self._memory = assignment.memory
         self._first = processes.rank == 0
         self._journal = Journal(run.journal(processes.rank), processes.rank)
         url = prepared.config.checkpoint.mirror
@@ -134,7 +144,7 @@ class _Training:
                 beside=session.beside,
             )
             resumed_step = self._resume(contents, checkpoint, skipped)
-            ending = self._loop(session, contents, resumed_step)
+            ending = self._loop(session, contents, resumed_step, checkpoint)
         except BaseException as error:
             self._tell_end("failed", error)
             raise
@@ -143,24 +153,27 @@ class _Training:
 
     def _find_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
         """As `find_checkpoint`, with what a mirror has, where that is newer."""
-        run, wrong = self._run, list[str]()
+        run, memory = self._run, self._memory
         if self._mirror is not None:
-            fetched, wrong = fetch_newer(run.checkpoints, run.id, self._mirror, self._processes)
+            fetched, wrong = fetch_newer(run.checkpoints, run.id, self._mirror, self._processes, memory)
             for reason in wrong:
                 self._warn(reason, OPEN_MIRROR)
             if fetched and self._screen is not None:
                 self._screen.say(fetched)
-        checkpoint, skipped = find_checkpoint(run.checkpoints, run.id, self._processes)
-        return checkpoint, skipped
+        return find_checkpoint(run.checkpoints, run.id, self._processes, memory)
 
-    def _loop(self, session: Session, contents: Contents, resumed_step: int) -> Ending:
+    def _loop(self, session: Session, contents: Contents, resumed_step: int, checkpoint: Checkpoint | None) -> Ending:
         config, run = self._prepared.config, self._run
         mirroring = None
         if self._mirror is not None and self._first:
             mirroring = Mirroring(self._mirror, config.checkpoint.keep, partial(self._warn, remedy=OPEN_MIRROR))
         place = (config.checkpoint, run.checkpoints, run.id, run.attempts)
         saver = Saver(contents, self._processes, *place, self._warn, mirroring)
-        saver.saved_step = resumed_step if resumed_step > 0 else -1
+        if resumed_step > 0 and not lies_in(self._memory, checkpoint):
+            saver.saved_step = resumed_step
+        memory = None
+        if self._memory is not None and config.checkpoint.memory_every is not None:
+            memory = MemoryCopies(saver, self._processes, self._memory, checkpoint)
         recorder = progress = None
         if self._screen is not None:
             told = (*self._prepared.decisions, *self._assignment.decisions)
@@ -179,7 +192,7 @@ class _Training:
                 inline=self._processes.device.type == "cpu",
             )
         try:
-            return Trainer(session, saver, self._stopwatch, recorder, progress).train()
+            return Trainer(session, saver, self._stopwatch, recorder, progress, memory).train()
         except Exception as error:
             if is_out_of_memory(error):
                 raise explain_shortage(session, error) from error
@@ -204,10 +217,10 @@ class _Training:
         heartbeat.current().resumed(manifest.step)
         fault_points.begin_step(manifest.step)
         if self._screen is not None:
-            self._journal.write("resume", step=manifest.step, samples=manifest.samples, path=checkpoint.path.name)
-            self._screen.say(
-                f"resumed at step {manifest.step:,}, sample {manifest.samples:,}, from {checkpoint.path.name}"
-            )
+            tier = "memory" if lies_in(self._memory, checkpoint) else "disk"
+            path, where = checkpoint.path.name, tell_tier(self._memory, checkpoint, self._run.checkpoints)
+            self._journal.write("resume", step=manifest.step, samples=manifest.samples, path=path, tier=tier)
+            self._screen.say(f"resumed at step {manifest.step:,}, sample {manifest.samples:,}, from {path}{where}")
         fault_points.reach("resume")
         return manifest.step
 

@@ -1,0 +1,145 @@
+"""A run's directory in the memory of this host, in which copies of its state outlive a killed worker. No torch.
+
+    /dev/shm/allranks-run-<id>/lease             locked by the process that supervises the run, for as long as it lives
+    /dev/shm/allranks-run-<id>/attempt           the newest attempt that has known of what lies here
+    /dev/shm/allranks-run-<id>/step-00000200/    a checkpoint like any other (checkpoint.py)
+
+The system drops the lock with its process, however that dies: what nobody holds is of a dead run. The next start of
+that run takes it over; the next start of another one on this host removes it.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import stat
+from pathlib import Path
+from typing import Final, final
+
+import psutil
+
+from allranks.checkpointing.checkpoint import list_checkpoints
+from allranks.durable import refusing
+from allranks.errors import ConfigError, RunError
+from allranks.lease import Lease
+
+SHARED_MEMORY: Final = Path("/dev/shm")
+_PREFIX: Final = "allranks-run-"
+_DIRECTORY = re.compile(r"allranks-run-[0-9a-f]{16}(\.gone-[0-9a-f]{8})?")
+_LEASE, _ATTEMPT = "lease", "attempt"
+_TRIES = 10  # to take a directory that starts of other runs remove as dead before it is leased
+
+
+def check_there(root: Path = SHARED_MEMORY) -> None:
+    """See that this system has memory that looks like a directory. Raises ConfigError: it has not."""
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"checkpoint.memory_every: {root} is not there, or not to be written to: copies in the memory of a host "
+            "need it; leave the key out"
+        )
+
+
+@final
+class HostMemory:
+    """The directory of one run, for the process that supervises it.
+
+    Attributes:
+        directory: where the copies lie.
+    """
+
+    def __init__(self, run_id: str, root: Path = SHARED_MEMORY) -> None:
+        self.directory = root / f"{_PREFIX}{run_id}"
+        self._lease = Lease(self.directory / _LEASE)
+
+    def open(self, attempt: int) -> list[Path]:
+        """Take it, or take it over, for the attempt that begins now.
+
+        Copies count only if the attempt before knew of them. Otherwise others have gone on elsewhere since, from an
+        older state: what lies here is of another past than the journal's, and goes.
+
+        Returns:
+            The copies that went for that.
+
+        Raises:
+            RunError: somebody else supervises the run on this host, or the system refuses.
+        """
+        with refusing(self.directory):
+            self._acquire()
+            gone = [] if self._known_by() == attempt - 1 else list_checkpoints(self.directory)
+            for path in gone:
+                shutil.rmtree(path)
+        self.note(attempt)
+        return gone
+
+    def note(self, attempt: int) -> None:
+        """This attempt begins, and knows of what lies here."""
+        with refusing(self.directory):
+            (self.directory / _ATTEMPT).write_text(str(attempt), encoding="utf-8")
+
+    def close(self) -> None:
+        """Remove it, with all that is in it."""
+        with refusing(self.directory):
+            _remove(self.directory)
+        self.release()
+
+    def release(self) -> None:
+        """Leave it as it is to whoever starts next."""
+        self._lease.release()
+
+    def _acquire(self) -> None:
+        for _ in range(_TRIES):
+            self.directory.mkdir(mode=0o700, exist_ok=True)
+            if not _is_own(self.directory):
+                raise RunError(f"{self.directory} belongs to another user, or is no directory: have it removed")
+            with contextlib.suppress(FileNotFoundError):
+                self._lease.acquire()
+            if self._lease.stands():
+                return
+            self._lease.release()
+        raise RunError(f"{self.directory} vanishes again and again: see who deletes it")
+
+    def _known_by(self) -> int | None:
+        try:
+            return int((self.directory / _ATTEMPT).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+
+
+def remove_dead(spared: Path, root: Path = SHARED_MEMORY) -> list[Path]:
+    """Remove what this user's runs have left there whose supervisors are dead, but for `spared`; what went."""
+    gone = []
+    for path in sorted(root.glob(f"{_PREFIX}*")):
+        if path == spared or not _DIRECTORY.fullmatch(path.name) or not _is_own(path):
+            continue
+        lease = Lease(path / _LEASE)
+        with contextlib.suppress(OSError, RunError):  # taken, or removed by somebody else, in this moment
+            if lease.holder() is None:
+                lease.acquire()
+                if lease.stands():
+                    _remove(path)
+                    gone.append(path)
+        lease.release()
+    return gone
+
+
+def free_bytes(directory: Path) -> int:
+    """What may still be written there without pushing something else out of this host's memory."""
+    place = os.statvfs(directory)
+    return min(place.f_bavail * place.f_frsize, psutil.virtual_memory().available)
+
+
+def _remove(path: Path) -> None:
+    """Whoever holds the lease: take the name away, then what it stood for."""
+    gone = path.with_name(f"{path.name.partition('.')[0]}.gone-{secrets.token_hex(4)}")
+    path.rename(gone)
+    shutil.rmtree(gone)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether it is a directory of this user, and no link to one."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()

@@ -1,0 +1,89 @@
+"""Copies of the state in the memory of this host, as a training makes them between its checkpoints on the disk.
+
+They are checkpoints like those, in another directory: written by the same code, read by the same code. One stays, and
+the next takes its place when it is whole.
+"""
+
+import shutil
+from pathlib import Path
+from typing import final
+
+from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints
+from allranks.checkpointing.host_memory import free_bytes
+from allranks.errors import ConfigError
+from allranks.stepping.world import Processes
+from allranks.training.saver import Saver
+from allranks.units import format_bytes
+
+USABLE = 0.9
+"""Of the memory that is free so much may go to copies: the run itself takes more now and then."""
+
+
+@final
+class MemoryCopies:
+    """Those of one training, all of whose ranks are on this host.
+
+    Args:
+        saver: that writes to the disk.
+        directory: that the run's supervisor has leased for them.
+        resumed: what the run goes on from. If it is a copy it stays until there is another; all other copies go now,
+            because they are older, damaged or half-written.
+
+    Attributes:
+        saver: that writes the copies.
+    """
+
+    def __init__(self, saver: Saver, processes: Processes, directory: Path, resumed: Checkpoint | None) -> None:
+        self.saver = saver.in_memory(directory)
+        self._processes = processes
+        self._directory = directory
+        self._kept_bytes = resumed.num_bytes if resumed is not None and lies_in(directory, resumed) else 0
+        self._checked = False
+        if processes.rank == 0:
+            for path in directory.iterdir():
+                if path.is_dir() and (resumed is None or path != resumed.path):
+                    shutil.rmtree(path)
+
+    def due(self, step: int) -> bool:
+        """Whether one is to be made after `step` steps; collective.
+
+        The first call sees that there is room. It comes after a step, when optimizers have all of their state.
+
+        Raises:
+            ConfigError: on every rank: there is none.
+        """
+        if not self._checked:
+            self._checked = True
+            self._check_room()
+        return self.saver.due(step)
+
+    def _check_room(self) -> None:
+        copy_bytes = self.saver.num_bytes()
+        copies = 3 if self.saver.beside else 2  # the one that stays, the next one, and what a thread writes that from
+        free = self._processes.share(free_bytes(self._directory) + self._kept_bytes)
+        if copies * copy_bytes > USABLE * free:
+            raise ConfigError(
+                f"checkpoint.memory_every: {copies} copies of {format_bytes(copy_bytes)} are there at a "
+                f"time, and {format_bytes(free)} are free in {self._directory.parent} and in the memory of this host; "
+                "make room (docker: --shm-size or --ipc=host), or leave the key out"
+            )
+
+
+def lies_in(memory: Path | None, checkpoint: Checkpoint | None) -> bool:
+    """Whether it is a copy in `memory`."""
+    return memory is not None and checkpoint is not None and checkpoint.path.parent == memory
+
+
+def tell_tier(memory: Path | None, checkpoint: Checkpoint, directory: Path) -> str:
+    """Where the checkpoint lies that a run goes on from, and what the other place has; "" where there is only one.
+
+    Args:
+        memory: where copies lie in the memory of this host; None: nowhere.
+        directory: RUN/checkpoints.
+    """
+    if memory is None:
+        return ""
+    if not lies_in(memory, checkpoint):
+        return " on the disk: the memory of this host has nothing newer"
+    saved = list_checkpoints(directory)
+    return " in the memory of this host: " + (f"the disk has {saved[0].name}" if saved else "the disk has none yet")
