@@ -116,3 +116,15 @@ def test_a_refusal_without_knowing_the_holder(tmp_path: Path) -> None:
     assert unknown is not None
     assert unknown.pid == 0
     lease.release()
+
+
+def test_it_stands_for_as_long_as_its_file_has_its_name(tmp_path: Path) -> None:
+    lease = Lease(tmp_path / "lease")
+    assert not lease.stands()
+    lease.acquire()
+    assert lease.stands()
+    (tmp_path / "lease").unlink()
+    assert not lease.stands()
+    (tmp_path / "lease").write_text("another")
+    assert not lease.stands()
+    lease.release()

@@ -289,3 +289,63 @@ def test_nothing_is_committed_before_its_step_is_known_to_be_alike() -> None:
         saves.begin(6, lambda: None)
     saves.close()
     assert saver.begun[0].asked == ["abandon"] and len(saver.begun) == 1
+
+
+class NotedCopies:
+    """In place of MemoryCopies."""
+
+    def __init__(self, every: int) -> None:
+        self.saver: Any = NotedSaver()
+        self.saver.forgotten = []
+        self.saver.forget = self.saver.forgotten.append
+        self._every = every
+
+    def due(self, step: int) -> bool:
+        return step % self._every == 0
+
+
+def with_copies(every: int, copied: int) -> tuple[Saves, Any, Any, list[str]]:
+    """Saves that write to the disk every so many steps and to memory every so many, beside the steps."""
+    saver: Any = NotedSaver()
+    saver.due = lambda step: step % every == 0
+    copies: Any = NotedCopies(copied)
+    said = list[str]()
+    tell: Any = lambda verdict, step: said.append(verdict.what)  # noqa: E731
+    saves = Saves(saver, lambda: 0, Stopwatch(), Heartbeat(), None, tell, copies)
+    return saves, saver, copies.saver, said
+
+
+def test_what_is_due_in_both_places_goes_to_the_disk_and_a_copy_waits_for_nothing() -> None:
+    saves, disk, memory, _ = with_copies(4, 1)
+    for step in range(1, 5):
+        saves.at_boundary(step, lambda: None)
+    assert [save.step for save in memory.begun] == [1], "2 and 3 came while it was being written"
+    assert memory.begun[0].asked == ["settle"] and [save.step for save in disk.begun] == [4]
+    saves.at_boundary(5, lambda: None)
+    assert len(memory.begun) == 1 and saves.standing().step == 4
+    saves.hear(*told(4, written=2, committed=1))
+    saves.at_boundary(6, lambda: None)
+    assert [save.step for save in memory.begun] == [1, 6] and (disk.saved_step, memory.saved_step) == (4, 1)
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_copy_that_fails_beside_the_steps_is_told_of_once_and_ends_nothing(heard: bool) -> None:
+    saves, disk, memory, said = with_copies(100, 1)
+
+    def fail() -> None:
+        raise CheckpointError("step was not saved: rank 1: No space left on device")
+
+    for step in (1, 2):
+        saves.at_boundary(step, lambda: None)
+        memory.begun[-1].fail = memory.begun[-1].settle = fail
+        if heard:
+            saves.hear(*told(step, failed=1))
+        else:
+            saves.wait()
+        assert saves.standing() is NOTHING
+    assert memory.forgotten == [1, 2] and memory.saved_step == -1
+    assert len(said) == 1 and "no copy of step 1" in said[0] and "rank 1: No space left" in said[0]
+    saves.at_boundary(100, lambda: None)
+    disk.begun[-1].settle = fail
+    with pytest.raises(CheckpointError):
+        saves.wait()

@@ -53,29 +53,25 @@ class MemoryTier:
 
     def close(self) -> None:
         """The run has ended, and nobody writes here any more: nothing stays that the disk has not."""
-        if self._is_all_on_disk() or self._bring_newest():
-            self._memory.close()
-        else:
-            self._memory.release()
-
-    def _is_all_on_disk(self) -> bool:
-        copies, saved = list_checkpoints(self.directory), list_checkpoints(self._run.checkpoints)
-        return not copies or bool(saved and _order(saved[0]) >= _order(copies[0]))
-
-    def _bring_newest(self) -> bool:
-        newest, _ = newest_good(self.directory, self._run.id)
-        if newest is None:
-            return True  # it is damaged: nothing can be lost
         try:
-            brought = copy(newest, self._run.checkpoints)
+            self._bring_newest()
         except (CheckpointError, OSError) as error:
+            self._memory.release()
             self._say(
-                f"warning: {newest.path} is newer than all on the disk, and cannot be brought there: {error}; "
+                f"warning: what {self.directory} has cannot be brought to the disk, so it stays: {error}; "
                 f"`--resume {self._run.path}` on this host takes it, unless another run starts here before"
             )
-            return False
-        self._say(f"{brought.path.name}, which was in the memory of this host alone, is on the disk now")
-        return True
+        else:
+            self._memory.close()
+
+    def _bring_newest(self) -> None:
+        copies, saved = list_checkpoints(self.directory), list_checkpoints(self._run.checkpoints)
+        if not copies or (saved and _order(saved[0]) >= _order(copies[0])):
+            return
+        newest, _ = newest_good(self.directory, self._run.id)
+        if newest is not None:
+            brought = copy(newest, self._run.checkpoints)
+            self._say(f"{brought.path.name}, which was in the memory of this host alone, is on the disk now")
 
 
 def open_memory(run: Run, *, wanted: bool, root: Path = SHARED_MEMORY) -> MemoryTier | None:

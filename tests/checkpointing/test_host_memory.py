@@ -1,0 +1,155 @@
+"""A run's directory in memory: one holder, what dead ones have left goes, and nobody else's is touched."""
+
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from allranks.checkpointing import host_memory
+from allranks.checkpointing.checkpoint import list_checkpoints
+from allranks.checkpointing.host_memory import HostMemory, check_there, free_bytes, remove_dead
+from allranks.errors import ConfigError, RunError
+from allranks.lease import Lease
+from tests.checkpointing.worlds import save_alone
+
+MINE, OTHER = "0123456789abcdef", "fedcba9876543210"
+HOLD = """
+import pathlib, sys, time
+from allranks.checkpointing.host_memory import HostMemory
+memory = HostMemory(sys.argv[1], pathlib.Path(sys.argv[2]))
+memory.open(1)
+(memory.directory / "step-00000007").mkdir()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def supervising(run_id: str, root: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has opened the directory of a run, and left something there."""
+    command = [sys.executable, "-c", HOLD, run_id, str(root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_it_is_this_users_alone_and_gone_at_the_end(tmp_path: Path) -> None:
+    memory = HostMemory(MINE, tmp_path)
+    assert memory.open(1) == [] and memory.directory == tmp_path / f"allranks-run-{MINE}"
+    assert stat.S_IMODE(memory.directory.stat().st_mode) == 0o700
+    save_alone(memory.directory)
+    with pytest.raises(RunError, match="is in use by pid"):
+        HostMemory(MINE, tmp_path).open(2)
+    memory.close()
+    assert list(tmp_path.iterdir()) == []
+    HostMemory(MINE, tmp_path).open(1)  # it can be had again
+
+
+def test_what_is_held_stays_and_what_a_killed_holder_has_left_goes(tmp_path: Path) -> None:
+    mine = HostMemory(MINE, tmp_path)
+    mine.directory.mkdir()
+    with supervising(OTHER, tmp_path) as other:
+        assert remove_dead(mine.directory, tmp_path) == []
+        assert (tmp_path / f"allranks-run-{OTHER}" / "step-00000007").is_dir()
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        assert remove_dead(mine.directory, tmp_path) == [tmp_path / f"allranks-run-{OTHER}"]
+    assert list(tmp_path.iterdir()) == [mine.directory], "it is spared, though nobody holds it"
+    (tmp_path / f"allranks-run-{OTHER}.gone-0123abcd").mkdir()  # left by who was killed while removing
+    remove_dead(mine.directory, tmp_path)
+    assert list(tmp_path.iterdir()) == [mine.directory]
+
+
+def test_the_next_attempt_takes_over_and_a_later_one_does_not(tmp_path: Path) -> None:
+    memory = HostMemory(MINE, tmp_path)
+    memory.open(1)
+    copy = save_alone(memory.directory).path
+    memory.note(2)  # workers were started again
+    memory.release()
+    memory = HostMemory(MINE, tmp_path)
+    assert memory.open(3) == [] and list_checkpoints(memory.directory) == [copy]
+    memory.release()
+    memory = HostMemory(MINE, tmp_path)
+    assert memory.open(5) == [copy], "attempt 4 was somewhere else, and has gone on from something older"
+    assert list_checkpoints(memory.directory) == []
+    save_alone(memory.directory)
+    (memory.directory / "attempt").write_text("")  # killed while it was written
+    memory.release()
+    assert HostMemory(MINE, tmp_path).open(6) == [copy]
+
+
+def test_what_others_have_there_is_not_touched(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "shm", tmp_path / "elsewhere"
+    for path in (root / "allranks-x1", root / "allranks-run-1234", root / "torch_1", elsewhere / "kept"):
+        path.mkdir(parents=True)
+    (root / f"allranks-run-{MINE}").write_text("a file")
+    (root / f"allranks-run-{OTHER}").symlink_to(elsewhere)
+    before = sorted(root.rglob("*"))
+    assert remove_dead(root / "none", root) == [] and sorted(root.rglob("*")) == before
+    assert (elsewhere / "kept").is_dir() and not (elsewhere / "lease").exists()
+    with pytest.raises(RunError, match="belongs to another user, or is no directory"):
+        HostMemory(OTHER, root).open(1)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_directory_that_is_taken_for_dead_before_it_is_leased_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    memory, real, removed = HostMemory(MINE, tmp_path), Lease.acquire, list[str]()
+
+    def acquire(lease: Lease) -> None:
+        if not removed and when == "before":
+            removed.append(when)
+            shutil.rmtree(memory.directory)
+        real(lease)
+        if not removed:
+            removed.append(when)
+            shutil.rmtree(memory.directory)
+
+    monkeypatch.setattr(Lease, "acquire", acquire)
+    memory.open(1)
+    assert removed == [when] and memory.directory.is_dir()
+    with pytest.raises(RunError, match="is in use"):
+        HostMemory(MINE, tmp_path).open(1)
+
+
+def test_who_removes_dead_ones_does_not_meet_one_that_was_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, real = tmp_path / f"allranks-run-{MINE}", Lease.acquire
+    directory.mkdir()
+
+    def acquire(lease: Lease) -> None:
+        real(lease)
+        shutil.rmtree(directory)  # by another start, which was faster
+        (directory / "of the living").mkdir(parents=True)
+
+    monkeypatch.setattr(Lease, "acquire", acquire)
+    assert remove_dead(tmp_path / "none", tmp_path) == [] and (directory / "of the living").is_dir()
+
+
+def test_free_is_what_both_the_place_and_the_memory_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(place: int, memory: int) -> int:
+        fake: Any = SimpleNamespace(f_bavail=place, f_frsize=10)
+        monkeypatch.setattr(host_memory.os, "statvfs", lambda path: fake)
+        monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
+        return free_bytes(tmp_path)
+
+    assert [here(3, 40), here(5, 40), here(0, 40)] == [30, 40, 0]
+
+
+def test_a_system_without_such_memory_is_refused(tmp_path: Path) -> None:
+    check_there(tmp_path)
+    with pytest.raises(ConfigError, match=r"checkpoint\.memory_every: .*nowhere is not there"):
+        check_there(tmp_path / "nowhere")

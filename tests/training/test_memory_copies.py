@@ -1,0 +1,196 @@
+"""Copies in memory between checkpoints: the same run and bits, newest first, and never in the disk's way."""
+
+import errno
+import importlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.checkpointing import adopting
+from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, verify_files
+from allranks.checkpointing.mirror import Mirror
+from allranks.errors import ConfigError
+from allranks.run import Run
+from allranks.training import memory_copies
+from allranks.training.memory_copies import tell_tier
+from allranks.training.saver import Saver
+from tests.checkpointing.worlds import save_alone
+from tests.distributed.pool import Pools
+from tests.training.runs import QUICK, digests, events, flip_a_byte, same_run, saved, start, train, train_outside
+
+COPIES = ("checkpoint.every=4", "checkpoint.memory_every=1", "checkpoint.keep=9")
+
+# Its names are replaced below, which a type checker would only allow for names that it exports.
+portion: Any = importlib.import_module("allranks.checkpointing.portion")
+
+
+def copies(memory: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in list_checkpoints(memory)]
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    """In place of what a supervisor leases."""
+    (tmp_path / "memory").mkdir()
+    return tmp_path / "memory"
+
+
+def told_of(run: Path) -> list[dict[str, Any]]:
+    """What the journal says of copies."""
+    return [event for event in events(run, "checkpoint") if event.get("tier") == "memory"]
+
+
+def test_a_run_goes_on_from_the_newest_of_memory_and_disk(
+    tmp_path: Path, memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    # The user's own mistake in an evaluation ends it as a kill would: without a last checkpoint.
+    broken = ("train.steps=12", "task.boom=metrics", "evaluate.every=6")
+    with pytest.raises(ValueError, match="mistake in metrics"):
+        start("Curve", run, *COPIES, *broken, memory=memory)
+    assert saved(run) == [4] and copies(memory) == [6]
+    assert [event["step"] for event in told_of(run)] == [1, 2, 3, 5, 6], "not where the disk has it"
+    verify_files(Checkpoint.open(memory / "step-00000006", Run.open(run).id))
+    (memory / "step-00000007.tmp-x_1").mkdir()
+    assert train(None, "task.boom=fine", resume=run, change=["task.boom"], memory=memory) == 0
+    resumed = events(run, "resume")[-1]
+    assert (resumed["step"], resumed["tier"]) == (6, "memory")
+    said = "".join(capsys.readouterr())
+    assert "from step-00000006 in the memory of this host: the disk has step-00000004" in said
+    assert start("Curve", whole, "train.steps=12", "evaluate.every=6") == 0
+    same_run(whole, run, 12)
+    assert saved(run) == [4, 8, 12] and [path.name for path in memory.iterdir()] == ["step-00000011"]
+
+
+def test_copies_are_written_beside_the_steps_where_checkpoints_are(tmp_path: Path, memory: Path) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    beside = (*COPIES, "checkpoint.asynchronous=true")
+    assert start("Curve", run, *beside, "train.steps=9", memory=memory) == 0
+    assert start("Curve", whole, *COPIES[::2], "train.steps=9") == 0
+    same_run(whole, run, 9)
+    assert saved(run) == [4, 8, 9] and digests(run, 4) == digests(whole, 4)
+    told = told_of(run)
+    assert told and all("background_seconds" in event for event in told)
+    assert copies(memory) == [told[-1]["step"]]
+    verify_files(Checkpoint.open(memory / f"step-{told[-1]['step']:08d}", Run.open(run).id))
+
+
+def test_a_damaged_copy_falls_back_to_the_disk_loudly(
+    tmp_path: Path, memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    assert start("Curve", run, *COPIES, "train.steps=5", memory=memory) == 0
+    shutil.rmtree(run / "checkpoints" / "step-00000005")
+    assert copies(memory) == [5]
+    flip_a_byte(memory / "step-00000005")
+    assert train(None, "train.steps=8", resume=run, memory=memory) == 0
+    said = "".join(capsys.readouterr())
+    assert f"passed over a newer checkpoint: {memory / 'step-00000005'}" in said and "SHA-256" in said
+    assert "from step-00000004 on the disk: the memory of this host has nothing newer" in said
+    assert (events(run, "resume")[-1]["step"], events(run, "resume")[-1]["tier"]) == (4, "disk")
+    assert start("Curve", whole, "train.steps=8") == 0
+    same_run(whole, run, 8)
+    assert copies(memory) == [7], "the damaged one is gone"
+
+
+def test_who_goes_on_from_memory_and_has_nothing_left_to_do_saves_it_on_the_disk(tmp_path: Path, memory: Path) -> None:
+    run = tmp_path / "run"
+    assert start("Curve", run, "checkpoint.memory_every=1", "train.steps=3", memory=memory) == 0
+    last = digests(run, 3)
+    shutil.rmtree(run / "checkpoints" / "step-00000003")
+    assert train(None, resume=run, memory=memory) == 0
+    assert events(run, "resume")[-1]["tier"] == "memory" and saved(run) == [3] and digests(run, 3) == last
+
+
+def test_a_copy_that_fails_is_told_of_once_and_ends_nothing(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = portion.write_file
+
+    def write(path: Path, *rest: Any) -> Any:
+        if path.parent.parent == memory and path.parent.name.startswith(("step-00000002", "step-00000003")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, *rest)
+
+    monkeypatch.setattr(portion, "write_file", write)
+    run = tmp_path / "run"
+    assert start("Curve", run, *COPIES, "train.steps=9", memory=memory) == 0
+    (verdict,) = events(run, "verdict")
+    assert verdict["what"].startswith("there is no copy of step 2 in the memory of this host: ")
+    assert "No space left" in verdict["what"] and saved(run) == [4, 8, 9]
+    assert [event["step"] for event in told_of(run)] == [1, 5, 6, 7, 9] and copies(memory) == [9]
+
+
+def test_one_that_reads_back_otherwise_does_not_stay(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = portion.write_file
+
+    def write(path: Path, tensors: Any, check: Any) -> Any:
+        wrong = path.parent.parent == memory
+        return real(path, [(part, tensor + wrong) for part, tensor in tensors], check)
+
+    monkeypatch.setattr(portion, "write_file", write)
+    assert start("Curve", tmp_path / "run", *COPIES, "train.steps=2", memory=memory) == 0
+    assert copies(memory) == [] and "digests" in events(tmp_path / "run", "verdict")[0]["what"]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_too_little_memory_is_refused_after_the_first_step(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    asked = ("checkpoint.memory_every=5", "train.steps=6", f"checkpoint.asynchronous={str(beside).lower()}")
+    monkeypatch.setattr(Saver, "num_bytes", lambda saver: 900)
+    room = 3000 if beside else 2000
+    monkeypatch.setattr(memory_copies, "free_bytes", lambda directory: room - 1)
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.memory_every: [23] copies of 900 B are .* free in .*--shm-size"
+    ):
+        start("Curve", tmp_path / "refused", *asked, memory=memory)
+    assert Run.open(tmp_path / "refused").last_step == 1 and copies(memory) == []
+    monkeypatch.setattr(memory_copies, "free_bytes", lambda directory: room)
+    assert start("Curve", tmp_path / "fits", *asked, memory=memory) == 0
+
+
+def test_without_a_supervisor_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.memory_every: .*allranks train --nproc N"):
+        start("Curve", tmp_path / "run", *COPIES)
+
+
+def test_a_mirror_that_has_nothing_newer_is_left_alone(tmp_path: Path, memory: Path) -> None:
+    run, url = tmp_path / "run", str(tmp_path / "mirror")
+    settings = (*COPIES, "train.steps=4", f"checkpoint.mirror={url}")
+    assert start("Curve", run, *settings, memory=memory) == 0
+    (only,) = list_checkpoints(run / "checkpoints")
+    adopting.copy(Checkpoint.open(only), memory)
+    shutil.rmtree(only)
+    assert Mirror(url, Run.open(run).id).list_newest()[0].step == 4
+    assert train(None, "train.steps=5", resume=run, memory=memory) == 0
+    assert events(run, "resume")[-1]["tier"] == "memory" and saved(run) == [5]
+
+
+@pytest.mark.distributed
+def test_all_ranks_copy_and_any_layout_goes_on(pool: Pools, tmp_path: Path, memory: Path) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    settings = (*QUICK, "checkpoint.memory_every=2", "train.steps=7")
+    assert train_outside(pool, 2, "Curve", *settings, run=run, layout="fsdp", memory=memory) == [0, 0]
+    (path,) = list_checkpoints(memory)
+    assert path.name == "step-00000006" and len(Checkpoint.open(path).manifest.files) == 2
+    shutil.rmtree(run / "checkpoints" / "step-00000007")
+    assert train(None, "train.steps=7", "layout=single", resume=run, memory=memory) == 0
+    assert events(run, "resume")[-1]["step"] == 6 and events(run, "resume")[-1]["tier"] == "memory"
+    assert start("Curve", whole, "train.steps=7") == 0
+    ours, theirs = Run.open(run).steps(), Run.open(whole).steps()
+    assert [event["ledger"] for event in ours] == [event["ledger"] for event in theirs]
+
+
+def test_where_it_lies_in_words(tmp_path: Path) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    copy = save_alone(memory, 300)
+    assert tell_tier(None, copy, disk) == ""
+    assert tell_tier(memory, copy, disk) == " in the memory of this host: the disk has none yet"
+    saved_one = save_alone(disk, 200)
+    assert tell_tier(memory, copy, disk) == " in the memory of this host: the disk has step-00000200"
+    assert tell_tier(memory, saved_one, disk) == " on the disk: the memory of this host has nothing newer"
