@@ -11,6 +11,7 @@ import pytest
 
 from allranks.cli.main import main
 from allranks.run import Run
+from allranks.surviving import forkserver
 from tests.commands import POINTS, alive, allranks, steps, tensor_digests, wait_for
 from tests.free_port import free_port
 from tests.hosts import SECRET, Cluster, Host, cluster
@@ -217,3 +218,16 @@ def test_under_another_launcher_nodes_are_refused(
         monkeypatch.setenv(name, value)
     assert main(["train", POINTS, "--nodes", "2", "--rendezvous", f"c10d://127.0.0.1:{free_port()}"]) == 2
     assert "--nodes starts the workers of this host itself: leave environment out" in capsys.readouterr().err
+
+
+def test_copies_in_the_memory_of_one_host_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(forkserver, "start", lambda *_, **__: None)
+    monkeypatch.setenv("ALLRANKS_SECRET", SECRET)
+    monkeypatch.chdir(tmp_path)
+    hosts = ["--nodes", "2", "--rendezvous", f"c10d://127.0.0.1:{free_port()}", "--nproc", "1"]
+    assert main(["train", POINTS, "checkpoint.memory_every=5", *hosts]) == 2
+    error = capsys.readouterr().err.strip()
+    assert "checkpoint.memory_every with --nodes: a copy in the memory of hosts" in error and "\n" not in error
+    assert list(tmp_path.iterdir()) == []

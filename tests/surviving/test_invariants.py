@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from allranks.checkpointing.checkpoint import Header, list_checkpoints
+from allranks.checkpointing.host_memory import HostMemory
 from allranks.checkpointing.save import save
 from allranks.config import Config
 from allranks.fault_points import Fault
@@ -115,7 +116,7 @@ def test_i6_wants_one_cause() -> None:
     assert one_cause_each([replace(GOOD, recovery="went on", causes=())]).holds
 
 
-def test_i7_sees_what_was_left(pair: tuple[Run, Run]) -> None:
+def test_i7_sees_what_was_left(pair: tuple[Run, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert nothing_left(pair[1], Left()).holds
     assert nothing_left(pair[1], Left(("12 python",))).holds is False
     assert nothing_left(pair[1], Left((), ("pymp-1",))).holds is False
@@ -123,6 +124,13 @@ def test_i7_sees_what_was_left(pair: tuple[Run, Run]) -> None:
         (pair[1].checkpoints / name).mkdir()
         assert name in nothing_left(pair[1], Left()).what
         (pair[1].checkpoints / name).rmdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("allranks.surviving.invariants.HostMemory", lambda run_id: HostMemory(run_id, tmp_path))
+        memory = HostMemory(pair[1].id, tmp_path)
+        assert nothing_left(pair[1], Left()).holds
+        memory.open(1)
+        assert str(memory.directory) in nothing_left(pair[1], Left()).what
+        memory.close()
     pair[1].acquire()
     assert "the lease" in nothing_left(pair[1], Left()).what
     pair[1].release()

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, verify_files
+from allranks.checkpointing.host_memory import HostMemory
 from allranks.errors import CheckpointError
 from allranks.run import Run
 from allranks.surviving.incidents import Incident
@@ -130,11 +131,15 @@ def one_cause_each(incidents: Sequence[Incident]) -> Invariant:
 
 
 def nothing_left(broken: Run, left: Left) -> Invariant:
-    """I7: no process (so no port), nothing in the folder of temporary files, nothing half-done in the run's."""
+    """I7: no process (so no port), nothing in the folder of temporary files, nothing half-done in the run's, no copy in
+    the memory of this host.
+    """
     names = [
         str(path.relative_to(broken.path)) for path in sorted(broken.path.rglob("*")) if LEFTOVER.search(path.name)
     ]
     found = [*left.processes, *left.temporary, *names]
+    copies = HostMemory(broken.id).directory
+    found += [str(copies)] if copies.exists() else []
     holder = broken.holder()
     found += [] if holder is None else [f"the lease, held by {holder}"]
     if found:
