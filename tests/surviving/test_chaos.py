@@ -76,6 +76,15 @@ def test_killed_beside_the_training(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("kind", ["kill", "raise", "enospc"])
+def test_killed_while_copies_are_made_in_memory(tmp_path: Path, kind: str) -> None:
+    """Whatever breaks a copy, the run goes on from a good one, and `/dev/shm` has nothing left (I7)."""
+    points = ",".join(f"{name}:{kind}" for name in ("checkpoint.stage", *WRITING))
+    document = trial(tmp_path, "checkpoint.memory_every=1", "train.steps=60", "--points", points, kills=8)
+    assert document["recovered"] == 8
+
+
+@pytest.mark.full
 def test_a_point_that_never_happens_is_refused(tmp_path: Path) -> None:
     refused = trial(tmp_path, "train.steps=4", "evaluate.every=0", "--points", "evaluate", kills=1, check=2)
     assert str(refused["error"]).startswith("evaluate never happens in this program: it passes start, resume, data")

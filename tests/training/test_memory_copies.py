@@ -14,11 +14,14 @@ from allranks.checkpointing.mirror import Mirror
 from allranks.errors import ConfigError
 from allranks.run import Run
 from allranks.training import memory_copies
-from allranks.training.memory_copies import tell_tier
+from allranks.training.memory_copies import MemoryCopies, tell_tier
 from allranks.training.saver import Saver
 from tests.checkpointing.worlds import save_alone
 from tests.distributed.pool import Pools
+from tests.distributed.sessions import config_of
 from tests.training.runs import QUICK, digests, events, flip_a_byte, same_run, saved, start, train, train_outside
+from tests.training.snapshots import contents_of, saver_of
+from tests.training.tasks import Curve
 
 COPIES = ("checkpoint.every=4", "checkpoint.memory_every=1", "checkpoint.keep=9")
 
@@ -152,6 +155,26 @@ def test_too_little_memory_is_refused_after_the_first_step(
     assert Run.open(tmp_path / "refused").last_step == 1 and copies(memory) == []
     monkeypatch.setattr(memory_copies, "free_bytes", lambda directory: room)
     assert start("Curve", tmp_path / "fits", *asked, memory=memory) == 0
+
+
+def test_only_what_the_run_goes_on_from_stays_and_its_room_is_counted(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, contents = contents_of(Curve(), config_of("single"), 1)
+    saver = saver_of(session, contents, tmp_path / "disk", memory_every=2)
+    older, newer = save_alone(tmp_path / "disk", 5), save_alone(memory, 6)
+    save_alone(memory, 4)
+    (memory / "step-00000007.tmp-run_1").mkdir()
+    (memory / "lease").touch()
+    copies = MemoryCopies(saver, session.processes, memory, newer)
+    assert sorted(path.name for path in memory.iterdir()) == ["lease", "step-00000006"]
+    monkeypatch.setattr(Saver, "num_bytes", lambda saver: 900)
+    monkeypatch.setattr(memory_copies, "free_bytes", lambda directory: 2000 - newer.num_bytes)
+    assert [copies.due(step) for step in (1, 2, 3)] == [False, True, False], "a copy takes the place of another"
+    copies = MemoryCopies(saver, session.processes, memory, older)  # it is on the disk
+    assert [path.name for path in memory.iterdir()] == ["lease"]
+    with pytest.raises(ConfigError, match="2 copies of 900 B"):
+        copies.due(1)
 
 
 def test_without_a_supervisor_it_is_refused(tmp_path: Path) -> None:
