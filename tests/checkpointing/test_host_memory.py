@@ -1,5 +1,6 @@
 """A run's directory in memory: one holder, what dead ones have left goes, and nobody else's is touched."""
 
+import os
 import shutil
 import signal
 import stat
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from allranks.checkpointing import host_memory
@@ -144,8 +146,8 @@ def test_free_is_what_both_the_place_and_the_memory_have(tmp_path: Path, monkeyp
 
     def here(place: int, memory: int) -> int:
         fake: Any = SimpleNamespace(f_bavail=place, f_frsize=10)
-        monkeypatch.setattr(host_memory.os, "statvfs", lambda path: fake)
-        monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
+        monkeypatch.setattr(os, "statvfs", lambda path: fake)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
         return free_bytes(tmp_path)
 
     assert [here(3, 40), here(5, 40), here(0, 40)] == [30, 40, 0]

@@ -112,25 +112,25 @@ def test_what_is_newer_on_the_disk_is_taken(run: Path) -> None:
 def test_a_damaged_copy_is_accounted_for_and_so_is_what_the_disk_has_lost(run: Path) -> None:
     memory = move_to_memory(run, 4)
     flip_a_byte(memory / "step-00000004")
-    step, skipped = find(run, memory)
-    assert step == 3 and len(skipped) == 1 and str(memory / "step-00000004") in skipped[0]
+    found, skipped = find(run, memory)
+    assert found == 3 and len(skipped) == 1 and str(memory / "step-00000004") in skipped[0]
     (memory / "step-00000004").rename(run / "moved")
     move_to_memory(run, 2)
     damage(run, 3)
-    step, skipped = find(run, memory)
-    assert step == 2 and len(skipped) == 1 and str(run / "checkpoints" / "step-00000003") in skipped[0]
+    found, skipped = find(run, memory)
+    assert found == 2 and len(skipped) == 1 and str(run / "checkpoints" / "step-00000003") in skipped[0]
 
 
 def test_where_all_on_the_disk_are_damaged_a_copy_saves_the_run_and_a_damaged_one_refuses_nothing(run: Path) -> None:
     memory = move_to_memory(run, 1)
     for step in (2, 3, 4):
         damage(run, step)
-    step, skipped = find(run, memory)
-    assert step == 1 and len(skipped) == 3
+    found, skipped = find(run, memory)
+    assert found == 1 and len(skipped) == 3
     flip_a_byte(memory / "step-00000001")
     with pytest.raises(CheckpointError, match="holds no good checkpoint") as refused:
         find(run, memory)
     assert str(memory) not in str(refused.value)
     shutil.rmtree(run / "checkpoints")
-    step, skipped = find(run, memory)
-    assert step is None and len(skipped) == 1, "a copy may be lost: the run begins anew, and says so"
+    found, skipped = find(run, memory)
+    assert found is None and len(skipped) == 1, "a copy may be lost: the run begins anew, and says so"

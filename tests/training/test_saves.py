@@ -233,6 +233,10 @@ class NotedSaver:
 
     def __init__(self) -> None:
         self.begun: list[Noted] = []
+        self.forgotten: list[int] = []
+
+    def forget(self, step: int) -> None:
+        self.forgotten.append(step)
 
     def begin(self, step: int, before_commit: object) -> Noted:
         self.begun.append(Noted(step))
@@ -295,9 +299,7 @@ class NotedCopies:
     """In place of MemoryCopies."""
 
     def __init__(self, every: int) -> None:
-        self.saver: Any = NotedSaver()
-        self.saver.forgotten = []
-        self.saver.forget = self.saver.forgotten.append
+        self.saver = NotedSaver()
         self._every = every
 
     def due(self, step: int) -> bool:
