@@ -11,11 +11,12 @@ import pytest
 from allranks.checkpointing import adopting
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, verify_files
 from allranks.checkpointing.mirror import Mirror
-from allranks.errors import ConfigError
+from allranks.errors import ConfigError, GuardError
 from allranks.run import Run
 from allranks.training import memory_copies
 from allranks.training.memory_copies import MemoryCopies, tell_tier
 from allranks.training.saver import Saver
+from allranks.training.sentinels import Sentinels
 from tests.checkpointing.worlds import save_alone
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of
@@ -155,6 +156,22 @@ def test_too_little_memory_is_refused_after_the_first_step(
     assert Run.open(tmp_path / "refused").last_step == 1 and copies(memory) == []
     monkeypatch.setattr(memory_copies, "free_bytes", lambda directory: room)
     assert start("Curve", tmp_path / "fits", *asked, memory=memory) == 0
+
+
+def test_what_a_guard_may_have_found_too_late_does_not_stay(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Sentinels.read
+
+    def read(sentinels: Sentinels, pending: Any, step: int) -> Any:
+        if step == 7:
+            raise GuardError("copies of a.weight differ between rank 0 and rank 1")
+        return real(sentinels, pending, step)
+
+    monkeypatch.setattr(Sentinels, "read", read)
+    with pytest.raises(GuardError):
+        start("Curve", tmp_path / "run", *COPIES, "train.steps=9", memory=memory)
+    assert told_of(tmp_path / "run")[-1]["step"] == 6 and copies(memory) == [] and saved(tmp_path / "run") == [4]
 
 
 def test_only_what_the_run_goes_on_from_stays_and_its_room_is_counted(

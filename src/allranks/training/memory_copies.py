@@ -39,10 +39,7 @@ class MemoryCopies:
         self._directory = directory
         self._kept_bytes = resumed.num_bytes if resumed is not None and lies_in(directory, resumed) else 0
         self._checked = False
-        if processes.rank == 0:
-            for path in directory.iterdir():
-                if path.is_dir() and (resumed is None or path != resumed.path):
-                    shutil.rmtree(path)
+        self._clear(None if resumed is None else resumed.path)
 
     def due(self, step: int) -> bool:
         """Whether one is to be made after `step` steps; collective.
@@ -56,6 +53,16 @@ class MemoryCopies:
             self._checked = True
             self._check_room()
         return self.saver.due(step)
+
+    def distrust(self) -> None:
+        """A guard has ended the run: what it has found wrong may be in every copy, and the disk's are older."""
+        self._clear(None)
+
+    def _clear(self, spared: Path | None) -> None:
+        if self._processes.rank == 0:
+            for path in self._directory.iterdir():
+                if path.is_dir() and path != spared:
+                    shutil.rmtree(path)
 
     def _check_room(self) -> None:
         copy_bytes = self.saver.num_bytes()

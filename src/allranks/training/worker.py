@@ -10,7 +10,7 @@ from pathlib import Path
 from allranks import fault_points
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.mirror import Mirror
-from allranks.errors import AllranksError, ConfigError, RunError
+from allranks.errors import AllranksError, ConfigError, GuardError, RunError
 from allranks.failure import is_out_of_memory
 from allranks.launching.environment import read_environment
 from allranks.observing import heartbeat
@@ -193,6 +193,10 @@ class _Training:
             )
         try:
             return Trainer(session, saver, self._stopwatch, recorder, progress, memory).train()
+        except GuardError:
+            if memory is not None:
+                memory.distrust()
+            raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise explain_shortage(session, error) from error
