@@ -1,13 +1,15 @@
 """`pytest --full --part i/n`: the long tests too, split over n runs, with a record in `.full/` to resume from.
 
 A test is in part crc32(node id) % n + 1, whatever other tests there are. The record names the commit and, for every
-test, a digest of what it stands on: the whole tree but for the test modules that it does not import. A test that passed
-on this very digest, in whichever part, is not run again: after a repair in one test module only that module is.
+test, a digest of what it stands on: the whole tree but for the test modules that it does not import, and for pages and
+stored results where it names none. A test that passed on this very digest, in whichever part, is not run again: after a
+repair in one test module only that module is, after a word in a page only what reads pages.
 """
 
 import ast
 import hashlib
 import json
+import re
 import subprocess
 import time
 import zlib
@@ -45,6 +47,15 @@ def digest(files: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(f"{name}\0{files[name]}\0" for name in sorted(files)).encode()).hexdigest()
 
 
+NAMES_PAGES = re.compile(r"\bdocs\b|\.md\b|\bresults\b|\btools\b|README|CHANGELOG")
+"""What is in the text of a test module that reads pages or stored results, by itself or through what writes them."""
+
+
+def is_page(name: str) -> bool:
+    """Whether a path of the tree is documentation, or the stored result of a measurement."""
+    return name.startswith(("docs/", "bench/results/")) or ("/" not in name and name.endswith(".md"))
+
+
 def is_test_module(name: str) -> bool:
     """Whether a path of the tree is a module of tests."""
     return Path(name).name.startswith("test_") and name.endswith(".py")
@@ -59,7 +70,9 @@ class Tree:
         names = [name for name in listed.split("\0") if name and (root / name).is_file()]
         files = {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in names}
         self._tests = {name: file for name, file in files.items() if is_test_module(name)}
-        self._common = digest({name: file for name, file in files.items() if name not in self._tests})
+        source = {name: file for name, file in files.items() if name not in self._tests}
+        self._pages = digest({name: file for name, file in source.items() if is_page(name)})
+        self._common = digest({name: file for name, file in source.items() if not is_page(name)})
         self._known: dict[str, str | None] = {}
 
     def stands_on(self, node_id: str) -> str | None:
@@ -67,8 +80,10 @@ class Tree:
         module = node_id.partition("::")[0]
         if module not in self._known:
             seen = self._imported(module)
-            files = {name: self._tests[name] for name in seen}
-            self._known[module] = digest(files | {"": self._common}) if seen else None
+            files = {name: self._tests[name] for name in seen} | {"": self._common}
+            if any(NAMES_PAGES.search((self._root / name).read_text()) for name in seen):
+                files["docs"] = self._pages
+            self._known[module] = digest(files) if seen else None
         return self._known[module]
 
     def _imported(self, module: str) -> set[str]:

@@ -70,6 +70,14 @@ def test_a_result_stands_on_every_file_but_other_test_modules(tmp_path: Path) ->
     assert changed(tests / "test_b.py", "from tests.test_c import y\n") == {"a", "b"}
     assert changed(tests / "test_a.py", "x = 1\n") == {"a"}
     assert changed(tests / "test_b.py", "x = 1\n") == {"b"}
+    # Pages and stored results: for what names them, and for what imports that.
+    (tmp_path / "docs").mkdir()
+    assert changed(tmp_path / "docs" / "new.md", "words") == changed(tmp_path / "README.md", "words") == set()
+    assert changed(tests / "test_c.py", "page = ROOT / 'docs'\n") == {"c"}
+    assert changed(tests / "test_b.py", "from tests.test_c import page\n") == {"b"}
+    for page in (tmp_path / "docs" / "new.md", tmp_path / "README.md"):
+        assert changed(page, "other words") == {"b", "c"}
+    assert changed(tests / "read.md", "of the tests") == set("abc")
 
 
 def test_only_what_passed_on_the_same_source_counts(tmp_path: Path) -> None:

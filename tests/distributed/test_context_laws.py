@@ -242,7 +242,7 @@ class Dropping(Sentence):
     """Dropout inside and outside of attention, over samples that are all the same: losses differ by masks alone."""
 
     def model(self) -> nn.Module:
-        layer = nn.TransformerEncoderLayer(24, 6, 24, dropout=0.3, batch_first=True)
+        layer = nn.TransformerEncoderLayer(24, 4, 24, dropout=0.3, batch_first=True)
         layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         return nn.Sequential(nn.Embedding(VOCABULARY, 24), layers, nn.Linear(24, VOCABULARY))
 
@@ -283,6 +283,18 @@ def test_masks_differ_by_position_and_step_and_are_the_same_again(pool: Pools) -
         assert [losses for losses, _ in first] == [losses for losses, _ in second]
         assert len({loss for losses, _ in first for loss in losses}) == 6
     together([parts for _, parts in first])  # every process holds the same parameters
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2,cp=2", "dp_shard=2,cp=2", "dp_shard=2,tp=2", "tp=2,cp=2"])
+def test_masks_of_products_differ_where_samples_or_positions_do(pool: Pools, layout: str) -> None:
+    """Ranks of one tp group have one loss between them; whoever else has the same would have the same masks."""
+    first, second = (pool(4).run(drop, layout) for _ in range(2))
+    assert [losses for losses, _ in first] == [losses for losses, _ in second]
+    losses = [tuple(losses) for losses, _ in first]
+    groups = 2 if "tp=2" in layout else 4
+    assert len(set(losses)) == groups
+    assert len({loss for one in losses for loss in one}) == 3 * groups
+    together([parts for _, parts in first])
 
 
 # evaluation

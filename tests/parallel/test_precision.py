@@ -8,6 +8,9 @@ from torch import nn
 
 from allranks.errors import ConfigError
 from allranks.parallel.precision import choose_precision, describe_gather, warn_of_precision
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import config_of, session_of, step_through
+from tests.distributed.tasks import Tiny
 
 
 @pytest.mark.parametrize(
@@ -105,3 +108,48 @@ def test_a_gather_in_a_lower_type_is_said() -> None:
     assert asked.because.startswith("layout.gather says so; ")
     assert describe_gather(choose_precision("bfloat16", None, "cpu"), None) == ()
     assert describe_gather(choose_precision("bfloat16", "float32", "cuda"), "float32") == ()
+
+
+class Turned(nn.Module):
+    """A block with what must not be rounded: angles that are made anew, and a count that is kept and grows."""
+
+    kept: torch.Tensor
+    angles: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.register_buffer("kept", torch.tensor(1 / 3, dtype=torch.float32))
+        self.register_buffer("angles", 10_000.0 ** -torch.linspace(0, 1, 5), persistent=False)
+        self.seen = set[tuple[torch.dtype, bool]]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        exact = torch.equal(self.angles, 10_000.0 ** -torch.linspace(0, 1, 5))
+        self.seen |= {(self.kept.dtype, True), (self.angles.dtype, exact)}
+        found: torch.Tensor = self.linear(x) * self.angles.cos() + x
+        if self.training:
+            self.kept.add_(2.0**-20)  # lost at once in half
+        return found
+
+
+class TurnedTask(Tiny):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Turned(), Turned(), nn.Linear(5, 3))
+
+
+def run_turned(layout: str, *more: str) -> tuple[set[tuple[torch.dtype, bool]], dict[str, tuple[torch.dtype, float]]]:
+    """In a worker: what forwards saw of the buffers, and those it has at the end."""
+    session = session_of(TurnedTask(), config_of(layout, *more, precision="bfloat16", steps=3))
+    list(step_through(session, 3))
+    blocks = [module for module in session.spread.modules[""].modules() if isinstance(module, Turned)]
+    seen = {one for block in blocks for one in block.seen}
+    return seen, {str(at): (block.kept.dtype, float(block.kept)) for at, block in enumerate(blocks)}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "fsdp layout.gather=bfloat16"])
+def test_buffers_of_a_block_stay_in_float32(pool: Pools, layout: str) -> None:
+    for seen, kept in pool(2).run(run_turned, *layout.split(" ")):
+        assert seen == {(torch.float32, True)}
+        assert {dtype for dtype, _ in kept.values()} == {torch.float32}
+        assert all(1 / 3 < value < 1 / 3 + 1e-4 for _, value in kept.values())

@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from allranks.layout import Layout
 
+FLOAT16_ROOM = 2.0**15
+
 
 def compress(model: DistributedDataParallel, layout: Layout) -> None:
     """Let the gradients of `model` travel as `ddp_hook` says."""
@@ -31,7 +33,23 @@ def compress(model: DistributedDataParallel, layout: Layout) -> None:
     elif layout.ddp_hook == "bfloat16":
         model.register_comm_hook(None, round_to_bfloat16)
     else:
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        model.register_comm_hook(None, _sum_in_float16)
+
+
+def _sum_in_float16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """Not torch's own, whose sums overflow and whose small gradients vanish: all agree on a scale, as ours do."""
+    buffer, ranks = bucket.buffer(), dist.get_world_size()
+    largest = torch.linalg.vector_norm(buffer, torch.inf)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    scale = torch.exp2(torch.floor(torch.log2(FLOAT16_ROOM / (largest * ranks)))).clamp(max=2.0**126)
+    rounded = buffer.mul_(scale).half()
+
+    def widen(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        mean: torch.Tensor = buffer.copy_(done.value()[0]).div_(scale * ranks)
+        return mean
+
+    found: torch.futures.Future[torch.Tensor] = dist.all_reduce(rounded, async_op=True).get_future().then(widen)
+    return found
 
 
 @final

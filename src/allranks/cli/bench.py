@@ -114,7 +114,7 @@ def print_rows(rows: "Sequence[Row]") -> None:
     for row in rows:
         table.add_row(*_cells(row))
     # As wide as it has to be: what is cut cannot be read, and is not found by grep.
-    console = Console(file=sys.stdout, width=160, highlight=False)
+    console = Console(file=sys.stdout, width=220, highlight=False)
     console.print(table)
     console.print("Milliseconds are medians of a step, peaks are of the fullest process; ! misses its target.")
 

@@ -112,8 +112,8 @@ class DdpHook:
         work = dist.all_reduce(rounded, group=self._group, async_op=True)
 
         def widen(done: Future[list[torch.Tensor]]) -> torch.Tensor:
-            buffer.copy_(done.value()[0]).div_(self._num_ranks)
-            return buffer if scale is None else buffer.div_(scale)
+            divisor = self._num_ranks if scale is None else scale * self._num_ranks  # one pass over the buffer
+            return buffer.copy_(done.value()[0]).div_(divisor)
 
         found: Future[torch.Tensor] = work.get_future().then(widen)
         return found
@@ -124,7 +124,7 @@ class DdpHook:
         Without one, small gradients would vanish below float16's smallest number, and undivided sums overflow. A
         power of two rounds nothing. Where a gradient is not finite it is 1, and that gradient stays what it is.
         """
-        largest = buffer.abs().amax()
+        largest = torch.linalg.vector_norm(buffer, torch.inf)  # without a copy of it, as abs() makes one
         dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
         exponent = torch.frexp(largest).exponent + (self._num_ranks - 1).bit_length()
         power = (LARGEST_EXPONENT - exponent).clamp(max=LARGEST_POWER)
