@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, verify_files
-from allranks.checkpointing.host_memory import HostMemory
+from allranks.checkpointing.host_memory import HostMemory, distrust, is_distrusted
 from allranks.config import Config
 from allranks.config_guard import GuardConfig
 from allranks.run import Run
@@ -73,6 +73,21 @@ def test_what_is_damaged_is_not_brought(run: Run, root: Path) -> None:
     flip(save(tier.directory, 30, run).path / "rank-00000.safetensors", 8000)
     tier.close()
     assert steps(run.checkpoints) == [] and list(root.iterdir()) == []
+
+
+def test_what_a_guard_distrusts_is_not_brought_and_does_not_count(run: Run, root: Path) -> None:
+    tier = opened(run, root)
+    distrust(tier.directory)
+    save(tier.directory, 30, run)  # committed by a rank that was still writing
+    tier.close()
+    assert steps(run.checkpoints) == [] and list(root.iterdir()) == []
+    tier = opened(run, root)
+    save(tier.directory, 30, run)
+    distrust(tier.directory)
+    tier._memory.release()  # the command is killed before it closes
+    run.begin_attempt()
+    again = opened(run, root)
+    assert steps(again.directory) == [] and not is_distrusted(again.directory)
 
 
 def test_what_the_disk_refuses_stays_for_the_next_start(

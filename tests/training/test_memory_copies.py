@@ -10,6 +10,7 @@ import pytest
 
 from allranks.checkpointing import adopting
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, verify_files
+from allranks.checkpointing.host_memory import is_distrusted
 from allranks.checkpointing.mirror import Mirror
 from allranks.errors import ConfigError, GuardError
 from allranks.run import Run
@@ -17,6 +18,8 @@ from allranks.training import memory_copies
 from allranks.training.memory_copies import MemoryCopies, tell_tier
 from allranks.training.saver import Saver
 from allranks.training.sentinels import Sentinels
+from allranks.training.skips import Skips
+from allranks.verdict import Verdict
 from tests.checkpointing.worlds import save_alone
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of
@@ -158,20 +161,33 @@ def test_too_little_memory_is_refused_after_the_first_step(
     assert start("Curve", tmp_path / "fits", *asked, memory=memory) == 0
 
 
+@pytest.mark.parametrize("name", ["replicas", "shards", "steps", "ranks_differ"])
 def test_what_a_guard_may_have_found_too_late_does_not_stay(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Copies are younger than what is found in them, and as the newest on the disk they would hide the good one."""
+    found = Verdict(name, "copies of a.weight differ between rank 0 and rank 1", (), "look at rank 1")
+    if name == "ranks_differ":
+        monkeypatch.setattr(Skips, "see", lambda skips, agreed, step: found if step == 6 else None)
+    else:
+        monkeypatch.setattr(Sentinels, "due", lambda sentinels, step: step == 7)
+        monkeypatch.setattr(Sentinels, "compare", lambda own, step: own._findings.conclude(name, found, step))
+    run = tmp_path / "run"
+    with pytest.raises(GuardError, match=r"copies of a\.weight differ"):
+        start("Curve", run, *COPIES, "train.steps=9", memory=memory)
+    assert told_of(run)[-1]["step"] in (6, 7) and copies(memory) == [] and saved(run) == [4]
+    assert is_distrusted(memory), "nor does what another rank commits now"
+
+
+def test_what_a_guard_finds_and_the_user_goes_on_with_stays(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Sentinels.read
-
-    def read(sentinels: Sentinels, pending: Any, step: int) -> Any:
-        if step == 7:
-            raise GuardError("copies of a.weight differ between rank 0 and rank 1")
-        return real(sentinels, pending, step)
-
-    monkeypatch.setattr(Sentinels, "read", read)
-    with pytest.raises(GuardError):
-        start("Curve", tmp_path / "run", *COPIES, "train.steps=9", memory=memory)
-    assert told_of(tmp_path / "run")[-1]["step"] == 6 and copies(memory) == [] and saved(tmp_path / "run") == [4]
+    found = Verdict("replicas", "copies of a.weight differ", (), "look at rank 1")
+    monkeypatch.setattr(Sentinels, "due", lambda sentinels, step: step == 7)
+    monkeypatch.setattr(Sentinels, "compare", lambda own, step: own._findings.conclude("replicas", found, step))
+    assert start("Curve", tmp_path / "run", *COPIES, "train.steps=9", "guard.on_finding=warn", memory=memory) == 0
+    assert copies(memory) == [9]
+    assert not is_distrusted(memory)
 
 
 def test_only_what_the_run_goes_on_from_stays_and_its_room_is_counted(

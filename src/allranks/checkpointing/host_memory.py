@@ -3,6 +3,7 @@
     /dev/shm/allranks-run-<id>/lease             locked by the process that supervises the run, for as long as it lives
     /dev/shm/allranks-run-<id>/attempt           the newest attempt that has known of what lies here
     /dev/shm/allranks-run-<id>/step-00000200/    a checkpoint like any other (checkpoint.py)
+    /dev/shm/allranks-run-<id>/distrusted        a guard has ended the run: no copy that lies here counts
 
 The system drops the lock with its process, however that dies: what nobody holds is of a dead run. The next start of
 that run takes it over; the next start of another one on this host removes it.
@@ -27,7 +28,7 @@ from allranks.lease import Lease
 SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "allranks-run-"
 _DIRECTORY = re.compile(r"allranks-run-[0-9a-f]{16}(\.gone-[0-9a-f]{8})?")
-_LEASE, _ATTEMPT = "lease", "attempt"
+_LEASE, _ATTEMPT, _DISTRUSTED = "lease", "attempt", "distrusted"
 _GROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _TRIES = 10  # to take a directory that starts of other runs remove as dead before it is leased
 
@@ -67,9 +68,11 @@ class HostMemory:
         """
         with refusing(self.directory):
             self._acquire()
-            gone = [] if self._known_by() == attempt - 1 else list_checkpoints(self.directory)
+            count = self._known_by() == attempt - 1 and not is_distrusted(self.directory)
+            gone = [] if count else list_checkpoints(self.directory)
             for path in gone:
                 shutil.rmtree(path)
+            (self.directory / _DISTRUSTED).unlink(missing_ok=True)
         self.note(attempt)
         return gone
 
@@ -105,6 +108,16 @@ class HostMemory:
             return int((self.directory / _ATTEMPT).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
             return None
+
+
+def distrust(directory: Path) -> None:
+    """No copy in it counts any more, whoever looks, and whatever is still being written: a guard has ended the run."""
+    (directory / _DISTRUSTED).touch()
+
+
+def is_distrusted(directory: Path) -> bool:
+    """Whether copies in it may hold what a guard has found."""
+    return (directory / _DISTRUSTED).exists()
 
 
 def remove_dead(spared: Path, root: Path = SHARED_MEMORY) -> list[Path]:

@@ -12,7 +12,7 @@ from typing import final
 
 from allranks.checkpointing.adopting import copy
 from allranks.checkpointing.checkpoint import list_checkpoints, newest_good
-from allranks.checkpointing.host_memory import SHARED_MEMORY, HostMemory, remove_dead
+from allranks.checkpointing.host_memory import SHARED_MEMORY, HostMemory, is_distrusted, remove_dead
 from allranks.errors import CheckpointError
 from allranks.run import Run
 from allranks.surviving.supervisor import Supervision
@@ -66,6 +66,8 @@ class MemoryTier:
 
     def _bring_newest(self) -> None:
         copies, saved = list_checkpoints(self.directory), list_checkpoints(self._run.checkpoints)
+        if is_distrusted(self.directory):
+            return
         if not copies or (saved and _order(saved[0]) >= _order(copies[0])):
             return
         newest, _ = newest_good(self.directory, self._run.id)

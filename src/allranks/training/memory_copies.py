@@ -5,11 +5,12 @@ the next takes its place when it is whole.
 """
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints
-from allranks.checkpointing.host_memory import free_bytes
+from allranks.checkpointing.host_memory import distrust, free_bytes
 from allranks.errors import ConfigError
 from allranks.stepping.world import Processes
 from allranks.training.saver import Saver
@@ -55,7 +56,12 @@ class MemoryCopies:
         return self.saver.due(step)
 
     def distrust(self) -> None:
-        """A guard has ended the run: what it has found wrong may be in every copy, and the disk's are older."""
+        """A guard has ended the run: what it has found wrong may be in every copy, and the disk's are older.
+
+        For every rank: the first that ends takes the others with it, which may be writing still.
+        """
+        with suppress(FileNotFoundError):
+            distrust(self._directory)
         self._clear(None)
 
     def _clear(self, spared: Path | None) -> None:
