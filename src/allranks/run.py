@@ -147,6 +147,11 @@ class Run:
         """RUN/traces."""
         return self.path / "traces"
 
+    @property
+    def attempt(self) -> str:
+        """What tells the newest start from all others, also from those of a copy of this directory; "" before it."""
+        return str(self._identity.get("attempt", ""))
+
     def journal(self, rank: int = 0) -> Path:
         """The journal of one rank."""
         return self.path / "journal" / f"rank-{rank:05d}.jsonl"
@@ -168,10 +173,14 @@ class Run:
         with refusing(self.config_path), replacing(self.config_path) as temporary:
             write_config(config, temporary)
 
-    def begin_attempt(self) -> int:
-        """Count one more start of training, on disk, and return its number (from 1). For the holder of the lease."""
+    def begin_attempt(self, attempt: str | None = None) -> int:
+        """Count one more start of training, on disk, and return its number (from 1). For the holder of the lease.
+
+        Args:
+            attempt: what tells it from all others; by default 16 hex digits by chance.
+        """
         self._identity = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-        self._identity["attempts"] = self.attempts + 1
+        self._identity |= {"attempts": self.attempts + 1, "attempt": attempt or secrets.token_hex(8)}
         self._write_identity()
         return self.attempts
 

@@ -16,8 +16,15 @@ import psutil
 import pytest
 
 from allranks.checkpointing import host_memory
-from allranks.checkpointing.checkpoint import list_checkpoints
-from allranks.checkpointing.host_memory import HostMemory, check_there, free_bytes, remove_dead
+from allranks.checkpointing.host_memory import (
+    HostMemory,
+    Record,
+    check_there,
+    free_bytes,
+    left_of,
+    read_record,
+    remove_dead,
+)
 from allranks.errors import ConfigError, RunError
 from allranks.lease import Lease
 from tests.checkpointing.worlds import save_alone
@@ -27,11 +34,16 @@ HOLD = """
 import pathlib, sys, time
 from allranks.checkpointing.host_memory import HostMemory
 memory = HostMemory(sys.argv[1], pathlib.Path(sys.argv[2]))
-memory.open(1)
+memory.open()
 (memory.directory / "step-00000007").mkdir()
 print("held", flush=True)
 time.sleep(60)
 """
+
+
+def nobody(directory: Path) -> bool:
+    """Misses it."""
+    return False
 
 
 @contextmanager
@@ -48,47 +60,65 @@ def supervising(run_id: str, root: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_it_is_this_users_alone_and_gone_at_the_end(tmp_path: Path) -> None:
     memory = HostMemory(MINE, tmp_path)
-    assert memory.open(1) == [] and memory.directory == tmp_path / f"allranks-run-{MINE}"
+    memory.open()
+    assert memory.directory == tmp_path / f"allranks-run-{MINE}"
     assert stat.S_IMODE(memory.directory.stat().st_mode) == 0o700
     save_alone(memory.directory)
     with pytest.raises(RunError, match="is in use by pid"):
-        HostMemory(MINE, tmp_path).open(2)
+        HostMemory(MINE, tmp_path).open()
     memory.close()
     assert list(tmp_path.iterdir()) == []
-    HostMemory(MINE, tmp_path).open(1)  # it can be had again
+    HostMemory(MINE, tmp_path).open()  # it can be had again
 
 
 def test_what_is_held_stays_and_what_a_killed_holder_has_left_goes(tmp_path: Path) -> None:
     mine = HostMemory(MINE, tmp_path)
     mine.directory.mkdir()
     with supervising(OTHER, tmp_path) as other:
-        assert remove_dead(mine.directory, tmp_path) == []
+        assert remove_dead(mine.directory, nobody, tmp_path) == []
         assert (tmp_path / f"allranks-run-{OTHER}" / "step-00000007").is_dir()
         other.send_signal(signal.SIGKILL)
         other.wait()
-        assert remove_dead(mine.directory, tmp_path) == [tmp_path / f"allranks-run-{OTHER}"]
+        assert remove_dead(mine.directory, lambda directory: True, tmp_path) == []
+        assert left_of(OTHER, tmp_path) == [tmp_path / f"allranks-run-{OTHER}"], "somebody would miss it"
+        assert remove_dead(mine.directory, nobody, tmp_path) == [tmp_path / f"allranks-run-{OTHER}"]
     assert list(tmp_path.iterdir()) == [mine.directory], "it is spared, though nobody holds it"
     (tmp_path / f"allranks-run-{OTHER}.gone-0123abcd").mkdir()  # left by who was killed while removing
-    remove_dead(mine.directory, tmp_path)
+    assert len(left_of(OTHER, tmp_path)) == 1
+    remove_dead(mine.directory, lambda directory: True, tmp_path)
     assert list(tmp_path.iterdir()) == [mine.directory]
 
 
-def test_the_next_attempt_takes_over_and_a_later_one_does_not(tmp_path: Path) -> None:
+def test_what_is_noted_is_read_and_never_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = HostMemory(MINE, tmp_path)
-    memory.open(1)
-    copy = save_alone(memory.directory).path
-    memory.note(2)  # workers were started again
-    memory.release()
+    memory.open()
+    assert read_record(memory.directory) is None
+    record = Record(tmp_path / "run", ("a", "b"))
+    memory.note(record)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda path, target: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(RunError, match="No space left"):
+            memory.note(Record(tmp_path / "other", ("c",)))
+    assert read_record(memory.directory) == record
+    for text in ("", "[]", '{"run": "x"}'):
+        (memory.directory / "record.json").write_text(text)
+        assert read_record(memory.directory) is None
+
+
+def test_what_has_vanished_is_made_again_and_closing_finds_nothing(tmp_path: Path) -> None:
     memory = HostMemory(MINE, tmp_path)
-    assert memory.open(3) == [] and list_checkpoints(memory.directory) == [copy]
-    memory.release()
-    memory = HostMemory(MINE, tmp_path)
-    assert memory.open(5) == [copy], "attempt 4 was somewhere else, and has gone on from something older"
-    assert list_checkpoints(memory.directory) == []
-    save_alone(memory.directory)
-    (memory.directory / "attempt").write_text("")  # killed while it was written
-    memory.release()
-    assert HostMemory(MINE, tmp_path).open(6) == [copy]
+    memory.open()
+    assert memory.stands()
+    shutil.rmtree(memory.directory)
+    (memory.directory / "step-00000003").mkdir(parents=True)  # by a worker, as its mode is by default
+    assert not memory.stands()
+    memory.open()
+    assert memory.stands() and stat.S_IMODE(memory.directory.stat().st_mode) == 0o700
+    with pytest.raises(RunError, match="is in use by pid"):
+        HostMemory(MINE, tmp_path).open()
+    shutil.rmtree(memory.directory)
+    memory.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_others_have_there_is_not_touched(tmp_path: Path) -> None:
@@ -98,10 +128,10 @@ def test_what_others_have_there_is_not_touched(tmp_path: Path) -> None:
     (root / f"allranks-run-{MINE}").write_text("a file")
     (root / f"allranks-run-{OTHER}").symlink_to(elsewhere)
     before = sorted(root.rglob("*"))
-    assert remove_dead(root / "none", root) == [] and sorted(root.rglob("*")) == before
+    assert remove_dead(root / "none", nobody, root) == [] and sorted(root.rglob("*")) == before
     assert (elsewhere / "kept").is_dir() and not (elsewhere / "lease").exists()
     with pytest.raises(RunError, match="belongs to another user, or is no directory"):
-        HostMemory(OTHER, root).open(1)
+        HostMemory(OTHER, root).open()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -120,10 +150,10 @@ def test_a_directory_that_is_taken_for_dead_before_it_is_leased_is_made_again(
             shutil.rmtree(memory.directory)
 
     monkeypatch.setattr(Lease, "acquire", acquire)
-    memory.open(1)
+    memory.open()
     assert removed == [when] and memory.directory.is_dir()
     with pytest.raises(RunError, match="is in use"):
-        HostMemory(MINE, tmp_path).open(1)
+        HostMemory(MINE, tmp_path).open()
 
 
 def test_who_removes_dead_ones_does_not_meet_one_that_was_made_again(
@@ -138,7 +168,7 @@ def test_who_removes_dead_ones_does_not_meet_one_that_was_made_again(
         (directory / "of the living").mkdir(parents=True)
 
     monkeypatch.setattr(Lease, "acquire", acquire)
-    assert remove_dead(tmp_path / "none", tmp_path) == [] and (directory / "of the living").is_dir()
+    assert remove_dead(tmp_path / "none", nobody, tmp_path) == [] and (directory / "of the living").is_dir()
 
 
 def test_free_is_what_both_the_place_and_the_memory_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,9 +73,9 @@ def cleared(run: Path) -> Iterator[None]:
 def test_killed_workers_and_a_killed_command_go_on_from_memory(tmp_path: Path, whole: dict[str, str]) -> None:
     run = tmp_path / "run"
     living, dead = HostMemory(os.urandom(8).hex()), HostMemory(os.urandom(8).hex())
-    dead.open(1)
+    dead.open()
     dead.release()
-    living.open(1)
+    living.open()
     with cleared(run):
         with running("train", POINTS, *SETTINGS, *COPIES, "--run", "run", folder=tmp_path) as command:
             wait_for_copy(run, 17, command)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from allranks.checkpointing.checkpoint import Header, list_checkpoints
-from allranks.checkpointing.host_memory import HostMemory
+from allranks.checkpointing.host_memory import HostMemory, left_of
 from allranks.checkpointing.save import save
 from allranks.config import Config
 from allranks.fault_points import Fault
@@ -125,12 +125,14 @@ def test_i7_sees_what_was_left(pair: tuple[Run, Run], tmp_path: Path, monkeypatc
         assert name in nothing_left(pair[1], Left()).what
         (pair[1].checkpoints / name).rmdir()
     with monkeypatch.context() as patch:
-        patch.setattr("allranks.surviving.invariants.HostMemory", lambda run_id: HostMemory(run_id, tmp_path))
+        patch.setattr("allranks.surviving.invariants.left_of", lambda run_id: left_of(run_id, tmp_path))
         memory = HostMemory(pair[1].id, tmp_path)
         assert nothing_left(pair[1], Left()).holds
-        memory.open(1)
+        memory.open()
         assert str(memory.directory) in nothing_left(pair[1], Left()).what
         memory.close()
+        (tmp_path / f"{memory.directory.name}.gone-0123abcd").mkdir()
+        assert ".gone-0123abcd" in nothing_left(pair[1], Left()).what
     pair[1].acquire()
     assert "the lease" in nothing_left(pair[1], Left()).what
     pair[1].release()

@@ -1,20 +1,23 @@
 """A run's directory in the memory of this host, in which copies of its state outlive a killed worker. No torch.
 
     /dev/shm/allranks-run-<id>/lease             locked by the process that supervises the run, for as long as it lives
-    /dev/shm/allranks-run-<id>/attempt           the newest attempt that has known of what lies here
+    /dev/shm/allranks-run-<id>/record.json       whose copies they are: RUN's path, and the attempts that know of them
     /dev/shm/allranks-run-<id>/step-00000200/    a checkpoint like any other (checkpoint.py)
     /dev/shm/allranks-run-<id>/distrusted        a guard has ended the run: no copy that lies here counts
 
 The system drops the lock with its process, however that dies: what nobody holds is of a dead run. The next start of
-that run takes it over; the next start of another one on this host removes it.
+that run takes it over; the next start of another one on this host removes it where nobody would miss it.
 """
 
 import contextlib
+import json
 import os
 import re
 import secrets
 import shutil
 import stat
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
@@ -27,8 +30,9 @@ from allranks.lease import Lease
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "allranks-run-"
+_GONE: Final = ".gone-"
 _DIRECTORY = re.compile(r"allranks-run-[0-9a-f]{16}(\.gone-[0-9a-f]{8})?")
-_LEASE, _ATTEMPT, _DISTRUSTED = "lease", "attempt", "distrusted"
+_LEASE, _RECORD, _DISTRUSTED = "lease", "record.json", "distrusted"
 _GROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _TRIES = 10  # to take a directory that starts of other runs remove as dead before it is leased
 
@@ -40,6 +44,28 @@ def check_there(root: Path = SHARED_MEMORY) -> None:
             f"checkpoint.memory_every: {root} is not there, or not to be written to: copies in the memory of a host "
             "need it; leave the key out"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Whose copies a directory has.
+
+    Attributes:
+        run: RUN, an absolute path.
+        attempts: that the copies are the newest state of: who goes on after another one goes on from something else.
+    """
+
+    run: Path
+    attempts: tuple[str, ...]
+
+
+def read_record(directory: Path) -> Record | None:
+    """What its newest holder has noted; None: nothing that can be read."""
+    try:
+        found = json.loads((directory / _RECORD).read_text(encoding="utf-8"))
+        return Record(Path(found["run"]), tuple(found["attempts"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 @final
@@ -54,36 +80,39 @@ class HostMemory:
         self.directory = root / f"{_PREFIX}{run_id}"
         self._lease = Lease(self.directory / _LEASE)
 
-    def open(self, attempt: int) -> list[Path]:
-        """Take it, or take it over, for the attempt that begins now.
-
-        Copies count only if the attempt before knew of them. Otherwise others have gone on elsewhere since, from an
-        older state: what lies here is of another past than the journal's, and goes.
-
-        Returns:
-            The copies that went for that.
+    def open(self) -> None:
+        """Take it, take it over, or make it again where it has vanished.
 
         Raises:
             RunError: somebody else supervises the run on this host, or the system refuses.
         """
+        self._lease.release()
         with refusing(self.directory):
             self._acquire()
-            count = self._known_by() == attempt - 1 and not is_distrusted(self.directory)
-            gone = [] if count else list_checkpoints(self.directory)
+
+    def stands(self) -> bool:
+        """Whether it is there, and this process holds it. Others may remove it: systemd does at a logout."""
+        return self._lease.stands()
+
+    def clear(self) -> list[Path]:
+        """Remove the copies, and what was held against them; the copies that went. Raises RunError."""
+        gone = list_checkpoints(self.directory)
+        with refusing(self.directory):
             for path in gone:
                 shutil.rmtree(path)
             (self.directory / _DISTRUSTED).unlink(missing_ok=True)
-        self.note(attempt)
         return gone
 
-    def note(self, attempt: int) -> None:
-        """This attempt begins, and knows of what lies here."""
+    def note(self, record: Record) -> None:
+        """Replace the record, at once. Raises RunError: the system refuses."""
+        path, draft = self.directory / _RECORD, self.directory / f".{_RECORD}.tmp"
         with refusing(self.directory):
-            (self.directory / _ATTEMPT).write_text(str(attempt), encoding="utf-8")
+            draft.write_text(json.dumps({"run": str(record.run), "attempts": record.attempts}), encoding="utf-8")
+            draft.replace(path)
 
     def close(self) -> None:
-        """Remove it, with all that is in it."""
-        with refusing(self.directory):
+        """Remove it, with all that is in it, if it is there. Raises RunError: the system refuses."""
+        with refusing(self.directory), contextlib.suppress(FileNotFoundError):
             _remove(self.directory)
         self.release()
 
@@ -96,18 +125,13 @@ class HostMemory:
             self.directory.mkdir(mode=0o700, exist_ok=True)
             if not _is_own(self.directory):
                 raise RunError(f"{self.directory} belongs to another user, or is no directory: have it removed")
+            self.directory.chmod(0o700)
             with contextlib.suppress(FileNotFoundError):
                 self._lease.acquire()
             if self._lease.stands():
                 return
             self._lease.release()
         raise RunError(f"{self.directory} vanishes again and again: see who deletes it")
-
-    def _known_by(self) -> int | None:
-        try:
-            return int((self.directory / _ATTEMPT).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            return None
 
 
 def distrust(directory: Path) -> None:
@@ -120,8 +144,18 @@ def is_distrusted(directory: Path) -> bool:
     return (directory / _DISTRUSTED).exists()
 
 
-def remove_dead(spared: Path, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove what this user's runs have left there whose supervisors are dead, but for `spared`; what went."""
+def left_of(run_id: str, root: Path = SHARED_MEMORY) -> list[Path]:
+    """What is there of one run, half removed or not."""
+    return sorted(root.glob(f"{_PREFIX}{run_id}*"))
+
+
+def remove_dead(spared: Path, missed: Callable[[Path], bool], root: Path = SHARED_MEMORY) -> list[Path]:
+    """Remove what this user's runs have left there whose supervisors are dead; what went.
+
+    Args:
+        spared: stays, whoever holds it.
+        missed: whether somebody would miss a directory that nobody holds: it stays then. Asked while it is leased.
+    """
     gone = []
     for path in sorted(root.glob(f"{_PREFIX}*")):
         if path == spared or not _DIRECTORY.fullmatch(path.name) or not _is_own(path):
@@ -130,7 +164,7 @@ def remove_dead(spared: Path, root: Path = SHARED_MEMORY) -> list[Path]:
         with contextlib.suppress(OSError, RunError):  # taken, or removed by somebody else, in this moment
             if lease.holder() is None:
                 lease.acquire()
-                if lease.stands():
+                if lease.stands() and (_GONE in path.name or not missed(path)):
                     _remove(path)
                     gone.append(path)
         lease.release()
@@ -166,7 +200,7 @@ def _left_to_groups() -> list[int]:
 
 def _remove(path: Path) -> None:
     """Whoever holds the lease: take the name away, then what it stood for."""
-    gone = path.with_name(f"{path.name.partition('.')[0]}.gone-{secrets.token_hex(4)}")
+    gone = path.with_name(f"{path.name.partition('.')[0]}{_GONE}{secrets.token_hex(4)}")
     path.rename(gone)
     shutil.rmtree(gone)
 

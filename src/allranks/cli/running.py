@@ -154,9 +154,12 @@ def _run(
     run = open_run(prepared, request)
     if plan is not None:
         write_plan(run, plan)
-    run.begin_attempt()
-    supervision = Supervision.of_run(run, prepared.config.guard, partial(halve_micro_batch, run, num_processes))
     memory = open_memory(run, wanted=copies)
+    if memory is None:
+        run.begin_attempt()
+    else:
+        memory.begin_attempt()
+    supervision = Supervision.of_run(run, prepared.config.guard, partial(halve_micro_batch, run, num_processes))
     ended = train_in_workers(request, run, num_processes, decisions, supervision, memory=memory)
     run.release()
     return ended

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, verify_files
-from allranks.checkpointing.host_memory import HostMemory
+from allranks.checkpointing.host_memory import left_of
 from allranks.errors import CheckpointError
 from allranks.run import Run
 from allranks.surviving.incidents import Incident
@@ -138,8 +138,7 @@ def nothing_left(broken: Run, left: Left) -> Invariant:
         str(path.relative_to(broken.path)) for path in sorted(broken.path.rglob("*")) if LEFTOVER.search(path.name)
     ]
     found = [*left.processes, *left.temporary, *names]
-    copies = HostMemory(broken.id).directory
-    found += [str(copies)] if copies.exists() else []
+    found += [str(path) for path in left_of(broken.id)]
     holder = broken.holder()
     found += [] if holder is None else [f"the lease, held by {holder}"]
     if found:
