@@ -27,10 +27,12 @@ def train(
     resume: Path | None = None,
     change: Sequence[str] = (),
     memory: Path | None = None,
+    first_attempt: int | None = None,
 ) -> int:
     """What `allranks train` and its one worker do; the exit code.
 
-    `task`: the name of a class in tests.training.tasks, or a spec. `memory`: a directory for copies of the state.
+    `task`: the name of a class in tests.training.tasks, or a spec. `memory`: a directory for copies of the state;
+    `first_attempt`: the command's.
     """
     spec = f"{TASKS}:{task}" if task is not None and task.isidentifier() else task
     request = TrainRequest(task_spec=spec, overrides=overrides, run=run, resume=resume, change=tuple(change))
@@ -39,14 +41,14 @@ def train(
     opened.begin_attempt()
     try:
         with signals_kept():
-            return work(Assignment(request, opened.path.resolve(), memory=memory))
+            return work(Assignment(request, opened.path.resolve(), memory=memory, first_attempt=first_attempt))
     finally:
         opened.release()
 
 
-def start(task: str, run: Path, *overrides: str, memory: Path | None = None) -> int:
+def start(task: str, run: Path, *overrides: str, memory: Path | None = None, first_attempt: int | None = None) -> int:
     """A new run with small settings; the exit code."""
-    return train(task, *QUICK, *overrides, run=run, memory=memory)
+    return train(task, *QUICK, *overrides, run=run, memory=memory, first_attempt=first_attempt)
 
 
 def train_outside(

@@ -41,6 +41,7 @@ def copies(memory: Path) -> list[int]:
 def memory(tmp_path: Path) -> Path:
     """In place of what a supervisor leases."""
     (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "lease").touch()
     return tmp_path / "memory"
 
 
@@ -68,7 +69,7 @@ def test_a_run_goes_on_from_the_newest_of_memory_and_disk(
     assert "from step-00000006 in the memory of this host: the disk has step-00000004" in said
     assert start("Curve", whole, "train.steps=12", "evaluate.every=6") == 0
     same_run(whole, run, 12)
-    assert saved(run) == [4, 8, 12] and [path.name for path in memory.iterdir()] == ["step-00000011"]
+    assert saved(run) == [4, 8, 12] and copies(memory) == [11]
 
 
 def test_copies_are_written_beside_the_steps_where_checkpoints_are(tmp_path: Path, memory: Path) -> None:
@@ -161,6 +162,38 @@ def test_too_little_memory_is_refused_after_the_first_step(
     assert start("Curve", tmp_path / "fits", *asked, memory=memory) == 0
 
 
+def test_a_later_attempt_goes_on_without_the_room_and_copies_again_when_there_is_some(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a kill for want of memory has left less room for does not end the run that it was to save."""
+    run, left = tmp_path / "run", iter([999, 1000, 1000, 1000, 999, 1000])  # at 1, 2, 3, 5, 6, 7
+    monkeypatch.setattr(Saver, "num_bytes", lambda saver: 900)
+    monkeypatch.setattr(memory_copies, "free_bytes", lambda directory: next(left))
+    settings = (*COPIES, "checkpoint.asynchronous=false", "train.steps=7")
+    assert start("Curve", run, *settings, memory=memory, first_attempt=0) == 0
+    assert [event["step"] for event in told_of(run)] == [2, 3, 5, 7]
+    (verdict,) = events(run, "verdict")
+    assert verdict["what"].endswith("no copy of step 1 in the memory of this host: it takes 900 B, and 999 B are free")
+
+
+def test_a_directory_that_vanishes_ends_nothing_and_is_not_made_again_without_a_lease(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = MemoryCopies.obstacle
+
+    def obstacle(own: MemoryCopies) -> str:
+        if Run.open(tmp_path / "run").last_step >= 2 and memory.exists():
+            shutil.rmtree(memory)
+        return real(own)
+
+    monkeypatch.setattr(MemoryCopies, "obstacle", obstacle)
+    assert start("Curve", tmp_path / "run", *COPIES, "train.steps=9", memory=memory) == 0
+    (verdict,) = events(tmp_path / "run", "verdict")
+    assert f"{memory} has vanished" in verdict["what"] and "RemoveIPC" in verdict["what"]
+    assert not memory.exists() and saved(tmp_path / "run") == [4, 8, 9]
+    assert train(None, "train.steps=10", resume=tmp_path / "run", memory=memory) == 0
+
+
 @pytest.mark.parametrize("name", ["replicas", "shards", "steps", "ranks_differ"])
 def test_what_a_guard_may_have_found_too_late_does_not_stay(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -199,12 +232,12 @@ def test_only_what_the_run_goes_on_from_stays_and_its_room_is_counted(
     save_alone(memory, 4)
     (memory / "step-00000007.tmp-run_1").mkdir()
     (memory / "lease").touch()
-    copies = MemoryCopies(saver, session.processes, memory, newer)
+    copies = MemoryCopies(saver, session.processes, memory, newer, refuses=True)
     assert sorted(path.name for path in memory.iterdir()) == ["lease", "step-00000006"]
     monkeypatch.setattr(Saver, "num_bytes", lambda saver: 900)
     monkeypatch.setattr(memory_copies, "free_bytes", lambda directory: 2000 - newer.num_bytes)
     assert [copies.due(step) for step in (1, 2, 3)] == [False, True, False], "a copy takes the place of another"
-    copies = MemoryCopies(saver, session.processes, memory, older)  # it is on the disk
+    copies = MemoryCopies(saver, session.processes, memory, older, refuses=True)  # it is on the disk
     assert [path.name for path in memory.iterdir()] == ["lease"]
     with pytest.raises(ConfigError, match="2 copies of 900 B"):
         copies.due(1)

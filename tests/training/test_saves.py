@@ -305,6 +305,9 @@ class NotedCopies:
     def due(self, step: int) -> bool:
         return step % self._every == 0
 
+    def obstacle(self) -> str:
+        return ""
+
 
 def with_copies(every: int, copied: int) -> tuple[Saves, Any, Any, list[str]]:
     """Saves that write to the disk every so many steps and to memory every so many, beside the steps."""

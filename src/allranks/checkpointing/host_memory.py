@@ -29,6 +29,7 @@ from allranks.errors import ConfigError, RunError
 from allranks.lease import Lease
 
 SHARED_MEMORY: Final = Path("/dev/shm")
+KEEP_IT: Final = "a logout may take it along: `loginctl enable-linger`, or RemoveIPC=no in systemd's logind.conf"
 _PREFIX: Final = "allranks-run-"
 _GONE: Final = ".gone-"
 _DIRECTORY = re.compile(r"allranks-run-[0-9a-f]{16}(\.gone-[0-9a-f]{8})?")
@@ -132,6 +133,11 @@ class HostMemory:
                 return
             self._lease.release()
         raise RunError(f"{self.directory} vanishes again and again: see who deletes it")
+
+
+def is_open(directory: Path) -> bool:
+    """Whether its supervisor's lease is still there: for workers, which do not hold it."""
+    return (directory / _LEASE).exists()
 
 
 def distrust(directory: Path) -> None:

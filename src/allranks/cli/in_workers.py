@@ -36,7 +36,8 @@ def train_in_workers(
 
     method = forkserver.choose_start_method()
     directory = None if memory is None else memory.directory
-    assignment = Assignment(request, run.path.resolve(), (*decisions, method.decision), memory=directory)
+    told = (*decisions, method.decision)
+    assignment = Assignment(request, run.path.resolve(), told, memory=directory, first_attempt=run.attempts)
     try:
         outcome = run_workers(
             f"{WORKER}:work",

@@ -14,6 +14,7 @@ from typing import final
 from allranks.checkpointing.adopting import copy
 from allranks.checkpointing.checkpoint import newest_good
 from allranks.checkpointing.host_memory import (
+    KEEP_IT,
     SHARED_MEMORY,
     HostMemory,
     Record,
@@ -25,8 +26,6 @@ from allranks.errors import CheckpointError, RunError
 from allranks.run import Run
 from allranks.surviving.left_behind import counts_for, is_newer, left_behind
 from allranks.surviving.supervisor import Supervision
-
-KEEP_IT = "who logs out may take it along: `loginctl enable-linger`, or RemoveIPC=no in systemd's logind.conf"
 
 
 def _say(line: str) -> None:

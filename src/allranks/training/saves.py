@@ -89,7 +89,7 @@ class Saves:
         copy = self._memory is not None and self._memory.due(step)
         if self._saver.due(step):
             saver = self._saver
-        elif self._memory is not None and copy and self._under_way is None:
+        elif self._memory is not None and copy and self._under_way is None and self._may_copy(self._memory, step):
             saver = self._memory.saver
         else:
             return
@@ -211,11 +211,21 @@ class Saves:
             if saver is self._saver:
                 raise
             saver.forget(step)
-            if not self._told_of_memory:
-                self._told_of_memory = True
-                what = f"there is no copy of step {step} in the memory of this host: {error}"
-                move = "the run goes on, and tries again; see what fills that memory"
-                self._tell(Verdict("checkpoint", what, (), move), step)
+            self._tell_of_memory(step, str(error))
+
+    def _may_copy(self, memory: MemoryCopies, step: int) -> bool:
+        """Whether nothing is in the way of a copy of `step`; what is, is told once. Collective."""
+        why = memory.obstacle()
+        if why:
+            self._tell_of_memory(step, why)
+        return not why
+
+    def _tell_of_memory(self, step: int, why: str) -> None:
+        if not self._told_of_memory:
+            self._told_of_memory = True
+            what = f"there is no copy of step {step} in the memory of this host: {why}"
+            move = "the run goes on, and tries again; see what fills that memory"
+            self._tell(Verdict("checkpoint", what, (), move), step)
 
     def _tell_of_slowness(self, held_up: _UnderWay, step: int) -> None:
         if self._told_of_slowness or held_up.waited < SLOW_SECONDS:

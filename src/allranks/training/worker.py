@@ -57,6 +57,8 @@ class Assignment:
         decisions: what the command chose, for the banner.
         announce: told where the Run is, once it is there.
         memory: the directory in this host's memory that the command has leased for copies of the state; None: none.
+        first_attempt: the command's first one, by the run's count: later ones go on where it would have refused; None:
+            this one.
     """
 
     request: TrainRequest
@@ -64,6 +66,7 @@ class Assignment:
     decisions: tuple[Decision, ...] = ()
     announce: Callable[[Path], None] | None = None
     memory: Path | None = None
+    first_attempt: int | None = None
 
 
 def work(assignment: Assignment) -> int:
@@ -173,7 +176,8 @@ class _Training:
             saver.saved_step = resumed_step
         memory = None
         if self._memory is not None and config.checkpoint.memory_every is not None:
-            memory = MemoryCopies(saver, self._processes, self._memory, checkpoint)
+            refuses = self._assignment.first_attempt in (None, run.attempts)
+            memory = MemoryCopies(saver, self._processes, self._memory, checkpoint, refuses=refuses)
         recorder = progress = None
         if self._screen is not None:
             told = (*self._prepared.decisions, *self._assignment.decisions)
