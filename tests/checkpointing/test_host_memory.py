@@ -1,6 +1,5 @@
 """A run's directory in memory: one holder, what dead ones have left goes, and nobody else's is touched."""
 
-import os
 import shutil
 import signal
 import stat
@@ -9,18 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import psutil
 import pytest
 
-from allranks.checkpointing import host_memory
 from allranks.checkpointing.host_memory import (
     HostMemory,
     Record,
     check_there,
-    free_bytes,
     left_of,
     read_record,
     remove_dead,
@@ -169,37 +163,6 @@ def test_who_removes_dead_ones_does_not_meet_one_that_was_made_again(
 
     monkeypatch.setattr(Lease, "acquire", acquire)
     assert remove_dead(tmp_path / "none", nobody, tmp_path) == [] and (directory / "of the living").is_dir()
-
-
-def test_free_is_what_both_the_place_and_the_memory_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_left_to_groups", lambda: [])
-
-    def here(place: int, memory: int) -> int:
-        fake: Any = SimpleNamespace(f_bavail=place, f_frsize=10)
-        monkeypatch.setattr(os, "statvfs", lambda path: fake)
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
-        return free_bytes(tmp_path)
-
-    assert [here(3, 40), here(5, 40), here(0, 40)] == [30, 40, 0]
-
-
-def test_a_containers_own_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, membership = tmp_path / "groups", tmp_path / "membership"
-    inner = groups / "pod" / "inner"
-    inner.mkdir(parents=True)
-    membership.write_text("4:cpu:/elsewhere\n0::/pod/inner\n")
-    monkeypatch.setattr(host_memory, "_GROUPS", groups)
-    monkeypatch.setattr(host_memory, "_MEMBERSHIP", membership)
-    assert host_memory._left_to_groups() == []
-    for folder, limit in ((inner, "max"), (groups / "pod", "5000")):
-        (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.current").write_text("4500\n")
-        (folder / "memory.stat").write_text("anon 4000\ninactive_file 300\n")
-    assert host_memory._left_to_groups() == [800] and free_bytes(tmp_path) == 800
-    (inner / "memory.max").write_text("4000")
-    assert host_memory._left_to_groups() == [0, 800]
-    membership.unlink()
-    assert host_memory._left_to_groups() == []
 
 
 def test_a_system_without_such_memory_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from allranks.errors import ConfigError
 from allranks.fault_points import read_schedule
+from allranks.run import Run
 from allranks.surviving.chaos import Trial, break_on_purpose
 from tests.commands import POINTS, allranks
 
@@ -82,6 +83,8 @@ def test_killed_while_copies_are_made_in_memory(tmp_path: Path, kind: str) -> No
     points = ",".join(f"{name}:{kind}" for name in ("checkpoint.stage", *WRITING))
     document = trial(tmp_path, "checkpoint.memory_every=1", "train.steps=60", "--points", points, kills=8)
     assert document["recovered"] == 8
+    resumed = [event for event in Run.open(tmp_path / "trial" / "broken").events() if event["event"] == "resume"]
+    assert kind != "kill" or "memory" in {event["tier"] for event in resumed}
 
 
 @pytest.mark.full

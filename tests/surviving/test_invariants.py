@@ -103,6 +103,14 @@ def test_i4_counts_what_was_done_again() -> None:
     assert bounded_work([replace(GOOD, redone=11)], 5, 100, beside=True).holds is False
 
 
+def test_i4_wants_copies_in_memory_to_be_gone_on_from() -> None:
+    two, three, six = (replace(GOOD, redone=number) for number in (2, 3, 6))
+    assert bounded_work([two], 5, 100, memory_every=1).holds and bounded_work([two], None, 100, memory_every=1).holds
+    assert bounded_work([three], 5, 100, memory_every=1).holds is False
+    assert bounded_work([six], 5, 100, memory_every=4).holds is False
+    assert bounded_work([three], 5, 100, memory_every=1, beside=True).holds
+
+
 def test_i5_wants_every_fault_to_have_happened_and_to_be_over() -> None:
     assert recovered([GOOD], 1, 1).holds and "median 0.50 s" in recovered([GOOD], 1, 1).what
     assert recovered([replace(GOOD, recovery="none")], 1, 1).holds is False

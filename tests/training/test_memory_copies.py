@@ -96,7 +96,7 @@ def test_a_damaged_copy_falls_back_to_the_disk_loudly(
     assert train(None, "train.steps=8", resume=run, memory=memory) == 0
     said = "".join(capsys.readouterr())
     assert f"passed over a newer checkpoint: {memory / 'step-00000005'}" in said and "SHA-256" in said
-    assert "from step-00000004 on the disk: the memory of this host has nothing newer" in said
+    assert "from step-00000004 on the disk: the memory of this host has no newer good copy" in said
     assert (events(run, "resume")[-1]["step"], events(run, "resume")[-1]["tier"]) == (4, "disk")
     assert start("Curve", whole, "train.steps=8") == 0
     same_run(whole, run, 8)
@@ -282,4 +282,4 @@ def test_where_it_lies_in_words(tmp_path: Path) -> None:
     assert tell_tier(memory, copy, disk) == " in the memory of this host: the disk has none yet"
     saved_one = save_alone(disk, 200)
     assert tell_tier(memory, copy, disk) == " in the memory of this host: the disk has step-00000200"
-    assert tell_tier(memory, saved_one, disk) == " on the disk: the memory of this host has nothing newer"
+    assert tell_tier(memory, saved_one, disk) == " on the disk: the memory of this host has no newer good copy"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from allranks.checkpointing.checkpoint import Checkpoint, verify_files
+from allranks.checkpointing.commit import TAKEN_OVER
 from allranks.errors import AllranksError, CheckpointError, TaskError
 from allranks.observing.counters import Stopwatch
 from allranks.observing.heartbeat import Heartbeat
@@ -223,7 +224,7 @@ class Noted:
         return type("Place", (), {"target": Path(f"step-{self.step}")})
 
     def __getattr__(self, name: str) -> Any:
-        return lambda: self.asked.append(name)
+        return lambda: self.asked.append(name) or True
 
 
 class NotedSaver:
@@ -325,12 +326,41 @@ def test_what_is_due_in_both_places_goes_to_the_disk_and_a_copy_waits_for_nothin
     for step in range(1, 5):
         saves.at_boundary(step, lambda: None)
     assert [save.step for save in memory.begun] == [1], "2 and 3 came while it was being written"
-    assert memory.begun[0].asked == ["settle"] and [save.step for save in disk.begun] == [4]
+    assert memory.begun[0].asked == ["give_way"] and [save.step for save in disk.begun] == [4]
     saves.at_boundary(5, lambda: None)
     assert len(memory.begun) == 1 and saves.standing().step == 4
     saves.hear(*told(4, written=2, committed=1))
     saves.at_boundary(6, lambda: None)
     assert [save.step for save in memory.begun] == [1, 6] and (disk.saved_step, memory.saved_step) == (4, 1)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_the_disk_does_not_wait_for_a_copy_and_nobody_calls_the_disk_slow(
+    monkeypatch: pytest.MonkeyPatch, last: bool
+) -> None:
+    monkeypatch.setattr("allranks.training.saves.SLOW_SECONDS", 0.0)
+    saves, disk, memory, said = with_copies(4, 1)
+    disk.tidy = disk.save = lambda *step: Path("step-4")
+    saves.at_boundary(3, lambda: None)
+    memory.begun[0].give_way = lambda: memory.begun[0].asked.append("give_way")  # and is not committed
+    if last:
+        saves.save_last(4)
+    else:
+        saves.at_boundary(4, lambda: None)
+    assert memory.begun[0].asked == ["give_way"] and memory.saved_step == -1 and said == []
+
+
+def test_who_is_not_the_newest_attempt_ends_and_deletes_nothing() -> None:
+    saves, _, memory, said = with_copies(100, 1)
+    saves.at_boundary(1, lambda: None)
+
+    def fail() -> None:
+        raise CheckpointError(f"step-1 is from attempt 3 of this run, this is attempt 2: {TAKEN_OVER}")
+
+    memory.begun[0].fail = fail
+    with pytest.raises(CheckpointError, match="a later one has taken over"):
+        saves.hear(*told(1, failed=1))
+    assert memory.forgotten == [] and said == []
 
 
 @pytest.mark.parametrize("heard", [True, False])
@@ -342,7 +372,7 @@ def test_a_copy_that_fails_beside_the_steps_is_told_of_once_and_ends_nothing(hea
 
     for step in (1, 2):
         saves.at_boundary(step, lambda: None)
-        memory.begun[-1].fail = memory.begun[-1].settle = fail
+        memory.begun[-1].fail = memory.begun[-1].give_way = fail
         if heard:
             saves.hear(*told(step, failed=1))
         else:

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-import psutil
-
 from allranks.checkpointing.checkpoint import list_checkpoints
 from allranks.durable import refusing
 from allranks.errors import ConfigError, RunError
@@ -34,7 +32,6 @@ _PREFIX: Final = "allranks-run-"
 _GONE: Final = ".gone-"
 _DIRECTORY = re.compile(r"allranks-run-[0-9a-f]{16}(\.gone-[0-9a-f]{8})?")
 _LEASE, _RECORD, _DISTRUSTED = "lease", "record.json", "distrusted"
-_GROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _TRIES = 10  # to take a directory that starts of other runs remove as dead before it is leased
 
 
@@ -175,33 +172,6 @@ def remove_dead(spared: Path, missed: Callable[[Path], bool], root: Path = SHARE
                     gone.append(path)
         lease.release()
     return gone
-
-
-def free_bytes(directory: Path) -> int:
-    """What may still be written there without taking memory that this host, or this container, has not."""
-    place = os.statvfs(directory)
-    return min(place.f_bavail * place.f_frsize, psutil.virtual_memory().available, *_left_to_groups())
-
-
-def _left_to_groups() -> list[int]:
-    """What the control groups that limit this process may still take, in bytes.
-
-    Source: memory.max, memory.current and memory.stat of cgroup v2; Documentation/admin-guide/cgroup-v2.rst of Linux.
-    """
-    try:
-        lines = _MEMBERSHIP.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    below = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    found = []
-    for folder in (_GROUPS / below, *(_GROUPS / below).parents):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # no such file, or "max"
-            limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
-            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            found.append(max(0, limit - used + int(counts["inactive_file"])))  # read from files: can be read again
-        if folder == _GROUPS:
-            break
-    return found
 
 
 def _remove(path: Path) -> None:

@@ -147,14 +147,21 @@ def _versions() -> dict[str, str]:
 
 
 def _share_run(company: "Company", prepared: "Prepared", request: TrainRequest, facts: "Facts") -> Run:
-    """The Run directory: the leader makes or continues it and holds its lease, the others open it."""
+    """The Run directory: the leader makes or continues it and holds its lease, the others open it.
+
+    What is newer in the leader's memory than on the disk is brought there first.
+    """
     from allranks.surviving.hosts.introduction import introduce, learn
     from allranks.surviving.hosts.losses import LOST
+    from allranks.surviving.memory_tier import open_memory
     from allranks.training.prepare import open_run
 
     assert request.hosts is not None
     if company.leads:
         run = open_run(prepared, request)
+        copies = open_memory(run, wanted=False)
+        if copies is not None:
+            copies.close()  # what a run on this host alone has left here is for all hosts now
         run.begin_attempt()
         introduce(company.notices, facts, run.path.resolve())
         return run

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import final
 
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints
-from allranks.checkpointing.host_memory import KEEP_IT, distrust, free_bytes, is_open
+from allranks.checkpointing.free_memory import free_bytes
+from allranks.checkpointing.host_memory import KEEP_IT, distrust, is_open
 from allranks.errors import ConfigError
 from allranks.stepping.world import Processes
 from allranks.training.saver import Saver
@@ -123,6 +124,6 @@ def tell_tier(memory: Path | None, checkpoint: Checkpoint, directory: Path) -> s
     if memory is None:
         return ""
     if not lies_in(memory, checkpoint):
-        return " on the disk: the memory of this host has nothing newer"
+        return " on the disk: the memory of this host has no newer good copy"
     saved = list_checkpoints(directory)
     return " in the memory of this host: " + (f"the disk has {saved[0].name}" if saved else "the disk has none yet")

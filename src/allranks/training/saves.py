@@ -3,8 +3,9 @@
 At most one checkpoint is written beside the training. The next one that comes due waits until that is committed: so a
 fault never costs more than two intervals, however slow the disk is, and a disk that hangs is seen as what it is.
 
-A copy in the memory of this host waits for nothing: one that comes due while anything is being written is left out, and
-one that fails ends no run, because the checkpoints on the disk are what counts.
+A copy in the memory of this host waits for nothing, and nothing waits for it: one that comes due while anything is
+being written is left out, one that is being written when the disk's turn comes is given up, and one that fails ends no
+run, because the checkpoints on the disk are what counts.
 """
 
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import final
 
 from allranks.checkpointing.background import BackgroundSave
+from allranks.checkpointing.commit import TAKEN_OVER
 from allranks.errors import CheckpointError
 from allranks.observing.counters import Stopwatch
 from allranks.observing.heartbeat import Heartbeat
@@ -138,7 +140,7 @@ class Saves:
         """
         held_up = self._under_way
         self.wait()
-        if held_up is not None:
+        if held_up is not None and held_up.saver is self._saver:
             self._tell_of_slowness(held_up, step)
         started = time.perf_counter()
         self._heart.enter("checkpoint")
@@ -175,7 +177,7 @@ class Saves:
             under_way.save.all_have_written()
 
     def wait(self) -> None:
-        """Wait until nothing is under way; collective. Raises as `hear`."""
+        """Wait until nothing is under way; a copy in memory is given up. Collective. Raises as `hear`."""
         under_way = self._under_way
         if under_way is None:
             return
@@ -184,9 +186,14 @@ class Saves:
         under_way.check()
         self._under_way = None
         with self._bearing(under_way.saver, under_way.save.step):
-            under_way.save.settle()
+            counts = True
+            if under_way.saver is self._saver:
+                under_way.save.settle()
+            else:
+                counts = under_way.save.give_way()
             under_way.waited += time.perf_counter() - started
-            self._settle(under_way)
+            if counts:
+                self._settle(under_way)
         self._stopwatch.mark("checkpoint")
 
     def close(self) -> None:
@@ -204,11 +211,13 @@ class Saves:
 
     @contextmanager
     def _bearing(self, saver: Saver, step: int) -> Iterator[None]:
-        """What cannot be saved ends the run, on every rank; of a copy in memory it is told once."""
+        """What cannot be saved ends the run, on every rank; of a copy in memory it is told once, unless it shows that
+        this attempt is not the newest one.
+        """
         try:
             yield
         except CheckpointError as error:
-            if saver is self._saver:
+            if saver is self._saver or TAKEN_OVER in str(error):
                 raise
             saver.forget(step)
             self._tell_of_memory(step, str(error))
