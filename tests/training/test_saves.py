@@ -224,7 +224,11 @@ class Noted:
         return type("Place", (), {"target": Path(f"step-{self.step}")})
 
     def __getattr__(self, name: str) -> Any:
-        return lambda: self.asked.append(name) or True
+        return lambda: self.asked.append(name)
+
+    def give_way(self) -> bool:
+        self.asked.append("give_way")
+        return True
 
 
 class NotedSaver:
