@@ -6,8 +6,7 @@
     RUN/journal/rank-00000.jsonl ...    what happened, one JSON object a line (observing/journal.py says which)
     RUN/logs/ RUN/checkpoints/ RUN/tensorboard/ RUN/traces/
 
-Run is the only noun with state: it holds the lease and counts the attempts. Everything else is read from the disk when
-asked.
+Run is the only noun with state: it holds the lease and counts the attempts. All else is read from the disk when asked.
 """
 
 import contextlib
@@ -149,7 +148,7 @@ class Run:
 
     @property
     def attempt(self) -> str:
-        """What tells the newest start from all others, also from those of a copy of this directory; "" before it."""
+        """The newest start's name, which no other has, not even one of a copy of this directory; "" before the first."""
         return str(self._identity.get("attempt", ""))
 
     def journal(self, rank: int = 0) -> Path:
@@ -174,10 +173,8 @@ class Run:
             write_config(config, temporary)
 
     def begin_attempt(self, attempt: str | None = None) -> int:
-        """Count one more start of training, on disk, and return its number (from 1). For the holder of the lease.
-
-        Args:
-            attempt: what tells it from all others; by default 16 hex digits by chance.
+        """Count one more start of training, on disk, under this name or a new one; its number (from 1). For the lease's
+        holder.
         """
         self._identity = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         self._identity |= {"attempts": self.attempts + 1, "attempt": attempt or secrets.token_hex(8)}
@@ -197,8 +194,7 @@ class Run:
         """Take the lease, so that nobody else trains here; it ends with this process, however that dies.
 
         Raises:
-            RunError: another process holds it (said within 2 s, with host, pid and since when), or the directory is
-                read-only.
+            RunError: another process holds it (said within 2 s: host, pid, since when), or the directory is read-only.
         """
         with refusing(self.path):
             self._lease.acquire()
@@ -218,11 +214,8 @@ class Run:
 
     def events(self, rank: int = 0) -> list[dict[str, Any]]:
         """What one rank's journal says, in order; lines that a crash tore are left out."""
-        try:
-            content = self.journal(rank).read_bytes()
-        except FileNotFoundError:
-            return []
-        return list(_parse_lines(content))
+        path = self.journal(rank)
+        return list(_parse_lines(path.read_bytes())) if path.exists() else []
 
     def steps(self) -> list[dict[str, Any]]:
         """The step events of rank 0, ascending; of a step that was redone after a resume only the last."""
