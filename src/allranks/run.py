@@ -148,7 +148,7 @@ class Run:
 
     @property
     def attempt(self) -> str:
-        """The newest start's name, which no other has, not even one of a copy of this directory; "" before the first."""
+        """The newest start's name, which no other has, not even one of a copy of this directory; "" before it."""
         return str(self._identity.get("attempt", ""))
 
     def journal(self, rank: int = 0) -> Path:
@@ -173,9 +173,7 @@ class Run:
             write_config(config, temporary)
 
     def begin_attempt(self, attempt: str | None = None) -> int:
-        """Count one more start of training, on disk, under this name or a new one; its number (from 1). For the lease's
-        holder.
-        """
+        """Count one more start of training, on disk, under this name or a new one; its number. For the lease's holder."""
         self._identity = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         self._identity |= {"attempts": self.attempts + 1, "attempt": attempt or secrets.token_hex(8)}
         self._write_identity()
