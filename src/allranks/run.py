@@ -173,7 +173,7 @@ class Run:
             write_config(config, temporary)
 
     def begin_attempt(self, attempt: str | None = None) -> int:
-        """Count one more start of training, on disk, under this name or a new one; its number. For the lease's holder."""
+        """Count one more start of training, on disk, by this name or a new one; its number. For the lease's holder."""
         self._identity = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         self._identity |= {"attempts": self.attempts + 1, "attempt": attempt or secrets.token_hex(8)}
         self._write_identity()
