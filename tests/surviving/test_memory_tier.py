@@ -140,14 +140,19 @@ def test_attempts_of_one_command_know_of_the_copies_and_one_elsewhere_does_not(
     assert "step-00000030 in the memory of this host does not count, and is gone" in capsys.readouterr().err
 
 
-def test_as_many_attempts_elsewhere_are_not_the_same_ones(run: Run, root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("since", [0, 1])
+def test_a_backup_that_is_brought_back_does_not_know_of_later_copies(
+    run: Run, root: Path, tmp_path: Path, since: int
+) -> None:
+    """Not even where as many attempts have begun in it since."""
     shutil.copytree(run.path, tmp_path / "backup")
     tier = opened(run, root)
     save(tier.directory, 30, run)
     tier._memory.release()
     shutil.rmtree(run.path)
     shutil.move(tmp_path / "backup", run.path)
-    Run.open(run.path).begin_attempt()
+    for _ in range(since):
+        Run.open(run.path).begin_attempt()
     assert steps(opened(run, root).directory) == []
 
 
