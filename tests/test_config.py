@@ -49,7 +49,7 @@ BAD_ARGUMENTS = [
     ("optimiser.lr=1", "unknown key 'optimiser.lr'; did you mean 'optimizer.lr=1'?"),
     (
         "checkpoint.qqqq=1",
-        "unknown key 'checkpoint.qqqq'; the keys of checkpoint are every, keep, asynchronous, mirror",
+        "unknown key 'checkpoint.qqqq'; the keys of checkpoint are every, keep, asynchronous, mirror, memory_every",
     ),
     (
         "guard.qqqq=1",
@@ -343,6 +343,7 @@ def test_what_a_resume_may_change_is_frozen() -> None:
         "checkpoint.every",
         "checkpoint.asynchronous",
         "checkpoint.mirror",
+        "checkpoint.memory_every",
         "checkpoint.keep",
         "track.tensorboard",
         *(name for name in config_keys() if name.startswith("guard.")),

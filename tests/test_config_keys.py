@@ -62,7 +62,7 @@ def test_the_keys_are_frozen() -> None:
         "outer_nesterov context placement",
         "data": "workers text skip",
         "evaluate": "every",
-        "checkpoint": "every keep asynchronous mirror",
+        "checkpoint": "every keep asynchronous mirror memory_every",
         "track": "tensorboard",
         "guard": "hang hang_seconds stopped_seconds input_seconds first_step_seconds evaluation_seconds "
         "checkpoint_seconds restarts host_seconds join_seconds nonfinite nonfinite_limit digest_every recompute_every "

@@ -179,3 +179,15 @@ def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_none(tmp_path: Path, mo
     with pytest.raises(RunError, match=f"in use by pid {os.getpid()}"):
         Lease(path).acquire()
     lease.release()
+
+
+def test_it_stands_for_as_long_as_its_file_has_its_name(tmp_path: Path) -> None:
+    lease = Lease(tmp_path / "lease")
+    assert not lease.stands()
+    lease.acquire()
+    assert lease.stands()
+    (tmp_path / "lease").unlink()
+    assert not lease.stands()
+    (tmp_path / "lease").write_text("another")
+    assert not lease.stands()
+    lease.release()

@@ -111,9 +111,12 @@ def test_open_refuses_in_one_line(tmp_path: Path, config: Config) -> None:
 def test_attempts_are_counted_on_disk(tmp_path: Path, config: Config) -> None:
     run = make(tmp_path, config)
     other = Run.open(run.path)
+    assert run.attempt == ""
     assert run.begin_attempt() == 1
     assert other.begin_attempt() == 2
     assert Run.open(run.path).attempts == 2
+    assert other.attempt != run.attempt and Run.open(run.path).attempt == other.attempt
+    assert other.begin_attempt("told") == 3 and Run.open(run.path).attempt == "told"
     assert Run.open(run.path).identity["argv"] == ["train"]
 
 

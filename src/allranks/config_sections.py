@@ -243,6 +243,12 @@ class CheckpointConfig(Section):
         "where fsspec brings a copy of every checkpoint, such as s3://bucket/folder or /mnt/share; a resume takes what "
         "is newer there; not given: nowhere",
     )
+    memory_every: Count | None = key(
+        None,
+        "steps between copies in the memory of this host, from the newest of which killed workers go on; not given: "
+        "none",
+        unit="steps",
+    )
 
     def beside(self, device_type: str) -> bool:
         """Whether checkpoints are written beside the training on devices of that type."""

@@ -111,6 +111,10 @@ class Lease:
         self._descriptor = descriptor
         _HELD.add(self)
 
+    def stands(self) -> bool:
+        """Whether the file that this process holds is still the one under its name: somebody may have removed it."""
+        return self._descriptor is not None and self._is_still(self._descriptor)
+
     def release(self) -> None:
         """Give it back; nothing happens where it is not held."""
         if self._descriptor is not None:

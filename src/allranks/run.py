@@ -6,8 +6,7 @@
     RUN/journal/rank-00000.jsonl ...    what happened, one JSON object a line (observing/journal.py says which)
     RUN/logs/ RUN/checkpoints/ RUN/tensorboard/ RUN/traces/
 
-Run is the only noun with state: it holds the lease and counts the attempts. Everything else is read from the disk when
-asked.
+Run is the only noun with state: it holds the lease and counts the attempts. All else is read from the disk when asked.
 """
 
 import contextlib
@@ -147,6 +146,11 @@ class Run:
         """RUN/traces."""
         return self.path / "traces"
 
+    @property
+    def attempt(self) -> str:
+        """The newest start's name, which no other has, not even one of a copy of this directory; "" before it."""
+        return str(self._identity.get("attempt", ""))
+
     def journal(self, rank: int = 0) -> Path:
         """The journal of one rank."""
         return self.path / "journal" / f"rank-{rank:05d}.jsonl"
@@ -168,12 +172,11 @@ class Run:
         with refusing(self.config_path), replacing(self.config_path) as temporary:
             write_config(config, temporary)
 
-    def begin_attempt(self) -> int:
-        """Count one more start of training, on disk, and return its number (from 1). For the holder of the lease:
-        a RunError where it was taken from this process.
-        """
+    def begin_attempt(self, attempt: str | None = None) -> int:
+        """Count one more start of training, on disk, by this name or a new one; its number. For the lease's holder."""
         identity = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-        self._write_identity(identity | {"attempts": int(identity["attempts"]) + 1})
+        name = attempt or secrets.token_hex(8)
+        self._write_identity(identity | {"attempts": int(identity["attempts"]) + 1, "attempt": name})
         return self.attempts
 
     def replace_identity(self, task_name: str, run_json: Mapping[str, Any]) -> None:
@@ -210,11 +213,8 @@ class Run:
 
     def events(self, rank: int = 0) -> list[dict[str, Any]]:
         """What one rank's journal says, in order; lines that a crash tore are left out."""
-        try:
-            content = self.journal(rank).read_bytes()
-        except FileNotFoundError:
-            return []
-        return list(_parse_lines(content))
+        path = self.journal(rank)
+        return list(_parse_lines(path.read_bytes())) if path.exists() else []
 
     def steps(self) -> list[dict[str, Any]]:
         """The step events of rank 0, ascending; of a step that was redone after a resume only the last."""

@@ -161,6 +161,27 @@ def test_a_share_that_is_damaged_or_not_to_be_seen_is_named(tmp_path: Path) -> N
         assert words in refused(save) and names(tmp_path) == []
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_gives_way_is_committed_where_all_have_written_and_else_gone(
+    pool: Pools, tmp_path: Path, whole: bool
+) -> None:
+    def case() -> tuple[bool, bool]:
+        still = threading.Event()
+        slow = not whole and dist.get_rank() == 1
+        if slow:
+            with mock.patch.object(Stage, "copy", lambda self, portion, proves: (portion, still.wait)):
+                save = begin(tmp_path / "beside", together=True)
+        else:
+            save = begin(tmp_path / "beside", together=True)
+            wait_for(lambda: save.written)
+        threading.Timer(0.2, still.set).start()
+        return save.give_way(), save.failed
+
+    assert pool(2).run(case) == [(whole, False)] * 2
+    assert names(tmp_path / "beside") == (["step-00000200"] if whole else [])
+
+
 def test_what_is_abandoned_is_no_checkpoint_and_no_error(tmp_path: Path) -> None:
     go_on = threading.Event()
     save = begin(tmp_path, pairs=parts(whole_tensors(), 0, 1))

@@ -2,19 +2,28 @@
 
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from allranks.checkpointing.checkpoint import list_checkpoints
+from allranks.checkpointing.host_memory import SHARED_MEMORY
+from allranks.cli import running_hosts
 from allranks.cli.main import main
 from allranks.cli.running_hosts import facts_here
+from allranks.config import Config
 from allranks.hosts_request import Endpoint, HostsRequest
 from allranks.request import TrainRequest
 from allranks.run import Run
+from allranks.surviving import forkserver
+from allranks.surviving.memory_tier import open_memory
 from allranks.training.prepare import prepare
+from tests.checkpointing.worlds import header, save_alone
 from tests.commands import POINTS, alive, allranks, steps, tensor_digests, wait_for
 from tests.free_port import free_port
 from tests.hosts import SECRET, Cluster, Host, cluster
@@ -229,3 +238,37 @@ def test_under_another_launcher_nodes_are_refused(
         monkeypatch.setenv(name, value)
     assert main(["train", POINTS, "--nodes", "2", "--rendezvous", f"c10d://127.0.0.1:{free_port()}"]) == 2
     assert "--nodes starts the workers of this host itself: leave environment out" in capsys.readouterr().err
+
+
+def test_copies_in_the_memory_of_one_host_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(forkserver, "start", lambda *_, **__: None)
+    monkeypatch.setenv("ALLRANKS_SECRET", SECRET)
+    monkeypatch.chdir(tmp_path)
+    hosts = ["--nodes", "2", "--rendezvous", f"c10d://127.0.0.1:{free_port()}", "--nproc", "1"]
+    assert main(["train", POINTS, "checkpoint.memory_every=5", *hosts]) == 2
+    error = capsys.readouterr().err.strip()
+    assert "checkpoint.memory_every with --nodes: a copy in the memory of hosts" in error and "\n" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
+def test_what_the_leader_alone_has_in_memory_is_on_the_disk_before_others_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.create(tmp_path, "task", Config(), {}, directory=tmp_path / "run")
+    tier = open_memory(run, wanted=True)
+    assert tier is not None
+    try:
+        tier.begin_attempt()
+        save_alone(tier.directory, header=header(30, run=run.id))
+        tier._memory.release()  # the command is killed
+        monkeypatch.setattr("allranks.training.prepare.open_run", lambda prepared, request: Run.open(run.path))
+        monkeypatch.setattr("allranks.surviving.hosts.introduction.introduce", lambda *told: None)
+        given: Any = SimpleNamespace(leads=True, notices=None, hosts=())
+        assert running_hosts._share_run(given, given, given, given).attempts == 2
+        assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-00000030"]
+        assert not tier.directory.exists() and "step-00000030, which was in" in capsys.readouterr().err
+    finally:
+        shutil.rmtree(tier.directory, ignore_errors=True)

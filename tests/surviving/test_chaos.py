@@ -7,6 +7,7 @@ import pytest
 
 from allranks.errors import ConfigError
 from allranks.fault_points import read_schedule
+from allranks.run import Run
 from allranks.surviving.chaos import Trial, break_on_purpose
 from tests.commands import POINTS, allranks
 
@@ -73,6 +74,17 @@ def test_killed_beside_the_training(tmp_path: Path, kind: str) -> None:
     assert document["recovered"] == EVERY_POINT
     schedule = read_schedule(tmp_path / "trial" / "faults")
     assert {fault.point for fault in schedule} == set(names)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["kill", "raise", "enospc"])
+def test_killed_while_copies_are_made_in_memory(tmp_path: Path, kind: str) -> None:
+    """Whatever breaks a copy, the run goes on from a good one, and `/dev/shm` has nothing left (I7)."""
+    points = ",".join(f"{name}:{kind}" for name in ("checkpoint.stage", *WRITING))
+    document = trial(tmp_path, "checkpoint.memory_every=1", "train.steps=60", "--points", points, kills=8)
+    assert document["recovered"] == 8
+    resumed = [event for event in Run.open(tmp_path / "trial" / "broken").events() if event["event"] == "resume"]
+    assert kind != "kill" or "memory" in {event["tier"] for event in resumed}
 
 
 @pytest.mark.full

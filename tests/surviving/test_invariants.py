@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from allranks.checkpointing.checkpoint import Header, list_checkpoints
+from allranks.checkpointing.host_memory import HostMemory, left_of
 from allranks.checkpointing.save import save
 from allranks.config import Config
 from allranks.fault_points import Fault
@@ -115,6 +116,14 @@ def test_i4_counts_what_was_done_again() -> None:
     assert bounded_work([replace(GOOD, redone=11)], 5, 100, beside=True).holds is False
 
 
+def test_i4_wants_copies_in_memory_to_be_gone_on_from() -> None:
+    two, three, six = (replace(GOOD, redone=number) for number in (2, 3, 6))
+    assert bounded_work([two], 5, 100, memory_every=1).holds and bounded_work([two], None, 100, memory_every=1).holds
+    assert bounded_work([three], 5, 100, memory_every=1).holds is False
+    assert bounded_work([six], 5, 100, memory_every=4).holds is False
+    assert bounded_work([three], 5, 100, memory_every=1, beside=True).holds
+
+
 def test_i5_wants_every_fault_to_have_happened_and_to_be_over() -> None:
     assert recovered([GOOD], 1, 1).holds and "median 0.50 s" in recovered([GOOD], 1, 1).what
     assert recovered([replace(GOOD, recovery="none")], 1, 1).holds is False
@@ -128,7 +137,7 @@ def test_i6_wants_one_cause() -> None:
     assert one_cause_each([replace(GOOD, recovery="went on", causes=())]).holds
 
 
-def test_i7_sees_what_was_left(pair: tuple[Run, Run]) -> None:
+def test_i7_sees_what_was_left(pair: tuple[Run, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert nothing_left(pair[1], Left()).holds
     assert nothing_left(pair[1], Left(("12 python",))).holds is False
     assert nothing_left(pair[1], Left((), ("pymp-1",))).holds is False
@@ -136,6 +145,15 @@ def test_i7_sees_what_was_left(pair: tuple[Run, Run]) -> None:
         (pair[1].checkpoints / name).mkdir()
         assert name in nothing_left(pair[1], Left()).what
         (pair[1].checkpoints / name).rmdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("allranks.surviving.invariants.left_of", lambda run_id: left_of(run_id, tmp_path))
+        memory = HostMemory(pair[1].id, tmp_path)
+        assert nothing_left(pair[1], Left()).holds
+        memory.open()
+        assert str(memory.directory) in nothing_left(pair[1], Left()).what
+        memory.close()
+        (tmp_path / f"{memory.directory.name}.gone-0123abcd").mkdir()
+        assert ".gone-0123abcd" in nothing_left(pair[1], Left()).what
     pair[1].acquire()
     assert "the lease" in nothing_left(pair[1], Left()).what
     pair[1].release()

@@ -21,11 +21,18 @@ QUICK = ("train.global_batch=10", "optimizer.lr=0.05", "track.tensorboard=false"
 
 
 def train(
-    task: str | None, *overrides: str, run: Path | None = None, resume: Path | None = None, change: Sequence[str] = ()
+    task: str | None,
+    *overrides: str,
+    run: Path | None = None,
+    resume: Path | None = None,
+    change: Sequence[str] = (),
+    memory: Path | None = None,
+    first_attempt: int | None = None,
 ) -> int:
     """What `allranks train` and its one worker do; the exit code.
 
-    `task`: the name of a class in tests.training.tasks, or a spec.
+    `task`: the name of a class in tests.training.tasks, or a spec. `memory`: a directory for copies of the state;
+    `first_attempt`: the command's.
     """
     spec = spec_of(task)
     request = TrainRequest(task_spec=spec, overrides=overrides, run=run, resume=resume, change=tuple(change))
@@ -34,7 +41,7 @@ def train(
     opened.begin_attempt()
     try:
         with signals_kept():
-            return work(Assignment(request, opened.path.resolve()))
+            return work(Assignment(request, opened.path.resolve(), memory=memory, first_attempt=first_attempt))
     finally:
         opened.release()
 
@@ -44,9 +51,9 @@ def spec_of(task: str | None) -> str | None:
     return f"{TASKS}:{task}" if task is not None and task.isidentifier() else task
 
 
-def start(task: str, run: Path, *overrides: str) -> int:
+def start(task: str, run: Path, *overrides: str, memory: Path | None = None, first_attempt: int | None = None) -> int:
     """A new run with small settings; the exit code."""
-    return train(task, *QUICK, *overrides, run=run)
+    return train(task, *QUICK, *overrides, run=run, memory=memory, first_attempt=first_attempt)
 
 
 def train_outside(
@@ -57,17 +64,18 @@ def train_outside(
     run: Path | None = None,
     resume: Path | None = None,
     layout: str | None = None,
+    memory: Path | None = None,
 ) -> list[int | str]:
     """The same as the ranks of an outside launcher, each in a process of its own: exit codes, or errors of ours."""
     spec = spec_of(task)
     request = TrainRequest(task_spec=spec, overrides=overrides, run=run, resume=resume, layout=layout)
-    found: list[int | str] = pool(world_size).run_alone(_work_outside, request, timeout=120.0)
+    found: list[int | str] = pool(world_size).run_alone(_work_outside, request, memory, timeout=120.0)
     return found
 
 
-def _work_outside(request: TrainRequest) -> int | str:
+def _work_outside(request: TrainRequest, memory: Path | None) -> int | str:
     try:
-        return work(Assignment(request))
+        return work(Assignment(request, memory=memory))
     except AllranksError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -121,8 +129,13 @@ def same_run(left: Path, right: Path, step: int) -> None:
 def damage(run: Path, step: int) -> Path:
     """Change a byte in the middle of a checkpoint's tensors; its directory."""
     checkpoint = run / "checkpoints" / f"step-{step:08d}"
+    flip_a_byte(checkpoint)
+    return checkpoint
+
+
+def flip_a_byte(checkpoint: Path) -> None:
+    """Change a byte in the middle of its tensors."""
     file = next(iter(sorted(checkpoint.glob("*.safetensors"))))
     content = bytearray(file.read_bytes())
     content[-5] ^= 0xFF
     file.write_bytes(content)
-    return checkpoint

@@ -1,14 +1,19 @@
 """Which checkpoint of a run counts. The directories are real ones, made by a run."""
 
+import importlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from allranks.errors import CheckpointError
 from allranks.run import Run
 from allranks.training.newest import newest_of_run
-from tests.training.runs import damage, start
+from tests.training.runs import damage, flip_a_byte, start
+
+# Its names are replaced below, which a type checker would only allow for names that it exports.
+newest: Any = importlib.import_module("allranks.training.newest")
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +31,9 @@ def run(made: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def find(run: Path) -> tuple[int | None, list[str]]:
+def find(run: Path, memory: Path | None = None) -> tuple[int | None, list[str]]:
     """The step of the newest good one, and why newer ones are none."""
-    checkpoint, skipped = newest_of_run(run / "checkpoints", Run.open(run).id)
+    checkpoint, skipped = newest_of_run(run / "checkpoints", Run.open(run).id, memory)
     return None if checkpoint is None else checkpoint.step, skipped
 
 
@@ -72,3 +77,60 @@ def test_where_all_are_damaged_nothing_begins_anew(run: Path) -> None:
 def test_checkpoints_of_another_run_are_no_good_ones(run: Path) -> None:
     with pytest.raises(CheckpointError, match="belongs to run"):
         newest_of_run(run / "checkpoints", "another")
+
+
+def move_to_memory(run: Path, *steps: int) -> Path:
+    """Have these in memory instead of on the disk."""
+    memory = run / "memory"
+    memory.mkdir(exist_ok=True)
+    for step in steps:
+        (run / "checkpoints" / f"step-{step:08d}").rename(memory / f"step-{step:08d}")
+    return memory
+
+
+def test_what_is_newest_in_memory_is_taken_and_the_disk_is_not_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, read = move_to_memory(run, 4), list[Path]()
+    real = newest.newest_good
+
+    def look(directory: Path, run_id: str) -> object:
+        read.append(directory)
+        return real(directory, run_id)
+
+    monkeypatch.setattr(newest, "newest_good", look)
+    damage(run, 3)
+    assert find(run, memory) == (4, []) and read == [memory]
+    assert find(run) == (2, find(run)[1])
+
+
+def test_what_is_newer_on_the_disk_is_taken(run: Path) -> None:
+    memory = move_to_memory(run, 3)
+    assert find(run, memory) == (4, [])
+    flip_a_byte(memory / "step-00000003")
+    assert find(run, memory) == (4, []), "older ones do not matter there either"
+
+
+def test_a_damaged_copy_is_accounted_for_and_so_is_what_the_disk_has_lost(run: Path) -> None:
+    memory = move_to_memory(run, 4)
+    flip_a_byte(memory / "step-00000004")
+    found, skipped = find(run, memory)
+    assert found == 3 and len(skipped) == 1 and str(memory / "step-00000004") in skipped[0]
+    (memory / "step-00000004").rename(run / "moved")
+    move_to_memory(run, 2)
+    damage(run, 3)
+    found, skipped = find(run, memory)
+    assert found == 2 and len(skipped) == 1 and str(run / "checkpoints" / "step-00000003") in skipped[0]
+
+
+def test_where_all_on_the_disk_are_damaged_a_copy_saves_the_run_and_a_damaged_one_refuses_nothing(run: Path) -> None:
+    memory = move_to_memory(run, 1)
+    for step in (2, 3, 4):
+        damage(run, step)
+    found, skipped = find(run, memory)
+    assert found == 1 and len(skipped) == 3
+    flip_a_byte(memory / "step-00000001")
+    with pytest.raises(CheckpointError, match="holds no good checkpoint") as refused:
+        find(run, memory)
+    assert str(memory) not in str(refused.value)
+    shutil.rmtree(run / "checkpoints")
+    found, skipped = find(run, memory)
+    assert found is None and len(skipped) == 1, "a copy may be lost: the run begins anew, and says so"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from allranks import fault_points
+from allranks.checkpointing.checkpoint import list_checkpoints
 from allranks.data.cut import Cut
 from allranks.data.stream import DataStream
 from allranks.digest import ledger_sum
@@ -32,9 +33,11 @@ def bad(*steps: int, order: DataStream = ORDER) -> str:
     return f"task.bad={','.join(map(str, at))}"
 
 
-def go_back(run: Path, *more: str, resume: bool = False, words: tuple[str, ...] = SPIKED) -> str:
+def go_back(
+    run: Path, *more: str, resume: bool = False, words: tuple[str, ...] = SPIKED, memory: Path | None = None
+) -> str:
     with pytest.raises(RollbackError) as told:
-        _ = train(None, *more, resume=run) if resume else start(OUTLIERS, run, *words, *more)
+        _ = train(None, *more, resume=run) if resume else start(OUTLIERS, run, *words, *more, memory=memory)
     return str(told.value)
 
 
@@ -54,6 +57,25 @@ def test_the_run_equals_one_that_never_saw_these_samples(tmp_path: Path) -> None
         assert all(one[key] == other[key] for key in ("samples", "state")), "optimizer, position, window, schedule"
     steps = Run.open(run).steps()
     assert [event["samples"] for event in steps][9:12] == [100, 140, 150] and len(steps) == 20
+
+
+@pytest.mark.parametrize("beside", ["false", "true"])
+def test_it_goes_back_to_a_copy_in_memory(tmp_path: Path, beside: str) -> None:
+    run, clean, memory = tmp_path / "run", tmp_path / "clean", tmp_path / "memory"
+    memory.mkdir()
+    (memory / "lease").touch()
+    copied = ("checkpoint.memory_every=1", f"checkpoint.asynchronous={beside}")
+    told = go_back(run, bad(13), *copied, memory=memory)
+    (copy,) = list_checkpoints(memory)
+    kept, skip = int(copy.name.removeprefix("step-")), Run.open(run).config().data.skip
+    # One that is written beside the steps may come too late; none is of the spike.
+    assert saved(run) == [5, 10] and (kept == 12 if beside == "false" else kept <= 12)
+    back = max(10, kept)
+    assert f"goes back to step {back}, and leaves out" in told and skip == f"{BATCH * back}:130"
+    assert train(None, resume=run, memory=memory) == 0
+    assert events(run, "resume")[-1]["step"] == back
+    assert start(OUTLIERS, clean, *SPIKED, bad(13), "task.weight=-7.5", f"data.skip={skip}") == 0
+    same_run(run, clean, 20)
 
 
 def test_a_run_of_epochs_has_the_rates_of_one_that_never_saw_them(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Who writes a run's checkpoints: what is proven, what is kept, what may fail."""
 
 import importlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from allranks.checkpointing.stage import Stage
 from allranks.config import CheckpointConfig
@@ -170,3 +172,25 @@ def test_where_checkpoints_are_written_beside_the_steps(tmp_path: Path) -> None:
     saver.beside = True  # as on CUDA
     (decision,) = saver.decisions
     assert str(decision).startswith("checkpoints are written beside the steps, because a copy in the host's memory")
+
+
+def test_what_one_takes_is_known_before_it_is_written(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
+    saver = saver_of(session, contents, tmp_path)
+    told = saver.num_bytes()
+    written = [load_file(path) for path in saver.save(1).glob("*.safetensors")]
+    assert told == sum(tensor.nbytes for tensors in written for tensor in tensors.values()) > 0
+
+
+def test_copies_in_memory_are_the_same_runs_with_a_rhythm_of_their_own(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
+    disk = saver_of(session, contents, tmp_path / "disk", every=10, keep=5, memory_every=3)
+    memory = disk.in_memory(tmp_path / "memory")
+    assert [step for step in range(1, 13) if memory.due(step)] == [3, 6, 9, 12] and disk.due(10)
+    ours, theirs = (json.loads((saver.save(1) / "manifest.json").read_text()) for saver in (memory, disk))
+    assert ours == theirs
+    memory.save(2)
+    assert [path.name for path in (tmp_path / "memory").iterdir()] == ["step-00000002"]
+    memory.forget(2)
+    memory.forget(3)
+    assert list((tmp_path / "memory").iterdir()) == [] and (tmp_path / "disk" / "step-00000001").is_dir()

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from allranks.checkpointing.checkpoint import Checkpoint, verify_files
-from allranks.errors import AllranksError, CheckpointError, TaskError
+from allranks.checkpointing.commit import TAKEN_OVER
+from allranks.errors import AllranksError, CheckpointError, RollbackError, TaskError
 from allranks.observing.counters import Stopwatch
 from allranks.observing.heartbeat import Heartbeat
 from allranks.request import TrainRequest
@@ -225,6 +226,10 @@ class Noted:
     def __getattr__(self, name: str) -> Any:
         return lambda: self.asked.append(name)
 
+    def give_way(self) -> bool:
+        self.asked.append("give_way")
+        return True
+
 
 class NotedSaver:
     """In place of a Saver."""
@@ -233,6 +238,10 @@ class NotedSaver:
 
     def __init__(self) -> None:
         self.begun: list[Noted] = []
+        self.forgotten: list[int] = []
+
+    def forget(self, step: int) -> None:
+        self.forgotten.append(step)
 
     def begin(self, step: int, before_commit: object) -> Noted:
         self.begun.append(Noted(step))
@@ -289,3 +298,105 @@ def test_nothing_is_committed_before_its_step_is_known_to_be_alike() -> None:
         saves.begin(6, lambda: None)
     saves.close()
     assert saver.begun[0].asked == ["abandon"] and len(saver.begun) == 1
+
+
+class NotedCopies:
+    """In place of MemoryCopies."""
+
+    def __init__(self, every: int) -> None:
+        self.saver = NotedSaver()
+        self._every = every
+
+    def due(self, step: int) -> bool:
+        return step % self._every == 0
+
+    def obstacle(self) -> str:
+        return ""
+
+
+def with_copies(every: int, copied: int) -> tuple[Saves, Any, Any, list[str]]:
+    """Saves that write to the disk every so many steps and to memory every so many, beside the steps."""
+    saver: Any = NotedSaver()
+    saver.due = lambda step: step % every == 0
+    copies: Any = NotedCopies(copied)
+    said = list[str]()
+    tell: Any = lambda verdict, step: said.append(verdict.what)  # noqa: E731
+    saves = Saves(saver, lambda: 0, Stopwatch(), Heartbeat(), None, tell, copies)
+    return saves, saver, copies.saver, said
+
+
+def test_what_is_due_in_both_places_goes_to_the_disk_and_a_copy_waits_for_nothing() -> None:
+    saves, disk, memory, _ = with_copies(4, 1)
+    for step in range(1, 5):
+        saves.at_boundary(step, lambda: None, lambda: None)
+    assert [save.step for save in memory.begun] == [1], "2 and 3 came while it was being written"
+    assert memory.begun[0].asked == ["give_way"] and [save.step for save in disk.begun] == [4]
+    saves.at_boundary(5, lambda: None, lambda: None)
+    assert len(memory.begun) == 1 and saves.standing().step == 4
+    saves.hear(*told(4, written=2, committed=1))
+    saves.at_boundary(6, lambda: None, lambda: None)
+    assert [save.step for save in memory.begun] == [1, 6] and (disk.saved_step, memory.saved_step) == (4, 1)
+
+
+def test_nothing_is_kept_of_a_step_that_is_gone_back_from() -> None:
+    saves, disk, memory, _ = with_copies(4, 1)
+
+    def refuse() -> None:
+        raise RollbackError("the loss is a spike")
+
+    for step in (3, 4):
+        with pytest.raises(RollbackError):
+            saves.at_boundary(step, refuse, lambda: None)
+    assert disk.begun == memory.begun == []
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_the_disk_does_not_wait_for_a_copy_and_nobody_calls_the_disk_slow(
+    monkeypatch: pytest.MonkeyPatch, last: bool
+) -> None:
+    monkeypatch.setattr("allranks.training.saves.SLOW_SECONDS", 0.0)
+    saves, disk, memory, said = with_copies(4, 1)
+    disk.tidy = disk.save = lambda *step: Path("step-4")
+    saves.at_boundary(3, lambda: None, lambda: None)
+    memory.begun[0].give_way = lambda: memory.begun[0].asked.append("give_way")  # and is not committed
+    if last:
+        saves.save_last(4)
+    else:
+        saves.at_boundary(4, lambda: None, lambda: None)
+    assert memory.begun[0].asked == ["give_way"] and memory.saved_step == -1 and said == []
+
+
+def test_who_is_not_the_newest_attempt_ends_and_deletes_nothing() -> None:
+    saves, _, memory, said = with_copies(100, 1)
+    saves.at_boundary(1, lambda: None, lambda: None)
+
+    def fail() -> None:
+        raise CheckpointError(f"step-1 is from attempt 3 of this run, this is attempt 2: {TAKEN_OVER}")
+
+    memory.begun[0].fail = fail
+    with pytest.raises(CheckpointError, match="a later one has taken over"):
+        saves.hear(*told(1, failed=1))
+    assert memory.forgotten == [] and said == []
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_copy_that_fails_beside_the_steps_is_told_of_once_and_ends_nothing(heard: bool) -> None:
+    saves, disk, memory, said = with_copies(100, 1)
+
+    def fail() -> None:
+        raise CheckpointError("step was not saved: rank 1: No space left on device")
+
+    for step in (1, 2):
+        saves.at_boundary(step, lambda: None, lambda: None)
+        memory.begun[-1].fail = memory.begun[-1].give_way = fail
+        if heard:
+            saves.hear(*told(step, failed=1))
+        else:
+            saves.wait()
+        assert saves.standing() is NOTHING
+    assert memory.forgotten == [1, 2] and memory.saved_step == -1
+    assert len(said) == 1 and "no copy of step 1" in said[0] and "rank 1: No space left" in said[0]
+    saves.at_boundary(100, lambda: None, lambda: None)
+    disk.begun[-1].settle = fail
+    with pytest.raises(CheckpointError):
+        saves.wait()

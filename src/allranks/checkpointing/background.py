@@ -129,6 +129,24 @@ class BackgroundSave:
         self._abandoned.set()
         self._thread.join(_ABANDON_SECONDS)
 
+    def give_way(self) -> bool:
+        """Write no more of it; collective. Where all have written their parts already, which is rare, it is committed,
+        which is short, and stays; else nothing does.
+
+        Returns:
+            Whether it is committed: the same on every rank. Raises as `settle`.
+        """
+        world = self._world
+        self.abandon()
+        told = gather_bytes(b"written" if self._written else b"", world.group, world.device)
+        whole = b"whole" if told and all(told) else b""
+        if broadcast_bytes(whole, world.group, world.device):
+            self.settle()
+            return True
+        if world.first:
+            shutil.rmtree(self.place.temporary, ignore_errors=True)
+        return False
+
     def settle(self) -> None:
         """Wait until it is committed; collective. Every rank returns, or every rank raises.
 

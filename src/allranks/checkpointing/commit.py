@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from allranks import fault_points
 from allranks.checkpointing.checkpoint import COMMITTED_FILE, MANIFEST_FILE, Checkpoint, Header, discard, seal
@@ -40,6 +40,10 @@ class Share:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
+TAKEN_OVER: Final = "a later one has taken over, and this one stops"
+"""In the error of an attempt that is not the run's newest one: errors travel between ranks as their words."""
+
+
 def check_target(target: Path, header: Header) -> None:
     """See that what already has the checkpoint's name, if anything does, may be replaced.
 
@@ -62,7 +66,7 @@ def check_target(target: Path, header: Header) -> None:
     if manifest.generation > header.generation:
         raise CheckpointError(
             f"{target} is from attempt {manifest.generation} of this run, this is attempt {header.generation}: "
-            "a later one has taken over, and this one stops"
+            f"{TAKEN_OVER}"
         )
 
 

@@ -7,25 +7,15 @@ of its manifest: what was brought once is never written over. What comes back is
 """
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from allranks.checkpointing.checkpoint import (
-    COMMITTED_FILE,
-    MANIFEST_FILE,
-    Checkpoint,
-    discard,
-    seal,
-    step_name,
-    verify_files,
-)
-from allranks.checkpointing.commit import publish
+from allranks.checkpointing.adopting import adopt
+from allranks.checkpointing.checkpoint import COMMITTED_FILE, MANIFEST_FILE, Checkpoint, seal, step_name
 from allranks.checkpointing.manifest import MANIFEST_BYTES_CAP, parse_manifest
-from allranks.durable import sync
 from allranks.errors import CheckpointError, ConfigError
 
 _NAME = re.compile(r"step-(\d{8,18})\.[0-9a-f]{12}")
@@ -98,32 +88,20 @@ class Mirror:
         """Bring a checkpoint back into `directory`, RUN/checkpoints, under its name there: whole, verified, or not at
         all.
         """
-        place, target = f"{self._root}/{found.name}", directory / step_name(found.step)
-        temporary = directory / f"{target.name}.tmp-fetched"
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            with self._refusing("read"):
-                temporary.mkdir(parents=True)
-                for file in (MANIFEST_FILE, COMMITTED_FILE):
-                    self._check_size(f"{place}/{file}")
-                    self._files.get_file(f"{place}/{file}", str(temporary / file))
-                manifest = parse_manifest((temporary / MANIFEST_FILE).read_bytes(), f"{self.url}: {found.name}")
-                for file in manifest.files:  # their names were checked: none leads elsewhere
-                    self._files.get_file(f"{place}/{file}", str(temporary / file))
-                checkpoint = Checkpoint.open(temporary, run)
-                if checkpoint.step != found.step:
-                    raise CheckpointError(f"{self.url}: {found.name} is of step {checkpoint.step}")
-                verify_files(checkpoint)
-                for path in (*temporary.iterdir(), temporary):
-                    sync(path)
-                replaced = publish(temporary, target)
-                sync(directory)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        if replaced is not None:
-            with suppress(CheckpointError):
-                discard(replaced)
-        return Checkpoint.open(target, run)
+        place = f"{self._root}/{found.name}"
+
+        def bring(empty: Path) -> None:
+            for file in (MANIFEST_FILE, COMMITTED_FILE):
+                self._check_size(f"{place}/{file}")
+                self._files.get_file(f"{place}/{file}", str(empty / file))
+            manifest = parse_manifest((empty / MANIFEST_FILE).read_bytes(), f"{self.url}: {found.name}")
+            if manifest.step != found.step:
+                raise CheckpointError(f"{self.url}: {found.name} is of step {manifest.step}")
+            for file in manifest.files:  # their names were checked: none leads elsewhere
+                self._files.get_file(f"{place}/{file}", str(empty / file))
+
+        with self._refusing("read"):
+            return adopt(directory, found.step, run, bring)
 
     def _names(self) -> list[Mirrored]:
         self._files.invalidate_cache()

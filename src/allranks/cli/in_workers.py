@@ -11,6 +11,7 @@ from allranks.verdict import Decision
 
 if TYPE_CHECKING:
     from allranks.surviving.hosts.company import Company
+    from allranks.surviving.memory_tier import MemoryTier
     from allranks.surviving.supervisor import Supervision
 
 DEMO = "allranks.training.demo:Text"
@@ -24,22 +25,32 @@ def train_in_workers(
     decisions: Sequence[Decision],
     supervision: "Supervision",
     company: "Company | None" = None,
+    memory: "MemoryTier | None" = None,
 ) -> tuple[int, Document]:
-    """Train in `nproc` processes, beside those of `company`'s other hosts; the exit code and what `--json` prints."""
+    """Train in `nproc` processes, beside those of `company`'s other hosts; the exit code and what `--json` prints.
+
+    `memory`: where this host keeps copies of the state, closed at the end.
+    """
     from allranks.surviving.agent import run_workers
     from allranks.training.worker import Assignment
 
     method = forkserver.choose_start_method()
-    assignment = Assignment(request, run.path.resolve(), (*decisions, method.decision))
-    outcome = run_workers(
-        f"{WORKER}:work",
-        (assignment,),
-        nproc=nproc,
-        run_id=run.id,
-        log_dir=run.log().parent,
-        start_method=method,
-        stop_notice="stopping after the step in hand, then saving (once more: now)",
-        supervision=supervision,
-        company=company,
-    )
+    directory = None if memory is None else memory.directory
+    told = (*decisions, method.decision)
+    assignment = Assignment(request, run.path.resolve(), told, memory=directory, first_attempt=run.attempts)
+    try:
+        outcome = run_workers(
+            f"{WORKER}:work",
+            (assignment,),
+            nproc=nproc,
+            run_id=run.id,
+            log_dir=run.log().parent,
+            start_method=method,
+            stop_notice="stopping after the step in hand, then saving (once more: now)",
+            supervision=supervision if memory is None else memory.followed(supervision),
+            company=company,
+        )
+    finally:
+        if memory is not None:
+            memory.close()
     return tell_end(run, outcome)

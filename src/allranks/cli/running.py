@@ -141,17 +141,26 @@ def _run(
     decisions: Sequence[Decision],
     plan: Document | None,
 ) -> tuple[int, Document]:
+    from allranks.checkpointing.host_memory import check_there
+    from allranks.surviving.memory_tier import open_memory
     from allranks.surviving.supervisor import Supervision
     from allranks.training.plan_kept import write_plan
     from allranks.training.prepare import open_run
     from allranks.training.shortage import halve_micro_batch
 
+    copies = prepared.config.checkpoint.memory_every is not None
+    if copies:
+        check_there()
     run = open_run(prepared, request)
     if plan is not None:
         write_plan(run, plan)
-    run.begin_attempt()
+    memory = open_memory(run, wanted=copies)
+    if memory is None:
+        run.begin_attempt()
+    else:
+        memory.begin_attempt()
     supervision = Supervision.of_run(run, prepared.config.guard, partial(halve_micro_batch, run, num_processes))
-    ended = train_in_workers(request, run, num_processes, decisions, supervision)
+    ended = train_in_workers(request, run, num_processes, decisions, supervision, memory=memory)
     run.release()
     return ended
 

@@ -112,6 +112,11 @@ def run_on_hosts(
     Raises:
         AllranksError: the hosts did not meet, or have not the same code; one line.
     """
+    if prepared.config.checkpoint.memory_every is not None:
+        raise ConfigError(
+            "checkpoint.memory_every with --nodes: a copy in the memory of hosts would be lost with one of them; leave "
+            "the key out"
+        )
     from allranks.surviving.hosts.company import Company
     from allranks.surviving.hosts.seal import Seal
 
@@ -166,10 +171,14 @@ def _versions() -> dict[str, str]:
 
 
 def _share_run(company: "Company", prepared: "Prepared", request: TrainRequest, facts: "Facts") -> Run:
-    """The Run directory: the leader makes or continues it and holds its lease, the others open it."""
+    """The Run directory: the leader makes or continues it and holds its lease, the others open it.
+
+    What is newer in the leader's memory than on the disk is brought there first.
+    """
     from allranks.surviving.hosts.introduction import introduce, learn
     from allranks.surviving.hosts.losses import LOST
     from allranks.surviving.hosts.succession import succeed
+    from allranks.surviving.memory_tier import open_memory
     from allranks.training.prepare import open_run
 
     assert request.hosts is not None
@@ -178,6 +187,9 @@ def _share_run(company: "Company", prepared: "Prepared", request: TrainRequest, 
         path = learn(company.notices, facts, request.hosts.endpoint, wait, company.seek)
         if path is None:
             run = open_run(prepared, request)
+            copies = open_memory(run, wanted=False)
+            if copies is not None:
+                copies.close()  # what a run on this host alone has left here is for all hosts now
             run.begin_attempt()
             introduce(company.notices, facts, run.path.resolve())
         else:

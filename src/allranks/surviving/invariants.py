@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, verify_files
+from allranks.checkpointing.host_memory import left_of
 from allranks.errors import CheckpointError
 from allranks.run import Run
 from allranks.surviving.incidents import Incident
@@ -95,15 +96,26 @@ def sound_checkpoints(broken: Run, commands: Sequence[Command]) -> Invariant:
 
 
 def bounded_work(
-    incidents: Sequence[Incident], every: int | None, num_steps: int, *, beside: bool = False
+    incidents: Sequence[Incident],
+    every: int | None,
+    num_steps: int,
+    *,
+    beside: bool = False,
+    memory_every: int | None = None,
 ) -> Invariant:
     """I4: steps done again are at most those between two checkpoints, twice as many where these are written `beside`
     the steps: the one under way does not count yet.
+
+    With copies in memory every so many steps they are at most those between three of them, because a copy may fail;
+    not where they are written beside the steps, which leave out as many copies as come due meanwhile.
     """
     limit = num_steps if every is None else every * (2 if beside else 1)
+    if memory_every is not None and not beside:
+        limit = min(limit, 2 * memory_every)
     most = max((incident.redone for incident in incidents), default=0)
     total = sum(incident.redone for incident in incidents)
     what = f"{total} steps done again, at most {most} after one fault; a checkpoint every {every or num_steps}"
+    what += "" if memory_every is None else f", a copy in memory every {memory_every}"
     return Invariant("I4", most <= limit, what)
 
 
@@ -140,11 +152,14 @@ def one_cause_each(incidents: Sequence[Incident]) -> Invariant:
 
 
 def nothing_left(broken: Run, left: Left) -> Invariant:
-    """I7: no process (so no port), nothing in the folder of temporary files, nothing half-done in the run's."""
+    """I7: no process (so no port), nothing in the folder of temporary files, nothing half-done in the run's, no copy in
+    the memory of this host.
+    """
     names = [
         str(path.relative_to(broken.path)) for path in sorted(broken.path.rglob("*")) if LEFTOVER.search(path.name)
     ]
     found = [*left.processes, *left.temporary, *names]
+    found += [str(path) for path in left_of(broken.id)]
     holder = broken.holder()
     found += [] if holder is None else [f"the lease, held by {holder}"]
     if found:
@@ -162,11 +177,12 @@ def judge(
 ) -> list[Invariant]:
     """All seven; `numbers`: how many faults were `planned` and `fired`."""
     steps, saving = reference.steps(), broken.config().checkpoint
+    num_steps, beside = steps[-1]["step"] if steps else 0, saving.beside(_device(broken))
     return [
         same_state(reference, broken),
         same_samples(reference, broken),
         sound_checkpoints(broken, commands),
-        bounded_work(incidents, saving.every, steps[-1]["step"] if steps else 0, beside=saving.beside(_device(broken))),
+        bounded_work(incidents, saving.every, num_steps, beside=beside, memory_every=saving.memory_every),
         recovered(incidents, numbers["fired"], numbers["planned"]),
         one_cause_each(incidents),
         nothing_left(broken, left),

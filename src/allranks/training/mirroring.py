@@ -77,27 +77,30 @@ class Mirroring:
         self._num_files += 1
 
 
-def fetch_newer(directory: Path, run: str, mirror: Mirror, processes: Processes) -> tuple[str, list[str]]:
-    """Bring back the mirror's newest good checkpoint where that is newer than the directory's; collective.
+def fetch_newer(
+    directory: Path, run: str, mirror: Mirror, processes: Processes, memory: Path | None = None
+) -> tuple[str, list[str]]:
+    """Bring back the mirror's newest good checkpoint where that is newer than all that is nearer; collective.
 
     Args:
         directory: RUN/checkpoints, which all hosts share.
         run: the run's id.
+        memory: where copies lie in the memory of this host; None: nowhere.
 
     Returns:
         What was fetched, in a line, or ""; and what went wrong with newer ones. The same on every rank.
     """
     found: dict[str, Any] = {}
     if processes.rank == 0:
-        found["fetched"], found["wrong"] = _fetch(directory, run, mirror)
+        found["fetched"], found["wrong"] = _fetch(directory, run, mirror, memory)
     found = processes.share(found)
     return found["fetched"], found["wrong"]
 
 
-def _fetch(directory: Path, run: str, mirror: Mirror) -> tuple[str, list[str]]:
+def _fetch(directory: Path, run: str, mirror: Mirror, memory: Path | None) -> tuple[str, list[str]]:
     wrong: list[str] = []
     try:
-        local = newest_of_run(directory, run)[0]
+        local = newest_of_run(directory, run, memory)[0]
     except CheckpointError:
         local = None  # all are damaged: what the mirror has is all there is
     try:

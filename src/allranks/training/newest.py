@@ -8,31 +8,49 @@ from allranks.errors import CheckpointError
 NAMED = 3
 
 
-def newest_of_run(directory: Path, run: str) -> tuple[Checkpoint | None, list[str]]:
+def newest_of_run(directory: Path, run: str, memory: Path | None = None) -> tuple[Checkpoint | None, list[str]]:
     """The newest good checkpoint, and why each newer one is none, newest first; None where there is not even a bad one.
 
+    Copies in memory come and go: where all of them are damaged and the disk has none, there is none.
+
     Args:
-        directory: RUN/checkpoints.
+        directory: RUN/checkpoints. Nothing in it is read where nothing in it is newer than what memory has.
         run: the run's id.
+        memory: where copies lie in the memory of this host; None: nowhere.
 
     Raises:
         CheckpointError: there are checkpoints, and all of them are damaged: to begin anew would bury what is left.
     """
-    checkpoint, skipped = newest_good(directory, run)
-    bad = {skip.path: skip.reason for skip in skipped}
-    # Its name is given after COMMITTED is in it, so one without has lost it since.
-    for path in directory.glob("step-*[0-9]"):
-        if path.is_dir() and ".tmp-" not in path.name and not (path / COMMITTED_FILE).exists():
-            bad[path] = f"{path} has lost its {COMMITTED_FILE} file"
+    checkpoint, bad = (None, {}) if memory is None else _look(memory, run)
+    if checkpoint is None or any(_order(path) > _order(checkpoint.path) for path in _named(directory)):
+        saved, damaged = _look(directory, run)
+        bad |= damaged
+        if saved is not None and (checkpoint is None or saved.step > checkpoint.step):
+            checkpoint = saved
     newer = [path for path in bad if checkpoint is None or _order(path) > _order(checkpoint.path)]
-    reasons = [bad[path] for path in sorted(newer, key=_order, reverse=True)]
-    if checkpoint is None and reasons:
-        more = f"; and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
+    newer.sort(key=_order, reverse=True)
+    on_disk = [bad[path] for path in newer if path.parent == directory]
+    if checkpoint is None and on_disk:
+        more = f"; and {len(on_disk) - NAMED} more" if len(on_disk) > NAMED else ""
         raise CheckpointError(
-            f"{directory} holds no good checkpoint: {'; '.join(reasons[:NAMED])}{more}. Bring one back from a copy, "
+            f"{directory} holds no good checkpoint: {'; '.join(on_disk[:NAMED])}{more}. Bring one back from a copy, "
             "or start a new run"
         )
-    return checkpoint, reasons
+    return checkpoint, [bad[path] for path in newer]
+
+
+def _look(directory: Path, run: str) -> tuple[Checkpoint | None, dict[Path, str]]:
+    """The newest good one of a directory, and why others are none."""
+    checkpoint, skipped = newest_good(directory, run)
+    bad = {skip.path: skip.reason for skip in skipped}
+    for path in _named(directory):
+        if not (path / COMMITTED_FILE).exists():  # a name is given after it is in there: it was lost since
+            bad[path] = f"{path} has lost its {COMMITTED_FILE} file"
+    return checkpoint, bad
+
+
+def _named(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("step-*[0-9]") if path.is_dir() and ".tmp-" not in path.name]
 
 
 def _order(path: Path) -> tuple[int, str]:

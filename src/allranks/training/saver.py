@@ -2,18 +2,28 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
 from allranks.checkpointing.background import BackgroundSave, World
 from allranks.checkpointing.checking import check_files
-from allranks.checkpointing.checkpoint import Checkpoint, Header, check_sizes, prune, verify_files
+from allranks.checkpointing.checkpoint import (
+    Checkpoint,
+    Header,
+    check_sizes,
+    discard,
+    prune,
+    step_name,
+    verify_files,
+)
 from allranks.checkpointing.commit import explain
 from allranks.checkpointing.portion import place_of, portion_of
 from allranks.checkpointing.save import save
 from allranks.checkpointing.stage import Stage
 from allranks.config import CheckpointConfig
 from allranks.errors import CheckpointError
+from allranks.stepping.alike import everyones
 from allranks.stepping.world import Processes
 from allranks.training.mirroring import Mirroring
 from allranks.training.snapshot import Contents, check_state
@@ -72,6 +82,16 @@ class Saver:
         self.prove: Callable[[Checkpoint, Contents], None] = lambda checkpoint, contents: None
         self._good: set[Path] = set()
         self._stage = Stage()
+
+    def in_memory(self, directory: Path) -> "Saver":
+        """The Saver of the same run into the memory of this host: every `checkpoint.memory_every` steps, and one stays.
+
+        Only one of the two may be writing beside the training at a time: they copy what is live into the same memory.
+        """
+        config = self._config.model_copy(update={"every": self._config.memory_every, "keep": 1})
+        saver = Saver(self._contents, self._processes, config, directory, self._run, self._generation, self._warn)
+        saver._stage = self._stage
+        return saver
 
     def due(self, step: int) -> bool:
         """Whether the config asks for a checkpoint after `step` steps."""
@@ -143,6 +163,18 @@ class Saver:
     def settled(self, step: int) -> None:
         """What was begun for `step` is committed, and all ranks know it."""
         self.saved_step, self._proven = step, True
+
+    def num_bytes(self) -> int:
+        """Of the tensors of one checkpoint, all ranks' together; collective."""
+        contents, processes = self._contents, self._processes
+        portion = portion_of(contents.parts(), processes.rank, {}, {}, tells=False)
+        return sum(everyones(portion.num_bytes, processes.world_group, processes.device))
+
+    def forget(self, step: int) -> None:
+        """Let go what may have been written of that step: it is not to be trusted."""
+        if self._processes.rank == 0:
+            with suppress(CheckpointError):
+                discard(self._directory / step_name(step))
 
     def tidy(self) -> None:
         """Let old ones go, and what dead writers left. What stays costs room, not the run: the next one tries again."""

@@ -2,19 +2,27 @@
 
 At most one checkpoint is written beside the training. The next one that comes due waits until that is committed: so a
 fault never costs more than two intervals, however slow the disk is, and a disk that hangs is seen as what it is.
+
+A copy in the memory of this host waits for nothing, and nothing waits for it: one that comes due while anything is
+being written is left out, one that is being written when the disk's turn comes is given up, and one that fails ends no
+run, because the checkpoints on the disk are what counts.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from allranks.checkpointing.background import BackgroundSave
+from allranks.checkpointing.commit import TAKEN_OVER
+from allranks.errors import CheckpointError
 from allranks.observing.counters import Stopwatch
 from allranks.observing.heartbeat import Heartbeat
 from allranks.observing.recorder import Recorder
 from allranks.stepping.agreement import NOTHING, Agreed, Pending, Saving
+from allranks.training.memory_copies import MemoryCopies
 from allranks.training.saver import Saver
 from allranks.verdict import Verdict
 
@@ -27,12 +35,14 @@ class _UnderWay:
     """A checkpoint that is written beside the training.
 
     Attributes:
+        saver: who writes it.
         samples: consumed when it was begun.
         check: to be called before it may be committed out of its turn.
         began: when, by the clock of `time.perf_counter`.
         waited: seconds that the training has waited for it so far.
     """
 
+    saver: Saver
     save: BackgroundSave
     samples: int
     check: Callable[[], object]
@@ -49,9 +59,12 @@ class Saves:
         position: samples consumed so far.
         recorder: rank 0's pen; None elsewhere.
         tell: says a verdict about a step, on rank 0.
+        memory: copies between those that the saver writes; None: none.
+        begun: the step that this process goes on from.
 
     Attributes:
-        newest: (step, position in the order of samples) of the newest checkpoint, or of where this process began.
+        newest: (step, position in the order of samples) of the newest checkpoint or copy, or of where this process
+            began.
     """
 
     def __init__(
@@ -62,6 +75,8 @@ class Saves:
         heart: Heartbeat,
         recorder: Recorder | None,
         tell: Callable[[Verdict, int], None],
+        memory: MemoryCopies | None = None,
+        begun: int = 0,
     ) -> None:
         self._saver = saver
         self._position = position
@@ -70,29 +85,45 @@ class Saves:
         self._recorder = recorder
         self._tell = tell
         self._under_way: _UnderWay | None = None
-        self.newest = max(saver.saved_step, 0), position()
-        self._told_of_slowness = False
+        self.newest = begun, position()
+        self._told_of_slowness = self._told_of_memory = False
+        self._memory = memory
 
-    @property
-    def beside(self) -> bool:
-        """Whether what comes at an interval is written beside the training."""
-        return self._saver.beside
+    def at_boundary(self, step: int, judge: Callable[[], object], check: Callable[[], object]) -> None:
+        """Save after `step` steps, if the config asks for it: on the disk, or else in memory; collective.
 
-    def due(self, step: int) -> bool:
-        """Whether the config asks for a checkpoint after `step` steps."""
-        return self._saver.due(step)
+        Args:
+            judge: raises where this step is not to be gone on from; called before anything of it is kept.
+            check: sees that the ranks have made this step alike, and raises where they have not.
+        """
+        copy = self._memory is not None and self._memory.due(step)
+        if self._saver.due(step):
+            saver = self._saver
+        elif self._memory is not None and copy and self._under_way is None and self._may_copy(self._memory, step):
+            saver = self._memory.saver
+        else:
+            return
+        judge()
+        if saver.beside:
+            self.begin(step, check, saver)
+        else:
+            check()
+            self.save(step, saver)
+        self._heart.enter("step")
 
-    def save(self, step: int) -> None:
-        """Save while the training waits; collective."""
+    def save(self, step: int, saver: Saver | None = None) -> None:
+        """Save while the training waits, by default on the disk; collective."""
+        saver = saver or self._saver
         self.wait()
-        if self._saver.saved_step == step:
+        if saver.saved_step == step:
             return
         started = time.perf_counter()
         self._heart.enter("checkpoint")
         self.flush()
-        path = self._saver.save(step)
+        with self._bearing(saver, step):
+            path = saver.save(step)
+            self._record(saver, path, step, self._position(), started)
         self._stopwatch.mark("checkpoint")
-        self._record(path, step, self._position(), started)
 
     def save_last(self, step: int) -> None:
         """See that there is a checkpoint of `step`, the training's last one; collective."""
@@ -108,8 +139,9 @@ class Saves:
         self._saver.finish(self._heart.progress)
         self._stopwatch.mark("checkpoint")
 
-    def begin(self, step: int, check: Callable[[], object]) -> None:
-        """Begin to save beside the training; where the one before is not done, wait for that; collective.
+    def begin(self, step: int, check: Callable[[], object], saver: Saver | None = None) -> None:
+        """Begin to save beside the training, by default on the disk; where the one before is not done, wait for that;
+        collective.
 
         Args:
             check: sees that the ranks have made this step alike, and raises where they have not; nothing is committed
@@ -117,13 +149,14 @@ class Saves:
         """
         held_up = self._under_way
         self.wait()
-        if held_up is not None:
+        if held_up is not None and held_up.saver is self._saver:
             self._tell_of_slowness(held_up, step)
         started = time.perf_counter()
         self._heart.enter("checkpoint")
-        save = self._saver.begin(step, self.flush)
+        saver = saver or self._saver
+        save = saver.begin(step, self.flush)
         waited = time.perf_counter() - started
-        self._under_way = _UnderWay(save, self._position(), check, started, waited)
+        self._under_way = _UnderWay(saver, save, self._position(), check, started, waited)
         self._stopwatch.mark("checkpoint")
 
     def standing(self) -> Saving:
@@ -145,14 +178,15 @@ class Saves:
         if agreed.failed:
             self._under_way = None
             self._heart.enter("checkpoint")
-            under_way.save.fail()
+            with self._bearing(under_way.saver, under_way.save.step):
+                under_way.save.fail()
         elif agreed.committed:
             self._settle(under_way)
         elif agreed.written == agreed.num_ranks:
             under_way.save.all_have_written()
 
     def wait(self) -> None:
-        """Wait until nothing is under way; collective. Raises as `hear`."""
+        """Wait until nothing is under way; a copy in memory is given up. Collective. Raises as `hear`."""
         under_way = self._under_way
         if under_way is None:
             return
@@ -160,10 +194,16 @@ class Saves:
         self._heart.enter("checkpoint")
         under_way.check()
         self._under_way = None
-        under_way.save.settle()
-        under_way.waited += time.perf_counter() - started
+        with self._bearing(under_way.saver, under_way.save.step):
+            counts = True
+            if under_way.saver is self._saver:
+                under_way.save.settle()
+            else:
+                counts = under_way.save.give_way()
+            under_way.waited += time.perf_counter() - started
+            if counts:
+                self._settle(under_way)
         self._stopwatch.mark("checkpoint")
-        self._settle(under_way)
 
     def close(self) -> None:
         """Nothing is written any more: the training has ended, by an error where something is still under way."""
@@ -179,8 +219,36 @@ class Saves:
     def _settle(self, under_way: _UnderWay) -> None:
         self._under_way = None
         save = under_way.save
-        self._saver.settled(save.step)
-        self._record(save.place.target, save.step, under_way.samples, under_way.began, under_way.waited)
+        saver = under_way.saver
+        saver.settled(save.step)
+        self._record(saver, save.place.target, save.step, under_way.samples, under_way.began, under_way.waited)
+
+    @contextmanager
+    def _bearing(self, saver: Saver, step: int) -> Iterator[None]:
+        """What cannot be saved ends the run, on every rank; of a copy in memory it is told once, unless it shows that
+        this attempt is not the newest one.
+        """
+        try:
+            yield
+        except CheckpointError as error:
+            if saver is self._saver or TAKEN_OVER in str(error):
+                raise
+            saver.forget(step)
+            self._tell_of_memory(step, str(error))
+
+    def _may_copy(self, memory: MemoryCopies, step: int) -> bool:
+        """Whether nothing is in the way of a copy of `step`; what is, is told once. Collective."""
+        why = memory.obstacle()
+        if why:
+            self._tell_of_memory(step, why)
+        return not why
+
+    def _tell_of_memory(self, step: int, why: str) -> None:
+        if not self._told_of_memory:
+            self._told_of_memory = True
+            what = f"there is no copy of step {step} in the memory of this host: {why}"
+            move = "the run goes on, and tries again; see what fills that memory"
+            self._tell(Verdict("checkpoint", what, (), move), step)
 
     def _tell_of_slowness(self, held_up: _UnderWay, step: int) -> None:
         if self._told_of_slowness or held_up.waited < SLOW_SECONDS:
@@ -191,11 +259,15 @@ class Saves:
         evidence = f"training waited {held_up.waited:.2f} s for it; so do later ones, which the journal tells"
         self._tell(Verdict("checkpoint", what, (evidence,), "take a larger checkpoint.every, or a faster disk"), step)
 
-    def _record(self, path: Path, step: int, samples: int, started: float, waited: float | None = None) -> None:
+    def _record(
+        self, saver: Saver, path: Path, step: int, samples: int, started: float, waited: float | None = None
+    ) -> None:
         self.newest = step, samples
         if self._recorder is None:
             return
         took = time.perf_counter() - started
         seconds = round(took if waited is None else waited, 6)
-        written = {} if waited is None else {"background_seconds": round(took, 6)}
-        self._recorder.write("checkpoint", step=step, samples=samples, path=path.name, seconds=seconds, **written)
+        more: dict[str, object] = {} if waited is None else {"background_seconds": round(took, 6)}
+        if saver is not self._saver:
+            more["tier"] = "memory"
+        self._recorder.write("checkpoint", step=step, samples=samples, path=path.name, seconds=seconds, **more)

@@ -184,8 +184,13 @@ def check_state(contents: Contents) -> None:
         ) from error
 
 
-def find_checkpoint(directory: Path, run: str, processes: Processes) -> tuple[Checkpoint | None, list[str]]:
+def find_checkpoint(
+    directory: Path, run: str, processes: Processes, memory: Path | None = None
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest good checkpoint of a run, the same on every rank, and why newer ones were passed over; collective.
+
+    Args:
+        memory: where copies lie in the memory of the one host that all ranks are on; None: nowhere.
 
     Raises:
         CheckpointError: on every rank: there are checkpoints, and all of them are damaged.
@@ -193,8 +198,9 @@ def find_checkpoint(directory: Path, run: str, processes: Processes) -> tuple[Ch
     found: dict[str, Any] = {}
     if processes.rank == 0:
         try:
-            checkpoint, skipped = newest_of_run(directory, run)
+            checkpoint, skipped = newest_of_run(directory, run, memory)
             found = {"name": None if checkpoint is None else checkpoint.path.name, "skipped": skipped}
+            found["copy"] = checkpoint is not None and checkpoint.path.parent == memory
         except CheckpointError as error:
             found = {"error": str(error)}
     found = processes.share(found)
@@ -202,4 +208,5 @@ def find_checkpoint(directory: Path, run: str, processes: Processes) -> tuple[Ch
         raise CheckpointError(found["error"])
     if found["name"] is None:
         return None, found["skipped"]
-    return Checkpoint.open(directory / found["name"], run_id=run), found["skipped"]
+    place = memory if memory is not None and found["copy"] else directory
+    return Checkpoint.open(place / found["name"], run_id=run), found["skipped"]

@@ -17,6 +17,7 @@ from allranks.stepping.agreement import Agreed, Pending
 from allranks.stepping.session import Session
 from allranks.stepping.spikes import ABOVE, Window
 from allranks.stepping.step import Outcome
+from allranks.training.memory_copies import MemoryCopies
 from allranks.training.rollbacks import Rollbacks
 from allranks.training.saver import Saver
 from allranks.training.saves import Saves
@@ -58,6 +59,7 @@ class Trainer:
         recorder: rank 0's pen; None elsewhere.
         progress: rank 0's line; None elsewhere.
         leave_out: writes down that a range of positions is not fed any more; as of Rollbacks.
+        memory: copies in this host's memory between the checkpoints; None: none.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Trainer:
         recorder: Recorder | None,
         progress: ProgressLine | None,
         leave_out: Callable[[int, int], None] = lambda first, past: None,
+        memory: MemoryCopies | None = None,
     ) -> None:
         self._session = session
         self._stopwatch = stopwatch
@@ -86,7 +89,9 @@ class Trainer:
         self._sentinels = Sentinels(session, self._tell)
         saver.prove = self._sentinels.prove
         self._heart = heartbeat.current()
-        self._saves = Saves(saver, lambda: session.stream.position, stopwatch, self._heart, recorder, self._tell)
+        told = (stopwatch, self._heart, recorder, self._tell)
+        stream = session.stream
+        self._saves = Saves(saver, lambda: stream.position, *told, memory, stream.step)
         session.step.saving = self._saves.standing
         self._rollbacks = Rollbacks(session, self._saves, leave_out, self._tell)
         # On CUDA the host runs ahead of the device and reads an agreement a step later; on the CPU it is there already.
@@ -183,14 +188,7 @@ class Trainer:
             self._sentinels.compare(step)
             self._stopwatch.mark("other")
         # Saved before it is evaluated: metrics that fail lose no step.
-        if self._saves.due(step):
-            self._rollbacks.hear(pending)
-            if self._saves.beside:
-                self._saves.begin(step, lambda: self._read(pending, step))
-            else:
-                self._read(pending, step)
-                self._saves.save(step)
-            self._heart.enter("step")
+        self._saves.at_boundary(step, lambda: self._rollbacks.hear(pending), lambda: self._read(pending, step))
         evaluate_every = self._session.config.evaluate.every
         if evaluate_every and step % evaluate_every == 0:
             self._evaluate(step)

@@ -10,7 +10,7 @@ from pathlib import Path
 from allranks import fault_points
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.mirror import Mirror
-from allranks.errors import AllranksError, ProcessError, RunError
+from allranks.errors import AllranksError, ConfigError, GuardError, ProcessError, RunError
 from allranks.failure import is_out_of_memory
 from allranks.launching.environment import read_environment
 from allranks.observing import heartbeat
@@ -27,6 +27,7 @@ from allranks.stepping.session import Session, assemble
 from allranks.stepping.world import Processes, gather_processes
 from allranks.training.load import task_of_run
 from allranks.training.logs import log_of_rank
+from allranks.training.memory_copies import MemoryCopies, lies_in, tell_tier
 from allranks.training.mirroring import Mirroring, fetch_newer
 from allranks.training.prepare import Prepared, open_run, prepare, resolve_layout
 from allranks.training.rollbacks import add_range, told_at_start
@@ -41,6 +42,10 @@ from allranks.verdict import Decision
 BACKEND_TIMEOUT_SECONDS = 600.0
 OPEN_MIRROR = "see that the place that checkpoint.mirror names is there, and that this user may read and write there"
 FREE_CHECKPOINTS = "delete what is left in checkpoints/ by hand, or give this user the right to"
+NEEDS_SUPERVISOR = (
+    "copies in a host's memory are kept by the command that starts all workers on it: take `allranks train --nproc N`, "
+    "without another launcher or --nodes, or leave the key out"
+)
 EXIT_CODES = {"done": 0, "interrupted": 130, "terminated": 75}
 
 
@@ -53,12 +58,17 @@ class Assignment:
         run: the Run directory that the command has made and leased; None where an outside launcher started the ranks.
         decisions: what the command chose, for the banner.
         announce: told where the Run is, once it is there.
+        memory: the directory in this host's memory that the command has leased for copies of the state; None: none.
+        first_attempt: the command's first one, by the run's count: later ones go on where it would have refused; None:
+            this one.
     """
 
     request: TrainRequest
     run: Path | None = None
     decisions: tuple[Decision, ...] = ()
     announce: Callable[[Path], None] | None = None
+    memory: Path | None = None
+    first_attempt: int | None = None
 
 
 def work(assignment: Assignment) -> int:
@@ -67,6 +77,8 @@ def work(assignment: Assignment) -> int:
     fault_points.reach("start")
     environment = read_environment(os.environ)
     prepared = _prepared(assignment)
+    if prepared.config.checkpoint.memory_every is not None and assignment.memory is None:
+        raise ConfigError(f"checkpoint.memory_every: {NEEDS_SUPERVISOR}")
     layout = resolve_layout(prepared.config, environment.world_size, environment.num_nodes)
     choice = choose_device(environment, assignment.request.device, prepared.config.train.backend, layout)
     start(environment, choice, timeout_seconds=BACKEND_TIMEOUT_SECONDS)
@@ -97,6 +109,7 @@ class _Training:
         self._stops = stops
         self._stopwatch = Stopwatch()
         self._resumed_otherwise: tuple[Decision, ...] = ()
+        self._memory = assignment.memory
         self._first = processes.rank == 0
         self._journal = Journal(run.journal(processes.rank), processes.rank)
         url = prepared.config.checkpoint.mirror
@@ -135,8 +148,7 @@ class _Training:
                 outer=session.outer,
                 beside=session.beside,
             )
-            resumed_step = self._resume(contents, checkpoint, skipped)
-            ending = self._loop(session, contents, resumed_step)
+            ending = self._loop(session, contents, self._resume(contents, checkpoint, skipped), checkpoint)
         except BaseException as error:
             self._tell_end("failed", error)
             raise
@@ -145,24 +157,28 @@ class _Training:
 
     def _find_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
         """As `find_checkpoint`, with what a mirror has, where that is newer."""
-        run, wrong = self._run, list[str]()
+        run, memory = self._run, self._memory
         if self._mirror is not None:
-            fetched, wrong = fetch_newer(run.checkpoints, run.id, self._mirror, self._processes)
+            fetched, wrong = fetch_newer(run.checkpoints, run.id, self._mirror, self._processes, memory)
             for reason in wrong:
                 self._warn(reason, OPEN_MIRROR)
             if fetched and self._screen is not None:
                 self._screen.say(fetched)
-        checkpoint, skipped = find_checkpoint(run.checkpoints, run.id, self._processes)
-        return checkpoint, skipped
+        return find_checkpoint(run.checkpoints, run.id, self._processes, memory)
 
-    def _loop(self, session: Session, contents: Contents, resumed_step: int) -> Ending:
+    def _loop(self, session: Session, contents: Contents, resumed_step: int, checkpoint: Checkpoint | None) -> Ending:
         config, run = self._prepared.config, self._run
         mirroring = None
         if self._mirror is not None and self._first:
             mirroring = Mirroring(self._mirror, config.checkpoint.keep, partial(self._warn, remedy=OPEN_MIRROR))
         place = (config.checkpoint, run.checkpoints, run.id, run.attempts)
         saver = Saver(contents, self._processes, *place, self._warn, mirroring)
-        saver.saved_step = resumed_step if resumed_step > 0 else -1
+        if resumed_step > 0 and not lies_in(self._memory, checkpoint):
+            saver.saved_step = resumed_step
+        memory = None
+        if self._memory is not None and config.checkpoint.memory_every is not None:
+            refuses = self._assignment.first_attempt in (None, run.attempts)
+            memory = MemoryCopies(saver, self._processes, self._memory, checkpoint, refuses=refuses)
         recorder = progress = None
         if self._screen is not None:
             told = (*self._prepared.decisions, *self._assignment.decisions)
@@ -183,7 +199,12 @@ class _Training:
                 inline=self._processes.device.type == "cpu",
             )
         try:
-            return Trainer(session, saver, self._stopwatch, recorder, progress, partial(add_range, run)).train()
+            leave_out = partial(add_range, run)
+            return Trainer(session, saver, self._stopwatch, recorder, progress, leave_out, memory).train()
+        except GuardError:
+            if memory is not None:
+                memory.distrust()
+            raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise explain_shortage(session, error) from error
@@ -208,10 +229,10 @@ class _Training:
         heartbeat.current().resumed(manifest.step)
         fault_points.begin_step(manifest.step)
         if self._screen is not None:
-            self._journal.write("resume", step=manifest.step, samples=manifest.samples, path=checkpoint.path.name)
-            self._screen.say(
-                f"resumed at step {manifest.step:,}, sample {manifest.samples:,}, from {checkpoint.path.name}"
-            )
+            tier = "memory" if lies_in(self._memory, checkpoint) else "disk"
+            path, where = checkpoint.path.name, tell_tier(self._memory, checkpoint, self._run.checkpoints)
+            self._journal.write("resume", step=manifest.step, samples=manifest.samples, path=path, tier=tier)
+            self._screen.say(f"resumed at step {manifest.step:,}, sample {manifest.samples:,}, from {path}{where}")
         fault_points.reach("resume")
         return manifest.step
 
@@ -237,10 +258,9 @@ class _Training:
         )
 
     def _tell_end(self, reason: str, error: BaseException | None) -> None:
-        seconds = self._stopwatch.totals()
         memory = peak_memory_bytes(self._processes.device)
         text = None if error is None else f"{type(error).__name__}: {error}"
-        self._journal.write("end", reason=reason, seconds=seconds, memory_bytes=memory, error=text)
+        self._journal.write("end", reason=reason, seconds=self._stopwatch.totals(), memory_bytes=memory, error=text)
 
 
 def _prepared(assignment: Assignment) -> Prepared:

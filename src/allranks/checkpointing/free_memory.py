@@ -1,0 +1,65 @@
+"""How much may still be written into memory that looks like a directory. No torch.
+
+A container's limit counts such files as memory, and the kernel ends a process where it is passed: so the room that the
+file system tells is not enough. What was only read from files can be read again, and counts as free.
+
+Sources: memory.max, memory.current, memory.stat (cgroup v2: Documentation/admin-guide/cgroup-v2.rst of Linux);
+memory.limit_in_bytes, memory.usage_in_bytes, memory.stat (v1: Documentation/admin-guide/cgroup-v1/memory.rst).
+"""
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """How one version of control groups names it: limit, use, and what of that was read from files; all in bytes."""
+
+    limit: str
+    used: str
+    from_files: tuple[str, ...]
+
+
+_V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_V2 = _Version("memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+def free_bytes(directory: Path) -> int:
+    """What may still be written there without taking memory that this host, or this container, has not."""
+    place = os.statvfs(directory)
+    return min(place.f_bavail * place.f_frsize, psutil.virtual_memory().available, *_left_to_groups())
+
+
+def _left_to_groups() -> list[int]:
+    """What the control groups that limit this process may still take, in bytes."""
+    try:
+        lines = _MEMBERSHIP.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, below = line.split(":", 2)
+        if not controllers:
+            found += _left_along(_MOUNT, below, _V2)
+        elif "memory" in controllers.split(","):
+            found += _left_along(_MOUNT / "memory", below, _V1)
+    return found
+
+
+def _left_along(mount: Path, below: str, version: _Version) -> list[int]:
+    """Of the groups from `below` up to `mount`: in a container the inner ones may not be seen under their names."""
+    folder, found = mount / below.lstrip("/"), []
+    for group in (folder, *folder.parents):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no such file, or "max"
+            limit, used = (int((group / name).read_text()) for name in (version.limit, version.used))
+            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            found.append(max(0, limit - used + sum(int(counts[name]) for name in version.from_files)))
+        if group == mount:
+            break
+    return found

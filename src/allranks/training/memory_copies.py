@@ -1,0 +1,129 @@
+"""Copies of the state in the memory of this host, as a training makes them between its checkpoints on the disk.
+
+They are checkpoints like those, in another directory: written by the same code, read by the same code. One stays, and
+the next takes its place when it is whole.
+"""
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import final
+
+from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints
+from allranks.checkpointing.free_memory import free_bytes
+from allranks.checkpointing.host_memory import KEEP_IT, distrust, is_open
+from allranks.errors import ConfigError
+from allranks.stepping.world import Processes
+from allranks.training.saver import Saver
+from allranks.units import format_bytes
+
+USABLE = 0.9
+"""Of the memory that is free so much may go to copies: the run itself takes more now and then."""
+
+
+@final
+class MemoryCopies:
+    """Those of one training, all of whose ranks are on this host.
+
+    Args:
+        saver: that writes to the disk.
+        directory: that the run's supervisor has leased for them.
+        resumed: what the run goes on from. If it is a copy it stays until there is another; all other copies go now,
+            because they are older, damaged or half-written.
+        refuses: whether too little room ends the run. Not where workers were started again: what was free then may
+            have been what another has taken since, and the run goes on without copies.
+
+    Attributes:
+        saver: that writes the copies.
+    """
+
+    def __init__(
+        self, saver: Saver, processes: Processes, directory: Path, resumed: Checkpoint | None, *, refuses: bool
+    ) -> None:
+        self.saver = saver.in_memory(directory)
+        self._processes = processes
+        self._directory = directory
+        self._kept_bytes = resumed.num_bytes if resumed is not None and lies_in(directory, resumed) else 0
+        self._refuses = refuses
+        self._copy_bytes: int | None = None
+        self._clear(None if resumed is None else resumed.path)
+
+    def due(self, step: int) -> bool:
+        """Whether one is to be made after `step` steps; collective.
+
+        The first call sees that there is room. It comes after a step, when optimizers have all of their state.
+
+        Raises:
+            ConfigError: on every rank: there is none.
+        """
+        if self._copy_bytes is None:
+            self._copy_bytes = self.saver.num_bytes()
+            if self._refuses:
+                self._check_room(self._copy_bytes)
+        return self.saver.due(step)
+
+    def obstacle(self) -> str:
+        """Why the copy that is due cannot be made, in words; "": it can. Collective, after `due`."""
+        return str(self._processes.share(self._look() if self._processes.rank == 0 else ""))
+
+    def distrust(self) -> None:
+        """A guard has ended the run: what it has found wrong may be in every copy, and the disk's are older.
+
+        For every rank: the first that ends takes the others with it, which may be writing still.
+        """
+        with suppress(FileNotFoundError):
+            distrust(self._directory)
+        self._clear(None)
+
+    def _clear(self, spared: Path | None) -> None:
+        if self._processes.rank == 0:
+            with suppress(FileNotFoundError):  # somebody else removes it
+                for path in self._directory.iterdir():
+                    if path.is_dir() and path != spared:
+                        shutil.rmtree(path)
+
+    def _look(self) -> str:
+        assert self._copy_bytes is not None
+        if not is_open(self._directory):
+            return f"{self._directory} has vanished; it is made again when workers start again; {KEEP_IT}"
+        copies = 1 if self.saver.saved_step >= 0 else self._num_copies - 1  # the one that stays is there, or never was
+        free = free_bytes(self._directory)
+        if copies * self._copy_bytes > USABLE * free:
+            return f"it takes {format_bytes(copies * self._copy_bytes)}, and {format_bytes(free)} are free"
+        return ""
+
+    @property
+    def _num_copies(self) -> int:
+        return 3 if self.saver.beside else 2  # the one that stays, the next one, and what a thread writes that from
+
+    def _check_room(self, copy_bytes: int) -> None:
+        here = self._processes.rank == 0 and is_open(self._directory)
+        free = self._processes.share(free_bytes(self._directory) + self._kept_bytes if here else None)
+        if free is None:
+            return  # it has vanished, which `obstacle` tells
+        if self._num_copies * copy_bytes > USABLE * free:
+            raise ConfigError(
+                f"checkpoint.memory_every: {self._num_copies} copies of {format_bytes(copy_bytes)} are there at a "
+                f"time, and {format_bytes(free)} are free in {self._directory.parent} and in the memory of this host; "
+                "make room (docker: --shm-size or --ipc=host), or leave the key out"
+            )
+
+
+def lies_in(memory: Path | None, checkpoint: Checkpoint | None) -> bool:
+    """Whether it is a copy in `memory`."""
+    return memory is not None and checkpoint is not None and checkpoint.path.parent == memory
+
+
+def tell_tier(memory: Path | None, checkpoint: Checkpoint, directory: Path) -> str:
+    """Where the checkpoint lies that a run goes on from, and what the other place has; "" where there is only one.
+
+    Args:
+        memory: where copies lie in the memory of this host; None: nowhere.
+        directory: RUN/checkpoints.
+    """
+    if memory is None:
+        return ""
+    if not lies_in(memory, checkpoint):
+        return " on the disk: the memory of this host has no newer good copy"
+    saved = list_checkpoints(directory)
+    return " in the memory of this host: " + (f"the disk has {saved[0].name}" if saved else "the disk has none yet")

@@ -1,0 +1,68 @@
+"""What a dead run has left in memory goes only where nobody would miss it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from allranks.checkpointing.host_memory import HostMemory, Record, distrust
+from allranks.config import Config
+from allranks.run import Run
+from allranks.surviving.left_behind import is_newer, left_behind
+from tests.checkpointing.worlds import flip, header, save_alone
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run whose first attempt has begun."""
+    made = Run.create(tmp_path, "task", Config(), {}, directory=tmp_path / "run")
+    made.begin_attempt()
+    return made
+
+
+@pytest.fixture
+def left(run: Run, tmp_path: Path) -> Path:
+    """Where it has left a copy of step 30."""
+    memory = HostMemory(run.id, tmp_path)
+    memory.open()
+    memory.note(Record(run.path, (run.attempt,)))
+    save_alone(memory.directory, header=header(30, run=run.id))
+    memory.release()
+    return memory.directory
+
+
+def test_what_the_disk_has_not_is_missed(run: Run, left: Path) -> None:
+    found = left_behind(left)
+    assert found is not None and (found.run, found.copy) == (run.path, left / "step-00000030")
+    assert "\n" not in str(found) and f"--resume {run.path}" in str(found)
+    save_alone(run.checkpoints, header=header(29, run=run.id))
+    assert left_behind(left) is not None
+    saved = save_alone(run.checkpoints, header=header(30, run=run.id))
+    assert left_behind(left) is None
+    flip(saved.path / "rank-00000.safetensors", 8000)
+    assert left_behind(left) is not None and is_newer(left / "step-00000030", run), "what is damaged replaces nothing"
+
+
+def test_what_does_not_count_is_not_missed(run: Run, left: Path) -> None:
+    run.begin_attempt()  # elsewhere
+    assert left_behind(left) is None
+
+
+@pytest.mark.parametrize("how", ["distrusted", "empty", "unknown", "gone", "another"])
+def test_nor_is_what_nobody_can_go_on_from(run: Run, left: Path, how: str) -> None:
+    if how == "distrusted":
+        distrust(left)
+    elif how == "empty":
+        shutil.rmtree(left / "step-00000030")
+    elif how == "unknown":
+        (left / "record.json").unlink()
+    elif how == "gone":
+        shutil.rmtree(run.path)
+    else:
+        run.replace_identity("another", {})
+    assert left_behind(left) is None
+
+
+def test_a_run_that_cannot_be_read_now_may_be_read_later(run: Run, left: Path) -> None:
+    (run.path / "run.json").write_text("{torn")
+    assert left_behind(left) is not None
