@@ -55,7 +55,8 @@ BAD_ARGUMENTS = [
         "guard.qqqq=1",
         "unknown key 'guard.qqqq'; the keys of guard are hang, hang_seconds, stopped_seconds, input_seconds, "
         "first_step_seconds, evaluation_seconds, checkpoint_seconds, restarts, host_seconds, join_seconds, "
-        "nonfinite, nonfinite_limit, digest_every, on_finding, mute, spike, spike_threshold, spike_window, spike_times",
+        "nonfinite, nonfinite_limit, digest_every, recompute_every, on_finding, mute, spike, spike_threshold, "
+        "spike_window, spike_times, spike_after",
     ),
     ("trian.qqqq=1", "unknown key 'trian.qqqq'; did you mean 'train'?"),
     (
@@ -94,7 +95,7 @@ BAD_ARGUMENTS = [
     (
         "guard.mute=linkage,replica",
         "guard.mute=linkage,replica: no sentinel is called 'replica'; there are replicas, shards, samples, randomness, "
-        "linkage, schedule, steps, checkpoint",
+        "linkage, schedule, steps, checkpoint, gradients",
     ),
     ("guard.on_finding=ignore", "guard.on_finding = 'ignore': expected one of stop, warn"),
     ("layout.tp=0", f"layout.tp = 0: {DEGREE}"),

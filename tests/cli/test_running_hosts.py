@@ -266,7 +266,9 @@ def test_what_the_leader_alone_has_in_memory_is_on_the_disk_before_others_begin(
         tier._memory.release()  # the command is killed
         monkeypatch.setattr("allranks.training.prepare.open_run", lambda prepared, request: Run.open(run.path))
         monkeypatch.setattr("allranks.surviving.hosts.introduction.introduce", lambda *told: None)
-        given: Any = SimpleNamespace(leads=True, notices=None, hosts=())
+        monkeypatch.setattr("allranks.surviving.hosts.introduction.learn", lambda *asked: None)  # it leads
+        hosts, seating = SimpleNamespace(endpoint=None), SimpleNamespace()
+        given: Any = SimpleNamespace(notices=None, hosts=hosts, config=Config(), seek=None, seating=seating)
         assert running_hosts._share_run(given, given, given, given).attempts == 2
         assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-00000030"]
         assert not tier.directory.exists() and "step-00000030, which was in" in capsys.readouterr().err
