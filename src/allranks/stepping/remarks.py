@@ -88,7 +88,7 @@ def _remarks(task: Task, schedule: Schedule, config: Config, stream: DataStream)
     if stream.left_out.ranges:
         number = sum(past - first for first, past in stream.left_out.ranges)
         found.append(Decision(f"{number} samples are left out, at positions {stream.left_out}", "data.skip names them"))
-    if config.guard.spike == "rollback" and config.checkpoint.every is None:
+    if config.guard.spike == "rollback" and config.checkpoint.every is None and config.checkpoint.memory_every is None:
         because = "guard.spike=rollback goes back to a checkpoint, and checkpoint.every is not given"
         found.append(Decision("a spike has the run begin anew", because))
     falls = schedule.name != "constant"
