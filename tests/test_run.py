@@ -162,6 +162,21 @@ def test_a_read_only_directory_refuses_the_lease(
         run.acquire()
 
 
+def test_the_config_is_the_newest_attempts_to_change(tmp_path: Path, config: Config) -> None:
+    frozen = make(tmp_path, config)
+    newer = Run.open(frozen.path)
+    newer.begin_attempt()
+    changed = config.model_copy(update={"train": config.train.model_copy(update={"seed": 7})})
+    with pytest.raises(RunError, match=r"attempt 1 of .* has begun, this is attempt 0: a later one has taken over"):
+        frozen.write_config(changed)
+    assert newer.config() == config and os.listdir(frozen.path) == os.listdir(newer.path)
+    newer.write_config(changed)
+    frozen.acquire()  # a new start of its own
+    assert frozen.attempts == 1 and frozen.config() == changed
+    frozen.write_config(config)
+    frozen.release()
+
+
 def test_events_leave_out_what_a_crash_tore(tmp_path: Path, config: Config) -> None:
     run = make(tmp_path, config)
     assert run.events() == []

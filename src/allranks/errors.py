@@ -10,7 +10,8 @@
     ├── ProcessError      76      a transient condition: a port in use, a peer or a store lost
     ├── RollbackError     76      the run goes back to a checkpoint, and around samples, when it is started again
     ├── MemoryShortError   1      memory ran out in a step, and its forwards cannot be made smaller
-    └── GuardError        93      a guard has ended the run: nothing is learnt any more, or copies are not alike
+    ├── GuardError        93      a guard has ended the run: nothing is learnt any more, or copies are not alike
+    └── SpikeError        93      the loss is a spike once more, and the run goes back no more
 
 Each carries one line: what is wrong, where, and the next move. The command prints that line and exits with the class's
 code; inside a worker the code 2 ("refused before a worker starts") becomes 78 ("refused by a worker").
@@ -79,6 +80,12 @@ class MemoryShortError(AllranksError):
 
 class GuardError(AllranksError):
     """A guard has ended the run: gradients stay not finite, or copies of the model are not alike."""
+
+    exit_code = 93
+
+
+class SpikeError(AllranksError):
+    """The loss is a spike once more, and the run goes back no more; all that was saved is of before it."""
 
     exit_code = 93
 

@@ -11,11 +11,10 @@ Run is the only noun with state: it holds the lease and counts the attempts. All
 
 import contextlib
 import json
-import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, final
@@ -23,13 +22,13 @@ from typing import Any, final
 from allranks.config import Config, read_config, write_config
 from allranks.durable import preflight_writable, refusing, replacing, sync, write_json
 from allranks.errors import AllranksError, RunError
+from allranks.journal_events import last_step, latest_steps, read_events
 from allranks.lease import Holder, Lease
 
-__all__ = ["Holder", "Run", "latest_steps", "preflight_writable", "safe_name"]
+__all__ = ["Holder", "Run", "preflight_writable", "safe_name"]
 
 ROOMS = ("journal", "logs", "checkpoints", "tensorboard", "traces")
 IDENTITY_KEYS = ("id", "task", "name", "created", "attempts")
-TAIL_BYTES = 1 << 16
 
 
 @final
@@ -168,13 +167,31 @@ class Run:
         return read_config(self.config_path)
 
     def write_config(self, config: Config) -> None:
-        """Replace config.toml, whole or not at all: a resume may change what does not change meaning."""
+        """Replace config.toml, whole or not at all: a resume may change what does not change meaning.
+
+        Raises RunError: a later attempt has begun than this Run knows of, and its config is not this process's to
+        change; or the directory refuses.
+        """
         with refusing(self.config_path), replacing(self.config_path) as temporary:
             write_config(config, temporary)
+            self._check_newest()  # right before the rename: this process may have been frozen
+
+    def _check_newest(self) -> None:
+        self._lease.check()
+        told = self._read_identity()
+        if told["id"] == self.id and int(told["attempts"]) > self.attempts:
+            raise RunError(
+                f"attempt {told['attempts']} of {self.path} has begun, this is attempt {self.attempts}: a later one "
+                "has taken over, and this one stops"
+            )
+
+    def _read_identity(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        return found
 
     def begin_attempt(self, attempt: str | None = None) -> int:
         """Count one more start of training, on disk, by this name or a new one; its number. For the lease's holder."""
-        identity = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        identity = self._read_identity()
         name = attempt or secrets.token_hex(8)
         self._write_identity(identity | {"attempts": int(identity["attempts"]) + 1, "attempt": name})
         return self.attempts
@@ -197,6 +214,7 @@ class Run:
         """
         with refusing(self.path):
             self._lease.acquire(deposed)
+            self._identity = self._read_identity()  # another process may have counted attempts since this one looked
 
     def release(self) -> None:
         """Give the lease back; nothing happens where it is not held."""
@@ -213,8 +231,7 @@ class Run:
 
     def events(self, rank: int = 0) -> list[dict[str, Any]]:
         """What one rank's journal says, in order; lines that a crash tore are left out."""
-        path = self.journal(rank)
-        return list(_parse_lines(path.read_bytes())) if path.exists() else []
+        return read_events(self.journal(rank))
 
     def steps(self) -> list[dict[str, Any]]:
         """The step events of rank 0, ascending; of a step that was redone after a resume only the last."""
@@ -223,27 +240,7 @@ class Run:
     @property
     def last_step(self) -> int:
         """The number of the step recorded last, 0 before the first; reads only the journal's tail."""
-        try:
-            with self.journal().open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-                tail = file.read()
-        except FileNotFoundError:
-            return 0
-        return next((event["step"] for event in reversed(list(_parse_lines(tail))) if _is_step(event)), 0)
-
-
-def latest_steps(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The step events of one journal, ascending; what a resume went back behind is left out, also if never redone."""
-    steps: list[dict[str, Any]] = []
-    for event in events:
-        resumed = event["event"] == "resume" and isinstance(event.get("step"), int)
-        if not resumed and not _is_step(event):
-            continue
-        while steps and steps[-1]["step"] > event["step"] - (not resumed):
-            steps.pop()
-        if not resumed:
-            steps.append(event)
-    return steps
+        return last_step(self.journal())
 
 
 def safe_name(text: str) -> str:
@@ -277,24 +274,3 @@ def _create_directory(path: Path, identity: Mapping[str, Any], config: Config) -
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-
-
-def _is_step(event: Mapping[str, Any]) -> bool:
-    return event["event"] == "step" and isinstance(event.get("step"), int)
-
-
-def _refuse_constant(constant: str) -> float:
-    raise ValueError(f"{constant} is not JSON")
-
-
-_STRICT = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-def _parse_lines(content: bytes) -> Iterator[dict[str, Any]]:
-    for line in content.split(b"\n"):
-        try:
-            event = _STRICT.decode(line.decode())
-        except ValueError:
-            continue
-        if isinstance(event, dict) and "event" in event:
-            yield event

@@ -15,6 +15,7 @@ class Upkeep:
         sample_seconds: that one process takes to load one sample and to collate it; None where nobody measured it.
         workers: processes that load, for each training process; 0: the loop's own thread.
         reads_all: each training process reads every rank's samples, too (an iterable dataset of order="global").
+        state_copies: of what a checkpoint holds, that stay in the hosts' memory (`checkpoint.memory_every`).
     """
 
     save_every: int = 0
@@ -22,3 +23,4 @@ class Upkeep:
     sample_seconds: float | None = None
     workers: int = 0
     reads_all: bool = False
+    state_copies: int = 0

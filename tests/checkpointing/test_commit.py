@@ -1,6 +1,7 @@
 """The commit: what is on the disk before what, what may be replaced, and what makes no whole."""
 
 import errno
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -107,6 +108,15 @@ def test_once_a_later_attempt_has_begun_nothing_is_committed_for_an_earlier_one(
     record.write_text("{")
     with pytest.raises(CheckpointError, match=r"run\.json cannot be read"):
         save_alone(checkpoints, 400, header=header(400, generation=5), token="t5")
+
+
+def test_a_copy_in_a_hosts_memory_asks_nobodys_record(tmp_path: Path) -> None:
+    """What lies beside its directory in /dev/shm is any user's."""
+    (tmp_path / "run.json").write_text(json.dumps({"id": "0" * 16, "attempts": 99}))
+    memory = tmp_path / "allranks-run-0000000000000000"
+    assert save_alone(memory, header=header(3, run="0" * 16)).manifest.step == 3
+    (tmp_path / "run.json").write_text("torn")
+    assert save_alone(memory, header=header(4, run="0" * 16)).manifest.step == 4
 
 
 def test_who_takes_over_between_the_check_and_the_rename_leaves_nothing_to_rename(

@@ -90,6 +90,9 @@ def test_a_checkpoints_copy_stands_in_the_hosts_memory() -> None:
             estimate(PROFILE, TWO_NODES, choice(upkeep, dp_shard=16, offload=offload)) for upkeep in (Upkeep(), beside)
         )
         assert found.host_bytes - plain.host_bytes == pytest.approx(copied)
+    for upkeep in (Upkeep(state_copies=2), Upkeep(save_every=5, beside=True, state_copies=2)):
+        found = estimate(PROFILE, TWO_NODES, choice(upkeep, dp_shard=16))
+        assert found.host_bytes == pytest.approx(2 * copied), "copies in memory are told with the one they are made of"
     small = replace(TWO_NODES, host_memory_bytes=copied)
     assert not estimate(PROFILE, small, choice(beside, dp_shard=16)).fits_host
     assert estimate(PROFILE, small, choice(Upkeep(save_every=5), dp_shard=16)).fits_host
@@ -147,6 +150,8 @@ def test_what_is_left_out_is_said_with_because() -> None:
     (beside,) = left_out(unknown, Upkeep(save_every=5, sample_seconds=0.1, beside=True))
     assert beside.startswith("the step time holds of a checkpoint its copy alone, because ")
     assert left_out(TWO_NODES, Upkeep(save_every=5, sample_seconds=0.1)) == ()
+    (copied,) = left_out(TWO_NODES, Upkeep(save_every=5, sample_seconds=0.1, state_copies=2))
+    assert copied.startswith("the step time holds no copy in memory, because ")
 
 
 def test_a_model_of_eight_billion_parameters_saves_96_gigabytes() -> None:

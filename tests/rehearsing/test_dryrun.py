@@ -1,7 +1,11 @@
 """One rank's step without its world: what repeats is traced once, and nothing else differs from the full trace."""
 
+import re
+from typing import Any
+
 import pytest
 
+from allranks.errors import ConfigError
 from allranks.rehearsal import RankRehearsal
 from tests.rehearsing.tasks import Experts, Tokens, rehearsed
 
@@ -70,6 +74,32 @@ def test_micro_steps_that_are_alike_are_counted() -> None:
     assert short.flops == full.flops
     assert totals(short) == totals(full)
     assert short.peak_bytes == pytest.approx(full.peak_bytes, rel=0.01)
+
+
+def test_ranges_that_a_rollback_left_out_are_not_those_of_a_shorter_step() -> None:
+    words = ("train.global_batch=10", "train.micro_batch=1")
+    whole, after = (rehearsed(Tokens(layers=1), "fsdp", 2, *words, *more) for more in ((), ("data.skip=10:30",)))
+    assert after.peak_bytes == whole.peak_bytes and after.micro_steps == 5
+
+
+class Stepping(Tokens):
+    """With a step of its own."""
+
+    def step(self, *given: Any) -> Any:
+        """Not reached."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "word"),
+    [
+        (Stepping, "ddp", "guard.spike=rollback"),
+        (Stepping, "ddp", "guard.recompute_every=5"),
+        (Tokens, "pp=2", "guard.recompute_every=5"),
+    ],
+)
+def test_guards_that_training_refuses_are_refused(kind: type[Tokens], layout: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(word)):
+        rehearsed(kind(layers=2), layout, 2, word)
 
 
 def test_what_a_shard_holds() -> None:

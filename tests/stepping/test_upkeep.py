@@ -20,5 +20,14 @@ def test_an_iterable_has_one_process_and_a_global_one_is_read_by_all(order: Any,
     assert found == Upkeep(50, True, 0.25, workers, reads_all=reads_all)
 
 
+@pytest.mark.parametrize(
+    ("more", "copies"), [({}, 0), ({"memory_every": 5}, 3), ({"memory_every": 5, "asynchronous": False}, 2)]
+)
+def test_copies_in_memory_are_counted(more: dict[str, Any], copies: int) -> None:
+    config = Config.model_validate({"checkpoint": {"every": 50, **more}})
+    for loaded in (None, FirstBatches((), "map", 0.25)):
+        assert upkeep_of(config, "cuda", loaded).state_copies == copies
+
+
 def test_nothing_was_loaded_for_another_machine() -> None:
     assert upkeep_of(CONFIG, "cpu", None) == Upkeep(50, CONFIG.checkpoint.beside("cpu"), None, 4)

@@ -212,6 +212,18 @@ def test_what_a_guard_may_have_found_too_late_does_not_stay(
     assert is_distrusted(memory), "nor does what another rank commits now"
 
 
+def test_a_guard_distrusts_copies_also_where_no_more_are_made(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, found = tmp_path / "run", Verdict("replicas", "copies of a.weight differ", (), "look at rank 1")
+    assert start("Curve", run, *COPIES, "train.steps=6", memory=memory) == 0
+    monkeypatch.setattr(Sentinels, "due", lambda sentinels, step: step == 7)
+    monkeypatch.setattr(Sentinels, "compare", lambda own, step: own._findings.conclude("replicas", found, step))
+    with pytest.raises(GuardError, match=r"copies of a\.weight differ"):
+        train(None, "train.steps=9", "checkpoint.memory_every=none", resume=run, memory=memory)
+    assert copies(memory) == [] and is_distrusted(memory)
+
+
 def test_what_a_guard_finds_and_the_user_goes_on_with_stays(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,34 @@ def test_the_first_start(tmp_path: Path) -> None:
     opened.release()
 
 
+def test_what_want_of_memory_has_made_smaller_holds_on_under_the_words_of_the_first_start(run: Path) -> None:
+    kept = Run.open(run)
+    config = kept.config()
+    kept.write_config(config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": 2})}))
+    with pytest.raises(RunError, match=r"train\.micro_batch 2 -> not set; keep it"):
+        prepare(replace(FIRST, run=run))
+    journal = Journal(kept.journal())
+    journal.write("verdict", kind="out_of_memory", what="", evidence=[], next="")
+    journal.close()
+    assert prepare(replace(FIRST, run=run)).config.train.micro_batch == 2
+    words = (*FIRST.overrides, "train.micro_batch=5")
+    assert prepare(replace(FIRST, run=run, overrides=words)).config.train.micro_batch == 2
+    changed = replace(FIRST, run=run, overrides=words, change=("train.micro_batch",))
+    assert prepare(changed).config.train.micro_batch == 5
+
+
+def test_a_rollback_between_the_request_and_the_lease_holds_on(run: Path) -> None:
+    """The run that is continued may have lived until now: over etcd a command waits for its turn."""
+    request = TrainRequest(resume=run)
+    prepared, other = prepare(request), Run.open(run)
+    other.begin_attempt()
+    config = other.config()
+    other.write_config(config.model_copy(update={"data": config.data.model_copy(update={"skip": "0:10"})}))
+    opened = open_run(prepared, request)
+    assert opened.config().data.skip == "0:10" and opened.attempts == other.attempts == 1
+    opened.release()
+
+
 def test_what_a_rollback_left_out_holds_on_under_the_words_of_the_first_start(run: Path) -> None:
     kept = Run.open(run)
     config = kept.config()

@@ -8,10 +8,11 @@ import pytest
 
 from allranks import fault_points
 from allranks.checkpointing.checkpoint import list_checkpoints
+from allranks.checkpointing.host_memory import is_distrusted
 from allranks.data.cut import Cut
 from allranks.data.stream import DataStream
 from allranks.digest import ledger_sum
-from allranks.errors import CheckpointError, ConfigError, GuardError, RollbackError, RunError
+from allranks.errors import CheckpointError, ConfigError, RollbackError, RunError, SpikeError
 from allranks.fault_points import Fault
 from allranks.run import Run
 from tests.commands import PROGRAMS, allranks
@@ -57,6 +58,16 @@ def test_the_run_equals_one_that_never_saw_these_samples(tmp_path: Path) -> None
         assert all(one[key] == other[key] for key in ("samples", "state")), "optimizer, position, window, schedule"
     steps = Run.open(run).steps()
     assert [event["samples"] for event in steps][9:12] == [100, 140, 150] and len(steps) == 20
+
+
+def test_copies_outlive_a_spike_that_ends_the_run(tmp_path: Path) -> None:
+    """None of them was made before the loss of its step was judged."""
+    run, memory = tmp_path / "run", tmp_path / "memory"
+    memory.mkdir()
+    (memory / "lease").touch()
+    with pytest.raises(SpikeError, match=r"0 ranges are left out already .* the run ends"):
+        start(OUTLIERS, run, *SPIKED, bad(13), "guard.spike_times=0", "checkpoint.memory_every=1", memory=memory)
+    assert [path.name for path in list_checkpoints(memory)] == ["step-00000012"] and not is_distrusted(memory)
 
 
 @pytest.mark.parametrize("beside", ["false", "true"])
@@ -167,7 +178,7 @@ def test_one_spike_after_another_until_it_is_enough(tmp_path: Path) -> None:
     # From step 10 on the sample of step 13 comes first.
     assert "goes back to step 10, and leaves out positions 120 to 129" in go_back(run, resume=True)
     assert Run.open(run).config().data.skip == "100:120,120:130"
-    with pytest.raises(GuardError, match=r"2 ranges are left out already .* the run ends \(guard.spike_after=stop\)"):
+    with pytest.raises(SpikeError, match=r"2 ranges are left out already .* the run ends \(guard.spike_after=stop\)"):
         train(None, resume=run)
     assert max(losses(run)) == 15 and saved(run) == [5, 10], "the sample of step 18 comes three steps earlier"
     assert train(None, "guard.spike_after=log", resume=run) == 0

@@ -141,3 +141,9 @@ def test_the_batch_is_small_and_uneven() -> None:
     plan = plan_run(TrainRequest(task_spec=POINTS, layout="ddp", nproc=3), 4)
     assert {"train.precision=float64", "train.global_batch=13", "train.micro_steps=2"} <= set(plan.request.overrides)
     assert nearest(plan.layout) == "dp_replicate=2"
+
+
+def test_ranges_that_a_rollback_left_out_are_not_those_of_a_smaller_batch() -> None:
+    words = ("train.global_batch=64", "data.skip=64:128")
+    plan = plan_run(TrainRequest(task_spec=POINTS, layout="ddp", nproc=2, overrides=words), 4)
+    assert plan.config.data.skip == "" and plan.config.train.global_batch < 64

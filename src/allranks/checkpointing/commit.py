@@ -111,6 +111,8 @@ def _check_attempt(target: Path, header: Header) -> None:
     just before has nothing to rename.
     """
     record = target.parent.parent / "run.json"
+    if target.parent.name != "checkpoints":
+        return  # not RUN's: a copy in a host's memory, whose neighbours there are anybody's
     try:
         told = json.loads(record.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -119,8 +121,7 @@ def _check_attempt(target: Path, header: Header) -> None:
         raise CheckpointError(f"{record} cannot be read: {error}") from error
     if isinstance(told, dict) and told.get("id") == header.run and told.get("attempts", 0) > header.generation:
         raise CheckpointError(
-            f"attempt {told['attempts']} of this run has begun, this is attempt {header.generation}: "
-            "a later one has taken over, and this one stops"
+            f"attempt {told['attempts']} of this run has begun, this is attempt {header.generation}: {TAKEN_OVER}"
         )
 
 

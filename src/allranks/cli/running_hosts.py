@@ -115,7 +115,7 @@ def run_on_hosts(
     if prepared.config.checkpoint.memory_every is not None:
         raise ConfigError(
             "checkpoint.memory_every with --nodes: a copy in the memory of hosts would be lost with one of them; leave "
-            "the key out"
+            "the key out, and where the run has it say checkpoint.memory_every=none"
         )
     from allranks.surviving.hosts.company import Company
     from allranks.surviving.hosts.seal import Seal
@@ -155,13 +155,16 @@ def _meet(endpoint: Endpoint, guard: "GuardConfig", secret: bytes) -> "MeetingPl
 def facts_here(prepared: "Prepared", hosts: HostsRequest) -> "Facts":
     """What this host has, and every other one has to have alike.
 
-    Not what is left out: rollbacks add to that while the run goes on, and the leader was started before. What counts is
-    what the Run directory says, which all workers read.
+    Not what a run changes itself while it goes on, and the leader was started before: what is left out after a
+    rollback, and the micro-batch after want of memory. What counts is what the Run directory says, which all workers
+    read.
     """
     from allranks.surviving.hosts.introduction import facts_of
-    from allranks.training.prepare import SKIP, config_digest
+    from allranks.training.prepare import CHANGED_BY_RUNS, config_digest
 
-    return facts_of(prepared.spec or DEMO, config_digest(prepared.config, but=[SKIP]), hosts.words, _versions())
+    return facts_of(
+        prepared.spec or DEMO, config_digest(prepared.config, but=CHANGED_BY_RUNS), hosts.words, _versions()
+    )
 
 
 def _versions() -> dict[str, str]:

@@ -57,11 +57,14 @@ def checkpoint_seconds(profile: ModelProfile, cluster: Cluster, setting: Setting
 
 
 def copy_bytes(profile: ModelProfile, cluster: Cluster, setting: Setting) -> float:
-    """In each host's memory, kept from save to save, of checkpoints that are written beside the steps of GPUs."""
+    """In each host's memory, kept from save to save: what checkpoints beside the steps of GPUs are written from, and
+    copies that stay there.
+    """
     upkeep = setting.upkeep
-    if not (upkeep.save_every and upkeep.beside) or cluster.device.kind == "cpu":
+    if cluster.device.kind == "cpu":
         return 0.0
-    return _state_bytes(profile, setting) / cluster.nodes
+    copies = upkeep.state_copies or int(upkeep.save_every > 0 and upkeep.beside)
+    return copies * _state_bytes(profile, setting) / cluster.nodes
 
 
 def _state_bytes(profile: ModelProfile, setting: Setting) -> float:
@@ -90,4 +93,6 @@ def left_out(cluster: Cluster, upkeep: Upkeep) -> tuple[str, ...]:
     elif cluster.storage_bandwidth is None:
         held = "of a checkpoint its copy alone" if upkeep.beside else "no checkpoint"
         found.append(f"the step time holds {held}, {unknown}")
+    if upkeep.state_copies:
+        found.append("the step time holds no copy in memory, because nobody measured how fast this host writes there")
     return tuple(found)

@@ -38,6 +38,8 @@ from allranks.rehearsing.shortening import NotShortened, follow_blocks, shorten
 from allranks.rehearsing.units import watch_units
 from allranks.rehearsing.watch import Watch
 from allranks.rehearsing.world import fake_world
+from allranks.stepping.loss_window import check_window
+from allranks.stepping.recomputing import check_recomputing
 from allranks.task import Task, has_step
 
 CUDA_ROUNDING = 512
@@ -95,6 +97,8 @@ def _rehearse_once(
 def _rehearse(
     task: Task, config: Config, world: World, rank: int, crossings: Crossings, *, full: bool
 ) -> RankRehearsal:
+    check_window(task, config)
+    check_recomputing(task, config, world.layout)
     layout = _for_rehearsal(world, config)
     short, times = (config, 1) if full or has_step(task) else fewer_micro_steps(config, layout)
     mode, ledger = fake_mode(), Ledger(CUDA_ROUNDING if world.on_cuda else 1)
@@ -224,7 +228,9 @@ def fewer_micro_steps(config: Config, layout: Layout) -> tuple[Config, int]:
     if config.train.micro_steps is not None:
         changes["micro_steps"] = MOST_MICRO_STEPS
     train = config.train.model_copy(update=changes)
-    return config.model_copy(update={"train": train}), number - MOST_MICRO_STEPS + 1
+    # Ranges that are left out begin where whole steps do; which samples a step has is nothing to a dry run.
+    data = config.data.model_copy(update={"skip": ""})
+    return config.model_copy(update={"train": train, "data": data}), number - MOST_MICRO_STEPS + 1
 
 
 def _for_rehearsal(world: World, config: Config) -> Layout:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from allranks.errors import AllranksError
+from allranks.journal_events import latest_steps
 from allranks.reporting.history import (
     Attempt,
     Event,
@@ -27,7 +28,7 @@ from allranks.reporting.history import (
     word,
 )
 from allranks.reporting.predicted import Prediction, compare
-from allranks.run import Run, latest_steps
+from allranks.run import Run
 from allranks.verdict import Decision, Verdict
 
 State = Literal["done", "stopped", "crashed", "running"]

@@ -65,9 +65,14 @@ def make_window(task: Task, config: Config, processes: Processes) -> LossWindow 
     guard = config.guard
     if guard.spike != "rollback":
         return None
-    if has_step(task):
+    check_window(task, config)
+    return LossWindow(guard.spike_window, guard.spike_threshold, processes.size)
+
+
+def check_window(task: Task, config: Config) -> None:
+    """See that the losses of a Task can be judged where its config asks for it. Raises ConfigError."""
+    if config.guard.spike == "rollback" and has_step(task):
         raise ConfigError(
             f"guard.spike=rollback watches one loss a step, and {type(task).__name__} has a step() of its own: "
             "use guard.spike=log"
         )
-    return LossWindow(guard.spike_window, guard.spike_threshold, processes.size)

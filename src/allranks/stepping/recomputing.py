@@ -32,7 +32,7 @@ from allranks.stepping.loss_check import generators_kept
 from allranks.stepping.passes import Forward, PlainPasses, buffers_kept
 from allranks.stepping.swapping import Parcel
 from allranks.stepping.world import Processes
-from allranks.task import has_step
+from allranks.task import Task, has_step
 from allranks.verdict import Decision, Verdict
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 6e-2}
@@ -228,14 +228,21 @@ def make_recomputing(config: Config, forward: Forward, processes: Processes, *, 
     every, layout = config.guard.recompute_every, processes.mesh.layout
     if not every or Recomputing.name in config.guard.muted:
         return None
-    asked = f"guard.recompute_every={every} makes one micro-step again"
-    if has_step(forward.task):
-        named = type(forward.task).__name__
+    check_recomputing(forward.task, config, layout)
+    group = processes.data_group if can_swap(layout, fixed=fixed) else None
+    return Recomputing(PlainPasses(forward), forward.spread, every, group, processes.world_group)
+
+
+def check_recomputing(task: Task, config: Config, layout: Layout) -> None:
+    """See that a micro-step can be made again by itself, where a config asks for it. Raises ConfigError."""
+    asked = f"guard.recompute_every={config.guard.recompute_every} makes one micro-step again"
+    if not config.guard.recompute_every:
+        return
+    if has_step(task):
+        named = type(task).__name__
         raise ConfigError(f"{asked}, and {named} has a step() of its own, which may keep state: set it to 0")
     if layout.pp > 1:
         raise ConfigError(f"{asked}, and with pp={layout.pp} all of a step pass the stages together: set it to 0")
-    group = processes.data_group if can_swap(layout, fixed=fixed) else None
-    return Recomputing(PlainPasses(forward), forward.spread, every, group, processes.world_group)
 
 
 def measure(name: str, gradient: torch.Tensor) -> tuple[float, float]:

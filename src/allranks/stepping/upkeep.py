@@ -13,8 +13,11 @@ def upkeep_of(config: Config, kind: str, loaded: FirstBatches | None) -> Upkeep:
     """
     saves, workers = config.checkpoint, config.data.workers
     every, beside = saves.every or 0, saves.beside(kind)
+    copies = 0 if saves.memory_every is None else 3 if beside else 2  # training/memory_copies.py
     if loaded is None:
-        return Upkeep(every, beside, None, workers)
+        return Upkeep(every, beside, None, workers, state_copies=copies)
     # One process at most iterates over a dataset (data/loader.py).
     workers = workers if loaded.order == "map" else min(workers, 1)
-    return Upkeep(every, beside, loaded.sample_seconds, workers, reads_all=loaded.order == "global")
+    return Upkeep(
+        every, beside, loaded.sample_seconds, workers, reads_all=loaded.order == "global", state_copies=copies
+    )

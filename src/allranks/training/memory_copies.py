@@ -46,7 +46,8 @@ class MemoryCopies:
         self._kept_bytes = resumed.num_bytes if resumed is not None and lies_in(directory, resumed) else 0
         self._refuses = refuses
         self._copy_bytes: int | None = None
-        self._clear(None if resumed is None else resumed.path)
+        if processes.rank == 0:
+            _clear(directory, None if resumed is None else resumed.path)
 
     def due(self, step: int) -> bool:
         """Whether one is to be made after `step` steps; collective.
@@ -65,22 +66,6 @@ class MemoryCopies:
     def obstacle(self) -> str:
         """Why the copy that is due cannot be made, in words; "": it can. Collective, after `due`."""
         return str(self._processes.share(self._look() if self._processes.rank == 0 else ""))
-
-    def distrust(self) -> None:
-        """A guard has ended the run: what it has found wrong may be in every copy, and the disk's are older.
-
-        For every rank: the first that ends takes the others with it, which may be writing still.
-        """
-        with suppress(FileNotFoundError):
-            distrust(self._directory)
-        self._clear(None)
-
-    def _clear(self, spared: Path | None) -> None:
-        if self._processes.rank == 0:
-            with suppress(FileNotFoundError):  # somebody else removes it
-                for path in self._directory.iterdir():
-                    if path.is_dir() and path != spared:
-                        shutil.rmtree(path)
 
     def _look(self) -> str:
         assert self._copy_bytes is not None
@@ -107,6 +92,26 @@ class MemoryCopies:
                 f"time, and {format_bytes(free)} are free in {self._directory.parent} and in the memory of this host; "
                 "make room (docker: --shm-size or --ipc=host), or leave the key out"
             )
+
+
+def forsake(memory: Path | None, rank: int) -> None:
+    """A guard has ended the run: what it has found wrong may be in every copy, and the disk's are older.
+
+    For every rank: the first that ends takes the others with it, which may be writing still.
+    """
+    if memory is None:
+        return
+    with suppress(FileNotFoundError):
+        distrust(memory)
+    if rank == 0:
+        _clear(memory, None)
+
+
+def _clear(directory: Path, spared: Path | None) -> None:
+    with suppress(FileNotFoundError):  # somebody else removes it
+        for path in directory.iterdir():
+            if path.is_dir() and path != spared:
+                shutil.rmtree(path)
 
 
 def lies_in(memory: Path | None, checkpoint: Checkpoint | None) -> bool:

@@ -30,6 +30,8 @@ RUNS = Path("runs")
 DEMO, DEMO_NAME = "allranks.training.demo:Text", "demo"
 CPU_PROCESSES = 2
 SKIP = "data.skip"
+MICRO = ("train.micro_batch", "train.micro_steps")
+CHANGED_BY_RUNS = (SKIP, *MICRO)  # after a rollback, after want of memory
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def prepare(request: TrainRequest) -> Prepared:
             return Prepared(config, spec, make_task(spec, config), None, kept, (decision,))
     config = _resolve(request, defaults, old)
     if kept is not None and old is not None:
-        config = _go_around(_as_decided(config, kept), old, request.change)
+        config = _keep_changed(_as_decided(config, kept), old, kept, request.change)
         _check_same_task(kept, spec)
         check_resumable(old, config, request.change)
     return Prepared(config, spec, make_task(spec, config), kept)
@@ -99,6 +101,20 @@ def _as_decided(config: Config, kept: Run) -> Config:
         if not (config.layout.chosen if word.startswith("layout.") else cut)
     ]  # fmt: skip
     return override_config(config, words) if words else config
+
+
+def _keep_changed(config: Config, old: Config, kept: Run, change: Sequence[str]) -> Config:
+    """What the run has changed itself since the words of its first start were given holds on beside them."""
+    config = _go_around(config, old, change)
+    differs = any(config.flat()[name] != old.flat()[name] for name in MICRO)
+    if not differs or any(name in change for name in MICRO) or not _ran_out_of_memory(kept):
+        return config
+    cut = {"micro_batch": old.train.micro_batch, "micro_steps": old.train.micro_steps}
+    return config.model_copy(update={"train": config.train.model_copy(update=cut)})
+
+
+def _ran_out_of_memory(run: Run) -> bool:
+    return any(event["event"] == "verdict" and event.get("kind") == "out_of_memory" for event in run.events())
 
 
 def _go_around(config: Config, old: Config, change: Sequence[str]) -> Config:
@@ -163,9 +179,11 @@ def show_cut(config: Config, layout: Layout) -> dict[str, object]:
 def open_run(prepared: Prepared, request: TrainRequest) -> Run:
     """The Run directory, new or continued, leased to this process, with the resolved config in it."""
     if prepared.kept is not None:
-        prepared.kept.acquire()
-        prepared.kept.write_config(prepared.config)
-        return prepared.kept
+        kept = prepared.kept
+        kept.acquire()
+        # A run that lived until now may have gone around samples since the request was resolved.
+        kept.write_config(_go_around(prepared.config, kept.config(), request.change))
+        return kept
     facts: dict[str, Any] = {
         "task": prepared.spec or DEMO,
         "allranks": __version__,

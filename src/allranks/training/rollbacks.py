@@ -16,7 +16,7 @@ from typing import Any, NoReturn, final
 from allranks.data.micro_step import StepBatch
 from allranks.data.stream import DataStream
 from allranks.digest import ledger_sum
-from allranks.errors import ConfigError, GuardError, RollbackError
+from allranks.errors import ConfigError, RollbackError, SpikeError
 from allranks.run import Run
 from allranks.stepping.agreement import Pending
 from allranks.stepping.session import Session
@@ -71,7 +71,7 @@ class Rollbacks:
 
         Raises:
             RollbackError: the run goes back when it is started again.
-            GuardError: it has gone back so often already.
+            SpikeError: it has gone back so often already.
         """
         if self._window is None or pending is self._heard:
             return
@@ -95,7 +95,7 @@ class Rollbacks:
             ends = f"{spent}, and the run ends (guard.spike_after=stop)"
             verdict = explain_spike("loss", step, loss, middle, ends)
             self._tell(verdict, step)
-            raise GuardError(f"{verdict.what}; {verdict.next}")
+            raise SpikeError(f"{verdict.what}; {verdict.next}")
         if not self._told:
             self._told = True
             self._tell(explain_spike("loss", step, loss, middle, f"{spent}, and the step {APPLIED}"), step)

@@ -27,7 +27,7 @@ from allranks.stepping.session import Session, assemble
 from allranks.stepping.world import Processes, gather_processes
 from allranks.training.load import task_of_run
 from allranks.training.logs import log_of_rank
-from allranks.training.memory_copies import MemoryCopies, lies_in, tell_tier
+from allranks.training.memory_copies import MemoryCopies, forsake, lies_in, tell_tier
 from allranks.training.mirroring import Mirroring, fetch_newer
 from allranks.training.prepare import Prepared, open_run, prepare, resolve_layout
 from allranks.training.rollbacks import add_range, told_at_start
@@ -44,7 +44,7 @@ OPEN_MIRROR = "see that the place that checkpoint.mirror names is there, and tha
 FREE_CHECKPOINTS = "delete what is left in checkpoints/ by hand, or give this user the right to"
 NEEDS_SUPERVISOR = (
     "copies in a host's memory are kept by the command that starts all workers on it: take `allranks train --nproc N`, "
-    "without another launcher or --nodes, or leave the key out"
+    "without another launcher or --nodes, or leave the key out (where the run has it: checkpoint.memory_every=none)"
 )
 EXIT_CODES = {"done": 0, "interrupted": 130, "terminated": 75}
 
@@ -202,8 +202,7 @@ class _Training:
             leave_out = partial(add_range, run)
             return Trainer(session, saver, self._stopwatch, recorder, progress, leave_out, memory).train()
         except GuardError:
-            if memory is not None:
-                memory.distrust()
+            forsake(self._memory, self._processes.rank)
             raise
         except Exception as error:
             if is_out_of_memory(error):

@@ -128,7 +128,9 @@ def plan_run(request: TrainRequest, num_steps: int) -> Plan:
     _refuse_exceptions(layout)
     if config.train.precision == "float16" and has_step(prepared.task):
         raise ConfigError("train.precision=float16 does not go with a step() of the Task's own: verify it in bfloat16")
-    words = [*cut_words(prepared.task, config, layout), EXACT]
+    # Ranges that are left out begin where the run's own steps do.
+    whole = ["data.skip="] if config.data.skip else []
+    words = [*cut_words(prepared.task, config, layout), *whole, EXACT]
     exact = override_config(config, words)
     resolve_layout(exact, nproc)
     asked = replace(asked, overrides=(*asked.overrides, *words), nproc=nproc)
