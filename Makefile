@@ -1,18 +1,19 @@
 # Every verb works alone on a fresh clone: it makes .venv first, once.
 .PHONY: demo test test-full check docs fix
 PYTHON_BIN := .venv/bin/python
+JOBS ?= 2# test files at a time; each has processes of its own
 
 demo: ## train on real text on all local devices, and end in a report
 	@tools/setup.sh
 	@.venv/bin/allranks train
 
-test: ## the tests that a change must pass
+test: ## the tests that a change must pass; JOBS=0 runs one after the other
 	@tools/setup.sh dev
-	@$(PYTHON_BIN) -m pytest
+	@$(PYTHON_BIN) -m pytest -n $(JOBS) --dist loadfile
 
 test-full: ## the long tests too; PART=i/n runs one of n parts; what passed on this very source is not run again
 	@tools/setup.sh dev
-	@$(PYTHON_BIN) -m pytest --full $(if $(PART),--part $(PART))
+	@$(PYTHON_BIN) -m pytest -n $(JOBS) --dist loadfile --full $(if $(PART),--part $(PART))
 
 check: ## style, types, and a docs build in which a warning is an error
 	@tools/setup.sh dev,docs

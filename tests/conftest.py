@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -42,15 +43,30 @@ def pytest_configure(config: pytest.Config) -> None:
     """See orphans as children, and keep a record under --full."""
     adopt_orphans()
     if config.getoption("--full"):
-        config.stash[FULL] = FullRecord(config.rootpath, *parse_part(config.getoption("--part")))
-        config.pluginmanager.register(config.stash[FULL])
+        # Under pytest-xdist one process records, and tells the others what passed already.
+        told: dict[str, list[str]] | None = getattr(config, "workerinput", None)
+        earlier = None if told is None else told["earlier"]
+        config.stash[FULL] = FullRecord(config.rootpath, *parse_part(config.getoption("--part")), earlier)
+        if told is None:
+            config.pluginmanager.register(config.stash[FULL])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process of pytest-xdist whether all of the tests are asked for: its own arguments are not the user's."""
+    node.workerinput["whole"] = is_whole(node.config)
+
+
+def is_whole(config: pytest.Config) -> bool:
+    """Whether no test is chosen by its path."""
+    told: dict[str, bool] = getattr(config, "workerinput", {})
+    return told.get("whole", config.args_source is pytest.Config.ArgsSource.TESTPATHS)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m smoke` looks for the mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the smoke subset; leave out the long tests, or under --full those of other parts and those that passed."""
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if whole and (missing := nothing_named([item.nodeid for item in items])):
+    if is_whole(config) and (missing := nothing_named([item.nodeid for item in items])):
         raise pytest.UsageError(f"tests/smoke.py names what is no test (any more): {', '.join(missing)}")
     for item in items:
         if is_smoke(item.nodeid, (mark.name for mark in item.iter_markers())):

@@ -113,14 +113,19 @@ def passed_on(tree: Tree, records: Iterable[Path]) -> set[str]:
 
 
 class FullRecord:
-    """The plugin behind --full: selects, records after every test, and says at the end what was done."""
+    """The plugin behind --full: selects, records after every test, and says at the end what was done.
 
-    def __init__(self, root: Path, part: int, count: int) -> None:
+    Args:
+        earlier: the tests that passed already, as the process that records has found them; None: this one records.
+    """
+
+    def __init__(self, root: Path, part: int, count: int, earlier: Sequence[str] | None = None) -> None:
         self._path = root / ".full" / f"part-{part}-of-{count}.json"
         self._part, self._count = part, count
         self._tree = Tree(root)
-        self._earlier = passed_on(self._tree, sorted(self._path.parent.glob("part-*.json")))
-        self._skipped = 0
+        records = sorted(self._path.parent.glob("part-*.json"))
+        self._earlier = passed_on(self._tree, records) if earlier is None else set(earlier)
+        self._skipped = sum(part_of(name, count) == part for name in self._earlier)
         self.record: dict[str, Any] = {
             "commit": (git(root, "rev-parse", "HEAD") or "unknown").strip(),
             "dirty": git(root, "status", "--porcelain") != "",
@@ -140,9 +145,13 @@ class FullRecord:
         """(to run, not to run): this part, without what passed earlier."""
         mine = [item for item in items if part_of(item.nodeid, self._count) == self._part]
         run = [item for item in mine if item.nodeid not in self._earlier]
-        self._skipped = len(mine) - len(run)
         chosen = set(run)
         return run, [item for item in items if item not in chosen]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Under pytest-xdist all processes that run tests have to choose the same ones, also one that starts late."""
+        node.workerinput["earlier"] = sorted(self._earlier)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record each test as it ends; one that fails in set-up or tear-down has failed."""

@@ -38,10 +38,10 @@ class Strategy:
         return () if self.why_not else self.measured or (self.layout,)
 
     @property
-    def command(self) -> str:
-        """How a user starts it."""
+    def words(self) -> str:
+        """How a user starts it, behind `allranks train TASK`."""
         layout = f'"{self.layout}"' if "*" in self.layout else self.layout  # which some shells would look for
-        return f"allranks train {TASK} --layout {layout} {self.settings}".rstrip()
+        return f"--layout {layout} {self.settings}".rstrip()
 
 
 ONE_DEVICE = "the processes of the stored run have one device each, where it changes nothing"

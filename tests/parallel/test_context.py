@@ -170,7 +170,8 @@ def test_batch_statistics_of_each_ranks_own_samples_are_refused(pool: Pools, mod
         pool(2).run(case)
 
 
-def test_without_cp_nothing_is_changed() -> None:
+def test_without_cp_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", _TORCHS_OWN)  # whatever ran here before
     found = spread(Mixing)
     assert found.context is None
     assert functional.scaled_dot_product_attention is _TORCHS_OWN

@@ -43,7 +43,7 @@ def opened(run: Run, root: Path) -> MemoryTier:
 
 
 def save(directory: Path, step: int, run: Run) -> Any:
-    return save_alone(directory, header=header(step, run=run.id))
+    return save_alone(directory, header=header(step, run=run.id, generation=Run.open(run.path).attempts))
 
 
 def steps(directory: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -24,6 +25,7 @@ class Curve(Task):
     """Which side of a curve a point lies on, with dropout, so that randomness shows.
 
     After `signal_after` losses in training mode the process sends itself `signal_name`, as a user or a scheduler would.
+    `pause`: seconds that a loss takes longer.
     """
 
     num_points: int = 47
@@ -31,6 +33,7 @@ class Curve(Task):
     signal_after: int = -1
     signal_name: str = "SIGINT"
     boom: str = ""
+    pause: float = 0.0
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings)
@@ -44,6 +47,7 @@ class Curve(Task):
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         if output.requires_grad:
+            time.sleep(self.pause)
             self._losses += 1
             if self._losses == self.signal_after:
                 os.kill(os.getpid(), signal.Signals[self.signal_name])

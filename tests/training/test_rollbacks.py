@@ -77,8 +77,8 @@ def test_it_goes_back_to_a_copy_in_memory(tmp_path: Path, beside: str) -> None:
     (memory / "lease").touch()
     copied = ("checkpoint.memory_every=1", f"checkpoint.asynchronous={beside}")
     told = go_back(run, bad(13), *copied, memory=memory)
-    (copy,) = list_checkpoints(memory)
-    kept, skip = int(copy.name.removeprefix("step-")), Run.open(run).config().data.skip
+    kept = max((int(path.name.removeprefix("step-")) for path in list_checkpoints(memory)), default=0)
+    skip = Run.open(run).config().data.skip
     # One that is written beside the steps may come too late; none is of the spike.
     assert saved(run) == [5, 10] and (kept == 12 if beside == "false" else kept <= 12)
     back = max(10, kept)
