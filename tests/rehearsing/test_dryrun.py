@@ -48,7 +48,8 @@ def check_short(kind: type[Tokens], layout: str, world: int, *overrides: str) ->
     short, full = (rehearsed(task, layout, world, *overrides, full=full) for full in (False, True))
     assert short.traced < short.blocks == full.traced
     assert short.peak_bytes == pytest.approx(full.peak_bytes, rel=0.01)
-    assert short.resting_bytes == full.resting_bytes
+    # A stage that waits for another one's loss may keep one number more.
+    assert short.resting_bytes == pytest.approx(full.resting_bytes, abs=4 if "pp" in layout else 0)
     assert short.flops == full.flops
     assert totals(short) == totals(full)
 

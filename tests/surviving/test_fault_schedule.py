@@ -76,6 +76,12 @@ def test_only_points_of_a_recovery_follow_kills() -> None:
     assert [fault.point for fault in faults] == ["agreement", "resume"] * 3
 
 
+@pytest.mark.parametrize("kind", ["exit", "raise"])
+def test_nothing_follows_what_ends_the_run(kind: str) -> None:
+    faults = draw(PASSED, parse_choices(f"*:{kind}"), 15, seed=0)
+    assert len(faults) == 15 and all(fault.after is None for fault in faults)
+
+
 def test_a_point_that_never_happens_is_refused_with_those_that_do() -> None:
     message = "evaluate never happens in this program: it passes start, resume, forward, agreement, checkpoint.write"
     with pytest.raises(ConfigError, match=message):

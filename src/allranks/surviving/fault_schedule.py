@@ -66,8 +66,9 @@ def draw(passed: Passed, choices: Sequence[Choice], kills: int, seed: int) -> li
     generator = random.Random(seed)
     sites = {choice: _sites(passed, choice) for choice in choices if choice.point not in RECOVERY}
     _check_possible(passed, choices, sites)
-    following = [choice for choice in choices if choice.point in RECOVERY and _recovers(passed, choice)]
     mains = [choice for choice, found in sites.items() if found]
+    restarts = not mains or any(choice.kind in RESTARTED for choice in mains)
+    following = [choice for choice in choices if choice.point in RECOVERY and restarts and _recovers(passed, choice)]
     share = FOLLOWED
     if not mains:  # what comes in a recovery needs something to recover from
         mains, share = [Choice("agreement", "kill")], 2
