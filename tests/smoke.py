@@ -1,12 +1,14 @@
 """The smoke subset, `pytest -m smoke`: whether a torch, or a machine, is one that allranks works on, within minutes.
 
 It is every test of the rooms that call torch which neither starts processes nor is marked `full`, and the cases named
-here: of every axis and mode a run held to one device, and the real command from start to resume. The whole suite
-refuses to be collected where a line here names nothing any more.
+here: of every axis and mode a run held to one device, and the real command from start to resume. tests/test_smoke.py
+fails where a line here names nothing any more.
 """
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+
+import pytest
 
 ROOMS = ("checkpointing", "data", "models", "observing", "parallel", "profiling", "stepping", "training", "verifying")
 
@@ -53,6 +55,10 @@ def is_smoke(node_id: str, marks: Iterable[str]) -> bool:
     marked = {"full", "distributed"}.intersection(marks)
     alone = not marked and node_id.startswith(tuple(f"tests/{room}/" for room in ROOMS))
     return alone or ("full" not in marked and any(is_case(node_id, case) for case in CASES))
+
+
+NOTHING_NAMED = pytest.StashKey[list[str]]()
+"""What `nothing_named` says of the whole suite, for tests/test_smoke.py; [] where only a part of it is collected."""
 
 
 def nothing_named(node_ids: Sequence[str]) -> list[str]:

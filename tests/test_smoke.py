@@ -3,7 +3,7 @@
 import pytest
 
 from tests import smoke
-from tests.smoke import CASES, ROOMS, is_case, is_smoke, nothing_named
+from tests.smoke import CASES, NOTHING_NAMED, ROOMS, is_case, is_smoke, nothing_named
 
 
 def test_brackets_stand_for_themselves_and_a_star_for_anything() -> None:
@@ -23,9 +23,13 @@ def test_alone_it_is_the_rooms_that_call_torch(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_names_nothing_is_found() -> None:
-    """The collection of the whole suite asks the same; here, that it would see it."""
+    """The next test asks the same of the whole suite; here, that it would see it."""
     assert nothing_named([case.replace("*", "x") for case in CASES]) == []
     assert nothing_named([case.replace("*", "x") for case in CASES[1:]]) == [CASES[0]]
+
+
+def test_everything_named_is_a_test(request: pytest.FixtureRequest) -> None:
+    assert request.config.stash[NOTHING_NAMED] == [], "tests/smoke.py names what is no test (any more)"
 
 
 def test_every_axis_and_room_has_its_part() -> None:
