@@ -1,13 +1,24 @@
-"""A fork server that imports little, so that a test costs a tenth of a second."""
+"""What tests of this room share: a fork server that imports little, so that a test costs a tenth of a second, a run."""
 
 from collections.abc import Iterator
 from multiprocessing import forkserver as standard
+from pathlib import Path
 
 import pytest
 
+from allranks.config import Config
+from allranks.run import Run
 from allranks.surviving import forkserver
 
 LITTLE = ("allranks.surviving.child", "tests.surviving.entries")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run whose first attempt has begun."""
+    made = Run.create(tmp_path, "task", Config(), {}, directory=tmp_path / "run")
+    made.begin_attempt()
+    return made
 
 
 @pytest.fixture

@@ -6,18 +6,9 @@ from pathlib import Path
 import pytest
 
 from allranks.checkpointing.host_memory import HostMemory, Record, distrust
-from allranks.config import Config
 from allranks.run import Run
 from allranks.surviving.left_behind import is_newer, left_behind
 from tests.checkpointing.worlds import flip, header, save_alone
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """A run whose first attempt has begun."""
-    made = Run.create(tmp_path, "task", Config(), {}, directory=tmp_path / "run")
-    made.begin_attempt()
-    return made
 
 
 @pytest.fixture

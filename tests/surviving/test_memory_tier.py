@@ -20,14 +20,6 @@ from tests.checkpointing.worlds import flip, header, save_alone
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """A run whose first attempt has begun."""
-    made = Run.create(tmp_path, "task", Config(), {}, directory=tmp_path / "run")
-    made.begin_attempt()
-    return made
-
-
-@pytest.fixture
 def root(tmp_path: Path) -> Path:
     """In place of /dev/shm."""
     (tmp_path / "shm").mkdir()
