@@ -49,6 +49,15 @@ def start_two(found: Cluster, *words: str) -> tuple[Host, Host]:
     return first, second
 
 
+def check_as_on_one_host(run: Path, folder: Path) -> None:
+    """It ended as the same run of one host with as many workers, which is made in `folder`, does."""
+    alone = ("--device", "cpu", "--run", "alone", "--nproc", "2", "--layout", "ddp", *SETTINGS)
+    allranks("train", POINTS, *alone, folder=folder)
+    assert tensor_digests(run, 40) == tensor_digests(folder / "alone", 40)
+    ledgers = [[line["ledger"] for line in steps(one).values()] for one in (run, folder / "alone")]
+    assert ledgers[0] == ledgers[1]
+
+
 def check_ledgers(run: Path, last: int = 40) -> None:
     """Every step once or more, always with the same samples."""
     said: dict[int, set[object]] = {}
@@ -128,11 +137,7 @@ def test_the_end_is_that_of_one_host_with_as_many_workers(tmp_path: Path) -> Non
         os.kill(events(found.run, "start", rank=0)[-1]["pid"], signal.SIGKILL)
         assert (first.end(), second.end()) == (0, 0), first.said() + second.said()
         check_ledgers(found.run)
-        alone = ("--device", "cpu", "--run", "alone", "--nproc", "2", "--layout", "ddp", *SETTINGS)
-        allranks("train", POINTS, *alone, folder=tmp_path)
-        assert tensor_digests(found.run, 40) == tensor_digests(tmp_path / "alone", 40)
-        ledgers = [[line["ledger"] for line in steps(run).values()] for run in (found.run, tmp_path / "alone")]
-        assert ledgers[0] == ledgers[1]
+        check_as_on_one_host(found.run, tmp_path)
 
 
 @pytest.mark.full

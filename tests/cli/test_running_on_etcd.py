@@ -10,8 +10,8 @@ import pytest
 
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.run import Run
-from tests.cli.test_running_hosts import SETTINGS, check_ledgers, events, step_of
-from tests.commands import POINTS, alive, allranks, steps, tensor_digests, wait_for
+from tests.cli.test_running_hosts import SETTINGS, check_as_on_one_host, check_ledgers, events, step_of
+from tests.commands import alive, wait_for
 from tests.etcd_server import etcd_server, needs_etcd
 from tests.hosts import SECRET, Cluster, Host, cluster
 
@@ -116,11 +116,7 @@ def test_of_a_fixed_number_another_host_takes_the_place_of_the_lost_leader(tmp_p
         check_ledgers(found.run)
         told = [event["what"] for event in events(found.run, "verdict")]
         assert len(told) == 1 and f"on {first.name}: its host led the run, and is lost" in told[0]
-        alone = ("--device", "cpu", "--run", "alone", "--nproc", "2", "--layout", "ddp", *SETTINGS)
-        allranks("train", POINTS, *alone, folder=tmp_path)
-        assert tensor_digests(found.run, 40) == tensor_digests(tmp_path / "alone", 40)
-        ledgers = [[line["ledger"] for line in steps(run).values()] for run in (found.run, tmp_path / "alone")]
-        assert ledgers[0] == ledgers[1]
+        check_as_on_one_host(found.run, tmp_path)
 
 
 @pytest.mark.full
