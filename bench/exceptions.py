@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import left_out
 import low_precision
 import torch
 from replicas import CASES, measure_replicas
@@ -148,6 +149,10 @@ def main() -> None:
         row = Row(case.what, case.law, *measure_replicas(case, steps))
         rows.append(row)
         print(f"{row.what:22}{row.error:9.1e}{row.elsewhere:11.1e}  {row.law}", file=out, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        run, simulation, alone = left_out.measure_left_out(num_ranks, steps, folder)
+    rows.append(Row("optional modules", left_out.LAW, differ(run, simulation), differ(run, alone)))
+    print(f"{rows[-1].what:22}{rows[-1].error:9.1e}{rows[-1].elsewhere:11.1e}  {rows[-1].law}", file=out, flush=True)
     for precision, law in low_precision.LAWS.items():
         run, simulation, alone, skipped = low_precision.measure_precision(precision, num_ranks, steps)
         rows.append(Row(precision, law, differ(run, simulation), differ(run, alone)))

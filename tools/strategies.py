@@ -58,7 +58,15 @@ def _origin(document: Mapping[str, Any]) -> Iterator[str]:
 
 def _figures(rows: Sequence[Row]) -> Iterator[str]:
     ddp = {row["processes"]: row for row in rows if row["strategy"] == "ddp"}
-    headings = ("samples a step", "time, ours / raw", "quartiles", "memory, ours / raw", "peak memory", "saved")
+    headings = (
+        "samples a step",
+        "time, ours / raw",
+        "quartiles",
+        "memory, ours / raw",
+        "of ddp",
+        "peak memory",
+        "saved",
+    )
     yield f"| strategy | processes | {' | '.join(headings)} |"
     yield "|---" * (len(headings) + 2) + "|"
     for strategy in STRATEGIES:
@@ -71,24 +79,31 @@ def _figure(row: Row, ddp: Row | None) -> str:
     layout = Layout.resolve(parse_layout(row["layout"]), row["processes"])
     start = f"| `{row['strategy']}` | {row['processes']} | {samples_a_step(layout)} |"
     if row["ratio"] is None:
-        return f"{start} not timed: the first losses differ by {row['loss_difference']:.0e} | | | | |"
+        return f"{start} not timed: the first losses differ by {row['loss_difference']:.0e} | | | | | |"
+
+    def figure(name: str, value: float | None, digits: int) -> str:
+        shown = "-" if value is None else f"{value:.{digits}f}"
+        return f"**{shown}**" if name in row["misses"] else shown
+
     quartiles = f"{row['ratio_q1']:.2f}-{row['ratio_q3']:.2f}"
-    memory = "-" if row["memory_ratio"] is None else f"{row['memory_ratio']:.3f}"
     # With experts it is another model.
     beside = None if ddp is None or layout.ep > 1 else ddp["ours_bytes"]
     saved = f"{round(100 - 100 * row['ours_bytes'] / beside)}%" if beside else "-"
     peak = format_bytes(row["ours_bytes"]) if row["ours_bytes"] else "-"
-    return f"{start} {row['ratio']:.3f} | {quartiles} | {memory} | {peak} | {saved} |"
+    memory, of_ddp = figure("memory", row["memory_ratio"], 3), figure("of_ddp", row["of_ddp"], 2)
+    return f"{start} {figure('time', row['ratio'], 3)} | {quartiles} | {memory} | {of_ddp} | {peak} | {saved} |"
 
 
 def _explanation(document: Mapping[str, Any]) -> Iterator[str]:
     targets = document["targets"]
     yield (
         "`raw` is the same strategy written by hand in torch, in the same processes, by turns: a ratio of 1 means that "
-        f"allranks costs nothing. The goals are {targets['time']} in time and {targets['memory']} in memory. The peak "
-        "is of a step, on the process where it is most; `saved` is beside our ddp on as many processes. Times of "
-        "different strategies did not take turns and are not compared here: `allranks bench scaling` does that, on "
-        "your task."
+        f"allranks costs nothing. The goals are {targets['time']} in time, {targets['memory']} in memory and, of fsdp, "
+        f"{targets['of_ddp']} of our ddp's time; what misses one is bold. The peak is of a step, on the process where "
+        "it is most; `saved` is beside our ddp on as many processes. Different strategies did not take turns here, so "
+        "that their times, and `of ddp`, say little: `python bench/sharded.py` lets fsdp and ddp take turns "
+        "([measured](../explanation/measured.md)), and `allranks bench scaling` compares strategies on your task. The "
+        "schedules other than 1f1b are measured on two processes."
     )
     yield ""
     yield (

@@ -55,7 +55,6 @@ class Hints:
         sequence_dims: batch entry ("x", a tuple's "0", a nested "inputs.x") -> the dim of its positions, which cp cuts.
         optional: modules that a forward may leave out on some ranks; they get zero gradients then.
         small: settings that make the model small enough for verify and dryrun.
-        init: gives a module that was built without memory its initial values.
         batchnorm: whose samples a batch statistic sees, where `layout.batchnorm` does not say it.
     """
 
@@ -66,7 +65,6 @@ class Hints:
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
     optional: Sequence[str] = ()
     small: Mapping[str, object] = field(default_factory=dict)
-    init: Callable[[nn.Module], None] | None = None
     batchnorm: Literal["sync", "local", "broadcast"] | None = None
 
 

@@ -46,6 +46,20 @@ def test_the_batch_stays_or_grows() -> None:
     assert planned(["ddp", "tp=2"], [1], "weak")[-1] == ("tp=2", 2, 16)  # also where both see the same samples
 
 
+def test_keys_behind_a_layout_make_another_run() -> None:
+    hooked = "ddp layout.ddp_hook=bfloat16"
+    points = plan_points(["ddp", hooked], [1, 2], ("strong",), TRAIN)
+    assert [point.run for point in points] == [
+        ("single", 8),
+        ("dp_replicate=2", 8),
+        ("dp_replicate=2 layout.ddp_hook=bfloat16", 8),
+    ]
+    assert points[-1].keys == ("layout.ddp_hook=bfloat16",) and points[0].keys == ()
+    assert str(points[-1]) == "dp_replicate=2 layout.ddp_hook=bfloat16 on 2 processes, 8 samples a step"
+    with pytest.raises(ConfigError, match="expected keys of the layout"):
+        plan_points(["ddp train.seed=1"], [1, 2], ("strong",), TRAIN)
+
+
 def test_a_strategy_without_a_star_takes_its_own_number() -> None:
     assert planned(["ddp", "tp=2,dp_shard=2"], [1, 2])[-1] == ("dp_shard=2,tp=2", 4, 8)
     assert ("dp_shard=2,tp=2", 4, 8) in planned(["tp=2,dp_shard=*"], [1, 4, 2]) + planned(["tp=2,dp_shard=*"], [2, 4])

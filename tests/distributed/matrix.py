@@ -74,19 +74,22 @@ CONTEXT = [
         "ring",
     ),
 ]
-EXPERTS = _rows(
-    {
-        "ep-ddp": ("dp_replicate=*,ep=2", (2, 4)),
-        "ep-fsdp": ("dp_shard=*,ep=2", (2, 4)),
-        "ep-grad_op": ("dp_shard=2,ep=2,sharding=grad_op", (2,)),
-        "ep-none": ("dp_replicate=2,ep=2,sharding=none", (2,)),
-        "ep-optimizer": ("dp_shard=*,ep=2,sharding=optimizer,recompute=full", (2, 4)),
-        "ep-hsdp": ("dp_replicate=2,dp_shard=2,ep=2", (4,)),
-        "ep-tp": ("dp_replicate=2,tp=2,ep=2", (4,)),
-        "ep-cp": ("dp_shard=2,cp=2,ep=2", (4,)),
-        "all-to-all": ("dp_replicate=4,ep=4", (4,)),
-    }
-)
+EXPERTS = [
+    *_rows(
+        {
+            "ep-ddp": ("dp_replicate=*,ep=2", (2, 4)),
+            "ep-fsdp": ("dp_shard=*,ep=2", (2, 4)),
+            "ep-grad_op": ("dp_shard=2,ep=2,sharding=grad_op", (2,)),
+            "ep-none": ("dp_replicate=2,ep=2,sharding=none", (2,)),
+            "ep-optimizer": ("dp_shard=*,ep=2,sharding=optimizer,recompute=full", (2, 4)),
+            "ep-hsdp": ("dp_replicate=2,dp_shard=2,ep=2", (4,)),
+            "ep-tp": ("dp_replicate=2,tp=2,ep=2", (4,)),
+            "ep-cp": ("dp_shard=2,cp=2,ep=2", (4,)),
+            "all-to-all": ("dp_replicate=4,ep=4", (4,)),
+        }
+    ),
+    *_rows({"ep-ring": ("dp_shard=2,cp=2,ep=2", (4,))}, "ring"),
+]
 PIPELINES = [
     *_rows(
         {
@@ -104,6 +107,8 @@ PIPELINES = [
             "interleaved-ddp": ("pp=2,dp_replicate=2,schedule=interleaved", (4,)),
             "interleaved-fsdp": ("pp=2,dp_shard=2,schedule=interleaved", (4,)),
             "interleaved-tp": ("pp=2,tp=2,schedule=interleaved", (4,)),
+            "interleaved-cp": ("pp=2,cp=2,schedule=interleaved", (4,)),
+            "interleaved-ep": ("pp=2,dp_replicate=2,ep=2,schedule=interleaved", (4,)),
             **{
                 schedule: (f"pp=2,schedule={schedule}", (2,))
                 for schedule in ("gpipe", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")

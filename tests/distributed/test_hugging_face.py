@@ -1,6 +1,6 @@
 """Hugging Face models are cut by the plan that they carry themselves, and compute what one device computes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import default_collate
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from allranks.task import Task
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
@@ -29,18 +40,31 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 16,
 }
+IN_A_LOOP: dict[str, Any] = {"experts_implementation": "eager"}  # a grouped product has no float64 on the CPU
 STEPS = 2
 
 
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    # Its embedding multiplies what it looks up, and shares its weight with the last layer.
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=4, pad_token_id=None)),
+    # Norms over a head's channels stand between the cut layers.
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=4)),
+    # Query, key and value come out of one layer, which is gathered before it is cut in three.
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, pad_token_id=None)),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, **IN_A_LOOP)
+    ),
+}
+
+
 class Causal(Task):
-    """The next word, by a Llama or by a Qwen3, whose norms over a head's channels stand between the cut layers."""
+    """The next word, by a model of a family."""
 
     family: str = "llama"
 
     def model(self) -> nn.Module:
-        if self.family == "llama":
-            return LlamaForCausalLM(LlamaConfig(**SIZES))
-        return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=4))
+        return MODELS[self.family]()
 
     def dataset(self, split: str) -> Any:
         return Words()
@@ -78,6 +102,16 @@ def test_their_own_plan_cuts_them(pool: Pools, family: str, layout: str, world_s
     name = "model.layers.1.self_attn.k_proj.weight"
     box, _ = ranks[1][0].gradients[name]
     assert (box.offset, box.shape) == ((4, 0), (4, 16)) if world_size == 2 else box.offset[0] in (0, 2, 4, 6)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "mixtral"])
+@pytest.mark.parametrize(
+    ("layout", "world_size"), [("tp=2", 2), pytest.param("tp=2,dp_shard=2", 4, marks=pytest.mark.full)]
+)
+def test_a_plan_that_says_less(pool: Pools, family: str, layout: str, world_size: int) -> None:
+    """Of an embedding that computes in its own way, of layers with a whole input, and of experts, which stay whole."""
+    ranks = pool(world_size).run(record, family, layout)
+    assert not compare(ranks, reference(Causal(family=family), ranks, range(0, world_size, 2)))
 
 
 @pytest.mark.parametrize(("layout", "world_size"), [("cp=2", 2), ("tp=2,cp=2", 4)])

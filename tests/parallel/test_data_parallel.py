@@ -1,6 +1,8 @@
 """nn.DataParallel: what it changes, what it says, and what it splits and gathers."""
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +48,37 @@ def test_the_gathered_outputs_are_counted() -> None:
     assert "take 4,008 B on the first GPU" in str(describe_gathering(output, 4, 2))
 
 
+def test_what_it_splits_and_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's forward over two devices, of which only the moves between them are made up: here is no second one."""
+    linear = nn.Linear(3, 2)
+    called: Any = split_over_devices({"": linear}, 2, [])[""]
+    seen: list[tuple[int, ...]] = []
+    linear.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape)))
+
+    def scatter(inputs: Any, kwargs: Any, devices: Sequence[int]) -> Any:
+        pieces = torch.chunk(inputs[0], len(devices), dim=called.dim)
+        return [(piece,) for piece in pieces], [{}] * len(pieces)
+
+    moves = {
+        "device_ids": [0, 1],
+        "output_device": 0,
+        "src_device_obj": torch.device("cpu"),
+        "dim": 0,
+        "scatter": scatter,
+        "replicate": lambda module, devices: [module] * len(devices),
+        "parallel_apply": lambda copies, inputs, _: [copy(*given) for copy, given in zip(copies, inputs, strict=True)],
+        "gather": lambda outputs, device: torch.cat(outputs, called.dim),
+    }
+    for name, move in moves.items():
+        monkeypatch.setitem(vars(called), name, move)
+    x = torch.arange(15.0).reshape(5, 3)
+    output = called(x)
+    assert seen == [(3, 2), (2, 2)]
+    assert torch.equal(output, linear(x))
+    output.sum().backward()
+    assert torch.equal(linear.weight.grad, x.sum(0).expand(2, 3))
+
+
 @pytest.mark.gpu
 def test_it_splits_and_gathers() -> None:
     seen = []
@@ -56,4 +89,6 @@ def test_it_splits_and_gathers() -> None:
     output = called[""](x)
     assert output.device == torch.device("cuda:0")
     assert torch.allclose(output, module(x))
-    assert sum(length for _, length in seen[:-1]) == 8
+    lengths = [length for _, length in seen[:-1]]
+    # With one GPU nothing is split: the one call gets all.
+    assert lengths == [len(part) for part in x.chunk(torch.cuda.device_count())]

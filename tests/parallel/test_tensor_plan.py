@@ -161,8 +161,8 @@ def test_a_plan_in_hugging_faces_words() -> None:
     assert styles(module)["head"] == "vocab"
     wrapped = nn.Sequential(module)
     assert styles(wrapped)["0.layers.0.up"] == "colwise"
-    module._tp_plan = plan | {"head": "moe_tp_experts"}
-    with pytest.raises(LayoutError, match=r"cuts head in the way 'moe_tp_experts', which allranks does not know"):
+    module._tp_plan = plan | {"head": "mla_kv_a_proj"}
+    with pytest.raises(LayoutError, match=r"cuts head in the way 'mla_kv_a_proj', which allranks does not know"):
         styles(module)
 
 

@@ -10,10 +10,11 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any, Literal
 
+from allranks.benchmarking.strategies import read_strategy
 from allranks.config_sections import TrainConfig
 from allranks.data.cut import cut_step
 from allranks.errors import ConfigError, LayoutError, ProcessError
-from allranks.layout import Layout, num_processes, parse_layout
+from allranks.layout import Layout, num_processes
 from allranks.layout_refusals import refuse_unsupported
 from allranks.reporting.history import number, numbers, peak_memory, whole, word
 from allranks.run import Run
@@ -44,13 +45,23 @@ class Point:
     global_batch: int
 
     @property
+    def keys(self) -> tuple[str, ...]:
+        """The strategy's `layout.KEY=VALUE`, which its layout does not name; one process has nothing to say them of."""
+        return tuple(self.strategy.split()[1:]) if self.layout.world_size > 1 else ()
+
+    @property
+    def spread(self) -> str:
+        """The layout with its keys: `dp_replicate=2 layout.ddp_hook=bfloat16`."""
+        return " ".join([str(self.layout), *self.keys])
+
+    @property
     def run(self) -> tuple[str, int]:
         """What it trains: of two points of one run (weak and strong on one process) only one is run."""
-        return str(self.layout), self.global_batch
+        return self.spread, self.global_batch
 
     def __str__(self) -> str:
         processes = "1 process" if self.layout.world_size == 1 else f"{self.layout.world_size} processes"
-        return f"{self.layout} on {processes}, {self.global_batch} samples a step"
+        return f"{self.spread} on {processes}, {self.global_batch} samples a step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +125,8 @@ def plan_points(
     """The points of each mode, fewest processes first; the first of a mode is what the others are compared with.
 
     Args:
-        strategies: layout strings; one without `*` takes the number of processes that it names, whatever `nproc` says.
+        strategies: layout strings, with keys `layout.KEY=VALUE` behind them; one without `*` takes the number of
+            processes that it names, whatever `nproc` says.
         nproc: numbers of processes; those that a strategy's degrees do not divide are left out.
         train: of the task; its global_batch is that of strong scaling, and of one process in weak scaling.
 
@@ -125,7 +137,7 @@ def plan_points(
     layouts: dict[str, tuple[str, Layout]] = {}
     for strategy in strategies:
         for layout in _resolve(strategy, nproc):
-            layouts.setdefault(str(layout), (strategy, layout))
+            layouts.setdefault(Point("strong", strategy, layout, 0).spread, (strategy, layout))
     ordered = sorted(layouts.values(), key=lambda found: found[1].world_size)
     if len(ordered) < 2:
         only = ordered[0][1].world_size
@@ -140,7 +152,7 @@ def plan_points(
 
 
 def _resolve(strategy: str, nproc: Sequence[int]) -> list[Layout]:
-    config = parse_layout(strategy)
+    config = read_strategy(strategy)
     starred = not config.chosen or "*" in (config.dp_replicate, config.dp_shard, config.tp, config.cp, config.pp)
     sizes = nproc if starred else [num_processes(config, max(nproc))]
     found, refusal = [], None
@@ -201,7 +213,7 @@ def _row(point: Point, first: Point, repeats: Sequence[Mapping[tuple[str, int], 
     return Row(
         mode=point.mode,
         strategy=point.strategy,
-        layout=str(point.layout),
+        layout=point.spread,
         processes=point.layout.world_size,
         global_batch=point.global_batch,
         step_ms=round(seconds * 1e3, 3),

@@ -156,7 +156,7 @@ def _can_compile() -> bool:
 
 
 def _fit(strategy: str, nproc: Sequence[int] | None) -> tuple[list[Case], LayoutError | None]:
-    config = _config_of(strategy)
+    config = read_strategy(strategy)
     refusal: LayoutError | None = None
     cases = []
     sizes = list(NUM_PROCESSES if nproc is None else nproc)
@@ -175,7 +175,7 @@ def _fit(strategy: str, nproc: Sequence[int] | None) -> tuple[list[Case], Layout
     return cases, refusal
 
 
-def _config_of(strategy: str) -> LayoutConfig:
+def read_strategy(strategy: str) -> LayoutConfig:
     """`ddp layout.ddp_hook=bfloat16`: a layout, and keys that its string has not. Raises ConfigError."""
     layout, *keys = strategy.split()
     if wrong := next((key for key in keys if not key.startswith("layout.")), None):
@@ -184,7 +184,7 @@ def _config_of(strategy: str) -> LayoutConfig:
 
 
 def _has_star(strategy: str) -> bool:
-    config = _config_of(strategy)
+    config = read_strategy(strategy)
     return not config.chosen or "*" in (config.dp_replicate, config.dp_shard, config.tp, config.cp, config.pp)
 
 
@@ -233,7 +233,7 @@ def read_layouts(text: str) -> tuple[str, ...]:
     if not parts:
         raise ConfigError(f"--layouts '{text}': expected layouts such as 'ddp;fsdp'")
     for part in parts:
-        _config_of(part)
+        read_strategy(part)
     return parts
 
 

@@ -47,7 +47,7 @@ class Command:
         """The arguments of `allranks` for one run."""
         keys = [f"train.steps={self.steps}", f"train.global_batch={point.global_batch}"]
         spread = ["--layout", str(point.layout), "--nproc", str(point.layout.world_size), "--device", self.device]
-        return ["train", *self.words, *keys, *spread, "--run", str(directory), "--json"]
+        return ["train", *self.words, *keys, *point.keys, *spread, "--run", str(directory), "--json"]
 
 
 def ask_config(words: Sequence[str], device: str) -> TrainConfig:

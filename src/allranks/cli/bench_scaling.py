@@ -41,7 +41,12 @@ Numbers = Annotated[
     ),
 ]
 Layouts = Annotated[
-    str | None, typer.Option(metavar="L;L", help=f"Layouts to compare; not given: {LAYOUTS}.", show_default=False)
+    str | None,
+    typer.Option(
+        metavar="L;L",
+        help=f"Layouts to compare, with layout keys behind them; not given: {LAYOUTS}.",
+        show_default=False,
+    ),
 ]
 Scaling = Annotated[
     Literal["strong", "weak", "both"] | None,

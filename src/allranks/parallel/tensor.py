@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from allranks.errors import LayoutError
 from allranks.losses import ChunkedHead
 from allranks.parallel.tensor_attention import PACKED, attend_with_heads, leave_fused_path
-from allranks.parallel.tensor_flow import Flow
-from allranks.parallel.tensor_ops import enter, part_bounds
+from allranks.parallel.tensor_flow import CHANNELS, Flow
+from allranks.parallel.tensor_ops import enter, part_bounds, split
 from allranks.parallel.tensor_plan import TensorPlan
 from allranks.parallel.tensor_vocabulary import embed_words, score_words
 from allranks.task import TensorStyle
@@ -202,6 +202,8 @@ def _colwise(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
 
 
 def _rowwise(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
+    if not flow.regions.inside and value.shape[CHANNELS] == module.in_features:
+        value = split(value, flow.group, CHANNELS)  # a vocab layer before it has made it whole
     if not flow.sequence:
         flow.regions.exit()
     found = flow.leave(functional.linear(value, module.weight), opens=not flow.meets_positions(module))

@@ -15,9 +15,9 @@ a Hugging Face model (`_tp_plan`).
 
 import difflib
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import cast, get_args
 
 from torch import nn
 
@@ -25,18 +25,10 @@ from allranks.errors import LayoutError
 from allranks.losses import ChunkedHead
 from allranks.parallel.blocks import CONTAINERS
 from allranks.parallel.tensor_attention import has_feed_forward, why_not_heads
+from allranks.parallel.tensor_own_plan import read_own_plan, tie_embeddings
 from allranks.task import TensorStyle
 
 STYLES: tuple[TensorStyle, ...] = get_args(TensorStyle)
-
-# Hugging Face's words for the same; what else it knows is refused by name.
-_FOREIGN: Mapping[str, TensorStyle] = {
-    "colwise_rep": "vocab",
-    "colwise_gather_output": "vocab",
-    "embedding_rowwise": "vocab",
-    "sequence_parallel": "sequence",
-    "replicated_with_grad_allreduce": "part",
-}
 
 CUT = ("colwise", "rowwise", "heads", "vocab")
 _SHOWN = 8
@@ -89,6 +81,8 @@ def plan_tensor(
     if plan.sequence:
         _check_covered(named, plan)
     heads = [name for name, style in plan.styles.items() if style == "vocab" and isinstance(named[name], nn.Linear)]
+    if loss_parallel:
+        _check_heads_last(plan, heads)
     if loss_parallel and not heads:
         cut = ", ".join(plan.styles)
         raise LayoutError(
@@ -101,14 +95,9 @@ def plan_tensor(
 def _resolve(named: Mapping[str, nn.Module], hints: Mapping[str, TensorStyle]) -> TensorPlan:
     if hints:
         return TensorPlan(_match(named, hints, "hints().tensor"), "hints().tensor says so")
-    own = {name: _own_plan(module) for name, module in named.items()}
-    if any(own.values()):
-        styles: dict[str, TensorStyle] = {}
-        for prefix, rules in own.items():
-            if rules and not any(prefix.startswith(f"{other}.") or not other for other in _others(own, prefix)):
-                at = f"{prefix}." if prefix else ""
-                styles |= _match(named, {at + pattern: style for pattern, style in rules.items()}, "the model's plan")
-        return TensorPlan(styles, "the model carries its own plan")
+    own = {name: rules for name, module in named.items() if any(rules := read_own_plan(module))}
+    if own:
+        return _follow(named, own)
     pairs = {name: style for prefix, module in named.items() for name, style in _find_pairs(prefix, module)}
     if not pairs:
         raise LayoutError(
@@ -124,21 +113,25 @@ def _resolve(named: Mapping[str, nn.Module], hints: Mapping[str, TensorStyle]) -
     return TensorPlan(pairs, ", and ".join(found.values()) + whole, frozenset(pairs))
 
 
-def _own_plan(module: nn.Module) -> dict[str, TensorStyle]:
-    rules = getattr(module, "tensor_plan", None) or getattr(module, "_tp_plan", None) or {}
-    found = {pattern: _FOREIGN.get(style, style) for pattern, style in rules.items()}
-    unknown = [(pattern, style) for pattern, style in found.items() if style not in STYLES]
-    if unknown:
-        pattern, style = unknown[0]
-        raise LayoutError(
-            f"the model's own plan cuts {pattern} in the way {style!r}, which allranks does not know: give "
-            f"Hints(tensor=...) with {', '.join(STYLES)}"
-        )
-    return found
-
-
-def _others(own: Mapping[str, object], prefix: str) -> Iterator[str]:
-    return (name for name, rules in own.items() if rules and name != prefix)
+def _follow(named: Mapping[str, nn.Module], own: Mapping[str, tuple[dict[str, str], tuple[str, ...]]]) -> TensorPlan:
+    """The plans that modules carry themselves (name -> rules, experts that stay whole), the outermost of each."""
+    styles: dict[str, TensorStyle] = {}
+    said = ["the model carries its own plan"]
+    for prefix, (rules, experts) in own.items():
+        if any(other != prefix and (not other or prefix.startswith(f"{other}.")) for other in own):
+            continue
+        at = f"{prefix}." if prefix else ""
+        for pattern, style in rules.items():
+            if style not in STYLES:
+                raise LayoutError(
+                    f"the model's own plan cuts {at}{pattern} in the way {style!r}, which allranks does not know: give "
+                    f"Hints(tensor=...) with {', '.join(STYLES)}"
+                )
+        known = {at + pattern: cast("TensorStyle", style) for pattern, style in rules.items()}
+        styles |= _match(named, known, "the model's plan")
+        said += [f"{at}{pattern} stay whole on every rank (dp_shard spreads them)" for pattern in experts]
+    tied, whole = tie_embeddings(named, styles)
+    return TensorPlan(tied, "; ".join(filter(None, [*said, whole])))
 
 
 def _match(named: Mapping[str, nn.Module], rules: Mapping[str, TensorStyle], source: str) -> dict[str, TensorStyle]:
@@ -267,6 +260,17 @@ def _check_covered(named: Mapping[str, nn.Module], plan: TensorPlan) -> None:
                 f"{name or 'the model'} has parameters and no rule, though activations are cut along the sequence: say "
                 "sequence (it sees some of the positions) or replicate (it has to see all)"
             )
+
+
+def _check_heads_last(plan: TensorPlan, heads: Sequence[str]) -> None:
+    """Beside a layer that is cut by rows a `vocab` layer is none that the loss sees."""
+    parents = {name.rpartition(".")[0]: name for name, style in plan.styles.items() if style == "rowwise"}
+    inside = [name for name in heads if name.rpartition(".")[0] in parents]
+    if inside:
+        raise LayoutError(
+            f"hints().loss_parallel leaves what vocab layers give cut until the loss, and {inside[0]} is followed by "
+            f"{parents[inside[0].rpartition('.')[0]]}: leave loss_parallel out"
+        )
 
 
 def _fitting(extent: int) -> str:
