@@ -94,7 +94,7 @@ def test_the_run_says_where_and_how_it_was_made() -> None:
 
 def row(strategy: str, processes: int, **values: object) -> dict[str, object]:
     figures = {"ratio": 1.0, "ratio_q1": 0.9, "ratio_q3": 1.1, "ours_ms": 100.0, "ours_bytes": 200_000_000}
-    rest = {"memory_ratio": 0.99, "loss_difference": 0.0, "turns": 7}
+    rest = {"memory_ratio": 0.99, "loss_difference": 0.0, "turns": 7, "of_ddp": None, "misses": []}
     layout = str(Layout.resolve(parse_layout(strategy), processes))
     return {"strategy": strategy, "layout": layout, "processes": processes, **figures, **rest, **values}
 
@@ -111,7 +111,7 @@ def test_figures_are_beside_ddp_on_as_many_processes(tmp_path: Path, monkeypatch
         row("single", 1),
         row("ddp", 2),
         row("ddp", 4, ours_ms=50.0, ours_bytes=100_000_000),
-        row("fsdp", 4, ours_ms=75.0, ours_bytes=40_000_000, ratio=1.012),
+        row("fsdp", 4, ours_bytes=40_000_000, ratio=1.04, of_ddp=1.5, misses=["time", "memory", "of_ddp"]),
         row("tp=2,dp_shard=2", 4, ours_bytes=25_000_000),
         row("pp=*", 2, ours_bytes=150_000_000),
         row("ddp,ep=2", 2, ours_bytes=150_000_000),
@@ -125,12 +125,12 @@ def test_figures_are_beside_ddp_on_as_many_processes(tmp_path: Path, monkeypatch
     results.write_text(json.dumps(document))
     monkeypatch.setattr(strategies, "RESULTS", results)
     lines = render_strategies().splitlines()
-    assert "| `fsdp` | 4 | 8 | 1.012 | 0.90-1.10 | 0.990 | 40.0 MB | 60% |" in lines
-    assert "| `single` | 1 | 2 | 1.000 | 0.90-1.10 | 0.990 | 200.0 MB | - |" in lines
-    assert "| `tp=2,dp_shard=2` | 4 | 4 | 1.000 | 0.90-1.10 | 0.990 | 25.0 MB | 75% |" in lines
-    assert "| `pp=*` | 2 | 8 | 1.000 | 0.90-1.10 | 0.990 | 150.0 MB | 25% |" in lines
-    assert "| `ddp,ep=2` | 2 | 4 | 1.000 | 0.90-1.10 | 0.990 | 150.0 MB | - |" in lines, "another model than ddp's"
-    assert "| `tp=*` | 2 | 2 | not timed: the first losses differ by 1e-02 | | | | |" in lines
+    assert "| `fsdp` | 4 | 8 | **1.040** | 0.90-1.10 | **0.990** | **1.50** | 40.0 MB | 60% |" in lines
+    assert "| `single` | 1 | 2 | 1.000 | 0.90-1.10 | 0.990 | - | 200.0 MB | - |" in lines
+    assert "| `tp=2,dp_shard=2` | 4 | 4 | 1.000 | 0.90-1.10 | 0.990 | - | 25.0 MB | 75% |" in lines
+    assert "| `pp=*` | 2 | 8 | 1.000 | 0.90-1.10 | 0.990 | - | 150.0 MB | 25% |" in lines
+    assert "| `ddp,ep=2` | 2 | 4 | 1.000 | 0.90-1.10 | 0.990 | - | 150.0 MB | - |" in lines, "another model than ddp's"
+    assert "| `tp=*` | 2 | 2 | not timed: the first losses differ by 1e-02 | | | | | |" in lines
     (table,) = (index for index, line in enumerate(lines) if "samples a step |" in line)
     assert len({line.count("|") for line in lines[table : table + 8]}) == 1
     assert not [line for line in lines if line.startswith("| `placement` | 1")]
