@@ -134,33 +134,41 @@ def test_with_copies_the_ranks_of_one_group_say_it(pool: Pools) -> None:
         pool(4).run(case, timeout=50)
 
 
+STAGED = "pp=2,dp_shard=2"
+
+
 class Ordered(Stack):
     """By rank the order in which it enters its blocks, once it is told to; each stage of two has three of them."""
 
-    def __init__(self, orders: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, orders: Mapping[int, Sequence[int]], late: bool) -> None:
         from tests.distributed.tasks import Block, vector_gain
 
         super().__init__([Block(vector_gain()) for _ in range(6)])
-        self.orders, self.told = orders, False
+        self.orders, self.late, self.told, self.calls = orders, late, False, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x)
-        for index in self.orders.get(dist.get_rank(), range(6)) if self.told else range(6):
+        self.calls += self.told
+        follows = self.told and not (self.late and self.calls % 2)
+        for index in self.orders.get(dist.get_rank(), range(6)) if follows else range(6):
             hidden = self.blocks[index](hidden)
         found: torch.Tensor = self.last(hidden)
         return found
 
 
 class OrderedTask(Tiny):
+    """`late`: the orders hold in every second micro-step."""
+
     orders: dict[int, list[int]] = {}
+    late: bool = False
 
     def model(self) -> nn.Module:
-        return Ordered(self.orders)
+        return Ordered(self.orders, self.late)
 
 
-def staged(orders: Mapping[int, Sequence[int]], layout: str = "pp=2,dp_shard=2") -> list[str]:
+def staged(orders: Mapping[int, Sequence[int]], layout: str = STAGED, *, late: bool = False) -> list[str]:
     """After each of three steps, the last two in these orders, what the ranks of a pipeline find to be unlike."""
-    task = OrderedTask()
+    task = OrderedTask(late=late)
     task.orders = {rank: list(order) for rank, order in orders.items()}
     found = list[str]()
     with patch.object(parting, "SLICE_SECONDS", 0.2):
@@ -199,20 +207,22 @@ def test_stages_that_enter_units_of_their_own_have_not_parted(pool: Pools, layou
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("orders", "words"),
+    ("orders", "late", "words"),
     [
-        ({1: [0, 2, 3, 4, 5]}, r"rank 0 blocks\.1, rank 1 blocks\.2\. A sharded"),
-        pytest.param({2: [0, 1, 2, 3, 4]}, r"rank 2 nothing more, rank 3 blocks\.5\.", marks=pytest.mark.full),
-        pytest.param({0: [0, 1, 3, 4, 5]}, r"rank 0 nothing more, rank 1 blocks\.2\.", marks=pytest.mark.full),
+        ({1: [0, 2, 3, 4, 5]}, False, r"rank 0 blocks\.1, rank 1 blocks\.2\. A sharded"),
+        # In the last forward before all backwards: the rank that has entered less waits for the other stage.
+        ({1: [0, 1, 3, 4, 5]}, True, r"rank 0 blocks\.2, rank 1 nothing more\."),
+        pytest.param({2: [0, 1, 2, 3, 4]}, False, r"rank 2 nothing more, rank 3 blocks\.5\.", marks=pytest.mark.full),
+        pytest.param({0: [0, 1, 3, 4, 5]}, False, r"rank 0 nothing more, rank 1 blocks\.2\.", marks=pytest.mark.full),
     ],
 )
 def test_a_stage_whose_ranks_enter_unequally_many_units_says_it(
-    pool: Pools, orders: dict[int, list[int]], words: str
+    pool: Pools, orders: dict[int, list[int]], late: bool, words: str
 ) -> None:
     """Those of the other wait for it, until these have ended."""
 
     def case() -> None:
-        raise TaskError(str(staged(orders)))
+        raise TaskError(str(staged(orders, f"{STAGED},schedule=gpipe" if late else STAGED, late=late)))
 
     with pytest.raises(TaskError, match=f"the ranks ran different modules: {words}"):
         pool(4).run(case, timeout=50)
