@@ -153,7 +153,7 @@ class Coupling(Sentence):
         return super().loss(output, batch) + coupled
 
 
-LOSS = "Its outputs agree, so that loss() looks at more than one position, or at what cp=2 has not cut: shift labels in"
+LOSS = "loss() looks at more than one position, or at what cp=2 has not cut: shift labels in"
 MODEL = "With cp=2 forward gets a part of each sequence: what depends on positions needs the argument `positions`"
 
 

@@ -1,7 +1,8 @@
 """Ranks that enter unequally many units are stopped with their names; ranks that are only slow are waited for."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path as File
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from allranks.errors import TaskError
 from allranks.parallel import parting
 from allranks.parallel.parting import describe_parting, find_parting
 from allranks.run import Run
+from allranks.stepping.pace import explain_pace
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of, step_through
 from tests.distributed.tasks import Stack, Tiny
@@ -129,6 +131,100 @@ def test_with_copies_the_ranks_of_one_group_say_it(pool: Pools) -> None:
         raise TaskError(text)
 
     with pytest.raises(TaskError, match=r"rank 2 blocks\.1, rank 3 blocks\.2\."):
+        pool(4).run(case, timeout=50)
+
+
+STAGED = "pp=2,dp_shard=2"
+
+
+class Ordered(Stack):
+    """By rank the order in which it enters its blocks, once it is told to; each stage of two has three of them."""
+
+    def __init__(self, orders: Mapping[int, Sequence[int]], late: bool) -> None:
+        from tests.distributed.tasks import Block, vector_gain
+
+        super().__init__([Block(vector_gain()) for _ in range(6)])
+        self.orders, self.late, self.told, self.calls = orders, late, False, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        self.calls += self.told
+        follows = self.told and not (self.late and self.calls % 2)
+        for index in self.orders.get(dist.get_rank(), range(6)) if follows else range(6):
+            hidden = self.blocks[index](hidden)
+        found: torch.Tensor = self.last(hidden)
+        return found
+
+
+class OrderedTask(Tiny):
+    """`late`: the orders hold in every second micro-step."""
+
+    orders: dict[int, list[int]] = {}
+    late: bool = False
+
+    def model(self) -> nn.Module:
+        return Ordered(self.orders, self.late)
+
+
+def staged(orders: Mapping[int, Sequence[int]], layout: str = STAGED, *, late: bool = False) -> list[str]:
+    """After each of three steps, the last two in these orders, what the ranks of a pipeline find to be unlike."""
+    task = OrderedTask(late=late)
+    task.orders = {rank: list(order) for rank, order in orders.items()}
+    found = list[str]()
+    with patch.object(parting, "SLICE_SECONDS", 0.2):
+        session = session_of(task, config_of(layout, "train.global_batch=8", "train.micro_batch=2", steps=3))
+        model = session.spread.bare()
+        assert isinstance(model, Ordered)
+        for stepped in step_through(session, 3):
+            pending, group = stepped.outcome.pending, session.processes.world_group
+            explain = partial(explain_pace, pending, stepped.batch.step + 1, group, torch.device("cpu"))
+            found.append(refusal(explain) if pending.read().diverged else "")
+            model.told = True
+    return found
+
+
+SWAPPED = [
+    ({1: [0, 2, 1, 3, 4, 5]}, "rank 0 blocks.1, rank 1 blocks.2. A sharded"),
+    ({3: [0, 1, 2, 3, 5, 4]}, "rank 2 blocks.4, rank 3 blocks.5. A sharded"),
+]
+
+
+@pytest.mark.distributed
+def test_a_stage_whose_ranks_enter_equally_many_other_units_is_found(pool: Pools) -> None:
+    for orders, words in SWAPPED:
+        for told in pool(4).run(staged, orders):
+            assert told[0] == ""
+            for step in (2, 3):
+                begin = f"TaskError: in step {step} the ranks ran different modules: "
+                assert told[step - 1].startswith(begin + words), told
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["pp=2,dp_shard=2", pytest.param("dp_replicate=2,pp=2", marks=pytest.mark.full)])
+def test_stages_that_enter_units_of_their_own_have_not_parted(pool: Pools, layout: str) -> None:
+    assert pool(4).run(staged, {}, layout) == [["", "", ""]] * 4
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("orders", "late", "words"),
+    [
+        ({1: [0, 2, 3, 4, 5]}, False, r"rank 0 blocks\.1, rank 1 blocks\.2\. A sharded"),
+        # In the last forward before all backwards: the rank that has entered less waits for the other stage.
+        ({1: [0, 1, 3, 4, 5]}, True, r"rank 0 blocks\.2, rank 1 nothing more\."),
+        pytest.param({2: [0, 1, 2, 3, 4]}, False, r"rank 2 nothing more, rank 3 blocks\.5\.", marks=pytest.mark.full),
+        pytest.param({0: [0, 1, 3, 4, 5]}, False, r"rank 0 nothing more, rank 1 blocks\.2\.", marks=pytest.mark.full),
+    ],
+)
+def test_a_stage_whose_ranks_enter_unequally_many_units_says_it(
+    pool: Pools, orders: dict[int, list[int]], late: bool, words: str
+) -> None:
+    """Those of the other wait for it, until these have ended."""
+
+    def case() -> None:
+        raise TaskError(str(staged(orders, f"{STAGED},schedule=gpipe" if late else STAGED, late=late)))
+
+    with pytest.raises(TaskError, match=f"the ranks ran different modules: {words}"):
         pool(4).run(case, timeout=50)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from allranks.errors import LayoutError
-from allranks.parallel.sequences import Sequences, Share, find_sequences
+from allranks.parallel.sequences import Sequences, Share, find_sequences, shorten
 
 X = torch.arange(24).view(2, 12)
 
@@ -22,6 +22,19 @@ def test_balanced_shares_are_mirror_images() -> None:
     places = [Share(rank, 3, balanced=True).positions(12, torch.device("cpu")) for rank in range(3)]
     assert [part.tolist() for part in places] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
     assert len({int((part + 1).sum()) for part in places}) == 1
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_shares_are_joined_again_whole_or_shortened(balanced: bool) -> None:
+    shares = [Share(rank, 2, balanced=balanced) for rank in range(2)]
+    parts = [share.take(X, 1) for share in shares]
+    assert torch.equal(shares[0].join(parts, 1), X)
+    short = [shorten(part, -1, shares[0].own_chunks, 2) for part in parts]
+    whole = shares[0].join(short, 1)
+    assert whole[0].tolist() == ([0, 1, 3, 4, 6, 7, 9, 10] if balanced else [0, 1, 6, 7])
+    found = Sequences({"x": -1}, "").shorten({"x": X, "y": X}, shares[0].num_chunks, 2)
+    assert torch.equal(found["x"], whole) and found["y"] is X
+    assert Sequences({"x": -1}, "").dim_in({"y": X, "x": X}) == 1
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,30 @@ def test_the_vector_has_one_length_whatever_it_carries() -> None:
     pending = Agreement(None, torch.device("meta")).start(ballot(pace="step 3", noticed=True, path=("a", "b")))
     vector = pending.next_targets._base
     assert vector is not None and vector.numel() == 16, "sentinels may not make every step's message longer"
+    of_stages = Agreement(None, torch.device("meta"), stage=1, num_stages=3).start(ballot(path=("a",)))
+    vector = of_stages.next_targets._base
+    assert vector is not None and vector.numel() == 16 + 2 * 3
+
+
+def enter(paths: list[str], stages: list[int], paces: list[str]) -> bool:
+    rank = dist.get_rank()
+    agreement = Agreement(dist.new_group(), CPU, stage=stages[rank], num_stages=2)
+    return agreement.start(ballot(path=(paths[rank],), pace=paces[rank])).read().diverged
+
+
+@pytest.mark.distributed
+def test_paths_are_compared_within_a_stage_and_paces_between_all(pool: Pools) -> None:
+    def cases() -> list[bool]:
+        stages, same = [0, 1, 0, 1], ["step 3"] * 4
+        return [
+            enter(["a", "b", "a", "b"], stages, same),
+            enter(["a", "b", "b", "b"], stages, same),
+            enter(["a", "b", "a", "a"], stages, same),
+            enter(["a", "b", "a", "b"], stages, ["step 3", "step 3", "step 3", "step 4"]),
+            enter(["a", "b", "a", "b"], stages, ["step 3", "step 4", "step 3", "step 4"]),
+        ]
+
+    assert pool(4).run(cases) == [[False, True, True, True, True]] * 4
 
 
 def overtake() -> list[float]:

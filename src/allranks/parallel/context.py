@@ -3,7 +3,7 @@
 Everything but attention and BatchNorm works on each position by itself, so that the user's module runs as it is, on
 fewer positions: during its forward `torch.nn.functional.scaled_dot_product_attention` means attention over the whole
 sequence, and `batchnorm` takes its statistics over all parts of it. What looks at other positions in another way is
-found by the comparison at the start (stepping/whole_check.py).
+found by the comparisons at the start (stepping/sequence_loss.py, stepping/whole_check.py).
 """
 
 import inspect
@@ -61,10 +61,15 @@ class Context:
         names = ", ".join(name or "the whole batch" for name in self._sequences.dims)
         return Decision(f"each sequence is cut over cp={self.share.num_ranks}: {names}", self._sequences.because)
 
+    @property
+    def sequences(self) -> Sequences:
+        """What `meet` has found."""
+        assert self._sequences is not None, "the Task has met its data before it is cut"
+        return self._sequences
+
     def cut(self, batch: Any) -> Any:
         """`batch` with this rank's positions of every sequence. Raises LayoutError where they do not divide."""
-        assert self._sequences is not None, "the Task has met its data before it is cut"
-        found, self._length = self._sequences.cut(batch, self.share)
+        found, self._length = self.sequences.cut(batch, self.share)
         return found
 
     @property

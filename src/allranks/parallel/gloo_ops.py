@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from allranks.parallel.heap import keep_heap
-from allranks.parallel.parting import Watch
+from allranks.parallel.parting import Watch, tell_beside
 from allranks.parallel.path import Path, wait_plainly
 
 Wait = Callable[[dist.Work], object]
@@ -124,19 +124,25 @@ def exchange_and_sum(
     Exchange(part, whole, group, dist.get_world_size(group) if average else 1, wait).finish()
 
 
-def gather_through_gloo(module: nn.Module, mesh: DeviceMesh, path: Path | None = None, *, overlap: bool = True) -> None:
+def gather_through_gloo(
+    module: nn.Module, mesh: DeviceMesh, path: Path | None = None, *, overlap: bool = True, staged: bool = False
+) -> None:
     """Let the units of an FSDP module, itself among them, communicate in this way, where it is gloo that they use.
 
     Args:
         mesh: of (dp_shard), or of (dp_replicate, dp_shard).
         path: what this rank enters, compared with the others' while it waits for them; None: nobody notes that.
         overlap: whether gradients travel while the next unit computes, which keeps what is received that long.
+        staged: whether this rank waits for other stages, too.
     """
     group = mesh.get_group(mesh.ndim - 1)
     if not is_gloo(group, mesh.device_type) or dist.get_world_size(group) == 1:
         return
     if path is not None and path.wait is wait_plainly:
-        path.wait = Watch(path, group).wait
+        watch = Watch(path, group)
+        path.wait = watch.wait
+        if staged:
+            tell_beside(watch)
     wait = wait_plainly if path is None else path.wait
     lines = {} if path is None else _open_lines(module, group)
     keep_heap()  # here too, for processes whose group the user's own script has started

@@ -229,8 +229,7 @@ def _shard_all(
     units = {which: group_units(module, found[which]) for which, module in modules.items()}
     waits = choose_offload(mesh.layout, placer.device)
     for which, module in modules.items():
-        # The stages of a pipeline enter other units each, which nobody can compare.
-        shard(module, units[which], mesh, precision.fsdp_policy(), placer, path if mesh.layout.pp == 1 else None, waits)
+        shard(module, units[which], mesh, precision.fsdp_policy(), placer, path, waits)
     return units
 
 

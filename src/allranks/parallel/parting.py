@@ -6,11 +6,15 @@ that wait tells through the store what it has entered, and looks what the next r
 parted is found by both of its ranks, and what they find is what all others of the group raise too. A rank that only
 computes for long tells nothing, and is waited for.
 
+A rank of a pipeline may also wait for another stage, which nobody watches: one of its threads tells for it.
+
 Over gloo: there the host waits for every collective of FSDP by the functions of `gloo_ops`.
 """
 
 import json
+import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -42,8 +46,8 @@ class Watch:
 
     def __init__(self, path: Path, group: dist.ProcessGroup) -> None:
         self._path = path
-        self._ranks = dist.get_process_group_ranks(group)
-        name = f"allranks/path/{group.group_name}/{_watched[group.group_name]}"
+        self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+        name = f"allranks/path/{group.group_name}/{self._ranks[0]}/{_watched[group.group_name]}"
         _watched[group.group_name] += 1
         self._store = PrefixStore(name, dist.distributed_c10d._get_default_store())
         self._told = ""
@@ -60,12 +64,21 @@ class Watch:
             else:
                 return
 
-    def _compare(self) -> None:
-        rank, path = dist.get_rank(), self._path.told()
-        told = json.dumps(path)
+    def count(self) -> tuple[int, int]:
+        """Which step this rank is in, counted by `Path.take`, and how many units it has entered in it."""
+        step, (entered, _) = max(self._path.told().items())
+        return step, len(entered)
+
+    def tell(self) -> None:
+        """Tell the others what this rank has entered."""
+        told = json.dumps(self._path.told())
         if told != self._told:
-            self._store.set(str(rank), told)
+            self._store.set(str(self._rank), told)
             self._told = told
+
+    def _compare(self) -> None:
+        self.tell()
+        rank, path = self._rank, self._path.told()
         following = self._ranks[(self._ranks.index(rank) + 1) % len(self._ranks)]
         if self._store.check([str(following)]):
             theirs = {int(step): pair for step, pair in json.loads(self._store.get(str(following))).items()}
@@ -82,6 +95,28 @@ class Watch:
         while heard < len(self._ranks) and time.monotonic() < deadline:
             time.sleep(SLICE_SECONDS / 50)
             heard = self._store.add("heard", 0)
+
+
+def tell_beside(watch: Watch) -> None:
+    """Have a thread tell what the rank of `watch` has entered, where it enters nothing for long."""
+    threading.Thread(target=_tell_on, args=(weakref.ref(watch),), name="allranks-path", daemon=True).start()
+
+
+def _tell_on(reference: "weakref.ref[Watch]") -> None:
+    before: tuple[int, int] | None = None
+    while True:
+        time.sleep(SLICE_SECONDS)
+        watch = reference()
+        if watch is None:
+            return
+        entered = watch.count()
+        if entered == before:
+            try:
+                watch.tell()
+            except RuntimeError:
+                return  # the store is gone, and with it the world
+        before = entered
+        del watch
 
 
 def find_parting(ours: Told, theirs: Told) -> tuple[str, str] | None:

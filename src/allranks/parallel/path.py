@@ -1,7 +1,8 @@
 """Which units this rank's forwards have entered, in order.
 
 Under FSDP entering a unit is a collective: ranks that enter different units gather parts of different parameters into
-one, and compute with the mixture without a word. So the ranks compare their paths, one step after the other.
+one, and compute with the mixture without a word. So the ranks compare their paths, one step after the other; those of
+a pipeline within each stage.
 """
 
 import zlib
@@ -26,27 +27,27 @@ class Path:
 
     def __init__(self) -> None:
         self.wait: Callable[[dist.Work], object] = wait_plainly
-        self._entered: list[str] = []
-        self._before: tuple[str, ...] = ()
-        self._taken = 0
+        # (calls to `take`, what was entered before the last one, and since): one value, as another thread may look.
+        self._noted: tuple[int, tuple[str, ...], list[str]] = (0, (), [])
 
     def follow(self, module: nn.Module, name: str) -> None:
         """Note every forward of `module` under `name`; the end of it, where that is the model ("")."""
         # First of all hooks: FSDP2's waits for the other ranks.
-        module.register_forward_pre_hook(lambda *_: self._entered.append(name), prepend=True)
+        module.register_forward_pre_hook(lambda *_: self._noted[2].append(name), prepend=True)
         if not name:
-            module.register_forward_hook(lambda *_: self._entered.append(self.END))
+            module.register_forward_hook(lambda *_: self._noted[2].append(self.END))
 
     def take(self) -> tuple[str, ...]:
         """The names since the last call, in order."""
-        self._before, self._entered = tuple(self._entered), []
-        self._taken += 1
-        return self._before
+        taken, _, entered = self._noted
+        self._noted = (taken + 1, tuple(entered), [])
+        return self._noted[1]
 
     def told(self) -> dict[int, tuple[tuple[str, ...], bool]]:
         """By the number of calls to `take` before: what was entered then, and whether it was taken; the last two."""
-        now = {self._taken: (tuple(self._entered), False)}
-        return now if not self._taken else {self._taken - 1: (self._before, True), **now}
+        taken, before, entered = self._noted
+        now = {taken: (tuple(entered), False)}
+        return now if not taken else {taken - 1: (before, True), **now}
 
 
 def wait_plainly(work: dist.Work) -> None:

@@ -45,6 +45,21 @@ class Share:
         chunks = [self.rank, self.num_chunks - 1 - self.rank] if self.balanced else [self.rank]
         return torch.cat([value.narrow(dim, chunk * length, length) for chunk in chunks], dim).contiguous()
 
+    @property
+    def own_chunks(self) -> int:
+        """How many of them are this rank's."""
+        return 2 if self.balanced else 1
+
+    def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """The whole of which rank r's part, as `take` gives it, is `parts[r]`."""
+        chunks: dict[int, torch.Tensor] = {}
+        for rank, part in enumerate(parts):
+            first, *mirrored = part.chunk(self.own_chunks, dim)
+            chunks[rank] = first
+            if mirrored:
+                chunks[self.num_chunks - 1 - rank] = mirrored[0]
+        return torch.cat([chunks[place] for place in range(self.num_chunks)], dim)
+
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
         """Where in a sequence of `length` this rank's positions lie, int64."""
         return self.take(torch.arange(length, device=device), 0)
@@ -98,6 +113,26 @@ class Sequences:
         if not lengths:
             raise LayoutError(f"a batch is {describe(batch)}, without {', '.join(map(_say, self.dims))}, which cp cuts")
         return found, next(iter(lengths.values()))
+
+    def shorten(self, batch: Any, chunks: int, length: int) -> Any:
+        """`batch` with the first `length` positions of each of `chunks` equal chunks of every sequence in it."""
+
+        def cut(path: Any, leaf: Any) -> Any:
+            dim = self.dims.get(_name(path))
+            return leaf if dim is None or not isinstance(leaf, torch.Tensor) else shorten(leaf, dim, chunks, length)
+
+        return pytree.tree_map_with_path(cut, batch)
+
+    def dim_in(self, batch: Any) -> int:
+        """The dim of the positions in the first sequence of `batch`, counted from the front."""
+        leaves, _ = pytree.tree_flatten_with_path(batch)
+        return next(self.dims[name] % leaf.ndim for path, leaf in leaves if (name := _name(path)) in self.dims)
+
+
+def shorten(value: torch.Tensor, dim: int, chunks: int, length: int) -> torch.Tensor:
+    """The first `length` of each of `chunks` equal chunks along `dim`."""
+    dim %= value.ndim
+    return value.unflatten(dim, (chunks, -1)).narrow(dim + 1, 0, length).flatten(dim, dim + 1)
 
 
 def find_sequences(batch: Any, arguments: Any, hints: Mapping[str, int]) -> Sequences:

@@ -52,7 +52,8 @@ def shard(
         fully_shard(target, mesh=device_mesh, reshard_after_forward=reshard, **how)
         placer.forget_cut()
     # Who recomputes blocks wants memory rather than time.
-    gather_through_gloo(module, device_mesh, path, overlap=mesh.layout.recompute != "full")
+    overlap, staged = mesh.layout.recompute != "full", mesh.layout.pp > 1
+    gather_through_gloo(module, device_mesh, path, overlap=overlap, staged=staged)
     for name in (*(name for names in units for name in names), ""):
         if path is not None:
             path.follow(module.get_submodule(name), name)

@@ -104,6 +104,7 @@ class Pending:
         path: what this rank brought to it.
         saving: the step of the checkpoint that it tells of; None: of none.
         pace: likewise.
+        stage: this rank's place along pp, with whose ranks its path is compared.
     """
 
     def __init__(
@@ -115,9 +116,10 @@ class Pending:
         wait: Callable[[dist.Work], object] = wait_plainly,
         saving: int | None = None,
         pace: str = "",
+        stage: int = 0,
     ) -> None:
         assert vector is not None or agreed is not None
-        self.path, self.saving, self.pace = path, saving, pace
+        self.path, self.saving, self.pace, self.stage = path, saving, pace, stage
         self._vector = vector
         self._work, self._wait = work, wait
         self._agreed = agreed
@@ -149,6 +151,8 @@ class Agreement:
         device: where the vector is reduced (that of the group's backend).
         counts: whether this rank's samples count; not where another rank that sees the same ones tells of them.
         adds_loss: whether its loss does: it may be that of other positions of the same samples. None: as `counts`.
+        stage: this rank's place along pp; ranks of one place enter the same units.
+        num_stages: the degree of pp.
 
     Attributes:
         group: as given.
@@ -161,8 +165,11 @@ class Agreement:
         *,
         counts: bool = True,
         adds_loss: bool | None = None,
+        stage: int = 0,
+        num_stages: int = 1,
     ) -> None:
         self.group = group
+        self._stage, self._num_stages = stage, num_stages
         self._device = device
         self._counts = counts
         self._adds_loss = counts if adds_loss is None else adds_loss
@@ -186,7 +193,7 @@ class Agreement:
             saving = (int(ballot.saving.written), int(ballot.saving.committed), int(ballot.saving.failed))
             told = (float(ballot.loss), *counts, *stop, ballot.ledger, False, skipped, 1, *saving, int(ballot.noticed))
             return Pending(None, None, Agreed(*told), saving=ballot.saving.step)
-        vector = torch.tensor(_encode(ballot), dtype=torch.float64)
+        vector = torch.tensor(_encode(ballot, self._stage, self._num_stages), dtype=torch.float64)
         if self._device.type == "cuda":
             # Made on the device, or copied from ordinary memory, it would make the host wait for the whole stream.
             vector = vector.pin_memory().to(self._device, non_blocking=True)
@@ -196,26 +203,34 @@ class Agreement:
         work = None
         if self.group is not None:
             work = dist.all_reduce(vector, group=self.group, async_op=True)
-        return Pending(vector, work, None, ballot.path, ballot.wait, ballot.saving.step, ballot.pace)
+        return Pending(vector, work, None, ballot.path, ballot.wait, ballot.saving.step, ballot.pace, self._stage)
 
 
-def _encode(ballot: Ballot) -> list[float]:
+def _encode(ballot: Ballot, stage: int, num_stages: int) -> list[float]:
     # A sum of 64-bit words does not fit a float64; four 16-bit digits do, over up to 2**37 ranks.
     mask = (1 << DIGIT_BITS) - 1
     digits = [float((ballot.ledger >> (DIGIT_BITS * place)) & mask) for place in range(LEDGER_DIGITS)]
     flags = [float(ballot.interrupt), float(ballot.terminate + (ballot.noticed << RANK_BITS)), 0.0]
-    digest = path_digest((*ballot.path, ballot.pace) if ballot.pace else ballot.path)
+    common = ballot.path if num_stages == 1 else ()
+    digest = path_digest((*common, ballot.pace) if ballot.pace else common)
     paths = [1.0, float(digest), float(digest**2)]
+    # What the ranks of a stage have entered those of another have not: each stage adds up its own.
+    by_stage = [0.0] * (2 * num_stages if num_stages > 1 else 0)
+    if by_stage:
+        digest = path_digest(ballot.path)
+        by_stage[2 * stage : 2 * stage + 2] = [float(digest), float(digest**2)]
     saving = [float(ballot.saving.written), float(ballot.saving.committed), float(ballot.saving.failed)]
-    return [0.0, float(ballot.next_targets), float(ballot.next_samples), *flags, *paths, *saving, *digits]
+    return [0.0, float(ballot.next_targets), float(ballot.next_samples), *flags, *paths, *saving, *digits, *by_stage]
 
 
 def _decode(values: list[float]) -> Agreed:
     loss, targets, samples, interrupt, flags, skipped, num_ranks, paths, squares, *rest = values
-    (written, committed, failed), digits = map(int, rest[:3]), rest[3:]
+    (written, committed, failed), digits = map(int, rest[:3]), rest[3 : 3 + LEDGER_DIGITS]
     noticed, terminate = divmod(int(flags), 1 << RANK_BITS)
     ledger = sum(int(digit) << (DIGIT_BITS * place) for place, digit in enumerate(digits)) % (1 << 64)
-    diverged = differ(num_ranks, paths, squares)
+    by_stage = rest[3 + LEDGER_DIGITS :]
+    stages = list(zip(by_stage[::2], by_stage[1::2], strict=True))
+    diverged = differ(num_ranks, paths, squares) or any(differ(num_ranks / len(stages), *sums) for sums in stages)
     counts, stop = (int(targets), int(samples)), (interrupt > 0, terminate > 0)
     saving = (written, committed, failed)
     return Agreed(loss, *counts, *stop, ledger, diverged, int(skipped), int(num_ranks), *saving, noticed)

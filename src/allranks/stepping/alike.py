@@ -59,20 +59,34 @@ def find_difference(told: Sequence[Sequence[Any]]) -> AllranksError | None:
 
 
 def explain_divergence(
-    path: Sequence[str], step: int, group: dist.ProcessGroup | None, device: torch.device
+    path: Sequence[str], step: int, group: dist.ProcessGroup | None, device: torch.device, stage: int = 0
 ) -> TaskError:
-    """The error for ranks whose forwards entered different units in step `step` (from 1), one for all; collective."""
-    return explain_paths(everyones(list(path), group, device), step)
+    """The error for ranks whose forwards entered different units in step `step` (from 1), one for all; collective.
+
+    Args:
+        stage: this rank's place along pp.
+    """
+    return explain_paths(everyones([stage, list(path)], group, device), step)
 
 
-def explain_paths(all_paths: Sequence[Sequence[str]], step: int) -> TaskError:
-    """The error for what the ranks' forwards have entered in step `step` (from 1), by rank."""
-    first = all_paths[0]
-    rank = next((rank for rank, other in enumerate(all_paths) if other != first), 0)
-    other = all_paths[rank]
-    place = first_difference(first, other)
-    entered = name_entered(first, place), name_entered(other, place)
-    return TaskError(f"in step {step} the ranks ran different modules: {describe_parting((0, rank), entered)}")
+def find_parted(told: Sequence[tuple[int, Sequence[str]]]) -> tuple[int, int] | None:
+    """Two ranks of one stage that have entered different units, the first such; None where there are none.
+
+    Args:
+        told: by rank, its stage and what it has entered.
+    """
+    firsts: dict[int, int] = {}
+    pairs = ((firsts.setdefault(stage, rank), rank) for rank, (stage, _) in enumerate(told))
+    return next((pair for pair in pairs if told[pair[0]][1] != told[pair[1]][1]), None)
+
+
+def explain_paths(told: Sequence[tuple[int, Sequence[str]]], step: int) -> TaskError:
+    """The error for what the ranks' forwards have entered in step `step` (from 1), as of `find_parted`."""
+    first, rank = find_parted(told) or (0, 0)
+    one, other = told[first][1], told[rank][1]
+    place = first_difference(one, other)
+    entered = name_entered(one, place), name_entered(other, place)
+    return TaskError(f"in step {step} the ranks ran different modules: {describe_parting((first, rank), entered)}")
 
 
 def everyones(value: object, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:

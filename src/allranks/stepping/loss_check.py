@@ -94,7 +94,7 @@ def examine_loss(
         return _Part(_checked(task, module, task.loss(output, batch), sizes), sizes)
 
     alone = Alone()
-    with _undisturbed(module), rows_of(alone):
+    with undisturbed(module), rows_of(alone):
         whole, again = run(samples), run(samples)
         if task.coupled:
             says = LossNature("coupled", f"{type(task).__name__} says so (coupled = True)", alone.asked)
@@ -186,7 +186,7 @@ def _relative_tolerance(module: nn.Module, compute: torch.dtype | None) -> float
 
 
 @contextmanager
-def _undisturbed(module: nn.Module) -> Iterator[None]:
+def undisturbed(module: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; modes, buffers and the global generators as before afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]

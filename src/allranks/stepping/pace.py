@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from allranks.data.micro_step import StepBatch
 from allranks.stepping.agreement import Pending
-from allranks.stepping.alike import everyones, explain_paths
+from allranks.stepping.alike import everyones, explain_paths, find_parted
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.schedule import Schedule
@@ -111,10 +111,11 @@ def explain_pace(pending: Pending, step: int, group: dist.ProcessGroup | None, d
     Raises:
         TaskError: on every rank: their forwards have entered different units.
     """
-    told = everyones([list(pending.path), pending.pace], group, device)
-    if any(path != told[0][0] for path, _ in told):
-        raise explain_paths([path for path, _ in told], step)
-    return compare_paces([pace for _, pace in told], step)
+    told = everyones([pending.stage, list(pending.path), pending.pace], group, device)
+    paths = [(stage, path) for stage, path, _ in told]
+    if find_parted(paths) is not None:
+        raise explain_paths(paths, step)
+    return compare_paces([pace for _, _, pace in told], step)
 
 
 def compare_paces(paces: Sequence[str], step: int) -> Verdict | None:

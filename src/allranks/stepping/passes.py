@@ -72,11 +72,15 @@ class Forward:
 
     def place(self, batch: object) -> object:
         """The batch's tensors on the device (float64 where that is the precision), sequences cut as the layout says."""
+        batch = self.on_device(batch)
+        return batch if self.spread.context is None else self.spread.context.cut(batch)
+
+    def on_device(self, batch: object) -> object:
+        """The same, with sequences whole."""
         device = self.spread.device
         if device.type != "cpu":
             batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), batch)
-        batch = self.spread.precision.cast_inputs(batch)
-        return batch if self.spread.context is None else self.spread.context.cut(batch)
+        return self.spread.precision.cast_inputs(batch)
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the user's forward."""

@@ -203,7 +203,14 @@ def _check_alike(config: Config, stream: DataStream, processes: Processes) -> Da
 def make_agreement(processes: Processes) -> Agreement:
     """What every step agrees by, on every rank; each loss and each sample is told once."""
     mesh = processes.mesh
-    return Agreement(processes.agreement, processes.device, counts=mesh.counts, adds_loss=mesh.adds_loss)
+    return Agreement(
+        processes.agreement,
+        processes.device,
+        counts=mesh.counts,
+        adds_loss=mesh.adds_loss,
+        stage=mesh.coordinate("pp"),
+        num_stages=mesh.layout.pp,
+    )
 
 
 def spread_task(task: Task, config: Config, processes: Processes, build: Build | None = None) -> Spread:

@@ -26,6 +26,7 @@ from allranks.stepping.buffer_check import check_buffers
 from allranks.stepping.flops import count_flops
 from allranks.stepping.loss_check import NUM_SAMPLES, LossNature, examine_loss
 from allranks.stepping.passes import Forward, buffers_kept
+from allranks.stepping.sequence_loss import check_sequence_loss
 from allranks.stepping.transfer_cost import TransferCost, measure_transfers
 from allranks.stepping.whole_check import UNCOMPARED, check_whole
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
@@ -143,6 +144,8 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
             nature.because if alike else "it does so on another process, which sees other samples",
         ),
     )
+    if spread.context is not None:
+        decisions += (check_sequence_loss(forward, batch, task.loss, what=f"{len(samples)} samples"),)
     flops = count_flops(forward, batch, len(samples))
     decisions += _meet_unused(forward, batch, group)
     if spread.mesh.layout.kind == "data_parallel":

@@ -5,8 +5,8 @@ normalises over what is now a part. Nothing raises, and the run merely learns so
 once more, uncut, and loss and gradients of a few samples are compared: a small `verify`, before the first step. Both
 have the same noise on their parameters meanwhile, because what begins at zero would hide what lies behind it.
 
-Where sequences are cut, their parts are compared with the whole: a model that has to know its positions, and a loss
-that looks at several of them, are found in this way.
+Where sequences are cut, their parts are compared with the whole: a model that has to know its positions is found in
+this way. A loss that looks at several of them is found before, whatever the model's size (sequence_loss.py).
 """
 
 import math
@@ -26,6 +26,7 @@ from allranks.parallel.stage_transport import signature_of
 from allranks.parallel.whole import WholeGradients, square_of, whole_gradients
 from allranks.stepping.loss_check import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
+from allranks.stepping.sequence_loss import advise_loss
 from allranks.units import format_count
 from allranks.verdict import Decision
 from allranks.vocabulary import whole_logits
@@ -102,10 +103,7 @@ def _advise(layout: Layout, *, same_loss: bool, same_output: bool) -> str:
             "module there needs a rule: name what to cut, and what is part or replicate, in hints().tensor"
         )
     if same_output and not same_loss:
-        return (
-            f"Its outputs agree, so that loss() looks at more than one position, or at what cp={layout.cp} has not "
-            "cut: shift labels in the dataset, not in loss(), and see that the loss is a sum over positions"
-        )
+        return f"Its outputs agree, so that {advise_loss(layout.cp)}"
     return (
         f"With cp={layout.cp} forward gets a part of each sequence: what depends on positions needs the argument "
         "`positions` (or position_ids), which allranks fills; attention has to call "

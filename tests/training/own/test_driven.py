@@ -1,8 +1,10 @@
 """`world.run` under every layout: what one device computes (law 4), and what else a loop asks for."""
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +31,8 @@ from tests.training.own.runs import (
 )
 
 pytestmark = pytest.mark.distributed
+
+whole_check: Any = importlib.import_module("allranks.stepping.whole_check")
 
 LAYOUTS = [
     ("single", 1),
@@ -272,6 +276,24 @@ def test_what_cannot_be_is_refused_in_words(pool: Pools, tmp_path: Path) -> None
     for name, (_, _, _, text) in WRONG.items():
         for found in [rank[name] for rank in ranks] if name != "two ways" else [alone]:
             assert text in found and "\n" not in found, (name, found)
+
+
+def test_a_shift_is_refused_however_large_the_model_is(pool: Pools, tmp_path: Path) -> None:
+    def case() -> tuple[str, str]:
+        with patch.object(whole_check, "LARGEST_FLOPS", 0.0):
+            lines = WRONG["a shift"][2]
+            return (
+                refused(str(tmp_path / "shift"), "cp=2", model_of("transformer"), lines),
+                refused(str(tmp_path / "sum"), "cp=2", model_of("transformer"), run_and_step),
+            )
+
+    for shift, right in pool(2).run(case):
+        assert "for whole ones of the same outputs" in shift and WRONG["a shift"][3] in shift
+        assert right == "nothing was refused"
+    decisions = [event for event in Run.open(tmp_path / "sum").events() if event["event"] == "decision"]
+    assert [
+        event["because"].partition(" for ")[2] for event in decisions if "sum over its 2 parts" in event["what"]
+    ] == ["the first micro-batch"]
 
 
 def test_a_loss_that_is_no_number_is_refused_where_it_is_computed(pool: Pools, tmp_path: Path) -> None:

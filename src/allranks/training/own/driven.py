@@ -7,6 +7,7 @@ line `model(batch)` could mean.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -19,8 +20,9 @@ from allranks.parallel.spread import Spread
 from allranks.stepping.flops import count_flops
 from allranks.stepping.loss_check import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
+from allranks.stepping.sequence_loss import check_sequence_loss
 from allranks.stepping.whole_check import UNCOMPARED, compare_whole
-from allranks.training.own.forward import Loss, OwnTask, check_loss, make_forward
+from allranks.training.own.forward import Loss, OwnTask, check_loss, check_number, make_forward
 from allranks.training.own.models import OwnModels
 from allranks.verdict import Decision
 
@@ -67,7 +69,8 @@ class Driven:
     def compare(self, batch: Any, loss: Loss) -> None:
         """Once, before the first update: does the cut model compute what the whole one does? Collective.
 
-        Where the values are not those of the start any more (after a resume), nothing is compared, and that is said.
+        Where sequences are cut, the loss of whole ones is compared with the sum over their parts first. Where the
+        values are not those of the start any more (after a resume), no more is compared, and that is said.
 
         Raises:
             LayoutError: on every rank, naming what differs.
@@ -76,6 +79,10 @@ class Driven:
         if start is None:
             return
         spread = self._models.trained
+        if spread.context is not None:
+            with self._models.driving():
+                number = partial(_number, loss)
+                self._decide(check_sequence_loss(self.forward(batch), batch, number, what="the first micro-batch"))
         if not _on_all(start.is_untouched(spread), spread):
             self._decide(Decision(UNCOMPARED, "its values are not those with which it was spread"))
             return
@@ -86,6 +93,10 @@ class Driven:
             flops = count_flops(forward, shared, 1)
             what = "the first micro-batch"
             self._decide(compare_whole(forward, shared, 0, flops or 0.0, what=what))
+
+
+def _number(loss: Loss, output: Any, batch: Any) -> torch.Tensor:
+    return check_number("run", loss(output, batch))
 
 
 def _pass_once(forward: Forward, batch: Any) -> None:

@@ -83,11 +83,17 @@ def check_callable(loss: object) -> None:
 
 def check_loss(call: str, loss: object) -> torch.Tensor:
     """One number with a gradient. Raises TaskError for anything else, naming `call`."""
+    number = check_number(call, loss)
+    if not number.requires_grad:
+        raise TaskError(f"world.{call}(): the loss has no gradient: it was computed under no_grad, or detached")
+    return number
+
+
+def check_number(call: str, loss: object) -> torch.Tensor:
+    """One number. Raises TaskError for anything else, naming `call`."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TaskError(f"world.{call}({found}): the loss has to be one number, the SUM over the batch's targets")
-    if not loss.requires_grad:
-        raise TaskError(f"world.{call}(): the loss has no gradient: it was computed under no_grad, or detached")
     return loss
 
 

@@ -213,7 +213,8 @@ class OwnStep:
         pending = self._pendings[-1 - lag]
         agreed = pending.read()
         if agreed.diverged:
-            raise explain_divergence(pending.path, self._done - lag, self._agreement.group, self._device)
+            where = self._agreement.group, self._device, pending.stage
+            raise explain_divergence(pending.path, self._done - lag, *where)
         return agreed
 
     def abandon(self) -> None:

@@ -1,0 +1,162 @@
+"""Is the loss of whole sequences the sum over their parts? Asked once, at the start, where sequences are cut (cp).
+
+Each rank computes the loss of its own positions alone. A loss that looks at several of them, as one does that shifts
+the targets inside, would train on in silence without what lies across two parts. So the ranks of a sequence join their
+outputs of a few samples and compute the loss of them once more, whole: it needs no second model, and so no limit on
+the model's size.
+
+What is joined is bounded. Of long sequences, and of outputs as wide as a vocabulary, each part gives its first
+positions: to a loss that is a sum over positions, these are as good as all, and one that misses a target of a thousand
+is told from a rounding.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from allranks.errors import AllranksError, LayoutError
+from allranks.layout import Layout
+from allranks.parallel.context import Context
+from allranks.parallel.sequences import shorten
+from allranks.stepping.loss_check import undisturbed
+from allranks.stepping.passes import Forward
+from allranks.task_world import Alone, rows_of
+from allranks.verdict import Decision
+
+MOST_BYTES = 2**28  # of the joined output: each process has so much once more for a moment
+MOST_POSITIONS = 1024  # one target of so many is far beyond the tolerance
+UNKNOWN = "whether the loss of a sequence is the sum over its parts is not known"
+
+# What sums in another order leave between two losses of the same outputs, by the type that the loss comes in.
+_RELATIVE = {torch.float64: 1e-10, torch.float32: 5e-5}
+_HALF = 2e-2
+
+
+def check_sequence_loss(
+    forward: Forward, batch: Any, loss: Callable[[Any, Any], torch.Tensor], *, what: str
+) -> Decision:
+    """Compare the loss of whole sequences with the sum over their parts; collective over the world.
+
+    Module, buffers and generators are afterwards as they were. Under pp the shapes between the stages are known.
+
+    Args:
+        batch: whole, and the same on all ranks of a sequence; other data-parallel ranks may have another.
+        loss: (output, batch) -> a sum over targets, 0-dim.
+        what: what the batch is called.
+
+    Raises:
+        LayoutError: on every rank: they differ.
+    """
+    spread, context, module = forward.spread, forward.spread.context, forward.spread.bare()
+    assert context is not None
+    found, shown = (0.0, 0.0, 0.0), 0
+    with undisturbed(module), torch.no_grad(), rows_of(Alone()):
+        placed = forward.place(batch)
+        output, length = forward.raw(placed, module), context.length
+        if spread.mesh.has_output:
+            found, shown = _compare(forward, spread.precision.cast_output(output), batch, loss)
+    spread.reshard()
+    told = torch.tensor([float(spread.mesh.has_output), *found, shown], dtype=torch.float64, device=spread.device)
+    everyones = [torch.empty_like(told) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, told)
+    return _judge(spread.mesh.layout, [one.tolist() for one in everyones], length, what)
+
+
+def advise_loss(cp: int) -> str:
+    """What is wrong with a loss that is not the sum over the parts of a sequence, and what to do."""
+    return (
+        f"loss() looks at more than one position, or at what cp={cp} has not cut: shift labels in the dataset, not in "
+        "loss(), and see that the loss is a sum over positions"
+    )
+
+
+def _judge(layout: Layout, told: Sequence[Sequence[float]], length: int, what: str) -> Decision:
+    """`told`: what each rank knows, as (whether it knows, error, parts, whole, positions of `length` compared)."""
+    known = [found for knows, *found in told if knows]
+    error, parts, whole, shown = max(known, key=lambda found: -math.inf if math.isnan(found[0]) else found[0])
+    if error > 1:
+        raise LayoutError(
+            f"layout {layout} does not compute what one process computes: the loss is {parts:.6g} as the sum over the "
+            f"{layout.cp} parts of each sequence, and {whole:.6g} for whole ones of the same outputs, so that "
+            f"{advise_loss(layout.cp)}"
+        )
+    if any(math.isnan(error) for error, *_ in known):
+        return Decision(UNKNOWN, "loss() fails, or is not finite, for outputs that are joined")
+    if not any(whole for _, _, whole, _ in known):
+        return Decision(UNKNOWN, f"it is 0 for {what}")
+    of = f"{shown:,.0f} of {length:,} positions of {what}" if shown < length else what
+    return Decision(f"the loss of a sequence is the sum over its {layout.cp} parts", f"both are {whole:.6g} for {of}")
+
+
+def _compare(
+    forward: Forward, output: Any, batch: Any, loss: Callable[[Any, Any], torch.Tensor]
+) -> tuple[tuple[float, float, float], int]:
+    """((error, the sum over the parts, the loss of whole sequences), positions that were joined).
+
+    The error is a multiple of what is allowed; nan where there is no loss.
+    """
+    context, nothing = forward.spread.context, torch.full((), math.nan, dtype=torch.float64)
+    assert context is not None
+    share, sequences, batch = context.share, context.sequences, forward.on_device(batch)
+    own, whole, length = _join(context, output, sequences.dim_in(batch))
+    batch = sequences.shorten(batch, share.num_chunks, length)
+    mine, first, again, relative = nothing, nothing, nothing, 0.0
+    try:
+        found = loss(own, sequences.cut(batch, share)[0])
+        relative = _RELATIVE.get(found.dtype, _HALF)
+        # An operation in place on its output must not reach the second call, which tells whether it draws numbers.
+        first, again = (loss(pytree.tree_map_only(torch.Tensor, torch.clone, whole), batch) for _ in range(2))
+        mine = found
+    except AllranksError:
+        raise
+    except Exception:
+        # It has worked on the parts, whole; an output of a form that is not known here is no reason to end a run.
+        pass
+    mine = mine.double().reshape(()).to(forward.spread.device)
+    parts = torch.stack([mine, mine.abs()])
+    dist.all_reduce(parts, group=context.group)
+    (total, size), expected = parts.tolist(), float(first)
+    allowed = relative * (size + abs(expected)) + 8 * abs(expected - float(again))
+    difference = abs(total - expected)
+    error = difference / allowed if allowed else 0.0 * difference
+    return (error, total, expected), length * share.num_chunks
+
+
+def _join(context: Context, output: Any, usual: int) -> tuple[Any, Any, int]:
+    """(this rank's output, that of all parts, positions in each chunk of them): of each chunk the first positions.
+
+    What has no positions counts as nothing in both, since its part of a loss is nobody's here.
+
+    Args:
+        usual: the dim of positions, where a tensor has as many in several.
+    """
+    share, leaves = context.share, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    own = context.length // share.num_ranks
+    dims = {id(leaf): _find_dim(leaf, own, usual) for leaf in leaves}
+    a_position = sum(leaf.nbytes for leaf in leaves if dims[id(leaf)] is not None) // own
+    most = min(MOST_POSITIONS, MOST_BYTES // max(1, a_position)) // share.num_chunks
+    length = min(own // share.own_chunks, max(1, most))
+
+    def cut(leaf: torch.Tensor) -> torch.Tensor:
+        dim = dims[id(leaf)]
+        return torch.zeros_like(leaf) if dim is None else shorten(leaf, dim, share.own_chunks, length).contiguous()
+
+    def join(leaf: torch.Tensor) -> torch.Tensor:
+        dim, mine = dims[id(leaf)], cut(leaf)
+        if dim is None:
+            return mine
+        parts = [torch.empty_like(mine) for _ in range(share.num_ranks)]
+        dist.all_gather(parts, mine, group=context.group)
+        return share.join(parts, dim)
+
+    own_output = pytree.tree_map_only(torch.Tensor, cut, output)
+    return own_output, pytree.tree_map_only(torch.Tensor, join, output), length
+
+
+def _find_dim(leaf: torch.Tensor, own: int, usual: int) -> int | None:
+    dims = [dim for dim, size in enumerate(leaf.shape) if size == own]
+    return usual if usual in dims else next(iter(dims), None)
