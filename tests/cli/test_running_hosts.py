@@ -24,7 +24,7 @@ from allranks.surviving import forkserver
 from allranks.surviving.memory_tier import open_memory
 from allranks.training.prepare import prepare
 from tests.checkpointing.worlds import header, save_alone
-from tests.commands import POINTS, alive, allranks, steps, tensor_digests, wait_for
+from tests.commands import POINTS, PROGRAMS, alive, allranks, steps, tensor_digests, wait_for
 from tests.free_port import free_port
 from tests.hosts import SECRET, Cluster, Host, cluster
 
@@ -164,6 +164,25 @@ def test_without_the_leader_the_others_end_with_one_line(tmp_path: Path, number:
             check_ledgers(found.run)
         finally:
             again.close()
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_is_named_with_its_host_and_line_on_every_host(tmp_path: Path) -> None:
+    with cluster(tmp_path, task=str(PROGRAMS / "faulty.py")) as found:
+        faulty = ("train.global_batch=8", "guard.hang_seconds=3", "task.fault=straggler", "train.steps=30")
+        first = found.start("hosta", *faulty, "checkpoint.every=5")
+        found.wait_until_led()
+        second = found.start("hostb", *faulty, "checkpoint.every=5")
+        assert (first.end(), second.end()) == (0, 0), first.said() + second.said()
+        check_ledgers(found.run, 30)
+        told = events(found.run, "verdict")
+        assert [event["kind"] for event in told] == ["straggler", "restart"], told
+        place = rf"rank 1 on {second.name} is busy at .*faulty\.py:\d+ in meet, and the others wait for it"
+        assert re.search(place, told[0]["what"]), told[0]
+        assert all(told[0]["what"] in host.said() for host in (first, second)), first.said() + second.said()
+        assert any(line.startswith(f"rank 0 on {first.name} (pid") for line in told[0]["evidence"]), told[0]
+        assert any("waits in all_reduce number" in line for line in told[0]["evidence"]), told[0]
+        assert f"rank 1 on {second.name}: no progress for" in told[1]["what"]
 
 
 @pytest.mark.full

@@ -76,7 +76,7 @@ def test_two_rounds_and_the_end(hosts: Hosts) -> None:
 
     def has_left() -> bool:
         assert leader.lost() is None, "who has reported and left for the next round is not lost"
-        return other._node not in leader._state.participants
+        return other._node not in leader.presence.state.participants
 
     wait_until(has_left)
     leader.next_rendezvous()
@@ -114,7 +114,7 @@ def test_one_more_than_there_is_room_for_waits_and_learns_the_end(hosts: Hosts) 
     surplus = hosts.company()
     surplus.heed(Interrupts(lambda: None))
     waiting = hosts.beside(surplus.next_rendezvous)
-    wait_until(lambda: leader.lost() is None and surplus._node in leader._state.redundancy_list)
+    wait_until(lambda: leader.lost() is None and surplus._node in leader.presence.state.redundancy_list)
     assert leader.newcomers() == ()
     leader.end(Ending(0))
     with pytest.raises(RunEnded) as caught:
@@ -212,9 +212,9 @@ def test_who_leaves_last_closes_the_meeting_where_no_leader_lives(
         monkeypatch.setattr(one._meeting, "close", close)
     leader._inner._stop_heartbeats()
     other.end(Ending(130))
-    wait_until(lambda: other.lost() is not None and other._is_silent(leader._node))
+    wait_until(lambda: other.lost() is not None and other.presence.is_silent(leader._node))
     other.leave()
-    wait_until(lambda: third.lost() is not None and third._is_silent(leader._node))
+    wait_until(lambda: third.lost() is not None and third.presence.is_silent(leader._node))
     third.leave()
     assert closed == [False, True]
 

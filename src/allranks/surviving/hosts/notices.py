@@ -4,6 +4,9 @@ run                        what all hosts have to have alike, and where the Run 
 heirs                      [host, pid] of all who have led, or were about to                     (by the leader)
 member/ROUND/NUMBER        a host's number of workers
 meet/ROUND                 the attempt, the address of the workers' store, the hosts' order and workers  (by the leader)
+inquiry/ROUND              something is wrong: the number of the question what (hearing.py)
+statement/ROUND/NUMBER/PLACE  where a host's workers stand (Statement)
+ruling/ROUND               what that means, for all (Ruling)                                     (by the leader)
 trouble/ROUND              workers of a host have failed
 report/ROUND/PLACE         how a host's workers ended (Report)
 again/ROUND                all workers have saved and ended, and start again                     (by the leader)
