@@ -176,7 +176,7 @@ def test_a_consequence_alone_waits_for_its_cause(monkeypatch: pytest.MonkeyPatch
     now = [100.0]
     monkeypatch.setattr("allranks.surviving.hosts.member.time.monotonic", lambda: now[0])
     assert leader.settle(Outcome(76, CLOSED)) == "wait"
-    now[0] += 9.9
+    now[0] += others.guard.host_seconds + module.CAUSE_SECONDS - 0.1
     assert leader.settle(Outcome(76, CLOSED)) == "wait", "the other host may be lost"
     now[0] += 0.2
     assert leader.settle(Outcome(76, CLOSED)) == "again" and budget.causes == [CLOSED]

@@ -29,9 +29,10 @@ from allranks.errors import ProcessError
 from allranks.failure import INTERRUPTED, TRANSIENT, Failure
 from allranks.surviving.hosts.backend import SealedBackend
 from allranks.surviving.hosts.ending import Ending, Report, RunEnded
+from allranks.surviving.hosts.farewell import is_last
 from allranks.surviving.hosts.handler import make_handler
 from allranks.surviving.hosts.lead import Lead
-from allranks.surviving.hosts.losses import FORGED, LOST, explain_loss
+from allranks.surviving.hosts.losses import FORGED, LOST, describe_silence, explain_loss
 from allranks.surviving.hosts.meeting import PATIENCE_SECONDS
 from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.place import MeetingPlace
@@ -80,10 +81,11 @@ class Company(RendezvousHandler):
         self.guard = guard
         self.tell = tell
         self._interrupts: Interrupts | None = None
-        self.presence = Presence(guard.host_seconds)
         self._joining_since: float | None = None
         self._told = False
-        self._inner = make_handler(SealedBackend(meeting, seal, self._see), least, nodes, guard)
+        backend = SealedBackend(meeting, seal, self._see)
+        self.presence = Presence(guard.host_seconds, backend.reader)
+        self._inner = make_handler(backend, least, nodes, guard)
         self._node: _NodeDesc = self._inner._this_node
         self._lead = Lead(meeting, seal, self._node)
         self.seating = Seating(meeting, self.notices, self._node, nproc)
@@ -144,6 +146,7 @@ class Company(RendezvousHandler):
             ProcessError: a host did not come, or the leader has gone; one line.
         """
         self._joining_since, self._told = time.monotonic(), False
+        self.presence.await_survivors(self._node, self.table.members)
         try:
             while True:
                 self._inner.next_rendezvous()
@@ -238,20 +241,26 @@ class Company(RendezvousHandler):
     def lost(self) -> Failure | None:
         """A host of this round that has gone without a word, as the Failure of its first worker.
 
-        Who has reported may have left for the next round; of the leader all wait for a word even then.
+        Where workers have lost their connection and nobody has said why, some seconds of silence are enough. Who has
+        reported may have left for the next round; of the leader all wait for a word even then.
 
         Raises:
             RendezvousError: the store has gone, or holds what no host wrote.
         """
         self._inner.num_nodes_waiting()
-        for node, seconds in self.presence.gone(self.table.members).items():
-            if node == self._node:
+        number, members = self.table.number, self.table.members
+        cut_off = self.notices.lost_a_peer(number, len(members))
+        gone = self.presence.gone(members)
+        for place, node in enumerate(members):
+            if node == self._node or not (node in gone or cut_off):
                 continue
-            place, long_gone = self.table.place_of(node), seconds > self.guard.host_seconds
-            if not self.notices.has_reported(self.table.number, place) or (place == 0 and long_gone):
-                what = f"its host is lost: no sign of life for {self.guard.host_seconds:g} s (guard.host_seconds)"
-                first = self.table.ranks(place)[0]
-                return Failure(first, host_of(node), node.pid, time.time(), TRANSIENT, what)
+            if self.notices.has_reported(number, place):
+                lost = place == 0 and gone.get(node, 0.0) > self.guard.host_seconds
+            else:
+                lost = node in gone or self.presence.suspect(node)
+            if lost:
+                what = describe_silence(self.guard, suspected=node not in gone)
+                return Failure(self.table.ranks(place)[0], host_of(node), node.pid, time.time(), TRANSIENT, what)
         return None
 
     def newcomers(self) -> tuple[str, ...]:
@@ -283,17 +292,9 @@ class Company(RendezvousHandler):
         with contextlib.suppress(*LOST, *FORGED, RendezvousError):
             self.notices.say_goodbye(self._node)
             if self.notices.ending() is not None:
-                over = self._is_last(FAREWELL_SECONDS if self.leads else 0.0) or self.leads
+                state = self.presence.state
+                others = {*self.table.members, *state.participants, *state.wait_list} - {self._node}
+                last = is_last(others, self.presence, self.notices, FAREWELL_SECONDS if self.leads else 0.0)
+                over = last or self.leads
         self._inner._stop_heartbeats()
         self._meeting.close(over=over)
-
-    def _is_last(self, seconds: float) -> bool:
-        """Whether all others have left or are silent, after so many seconds at most: then nobody else can close it."""
-        state = self.presence.state
-        here = {*self.table.members, *state.participants, *state.wait_list} - {self._node}
-        deadline = time.monotonic() + seconds
-        while here := {node for node in self.presence.living(here) if not self.notices.has_left(node)}:
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(POLL_SECONDS)
-        return not here

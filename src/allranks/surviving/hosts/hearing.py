@@ -54,10 +54,10 @@ class Hearing:
         """
         number = self._table.number
         asked = self._notices.read(f"inquiry/{number}") or 0
-        if asked == self._heard:
+        if asked <= self._heard:
             if self._wanted:
                 self._wanted = False
-                self._notices.post(f"inquiry/{number}", asked + 1)
+                self._notices.post(f"inquiry/{number}", self._heard + 1)
             return []
         if asked > self._stated:
             self._notices.post(f"statement/{number}/{asked}/{self._place}", state().to_json())

@@ -60,6 +60,13 @@ class Notices:
         """Whether workers of any host have failed in a round."""
         return self.read(f"trouble/{number}") is not None
 
+    def lost_a_peer(self, number: int, num_hosts: int) -> bool:
+        """Whether workers have failed in a round, and all that have said why have lost a peer."""
+        if not self.in_trouble(number):
+            return False
+        failures = [one.failure for one in self.reports(number, num_hosts) if one is not None and one.failure]
+        return bool(failures) and all(failure.consequence for failure in failures)
+
     def start_again(self, number: int) -> None:
         """Let all hosts go on to the round after this one."""
         self.post(f"again/{number}", {})
