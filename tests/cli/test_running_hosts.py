@@ -89,7 +89,7 @@ def test_a_killed_worker_and_a_lost_host_cost_no_sample(tmp_path: Path) -> None:
         check_ledgers(found.run)
         told = [event["what"] for event in events(found.run, "verdict")]
         assert [(told[0][:9], second.name in told[0], "SIGKILL" in told[0])] == [("restart 1", True, True)]
-        assert f"rank 1 on {second.name}: its host is lost: no sign of life for 8 s (guard.host_seconds)" in told[1]
+        assert f"rank 1 on {second.name}: its host is lost: workers have lost their connection, and it" in told[1]
         assert [event["host"] for event in events(found.run, "start", rank=1)] == [second.name] * 2 + [third.name]
         assert f"rank 1 of 2; {first.name} leads" in third.said()
         kept = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())
@@ -149,7 +149,7 @@ def test_without_the_leader_the_others_end_with_one_line(tmp_path: Path, number:
         began = time.monotonic()
         first.process.send_signal(number)
         assert second.end() == 76
-        assert time.monotonic() - began < 60, "a cap; guard.host_seconds is 8"
+        assert time.monotonic() - began < 60, "a cap; guard.host_seconds is 11.5"
         wait_for(lambda: not any(alive(pid) for pid in workers), "workers that end with their command", 20)
         last = second.said().strip().splitlines()[-1]
         assert re.search(
