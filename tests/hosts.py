@@ -68,9 +68,10 @@ class Host:
 class Cluster:
     """Hosts that are started in one folder, where they see each other's files, with one endpoint on loopback."""
 
-    def __init__(self, folder: Path, nodes: str = "2", etcd_port: int | None = None) -> None:
+    def __init__(self, folder: Path, nodes: str = "2", etcd_port: int | None = None, task: str = POINTS) -> None:
         """`etcd_port`: they meet in the etcd there; None: at the first of them."""
         self.folder = folder
+        self._task = task
         self.run = folder / "run"
         self.endpoint = f"127.0.0.1:{etcd_port or free_port()}"
         self.rendezvous = f"{'c10d' if etcd_port is None else 'etcd'}://{self.endpoint}"
@@ -80,7 +81,7 @@ class Cluster:
     def start(self, name: str, *words: str, secret: str = SECRET) -> Host:
         """One more host, with one worker."""
         common = ["--nodes", self._nodes, "--rendezvous", self.rendezvous, "--nproc", "1"]
-        task = [POINTS, "--device", "cpu", "--run", str(self.run), *common, *words]
+        task = [self._task, "--device", "cpu", "--run", str(self.run), *common, *words]
         self._hosts.append(Host(name, self.folder, task, secret))
         return self._hosts[-1]
 
@@ -103,9 +104,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster(folder: Path, nodes: str = "2", etcd_port: int | None = None) -> Iterator[Cluster]:
+def cluster(folder: Path, nodes: str = "2", etcd_port: int | None = None, task: str = POINTS) -> Iterator[Cluster]:
     """A Cluster whose processes all end with it."""
-    found = Cluster(folder, nodes, etcd_port)
+    found = Cluster(folder, nodes, etcd_port, task)
     try:
         yield found
     finally:

@@ -42,7 +42,7 @@ class GuardConfig(Section):
         3, "restarts in a row that finish no further step, before the run ends with 93; 0: none", unit="restarts"
     )
     host_seconds: float = key(
-        8.0, "several hosts: without a sign of life of a host's command: that long, and it is lost", unit="s", ge=3
+        11.5, "several hosts: without a sign of life of a host's command: that long, and it is lost", unit="s", ge=3
     )
     join_seconds: float = key(
         600.0, "several hosts: how long they wait for those that are missing, at the start and later", unit="s", gt=0

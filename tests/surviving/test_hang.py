@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from allranks.surviving.hang import absent_from, diagnose, find_cause, name_ranks
+from allranks.surviving.hang import SHOWN_RANKS, Absentee, absent_from, diagnose, find_cause, name_ranks
 from allranks.surviving.monitor import Alarm
 from tests.surviving.rows import collective, witness
 
@@ -100,4 +100,32 @@ def test_who_has_not_come() -> None:
 
 
 def test_names() -> None:
-    assert [name_ranks([1]), name_ranks([0, 2])] == ["rank 1 is", "ranks 0, 2 are"]
+    assert [name_ranks([1], {}), name_ranks([0, 2], {1: "b", 2: ""})] == ["rank 1 is", "ranks 0, 2 are"]
+    assert name_ranks([0, 1], {0: "a", 1: "b"}) == "ranks 0 on a, 1 on b are"
+
+
+def test_a_rank_of_another_host_is_gone_only_where_that_host_says_so() -> None:
+    ended = find_cause([witness(0, WAITS)], HUNG, {1: Absentee("b", 7, ended=True)})
+    assert (ended.kind, ended.ranks) == ("dead_peer", (1,)) and "rank 1 on b is not there" in ended.words
+    unheard = find_cause([witness(0, WAITS)], HUNG, {1: Absentee("b", 7, ended=False)})
+    assert (unheard.kind, unheard.ranks) == ("network", (1,))
+    assert unheard.words == "rank 1 on b is waited for, and that host says nothing"
+
+
+def test_what_is_known_comes_before_a_host_that_says_nothing() -> None:
+    wide, ended = collective(12, ranks=(0, 1, 2)), collective(11, waits=False, ranks=(0, 1, 2))
+    absent = {2: Absentee("c", 7, ended=False)}
+    busy = find_cause([witness(0, wide), witness(1, ended)], HUNG, absent)
+    assert (busy.kind, busy.ranks) == ("straggler", (1,))
+    other = collective(12, name="broadcast", ranks=(0, 1, 2))
+    assert find_cause([witness(0, wide), witness(1, other)], HUNG, absent).kind == "divergence"
+
+
+def test_of_many_ranks_who_is_in_the_way_is_always_shown() -> None:
+    ranks = tuple(range(SHOWN_RANKS + 4))
+    waiting = [witness(rank, collective(12, ranks=ranks)) for rank in ranks[:-1]]
+    late = witness(ranks[-1], collective(11, waits=False, ranks=ranks))
+    evidence = diagnose([*waiting, late], HUNG, "x")[0].evidence
+    assert sum(line.startswith("rank ") for line in evidence) == SHOWN_RANKS
+    assert any(line.startswith(f"rank {ranks[-1]} ") for line in evidence)
+    assert evidence[-2:] == ("4 ranks more are not shown", "x")

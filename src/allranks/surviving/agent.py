@@ -174,17 +174,23 @@ class LocalAgent(SimpleElasticAgent):
         workers.wait(WAIT_SECONDS)
         if len(workers.exits) > ended_before:
             self._set_deadline(workers)
-        if self._member is not None and (seconds := self._member.look()) is not None:
+        living = {place: workers.pids[place] for place in workers.alive}
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        if self._member is not None and (seconds := self._member.look(living, ranks)) is not None:
             self._hasten(seconds)
-        if self._member is not None and workers.alive and self._member.admits():
+        if self._member is not None and living and self._member.admits():
             workers.signal(signal.SIGTERM)  # they agree with those of all hosts on the step after which they save
         if self.interrupts.first is not None and self._stop_notice:
             print(self._stop_notice, file=sys.stderr, flush=True)
             self._stop_notice = ""
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             workers.kill()
-        elif self._supervisor is not None and workers.alive and self._kill_at is None:
-            self._watch(self._supervisor, workers, worker_group)
+        elif self._member is not None and living and self._kill_at is None:
+            self._member.watch(living, ranks)
+        elif self._supervisor is not None and living and self._kill_at is None:
+            self._hang = self._supervisor.look(living, ranks)
+            if self._hang is not None:
+                workers.kill()
         if workers.alive:
             return RunResult(WorkerState.HEALTHY)
         codes = {worker.global_rank: workers.exits[worker.local_rank].code for worker in worker_group.workers}
@@ -203,13 +209,6 @@ class LocalAgent(SimpleElasticAgent):
             if codes[worker.global_rank]
         }
         return RunResult(WorkerState.FAILED, failures=failures)
-
-    def _watch(self, supervisor: Supervisor, workers: LocalWorkers, group: WorkerGroup) -> None:
-        """End workers that hang."""
-        ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
-        self._hang = supervisor.look({place: workers.pids[place] for place in workers.alive}, ranks)
-        if self._hang is not None:
-            workers.kill()
 
     def _restarts_left(self) -> int:
         """How often workers may be started again after they have failed now."""

@@ -7,9 +7,9 @@ import re
 import sysconfig
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from allranks.observing.heartbeat import STACK_SIGNAL, collectives_file
 from allranks.surviving.monitor import Row, SharedBeats
@@ -70,6 +70,20 @@ class Collective:
         shape = ", ".join(str(list(size)) for size in self.sizes[:2])
         return f"{self.name} number {self.seq} over {self.axis}" + (f", of {shape}" if shape else "")
 
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> "Collective":
+        """What a worker wrote of itself. Raises KeyError, ValueError, TypeError."""
+        return cls(
+            group=str(entry["group"]),
+            axis=str(entry["axis"]),
+            ranks=tuple(entry["ranks"]),
+            name=str(entry["name"]),
+            seq=int(entry["seq"]),
+            p2p=bool(entry["p2p"]),
+            sizes=tuple(tuple(size) for size in entry["sizes"]),
+            waits=bool(entry["waits"]),
+        )
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -79,11 +93,13 @@ class Testimony:
     Attributes:
         stack: of its main thread, innermost first; empty where it could not answer.
         collectives: one for each group it has used, as far as it could answer.
+        host: the name of its host, where the run has several; else "".
     """
 
     row: Row
     stack: tuple[Frame, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    host: str = ""
 
     @property
     def waits_in(self) -> Collective | None:
@@ -95,6 +111,22 @@ class Testimony:
         """The innermost line of the user's; where there is none, the innermost of all."""
         own = (frame for frame in self.stack if frame.of_the_user)
         return next(own, self.stack[0] if self.stack else None)
+
+    def to_json(self) -> dict[str, Any]:
+        """What another host needs of it to judge, as one JSON object: the stack as far as a verdict shows it."""
+        shown, place = self.stack[:SHOWN_FRAMES], self.place
+        stack = shown if place is None or place in shown else (*shown, place)
+        return {
+            "row": asdict(self.row),
+            "stack": [asdict(frame) for frame in stack],
+            "collectives": [asdict(one) for one in self.collectives],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], host: str) -> "Testimony":
+        """What `to_json` gave on `host`."""
+        stack = tuple(Frame(**frame) for frame in value["stack"])
+        return cls(Row(**value["row"]), stack, tuple(map(Collective.from_json, value["collectives"])), host)
 
 
 def question(rows: Sequence[Row], places: Mapping[int, int], beats: SharedBeats, logs: Path) -> list[Testimony]:
@@ -145,19 +177,7 @@ def read_collectives(path: Path) -> tuple[Collective, ...]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         path.unlink(missing_ok=True)
-        return tuple(
-            Collective(
-                group=str(entry["group"]),
-                axis=str(entry["axis"]),
-                ranks=tuple(entry["ranks"]),
-                name=str(entry["name"]),
-                seq=int(entry["seq"]),
-                p2p=bool(entry["p2p"]),
-                sizes=tuple(tuple(size) for size in entry["sizes"]),
-                waits=bool(entry["waits"]),
-            )
-            for entry in entries
-        )
+        return tuple(map(Collective.from_json, entries))
     except (OSError, ValueError, KeyError, TypeError):
         return ()
 

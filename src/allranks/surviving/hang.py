@@ -7,7 +7,7 @@ disk         a rank writes a checkpoint, or the kernel shows it waiting for a di
 divergence   ranks wait in different collectives, or in the same one with other shapes
 dead_peer    ranks wait for one that is no longer there
 straggler    ranks wait for one that is in code of its own
-network      all ranks of a group wait in the same collective
+network      all ranks of a group wait in the same collective, or for one whose host says nothing
 stuck        nobody waits for anybody
 """
 
@@ -22,6 +22,7 @@ from allranks.verdict import Verdict
 
 Kind = Literal["stopped", "data", "disk", "divergence", "dead_peer", "straggler", "network", "stuck"]
 PULSE_LATE_SECONDS = 5.0
+SHOWN_RANKS = 16  # more stacks than that nobody reads
 
 NEXT: dict[Kind, str] = {
     "stopped": "`kill -CONT {pid}` lets it go on; see who stopped it (a debugger, a scheduler, a frozen container)",
@@ -49,15 +50,37 @@ class Cause:
     words: str
 
 
-def diagnose(found: Sequence[Testimony], alarm: Alarm, follows: str) -> tuple[Verdict, tuple[int, ...]]:
+@final
+@dataclass(frozen=True, slots=True)
+class Absentee:
+    """A rank of one of several hosts of which there is no testimony.
+
+    Attributes:
+        host, pid: its host, and the process of that host's command.
+        ended: whether that host has said that it is not there any more; else it has said nothing.
+    """
+
+    host: str
+    pid: int
+    ended: bool
+
+
+Absent = Mapping[int, Absentee]  # by rank
+ALL_HERE: Absent = {}
+
+
+def diagnose(
+    found: Sequence[Testimony], alarm: Alarm, follows: str, absent: Absent = ALL_HERE
+) -> tuple[Verdict, tuple[int, ...]]:
     """Say what hangs, and which ranks are in the way.
 
     Args:
         found: of every rank that could be looked at.
         alarm: what the monitor saw.
         follows: what happens now, in words.
+        absent: of several hosts: all other ranks.
     """
-    cause = find_cause(found, alarm)
+    cause = find_cause(found, alarm, absent)
     step = max((one.row.step for one in found), default=0)
     quiet = min((one.row.quiet_seconds for one in found), default=0.0)
     first = next((one for one in found if one.row.rank in cause.ranks), None)
@@ -65,41 +88,52 @@ def diagnose(found: Sequence[Testimony], alarm: Alarm, follows: str) -> tuple[Ve
         pid="" if first is None else first.row.pid, place="the stacks" if first is None else first.place or "its log"
     )
     what = f"no progress for {format_seconds(quiet)} after step {step}: {cause.words}"
-    evidence = (*(line for one in found for line in describe(one)), follows)
+    shown = sorted(found, key=lambda one: one.row.rank not in cause.ranks)[:SHOWN_RANKS]
+    lines = [line for one in found if one in shown for line in describe(one)]
+    if len(found) > len(shown):
+        lines.append(f"{len(found) - len(shown)} ranks more are not shown")
+    evidence = (*lines, follows)
     return Verdict(cause.kind, what, evidence, move), cause.ranks
 
 
-def find_cause(found: Sequence[Testimony], alarm: Alarm) -> Cause:
+def find_cause(found: Sequence[Testimony], alarm: Alarm, absent: Absent = ALL_HERE) -> Cause:
     """Who is in the way of whom."""
+    hosts = {one.row.rank: one.host for one in found} | {rank: one.host for rank, one in absent.items()}
     stopped = alarm.ranks if alarm.kind == "stopped" else tuple(one.row.rank for one in found if one.row.state == "T")
     if stopped:
-        return Cause("stopped", stopped, f"{name_ranks(stopped)} stopped by a signal (SIGSTOP) or a freezer")
+        return Cause("stopped", stopped, f"{name_ranks(stopped, hosts)} stopped by a signal (SIGSTOP) or a freezer")
     by_rank = {one.row.rank: one for one in found}
     waits = {rank: one.waits_in for rank, one in by_rank.items() if one.waits_in is not None}
     free = tuple(rank for rank in by_rank if rank not in waits)
     awaited = {rank: absent_from(own, by_rank) for rank, own in waits.items()}
-    gone = sorted({rank for ranks in awaited.values() for rank in ranks if rank not in by_rank})
+    missing = sorted({rank for ranks in awaited.values() for rank in ranks if rank not in by_rank})
+    gone = tuple(rank for rank in missing if rank not in absent or absent[rank].ended)
     if gone:
-        return Cause("dead_peer", tuple(gone), f"{name_ranks(gone)} not there any more, and waited for")
+        return Cause("dead_peer", gone, f"{name_ranks(gone, hosts)} not there any more, and waited for")
     if waits and not free:
-        return _compare(waits)
+        cause = _compare(waits, hosts)
+        if cause.kind == "divergence" or not missing:
+            return cause
+        return Cause("network", tuple(missing), f"{name_ranks(missing, hosts)} waited for, and that host says nothing")
     late = tuple(rank for rank in free if by_rank[rank].row.quiet_seconds > alarm.limit_seconds / 2)
-    return _find_occupied(by_rank, late or free or alarm.ranks, waited_for=bool(waits))
+    return _find_occupied(by_rank, late or free or alarm.ranks, hosts, waited_for=bool(waits))
 
 
-def _find_occupied(by_rank: Mapping[int, Testimony], ranks: Sequence[int], *, waited_for: bool) -> Cause:
+def _find_occupied(
+    by_rank: Mapping[int, Testimony], ranks: Sequence[int], hosts: Mapping[int, str], *, waited_for: bool
+) -> Cause:
     """Ranks that wait in no collective: what they do instead."""
     others = ", and the others wait for it" if waited_for else ""
     loading = tuple(rank for rank in ranks if by_rank[rank].row.phase == "input")
     if loading:
-        return Cause("data", loading, f"{name_ranks(loading)} still loading data{others}")
+        return Cause("data", loading, f"{name_ranks(loading, hosts)} still loading data{others}")
     writing = tuple(rank for rank in ranks if by_rank[rank].row.phase == "checkpoint" or by_rank[rank].row.state == "D")
     if writing:
-        return Cause("disk", writing, f"{name_ranks(writing)} waiting for a disk{others}")
+        return Cause("disk", writing, f"{name_ranks(writing, hosts)} waiting for a disk{others}")
     place = by_rank[ranks[0]].place if ranks else None
     where = f" at {place}" if place is not None else ""
     kind: Kind = "straggler" if waited_for else "stuck"
-    return Cause(kind, tuple(ranks), f"{name_ranks(ranks)} busy{where}{others}")
+    return Cause(kind, tuple(ranks), f"{name_ranks(ranks, hosts)} busy{where}{others}")
 
 
 def absent_from(own: Collective, by_rank: Mapping[int, Testimony]) -> list[int]:
@@ -113,13 +147,14 @@ def _has_come(own: Collective, other: Testimony) -> bool:
     return any(theirs.group == own.group and theirs.seq >= own.seq for theirs in other.collectives)
 
 
-def _compare(waits: Mapping[int, Collective]) -> Cause:
+def _compare(waits: Mapping[int, Collective], hosts: Mapping[int, str]) -> Cause:
     """Every rank waits in a collective: in the same one?"""
     ranks = sorted(waits)
     first = waits[ranks[0]]
     for rank in ranks[1:]:
         if not _fit(first, waits[rank]):
-            words = f"rank {ranks[0]} waits in {first}, rank {rank} in {waits[rank]}: they never meet"
+            one, other = _name(ranks[0], hosts), _name(rank, hosts)
+            words = f"rank {one} waits in {first}, rank {other} in {waits[rank]}: they never meet"
             return Cause("divergence", (ranks[0], rank), words)
     return Cause("network", tuple(ranks), f"all ranks wait in {first}, which does not come through")
 
@@ -139,8 +174,8 @@ def describe(one: Testimony) -> list[str]:
     state = {"T": "stopped", "D": "waiting for a disk", "R": "computing"}.get(row.state[:1], "waiting")
     words = {"input": "loading data", "step": "in a step", "checkpoint": "saving", "evaluation": "evaluating"}
     doing = words.get(row.phase, f"in its {row.phase}")
-    line = f"rank {row.rank} (pid {row.pid}, {state}): {doing} for {format_seconds(row.quiet_seconds)}"
-    lines = [f"{line}, step {row.step} done"]
+    name, quiet = _name(row.rank, {row.rank: one.host}), format_seconds(row.quiet_seconds)
+    lines = [f"rank {name} (pid {row.pid}, {state}): {doing} for {quiet}, step {row.step} done"]
     if row.pulse_seconds is not None and row.pulse_seconds > PULSE_LATE_SECONDS and row.state != "T":
         since = format_seconds(row.pulse_seconds)
         lines.append(f"  no thread of its Python has run for {since}: compiled code holds Python's lock")
@@ -156,6 +191,12 @@ def describe(one: Testimony) -> list[str]:
     return lines
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 1 is`, `ranks 0, 2 are`."""
-    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+def name_ranks(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+    """`rank 1 is`, `ranks 0, 2 are`; `rank 1 on node-2 is` where there are several hosts."""
+    names = ", ".join(_name(rank, hosts) for rank in ranks)
+    return f"rank {names} is" if len(ranks) == 1 else f"ranks {names} are"
+
+
+def _name(rank: int, hosts: Mapping[int, str]) -> str:
+    host = hosts.get(rank)
+    return f"{rank} on {host}" if host else str(rank)

@@ -148,11 +148,15 @@ class Monitor:
     Attributes:
         beats: where they show themselves.
         furthest_step: the last step that all workers of one attempt have finished.
+        stopped: the ranks that were stopped for too long at the last look.
+        delayed_seconds: what that look left out of everybody's silence, because a worker had no core.
     """
 
     def __init__(self, guard: GuardConfig, num_workers: int) -> None:
         self.beats = SharedBeats(num_workers)
         self.furthest_step = 0
+        self.stopped: tuple[int, ...] = ()
+        self.delayed_seconds = 0.0
         self._guard = guard
         self._last_look = self._awake_since = time.monotonic()
         self._stopped_since: dict[int, float] = {}
@@ -181,8 +185,10 @@ class Monitor:
             self._stopped_since = {}
         self._last_look = now
         # Who waits for a worker that gets no core is not in the way either: the longest wait counts for all.
-        delayed = max((self._delayed_seconds(place, pid, now) for place, pid in pids.items()), default=0.0)
-        rows = [self._row(place, pid, ranks[place], now - delayed) for place, pid in sorted(pids.items())]
+        delays = (self._delayed_seconds(place, pid, now) for place, pid in pids.items())
+        self.delayed_seconds = max(delays, default=0.0)
+        awake = now - self.delayed_seconds
+        rows = [self._row(place, pid, ranks[place], awake) for place, pid in sorted(pids.items())]
         self.note_steps()
         alarm = self._find_stopped(rows, now) or find_hung(rows, self._guard)
         if alarm is None:
@@ -193,6 +199,10 @@ class Monitor:
             return rows, None
         self._told = silence
         return rows, alarm
+
+    def forget(self) -> None:
+        """Tell again of what is still wrong."""
+        self._told = None
 
     def _delayed_seconds(self, place: int, pid: int, now: float) -> float:
         """How long a worker has waited for a core since it came further."""
@@ -230,8 +240,8 @@ class Monitor:
             row.rank: self._stopped_since.get(row.rank, now) for row in rows if row.state.startswith("T")
         }
         limit = self._guard.stopped_seconds
-        found = tuple(rank for rank, since in self._stopped_since.items() if now - since >= limit)
-        return Alarm("stopped", found, limit, act=True) if found else None
+        self.stopped = tuple(rank for rank, since in self._stopped_since.items() if now - since >= limit)
+        return Alarm("stopped", self.stopped, limit, act=True) if self.stopped else None
 
 
 def find_hung(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:

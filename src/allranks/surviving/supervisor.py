@@ -17,9 +17,10 @@ from allranks.config_guard import GuardConfig
 from allranks.failure import NO_PROGRESS, STOPS, TRANSIENT, Failure
 from allranks.observing.journal import Journal
 from allranks.run import Run
-from allranks.surviving.evidence import question
-from allranks.surviving.hang import diagnose
-from allranks.surviving.monitor import Monitor, Row
+from allranks.surviving.evidence import Testimony, question
+from allranks.surviving.hang import ALL_HERE, Absent, diagnose
+from allranks.surviving.monitor import Alarm, Monitor, Row
+from allranks.surviving.ruling import Ruling
 from allranks.verdict import Verdict
 
 FOLLOWS = {
@@ -27,6 +28,7 @@ FOLLOWS = {
     "stop": "all workers are ended now, and the run with 93 (guard.hang=stop)",
     "report": "the run goes on as it is (guard.hang=report)",
 }
+DOUBT_SECONDS = 15.0  # after other hosts' ranks have shown that nothing hangs: until it is asked again
 
 
 @final
@@ -79,13 +81,14 @@ class Supervisor:
         self._logs = logs
         self._paid = 0
         self._furthest = 0
-        self._slow: tuple[int, ...] = ()
+        self._told: Ruling | None = None
+        self._doubted_at: float | None = None
         self._halved: str | None = None
 
     def begin_attempt(self) -> None:
         """Workers are about to be started, for the first time or again."""
         self.monitor.begin_attempt()
-        self._slow = ()
+        self._told = self._doubted_at = None
 
     def look(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> Failure | None:
         """See how the living workers do; the failure for which all of them have to be ended now, or None.
@@ -94,36 +97,69 @@ class Supervisor:
             pids: local rank -> process id, of those that live.
             ranks: local rank -> global rank.
         """
+        alarm = self.notice(pids, ranks)
+        return None if alarm is None else self.obey(self.judge(self.question(pids, ranks), alarm))
+
+    def notice(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> Alarm | None:
+        """What is wrong with the living workers of this host, once; arguments as of `look`."""
+        if self._doubted_at is not None and time.monotonic() - self._doubted_at > DOUBT_SECONDS:
+            self._doubted_at = None
+            self.monitor.forget()
         rows, alarm = self.monitor.look(pids, ranks)
         if alarm is None:
             self._see_whether_it_goes_on(rows)
-            return None
-        places = {rank: place for place, rank in ranks.items()}
-        found = question(rows, places, self.monitor.beats, self._logs)
-        guard = self._supervision.guard
+        return alarm
+
+    def question(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> list[Testimony]:
+        """Where the living workers of this host stand; arguments as of `look`. It takes up to two seconds."""
+        rows, _ = self.monitor.look(pids, ranks)
+        return question(rows, {rank: place for place, rank in ranks.items()}, self.monitor.beats, self._logs)
+
+    def judge(self, found: Sequence[Testimony], alarm: Alarm, absent: Absent = ALL_HERE) -> Ruling:
+        """What has been found, and what follows by the config.
+
+        Args:
+            found: of every rank that could be looked at.
+            alarm: what the monitor saw.
+            absent: of several hosts: all other ranks.
+        """
+        guard, step = self._supervision.guard, max((one.row.step for one in found), default=0)
         follows = FOLLOWS[guard.hang]
         if not alarm.act:
             follows = f"nothing follows yet: data may take {guard.input_seconds:g} s (guard.input_seconds)"
-            self._slow = alarm.ranks
-        verdict, culprits = diagnose(found, alarm, follows)
-        self._supervision.tell(verdict)
-        if not alarm.act or guard.hang == "report":
+        verdict, culprits = diagnose(found, alarm, follows, absent)
+        culprits = culprits or alarm.ranks
+        if not alarm.act:
+            return Ruling(verdict, alarm.ranks, step, slow=True)
+        ends = guard.hang != "report"
+        return Ruling(verdict, culprits, step, failure=_describe(culprits, found, absent, verdict) if ends else None)
+
+    def obey(self, ruling: Ruling | None) -> Failure | None:
+        """Tell what has been found, unless it was told before; the failure for which all workers have to be ended.
+
+        Args:
+            ruling: None: with a look at all hosts nothing is wrong.
+        """
+        if ruling is None:
+            self._doubted_at = time.monotonic()
             return None
-        return self._failure(culprits or alarm.ranks, rows, verdict)
+        if ruling.failure is None and self._told is not None and self._told.about == ruling.about:
+            return None
+        self._told = ruling
+        self._supervision.tell(ruling.verdict)
+        return ruling.failure
 
     def _see_whether_it_goes_on(self, rows: list[Row]) -> None:
-        late = [row for row in rows if row.rank in self._slow and row.phase != "input"]
-        if not late:
+        told = self._told
+        if told is None or not (told.slow or told.verdict.kind == "data"):
             return
-        names = ", ".join(str(row.rank) for row in late)
+        late = [row.rank for row in rows if row.rank in told.ranks and row.phase != "input"]
+        if not late and all(row.step <= told.step for row in rows):
+            return
+        names = ", ".join(map(str, late or told.ranks))
         what = f"the run goes on: rank {names} has its data; it was slow and did not hang"
-        self._slow = ()
+        self._told = None
         self._supervision.tell(Verdict("goes_on", what, (), "see why loading took so long there"))
-
-    def _failure(self, culprits: Sequence[int], rows: list[Row], verdict: Verdict) -> Failure:
-        row = next((row for row in rows if row.rank in culprits), rows[0])
-        words = f"{verdict.what}\n  next: {verdict.next}"
-        return Failure(row.rank, socket.gethostname(), row.pid, time.time(), NO_PROGRESS, words, hung=True)
 
     def may_restart(self, failure: Failure) -> bool:
         """Whether workers are started again after this failure; counts it."""
@@ -181,6 +217,19 @@ class Supervisor:
         step = self.monitor.furthest_step
         words = f"\nno progress: {self._paid + 1} attempts in a row ended without a step after step {step}"
         return replace(failure, exit_code=NO_PROGRESS, message=failure.message + words)
+
+
+def _describe(culprits: Sequence[int], found: Sequence[Testimony], absent: Absent, verdict: Verdict) -> Failure:
+    """The verdict as the end of who is in the way; where that is a process of this host that has gone, of another."""
+    words = f"{verdict.what}\n  next: {verdict.next}"
+    away = next((rank for rank in culprits if rank in absent), None)
+    seen = next((one for one in found if one.row.rank in culprits), None if away is not None else found[0])
+    if seen is not None:
+        rank, host, pid = seen.row.rank, seen.host or socket.gethostname(), seen.row.pid
+    else:
+        assert away is not None
+        rank, host, pid = away, absent[away].host, absent[away].pid
+    return Failure(rank, host, pid, time.time(), NO_PROGRESS, words, hung=True)
 
 
 def _can_pass(failure: Failure, guard: GuardConfig) -> bool:

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from allranks.hosts_request import Endpoint
 from allranks.surviving.hosts.company import Company
 from allranks.surviving.hosts.ending import Ending, Report, RunEnded
 from allranks.surviving.hosts.meeting import MeetingStore, open_meeting
+from allranks.surviving.hosts.presence import SUSPECT_SECONDS
 from allranks.surviving.hosts.seal import Seal
 from allranks.surviving.interrupts import Interrupts
 from tests.free_port import free_port
@@ -76,7 +78,7 @@ def test_two_rounds_and_the_end(hosts: Hosts) -> None:
 
     def has_left() -> bool:
         assert leader.lost() is None, "who has reported and left for the next round is not lost"
-        return other._node not in leader._state.participants
+        return other._node not in leader.presence.state.participants
 
     wait_until(has_left)
     leader.next_rendezvous()
@@ -114,7 +116,7 @@ def test_one_more_than_there_is_room_for_waits_and_learns_the_end(hosts: Hosts) 
     surplus = hosts.company()
     surplus.heed(Interrupts(lambda: None))
     waiting = hosts.beside(surplus.next_rendezvous)
-    wait_until(lambda: leader.lost() is None and surplus._node in leader._state.redundancy_list)
+    wait_until(lambda: leader.lost() is None and surplus._node in leader.presence.state.redundancy_list)
     assert leader.newcomers() == ()
     leader.end(Ending(0))
     with pytest.raises(RunEnded) as caught:
@@ -141,6 +143,35 @@ def test_a_host_that_falls_silent_is_lost_for_all(hosts: Hosts) -> None:
     hosts.together(*(one.next_rendezvous for one in (leader, other, with_new)))
     assert len(leader.table.members) == 3 and silent._node not in leader.table.members
     assert leader.lost() is None
+
+
+def test_where_workers_have_lost_a_peer_a_short_silence_is_enough_and_the_rest_go_on_at_once(hosts: Hosts) -> None:
+    leader, other, silent = (hosts.company(nodes=3, least=1, host_seconds=60.0) for _ in range(3))
+    hosts.together(*(one.next_rendezvous for one in (leader, other, silent)))
+    places = {one.table.place_of(one._node): one for one in (leader, other, silent)}
+    silent, other = places[2], places[1]
+    silent._inner._stop_heartbeats()
+    time.sleep(SUSPECT_SECONDS + 1.5)
+    for one in (leader, other):
+        one._inner._keep_alive()
+    assert leader.lost() is None, "silence alone takes guard.host_seconds"
+    other.report(Report(76, replace(FAILURE, consequence=True)))
+    lost = leader.lost()
+    assert lost is not None and lost.rank == 2 and not lost.consequence
+    assert "workers have lost their connection" in lost.brief()
+    began = time.monotonic()
+    hosts.together(*(one.next_rendezvous for one in (leader, other)))
+    assert len(leader.table.members) == 2 and silent._node not in leader.table.members
+    assert time.monotonic() - began < 20, "a cap; torch alone would keep the lost one for a minute"
+
+
+def test_who_was_suspected_and_lives_joins_again(hosts: Hosts) -> None:
+    leader, other = (hosts.company(nodes=2, host_seconds=60.0) for _ in range(2))
+    hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    leader.lost()
+    leader.presence._reader.take_for_lost(other._node)
+    hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    assert leader.table == other.table and len(leader.table.members) == 2
 
 
 def test_a_leader_that_has_reported_and_falls_silent_before_it_judges_is_lost(hosts: Hosts) -> None:
@@ -212,9 +243,9 @@ def test_who_leaves_last_closes_the_meeting_where_no_leader_lives(
         monkeypatch.setattr(one._meeting, "close", close)
     leader._inner._stop_heartbeats()
     other.end(Ending(130))
-    wait_until(lambda: other.lost() is not None and other._is_silent(leader._node))
+    wait_until(lambda: other.lost() is not None and other.presence.is_silent(leader._node))
     other.leave()
-    wait_until(lambda: third.lost() is not None and third._is_silent(leader._node))
+    wait_until(lambda: third.lost() is not None and third.presence.is_silent(leader._node))
     third.leave()
     assert closed == [False, True]
 

@@ -3,8 +3,9 @@
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
+from allranks.config_guard import GuardConfig
 from allranks.hosts_request import Endpoint
-from allranks.surviving.hosts.losses import explain_loss
+from allranks.surviving.hosts.losses import describe_silence, explain_loss
 from allranks.surviving.hosts.place import StoreLostError
 from allranks.surviving.hosts.seal import SealError
 
@@ -26,3 +27,11 @@ def test_one_line_with_the_next_move(error: Exception, said: str) -> None:
 def test_without_etcd_it_is_no_host_that_is_gone() -> None:
     line = str(explain_loss(StoreLostError("no answer for 8 s"), Endpoint("a", 1, "etcd", "run")))
     assert "the meeting at etcd://a:1/run is lost to this host: no answer for 8 s" in line and "start" in line
+
+
+def test_why_a_host_is_taken_for_lost() -> None:
+    guard = GuardConfig()
+    assert describe_silence(guard, suspected=False).endswith("no sign of life for 11.5 s (guard.host_seconds)")
+    assert describe_silence(guard, suspected=True).endswith(
+        "lost their connection, and it has given no sign of life for 3 s"
+    )

@@ -1,5 +1,6 @@
 """The store at the endpoint: who serves it, who reaches it, and what is said when nobody answers."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -80,6 +81,62 @@ def test_another_program_on_the_port_is_no_leader(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ProcessError, match=f"what listens on {endpoint} is no allranks"):
             meet(endpoint, 5.0)
         thread.join()
+
+
+class Cut:
+    """Between a store and its clients: a network that can be cut. What was on its way then never comes."""
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._behind = port
+        self.whole = threading.Event()
+        self.whole.set()
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _address = self._listener.accept()
+            except OSError:
+                return
+            self.whole.wait()
+            far = socket.create_connection(("127.0.0.1", self._behind))
+            self._pairs.append((near, far))
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if not self.whole.is_set():
+                    return  # for this connection for ever: TCP would send it again long after the network is back
+                sink.sendall(data)
+
+    def close(self) -> None:
+        self._listener.close()
+        for pair in self._pairs:
+            for one in pair:
+                one.close()
+
+
+def test_a_cut_that_is_shorter_than_the_limit_is_overcome_on_a_new_connection() -> None:
+    first = meet(Endpoint("127.0.0.1", free_port()))
+    cut = Cut(first.endpoint.port)
+    try:
+        second = open_meeting(Endpoint("127.0.0.1", cut.port), connect_seconds=20, call_seconds=30.0, tell=print)
+        second.write("key", "before")
+        cut.whole.clear()
+        healing = threading.Timer(2.0, cut.whole.set)
+        healing.start()
+        began = time.monotonic()
+        second.write("key", "after")
+        assert time.monotonic() - began > 1.5 and first.read("key") == "after"
+        assert second.exchange("key", "after", "later") == "later" and second.read("key") == "later"
+        healing.join()
+    finally:
+        cut.close()
 
 
 SERVE = """

@@ -1,21 +1,32 @@
 """What one host does among others: whom it looks after, and how the leader judges. The company is a stand-in."""
 
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from allranks.config_guard import GuardConfig
 from allranks.errors import ProcessError
 from allranks.failure import Failure
+from allranks.hosts_request import Endpoint
 from allranks.surviving.hosts import member as module
 from allranks.surviving.hosts.ending import Ending, Report
+from allranks.surviving.hosts.meeting import MeetingStore
 from allranks.surviving.hosts.member import LINGER_SECONDS, Member
+from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.place import StoreLostError
+from allranks.surviving.hosts.seal import Seal
 from allranks.surviving.hosts.table import Table
 from allranks.surviving.interrupts import Interrupts
+from allranks.surviving.monitor import Alarm
 from allranks.surviving.outcome import Outcome
+from allranks.surviving.supervisor import Supervision, Supervisor
+from allranks.verdict import Verdict
+from tests.surviving.rows import collective, witness
 
 KILLED = Failure(1, "b", 9, 2.5, 76, "was killed by SIGKILL", signal="SIGKILL")
 CLOSED = Failure(0, "a", 8, 2.0, 76, "Connection closed by peer", consequence=True)
@@ -38,6 +49,9 @@ class Board:
     def ending(self) -> Ending | None:
         return self.ended
 
+    def read(self, key: str) -> None:
+        """Nobody asks."""
+
 
 class Others:
     """A company of two, whose leader this host is or is not."""
@@ -50,7 +64,8 @@ class Others:
         self.gone: Failure | None = None
         self.broken: Exception | None = None
         self.heard: list[str] = []
-        self.table = Table(1, (), "", 0, (), 3)
+        self.table = Table(1, (_NodeDesc("a", 8, 0), _NodeDesc("b", 9, 0)), "", 0, (1, 1), 3)
+        self.place = 0 if leads else 1
         self.waiting: tuple[str, ...] = ()
         self.succeeded: Failure | None = None
         self.time_ended = False
@@ -118,7 +133,7 @@ class Budget:
         self.admitted.append(hosts)
 
 
-def member(others: Others, budget: Budget | None = None) -> tuple[Member, Interrupts]:
+def member(others: Others, budget: Budget | Supervisor | None = None) -> tuple[Member, Interrupts]:
     interrupts = Interrupts(lambda: None)
     company: Any = others
     supervisor: Any = budget or Budget(1)
@@ -161,7 +176,7 @@ def test_a_consequence_alone_waits_for_its_cause(monkeypatch: pytest.MonkeyPatch
     now = [100.0]
     monkeypatch.setattr("allranks.surviving.hosts.member.time.monotonic", lambda: now[0])
     assert leader.settle(Outcome(76, CLOSED)) == "wait"
-    now[0] += 9.9
+    now[0] += others.guard.host_seconds + module.CAUSE_SECONDS - 0.1
     assert leader.settle(Outcome(76, CLOSED)) == "wait", "the other host may be lost"
     now[0] += 0.2
     assert leader.settle(Outcome(76, CLOSED)) == "again" and budget.causes == [CLOSED]
@@ -172,7 +187,7 @@ def test_a_lost_host_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     leader, _ = member(others, budget)
     assert leader.settle(Outcome(76, CLOSED)) == "wait"
     others.gone = GONE
-    assert leader.look() == 0.0
+    assert leader.look({}, {}) == 0.0
     assert leader.settle(Outcome(76, CLOSED)) == "again" and budget.causes == [GONE]
 
 
@@ -261,11 +276,11 @@ def test_workers_are_ended_for_what_happens_elsewhere(monkeypatch: pytest.Monkey
     others = Others()
     leader, _ = member(others)
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
-    assert leader.look() is None
+    assert leader.look({}, {}) is None
     others.said[1] = Report(76, KILLED)
-    assert leader.look() == LINGER_SECONDS
+    assert leader.look({}, {}) == LINGER_SECONDS
     others.notices.ended = Ending(130)
-    assert leader.look() == 0.0
+    assert leader.look({}, {}) == 0.0
 
 
 def test_who_leads_after_another_says_so_once() -> None:
@@ -283,4 +298,86 @@ def test_a_lost_store_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     other, _ = member(others)
     others.broken = StoreLostError("reset")
     with pytest.raises(ProcessError, match="explained: reset"):
-        other.look()
+        other.look({}, {})
+
+
+class Hosts:
+    """Two hosts with one worker each, real Supervisors and a real board; how the workers stand is made up."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **guard: Any) -> None:
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+        store = MeetingStore(HashStore(), Endpoint("here", 1), "here", serves=True, call_seconds=5.0)
+        self.told: tuple[list[Verdict], list[Verdict]] = ([], [])
+        self.others = [Others(leads=leads) for leads in (True, False)]
+        self.members: list[Member] = []
+        for others, told in zip(self.others, self.told, strict=True):
+            others.notices = Notices(store, Seal(b"0123456789abcdef"))  # type: ignore[assignment]
+            others.guard = GuardConfig(**{"hang_seconds": 15.0, **guard})
+            supervisor = Supervisor(Supervision(others.guard, told.append, lambda: None), 1, folder)
+            self.members.append(member(others, supervisor)[0])
+            supervisor.monitor.beats.close()
+
+    def stand(self, monkeypatch: pytest.MonkeyPatch, *workers: Any) -> None:
+        """So the worker of each host stands from now on."""
+        for one, worker in zip(self.members, workers, strict=True):
+            alarm = Alarm("hung", (worker.row.rank,), 15.0, act=True)
+            monkeypatch.setattr(one._supervisor, "notice", lambda pids, ranks, alarm=alarm: alarm)
+            monkeypatch.setattr(one._supervisor, "question", lambda pids, ranks, worker=worker: [worker])
+
+    def look(self) -> list[float | None]:
+        """What the hosts look like to themselves after the first has asked, and all have had time to answer."""
+        self.members[0].watch({0: 100}, {0: 0})
+        for _ in range(4):
+            seen = [one.look({0: 100 + rank}, {0: rank}) for rank, one in enumerate(self.members)]
+        return seen
+
+
+def test_who_hangs_on_another_host_is_named_on_all_and_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Hosts(tmp_path, monkeypatch)
+    hosts.stand(monkeypatch, witness(0, collective(12)), witness(1, collective(11, waits=False)))
+    assert hosts.look() == [0.0, 0.0], "the workers of both are ended"
+    (verdict,), (other,) = hosts.told
+    assert verdict == other and verdict.kind == "straggler"
+    assert "rank 1 on b is busy at /home/me/task.py:31 in loss, and the others wait for it" in verdict.what
+    assert any(line.startswith("rank 0 on a (pid 100") for line in verdict.evidence)
+    assert hosts.members[1].settle(Outcome(0)) == "again"
+    (failure,) = {report.failure for report in hosts.others[1].said if report is not None}
+    assert failure is not None and (failure.rank, failure.host, failure.pid, failure.hung) == (1, "b", 101, True)
+
+
+def test_a_host_whose_workers_ended_first_tells_the_verdict_before_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = Hosts(tmp_path, monkeypatch)
+    hosts.stand(monkeypatch, witness(0, collective(12)), witness(1, collective(11, waits=False)))
+    leader, follower = hosts.members
+    leader.watch({0: 100}, {0: 0})
+    leader.look({0: 100}, {0: 0})
+    follower.look({0: 101}, {0: 1})
+    leader.look({0: 100}, {0: 0})
+    assert len(hosts.told[0]) == 1 and hosts.told[1] == []
+    follower.settle(Outcome(76, CLOSED))
+    assert hosts.told[1] == hosts.told[0]
+
+
+def test_a_checkpoint_on_another_host_is_no_hang_and_is_looked_at_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = Hosts(tmp_path, monkeypatch)
+    hosts.stand(monkeypatch, witness(0, collective(12)), witness(1, phase="checkpoint"))
+    assert hosts.look() == [None, None] and hosts.told == ([], [])
+    assert all(one._supervisor is not None and one._supervisor._doubted_at is not None for one in hosts.members)
+
+
+def test_a_host_that_says_nothing_is_named_and_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allranks.surviving.hosts.hearing.COLLECT_SECONDS", 0.0)
+    hosts = Hosts(tmp_path, monkeypatch)
+    hosts.stand(monkeypatch, witness(0, collective(12)), witness(1))
+    leader = hosts.members[0]
+    leader.watch({0: 100}, {0: 0})
+    assert [leader.look({0: 100}, {0: 0}) for _ in range(2)] == [None, 0.0]
+    assert "rank 1 on b is waited for, and that host says nothing" in hosts.told[0][0].what
+    leader.settle(Outcome(0))
+    report = hosts.others[0].said[0]
+    assert report is not None and report.failure is not None
+    assert (report.failure.rank, report.failure.host, report.failure.pid) == (1, "b", 9)

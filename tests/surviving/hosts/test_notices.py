@@ -1,5 +1,7 @@
 """What hosts say to each other besides the state."""
 
+from dataclasses import replace
+
 import pytest
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
@@ -28,6 +30,15 @@ def test_reports_are_of_a_round_and_a_place(meeting: MeetingStore) -> None:
     board.report(3, 0, Report(76, FAILURE))
     assert board.in_trouble(3) and not board.in_trouble(4)
     assert board.reports(3, 2)[0] == Report(76, FAILURE)
+
+
+def test_a_lost_peer_is_all_that_is_known_until_somebody_knows_more(meeting: MeetingStore) -> None:
+    board = Notices(meeting, Seal(b"0123456789abcdef"))
+    assert not board.lost_a_peer(3, 2)
+    board.report(3, 0, Report(76, replace(FAILURE, consequence=True)))
+    assert board.lost_a_peer(3, 2) and not board.lost_a_peer(4, 2)
+    board.report(3, 1, Report(76, FAILURE))
+    assert not board.lost_a_peer(3, 2)
 
 
 def test_the_first_ending_holds(meeting: MeetingStore) -> None:

@@ -94,3 +94,28 @@ def test_while_the_store_was_away_nobody_was_silent(clock: Clock) -> None:
     reader.read(told)
     clock.now, away = clock.now + 23.0, 20.0
     assert clock.wall() - reader.read(told).last_heartbeats[B] == timedelta(seconds=3)
+
+
+def test_who_is_taken_for_lost_is_so_until_the_next_sign_of_life(clock: Clock) -> None:
+    told = StateReader(clock.monotonic).write(state_at(clock.wall()), 1)
+    reader = StateReader(clock.monotonic)
+    reader.take_for_lost(B)
+    assert reader.read(told).last_heartbeats[B] == clock.wall(), "nobody has seen it yet"
+    reader.take_for_lost(B)
+    seen = reader.read(told)
+    assert (seen.last_heartbeats[B], seen.last_heartbeats[A]) == (module.LONG_AGO, clock.wall())
+    again = reader.read(reader.write(seen, 2))
+    assert again.last_heartbeats[B] == module.LONG_AGO, "what is handed on is no sign of life"
+    again.last_heartbeats[B] = clock.wall()
+    assert reader.read(reader.write(again, 3)).last_heartbeats[B] == clock.wall()
+
+
+def test_when_all_who_are_awaited_are_there_nobody_is_waited_for(clock: Clock) -> None:
+    told = StateReader(clock.monotonic).write(state_at(clock.wall()), 1)
+    reader = StateReader(clock.monotonic)
+    reader.awaited = frozenset({A, B, C})
+    assert reader.read(told).deadline == clock.wall() + timedelta(seconds=5)
+    reader.awaited = frozenset({A, B})
+    seen = reader.read(told)
+    assert seen.deadline == module.LONG_AGO
+    assert reader.write(seen, 2)["deadline"] == told["deadline"], "others decide for themselves"

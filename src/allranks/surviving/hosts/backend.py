@@ -20,13 +20,17 @@ KEY = "rendezvous"
 
 @final
 class SealedBackend(RendezvousBackend):
-    """The state under one key of the meeting place. A version that went back is refused: somebody replays it."""
+    """The state under one key of the meeting place. A version that went back is refused: somebody replays it.
+
+    Attributes:
+        reader: translates it for this host.
+    """
 
     def __init__(self, meeting: MeetingPlace, seal: Seal, on_state: Callable[[_RendezvousState], None]) -> None:
         """`on_state` sees every state that is read or written; what it raises ends the rendezvous."""
         self._meeting = meeting
         self._seal = seal
-        self._reader = StateReader(meeting.clock)
+        self.reader = StateReader(meeting.clock)
         self._version = 0
         self._on_state = on_state
 
@@ -46,7 +50,7 @@ class SealedBackend(RendezvousBackend):
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         """As the interface says: changes it where `token` still stands."""
         changed: _RendezvousState = pickle.loads(state)  # the handler's own bytes, of a moment ago
-        wanted = self._seal.close(KEY, self._reader.write(changed, self._version + 1))
+        wanted = self._seal.close(KEY, self.reader.write(changed, self._version + 1))
         try:
             found = self._meeting.exchange(KEY, token or "", wanted)
         except StoreLostError as error:
@@ -63,6 +67,6 @@ class SealedBackend(RendezvousBackend):
                 f"what stands under {KEY} went back from version {self._version} to {value['version']}"
             )
         self._version = value["version"]
-        state = self._reader.read(value)
+        state = self.reader.read(value)
         self._on_state(state)
         return pickle.dumps(state)

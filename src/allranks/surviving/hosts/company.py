@@ -11,7 +11,6 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from typing import final
 
 from torch.distributed.elastic.rendezvous.api import (
@@ -30,12 +29,14 @@ from allranks.errors import ProcessError
 from allranks.failure import INTERRUPTED, TRANSIENT, Failure
 from allranks.surviving.hosts.backend import SealedBackend
 from allranks.surviving.hosts.ending import Ending, Report, RunEnded
+from allranks.surviving.hosts.farewell import is_last
 from allranks.surviving.hosts.handler import make_handler
 from allranks.surviving.hosts.lead import Lead
-from allranks.surviving.hosts.losses import FORGED, LOST, explain_loss
+from allranks.surviving.hosts.losses import FORGED, LOST, describe_silence, explain_loss
 from allranks.surviving.hosts.meeting import PATIENCE_SECONDS
 from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.place import MeetingPlace
+from allranks.surviving.hosts.presence import Presence
 from allranks.surviving.hosts.seal import Seal
 from allranks.surviving.hosts.seating import Seating
 from allranks.surviving.hosts.table import Table, host_of
@@ -55,6 +56,7 @@ class Company(RendezvousHandler):
         notices: what hosts tell each other.
         tell: says a line to this host's user.
         table, seating: the hosts of the round under way, and how they find it.
+        presence: which hosts live.
         on_lead: called when this host leads after another one, before a round begins; what that was lost by.
         succeeded: what `on_lead` has told, until somebody has taken it from here.
     """
@@ -79,11 +81,11 @@ class Company(RendezvousHandler):
         self.guard = guard
         self.tell = tell
         self._interrupts: Interrupts | None = None
-        self._state = _RendezvousState()
         self._joining_since: float | None = None
         self._told = False
-        self._lived_at: dict[_NodeDesc, float] = {}  # of this round's hosts
-        self._inner = make_handler(SealedBackend(meeting, seal, self._see), least, nodes, guard)
+        backend = SealedBackend(meeting, seal, self._see)
+        self.presence = Presence(guard.host_seconds, backend.reader)
+        self._inner = make_handler(backend, least, nodes, guard)
         self._node: _NodeDesc = self._inner._this_node
         self._lead = Lead(meeting, seal, self._node)
         self.seating = Seating(meeting, self.notices, self._node, nproc)
@@ -92,6 +94,11 @@ class Company(RendezvousHandler):
     def leads(self) -> bool:
         """Whether this host decides for all, as of when it last sought to."""
         return self._lead.held
+
+    @property
+    def place(self) -> int:
+        """This host's number in the round under way."""
+        return self.table.place_of(self._node)
 
     def seek(self) -> bool:
         """Lead, where nobody does: whether this host leads. Raises StoreLostError, SealError."""
@@ -139,10 +146,11 @@ class Company(RendezvousHandler):
             ProcessError: a host did not come, or the leader has gone; one line.
         """
         self._joining_since, self._told = time.monotonic(), False
+        self.presence.await_survivors(self._node, self.table.members)
         try:
             while True:
                 self._inner.next_rendezvous()
-                table = self._seat(self._state)
+                table = self._seat(self.presence.state)
                 if table is not None:
                     break
         except (RendezvousClosedError, RendezvousGracefulExitError):
@@ -153,17 +161,18 @@ class Company(RendezvousHandler):
             raise self.explain(error) from error
         finally:
             self._joining_since = None
-        self.table, self._lived_at = table, dict.fromkeys(table.members, time.monotonic())
+        self.table = table
+        self.presence.begin_round(table.members)
         if not self.leads:
-            ranks = table.ranks(table.place_of(self._node))
+            ranks = table.ranks(self.place)
             own = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
             self.tell(f"{own} of {sum(table.workers)}; {host_of(table.members[0])} leads")
         place = RendezvousStoreInfo(table.address, table.port)
-        return RendezvousInfo(table.assignments(), table.place_of(self._node), len(table.members), place)
+        return RendezvousInfo(table.assignments(), self.place, len(table.members), place)
 
     def _see(self, state: _RendezvousState) -> None:
         """Every state that is read or written; the waiting ends here for who was asked to stop."""
-        self._state = state
+        self.presence.state = state
         if self._joining_since is None:
             return
         if self._interrupts is not None and self._interrupts.first is not None:
@@ -173,8 +182,8 @@ class Company(RendezvousHandler):
             self.tell(f"{self._who_is_here()}: waiting up to {self.guard.join_seconds:g} s (guard.join_seconds)")
 
     def _who_is_here(self) -> str:
-        others = {*self._state.participants, *self._state.wait_list} - {self._node}
-        here = [self._node, *(node for node in others if not self._is_silent(node))]
+        state = self.presence.state
+        here = {self._node, *self.presence.living({*state.participants, *state.wait_list})}
         return f"{len(here)} of {self._nodes} hosts are here ({', '.join(sorted(map(host_of, here)))})"
 
     def _late(self) -> ProcessError:
@@ -206,7 +215,7 @@ class Company(RendezvousHandler):
         while not self._is_over(number, members):
             if time.monotonic() - sought_at > SEEK_SECONDS:
                 sought_at, leader = time.monotonic(), self._seek_in_round()
-                if leader in {*self._state.wait_list, *self._state.redundancy_list}:
+                if leader in {*self.presence.state.wait_list, *self.presence.state.redundancy_list}:
                     return None  # it lives, and did not find room: now it does
             found = (self.seating.open if self.leads else self.seating.find)(number, members)
             if found is not None:
@@ -227,43 +236,41 @@ class Company(RendezvousHandler):
     def _is_over(self, number: int, members: tuple[_NodeDesc, ...]) -> bool:
         """Whether a round has ended before it began: somebody left, or says nothing any more."""
         self._inner.num_nodes_waiting()  # reads the state where it is older than a second
-        gone = [node for node in members if node not in self._state.participants or self._is_silent(node)]
-        return self._state.round != number or bool(gone)
-
-    def _is_silent(self, node: _NodeDesc) -> bool:
-        last = self._state.last_heartbeats.get(node)
-        return last is None or datetime.now(UTC) - last > timedelta(seconds=self.guard.host_seconds)
+        return self.presence.state.round != number or bool(self.presence.gone(members))
 
     def lost(self) -> Failure | None:
         """A host of this round that has gone without a word, as the Failure of its first worker.
 
-        Who has reported may have left for the next round; of the leader all wait for a word even then.
+        Where workers have lost their connection and nobody has said why, some seconds of silence are enough. Who has
+        reported may have left for the next round; of the leader all wait for a word even then.
 
         Raises:
             RendezvousError: the store has gone, or holds what no host wrote.
         """
         self._inner.num_nodes_waiting()
-        for place, node in enumerate(self.table.members):
-            if not self._is_silent(node):
-                self._lived_at[node] = time.monotonic()
-            gone = node not in self._state.participants or self._is_silent(node)
-            if not gone or node == self._node:
+        number, members = self.table.number, self.table.members
+        cut_off = self.notices.lost_a_peer(number, len(members))
+        gone = self.presence.gone(members)
+        for place, node in enumerate(members):
+            if node == self._node or not (node in gone or cut_off):
                 continue
-            long_gone = time.monotonic() - self._lived_at[node] > self.guard.host_seconds
-            if not self.notices.has_reported(self.table.number, place) or (place == 0 and long_gone):
-                what = f"its host is lost: no sign of life for {self.guard.host_seconds:g} s (guard.host_seconds)"
-                first = self.table.ranks(place)[0]
-                return Failure(first, host_of(node), node.pid, time.time(), TRANSIENT, what)
+            if self.notices.has_reported(number, place):
+                lost = place == 0 and gone.get(node, 0.0) > self.guard.host_seconds
+            else:
+                lost = node in gone or self.presence.suspect(node)
+            if lost:
+                what = describe_silence(self.guard, suspected=node not in gone)
+                return Failure(self.table.ranks(place)[0], host_of(node), node.pid, time.time(), TRANSIENT, what)
         return None
 
     def newcomers(self) -> tuple[str, ...]:
         """The names of hosts that wait to join the round under way."""
-        found = [node for node in self._state.wait_list if node not in self.table.members and not self._is_silent(node)]
+        found = self.presence.living(self.presence.state.wait_list) - {*self.table.members}
         return tuple(sorted(map(host_of, found)))
 
     def report(self, report: Report) -> None:
         """Say how this host's workers of this round ended."""
-        self.notices.report(self.table.number, self.table.place_of(self._node), report)
+        self.notices.report(self.table.number, self.place, report)
 
     def in_trouble(self) -> bool:
         """Whether workers of any host have failed in this round."""
@@ -285,16 +292,9 @@ class Company(RendezvousHandler):
         with contextlib.suppress(*LOST, *FORGED, RendezvousError):
             self.notices.say_goodbye(self._node)
             if self.notices.ending() is not None:
-                over = self._is_last(FAREWELL_SECONDS if self.leads else 0.0) or self.leads
+                state = self.presence.state
+                others = {*self.table.members, *state.participants, *state.wait_list} - {self._node}
+                last = is_last(others, self.presence, self.notices, FAREWELL_SECONDS if self.leads else 0.0)
+                over = last or self.leads
         self._inner._stop_heartbeats()
         self._meeting.close(over=over)
-
-    def _is_last(self, seconds: float) -> bool:
-        """Whether all others have left or are silent, after so many seconds at most: then nobody else can close it."""
-        here = {*self.table.members, *self._state.participants, *self._state.wait_list} - {self._node}
-        deadline = time.monotonic() + seconds
-        while here := {node for node in here if not self._is_silent(node) and not self.notices.has_left(node)}:
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(POLL_SECONDS)
-        return not here

@@ -30,8 +30,8 @@ from allranks.surviving.hosts.meeting import LEADER
 from allranks.surviving.hosts.patience import Patience
 from allranks.surviving.hosts.place import MeetingPlace, StoreLostError
 
-CALLS_IN_PATIENCE = 4  # a call that nobody answers may be made so often before the meeting is lost
-BEATS_IN_PATIENCE = 8
+CALLS_IN_PATIENCE = 8  # a call that nobody answers may be made so often before the meeting is lost
+BEATS_IN_PATIENCE = 16
 MARGIN_SECONDS = 1  # by which a host takes its own lead for ended before etcd does
 Answer = TypeVar("Answer")
 Words = ParamSpec("Words")

@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from allranks.config_guard import GuardConfig
 
-BEATS = 8  # signs of life that may be missing one after the other
+BEATS = 16  # signs of life that may be missing one after the other
 LAST_CALL_SECONDS = 3.0  # once there are enough hosts: time for more to come, before a round begins without them
 CLOSE_SECONDS = 5.0
 

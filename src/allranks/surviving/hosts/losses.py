@@ -1,10 +1,12 @@
-"""Errors of the meeting store: it has gone, or somebody without the secret writes there; and the one line on each."""
+"""What is lost, in words: the meeting store has gone, somebody without the secret writes there, a host is silent."""
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
+from allranks.config_guard import GuardConfig
 from allranks.errors import ProcessError
 from allranks.hosts_request import Endpoint
 from allranks.surviving.hosts.place import StoreLostError
+from allranks.surviving.hosts.presence import SUSPECT_SECONDS
 from allranks.surviving.hosts.seal import SealError
 
 LOST = (StoreLostError, RendezvousConnectionError)
@@ -27,3 +29,13 @@ def explain_loss(error: Exception, endpoint: Endpoint) -> ProcessError:
         f"the host at {endpoint}, where the others meet, is gone ({error}); the run is whole up to its newest "
         "checkpoint: start the same command on every host again"
     )
+
+
+def describe_silence(guard: GuardConfig, *, suspected: bool) -> str:
+    """Why a host is taken for lost; `suspected`: earlier than by its silence alone."""
+    if suspected:
+        return (
+            "its host is lost: workers have lost their connection, and it has given no sign of life for "
+            f"{SUSPECT_SECONDS:g} s"
+        )
+    return f"its host is lost: no sign of life for {guard.host_seconds:g} s (guard.host_seconds)"

@@ -1,7 +1,8 @@
 """Hosts that meet at one of them: in a store that the host of the endpoint serves and the others reach.
 
 Every call has a limit. torch's client waits without end for a host that says nothing more, and a command that waits
-there could not even end its workers.
+there could not even end its workers. A call that is not answered is made again on a new connection until then: TCP
+sends what was lost in a cut of ten seconds again after thirteen, a new connection finds the network back at once.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar, final
+from typing import Generic, TypeVar, final
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -26,6 +27,9 @@ from allranks.surviving.hosts.place import MeetingPlace, StoreLostError
 STORE_TIMEOUT = timedelta(minutes=5)  # of what torchelastic itself waits for in the store
 PATIENCE_SECONDS = 5.0  # then the user hears for whom this command waits
 GREETING_SECONDS = 10.0  # what listens has to answer as a store within this
+SLOW_SECONDS = 1.0  # without an answer: then other connections are tried
+REACH_SECONDS = 0.5  # for one of them
+GLANCE_SECONDS = 0.05
 Answer = TypeVar("Answer")
 LEADER = "leader"
 NOT_OURS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
@@ -40,6 +44,7 @@ class MeetingStore(MeetingPlace):
     """
 
     def __init__(self, store: Store, endpoint: Endpoint, address: str, *, serves: bool, call_seconds: float) -> None:
+        """`call_seconds`: how long a call may take, with all of its repetitions."""
         self.store = store
         self.endpoint = endpoint
         self.scope = ""
@@ -53,18 +58,23 @@ class MeetingStore(MeetingPlace):
     def read(self, key: str) -> str | None:
         """As the interface says."""
 
-        def look() -> str | None:
-            return self.store.get(key).decode("utf-8", "replace") if self.store.check([key]) else None
+        def look(store: Store) -> str | None:
+            return store.get(key).decode("utf-8", "replace") if store.check([key]) else None
 
         return self._call(look)
 
     def write(self, key: str, text: str) -> None:
         """As the interface says."""
-        self._call(lambda: self.store.set(key, text))
+
+        def put(store: Store) -> None:
+            store.set(key, text)
+            store.check([key])  # a set alone is not answered: it may lie in this host's own buffers
+
+        self._call(put)
 
     def exchange(self, key: str, expected: str, wanted: str) -> str:
         """As the interface says."""
-        return self._call(lambda: self.store.compare_set(key, expected, wanted).decode("utf-8", "replace"))
+        return self._call(lambda store: store.compare_set(key, expected, wanted).decode("utf-8", "replace"))
 
     def claim(self, word: str) -> str | None:
         """Who serves leads, and nobody else ever does."""
@@ -77,27 +87,62 @@ class MeetingStore(MeetingPlace):
     def close(self, *, over: bool) -> None:
         """Nothing: the store goes with its process."""
 
-    def _call(self, function: Callable[[], Answer]) -> Answer:
+    def _call(self, function: Callable[[Store], Answer]) -> Answer:
+        """What the store answers. Every call that is made here may be made twice."""
         if self._lost is not None:
             raise StoreLostError(self._lost)
-        answers: list[Answer] = []
-        errors: list[Exception] = []
-
-        def call() -> None:
-            try:
-                answers.append(function())
-            except (dist.DistError, RuntimeError, ValueError, TimeoutError) as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=call, name="allranks-meeting", daemon=True)
-        thread.start()
-        thread.join(self._call_seconds)
-        if answers:
-            return answers[0]
-        self.stuck = thread.is_alive()
+        ends = time.monotonic() + self._call_seconds
+        calls = [_Call(function, self.store)]
+        calls[0].wait(min(SLOW_SECONDS, self._call_seconds))
+        while not (calls[-1].errors or any(call.answers for call in calls)) and time.monotonic() < ends:
+            if self.store is calls[-1].store:
+                self._connect_again()
+            if self.store is not calls[-1].store:
+                calls.append(_Call(function, self.store))
+            calls[-1].wait(GLANCE_SECONDS)
+        self.stuck = any(call.lasts for call in calls)
+        for call in calls:
+            if call.answers:
+                return call.answers[0]
         silence = f"no answer for {self._call_seconds:g} s"
+        errors = calls[-1].errors
         self._lost = str(errors[0]).strip().splitlines()[0].partition(". ")[0] if errors else silence
         raise StoreLostError(self._lost)
+
+    def _connect_again(self) -> None:
+        """Reach the store anew, where the network lets a connection through."""
+        host, port = self.endpoint.host, self.endpoint.port
+        if self.serves or wait_for_listener(host, port, time.monotonic() + REACH_SECONDS) is not None:
+            return
+        self.store = connect(host, port, STORE_TIMEOUT, time.monotonic() + REACH_SECONDS) or self.store
+
+
+@final
+class _Call(Generic[Answer]):
+    """One call, in a thread that may wait for ever."""
+
+    def __init__(self, function: Callable[[Store], Answer], store: Store) -> None:
+        self.store = store
+        self.answers: list[Answer] = []
+        self.errors: list[Exception] = []
+        self._function = function
+        self._thread = threading.Thread(target=self._make, name="allranks-meeting", daemon=True)
+        self._thread.start()
+
+    def _make(self) -> None:
+        try:
+            self.answers.append(self._function(self.store))
+        except (dist.DistError, RuntimeError, ValueError, TimeoutError) as error:
+            self.errors.append(error)
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._thread.is_alive()
+
+    def wait(self, seconds: float) -> None:
+        """Until it ends, or so long."""
+        self._thread.join(seconds)
 
 
 def open_meeting(

@@ -5,7 +5,7 @@ Supervisor's budget of restarts, from what all have reported: either it goes the
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, final
 
@@ -13,9 +13,12 @@ from allranks.failure import PREEMPTED, Failure, first_failure
 from allranks.process_environment import ATTEMPT
 from allranks.surviving.hosts.company import Company
 from allranks.surviving.hosts.ending import Ending, Report
+from allranks.surviving.hosts.hearing import Hearing
 from allranks.surviving.hosts.losses import FORGED, LOST
+from allranks.surviving.hosts.statement import Statement, find_absent, find_alarm, gather
 from allranks.surviving.interrupts import Interrupts
 from allranks.surviving.outcome import Outcome
+from allranks.surviving.ruling import Ruling
 from allranks.surviving.supervisor import Supervisor
 
 LOOK_SECONDS = 0.5  # between two looks into the store
@@ -41,6 +44,9 @@ class Member:
         self._looked = 0.0
         self._reported_at: float | None = None
         self._lost: Failure | None = None
+        self._hung: Failure | None = None
+        self._hearing: Hearing | None = None
+        self._workers: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {})
         self._admitting: tuple[str, ...] = ()
         company.heed(interrupts)
 
@@ -53,27 +59,61 @@ class Member:
         if self._company.succeeded is not None and self._supervisor is not None:
             self._supervisor.succeeding(self._company.succeeded)
             self._company.succeeded = None
-        self._reported_at = self._lost = None
+        self._reported_at = self._lost = self._hung = None
+        self._workers = ({}, {})
+        self._hearing = Hearing(self._company.notices, self._company.table, self._company.place)
         self._admitting = ()
         return {ATTEMPT: str(self._company.table.attempt)}
 
-    def look(self) -> float | None:
+    def watch(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> None:
+        """See how this host's living workers do, and ask all hosts where something is wrong; as Supervisor.look."""
+        if self._supervisor is not None and self._hearing is not None and self._supervisor.notice(pids, ranks):
+            self._hearing.ask()
+
+    def look(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> float | None:
         """See how the others do: the seconds after which this host's workers are to be ended; None: all is well.
+
+        Args:
+            pids: local rank -> process id, of those that live.
+            ranks: local rank -> global rank.
 
         Raises:
             ProcessError: the store has gone, or holds what no host wrote.
         """
+        self._workers = (pids, ranks)
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return None
         self._looked = time.monotonic()
         try:
             if self._lost is None:
                 self._lost = self._company.lost()
-            if self._lost is not None or self._company.notices.ending() is not None:
+            self._attend()
+            if self._lost or self._hung or self._company.notices.ending() is not None:
                 return 0.0
             return LINGER_SECONDS if self._company.in_trouble() else None
         except (*LOST, *FORGED) as error:
             raise self._company.explain(error) from error
+
+    def _attend(self) -> None:
+        """Do what is due in a hearing of what hangs, and tell what has been found."""
+        if self._supervisor is None or self._hearing is None:
+            return
+        for ruling in self._hearing.attend(self._state, self._rule if self._company.leads else None):
+            self._hung = self._supervisor.obey(ruling) or self._hung
+
+    def _state(self) -> Statement:
+        assert self._supervisor is not None
+        found = self._supervisor.question(*self._workers)
+        monitor = self._supervisor.monitor
+        return Statement(tuple(found), monitor.stopped, monitor.delayed_seconds)
+
+    def _rule(self, statements: Sequence[Statement | None]) -> Ruling | None:
+        assert self._supervisor is not None
+        found = gather(statements)
+        alarm = find_alarm(found, statements, self._company.guard)
+        if alarm is None:
+            return None
+        return self._supervisor.judge(found, alarm, find_absent(self._company.table, statements))
 
     def admits(self) -> bool:
         """Whether the leader's workers are to save and end now, so that hosts that wait can join; said once.
@@ -96,9 +136,11 @@ class Member:
 
     def _settle(self, outcome: Outcome) -> Next:
         company = self._company
+        self._workers = ({}, {})
+        self._attend()  # what ended the workers is told before they start again
         if self._reported_at is None:
             self._reported_at = time.monotonic()
-            failure = first_failure(filter(None, (outcome.first_failure, self._lost)))
+            failure = first_failure(filter(None, (outcome.first_failure, self._lost, self._hung)))
             company.report(Report(outcome.exit_code, failure, self._interrupts.first is not None))
             if failure is not None and not company.leads:
                 company.tell(f"{failure.brief()}; the leader decides what follows")

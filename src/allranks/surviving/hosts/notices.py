@@ -4,6 +4,9 @@ run                        what all hosts have to have alike, and where the Run 
 heirs                      [host, pid] of all who have led, or were about to                     (by the leader)
 member/ROUND/NUMBER        a host's number of workers
 meet/ROUND                 the attempt, the address of the workers' store, the hosts' order and workers  (by the leader)
+inquiry/ROUND              something is wrong: the number of the question what (hearing.py)
+statement/ROUND/NUMBER/PLACE  where a host's workers stand (Statement)
+ruling/ROUND               what that means, for all (Ruling)                                     (by the leader)
 trouble/ROUND              workers of a host have failed
 report/ROUND/PLACE         how a host's workers ended (Report)
 again/ROUND                all workers have saved and ended, and start again                     (by the leader)
@@ -56,6 +59,13 @@ class Notices:
     def in_trouble(self, number: int) -> bool:
         """Whether workers of any host have failed in a round."""
         return self.read(f"trouble/{number}") is not None
+
+    def lost_a_peer(self, number: int, num_hosts: int) -> bool:
+        """Whether workers have failed in a round, and all that have said why have lost a peer."""
+        if not self.in_trouble(number):
+            return False
+        failures = [one.failure for one in self.reports(number, num_hosts) if one is not None and one.failure]
+        return bool(failures) and all(failure.consequence for failure in failures)
 
     def start_again(self, number: int) -> None:
         """Let all hosts go on to the round after this one."""

@@ -2,7 +2,8 @@
 
 torch keeps the wall-clock time of each host's last sign of life, and takes hosts whose clock is late for dead. Here a
 sign of life is a number that rises; when it last rose is a matter of the reader's own monotonic clock. A deadline
-travels as the seconds that were left when it was set.
+travels as the seconds that were left when it was set. What a host knows better than its silence or a deadline tell, it
+tells its torch as a time that is long past: torch then does what it does for those.
 
     {"version", "round", "complete", "closed", "deadline": null | {"id", "seconds"},
      "participants": [[node, rank], ...], "waiting": [node, ...], "spare": [node, ...], "beats": [[node, number], ...]}
@@ -19,17 +20,30 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from allranks.surviving.hosts.seal import Json
 
+LONG_AGO = datetime.fromtimestamp(0, UTC)
+
 
 @final
 class StateReader:
-    """Translates for one host: it remembers when it has seen which sign of life."""
+    """Translates for one host: it remembers when it has seen which sign of life.
+
+    Attributes:
+        awaited: when all of these hosts take part in a round that others may still join, it begins; empty: it does not.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: seconds that never go back, in which others could have given a sign of life."""
+        self.awaited: frozenset[_NodeDesc] = frozenset()
         self._clock = clock
+        self._lost: dict[_NodeDesc, int] = {}  # the number of the last sign of life
         self._beats: dict[_NodeDesc, tuple[int, float]] = {}  # the number, and when it rose, on the clock
         self._handed: dict[_NodeDesc, datetime] = {}  # what the handler was told of it
         self._deadline: tuple[str, datetime] | None = None
+
+    def take_for_lost(self, node: _NodeDesc) -> None:
+        """From now on this host is silent, until it gives one more sign of life."""
+        if node in self._beats:
+            self._lost[node] = self._beats[node][0]
 
     def read(self, value: Json) -> _RendezvousState:
         """torch's state from JSON whose seal was found right."""
@@ -39,6 +53,8 @@ class StateReader:
         state.wait_list = {read_node(node) for node in value["waiting"]}
         state.redundancy_list = {read_node(node) for node in value["spare"]}
         state.deadline = self._read_deadline(value["deadline"])
+        if state.deadline is not None and self.awaited and self.awaited <= state.participants.keys():
+            state.deadline = LONG_AGO
         state.last_heartbeats = {
             read_node(node): self._last_seen(read_node(node), beat) for node, beat in value["beats"]
         }
@@ -49,6 +65,8 @@ class StateReader:
         known = self._beats.get(node)
         if known is None or known[0] != beat:
             known = self._beats[node] = (beat, self._clock())
+        if self._lost.get(node) == beat:
+            return LONG_AGO
         return datetime.now(UTC) - timedelta(seconds=self._clock() - known[1])
 
     def _read_deadline(self, value: Json) -> datetime | None:
@@ -82,6 +100,8 @@ class StateReader:
     def _write_deadline(self, deadline: datetime | None) -> Json:
         if deadline is None:
             return None
+        if deadline == LONG_AGO and self._deadline is not None:
+            deadline = self._deadline[1]
         left = (deadline - datetime.now(UTC)).total_seconds()
         if self._deadline is not None and self._deadline[1] == deadline:
             return {"id": self._deadline[0], "seconds": left}
