@@ -162,7 +162,7 @@ def test_metrics_that_fail_lose_no_step(tmp_path: Path) -> None:
     assert saved(run) == [6] and events(run, "end")[-1]["reason"] == "failed"
 
 
-@pytest.mark.parametrize(("name", "code", "also"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 75, "terminated")])
+@pytest.mark.parametrize(("name", "code", "also"), [("SIGINT", 130, "interrupted"), ("SIGUSR1", 75, "terminated")])
 def test_a_stop_acts_at_the_next_boundary_after_a_save(tmp_path: Path, name: str, code: int, also: str) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
     settings = ("train.steps=9", "task.signal_after=6", f"task.signal_name={name}")
