@@ -137,6 +137,7 @@ def test_a_host_that_is_asked_to_stop_leaves_and_the_other_goes_on(tmp_path: Pat
         first = found.start("hosta", *words)
         found.wait_until_led()
         second = found.start("hostb", *words)
+        wait_for(lambda: step_of(found.run) >= 1, "a step", 100)
         wait_for(lambda: [event["world_size"] for event in events(found.run, "start")][-1:] == [2], "two hosts", 100)
         before = step_of(found.run)
         wait_for(lambda: step_of(found.run) >= before + 3, "three steps", 100)

@@ -200,6 +200,16 @@ def test_a_stop_before_the_first_step_can_be_resumed(tmp_path: Path) -> None:
     same_run(whole, run, 4)
 
 
+def test_a_run_goes_on_where_it_was_moved_to(tmp_path: Path) -> None:
+    run, whole, moved = tmp_path / "run", tmp_path / "whole", tmp_path / "elsewhere" / "moved"
+    assert start("Curve", run, "train.steps=4", "schedule.steps=8") == 0
+    moved.parent.mkdir()
+    run.rename(moved)
+    assert train(None, "train.steps=8", resume=moved) == 0 and not run.exists()
+    assert start("Curve", whole, "train.steps=8") == 0
+    same_run(whole, moved, 8)
+
+
 def test_the_schedule_of_the_first_start_stays(tmp_path: Path) -> None:
     """Also where the end of the data, not train.steps, was its end: 50 samples are 5 steps."""
     for length, more in (("train.epochs=1", "train.epochs=2"), ("train.steps=5", "train.steps=10")):

@@ -38,7 +38,9 @@ def train_in_workers(
     method = forkserver.choose_start_method()
     directory = None if memory is None else memory.directory
     told = (*decisions, method.decision)
-    assignment = Assignment(request, run.path.resolve(), told, memory=directory, first_attempt=run.attempts, began=started_at())
+    assignment = Assignment(
+        request, run.path.resolve(), told, memory=directory, first_attempt=run.attempts, began=started_at()
+    )
     try:
         outcome = run_workers(
             f"{WORKER}:work",
