@@ -54,8 +54,8 @@ def test_the_keys_are_frozen() -> None:
         for section in SECTIONS
     }
     assert {section: " ".join(names) for section, names in by_section.items()} == {
-        "train": "steps epochs max_seconds global_batch micro_batch micro_steps seed precision ema max_norm deterministic "
-        "backend",
+        "train": "steps epochs max_seconds global_batch micro_batch micro_steps seed precision ema max_norm "
+        "deterministic backend",
         "optimizer": "name lr weight_decay momentum beta1 beta2 eps",
         "schedule": "name warmup steps floor",
         "layout": "kind dp_replicate dp_shard tp cp pp ep sharding schedule recompute offload batchnorm compile "

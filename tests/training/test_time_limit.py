@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from allranks.training import time_limit as module
 from allranks.training.time_limit import TimeLimit, started_at
 
 
@@ -16,7 +15,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, now: float = 0.0) -> None:
         self.now = now
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr("allranks.training.time_limit.time.monotonic", lambda: self.now)
 
     def pass_by(self, seconds: float) -> None:
         self.now += seconds
@@ -56,7 +55,7 @@ def test_a_first_step_that_compiles_is_no_measure(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_was_over_before_the_first_step_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, 101.0)
+    Clock(monkeypatch, 101.0)
     limit = TimeLimit(100.0, 0.0, 0, lambda: 0.0)
     assert limit.is_reached() and "no step was timed" in str(limit.explain(0))
 

@@ -87,8 +87,8 @@ def guard(parent: int, _worker: int) -> None:
     """Makes a worker process live exactly as long as its parent needs it (torch calls this first in each).
 
     Ctrl-C, and a SIGTERM or SIGUSR1 sent to the whole process group, are the loop's to answer: it finishes its step and
-    saves, for which it needs its workers. So a worker ends by SIGTERM only if its parent sent it; and half a second after its
-    parent is gone.
+    saves, for which it needs its workers. So a worker ends by SIGTERM only if its parent sent it; and half a second
+    after its parent is gone.
     """
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -81,7 +81,7 @@ def start(task: str | None = None, modules: Sequence[str] = ()) -> None:
 
 def _start_unsignalled() -> None:
     """A request to stop may be sent to every process (Slurm does): of it the server, and multiprocessing's process that
-    cleans up behind it, must not end before the workers have saved. They keep the mask; workers drop it (HELD_BACK of child.py).
+    cleans up behind it, must not end before the workers have saved. They keep the mask; workers drop it (child.py).
     """
     held = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
     try:

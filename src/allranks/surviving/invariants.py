@@ -19,7 +19,7 @@ from allranks.surviving.trial_commands import Command, Left
 NAMED = 3
 LEFTOVER = re.compile(r"\.tmp|^\.trash-|^\.probe-|^failure-")
 RECOVERY_SECONDS = 20.0
-"""Ten times the worst that a tiny model on an idle machine may take: what is more is no noise of cores that are shared."""
+"""Ten times the worst that a tiny model on an idle machine may take: more is no noise of cores that are shared."""
 PASSED_OVER = "passed over a newer checkpoint"
 
 

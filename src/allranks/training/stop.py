@@ -32,7 +32,7 @@ class StopRequests:
 
     @classmethod
     def install(cls, *, alone: bool = False) -> "StopRequests":
-        """Take over SIGINT, SIGTERM and SIGUSR1; does nothing outside the main thread, where Python allows no handlers."""
+        """Take over SIGNALS; does nothing outside the main thread, where Python allows no handlers."""
         requests = cls(alone=alone)
         try:
             requests._replaced = {number: signal.signal(number, requests._note) for number in SIGNALS}

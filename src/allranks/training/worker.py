@@ -199,8 +199,8 @@ class _Training:
             )
         try:
             leave_out = partial(add_range, run)
-            told = (recorder, progress, leave_out, memory, self._assignment.began)
-            return Trainer(session, saver, self._stopwatch, *told).train()
+            kept = (recorder, progress, leave_out, memory, self._assignment.began)
+            return Trainer(session, saver, self._stopwatch, *kept).train()
         except GuardError:
             forsake(self._memory, self._processes.rank)
             raise
