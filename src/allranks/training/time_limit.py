@@ -14,7 +14,9 @@ from allranks.verdict import Decision
 
 
 def started_at() -> float:
-    """When this process was started, by the clock of `time.monotonic`, which all processes of a host share."""
+    """When this process was started, by the clock of `time.monotonic`, which all processes of a host share; at most a
+    second early, because the system tells when it was booted in whole seconds.
+    """
     return time.monotonic() - (time.time() - psutil.Process().create_time())
 
 
