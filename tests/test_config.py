@@ -54,9 +54,9 @@ BAD_ARGUMENTS = [
     (
         "guard.qqqq=1",
         "unknown key 'guard.qqqq'; the keys of guard are hang, hang_seconds, stopped_seconds, input_seconds, "
-        "first_step_seconds, evaluation_seconds, checkpoint_seconds, restarts, host_seconds, join_seconds, "
-        "nonfinite, nonfinite_limit, digest_every, recompute_every, on_finding, mute, spike, spike_threshold, "
-        "spike_window, spike_times, spike_after",
+        "first_step_seconds, evaluation_seconds, checkpoint_seconds, stop_seconds, restarts, host_seconds, "
+        "join_seconds, nonfinite, nonfinite_limit, digest_every, recompute_every, on_finding, mute, spike, "
+        "spike_threshold, spike_window, spike_times, spike_after",
     ),
     ("trian.qqqq=1", "unknown key 'trian.qqqq'; did you mean 'train'?"),
     (
@@ -339,6 +339,7 @@ def test_what_a_resume_may_change_is_frozen() -> None:
     assert free == {
         "train.steps",
         "train.epochs",
+        "train.max_seconds",
         "data.workers",
         "evaluate.every",
         "checkpoint.every",

@@ -54,7 +54,8 @@ def test_the_keys_are_frozen() -> None:
         for section in SECTIONS
     }
     assert {section: " ".join(names) for section, names in by_section.items()} == {
-        "train": "steps epochs global_batch micro_batch micro_steps seed precision ema max_norm deterministic backend",
+        "train": "steps epochs max_seconds global_batch micro_batch micro_steps seed precision ema max_norm "
+        "deterministic backend",
         "optimizer": "name lr weight_decay momentum beta1 beta2 eps",
         "schedule": "name warmup steps floor",
         "layout": "kind dp_replicate dp_shard tp cp pp ep sharding schedule recompute offload batchnorm compile "
@@ -65,8 +66,8 @@ def test_the_keys_are_frozen() -> None:
         "checkpoint": "every keep asynchronous mirror memory_every",
         "track": "tensorboard",
         "guard": "hang hang_seconds stopped_seconds input_seconds first_step_seconds evaluation_seconds "
-        "checkpoint_seconds restarts host_seconds join_seconds nonfinite nonfinite_limit digest_every recompute_every "
-        "on_finding mute spike spike_threshold spike_window spike_times spike_after",
+        "checkpoint_seconds stop_seconds restarts host_seconds join_seconds nonfinite nonfinite_limit digest_every "
+        "recompute_every on_finding mute spike spike_threshold spike_window spike_times spike_after",
     }
     assert {name: key.default for name, key in config_keys().items() if key.default is not None} == {
         "train.global_batch": 32,
@@ -108,6 +109,7 @@ def test_the_keys_are_frozen() -> None:
         "guard.first_step_seconds": 1800.0,
         "guard.evaluation_seconds": 1800.0,
         "guard.checkpoint_seconds": 1800.0,
+        "guard.stop_seconds": 60.0,
         "guard.restarts": 3,
         "guard.host_seconds": 11.5,
         "guard.join_seconds": 600.0,

@@ -15,7 +15,7 @@ class Fault:
     Attributes:
         what: the fault.
         does: what allranks does about it; "" where nothing is built.
-        tests: `file::function`; `file::*` for all of a file.
+        tests: `file::function`.
         open: what is not shown, and why.
     """
 

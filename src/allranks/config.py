@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 RESUMABLE = (
-    *("train.steps", "train.epochs", "layout.", "data.workers", "evaluate.every"),
+    *("train.steps", "train.epochs", "train.max_seconds", "layout.", "data.workers", "evaluate.every"),
     *("checkpoint.", "track.", "guard."),
 )
 """What a resume may change freely (a trailing dot: the whole section); the rest changes what the run means."""

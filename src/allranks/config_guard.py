@@ -38,6 +38,12 @@ class GuardConfig(Section):
         1800.0, "between two batches of an evaluation; also after the last step", unit="s", gt=0
     )
     checkpoint_seconds: float = key(1800.0, "for writing one checkpoint", unit="s", gt=0)
+    stop_seconds: float = key(
+        60.0,
+        "after a request to stop: how long workers may take to finish the step and save before they are killed",
+        unit="s",
+        gt=0,
+    )
     restarts: CountOrZero = key(
         3, "restarts in a row that finish no further step, before the run ends with 93; 0: none", unit="restarts"
     )

@@ -44,6 +44,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "gradient_accumulation_steps": "train.micro_steps",
     "accumulate_grad_batches": "train.micro_steps",
     "max_steps": "train.steps",
+    "max_time": "train.max_seconds",
     "num_train_epochs": "train.epochs",
     "max_epochs": "train.epochs",
     "max_grad_norm": "train.max_norm",

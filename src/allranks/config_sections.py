@@ -48,6 +48,12 @@ class TrainConfig(Section):
     epochs: Count | None = key(
         None, "passes over the training data; 1 where train.steps is not given either", unit="epochs"
     )
+    max_seconds: float | None = key(
+        None,
+        "from the start of the command, restarts included: saved before then, and ended with 75; not given: no limit",
+        unit="s",
+        gt=0,
+    )
     global_batch: Count = key(32, "samples per optimizer step, over all processes", unit="samples")
     micro_batch: Count | None = key(
         None, "samples per forward on one data-parallel rank; not given: its whole share at once", unit="samples"

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.reading import unless_read
 from allranks.cli.main import main
 from tests.checkpointing.worlds import flip, save_alone
 
@@ -181,3 +183,22 @@ def test_a_fresh_run_lists_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["checkpoint", "list", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path} holds no checkpoint yet\n"
     assert answer(capsys, "list", tmp_path) == (0, {"checkpoints": []})
+
+
+def test_what_a_command_reads_stays_meanwhile(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    def read(checkpoint: Checkpoint, out: Path | None = None, **_: object) -> list[str]:
+        assert unless_read(checkpoint.path, lambda path: pytest.fail(f"{path} is read")) == []
+        seen.append(checkpoint.path.name)
+        if out is not None:
+            out.touch()
+        return []
+
+    for name in ("check_everything", "export_model"):
+        monkeypatch.setattr(f"allranks.cli.checkpoint_tensors.{name}", read)
+    assert main(["checkpoint", "verify", str(original)]) == 0
+    assert main(["checkpoint", "export", str(original), str(tmp_path / "m.safetensors")]) == 0
+    assert seen == ["step-00000300", "step-00000200", "step-00000300"]

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.comparing import Comparison, compare
+from allranks.checkpointing.reading import unless_read
 from allranks.cli.main import main
 from tests.checkpointing.worlds import flip, parts, save_alone, whole_tensors
 
@@ -48,3 +51,18 @@ def test_a_damaged_one_is_3(pair: tuple[Path, Path], capsys: pytest.CaptureFixtu
     flip(pair[1] / "rank-00000.safetensors", 3000)
     assert main(["checkpoint", "diff", *map(str, pair)]) == 3
     assert "error" in capsys.readouterr().err
+
+
+def test_both_stay_while_they_are_compared(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Path] = []
+
+    def look(*checkpoints: Checkpoint) -> Comparison:
+        for one in checkpoints:
+            assert unless_read(one.path, lambda path: pytest.fail(f"{path} is read")) == []
+            seen.append(one.path)
+        return compare(*checkpoints)
+
+    monkeypatch.setattr("allranks.checkpointing.comparing.compare", look)
+    assert main(["checkpoint", "diff", *map(str, pair)]) == 1 and seen == list(pair)

@@ -1,12 +1,15 @@
 """A run in processes of this host: what they are given, and what is told of their end."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from allranks.cli.in_workers import train_in_workers
 from allranks.config import resolve_config
+from allranks.config_guard import GuardConfig
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.surviving import agent
@@ -28,13 +31,14 @@ def test_workers_get_the_run_and_why_and_the_end_is_told(
 
     monkeypatch.setattr(agent, "run_workers", run_workers)
     decision = Decision("2 processes", "so")
-    supervision: Any = object()
+    supervision: Any = SimpleNamespace(guard=GuardConfig(stop_seconds=7.0))
     code, document = train_in_workers(TrainRequest(), run, 2, [decision], supervision)
 
     assert (code, document["reason"], document["run"]) == (75, "terminated", str(run.path.resolve()))
     assert (seen["entry"], seen["nproc"], seen["run_id"]) == ("allranks.training.worker:work", 2, run.id)
-    assert (seen["supervision"], seen["company"]) == (supervision, None)
+    assert (seen["supervision"], seen["company"], seen["stop_grace_seconds"]) == (supervision, None, 7.0)
     assignment = seen["assignment"]
+    assert 0 < assignment.began < time.monotonic()
     assert assignment.run.is_absolute() and assignment.run == run.path.resolve()
     assert assignment.decisions[0] == decision and "start from" in assignment.decisions[1].what
     assert capsys.readouterr().err == ""

@@ -1,6 +1,8 @@
 """`allranks train`: whole runs in real processes, with real signals."""
 
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -136,6 +138,42 @@ def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path: Path) -> None:
     last = max(steps(run))
     assert (run / "checkpoints" / f"step-{last:08d}" / "COMMITTED").is_file()
     assert json.loads(allranks("report", "run", "--json", folder=tmp_path).stdout)["state"] == "stopped"
+
+
+def test_a_schedulers_warning_to_all_and_the_end_of_the_time_save(tmp_path: Path) -> None:
+    """What Slurm sends to every process of a job step; and where it sends nothing, the run's own limit."""
+    run = tmp_path / "run"
+    settings = ("train.steps=1000", "task.pause=0.05", "--nproc", "2", "--layout", "ddp", "--run", "run")
+    with running("train", POINTS, *settings, folder=tmp_path) as command:
+        wait_for(lambda: max(steps(run), default=0) >= 3, "step 3")
+        os.killpg(command.pid, signal.SIGUSR1)
+        output, _ = command.communicate(timeout=60)
+        assert command.returncode == 75, output
+    last = max(steps(run))
+    assert (run / "checkpoints" / f"step-{last:08d}" / "COMMITTED").is_file()
+    ended = allranks("train", "--resume", "run", "train.max_seconds=1", folder=tmp_path, check=75)
+    because = r"the run stops after step \d+, saves and ends with 75, because \d+ s of train\.max_seconds=1 have passed"
+    assert len(re.findall(because, ended.stdout)) == 1
+    last = max(steps(run))
+    assert (run / "checkpoints" / f"step-{last:08d}" / "COMMITTED").is_file()
+
+
+@pytest.mark.full
+def test_under_torchrun_a_schedulers_warning_saves(tmp_path: Path) -> None:
+    """torchrun passes on what it is told to, and dies of it else."""
+    run, signals = tmp_path / "run", "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
+    words = ("train", POINTS, "train.steps=1000", "task.pause=0.05", "--run-dir", "run")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", signals, "-m", "allranks")
+    with subprocess.Popen([sys.executable, *launch, *words], cwd=tmp_path, env=environment()) as command:
+        try:
+            wait_for(lambda: max(steps(run), default=0) >= 3, "step 3")
+            command.send_signal(signal.SIGUSR1)
+            assert command.wait(60) != 0, "torchrun's own code for a signal is 1"
+        finally:
+            command.kill()
+    last = max(steps(run))
+    assert (run / "checkpoints" / f"step-{last:08d}" / "COMMITTED").is_file()
+    assert [Run.open(run).events(rank)[-1]["reason"] for rank in (0, 1)] == ["stopped", "stopped"]
 
 
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:

@@ -131,6 +131,34 @@ def test_a_host_joins_and_is_lost_and_no_sample_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_host_that_is_asked_to_stop_leaves_and_the_other_goes_on(tmp_path: Path) -> None:
+    with cluster(tmp_path, "1:2") as found:
+        words = ("train.steps=5000", "checkpoint.every=1000", "task.pause=0.1")
+        first = found.start("hosta", *words)
+        found.wait_until_led()
+        second = found.start("hostb", *words)
+        wait_for(lambda: step_of(found.run) >= 1, "a step", 100)
+        wait_for(lambda: [event["world_size"] for event in events(found.run, "start")][-1:] == [2], "two hosts", 100)
+        before = step_of(found.run)
+        wait_for(lambda: step_of(found.run) >= before + 3, "three steps", 100)
+        second.process.send_signal(signal.SIGTERM)
+        assert second.end() == 75, second.said()
+        assert "this host leaves; the others go on from what all have saved" in second.said()
+        wait_for(lambda: [event["world_size"] for event in events(found.run, "start")][-2:] == [2, 1], "one host", 100)
+        before = step_of(found.run)
+        wait_for(lambda: step_of(found.run) >= before + 3, "three steps alone", 100)
+        first.process.send_signal(signal.SIGTERM)
+        assert first.end() == 75, first.said()
+        told = events(found.run, "verdict")[-1]
+        assert (told["kind"], f"{second.name} leaves, asked to stop" in told["what"]) == ("leave", True)
+        saved = re.search(r"after step (\d+), which is saved", told["what"])
+        assert saved is not None and events(found.run, "resume")[-1]["step"] == int(saved[1])
+        lines = [event["step"] for event in events(found.run, "step")]
+        assert lines == list(range(1, step_of(found.run) + 1)), "no step is lost, and none is made twice"
+        check_ledgers(found.run, step_of(found.run))
+
+
+@pytest.mark.full
 def test_the_end_is_that_of_one_host_with_as_many_workers(tmp_path: Path) -> None:
     with cluster(tmp_path) as found:
         first, second = start_two(found, *SETTINGS)

@@ -115,7 +115,7 @@ def foreground() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("foreground")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals_to_the_process_group_leave_the_workers_to_the_loop(number: signal.Signals) -> None:
     """Ctrl-C and a scheduler's SIGTERM reach every process, and the loop still has a step to finish and to save."""
     with Loader(DataStream(list(range(60)), cut=Cut(4), epochs=1), workers=1) as loader:

@@ -153,7 +153,7 @@ class Crew:
     def _where_they_stand(self, timeout: float, done: set[int]) -> str:
         missing = [rank for rank in range(len(self._pids)) if rank not in done]
         for rank in missing:
-            os.kill(self._pids[rank], signal.SIGUSR1)
+            os.kill(self._pids[rank], signal.SIGUSR2)
         time.sleep(STACK_WAIT_SECONDS)
         stacks = "\n".join(f"rank {rank}:\n{self._stacks[rank].read_text()}" for rank in missing)
         return f"no answer from ranks {missing} within {timeout:g} s; they stand at\n{stacks}"

@@ -84,7 +84,7 @@ def serve(address: str) -> None:
     setup: Setup = connection.recv()
     os.environ.update(setup.environment)
     with open(setup.stack_file, "w") as stack_file:
-        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+        faulthandler.register(signal.SIGUSR2, file=stack_file, all_threads=False)
         if setup.group:
             join_group(setup, connection)
         environment = dict(os.environ)

@@ -55,6 +55,7 @@ def vote(world_ledger: int) -> Any:
             ledger=world_ledger,
             skipped=torch.ones(()) if rank else None,
             noticed=rank > 0,
+            expired=rank == 1,
         )
     )
     quiet = agreement.start(ballot(math.nan if rank == 1 else 1.0))
@@ -65,7 +66,9 @@ def vote(world_ledger: int) -> Any:
 def test_every_rank_reads_the_same_sums(pool: Pools) -> None:
     for targets, agreed, quiet in pool(3).run(vote, LARGEST):
         assert targets == 3.0
-        assert agreed == Agreed(4.5, 3, 6, True, True, 3 * LARGEST % (1 << 64), skipped=2, num_ranks=3, noticed=2)
+        assert agreed == Agreed(
+            4.5, 3, 6, True, True, 3 * LARGEST % (1 << 64), skipped=2, num_ranks=3, noticed=2, expired=1
+        )
         assert quiet.noticed == 0 and not quiet.diverged
         assert math.isnan(quiet.loss)
         assert (quiet.interrupt, quiet.terminate, quiet.ledger) == (False, False, 0)

@@ -169,12 +169,17 @@ def commands() -> Iterator[list[Command]]:
         (signal.SIGINT, True, 130),
         (signal.SIGINT, False, 130),
         (signal.SIGTERM, False, 75),
+        pytest.param(signal.SIGTERM, True, 75, marks=pytest.mark.full),
+        (signal.SIGUSR1, True, 75),
+        pytest.param(signal.SIGUSR1, False, 75, marks=pytest.mark.full),
     ],
 )
 def test_the_first_request_lets_workers_save(
     tmp_path: Path, commands: list[Command], number: signal.Signals, to_all: bool, code: int
 ) -> None:
-    commands.append(command := Command(tmp_path, "train", str(tmp_path), 0.5, stop_notice="saving"))
+    """What is sent to all, as a scheduler does, reaches the fork server too."""
+    options: dict[str, Any] = {"stop_notice": "saving", "spawn": not to_all or number == signal.SIGINT}
+    commands.append(command := Command(tmp_path, "train", str(tmp_path), 0.5, **options))
     command.terminal_signal(number) if to_all else command.process.send_signal(number)
     assert command.result() == (code, {"exit_code": code, "failure": None})
     assert len(list(tmp_path.glob("saved-*"))) == 2

@@ -14,6 +14,8 @@ from tests.commands import POINTS, allranks
 pytestmark = pytest.mark.distributed
 TRAIN = ("train.global_batch=8", "evaluate.every=10", "track.tensorboard=false", "task.num_points=64")
 EVERY_POINT = 15
+PART_OF_A_THOUSAND = 25
+WAYS = ((), ("checkpoint.asynchronous=true",), ("--layout", "fsdp"), ("checkpoint.memory_every=1",))
 WRITING = ("checkpoint.write", "checkpoint.sync", "checkpoint.manifest", "checkpoint.rename", "checkpoint.renamed")
 
 
@@ -40,6 +42,15 @@ def test_killed_at_eight_points_nothing_is_lost(tmp_path: Path) -> None:
 def test_sixty_kills(tmp_path: Path, seed: int) -> None:
     document = trial(tmp_path, "train.steps=90", "--seed", str(seed), kills=EVERY_POINT)
     assert document["recovered"] == EVERY_POINT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(40))
+def test_a_thousand_kills(tmp_path: Path, part: int) -> None:
+    """In parts, so that a full run that was ended goes on behind those that passed; the ways to save in turn."""
+    words = ("train.steps=150", *WAYS[part % len(WAYS)], "--seed", str(part))
+    document = trial(tmp_path, *words, kills=PART_OF_A_THOUSAND)
+    assert (document["happened"], document["recovered"]) == (PART_OF_A_THOUSAND, PART_OF_A_THOUSAND)
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from allranks.surviving.interrupts import Interrupts
     [
         (signal.SIGINT, signal.SIGINT),
         (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGUSR1, signal.SIGTERM),
         (signal.SIGHUP, signal.SIGTERM),
     ],
 )

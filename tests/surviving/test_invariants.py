@@ -131,6 +131,29 @@ def test_i5_wants_every_fault_to_have_happened_and_to_be_over() -> None:
     assert recovered([GOOD], 1, 2).holds is None
 
 
+def test_i5_wants_every_recovery_in_time() -> None:
+    """By seconds, and by what the program itself needs to start."""
+    slow, stopped = replace(GOOD, seconds=20.1), replace(GOOD, fault=replace(KILL, kind="stop"), seconds=29.9)
+    assert recovered([slow], 1, 1).what == "number 0 took 20.1 s to the next finished step; 20.0 s are allowed"
+    assert recovered([GOOD, slow], 2, 2).holds is False
+    assert recovered([slow], 1, 1, start_seconds=0.2).holds and recovered([replace(slow, seconds=19.9)], 1, 1).holds
+    assert recovered([stopped], 1, 1).holds is False and recovered([stopped], 1, 1, stopped_seconds=10.0).holds
+    assert recovered([slow], 1, 1, stopped_seconds=10.0).holds is False, "it was killed"
+    resumed = replace(slow, recovery="resumed", fault=replace(KILL, kind="raise"))
+    assert recovered([resumed], 1, 1).holds, "which waited for its user"
+
+
+def test_i5_takes_its_limits_from_the_two_runs(pair: tuple[Run, Run]) -> None:
+    begun = [{"t": t, "event": "start"} for t in (-4.0, 1.5)]  # the first step is at 1.0
+    journal = pair[0].journal()
+    journal.write_text(json.dumps(begun[0]) + "\n" + journal.read_text() + json.dumps(begun[1]) + "\n")
+    numbers = {"planned": 1, "fired": 1}
+    held = [judge(*pair, [replace(GOOD, seconds=25.0 + more)], [], Left(), numbers)[4].holds for more in (0.0, 0.1)]
+    assert held == [True, False]
+    stopped = replace(GOOD, fault=replace(KILL, kind="stop"), seconds=35.0)
+    assert judge(*pair, [stopped], [], Left(), numbers)[4].holds, "guard.stopped_seconds is 10"
+
+
 def test_i6_wants_one_cause() -> None:
     assert one_cause_each([GOOD]).holds
     assert one_cause_each([GOOD, replace(GOOD, causes=())]).holds is False

@@ -36,6 +36,7 @@ def ends(*codes: int, killed: tuple[int, ...] = ()) -> list[Ended]:
         (ends(-9, -9, killed=(0, 1)), [], TERM, 76, None),  # the grace is over: not saved
         (ends(75, -9, killed=(1,)), [], TERM, 75, None),
         (ends(-15, -15), [], TERM, 76, None),  # before they could handle it
+        (ends(-10, -10), [], TERM, 76, None),  # SIGUSR1, which every process got
         (ends(76, -15), [LOST], TERM, 76, None),
         (ends(255, 255), [], None, 76, 0),  # the fork server was killed
         (ends(0, 0), [], INT, 0, None),  # it had finished anyway

@@ -145,3 +145,18 @@ def test_a_successor_tells_whom_it_succeeds(tmp_path: Path) -> None:
     assert verdict.kind == "restart" and supervisor.restarts == 1
     assert verdict.what.startswith("restart 1: rank 0 on node-1: its host led the run, and is lost; ")
     assert verdict.what.endswith(f"{socket.gethostname()} leads from now on")
+
+
+def test_hosts_that_join_or_leave_are_told_and_cost_nothing(tmp_path: Path) -> None:
+    told: list[Verdict] = []
+    attempts: list[None] = []
+    supervisor = Supervisor(
+        Supervision(GuardConfig(restarts=1), told.append, lambda: attempts.append(None)), 1, tmp_path
+    )
+    supervisor.monitor.furthest_step = 7
+    supervisor.admitting(["b"])
+    supervisor.leaving(["b", "c"])
+    supervisor.monitor.beats.close()
+    assert [verdict.kind for verdict in told] == ["join", "leave"] and len(attempts) == 2
+    assert told[1].what == "after step 7, which is saved, b, c leaves, asked to stop"
+    assert supervisor.restarts == 0

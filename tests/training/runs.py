@@ -13,6 +13,7 @@ from allranks.errors import AllranksError
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.training.prepare import open_run, prepare
+from allranks.training.stop import SIGNALS
 from allranks.training.worker import Assignment, work
 from tests.distributed.pool import Pools
 
@@ -83,7 +84,7 @@ def _work_outside(request: TrainRequest, memory: Path | None) -> int | str:
 @contextmanager
 def signals_kept() -> Iterator[None]:
     """Put back what the worker does with signals and with torch's switches: a process of its own would have ended."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         yield

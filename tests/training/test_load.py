@@ -10,10 +10,14 @@ import torch
 from torch import nn
 
 import allranks
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.reading import unless_read
 from allranks.errors import CheckpointError, ConfigError, RunError, TaskError
 from allranks.run import Run
+from allranks.training import load as load_module
+from allranks.training import snapshot as snapshot_module
 from allranks.training.load import load, make_task, task_of_run
-from tests.training.runs import TASKS, damage, events, start
+from tests.training.runs import TASKS, damage, events, start, train
 from tests.training.tasks import Curve, points
 
 
@@ -157,3 +161,20 @@ def test_the_text_of_the_config_goes_to_a_task_that_takes_one(tmp_path: Path) ->
     assert make_task(f"{TASKS}:WithText", Run.open(run).config()).settings == task.settings
     with pytest.raises(ConfigError, match="no setting `text"):
         make_task(f"{TASKS}:Curve", Run.open(run).config())
+
+
+def test_what_is_loaded_or_resumed_from_stays_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, seen = tmp_path / "run", list[str]()
+    assert start("Curve", run, "train.steps=3") == 0
+    for module, name in ((load_module, "read_model_values"), (snapshot_module, "restore")):
+        real = getattr(module, name)
+
+        def look(checkpoint: Checkpoint, *more: Any, real: Any = real, name: str = name, **options: Any) -> Any:
+            assert unless_read(checkpoint.path, lambda path: pytest.fail(f"{path} is read")) == []
+            seen.append(name)
+            return real(checkpoint, *more, **options)
+
+        monkeypatch.setattr(module, name, look)
+    load(run)
+    assert train(None, "train.steps=4", resume=run) == 0
+    assert seen[:2] == ["read_model_values", "restore"]

@@ -31,6 +31,12 @@ def test_a_signal_is_noted_and_interrupts_nothing() -> None:
         assert stops.requested() == "SIGTERM"
 
 
+def test_a_schedulers_warning_reads_as_sigterm() -> None:
+    with StopRequests.install() as stops:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert (stops.seen(), stops.requested()) == ((False, True), "SIGUSR1")
+
+
 def test_the_old_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with StopRequests.install():
@@ -72,6 +78,7 @@ def run(alone: bool, first: str, second: str) -> tuple[int, list[str]]:
 def test_alone_the_second_request_means_now() -> None:
     assert run(True, "SIGINT", "SIGINT") == (130, ["SIGINT (True, False)", ""])
     assert run(True, "SIGTERM", "SIGTERM") == (76, ["SIGTERM (False, True)", ""])
+    assert run(True, "SIGUSR1", "SIGTERM") == (76, ["SIGUSR1 (False, True)", ""])
 
 
 def test_with_an_agent_the_second_request_changes_nothing() -> None:

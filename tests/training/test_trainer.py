@@ -1,5 +1,6 @@
 """The loop, and what happens at its boundaries: whole runs, in one process where one is enough."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from allranks.observing.counters import Stopwatch
 from allranks.run import Run
 from allranks.training.saver import Saver
 from allranks.training.snapshot import Contents, schedule_state
+from allranks.training.time_limit import started_at
 from allranks.training.trainer import Trainer
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import session_of
@@ -162,7 +164,7 @@ def test_metrics_that_fail_lose_no_step(tmp_path: Path) -> None:
     assert saved(run) == [6] and events(run, "end")[-1]["reason"] == "failed"
 
 
-@pytest.mark.parametrize(("name", "code", "also"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 75, "terminated")])
+@pytest.mark.parametrize(("name", "code", "also"), [("SIGINT", 130, "interrupted"), ("SIGUSR1", 75, "terminated")])
 def test_a_stop_acts_at_the_next_boundary_after_a_save(tmp_path: Path, name: str, code: int, also: str) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
     settings = ("train.steps=9", "task.signal_after=6", f"task.signal_name={name}")
@@ -176,6 +178,19 @@ def test_a_stop_acts_at_the_next_boundary_after_a_save(tmp_path: Path, name: str
     same_run(whole, run, 9)
 
 
+def test_the_end_of_its_time_is_a_stop_that_is_told(tmp_path: Path) -> None:
+    """Which a resume may move."""
+    run, seconds = tmp_path / "run", time.monotonic() - started_at() + 2.0  # of this process, which no command started
+    assert start("Curve", run, "train.steps=1000000", "checkpoint.every=50", f"train.max_seconds={seconds}") == 75
+    stopped = max(losses(run))
+    assert saved(run)[-1] == stopped and events(run, "end")[-1]["reason"] == "stopped"
+    (told,) = (event for event in events(run, "decision") if "train.max_seconds" in event["because"])
+    assert told["step"] == stopped and "a step took up to" in told["because"] and "the last save" in told["because"]
+    assert train(None, f"train.steps={stopped + 2}", resume=run) == 75 and max(losses(run)) == stopped
+    assert train(None, f"train.steps={stopped + 2}", "train.max_seconds=none", resume=run) == 0
+    assert saved(run)[-1] == stopped + 2
+
+
 def test_a_stop_before_the_first_step_can_be_resumed(tmp_path: Path) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
     assert start("Curve", run, "train.steps=4", "task.signal_after=1") == 130
@@ -183,6 +198,16 @@ def test_a_stop_before_the_first_step_can_be_resumed(tmp_path: Path) -> None:
     assert train(None, "task.signal_after=-1", resume=run, change=["task.signal_after"]) == 0
     assert start("Curve", whole, "train.steps=4") == 0
     same_run(whole, run, 4)
+
+
+def test_a_run_goes_on_where_it_was_moved_to(tmp_path: Path) -> None:
+    run, whole, moved = tmp_path / "run", tmp_path / "whole", tmp_path / "elsewhere" / "moved"
+    assert start("Curve", run, "train.steps=4", "schedule.steps=8") == 0
+    moved.parent.mkdir()
+    run.rename(moved)
+    assert train(None, "train.steps=8", resume=moved) == 0 and not run.exists()
+    assert start("Curve", whole, "train.steps=8") == 0
+    same_run(whole, moved, 8)
 
 
 def test_the_schedule_of_the_first_start_stays(tmp_path: Path) -> None:

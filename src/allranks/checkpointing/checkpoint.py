@@ -25,6 +25,7 @@ from typing import Final
 from allranks import fault_points
 from allranks.checkpointing.index import read_index
 from allranks.checkpointing.manifest import MANIFEST_BYTES_CAP, Manifest, parse_manifest, sha256_hex
+from allranks.checkpointing.reading import COMMITTED_FILE, unless_read
 from allranks.checkpointing.tensor_file import OpenFile, open_regular
 from allranks.durable import sync
 from allranks.errors import CheckpointError
@@ -32,7 +33,6 @@ from allranks.errors import CheckpointError
 __all__ = ["Checkpoint", "Header", "Manifest", "Skipped", "list_checkpoints", "newest_good", "prune", "verify_files"]
 
 MANIFEST_FILE: Final = "manifest.json"
-COMMITTED_FILE: Final = "COMMITTED"
 _COMMITTED_BYTES_CAP = 4096
 _STEP = re.compile(r"step-(\d{8,18})")
 _TEMPORARY = re.compile(r"step-\d{8,18}\.tmp-(?P<token>\w+_(?P<attempt>\d+)|\w+)")  # as training/saver.py names them
@@ -184,7 +184,7 @@ def prune(
         directory: of the run's checkpoints.
         keep: at least 1.
         run_id: of the run; those of another neither count nor go.
-        leased: stay, however old they are.
+        leased: stay, however old they are; so does what somebody reads now (reading.py).
         token: of a save that may be under way now; its temporary directory stays.
         generation: the attempt that asks; what a later one writes stays, which may have taken over meanwhile.
         check: raises CheckpointError for a checkpoint that does not count.
@@ -208,8 +208,7 @@ def prune(
     for path in old:
         if path not in leased and (run_id is None or not _is_of_another(path, run_id)):
             try:
-                discard(path)
-                gone.append(path)
+                gone += unless_read(path, discard)
             except CheckpointError as error:
                 refused.append(error)
     gone += collect_leftovers(directory, token, generation)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from allranks import fault_points
-from allranks.checkpointing.checkpoint import COMMITTED_FILE, MANIFEST_FILE, Checkpoint, Header, discard, seal
+from allranks.checkpointing.checkpoint import MANIFEST_FILE, Checkpoint, Header, discard, seal
 from allranks.checkpointing.index import check_cover
 from allranks.checkpointing.manifest import FileRecord, Manifest, TensorRecord, render_manifest
+from allranks.checkpointing.reading import COMMITTED_FILE
 from allranks.digest import digest_hex
 from allranks.durable import sync, write_synced
 from allranks.errors import CheckpointError

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from allranks.checkpointing.adopting import adopt
-from allranks.checkpointing.checkpoint import COMMITTED_FILE, MANIFEST_FILE, Checkpoint, seal, step_name
+from allranks.checkpointing.checkpoint import MANIFEST_FILE, Checkpoint, seal, step_name
 from allranks.checkpointing.manifest import MANIFEST_BYTES_CAP, parse_manifest
+from allranks.checkpointing.reading import COMMITTED_FILE
 from allranks.errors import CheckpointError, ConfigError
 
 _NAME = re.compile(r"step-(\d{8,18})\.[0-9a-f]{12}")

@@ -90,9 +90,14 @@ def verify(directory: Directory, json: Json = False) -> int:
     paths = find_checkpoints(directory)
     if not paths:
         raise CheckpointError(f"{directory} holds no checkpoint yet: there is nothing to verify")
+    from allranks.checkpointing.reading import held
+
     verdicts = []
     for path in paths:
-        row = {**describe(path), "damage": find_damage(path)}
+        if not path.is_dir():
+            continue  # its run was faster
+        with held(path):
+            row = {**describe(path), "damage": find_damage(path)}
         verdicts.append(row)
         if not json:
             size = f"{format_bytes(row['bytes'] or 0)}, {row['num_tensors']} tensors"
@@ -122,10 +127,12 @@ def export(
     if out.exists():
         raise ConfigError(f"'{out}' exists already, and is left as it is: name another file")
     path = find_newest(directory)
+    from allranks.checkpointing.reading import held
     from allranks.cli.checkpoint_tensors import export_model
 
     try:
-        names = export_model(_open(path), out, ema=ema, only=only or ())
+        with held(path):
+            names = export_model(_open(path), out, ema=ema, only=only or ())
     except CheckpointError as error:
         return _print_damage(path, str(error), json=json)
     document = {"checkpoint": str(path), "file": str(out), "bytes": out.stat().st_size, "tensors": names}

@@ -31,10 +31,12 @@ def diff(
     """
     from allranks.checkpointing.checkpoint import Checkpoint
     from allranks.checkpointing.comparing import compare
+    from allranks.checkpointing.reading import held
 
     paths = find_newest(first), find_newest(second)
     try:
-        found = compare(*(Checkpoint.open(path) for path in paths))
+        with held(paths[0]), held(paths[1]):
+            found = compare(*(Checkpoint.open(path) for path in paths))
     except CheckpointError as error:
         return print_error(error, json=json, exit_code=UNDETERMINED)
     if json:

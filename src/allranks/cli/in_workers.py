@@ -32,12 +32,15 @@ def train_in_workers(
     `memory`: where this host keeps copies of the state, closed at the end.
     """
     from allranks.surviving.agent import run_workers
+    from allranks.training.time_limit import started_at
     from allranks.training.worker import Assignment
 
     method = forkserver.choose_start_method()
     directory = None if memory is None else memory.directory
     told = (*decisions, method.decision)
-    assignment = Assignment(request, run.path.resolve(), told, memory=directory, first_attempt=run.attempts)
+    assignment = Assignment(
+        request, run.path.resolve(), told, memory=directory, first_attempt=run.attempts, began=started_at()
+    )
     try:
         outcome = run_workers(
             f"{WORKER}:work",
@@ -49,6 +52,7 @@ def train_in_workers(
             stop_notice="stopping after the step in hand, then saving (once more: now)",
             supervision=supervision if memory is None else memory.followed(supervision),
             company=company,
+            stop_grace_seconds=supervision.guard.stop_seconds,
         )
     finally:
         if memory is not None:

@@ -86,11 +86,12 @@ def _few(indices: list[int]) -> str:
 def guard(parent: int, _worker: int) -> None:
     """Makes a worker process live exactly as long as its parent needs it (torch calls this first in each).
 
-    Ctrl-C and a SIGTERM sent to the whole process group are the loop's to answer: it finishes its step and saves, for
-    which it needs its workers. So a worker ends by SIGTERM only if its parent sent it; and half a second after its
-    parent is gone.
+    Ctrl-C, and a SIGTERM or SIGUSR1 sent to the whole process group, are the loop's to answer: it finishes its step and
+    saves, for which it needs its workers. So a worker ends by SIGTERM only if its parent sent it; and half a second
+    after its parent is gone.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     # Not on macOS: there a worker dies of any SIGTERM.
     who = getattr(signal, "sigtimedwait", None)
     if who is not None:

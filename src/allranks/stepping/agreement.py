@@ -58,6 +58,7 @@ class Ballot:
         saving: where it stands with a checkpoint.
         pace: where it stands and with which settings, which all ranks must have alike (pace.py); "" where nobody asks.
         noticed: whether its sentinels have found something that the others have not heard of (sentinel.py).
+        expired: whether the run's time is over (train.max_seconds), by its clock.
     """
 
     loss: torch.Tensor
@@ -72,6 +73,7 @@ class Ballot:
     saving: Saving = NOTHING
     pace: str = ""
     noticed: bool = False
+    expired: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ class Agreed:
     """The world's sums, on the host; `diverged`: the ranks' paths, or what else they tell of them, were not the same.
 
     Of `num_ranks` ranks `skipped` left out the update of the step before; of the checkpoint under way so many have
-    `written` their part, `committed` it, or `failed`; the sentinels of `noticed` have found something.
+    `written` their part, `committed` it, or `failed`; the sentinels of `noticed` have found something; by the clocks of
+    `expired` the run's time is over.
     """
 
     loss: float
@@ -95,6 +98,7 @@ class Agreed:
     committed: int = 0
     failed: int = 0
     noticed: int = 0
+    expired: int = 0
 
 
 class Pending:
@@ -191,7 +195,8 @@ class Agreement:
             counts, stop = (ballot.next_targets, ballot.next_samples), (ballot.interrupt, ballot.terminate)
             skipped = 0 if ballot.skipped is None else int(ballot.skipped)
             saving = (int(ballot.saving.written), int(ballot.saving.committed), int(ballot.saving.failed))
-            told = (float(ballot.loss), *counts, *stop, ballot.ledger, False, skipped, 1, *saving, int(ballot.noticed))
+            found = (int(ballot.noticed), int(ballot.expired))
+            told = (float(ballot.loss), *counts, *stop, ballot.ledger, False, skipped, 1, *saving, *found)
             return Pending(None, None, Agreed(*told), saving=ballot.saving.step)
         vector = torch.tensor(_encode(ballot, self._stage, self._num_stages), dtype=torch.float64)
         if self._device.type == "cuda":
@@ -210,7 +215,8 @@ def _encode(ballot: Ballot, stage: int, num_stages: int) -> list[float]:
     # A sum of 64-bit words does not fit a float64; four 16-bit digits do, over up to 2**37 ranks.
     mask = (1 << DIGIT_BITS) - 1
     digits = [float((ballot.ledger >> (DIGIT_BITS * place)) & mask) for place in range(LEDGER_DIGITS)]
-    flags = [float(ballot.interrupt), float(ballot.terminate + (ballot.noticed << RANK_BITS)), 0.0]
+    interrupt, terminate = ballot.interrupt + (ballot.expired << RANK_BITS), ballot.terminate
+    flags = [float(interrupt), float(terminate + (ballot.noticed << RANK_BITS)), 0.0]
     common = ballot.path if num_stages == 1 else ()
     digest = path_digest((*common, ballot.pace) if ballot.pace else common)
     paths = [1.0, float(digest), float(digest**2)]
@@ -224,13 +230,14 @@ def _encode(ballot: Ballot, stage: int, num_stages: int) -> list[float]:
 
 
 def _decode(values: list[float]) -> Agreed:
-    loss, targets, samples, interrupt, flags, skipped, num_ranks, paths, squares, *rest = values
+    loss, targets, samples, stops, flags, skipped, num_ranks, paths, squares, *rest = values
     (written, committed, failed), digits = map(int, rest[:3]), rest[3 : 3 + LEDGER_DIGITS]
     noticed, terminate = divmod(int(flags), 1 << RANK_BITS)
+    expired, interrupt = divmod(int(stops), 1 << RANK_BITS)
     ledger = sum(int(digit) << (DIGIT_BITS * place) for place, digit in enumerate(digits)) % (1 << 64)
     by_stage = rest[3 + LEDGER_DIGITS :]
     stages = list(zip(by_stage[::2], by_stage[1::2], strict=True))
     diverged = differ(num_ranks, paths, squares) or any(differ(num_ranks / len(stages), *sums) for sums in stages)
     counts, stop = (int(targets), int(samples)), (interrupt > 0, terminate > 0)
     saving = (written, committed, failed)
-    return Agreed(loss, *counts, *stop, ledger, diverged, int(skipped), int(num_ranks), *saving, noticed)
+    return Agreed(loss, *counts, *stop, ledger, diverged, int(skipped), int(num_ranks), *saving, noticed, expired)

@@ -13,6 +13,7 @@ from typing import Any, final
 from allranks.errors import ProcessError
 from allranks.lifeline import die_with_parent
 from allranks.surviving import preload
+from allranks.surviving.child import HELD_BACK
 from allranks.surviving.forkserver import choose_start_method, main_hidden
 
 
@@ -63,6 +64,7 @@ def call_aside(entry: str, *args: Any) -> Any:
 def _answer(start: _Start, entry: str, args: tuple[Any, ...], reply: Connection) -> None:
     """Be the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's, with which this process ends
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)  # multiprocessing ends what is left so
     die_with_parent(preload.REPORT.pid if preload.REPORT is not None else start.parent)
     os.environ.clear()
     os.environ.update(start.environ)

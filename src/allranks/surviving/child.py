@@ -3,6 +3,7 @@
 import faulthandler
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from allranks.lifeline import die_with_parent
 from allranks.observing import heartbeat
 from allranks.surviving import preload
 
+HELD_BACK = (signal.SIGTERM, signal.SIGUSR1)  # by the fork server; a closed terminal (SIGHUP) is the command's to hear
 Entry = str | Callable[..., int | None]
 
 
@@ -51,6 +53,7 @@ class WorkerStart:
 
 def run_worker(start: WorkerStart, reply: Connection | None) -> None:
     """Be one worker: call the entry (with `reply` as its last argument, if there is one) and exit with its code."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     die_with_parent(preload.REPORT.pid if preload.REPORT is not None else start.agent_pid)
     os.environ.clear()
     os.environ.update(start.environ)

@@ -8,6 +8,7 @@ a fresh interpreter, and a Decision says because.
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Literal, final
 
 from allranks.surviving import preload
+from allranks.surviving.interrupts import SIGNALS
 from allranks.verdict import Decision
 
 # What `import torch` leaves for later and a first step of DDP or FSDP2 with AdamW needs; measured by bench/start.py.
@@ -24,6 +26,8 @@ ALWAYS = ("torch", "torch.distributed.fsdp", "torch._dynamo", "torch.profiler", 
 SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # Variables that libraries read when they are imported; a worker forked later cannot change what they said.
 READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "CUDA_", "NVIDIA_", "TORCH", "PYTORCH", "PYTHON", "LD_")
+
+REQUESTS = tuple(number for number in SIGNALS if number != signal.SIGINT)  # that one the server holds back itself
 
 
 @final
@@ -72,7 +76,18 @@ def start(task: str | None = None, modules: Sequence[str] = ()) -> None:
     set_forkserver_preload([preload.__name__])
     told = {"modules": [*ALWAYS, *modules], "task": task, "sys_path": sys.path, "parent": os.getpid()}
     with _environment({**SERVER_ENVIRONMENT, preload.VARIABLE: json.dumps(told)}):
-        forkserver.ensure_running()  # nothing where it runs; again where somebody has killed it
+        _start_unsignalled()  # nothing where it runs; again where somebody has killed it
+
+
+def _start_unsignalled() -> None:
+    """A request to stop may be sent to every process (Slurm does): of it the server, and multiprocessing's process that
+    cleans up behind it, must not end before the workers have saved. They keep the mask; workers drop it (child.py).
+    """
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def choose_start_method() -> StartMethod:

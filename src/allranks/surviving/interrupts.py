@@ -6,12 +6,15 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, final
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""All but the first read as SIGTERM; SIGUSR1 is what a scheduler can be told to send ahead of its limit."""
 
 
 @final
 class Interrupts:
-    """While entered, Ctrl-C, SIGTERM and SIGHUP (a closed terminal; as SIGTERM) are noted and do not end this process.
+    """While entered, Ctrl-C, SIGTERM and what reads as that are noted and do not end this process.
+
+    These are SIGUSR1 (a scheduler's warning) and SIGHUP (a closed terminal).
 
     Attributes:
         first: the first request, as SIGINT or SIGTERM; None: nobody has asked.

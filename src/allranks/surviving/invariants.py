@@ -18,6 +18,8 @@ from allranks.surviving.trial_commands import Command, Left
 
 NAMED = 3
 LEFTOVER = re.compile(r"\.tmp|^\.trash-|^\.probe-|^failure-")
+RECOVERY_SECONDS = 20.0
+"""Ten times the worst that a tiny model on an idle machine may take: more is no noise of cores that are shared."""
 PASSED_OVER = "passed over a newer checkpoint"
 
 
@@ -119,8 +121,19 @@ def bounded_work(
     return Invariant("I4", most <= limit, what)
 
 
-def recovered(incidents: Sequence[Incident], fired: int, planned: int) -> Invariant:
-    """I5: every fault that happened was recovered from; with the seconds to the next finished step."""
+def recovered(
+    incidents: Sequence[Incident],
+    fired: int,
+    planned: int,
+    *,
+    start_seconds: float = 0.0,
+    stopped_seconds: float = 0.0,
+) -> Invariant:
+    """I5: every fault that happened was recovered from, with the seconds to the next finished step, and in time.
+
+    In time: a restart has RECOVERY_SECONDS and what the undisturbed run needed for its first step, `start_seconds`; a
+    process that was stopped has the time besides for which it may be, `stopped_seconds`.
+    """
     lost = [incident.fault.number for incident in incidents if not incident.recovered]
     if lost:
         return Invariant("I5", False, f"not recovered from {len(lost)} of {fired} faults: number {_name(lost)}")
@@ -129,8 +142,16 @@ def recovered(incidents: Sequence[Incident], fired: int, planned: int) -> Invari
     seconds = recovery_seconds(incidents)
     if not seconds:
         return Invariant("I5", True, f"recovered from all {fired} faults")
+    limit = RECOVERY_SECONDS + start_seconds
+    for incident in incidents:
+        allowed = limit + (stopped_seconds if incident.fault.kind == "stop" else 0.0)
+        if incident.recovery == "restarted" and incident.seconds is not None and incident.seconds > allowed:
+            what = f"number {incident.fault.number} took {incident.seconds:.1f} s to the next finished step"
+            return Invariant("I5", False, f"{what}; {allowed:.1f} s are allowed")
     median, worst = statistics.median(seconds), max(seconds)
-    return Invariant("I5", True, f"recovered from all {fired}: median {median:.2f} s, worst {worst:.2f} s")
+    return Invariant(
+        "I5", True, f"recovered from all {fired}: median {median:.2f} s, worst {worst:.2f} s of {limit:.0f}"
+    )
 
 
 def recovery_seconds(incidents: Sequence[Incident]) -> list[float]:
@@ -177,16 +198,29 @@ def judge(
 ) -> list[Invariant]:
     """All seven; `numbers`: how many faults were `planned` and `fired`."""
     steps, saving = reference.steps(), broken.config().checkpoint
+    guard = broken.config().guard
     num_steps, beside = steps[-1]["step"] if steps else 0, saving.beside(_device(broken))
     return [
         same_state(reference, broken),
         same_samples(reference, broken),
         sound_checkpoints(broken, commands),
         bounded_work(incidents, saving.every, num_steps, beside=beside, memory_every=saving.memory_every),
-        recovered(incidents, numbers["fired"], numbers["planned"]),
+        recovered(
+            incidents,
+            numbers["fired"],
+            numbers["planned"],
+            start_seconds=_start_seconds(reference),
+            stopped_seconds=guard.stopped_seconds,
+        ),
         one_cause_each(incidents),
         nothing_left(broken, left),
     ]
+
+
+def _start_seconds(run: Run) -> float:
+    """From the start of a run's first worker to its first finished step; 0.0 where there is none."""
+    times = {event["event"]: event["t"] for event in reversed(run.events()) if event["event"] in ("start", "step")}
+    return max(0.0, times["step"] - times["start"]) if len(times) == 2 else 0.0
 
 
 def _device(run: Run) -> str:

@@ -15,6 +15,7 @@ from allranks.failure import (
     describe_signal,
     first_failure,
 )
+from allranks.surviving.interrupts import SIGNALS
 
 UNKNOWN_CODE = 255  # multiprocessing's, where the fork server that knows the code is gone
 
@@ -75,7 +76,7 @@ def conclude(
 def _unrecorded(one: Ended, stop: signal.Signals | None) -> Failure | None:
     """What the exit of a worker without a record tells; None where it did as it was told."""
     told = one.killed and one.code == -signal.SIGKILL
-    obeyed = stop is not None and one.code == -stop  # it died of the request, before it could handle it
+    obeyed = stop is not None and -one.code in SIGNALS  # it died of a request, before it could handle it
     if told or obeyed or one.code in (DONE, *STOPS):
         return None
     if one.code < 0:

@@ -204,10 +204,17 @@ class Supervisor:
 
     def admitting(self, hosts: Sequence[str]) -> None:
         """Say that workers have saved and start again because hosts join; before they do. It costs no restart."""
+        self._change_hosts("join", f"{', '.join(hosts)} joins")
+
+    def leaving(self, hosts: Sequence[str]) -> None:
+        """Say that workers have saved and start again without hosts that were asked to stop; as `admitting`."""
+        self._change_hosts("leave", f"{', '.join(hosts)} leaves, asked to stop")
+
+    def _change_hosts(self, kind: str, change: str) -> None:
         self.monitor.note_steps()
-        what = f"after step {self.monitor.furthest_step}, which is saved, {', '.join(hosts)} joins"
+        what = f"after step {self.monitor.furthest_step}, which is saved, {change}"
         kept = "the global batch and the order of the samples stay as they are"
-        self._supervision.tell(Verdict("join", what, (kept,), "nothing; no step is made twice"))
+        self._supervision.tell(Verdict(kind, what, (kept,), "nothing; no step is made twice"))
         self._supervision.next_attempt()
 
     def conclude(self, failure: Failure) -> Failure:

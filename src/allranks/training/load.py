@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.reading import held
 from allranks.checkpointing.restore import read_model_values
 from allranks.config import Config
 from allranks.errors import CheckpointError, ConfigError, TaskError
@@ -54,9 +55,10 @@ def read_model(checkpoint: Checkpoint, task: Task, *, ema: bool = False) -> nn.M
     with torch.random.fork_rng(devices=()):
         built = task.model()
     modules = {"": built} if isinstance(built, nn.Module) else dict(built)
-    for which, module in modules.items():
-        _load_strictly(module, read_model_values(checkpoint, which, ema=ema), checkpoint)
-        module.eval()
+    with held(checkpoint.path):
+        for which, module in modules.items():
+            _load_strictly(module, read_model_values(checkpoint, which, ema=ema), checkpoint)
+            module.eval()
     return built if isinstance(built, nn.Module) else modules
 
 

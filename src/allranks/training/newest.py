@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from allranks.checkpointing.checkpoint import COMMITTED_FILE, Checkpoint, newest_good
+from allranks.checkpointing.checkpoint import Checkpoint, newest_good
+from allranks.checkpointing.reading import COMMITTED_FILE
 from allranks.errors import CheckpointError
 
 NAMED = 3

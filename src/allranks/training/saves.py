@@ -87,6 +87,7 @@ class Saves:
         self._under_way: _UnderWay | None = None
         self.newest = begun, position()
         self._told_of_slowness = self._told_of_memory = False
+        self._took = 0.0
         self._memory = memory
 
     def at_boundary(self, step: int, judge: Callable[[], object], check: Callable[[], object]) -> None:
@@ -211,6 +212,10 @@ class Saves:
             self._under_way.save.abandon()
             self._under_way = None
 
+    def seconds_to_save(self) -> float:
+        """How long it would take now to have a last checkpoint, judged by the newest: 0.0 before there was one."""
+        return self._took if self._under_way is None else 2 * self._took
+
     def flush(self) -> None:
         """What a resume will not do again has to stand in the journal before the checkpoint counts."""
         if self._recorder is not None:
@@ -263,9 +268,11 @@ class Saves:
         self, saver: Saver, path: Path, step: int, samples: int, started: float, waited: float | None = None
     ) -> None:
         self.newest = step, samples
+        took = time.perf_counter() - started
+        if saver is self._saver:
+            self._took = took
         if self._recorder is None:
             return
-        took = time.perf_counter() - started
         seconds = round(took if waited is None else waited, 6)
         more: dict[str, object] = {} if waited is None else {"background_seconds": round(took, 6)}
         if saver is not self._saver:

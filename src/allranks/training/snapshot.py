@@ -13,6 +13,7 @@ from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.each import adapt
 from allranks.checkpointing.manifest import encode_state
 from allranks.checkpointing.parts import stored_parts
+from allranks.checkpointing.reading import held
 from allranks.checkpointing.restore import is_of_one_rank, name_of_rank, restore
 from allranks.config import ScheduleConfig
 from allranks.data.resuming import circumstances, compare_circumstances
@@ -100,7 +101,8 @@ class Contents:
         self.optimizers.materialise()
         known = {*(name.removesuffix(EACH) for name in checkpoint.manifest.tensors), *state["optimizer"]}
         self.optimizers.forget_unless(known.__contains__)
-        decisions += self._restore(checkpoint)
+        with held(checkpoint.path):
+            decisions += self._restore(checkpoint)
         self.optimizers.load_numbers(state["optimizer"])
         self.stream.load_state_dict(state["stream"])
         self.stream.continue_at(checkpoint.step)

@@ -1,7 +1,8 @@
 """Requests to stop, as a worker sees them: noted at once, acted upon at the next step boundary, by all ranks together.
 
 A signal never interrupts a step: its handler only writes down that it came. The trainer asks `seen()` before each step,
-the ranks agree (law 11), save, and end with 130 (Ctrl-C) or 75 (SIGTERM).
+the ranks agree (law 11), save, and end with 130 (Ctrl-C) or 75 (SIGTERM, and SIGUSR1, which is
+read as that: schedulers can be told to send it ahead of their limit).
 """
 
 import os
@@ -12,7 +13,7 @@ from typing import Any, final
 
 from allranks.failure import INTERRUPTED, TRANSIENT
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @final
@@ -31,7 +32,7 @@ class StopRequests:
 
     @classmethod
     def install(cls, *, alone: bool = False) -> "StopRequests":
-        """Take over SIGINT and SIGTERM; does nothing outside the main thread, where Python allows no handlers."""
+        """Take over SIGNALS; does nothing outside the main thread, where Python allows no handlers."""
         requests = cls(alone=alone)
         try:
             requests._replaced = {number: signal.signal(number, requests._note) for number in SIGNALS}
@@ -42,7 +43,7 @@ class StopRequests:
 
     def seen(self) -> tuple[bool, bool]:
         """(Ctrl-C, terminate): which of the two has been asked for so far."""
-        return signal.SIGINT in self._seen, signal.SIGTERM in self._seen
+        return signal.SIGINT in self._seen, any(number != signal.SIGINT for number in self._seen)
 
     def requested(self) -> str | None:
         """The name of the first request's signal, or None."""

@@ -23,8 +23,9 @@ from allranks.training.saver import Saver
 from allranks.training.saves import Saves
 from allranks.training.sentinels import Sentinels
 from allranks.training.skips import APPLIED, KIND, Skips, explain_spike
+from allranks.training.time_limit import TimeLimit
 from allranks.training.validate import validate
-from allranks.verdict import Verdict
+from allranks.verdict import Decision, Verdict
 
 SMALLEST_SCALE = 1.0
 """Below it gradients are not finite for another reason than the scale, which then makes them smaller than they are."""
@@ -60,6 +61,7 @@ class Trainer:
         progress: rank 0's line; None elsewhere.
         leave_out: writes down that a range of positions is not fed any more; as of Rollbacks.
         memory: copies in this host's memory between the checkpoints; None: none.
+        began: when what `train.max_seconds` counts from was; as of TimeLimit.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Trainer:
         progress: ProgressLine | None,
         leave_out: Callable[[int, int], None] = lambda first, past: None,
         memory: MemoryCopies | None = None,
+        began: float | None = None,
     ) -> None:
         self._session = session
         self._stopwatch = stopwatch
@@ -97,6 +100,9 @@ class Trainer:
         # On CUDA the host runs ahead of the device and reads an agreement a step later; on the CPU it is there already.
         waits = session.processes.device.type != "cuda" or guard.spike == "rollback"
         self._lag = 0 if waits else 1
+        limit = session.config.train.max_seconds
+        self._limit = TimeLimit(limit, began, self._lag, self._saves.seconds_to_save)
+        session.step.expired = self._limit.is_reached
 
     def train(self) -> Ending:
         """Step until the data or the steps end, or a stop is agreed; save and evaluate at the end; collective."""
@@ -166,10 +172,18 @@ class Trainer:
         if self._progress is not None:
             self._progress.say(f"warning: {verdict}")
 
+    def _decide(self, decision: Decision, step: int) -> None:
+        if self._recorder is not None:
+            self._recorder.write("decision", step=step, what=decision.what, because=decision.because)
+        if self._progress is not None:
+            self._progress.say(str(decision))
+
     def _stop(self, agreed: Agreed, before: Pending, batch: StepBatch) -> Reason | None:
         if agreed.interrupt:
             return "interrupted"
-        if agreed.terminate:
+        if agreed.expired:
+            self._decide(self._limit.explain(batch.step), batch.step)
+        if agreed.terminate or agreed.expired:
             return "terminated"
         # Data that shards itself has ended when no rank has a sample left: read at once, not a step later, because a
         # step of nobody's samples would still move the parameters.

@@ -61,6 +61,7 @@ class Assignment:
         memory: the directory in this host's memory that the command has leased for copies of the state; None: none.
         first_attempt: the command's first one, by the run's count: later ones go on where it would have refused; None:
             this one.
+        began: when the command was started, by the clock of `time.monotonic`; None: it is this process.
     """
 
     request: TrainRequest
@@ -69,6 +70,7 @@ class Assignment:
     announce: Callable[[Path], None] | None = None
     memory: Path | None = None
     first_attempt: int | None = None
+    began: float | None = None
 
 
 def work(assignment: Assignment) -> int:
@@ -102,12 +104,9 @@ class _Training:
     def __init__(
         self, assignment: Assignment, prepared: Prepared, processes: Processes, run: Run, stops: StopRequests
     ) -> None:
-        self._assignment = assignment
-        self._prepared = prepared
-        self._processes = processes
-        self._run = run
-        self._stops = stops
-        self._stopwatch = Stopwatch()
+        self._assignment, self._prepared = assignment, prepared
+        self._processes, self._run = processes, run
+        self._stops, self._stopwatch = stops, Stopwatch()
         self._resumed_otherwise: tuple[Decision, ...] = ()
         self._memory = assignment.memory
         self._first = processes.rank == 0
@@ -200,7 +199,8 @@ class _Training:
             )
         try:
             leave_out = partial(add_range, run)
-            return Trainer(session, saver, self._stopwatch, recorder, progress, leave_out, memory).train()
+            kept = (recorder, progress, leave_out, memory, self._assignment.began)
+            return Trainer(session, saver, self._stopwatch, *kept).train()
         except GuardError:
             forsake(self._memory, self._processes.rank)
             raise

@@ -110,6 +110,19 @@ def test_hosts_join_and_go_between_least_and_most(hosts: Hosts, monkeypatch: pyt
     assert leader.next_rendezvous().world_size == 1 and leader.lost() is None
 
 
+def test_who_leaves_is_waited_for_neither_by_the_next_round_nor_by_silence(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allranks.surviving.hosts.handler.LAST_CALL_SECONDS", 0.5)
+    leader, other = (hosts.company(nodes=2, least=1, host_seconds=600.0) for _ in range(2))
+    hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    other.report(Report(75, stopped=True))
+    leader.notices.start_again(leader.table.number)
+    other.leave()
+    assert leader.lost() is None
+    assert leader.next_rendezvous().world_size == 1 and leader.table.members == (leader._node,)
+
+
 def test_one_more_than_there_is_room_for_waits_and_learns_the_end(hosts: Hosts) -> None:
     leader, other = hosts.company(), hosts.company()
     hosts.together(leader.next_rendezvous, other.next_rendezvous)

@@ -69,6 +69,7 @@ class Others:
         self.waiting: tuple[str, ...] = ()
         self.succeeded: Failure | None = None
         self.time_ended = False
+        self.least = 2
 
     def seek(self) -> bool:
         if self.leads and self.time_ended:
@@ -112,6 +113,7 @@ class Budget:
         self.restarts = restarts
         self.causes: list[Failure] = []
         self.admitted: list[tuple[str, ...]] = []
+        self.left: list[list[str]] = []
         self.succeeded: list[Failure] = []
         self.steps = [0]
         self.monitor = SimpleNamespace(beats=SimpleNamespace(steps=lambda: self.steps))
@@ -131,6 +133,9 @@ class Budget:
 
     def admitting(self, hosts: tuple[str, ...]) -> None:
         self.admitted.append(hosts)
+
+    def leaving(self, hosts: list[str]) -> None:
+        self.left.append(hosts)
 
 
 def member(others: Others, budget: Budget | Supervisor | None = None) -> tuple[Member, Interrupts]:
@@ -259,6 +264,45 @@ def test_the_leader_lets_hosts_join_once_all_have_saved() -> None:
     assert not follower.admits() and follower.settle(Outcome(75)) == "wait"
     followers.notices.again = True
     assert follower.settle(Outcome(75)) == "again"
+
+
+def test_a_host_that_was_asked_to_stop_leaves_and_the_others_start_again() -> None:
+    others, budget = Others(), Budget(0)
+    others.least = 1
+    leader, _ = member(others, budget)
+    others.said[1] = Report(75, stopped=True)
+    assert leader.settle(Outcome(75)) == "again" and budget.left == [["b"]]
+    assert others.notices.again and others.notices.ended is None
+
+    followers = Others(leads=False)
+    follower, interrupts = member(followers)
+    interrupts.first = signal.SIGTERM
+    assert follower.settle(Outcome(75)) == "wait"
+    followers.notices.again = True
+    assert follower.settle(Outcome(75)) == "end" and follower.outcome == Outcome(75)
+    assert followers.notices.ended is None, "the run goes on"
+
+
+def test_a_request_that_comes_after_the_report_is_for_the_next_round() -> None:
+    """The leader has counted on this host: what follows is the end for all, as of a request between two rounds."""
+    others = Others(leads=False)
+    follower, interrupts = member(others)
+    assert follower.settle(Outcome(75)) == "wait"
+    interrupts.first, others.notices.again = signal.SIGTERM, True
+    assert follower.settle(Outcome(75)) == "again"
+
+
+@pytest.mark.parametrize("case", ["too few", "the leader", "Ctrl-C"])
+def test_where_a_host_cannot_leave_all_stop(case: str) -> None:
+    others, budget = Others(), Budget(0)
+    others.least = 2 if case == "too few" else 1
+    leader, interrupts = member(others, budget)
+    if case == "the leader":
+        interrupts.first = signal.SIGTERM
+    code = 130 if case == "Ctrl-C" else 75
+    others.said[1] = Report(code, stopped=case != "the leader")
+    assert leader.settle(Outcome(code)) == "end" and others.notices.ended == Ending(code)
+    assert budget.left == [] and not others.notices.again
 
 
 def test_a_run_that_is_done_or_stopped_meanwhile_admits_nobody() -> None:

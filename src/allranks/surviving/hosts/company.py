@@ -30,7 +30,7 @@ from allranks.failure import INTERRUPTED, TRANSIENT, Failure
 from allranks.surviving.hosts.backend import SealedBackend
 from allranks.surviving.hosts.ending import Ending, Report, RunEnded
 from allranks.surviving.hosts.farewell import is_last
-from allranks.surviving.hosts.handler import make_handler
+from allranks.surviving.hosts.handler import leave_round, make_handler
 from allranks.surviving.hosts.lead import Lead
 from allranks.surviving.hosts.losses import FORGED, LOST, describe_silence, explain_loss
 from allranks.surviving.hosts.meeting import PATIENCE_SECONDS
@@ -52,7 +52,7 @@ class Company(RendezvousHandler):
     """The rendezvous of an agent among others.
 
     Attributes:
-        guard: how long to wait for whom.
+        guard, least: how long to wait for whom, and for how many.
         notices: what hosts tell each other.
         tell: says a line to this host's user.
         table, seating: the hosts of the round under way, and how they find it.
@@ -76,10 +76,8 @@ class Company(RendezvousHandler):
         self.table = Table(0, (), "", 0)
         self.on_lead: Callable[[], Failure | None] = lambda: None
         self.succeeded: Failure | None = None
-        self._meeting = meeting
-        self._nodes = nodes
-        self.guard = guard
-        self.tell = tell
+        self._meeting, self._nodes, self.least = meeting, nodes, least
+        self.guard, self.tell = guard, tell
         self._interrupts: Interrupts | None = None
         self._joining_since: float | None = None
         self._told = False
@@ -296,5 +294,7 @@ class Company(RendezvousHandler):
                 others = {*self.table.members, *state.participants, *state.wait_list} - {self._node}
                 last = is_last(others, self.presence, self.notices, FAREWELL_SECONDS if self.leads else 0.0)
                 over = last or self.leads
+            elif self.notices.starts_again(self.table.number):
+                leave_round(self._inner)  # the others go on
         self._inner._stop_heartbeats()
         self._meeting.close(over=over)

@@ -9,6 +9,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousBackend,
     RendezvousTimeout,
+    _RendezvousExitOp,
 )
 
 from allranks.config_guard import GuardConfig
@@ -41,3 +42,12 @@ def make_handler(backend: RendezvousBackend, least: int, most: int, guard: Guard
     handler._bootstrap_store_info = RendezvousStoreInfo("", 0)
     handler._shared_tcp_store_server = unused
     return handler
+
+
+def leave_round(handler: DynamicRendezvousHandler) -> None:
+    """Take this host out of the round that has ended, so that the next one waits neither for it nor for its silence.
+
+    Raises:
+        RendezvousError: the store has gone.
+    """
+    handler._op_executor.run(_RendezvousExitOp(), handler._get_deadline(timedelta(seconds=CLOSE_SECONDS)))

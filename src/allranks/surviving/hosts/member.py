@@ -16,6 +16,7 @@ from allranks.surviving.hosts.ending import Ending, Report
 from allranks.surviving.hosts.hearing import Hearing
 from allranks.surviving.hosts.losses import FORGED, LOST
 from allranks.surviving.hosts.statement import Statement, find_absent, find_alarm, gather
+from allranks.surviving.hosts.table import host_of
 from allranks.surviving.interrupts import Interrupts
 from allranks.surviving.outcome import Outcome
 from allranks.surviving.ruling import Ruling
@@ -48,6 +49,7 @@ class Member:
         self._hearing: Hearing | None = None
         self._workers: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {})
         self._admitting: tuple[str, ...] = ()
+        self._has_said_stopped = False
         company.heed(interrupts)
 
     def begin(self) -> dict[str, str]:
@@ -63,6 +65,7 @@ class Member:
         self._workers = ({}, {})
         self._hearing = Hearing(self._company.notices, self._company.table, self._company.place)
         self._admitting = ()
+        self._has_said_stopped = False
         return {ATTEMPT: str(self._company.table.attempt)}
 
     def watch(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> None:
@@ -141,7 +144,8 @@ class Member:
         if self._reported_at is None:
             self._reported_at = time.monotonic()
             failure = first_failure(filter(None, (outcome.first_failure, self._lost, self._hung)))
-            company.report(Report(outcome.exit_code, failure, self._interrupts.first is not None))
+            self._has_said_stopped = self._interrupts.first is not None
+            company.report(Report(outcome.exit_code, failure, self._has_said_stopped))
             if failure is not None and not company.leads:
                 company.tell(f"{failure.brief()}; the leader decides what follows")
         ending = company.notices.ending()
@@ -152,9 +156,12 @@ class Member:
             return self._obey(ending, outcome)
         if company.leads:
             return self._judge(outcome)
-        number = company.table.number
-        others = self._lost is not None or company.in_trouble() or company.notices.starts_again(number)
-        return "again" if others else "wait"
+        starts_again = company.notices.starts_again(company.table.number)
+        if starts_again and self._has_said_stopped:
+            company.tell("this host leaves; the others go on from what all have saved")
+            self.outcome = outcome
+            return "end"
+        return "again" if starts_again or self._lost is not None or company.in_trouble() else "wait"
 
     def _obey(self, ending: Ending, outcome: Outcome) -> Next:
         self.outcome = replace(ending.outcome(), others=outcome.others)
@@ -170,7 +177,7 @@ class Member:
         if not failures and self._lost is None:
             if None in reports:
                 return "wait"
-            if self._may_admit(said):
+            if self._may_admit(said) or self._may_leave(said):
                 return "again"
             return self._end(Ending(next((one.exit_code for one in said if one.exit_code), 0)), outcome)
         cause = first_failure([*failures, *filter(None, [self._lost])])
@@ -194,6 +201,22 @@ class Member:
         assert self._supervisor is not None
         self._supervisor.admitting(self._admitting)
         self._company.notices.start_again(self._company.table.number)
+        return True
+
+    def _may_leave(self, said: Sequence[Report]) -> bool:
+        """Whether all have saved for hosts that were asked to stop, and are enough without them; then they start again.
+
+        Not where this host was asked, which leads: then the run stops.
+        """
+        company, members = self._company, self._company.table.members
+        leaving = [host_of(node) for node, one in zip(members, said, strict=True) if one.stopped]
+        enough = len(members) - len(leaving) >= company.least
+        if not leaving or not enough or any(one.exit_code != PREEMPTED for one in said):
+            return False
+        if self._interrupts.first is not None or self._supervisor is None:
+            return False
+        self._supervisor.leaving(leaving)
+        company.notices.start_again(company.table.number)
         return True
 
     def _has_waited(self) -> bool:
