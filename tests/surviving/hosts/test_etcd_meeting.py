@@ -110,7 +110,7 @@ def test_a_leader_whose_own_clock_says_so_is_none_without_asking(hosts: Hosts, m
     hosts.fall_silent(first)
     monkeypatch.setattr(module, "_boot_seconds", lambda: began + lead_seconds(4.0))  # as after a machine's sleep
     for ask in (partial(first.claim, "1"), partial(first.read, "key")):
-        with pytest.raises(StoreLostError, match="this host led, and gave no sign of life for 7 s"):
+        with pytest.raises(StoreLostError, match=f"this host led, and gave no sign of life for {lead_seconds(4.0)} s"):
             ask()
 
 
