@@ -27,7 +27,7 @@ SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "
 # Variables that libraries read when they are imported; a worker forked later cannot change what they said.
 READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "CUDA_", "NVIDIA_", "TORCH", "PYTORCH", "PYTHON", "LD_")
 
-REQUESTS = tuple(number for number in SIGNALS if number != signal.SIGINT)  # that one the server holds back itself
+REQUESTS = tuple(number for number in SIGNALS if number != signal.SIGINT)
 
 
 @final
@@ -81,7 +81,8 @@ def start(task: str | None = None, modules: Sequence[str] = ()) -> None:
 
 def _start_unsignalled() -> None:
     """A request to stop may be sent to every process (Slurm does): of it the server, and multiprocessing's process that
-    cleans up behind it, must not end before the workers have saved. They keep the mask; workers drop it (child.py).
+    cleans up behind it, must not end before the workers have saved. They keep the mask, and the server makes it whole
+    (starting the other takes SIGTERM out of it, which that ignores); workers drop it (child.py).
     """
     held = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
     try:

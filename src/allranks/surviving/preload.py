@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import final
 
+from allranks.surviving.interrupts import SIGNALS
+
 VARIABLE = "ALLRANKS_PRELOAD"
 CUDA_DRIVER_FILE = "/dev/nvidia-uvm"  # opened by cuInit, but not by NVML, through which torch counts devices
 
@@ -55,7 +57,7 @@ class Report:
 def preload(wanted: str) -> Report:
     """Import what the JSON text `wanted` names, for the processes to be forked from this one; never raises."""
     began = time.monotonic()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # Ctrl-C is the command's; workers inherit the mask
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # requests are the command's; workers inherit the mask
     failure = ""
     try:
         _import_all(json.loads(wanted))
