@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from allranks.rehearsal import Collective, Finding, Holding, Moment, RankRehearsal, Rehearsal, Remedy
+from allranks.rehearsal import Collective, Finding, Holding, Message, Moment, RankRehearsal, Rehearsal, Remedy
 
 
 def rank(number: int = 0, peak_bytes: int = 600, *findings: Finding) -> RankRehearsal:
@@ -17,7 +17,7 @@ def rank(number: int = 0, peak_bytes: int = 600, *findings: Finding) -> RankRehe
         holdings=(Holding("layers.*", "activations", peak_bytes - 100), Holding("", "weights", 100)),
         resting_bytes=300,
         collectives=(Collective("tp", "all-reduce", 40, 2, 8, "task.py:3 forward"),),
-        sequence=(("tp", "all-reduce", 20),) * 2,
+        sequence=(Message("tp", "all-reduce", 20, 8, "task.py:3 forward"),) * 2,
         flops=2e12,
         findings=findings,
         moments=(

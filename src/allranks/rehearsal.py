@@ -21,7 +21,7 @@ class Collective:
         op: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "receive".
         bytes: that this rank receives in all of them together (of an all-reduce 2 (n - 1) / n of its size; what it
             sends in a send); count: how many.
-        ranks: of the group.
+        ranks: of the group; members: which, "0-7", "0-56/8" (every eighth), "0,5,9".
         line: of the user's code or ours that asked for it, "file.py:12 name".
     """
 
@@ -31,10 +31,30 @@ class Collective:
     count: int
     ranks: int
     line: str
+    members: str = ""
 
     def to_json(self) -> dict[str, object]:
         """Its fields."""
         return asdict(self)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One collective as it was dispatched.
+
+    Attributes:
+        axis, op, line, members: as in `Collective`; num_bytes: of this one; ranks: of the group.
+        once: whether it is one message also where the block it came in stands for several (a bucket of DDP).
+    """
+
+    axis: str
+    op: str
+    num_bytes: int
+    ranks: int
+    line: str
+    once: bool = False
+    members: str = ""
 
 
 @final
@@ -139,7 +159,7 @@ class RankRehearsal:
         holdings: of what module, at that moment; the largest first.
         resting_bytes: in use between two steps.
         collectives: in the order in which their kinds first came.
-        sequence: (axis, op) of every collective of the traced step, in order.
+        sequence: every collective of the traced step, in order.
         flops: floating-point operations, what is computed again counted again.
         moments: the step, stretch by stretch.
         works: the same as work.
@@ -156,7 +176,7 @@ class RankRehearsal:
     holdings: tuple[Holding, ...]
     resting_bytes: int
     collectives: tuple[Collective, ...]
-    sequence: tuple[tuple[str, str, int], ...]
+    sequence: tuple[Message, ...]
     flops: float
     findings: tuple[Finding, ...] = ()
     moments: tuple[Moment, ...] = ()

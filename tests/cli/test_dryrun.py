@@ -77,6 +77,14 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[
     assert message in line
 
 
+def test_ranks_that_would_hang_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("tests.rehearsing.test_findings:Lopsided", "--cluster", "4:a100-80g", "--layout", "fsdp")
+    code, out, err = run(capsys, *words)
+    assert code == 1, err
+    assert "would fail: see Found" in out.splitlines()[1]
+    assert "ranks 0 and 3 part at collective" in out and "asked for by tasks.py:" in out.replace("\n", " ")
+
+
 def test_what_cannot_be_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("tests.rehearsing.test_findings:Branching", "--cluster", "2:a100-80g", "--layout", "ddp", "--json")
     code, out, err = run(capsys, *words)
