@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from allranks.cli.main import main
+from tests.reporting.test_step_trace import check_format
 
 NAME = "tests.rehearsing.tasks:Tokens"
 
@@ -75,6 +76,20 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[
     assert code == 2 and not out
     (line,) = [line for line in err.splitlines() if line.startswith("allranks: error")]
     assert message in line
+
+
+def test_the_predicted_step_is_written_for_perfetto(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    words = (NAME, "--cluster", "1x4:a100-80g", "--layout", "tp=2,dp_shard=2", "--ranks", "3", "--trace", str(file))
+    code, _, err = run(capsys, *words)
+    assert code == 0, err
+    document = json.loads(file.read_text())
+    check_format(document)
+    tracks = {event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}
+    assert tracks == {"compute", "tp", "dp_shard"}
+    bars = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert {bar["pid"] for bar in bars} == {3} and sum(bar["dur"] for bar in bars if bar["tid"] == 0) > 0
+    assert document["otherData"]["layout"] == "tp=2,dp_shard=2"
 
 
 def test_ranks_that_would_hang_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
