@@ -10,6 +10,7 @@ from allranks.cli.main import main
 from tests.reporting.test_step_trace import check_format
 
 NAME = "tests.rehearsing.tasks:Tokens"
+FINDINGS = "tests.rehearsing.test_findings"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,7 +65,12 @@ def test_a_name_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
         (("llama3-9b", "--cluster", "4:a100-80g"), "nearest: llama3-8b"),
         (("gpt2", "--cluster", "4:a100-80g"), "can be planned and not rehearsed"),
         (("llama3-8b", "more", "--cluster", "4:a100-80g"), "write config keys there"),
-        ((NAME, "--cluster", "4:a100-80g", "--layout", "tp=3"), "but the world has 4 processes"),
+        ((NAME, "--cluster", "4:a100-80g", "--layout", "tp=3"), "but the world has 4 processes; "),
+        ((NAME, "--cluster", "8:a100-80g", "--layout", "tp=8"), "tp(8) does not divide; tp can be 1, 2, 4"),
+        ((NAME, "--cluster", "3:a100-80g", "--layout", "cp=3"), "entry 'tokens': 30 or 33 do"),
+        ((f"{FINDINGS}:Hinting", "--cluster", "2:a100-80g", "--layout", "fsdp"), "the nearest are layers."),
+        ((f"{FINDINGS}:Misshapen", "--cluster", "2:a100-80g", "--layout", "ddp"), "(in 2); mend it there"),
+        ((f"{FINDINGS}:Forgetful", "--cluster", "2:a100-80g", "--layout", "tp=2"), "say in hints().tensor sequence"),
         ((NAME, "--cluster", "4:a100-80g", "--ranks", "4"), "ranks are 0 to 3"),
         ((NAME, "--cluster", "4:a100-80g", "--layout", "ddp", "layout.ddp_hook=bfloat16"), "is not rehearsed"),
         ((NAME, "--cluster", "1x4:cpu", "--layout", "fsdp,offload=parameters"), "this device is the CPU"),
@@ -89,11 +95,11 @@ def test_the_predicted_step_is_written_for_perfetto(capsys: pytest.CaptureFixtur
     assert tracks == {"compute", "tp", "dp_shard"}
     bars = [event for event in document["traceEvents"] if event["ph"] == "X"]
     assert {bar["pid"] for bar in bars} == {3} and sum(bar["dur"] for bar in bars if bar["tid"] == 0) > 0
-    assert document["otherData"]["layout"] == "tp=2,dp_shard=2"
+    assert document["otherData"]["layout"] == "dp_shard=2,tp=2"
 
 
 def test_ranks_that_would_hang_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("tests.rehearsing.test_findings:Lopsided", "--cluster", "4:a100-80g", "--layout", "fsdp")
+    words = (f"{FINDINGS}:Lopsided", "--cluster", "4:a100-80g", "--layout", "fsdp")
     code, out, err = run(capsys, *words)
     assert code == 1, err
     assert "would fail: see Found" in out.splitlines()[1]
@@ -101,7 +107,7 @@ def test_ranks_that_would_hang_are_compared(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_what_cannot_be_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("tests.rehearsing.test_findings:Branching", "--cluster", "2:a100-80g", "--layout", "ddp", "--json")
+    words = (f"{FINDINGS}:Branching", "--cluster", "2:a100-80g", "--layout", "ddp", "--json")
     code, out, err = run(capsys, *words)
     assert code == 3
     assert json.loads(out)["exit_code"] == 3

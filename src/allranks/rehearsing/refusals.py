@@ -28,7 +28,7 @@ def _advise(layout: Layout) -> str:
         return f"with tp={layout.tp} each rank has a part of the channels: take a tp that divides the number of heads"
     if layout.cuts_model:
         return "see whether it runs with --layout single, which has the whole model"
-    return "mend that line: it fails on one process, too"
+    return "mend it there: it fails on one process, too"
 
 
 def refuse(layout: Layout, precision: str = "float32", device: Device | None = None) -> None:
