@@ -22,7 +22,7 @@ def rank(number: int = 0, peak_bytes: int = 600, *findings: Finding) -> RankRehe
         findings=findings,
         moments=(
             Moment("start", "begin", "the step", 0, 300, 300),
-            Moment("forward", "compute", "layers.1", 0, 500, peak_bytes, 7),
+            Moment("forward", "compute", "layers.1", 0, 500, peak_bytes, 7, {"weights": 100, "activations": 400}),
         ),
         traced=4,
         blocks=10,
@@ -64,4 +64,7 @@ def test_the_document_is_the_designs() -> None:
     found = document["ranks"]["20"]
     assert {"peak_bytes", "by_category", "collectives", "flops", "findings"} <= found.keys()
     assert {"axis", "op", "bytes", "count"} <= found["collectives"][0].keys()
+    assert "moments" not in found
+    timeline = json.loads(json.dumps(told.to_json(timeline=True)))["ranks"]["20"]["moments"]
+    assert timeline[1]["live_by_category"] == {"weights": 100, "activations": 400}
     assert document["remedies"] == [{"change": "layout.recompute=full", "peak_bytes": 300, "because": ""}]

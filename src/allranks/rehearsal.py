@@ -116,6 +116,7 @@ class Moment:
         phase: "forward", "backward" or "update"; what: "gather", "compute", "drop", or the collective.
         unit: the module or group; num_bytes: that travel or are dropped; live_bytes, highest_bytes: in use.
         times: how many equal stretches follow one another here.
+        live_by_category: of what the live bytes are.
     """
 
     phase: str
@@ -125,6 +126,7 @@ class Moment:
     live_bytes: int
     highest_bytes: int
     times: int = 1
+    live_by_category: Mapping[Category, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
         """Its fields."""
@@ -188,8 +190,9 @@ class RankRehearsal:
     host_by_category: Mapping[str, int] = field(default_factory=dict)
     transfers: tuple[Transfer, ...] = ()
 
-    def to_json(self) -> dict[str, object]:
-        """What `dryrun --json` says of it."""
+    def to_json(self, *, timeline: bool = False) -> dict[str, object]:
+        """What `dryrun --json` says of it; its moments where the timeline is asked for."""
+        moments = {"moments": [one.to_json() for one in self.moments]} if timeline else {}
         return {
             "peak_bytes": self.peak_bytes,
             "by_category": dict(self.by_category),
@@ -205,6 +208,7 @@ class RankRehearsal:
             "host_peak_bytes": self.host_peak_bytes,
             "host_by_category": dict(self.host_by_category),
             "transfers": [asdict(one) for one in self.transfers],
+            **moments,
         }
 
 
@@ -275,8 +279,8 @@ class Rehearsal:
         own = (finding for rank in self.ranks.values() for finding in rank.findings)
         return any(finding.fails for finding in (*self.findings, *own))
 
-    def to_json(self) -> dict[str, object]:
-        """What `dryrun --json` prints."""
+    def to_json(self, *, timeline: bool = False) -> dict[str, object]:
+        """What `dryrun --json` prints, with each rank's moments where the timeline is asked for."""
         return {
             "model": self.model,
             "cluster": self.cluster,
@@ -290,7 +294,7 @@ class Rehearsal:
             "host_peak_bytes": self.host_peak_bytes,
             "host_capacity_bytes": self.host_capacity_bytes,
             "host_bandwidth": self.host_bandwidth,
-            "ranks": {str(rank): told.to_json() for rank, told in self.ranks.items()},
+            "ranks": {str(rank): told.to_json(timeline=timeline) for rank, told in self.ranks.items()},
             "findings": [finding.to_json() for finding in self.findings],
             "decisions": list(self.decisions),
             "unrehearsed": list(self.unrehearsed),

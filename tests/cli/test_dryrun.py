@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -34,8 +36,22 @@ def test_a_model_that_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert code == 0, err
     assert "fits: " in out.splitlines()[1]
     assert "One step of rank 0" in out and "One step of rank 3" in out
-    assert picture.read_text().startswith("<svg")
+    drawn = "".join(ElementTree.parse(picture).getroot().itertext()).replace("\xa0", " ")
+    first = out.partition("One step of rank 0")[2].partition("One step of rank 3")[0]
+    sizes = set(re.findall(r"\d[\d.]* [kM]?B\b", first))
+    assert len(sizes) > 10 and all(size in drawn for size in sizes)
+    assert all(word in drawn for word in ("layers.0", "layers.2", "the rest", "reduce-scatter", "one step of rank 0"))
     assert "kernels of CUDA" in out
+
+
+def test_the_timeline_is_in_the_document_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (NAME, "--cluster", "1x2:a100-80g", "--layout", "fsdp", "--ranks", "1", "--timeline", "--json")
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    moments = json.loads(out)["ranks"]["1"]["moments"]
+    (gathered,) = [m for m in moments if (m["phase"], m["what"], m["unit"]) == ("forward", "gather", "layers.1")]
+    assert gathered["num_bytes"] > 0 and gathered["live_by_category"]["gathered"] > 0
+    assert sum(gathered["live_by_category"].values()) == gathered["live_bytes"] <= gathered["highest_bytes"]
 
 
 def test_what_waits_on_the_host_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:

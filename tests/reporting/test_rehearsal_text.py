@@ -62,7 +62,10 @@ def test_all_of_it() -> None:
 def test_moments_as_text_and_picture() -> None:
     text = render_moments(rank())
     assert "layers.1 x 7" in text and "600 B" in text
+    assert "wwww" + "a" * 16 + "----" in text  # 100 and 400 of 600 bytes, at most all of them, in 24 cells
+    assert text.splitlines()[-1].strip() == "in use after: w weights, a activations, - at most"
     picture = ElementTree.fromstring(draw_moments(rank()))
     assert picture.tag.endswith("svg")
     words = "".join(picture.itertext()).replace("\xa0", " ")
-    assert "layers.1 x 7" in words and "one step of rank 0" in words
+    for part in ("layers.1 x 7", "one step of rank 0", "500 B", "600 B", "compute", "a activations"):
+        assert part in words

@@ -65,7 +65,7 @@ def answer(asked: Asked) -> int:
     if asked.trace is not None:
         _write_trace(asked.trace, question, told)
     if asked.json:
-        print_json(told.to_json())
+        print_json(told.to_json(timeline=asked.timeline))
     else:
         _print(asked, told)
     return exit_code(told)
