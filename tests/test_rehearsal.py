@@ -58,7 +58,7 @@ def test_a_finding_may_fail() -> None:
 
 
 def test_the_document_is_the_designs() -> None:
-    told = replace(rehearsal(rank(20)), remedies=(Remedy("layout.recompute=full", 300),))
+    told = replace(rehearsal(rank(20)), remedies=(Remedy("layout.recompute=full", 300, slower=0.3, by="estimate"),))
     document = json.loads(json.dumps(told.to_json(), allow_nan=False))
     assert document["fits"] is True
     found = document["ranks"]["20"]
@@ -67,4 +67,6 @@ def test_the_document_is_the_designs() -> None:
     assert "moments" not in found
     timeline = json.loads(json.dumps(told.to_json(timeline=True)))["ranks"]["20"]["moments"]
     assert timeline[1]["live_by_category"] == {"weights": 100, "activations": 400}
-    assert document["remedies"] == [{"change": "layout.recompute=full", "peak_bytes": 300, "because": ""}]
+    assert document["remedies"] == [
+        {"change": "layout.recompute=full", "peak_bytes": 300, "because": "", "slower": 0.3, "by": "estimate"}
+    ]

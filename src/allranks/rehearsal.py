@@ -215,11 +215,20 @@ class RankRehearsal:
 @final
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """One change and the peak that a dry run of it has; None and why where it is refused."""
+    """One change and what a dry run of it has.
+
+    Attributes:
+        change: a config key with its value, or "--layout L".
+        peak_bytes: of the rank that was the fullest; None: the change is refused, `because` says why.
+        slower: the part by which a step takes longer, 0.3 for 30%; below 0: it is faster; None: nobody knows.
+        by: what says so: "estimate" (the planner's) or "FLOPs" (counted).
+    """
 
     change: str
     peak_bytes: int | None
     because: str = ""
+    slower: float | None = None
+    by: str = ""
 
 
 @final

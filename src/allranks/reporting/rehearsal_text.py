@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
-from allranks.rehearsal import CATEGORIES, Collective, Moment, RankRehearsal, Rehearsal
+from allranks.rehearsal import CATEGORIES, Collective, Moment, RankRehearsal, Rehearsal, Remedy
 from allranks.reporting.as_text import as_text
 from allranks.units import format_bytes, format_count
 
@@ -50,7 +50,7 @@ def render_rehearsal(told: Rehearsal, *, width: int = WIDTH) -> str:
     ]
     for title, body in (
         ("Found", _findings(told)),
-        ("What would help (each rehearsed)", _remedies(told)),
+        ("What would help (each rehearsed; the cheapest in speed first)", _remedies(told)),
         ("Decided for you", _lines(told.decisions)),
         ("Not rehearsed", _lines(told.unrehearsed)),
     ):
@@ -191,15 +191,23 @@ def _findings(told: Rehearsal) -> Group | None:
 def _remedies(told: Rehearsal) -> Table | None:
     if not told.remedies:
         return None
-    table = _table(("change", "peak", "saves"), right=1, last_left=True)
+    table = _table(("change", "peak", "saves", "step"), right=1, last_left=True)
     for remedy in told.remedies:
         if remedy.peak_bytes is None:
-            table.add_row(remedy.change, "-", remedy.because)
+            table.add_row(remedy.change, "-", "-", remedy.because)
         else:
             saved = told.peak_bytes - remedy.peak_bytes
             sign = "" if saved >= 0 else "-"
-            table.add_row(remedy.change, format_bytes(remedy.peak_bytes), sign + format_bytes(abs(saved)))
+            sizes = format_bytes(remedy.peak_bytes), sign + format_bytes(abs(saved))
+            table.add_row(remedy.change, *sizes, _slower(remedy))
     return table
+
+
+def _slower(remedy: Remedy) -> str:
+    """`+23% (estimate)`, `+2% FLOPs`."""
+    if remedy.slower is None:
+        return ""
+    return f"{round(100 * remedy.slower):+d}% " + ("FLOPs" if remedy.by == "FLOPs" else f"({remedy.by})")
 
 
 def _lines(lines: Iterable[object]) -> Group | None:
