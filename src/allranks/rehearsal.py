@@ -46,6 +46,8 @@ class Message:
     Attributes:
         axis, op, line, members: as in `Collective`; num_bytes: of this one; ranks: of the group.
         once: whether it is one message also where the block it came in stands for several (a bucket of DDP).
+        uneven: whether its size may differ by rank here and not there (`world.gather`: each rank takes the others to
+            bring as many rows as it does).
     """
 
     axis: str
@@ -55,6 +57,7 @@ class Message:
     line: str
     once: bool = False
     members: str = ""
+    uneven: bool = False
 
 
 @final

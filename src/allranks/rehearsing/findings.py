@@ -81,8 +81,7 @@ def _agree(one: Message, other: Message) -> bool:
     """Whether they can be one collective; in a group of both ranks an all-reduce is of one size, too."""
     if (one.axis, one.op) != (other.axis, other.op):
         return False
-    # How many rows the others bring to a gather is not known here: each rank takes it for its own number.
-    sized = one.op == "all-reduce" and one.members == other.members and "parallel/gather.py" not in one.line
+    sized = one.op == "all-reduce" and one.members == other.members and not one.uneven
     return not sized or one.num_bytes == other.num_bytes
 
 

@@ -110,12 +110,13 @@ class Watch(TorchDispatchMode):
         short = name.removeprefix("c10d::")
         num_bytes = sent_bytes(args) if short == "send" else received_bytes(short, group, args)
         line = line_that_asked()
-        once = "parallel/replica_twin.py" in line
+        once, uneven = "parallel/replica_twin.py" in line, "parallel/gather.py" in line
         module = self.places.running
         if torch._C._current_graph_task_id() != -1:
-            line = f"backward of {starred(module) or 'the model'}" + (f", {line}" if line else "")
+            asked = "" if once else self.places.called_by(module)  # a bucket is no single module's
+            line = ", ".join(filter(None, (f"backward of {starred(module) or 'the model'}", asked or line)))
         axis, members = self._names.axis(group), self._names.members(group)
-        message = Message(axis, collective_name(short), num_bytes, group.size(), line, once, members)
+        message = Message(axis, collective_name(short), num_bytes, group.size(), line, once, members, uneven)
         now.messages.append(message)
 
 
