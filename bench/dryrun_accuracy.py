@@ -18,8 +18,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from local_steps import task_of
 import torch
+from local_steps import task_of
 from rich.console import Console
 from rich.table import Table
 

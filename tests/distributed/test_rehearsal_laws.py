@@ -19,7 +19,6 @@ from tests.distributed.sessions import config_of
 from tests.rehearsing.tasks import Experts, Tokens
 
 
-
 class Chunked(Tokens):
     """Its loss holds the logits of a few positions at once."""
 

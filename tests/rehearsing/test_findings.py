@@ -96,7 +96,15 @@ class Idle(Layered):
 
 
 BROKEN = [
-    ("a branch on a value", Branching, "ddp", 4, (), Unrehearsable, r"branch on a tensor.*tasks.py:\d+.*by torch.where instead"),
+    (
+        "a branch on a value",
+        Branching,
+        "ddp",
+        4,
+        (),
+        Unrehearsable,
+        r"branch on a tensor.*tasks.py:\d+.*by torch.where instead",
+    ),
     (
         "two types",
         Mixed,
@@ -104,7 +112,7 @@ BROKEN = [
         4,
         (),
         TaskError,
-        r"would fail: .* of one dtype, and gets float32 and float64 \(in 1, tasks.py:\d+\); mend it there: it fails on one",
+        r"of one dtype, and gets float32 and float64 \(in 1, tasks.py:\d+\); mend it there: it fails on one process",
     ),
     ("shapes", Misshapen, "ddp", 4, (), TaskError, r"would fail: .*33\].*\(in 2\); mend it there: it fails on one"),
     (
@@ -136,7 +144,15 @@ BROKEN = [
         LayoutError,
         r"feed_forward.gate has parameters and no rule.*say in hints\(\).tensor sequence .* or replicate",
     ),
-    ("positions that do not divide", Tokens, "cp=3", 3, (), LayoutError, r"32 positions of entry 'tokens': 30 or 33 do"),
+    (
+        "positions that do not divide",
+        Tokens,
+        "cp=3",
+        3,
+        (),
+        LayoutError,
+        r"32 positions of entry 'tokens': 30 or 33 do",
+    ),
     ("fewer samples than ranks", Tokens, "ddp", 16, (), LayoutError, r"set train.global_batch=16 or more"),
     (
         "experts where there are none",

@@ -1,7 +1,7 @@
 """The step that was rehearsed, made by real processes and measured: what a dry run is held against.
 
-On the CPU memory is what torch's allocator says over a step in its steady state (the profiler's memory events), beside the bytes
-of what lies between two steps; what gloo holds for longer than it uses it is left out (GlooAtRest). Messages
+On the CPU memory is what torch's allocator says over a step in its steady state (the profiler's memory events), beside
+the bytes of what lies between two steps; what gloo holds for longer than it uses it is left out (GlooAtRest). Messages
 are counted where torch dispatches them. On a GPU its allocator keeps both figures by itself.
 """
 
