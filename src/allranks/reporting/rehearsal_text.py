@@ -75,7 +75,7 @@ def render_verdict(told: Rehearsal) -> str:
 
 def render_moments(rank: RankRehearsal, *, width: int = WIDTH) -> str:
     """One rank's step, stretch by stretch."""
-    parts = [Text(f"One step of rank {rank.rank}"), _moments(rank), _legend(rank.moments)]
+    parts: list[RenderableType] = [Text(f"One step of rank {rank.rank}"), _moments(rank), _legend(rank.moments)]
     return as_text(parts, max(width, 78 + _widest(rank.moments)))
 
 
