@@ -57,18 +57,7 @@ OTHERS = [
     (Tokens, "cp=2", 2, ("layout.context=ring",)),
     (Chunked, "single", 1, ()),
     (Chunked, "fsdp", 2, ()),
-    (Tokens, "pp=2,schedule=interleaved", 2, ()),
-    (Tokens, "pp=2,schedule=looped_bfs", 2, ()),
-    (Tokens, "pp=2,schedule=interleaved_zb", 2, ()),
-    (Tokens, "pp=2,schedule=zbv", 2, ()),
-    (Tokens, "pp=2,schedule=dualpipev", 2, ()),
-    (Tokens, "pp=2,cp=2", 4, ()),
-    (Experts, "pp=2,dp_replicate=2,ep=2", 4, ()),
     (Experts, "cp=2,dp_replicate=2,ep=2", 4, ()),
-    (Experts, "tp=2,dp_replicate=2,ep=2", 4, ()),
-    (Tokens, "dp_replicate=2,dp_shard=2,tp=2", 8, ()),
-    (Tokens, "dp_shard=2,tp=2,cp=2", 8, ()),
-    (Tokens, "pp=2,dp_shard=2,tp=2", 8, ()),
 ]
 
 
@@ -119,8 +108,9 @@ def test_a_dry_run_is_the_real_step(
     compare(pool, kind, layout, world, words)
 
 
-OF_TWO = {"all_reduce": ("all-reduce", 1), "broadcast": ("broadcast", 2), "all_to_all": ("all-to-all", 2)}
-"""gloo's name -> (ours, of how many bytes that all of them have one is received by a rank, of two)."""
+OF_TWO = {"all_reduce": ("all-reduce", 1), "broadcast": ("broadcast", 2), "all_to_all": ("all-to-all", 1)}
+"""gloo's name -> (ours, of how many bytes of its tensors one is received by a rank, of two): each is the source of half
+of the broadcasts, and of what is exchanged no part stays where it was (parallel/gloo_ops.py leaves it out)."""
 WIDTHS = {"float": 4, "double": 8}
 
 

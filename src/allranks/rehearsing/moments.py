@@ -36,9 +36,9 @@ def list_moments(
 ) -> tuple[Moment, ...]:
     """In order; what follows in several messages for one unit is one, and blocks that were left out are counted."""
     held: Counter[Category] = Counter()
-    for stored, num_bytes in resting:
-        if stored.memory == "device":
-            held[category_of(stored)] += num_bytes
+    for kept, num_bytes in resting:
+        if kept.memory == "device":
+            held[category_of(kept)] += num_bytes
     live = held.total()
     rows: list[_Row] = [_Row(Deed("start", "begin", "the step"), live, live, 1, 0, dict(held))]
     for stretch, changes in zip(stretches, changes_on_paper(stretches, repeats), strict=True):
