@@ -11,11 +11,13 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from allranks.checkpointing.checkpoint import Header
@@ -31,6 +33,9 @@ from allranks.planning.answer import make_plan
 from allranks.planning.hardware import find_cluster
 from allranks.planning.question import Question
 from allranks.stepping.agreement import Agreement, Ballot
+from allranks.surviving.hosts.backend import KEY
+from allranks.surviving.hosts.seal import Seal
+from allranks.surviving.hosts.state import StateReader
 
 CHUNK = "0" * 64
 
@@ -121,6 +126,21 @@ def start(ranks: tuple[int, ...]) -> Iterator[Row]:
         yield Row("start: every rank's settings, gathered by the first rank", "ranks", number, None, settings * number)
 
 
+def meeting(hosts: tuple[int, ...]) -> Iterator[Row]:
+    """What hosts that meet keep in their store: each reads and writes all of it with every sign of life."""
+    for number in hosts:
+        state, now = _RendezvousState(), datetime.now(UTC)
+        state.participants = {_NodeDesc(f"node-{n:05}.cluster", 10_000 + n, 0): n for n in range(number)}
+        state.last_heartbeats = dict.fromkeys(state.participants, now)
+        reader, seal = StateReader(time.monotonic), Seal(b"secret")
+        text = seal.close(KEY, reader.write(state, 1))
+
+        def beat(reader: StateReader = reader, seal: Seal = seal, text: str = text) -> None:
+            seal.close(KEY, reader.write(reader.read(seal.open(KEY, text)), 2))
+
+        yield Row("rendezvous of hosts: one sign of life of one host", "hosts", number, timed(beat), len(text))
+
+
 def mesh(ranks: tuple[int, ...]) -> Iterator[Row]:
     """The mesh and its groups, as one rank builds them."""
     for number in ranks:
@@ -149,6 +169,7 @@ def measure(quick: bool) -> list[Row]:
         *agreement((64, 131072)),
         *start((64, 4096, 131072)),
         *manifest(ranks, 20 if quick else 200),
+        *meeting((8, 64) if quick else (8, 512, 16384)),
         *mesh(ranks),
         *plan((8, 64) if quick else (8, 256, 2048, 16384)),
     ]

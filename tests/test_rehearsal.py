@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from allranks.rehearsal import Collective, Finding, Holding, Moment, RankRehearsal, Rehearsal, Remedy
+from allranks.rehearsal import Collective, Finding, Holding, Message, Moment, RankRehearsal, Rehearsal, Remedy
 
 
 def rank(number: int = 0, peak_bytes: int = 600, *findings: Finding) -> RankRehearsal:
@@ -17,12 +17,12 @@ def rank(number: int = 0, peak_bytes: int = 600, *findings: Finding) -> RankRehe
         holdings=(Holding("layers.*", "activations", peak_bytes - 100), Holding("", "weights", 100)),
         resting_bytes=300,
         collectives=(Collective("tp", "all-reduce", 40, 2, 8, "task.py:3 forward"),),
-        sequence=(("tp", "all-reduce", 20),) * 2,
+        sequence=(Message("tp", "all-reduce", 20, 8, "task.py:3 forward"),) * 2,
         flops=2e12,
         findings=findings,
         moments=(
             Moment("start", "begin", "the step", 0, 300, 300),
-            Moment("forward", "compute", "layers.1", 0, 500, peak_bytes, 7),
+            Moment("forward", "compute", "layers.1", 0, 500, peak_bytes, 7, {"weights": 100, "activations": 400}),
         ),
         traced=4,
         blocks=10,
@@ -58,10 +58,15 @@ def test_a_finding_may_fail() -> None:
 
 
 def test_the_document_is_the_designs() -> None:
-    told = replace(rehearsal(rank(20)), remedies=(Remedy("layout.recompute=full", 300),))
+    told = replace(rehearsal(rank(20)), remedies=(Remedy("layout.recompute=full", 300, slower=0.3, by="estimate"),))
     document = json.loads(json.dumps(told.to_json(), allow_nan=False))
     assert document["fits"] is True
     found = document["ranks"]["20"]
     assert {"peak_bytes", "by_category", "collectives", "flops", "findings"} <= found.keys()
     assert {"axis", "op", "bytes", "count"} <= found["collectives"][0].keys()
-    assert document["remedies"] == [{"change": "layout.recompute=full", "peak_bytes": 300, "because": ""}]
+    assert "moments" not in found
+    timeline = json.loads(json.dumps(told.to_json(timeline=True)))["ranks"]["20"]["moments"]
+    assert timeline[1]["live_by_category"] == {"weights": 100, "activations": 400}
+    assert document["remedies"] == [
+        {"change": "layout.recompute=full", "peak_bytes": 300, "because": "", "slower": 0.3, "by": "estimate"}
+    ]

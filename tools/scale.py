@@ -46,12 +46,17 @@ def extrapolate(rows: list[dict[str, Any]]) -> dict[str, str]:
     measured = int(last["part"].split()[1])
     tensors = 3 * 1138  # of Llama 3 405B: 126 blocks of 9, embedding, norm, head and their two moments
     times = 16384 / last["number"] * tensors / measured
+    met = [row for row in rows if row["part"].startswith("rendezvous")]
+    most = met[-1] if met else {"number": 0, "size_bytes": 0}
     limit = MANIFEST_BYTES_CAP / BYTES_PER_CHUNK * CHUNK_BYTES
     return {
         "measured_ranks": f"{last['number']:,}",
         "measured_tensors": str(measured),
         "gather_seconds": format_seconds(last["microseconds"] * times / 1e6),
         "gather_bytes": format_bytes(last["size_bytes"] * times),
+        "meeting_hosts": f"{most['number']:,}",
+        "meeting_bytes": format_bytes(most["size_bytes"]),
+        "meeting_rate": format_bytes(2 * most["number"] * most["size_bytes"]),
         "manifest_cap": format_bytes(MANIFEST_BYTES_CAP),
         "limit_bytes": format_bytes(limit),
         "limit_parameters": f"{limit / BYTES_PER_PARAMETER / 1e12:.0f}",

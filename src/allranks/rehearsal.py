@@ -21,7 +21,7 @@ class Collective:
         op: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "receive".
         bytes: that this rank receives in all of them together (of an all-reduce 2 (n - 1) / n of its size; what it
             sends in a send); count: how many.
-        ranks: of the group.
+        ranks: of the group; members: which, "0-7", "0-56/8" (every eighth), "0,5,9".
         line: of the user's code or ours that asked for it, "file.py:12 name".
     """
 
@@ -31,10 +31,33 @@ class Collective:
     count: int
     ranks: int
     line: str
+    members: str = ""
 
     def to_json(self) -> dict[str, object]:
         """Its fields."""
         return asdict(self)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One collective as it was dispatched.
+
+    Attributes:
+        axis, op, line, members: as in `Collective`; num_bytes: of this one; ranks: of the group.
+        once: whether it is one message also where the block it came in stands for several (a bucket of DDP).
+        uneven: whether its size may differ by rank here and not there (`world.gather`: each rank takes the others to
+            bring as many rows as it does).
+    """
+
+    axis: str
+    op: str
+    num_bytes: int
+    ranks: int
+    line: str
+    once: bool = False
+    members: str = ""
+    uneven: bool = False
 
 
 @final
@@ -96,6 +119,7 @@ class Moment:
         phase: "forward", "backward" or "update"; what: "gather", "compute", "drop", or the collective.
         unit: the module or group; num_bytes: that travel or are dropped; live_bytes, highest_bytes: in use.
         times: how many equal stretches follow one another here.
+        live_by_category: of what the live bytes are.
     """
 
     phase: str
@@ -105,6 +129,7 @@ class Moment:
     live_bytes: int
     highest_bytes: int
     times: int = 1
+    live_by_category: Mapping[Category, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
         """Its fields."""
@@ -139,7 +164,7 @@ class RankRehearsal:
         holdings: of what module, at that moment; the largest first.
         resting_bytes: in use between two steps.
         collectives: in the order in which their kinds first came.
-        sequence: (axis, op) of every collective of the traced step, in order.
+        sequence: every collective of the traced step, in order.
         flops: floating-point operations, what is computed again counted again.
         moments: the step, stretch by stretch.
         works: the same as work.
@@ -156,7 +181,7 @@ class RankRehearsal:
     holdings: tuple[Holding, ...]
     resting_bytes: int
     collectives: tuple[Collective, ...]
-    sequence: tuple[tuple[str, str, int], ...]
+    sequence: tuple[Message, ...]
     flops: float
     findings: tuple[Finding, ...] = ()
     moments: tuple[Moment, ...] = ()
@@ -168,8 +193,9 @@ class RankRehearsal:
     host_by_category: Mapping[str, int] = field(default_factory=dict)
     transfers: tuple[Transfer, ...] = ()
 
-    def to_json(self) -> dict[str, object]:
-        """What `dryrun --json` says of it."""
+    def to_json(self, *, timeline: bool = False) -> dict[str, object]:
+        """What `dryrun --json` says of it; its moments where the timeline is asked for."""
+        moments = {"moments": [one.to_json() for one in self.moments]} if timeline else {}
         return {
             "peak_bytes": self.peak_bytes,
             "by_category": dict(self.by_category),
@@ -185,17 +211,27 @@ class RankRehearsal:
             "host_peak_bytes": self.host_peak_bytes,
             "host_by_category": dict(self.host_by_category),
             "transfers": [asdict(one) for one in self.transfers],
+            **moments,
         }
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """One change and the peak that a dry run of it has; None and why where it is refused."""
+    """One change and what a dry run of it has.
+
+    Attributes:
+        change: a config key with its value, or "--layout L".
+        peak_bytes: of the rank that was the fullest; None: the change is refused, `because` says why.
+        slower: the part by which a step takes longer, 0.3 for 30%; below 0: it is faster; None: nobody knows.
+        by: what says so: "estimate" (the planner's) or "FLOPs" (counted).
+    """
 
     change: str
     peak_bytes: int | None
     because: str = ""
+    slower: float | None = None
+    by: str = ""
 
 
 @final
@@ -255,8 +291,8 @@ class Rehearsal:
         own = (finding for rank in self.ranks.values() for finding in rank.findings)
         return any(finding.fails for finding in (*self.findings, *own))
 
-    def to_json(self) -> dict[str, object]:
-        """What `dryrun --json` prints."""
+    def to_json(self, *, timeline: bool = False) -> dict[str, object]:
+        """What `dryrun --json` prints, with each rank's moments where the timeline is asked for."""
         return {
             "model": self.model,
             "cluster": self.cluster,
@@ -270,7 +306,7 @@ class Rehearsal:
             "host_peak_bytes": self.host_peak_bytes,
             "host_capacity_bytes": self.host_capacity_bytes,
             "host_bandwidth": self.host_bandwidth,
-            "ranks": {str(rank): told.to_json() for rank, told in self.ranks.items()},
+            "ranks": {str(rank): told.to_json(timeline=timeline) for rank, told in self.ranks.items()},
             "findings": [finding.to_json() for finding in self.findings],
             "decisions": list(self.decisions),
             "unrehearsed": list(self.unrehearsed),

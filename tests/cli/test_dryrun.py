@@ -2,13 +2,17 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from allranks.cli.main import main
+from tests.reporting.test_step_trace import check_format
 
 NAME = "tests.rehearsing.tasks:Tokens"
+FINDINGS = "tests.rehearsing.test_findings"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,8 +36,22 @@ def test_a_model_that_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert code == 0, err
     assert "fits: " in out.splitlines()[1]
     assert "One step of rank 0" in out and "One step of rank 3" in out
-    assert picture.read_text().startswith("<svg")
+    drawn = "".join(ElementTree.parse(picture).getroot().itertext()).replace("\xa0", " ")
+    first = out.partition("One step of rank 0")[2].partition("One step of rank 3")[0]
+    sizes = set(re.findall(r"\d[\d.]* [kM]?B\b", first))
+    assert len(sizes) > 10 and all(size in drawn for size in sizes)
+    assert all(word in drawn for word in ("layers.0", "layers.2", "the rest", "reduce-scatter", "one step of rank 0"))
     assert "kernels of CUDA" in out
+
+
+def test_the_timeline_is_in_the_document_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (NAME, "--cluster", "1x2:a100-80g", "--layout", "fsdp", "--ranks", "1", "--timeline", "--json")
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    moments = json.loads(out)["ranks"]["1"]["moments"]
+    (gathered,) = [m for m in moments if (m["phase"], m["what"], m["unit"]) == ("forward", "gather", "layers.1")]
+    assert gathered["num_bytes"] > 0 and gathered["live_by_category"]["gathered"] > 0
+    assert sum(gathered["live_by_category"].values()) == gathered["live_bytes"] <= gathered["highest_bytes"]
 
 
 def test_what_waits_on_the_host_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +81,12 @@ def test_a_name_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
         (("llama3-9b", "--cluster", "4:a100-80g"), "nearest: llama3-8b"),
         (("gpt2", "--cluster", "4:a100-80g"), "can be planned and not rehearsed"),
         (("llama3-8b", "more", "--cluster", "4:a100-80g"), "write config keys there"),
-        ((NAME, "--cluster", "4:a100-80g", "--layout", "tp=3"), "but the world has 4 processes"),
+        ((NAME, "--cluster", "4:a100-80g", "--layout", "tp=3"), "but the world has 4 processes; "),
+        ((NAME, "--cluster", "8:a100-80g", "--layout", "tp=8"), "tp(8) does not divide; tp can be 1, 2, 4"),
+        ((NAME, "--cluster", "3:a100-80g", "--layout", "cp=3"), "entry 'tokens': 30 or 33 do"),
+        ((f"{FINDINGS}:Hinting", "--cluster", "2:a100-80g", "--layout", "fsdp"), "the nearest are layers."),
+        ((f"{FINDINGS}:Misshapen", "--cluster", "2:a100-80g", "--layout", "ddp"), "(in 2); mend it there"),
+        ((f"{FINDINGS}:Forgetful", "--cluster", "2:a100-80g", "--layout", "tp=2"), "say in hints().tensor sequence"),
         ((NAME, "--cluster", "4:a100-80g", "--ranks", "4"), "ranks are 0 to 3"),
         ((NAME, "--cluster", "4:a100-80g", "--layout", "ddp", "layout.ddp_hook=bfloat16"), "is not rehearsed"),
         ((NAME, "--cluster", "1x4:cpu", "--layout", "fsdp,offload=parameters"), "this device is the CPU"),
@@ -77,8 +100,30 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[
     assert message in line
 
 
+def test_the_predicted_step_is_written_for_perfetto(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    words = (NAME, "--cluster", "1x4:a100-80g", "--layout", "tp=2,dp_shard=2", "--ranks", "3", "--trace", str(file))
+    code, _, err = run(capsys, *words)
+    assert code == 0, err
+    document = json.loads(file.read_text())
+    check_format(document)
+    tracks = {event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}
+    assert tracks == {"compute", "tp", "dp_shard"}
+    bars = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert {bar["pid"] for bar in bars} == {3} and sum(bar["dur"] for bar in bars if bar["tid"] == 0) > 0
+    assert document["otherData"]["layout"] == "dp_shard=2,tp=2"
+
+
+def test_ranks_that_would_hang_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (f"{FINDINGS}:Lopsided", "--cluster", "4:a100-80g", "--layout", "fsdp")
+    code, out, err = run(capsys, *words)
+    assert code == 1, err
+    assert "would fail: see Found" in out.splitlines()[1]
+    assert "ranks 0 and 3 part at collective" in out and "asked for by tasks.py:" in out.replace("\n", " ")
+
+
 def test_what_cannot_be_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("tests.rehearsing.test_findings:Branching", "--cluster", "2:a100-80g", "--layout", "ddp", "--json")
+    words = (f"{FINDINGS}:Branching", "--cluster", "2:a100-80g", "--layout", "ddp", "--json")
     code, out, err = run(capsys, *words)
     assert code == 3
     assert json.loads(out)["exit_code"] == 3

@@ -149,6 +149,12 @@ def lopsided(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def unequal(value: torch.Tensor) -> torch.Tensor:
+    """Rank 0 sums one row, the others all."""
+    dist.all_reduce(value.detach()[: 1 if dist.get_rank() == 0 else None].clone())
+    return value
+
+
 def configured(task: Task, layout: str, world: int, *overrides: str) -> tuple[Config, Layout]:
     """As the command reads them."""
     config = resolve_config(task_defaults=type(task).defaults, toml=None, overrides=overrides, layout=layout)

@@ -120,7 +120,9 @@ def test_every_message_has_the_line_that_asked_for_it() -> None:
     assert {one.axis for one in told.collectives} == {"tp", "dp_shard"}
     assert {one.op for one in told.collectives} == {"all-gather", "reduce-scatter", "all-reduce"}
     assert all(".py:" in one.line or one.line.startswith("backward of") for one in told.collectives)
-    gathers = [one for one in told.collectives if one.axis == "dp_shard" and "transformer.py" in one.line]
+    backward = [one.line for one in told.collectives if one.axis == "tp" and one.line.startswith("backward of layers")]
+    assert backward and all(re.search(r", allranks/models/transformer.py:\d+ \w+$", line) for line in backward)
+    gathers = [one for one in told.collectives if one.axis == "dp_shard" and one.line.startswith("allranks/models")]
     assert sum(one.count for one in gathers) == 3
 
 

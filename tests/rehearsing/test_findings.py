@@ -1,16 +1,21 @@
 """What would have failed on the cluster is found, and each message names the move that mends it."""
 
+import re
 from typing import Any, ClassVar
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from allranks.errors import ConfigError, LayoutError, TaskError
+from allranks.planning.hardware import find_cluster
 from allranks.rehearsing.findings import compare_ranks
 from allranks.rehearsing.refusals import Unrehearsable
+from allranks.rehearsing.whole import Question, rehearse
 from allranks.rehearsing.world_of_ranks import choose_ranks
 from allranks.task import Hints, TensorStyle
-from tests.rehearsing.tasks import Calling, Layered, Tokens, branch, configured, lopsided, mixed, rehearsed
+from tests.rehearsing.tasks import Calling, Layered, Tokens, branch, configured, lopsided, mixed, rehearsed, unequal
 
 
 class Branching(Layered):
@@ -32,6 +37,22 @@ class Lopsided(Layered):
 
     def middle(self) -> nn.Module:
         return Calling(lopsided)
+
+
+class LopsidedLoss(Tokens):
+    """Every other rank calls a collective in its loss, which the last stage alone computes."""
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        if dist.get_rank() % 2:
+            dist.all_reduce(output.detach().clone())
+        return super().loss(output, batch)
+
+
+class Unequal(Layered):
+    """The first rank sums a part of what the others sum."""
+
+    def middle(self) -> nn.Module:
+        return Calling(unequal)
 
 
 class Misshapen(Layered):
@@ -75,7 +96,15 @@ class Idle(Layered):
 
 
 BROKEN = [
-    ("a branch on a value", Branching, "ddp", 4, (), Unrehearsable, r"branch on a tensor.*tasks.py:\d+.*torch.where"),
+    (
+        "a branch on a value",
+        Branching,
+        "ddp",
+        4,
+        (),
+        Unrehearsable,
+        r"branch on a tensor.*tasks.py:\d+.*by torch.where instead",
+    ),
     (
         "two types",
         Mixed,
@@ -83,10 +112,18 @@ BROKEN = [
         4,
         (),
         TaskError,
-        r"would fail: .*(dtype|expected m1 and m2).*tasks.py:\d+.*mend that line",
+        r"of one dtype, and gets float32 and float64 \(in 1, tasks.py:\d+\); mend it there: it fails on one process",
     ),
-    ("shapes", Misshapen, "ddp", 4, (), TaskError, r"would fail: .*(33|shape)"),
-    ("a hint for nothing", Hinting, "fsdp", 4, (), LayoutError, r"hints\(\).blocks: 'blocks.\*' matches no module"),
+    ("shapes", Misshapen, "ddp", 4, (), TaskError, r"would fail: .*33\].*\(in 2\); mend it there: it fails on one"),
+    (
+        "a hint for nothing",
+        Hinting,
+        "fsdp",
+        4,
+        (),
+        LayoutError,
+        r"hints\(\).blocks: 'blocks.\*' matches no module.*the nearest are layers.2, layers.1, layers.0",
+    ),
     (
         "more stages than blocks",
         Tokens,
@@ -96,10 +133,26 @@ BROKEN = [
         LayoutError,
         r"begins at 4 blocks at least, .* use fewer stages",
     ),
-    ("a world of another size", Tokens, "tp=3,dp_shard=2", 8, (), LayoutError, r"= 6, but the world has 8 .* fits"),
+    ("a world of another size", Tokens, "tp=3,dp_shard=2", 8, (), LayoutError, r"= 6, but the world has 8 .*tp=4 fits"),
     ("heads that do not divide", Tokens, "tp=8", 8, (), LayoutError, r"num_heads=4, .*tp can be 1, 2, 4"),
-    ("layers without a rule", Forgetful, "tp=2", 2, (), LayoutError, r"feed_forward.gate has parameters and no rule"),
-    ("positions that do not divide", Tokens, "cp=3", 3, (), LayoutError, r"cp"),
+    (
+        "layers without a rule",
+        Forgetful,
+        "tp=2",
+        2,
+        (),
+        LayoutError,
+        r"feed_forward.gate has parameters and no rule.*say in hints\(\).tensor sequence .* or replicate",
+    ),
+    (
+        "positions that do not divide",
+        Tokens,
+        "cp=3",
+        3,
+        (),
+        LayoutError,
+        r"32 positions of entry 'tokens': 30 or 33 do",
+    ),
     ("fewer samples than ranks", Tokens, "ddp", 16, (), LayoutError, r"set train.global_batch=16 or more"),
     (
         "experts where there are none",
@@ -127,10 +180,26 @@ def test_a_rank_that_takes_another_way_is_found() -> None:
     first, last = (rehearsed(Lopsided(), "fsdp", 4, rank=rank) for rank in (0, 3))
     (found,) = compare_ranks({0: first, 3: last})
     assert found.fails and found.kind == "hang"
-    assert "ranks 0 and 3 part at collective" in found.what and "all-reduce over dp_shard" in found.what
+    assert re.search(r"ranks 0 and 3 part at collective \d+ of the step: rank 0 executes all-reduce", found.what)
+    assert re.search(r"over dp_shard \(.* asked for by tasks.py:\d+ lopsided\), rank 3 .*would hang", found.what)
     assert "nothing in them may depend on the rank" in found.next
     same = rehearsed(Layered(), "fsdp", 4), rehearsed(Layered(), "fsdp", 4, rank=3)
     assert compare_ranks(dict(enumerate(same))) == []
+
+
+def test_an_all_reduce_of_ranks_that_bring_unequal_sizes_is_found() -> None:
+    first, last = (rehearsed(Unequal(), "ddp", 4, rank=rank) for rank in (0, 3))
+    (found,) = compare_ranks({0: first, 3: last})
+    assert re.search(r"all-reduce over dp_replicate \(.* unequal\), rank 3 all-reduce over dp_replicate", found.what)
+
+
+def test_a_loss_of_the_last_stage_is_compared_too() -> None:
+    task, cluster = LopsidedLoss(layers=4), find_cluster("1x4:cpu")
+    config, layout = configured(task, "pp=2,dp_shard=2", 4, "train.micro_batch=2")
+    ranks = choose_ranks("kinds", layout)
+    (found,) = rehearse(Question("lopsided", task, config, cluster, layout, ranks)).findings
+    assert found.kind == "hang" and found.what.startswith("ranks 2 and 3 part at collective")
+    assert re.search(r"rank 3 all-reduce over \w+ \(.*test_findings.py:\d+ loss\)", found.what)
 
 
 def test_a_parameter_that_stays_whole_is_found() -> None:
@@ -148,7 +217,7 @@ def test_parameters_that_the_loss_does_not_reach_are_found() -> None:
 
 def test_ranks_that_are_asked_for() -> None:
     _, layout = configured(Tokens(layers=8), "pp=4,dp_shard=2", 8, "train.global_batch=16")
-    assert choose_ranks("kinds", layout) == (0, 1, 4, 6)
+    assert choose_ranks("kinds", layout) == (0, 1, 4, 5, 6, 7)
     assert choose_ranks("7, 0", layout) == (7, 0)
     assert choose_ranks("all", layout) == tuple(range(8))
     for wrong, message in (("8", "8 processes, whose ranks are 0 to 7"), ("one", "'one' is no rank")):

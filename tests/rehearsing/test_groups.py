@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from allranks.layout import Layout
 from allranks.parallel.mesh import build_mesh
-from allranks.rehearsing.groups import GroupNames
+from allranks.rehearsing.groups import GroupNames, list_members
 from allranks.rehearsing.world import fake_world
 
 
@@ -18,6 +18,7 @@ def test_axes_and_what_is_put_together() -> None:
         assert mesh.gradient_group is not None
         assert names.axis(mesh.gradient_group) == "dp_replicate+dp_shard+cp"
         assert names.axis(dist.group.WORLD) == "all"  # type: ignore[arg-type]
+        assert names.members(mesh.group("dp_shard")) == "0,4"
 
 
 def test_experts() -> None:
@@ -26,3 +27,11 @@ def test_experts() -> None:
         names = GroupNames(mesh)
         assert mesh.twin_group is not None
         assert (names.axis(mesh.group("ep")), names.axis(mesh.twin_group)) == ("ep", "copies of experts")
+
+
+def test_members_are_short() -> None:
+    written = {"5": [5], "0-7": range(8), "0-56/8": range(0, 64, 8), "0-3,8-11": [0, 1, 2, 3, 8, 9, 10, 11]}
+    assert {list_members(list(ranks)): list(ranks) for ranks in written.values()} == {
+        text: list(ranks) for text, ranks in written.items()
+    }
+    assert list_members([9, 0, 5]) == "0,5,9"

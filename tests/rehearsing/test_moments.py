@@ -4,7 +4,8 @@ from itertools import groupby
 
 import pytest
 
-from allranks.rehearsing.ledger import Stored
+from allranks.parallel.step_record import Deed
+from allranks.rehearsing.ledger import Stored, Stretch
 from allranks.rehearsing.moments import list_moments
 from tests.rehearsing.tasks import Tokens, rehearsed
 from tests.rehearsing.test_replay import REPEATS, step
@@ -20,6 +21,32 @@ def test_moments_follow_the_memory() -> None:
     assert [(m.live_bytes, m.highest_bytes) for m in found] == [(100, 100), (105, 105), (100, 119)]
 
 
+def test_moments_have_their_memory_by_category() -> None:
+    weights, kept, gradient = Stored(100, category="weights"), Stored(5), Stored(2, category="gradients")
+    on_host = Stored(50, category="weights", memory="pinned")
+    deeds = [(0, Deed("backward", "compute", "layers.0")), (1, Deed("backward", "reduce-scatter", "layers.0"))]
+    stretches = [
+        Stretch("forward", changes=[(kept, 5)], deeds=[(0, Deed("forward", "compute", "layers.0"))]),
+        Stretch("backward", changes=[(gradient, 2), (kept, -5)], deeds=deeds),
+    ]
+    found = list_moments([(weights, 100), (on_host, 50)], stretches, REPEATS)
+    assert [m.live_by_category for m in found] == [
+        {"weights": 100},
+        {"weights": 100, "activations": 5},
+        {"weights": 100, "gradients": 2, "activations": 5},
+        {"weights": 100, "gradients": 2},
+    ]
+
+
+def test_categories_of_a_step_add_up() -> None:
+    told = rehearsed(Tokens(), "fsdp", 2, on_cuda=True)
+    assert all(sum(m.live_by_category.values()) == m.live_bytes for m in told.moments)
+    resting, *_, last = [m.live_by_category for m in told.moments]
+    assert {"weights", "optimizer"} <= resting.keys() and "activations" not in resting
+    assert last["optimizer"] == resting["optimizer"]
+    assert max(m.live_by_category.get("gathered", 0) for m in told.moments) > 0
+
+
 def test_the_modes_of_fsdp() -> None:
     full, kept = (
         [(m.phase, m.what) for m in rehearsed(Tokens(), layout, 2, on_cuda=True).moments if m.unit == "layers.1"]
@@ -33,6 +60,34 @@ def test_the_modes_of_fsdp() -> None:
         *(("forward", "gather"), ("forward", "compute")),
         *(("backward", "compute"), ("backward", "drop"), ("backward", "reduce-scatter")),
     ]
+
+
+HSDP = [
+    *(("forward", "gather"), ("forward", "compute"), ("forward", "drop")),
+    *(("backward", "gather"), ("backward", "compute"), ("backward", "drop")),
+    *(("backward", "reduce-scatter"), ("backward", "all-reduce")),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "unit", "deeds"),
+    [
+        ("dp_replicate=2,dp_shard=2", 4, "layers.1", HSDP),
+        (
+            "fsdp,sharding=none",
+            2,
+            "layers.1",
+            [("forward", "compute"), ("backward", "compute"), ("backward", "drop"), ("backward", "all-reduce")],
+        ),
+        ("fsdp,sharding=optimizer", 2, "the model", [("forward", "compute"), ("backward", "compute")]),
+        ("fsdp,sharding=optimizer", 2, "bucket 1", [("backward", "all-reduce")]),
+        ("fsdp,sharding=optimizer", 2, "over dp_shard", [("update", "all-gather")]),
+    ],
+)
+def test_the_other_ways_to_share(layout: str, world: int, unit: str, deeds: list[tuple[str, str]]) -> None:
+    """Parameters that nobody shares are gathered and scattered by nobody; the optimizer's shares meet at its end."""
+    moments = rehearsed(Tokens(), layout, world, on_cuda=True).moments
+    assert [(m.phase, m.what) for m in moments if m.unit == unit] == deeds
 
 
 def test_buckets_of_ddp_and_moves_of_tp() -> None:

@@ -34,6 +34,30 @@ def test_a_backward_belongs_to_the_module_of_its_forward() -> None:
     assert seen.names[2:] == ["2", "2", "0"]
 
 
+class Pair(nn.Module):
+    """Calls its two layers in lines of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(value)
+        found: torch.Tensor = self.rest(hidden)
+        return found
+
+
+def test_a_module_is_known_with_the_line_that_called_it() -> None:
+    model = Pair()
+    places = Places({"": model})
+    with places.following():
+        model(torch.ones(5, 3))
+    lines = [places.called_by(name) for name in ("first", "rest", "rest.0")]
+    start = Pair.forward.__code__.co_firstlineno
+    assert lines == [f"test_places.py:{start + row} forward" for row in (1, 2, 2)]
+    assert places.called_by("elsewhere") == ""
+
+
 def test_equal_parts_have_one_name() -> None:
     assert starred("layers.31.mlp.2") == "layers.*.mlp.*"
     assert starred("conv2d.3") == "conv2d.*"

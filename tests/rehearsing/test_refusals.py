@@ -1,11 +1,14 @@
 """What cannot be rehearsed says so in one line, and what would fail says where."""
 
 import pytest
+from torch import nn
 
 from allranks.errors import ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
 from allranks.planning.hardware import find_cluster
 from allranks.rehearsing.refusals import NotRehearsed, Unrehearsable, explain, refuse
+from tests.profiling.subjects import AskingPart
+from tests.rehearsing.tasks import Layered, rehearsed
 
 
 @pytest.mark.parametrize(
@@ -47,4 +50,29 @@ def test_a_fault_and_a_question_of_values() -> None:
     )
     unknown = explain("Net", RuntimeError("no fake impl registered for x::y"), "", Layout())
     assert isinstance(unknown, Unrehearsable)
-    assert "register_fake" in str(unknown)
+    assert str(unknown) == (
+        "Net cannot be rehearsed: x::y has no kernel for shapes alone; torch.library.register_fake gives it one"
+    )
+
+
+class Asks(Layered):
+    """Does in its middle what needs values."""
+
+    how: str = "item"
+
+    def middle(self) -> nn.Module:
+        return AskingPart(self.how)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("item", "item.*; choose by torch.where instead of a branch there, or leave the check out"),
+        ("shape", "nonzero.*; keep the shape there, by torch.where or a product with the mask$"),
+        ("numpy", "numpy.*; stay in torch there$"),
+        ("custom", r"allranks_test::doubled has no kernel .*register_fake gives it one \(in 1, subjects.py:\d+\)$"),
+    ],
+)
+def test_each_question_of_values_has_its_own_remedy(how: str, said: str) -> None:
+    with pytest.raises(Unrehearsable, match=said):
+        rehearsed(Asks(how=how), "ddp", 2)

@@ -1,7 +1,7 @@
 """Stretches that stand for several are repeated on paper: memory in depth, messages and FLOPs in number, too."""
 
 from allranks.parallel.step_record import Deed
-from allranks.rehearsal import Transfer
+from allranks.rehearsal import Message, Transfer
 from allranks.rehearsing.ledger import Stored, Stretch
 from allranks.rehearsing.replay import (
     GIVEN,
@@ -15,7 +15,6 @@ from allranks.rehearsing.replay import (
     describe,
     find_peak,
 )
-from allranks.rehearsing.watch import Message
 
 GATHER = Message("dp_shard", "all-gather", 10, 4, "task.py:3 forward")
 BUCKET = Message("dp_replicate", "all-reduce", 7, 4, "replica_twin.py:9 _launch", once=True)

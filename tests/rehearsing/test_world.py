@@ -1,5 +1,7 @@
 """A world of any size in one process, which leaves nothing behind."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +27,14 @@ def test_a_rank_of_many() -> None:
             dist.all_reduce(gathered)
     assert not dist.is_initialized()
     assert (DeviceMesh.__dict__["mesh"], expert.count_rows, dist.get_backend) == before
+
+
+def test_what_fails_is_told_once() -> None:
+    """Torch's own log of a shape that does not fit is silent: the error has it all."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    with fake_world(0, 1, "gloo"):
+        assert log.disabled
+    assert not log.disabled
 
 
 def test_one_world_at_a_time() -> None:

@@ -43,7 +43,11 @@ def test_what_waits_on_the_host_and_what_crosses() -> None:
 def test_all_of_it() -> None:
     told = replace(
         rehearsal(rank(0, 600, Finding("unsharded", "w lies whole", "cut it")), rank(63)),
-        remedies=(Remedy("layout.recompute=full", 250), Remedy("layout.sharding=full", None, "there is nobody")),
+        remedies=(
+            Remedy("layout.recompute=full", 250, slower=0.301, by="estimate"),
+            Remedy("task.chunk=1024", 700, slower=0.02, by="FLOPs"),
+            Remedy("layout.sharding=full", None, "there is nobody"),
+        ),
         decisions=("4 of 10 blocks were traced, because blocks of one kind do the same",),
         unrehearsed=("kernels of CUDA",),
     )
@@ -53,8 +57,9 @@ def test_all_of_it() -> None:
     text = "\n".join(lines)
     for part in (
         *("What fills rank 0 at its peak (backward of layers.3)", "activations  500 B    83%"),
-        *("task.py:3 forward", "rank 0: w lies whole; cut it", "layout.recompute=full  250 B  350 B"),
-        *("there is nobody", "kernels of CUDA", "4 of 10 blocks were traced"),
+        *("task.py:3 forward", "rank 0: w lies whole; cut it", "layout.recompute=full  250 B   350 B  +30% (estimate)"),
+        *("task.chunk=1024        700 B  -100 B  +2% FLOPs", "layout.sharding=full       -       -  there is nobody"),
+        *("kernels of CUDA", "4 of 10 blocks were traced"),
     ):
         assert part in text
 
@@ -62,7 +67,10 @@ def test_all_of_it() -> None:
 def test_moments_as_text_and_picture() -> None:
     text = render_moments(rank())
     assert "layers.1 x 7" in text and "600 B" in text
+    assert "wwww" + "a" * 16 + "----" in text  # 100 and 400 of 600 bytes, at most all of them, in 24 cells
+    assert text.splitlines()[-1].strip() == "in use after: w weights, a activations, - at most"
     picture = ElementTree.fromstring(draw_moments(rank()))
     assert picture.tag.endswith("svg")
     words = "".join(picture.itertext()).replace("\xa0", " ")
-    assert "layers.1 x 7" in words and "one step of rank 0" in words
+    for part in ("layers.1 x 7", "one step of rank 0", "500 B", "600 B", "compute", "a activations"):
+        assert part in words

@@ -1,7 +1,6 @@
 """From the words of `allranks dryrun` to a printed Rehearsal and an exit code."""
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -9,8 +8,8 @@ from typing import TYPE_CHECKING, final
 from allranks.cli.output import print_error, print_json, stdout_kept_free
 from allranks.cli.planned_model import is_task
 from allranks.cli.train import read_arguments
-from allranks.errors import AllranksError, ConfigError
-from allranks.rehearsal import Rehearsal, Remedy
+from allranks.errors import ConfigError
+from allranks.rehearsal import Rehearsal
 from allranks.request import TrainRequest
 
 if TYPE_CHECKING:
@@ -54,6 +53,8 @@ def answer(asked: Asked) -> int:
         try:
             told = rehearse(question, lambda line: print(line, file=sys.stderr))
             if asked.remedies:
+                from allranks.cli.remedies import find_remedies
+
                 told = replace(told, remedies=tuple(find_remedies(asked, told)))
         except Unrehearsable as error:
             unknown: Unrehearsable | None = error
@@ -65,38 +66,10 @@ def answer(asked: Asked) -> int:
     if asked.trace is not None:
         _write_trace(asked.trace, question, told)
     if asked.json:
-        print_json(told.to_json())
+        print_json(told.to_json(timeline=asked.timeline))
     else:
         _print(asked, told)
     return exit_code(told)
-
-
-def find_remedies(asked: Asked, told: Rehearsal) -> Iterator[Remedy]:
-    """Changes that save memory, each rehearsed on the fullest rank; the refused ones say why."""
-    from allranks.rehearsing.whole import rehearse
-
-    fullest = str(max(told.ranks.values(), key=lambda rank: rank.peak_bytes).rank)
-    for change in changes_of(asked):
-        try:
-            question = question_of(replace(asked, arguments=(*asked.arguments, change), ranks=fullest))
-            yield Remedy(change, rehearse(question).peak_bytes)
-        except AllranksError as error:
-            yield Remedy(change, None, str(error))
-
-
-def changes_of(asked: Asked) -> list[str]:
-    """Config keys that save memory, as far as they change something."""
-    question = question_of(asked)
-    layout, train = question.layout, question.config.train
-    found = []
-    if layout.recompute == "none":
-        found += ["layout.recompute=selective", "layout.recompute=full"]
-    if train.micro_steps is None and (train.micro_batch or train.global_batch // layout.dp) > 1:
-        half = (train.micro_batch or -(-train.global_batch // layout.dp)) // 2
-        found.append(f"train.micro_batch={half}")
-    if not is_task(asked.arguments) and not question.task.settings.get("chunk"):
-        found.append("task.chunk=1024")
-    return found
 
 
 def exit_code(told: Rehearsal) -> int:

@@ -109,6 +109,13 @@ class Transport:
         header = torch.zeros(_HEADER, dtype=torch.int64, device=self._device)
         return _decode(self._take(stage - 1, header, to=stage, back=False).tolist())
 
+    def hear_own(self, stage: int, signature: Signature) -> tuple[Sent, ...] | None:
+        """The same where the stage before runs on this rank, too, and has handed over; None where it does not."""
+        if self._rank_of[stage - 1] != self._own:
+            return None
+        self._local[stage, False].popleft()  # the header
+        return self.sent[stage, signature]
+
     def send_back(self, stage: int, received: Payload) -> None:
         """The gradients of what `stage` had received, to the stage before it."""
         for tensor in received:

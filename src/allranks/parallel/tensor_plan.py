@@ -258,7 +258,7 @@ def _check_covered(named: Mapping[str, nn.Module], plan: TensorPlan) -> None:
         if own and not any(name == ruled or name.startswith(f"{ruled}.") for ruled in plan.styles):
             raise LayoutError(
                 f"{name or 'the model'} has parameters and no rule, though activations are cut along the sequence: say "
-                "sequence (it sees some of the positions) or replicate (it has to see all)"
+                "in hints().tensor sequence (it sees some of the positions) or replicate (it has to see all)"
             )
 
 

@@ -111,10 +111,26 @@ def what_failed(error: Exception, module: str) -> str:
     return f"{_what(error)}{f' ({where})' if where else ''}"
 
 
+def advise_values(error: Exception) -> str:
+    """The move that lets tensors without memory pass where `needs_values`; "" where `what_failed` names it."""
+    if lacks_kernel(error):
+        return ""
+    if "numpy" in str(error).lower():
+        return "stay in torch there"
+    if isinstance(error, DynamicOutputShapeException):
+        return "keep the shape there, by torch.where or a product with the mask"
+    return "choose by torch.where instead of a branch there, or leave the check out of the model while it trains"
+
+
+def lacks_kernel(error: Exception) -> bool:
+    """Whether an operation has no kernel for shapes."""
+    return isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error)
+
+
 def needs_values(error: Exception) -> bool:
     """Whether it raised because tensors without memory have no values, or no kernel for shapes."""
-    kinds = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-    return isinstance(error, kinds) or "no fake impl" in str(error) or "numpy" in str(error).lower()
+    kinds = (DataDependentOutputException, DynamicOutputShapeException)
+    return isinstance(error, kinds) or lacks_kernel(error) or "numpy" in str(error).lower()
 
 
 def _what(error: Exception) -> str:

@@ -134,7 +134,6 @@ def _watch(
         _record_step(task, told, watch, ledger, shortened.blocks)
     repeats = Repeats(shortened.times, 1, times)
     peak, on_host = (find_peak(ledger.resting, ledger.stretches, repeats, *where) for where in ((), (ON_HOST,)))
-    sequence = tuple((m.axis, m.op, m.num_bytes) for stretch in ledger.stretches for m in stretch.messages)
     return RankRehearsal(
         rank=rank,
         stage=min(spread.stages.pipeline.stages) if spread.stages is not None else 0,
@@ -144,7 +143,7 @@ def _watch(
         holdings=peak.holdings,
         resting_bytes=peak.resting,
         collectives=add_messages(ledger.stretches, repeats),
-        sequence=sequence,
+        sequence=tuple(message for stretch in ledger.stretches for message in stretch.messages),
         flops=add_flops(ledger.stretches, repeats),
         findings=(*unsharded(spread), *without_gradient(told.passes.unreached)),
         moments=list_moments(ledger.resting, ledger.stretches, repeats),

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from allranks.parallel.spread import Spread
-from allranks.rehearsal import Finding, RankRehearsal
+from allranks.rehearsal import Finding, Message, RankRehearsal
+from allranks.units import format_bytes
 
 LARGE_BYTES = 1 << 20
 """What is smaller may lie whole on every rank."""
@@ -63,22 +64,28 @@ def compare_ranks(ranks: Mapping[int, RankRehearsal]) -> list[Finding]:
 
 def _compare(one: RankRehearsal, other: RankRehearsal) -> Finding | None:
     pairs = list(zip(one.sequence, other.sequence, strict=False))
-    place = next((i for i, (a, b) in enumerate(pairs) if _kind(a) != _kind(b)), None)
+    place = next((i for i, (a, b) in enumerate(pairs) if not _agree(a, b)), None)
     if place is None and len(one.sequence) == len(other.sequence):
         return None
     place = len(pairs) if place is None else place
     mine, theirs = (_say(told.sequence[place] if place < len(told.sequence) else None) for told in (one, other))
     what = (
-        f"ranks {one.rank} and {other.rank} part at collective {place + 1} of the step: one executes {mine}, the other "
-        f"{theirs}; the run would hang there"
+        f"ranks {one.rank} and {other.rank} part at collective {place + 1} of the step: rank {one.rank} executes "
+        f"{mine}, rank {other.rank} {theirs}; the run would hang there"
     )
     advice = "let model, loss and data take the same way on every rank: nothing in them may depend on the rank"
     return Finding("hang", what, advice, fails=True)
 
 
-def _kind(entry: tuple[str, str, int]) -> tuple[str, str]:
-    return entry[0], entry[1]
+def _agree(one: Message, other: Message) -> bool:
+    """Whether they can be one collective; in a group of both ranks an all-reduce is of one size, too."""
+    if (one.axis, one.op) != (other.axis, other.op):
+        return False
+    sized = one.op == "all-reduce" and one.members == other.members and not one.uneven
+    return not sized or one.num_bytes == other.num_bytes
 
 
-def _say(entry: tuple[str, str, int] | None) -> str:
-    return "none" if entry is None else f"{entry[1]} over {entry[0]}"
+def _say(message: Message | None) -> str:
+    if message is None:
+        return "none"
+    return f"{message.op} over {message.axis} ({format_bytes(message.num_bytes)}, asked for by {message.line})"

@@ -1,5 +1,6 @@
 """Which axis of a layout a process group goes along, known by its ranks."""
 
+from collections.abc import Sequence
 from typing import final
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ class GroupNames:
 
     def __init__(self, mesh: Mesh) -> None:
         self._by_ranks: dict[tuple[int, ...], str] = {}
+        self._members: dict[str, str] = {}
         layout = mesh.layout
         axes = [axis for axis in MESH_AXES if getattr(layout, axis) > 1]
         for axis in axes:
@@ -33,6 +35,13 @@ class GroupNames:
             for dim, name in enumerate(mesh.folded.mesh_dim_names or ()):
                 self._add(mesh.folded.get_group(dim), "dp_shard+cp" if name == "dp_shard_cp" else "dp_replicate+cp")
 
+    def members(self, group: dist.ProcessGroup) -> str:
+        """The ranks of a group, as in `list_members`."""
+        found = self._members.get(group.group_name)
+        if found is None:
+            found = self._members[group.group_name] = list_members(dist.get_process_group_ranks(group))
+        return found
+
     def axis(self, group: dist.ProcessGroup) -> str:
         """The axis of a group; "all" of what is none."""
         return self._by_ranks.get(tuple(sorted(dist.get_process_group_ranks(group))), "all")
@@ -40,3 +49,18 @@ class GroupNames:
     def _add(self, group: dist.ProcessGroup | None, name: str) -> None:
         if group is not None:
             self._by_ranks.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), name)
+
+
+def list_members(ranks: Sequence[int]) -> str:
+    """`0-7`, `0-56/8` (every eighth, as cron writes steps), `0-3,8-11`: short for groups of any size."""
+    found: list[str] = []
+    rest = sorted(ranks)
+    while rest:
+        step = rest[1] - rest[0] if len(rest) > 1 else 1
+        number = next((n for n, rank in enumerate(rest) if rank != rest[0] + n * step), len(rest))
+        if number < 3 and step > 1:  # two numbers are no row: the second may begin one
+            number = 1
+        last = rest[number - 1]
+        found.append(f"{rest[0]}" + (f"-{last}" if number > 1 else "") + (f"/{step}" if number > 1 < step else ""))
+        rest = rest[number:]
+    return ",".join(found)

@@ -45,6 +45,7 @@ class Places:
         self._stack: list[str] = []
         self._starts: list[int] = []
         self._owners: list[str] = []
+        self._lines: dict[str, str] = {}
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -68,10 +69,17 @@ class Places:
         place = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
         return self._owners[place] if place >= 0 else ""
 
+    def called_by(self, name: str) -> str:
+        """The user's line that called a module in the last forward, `task.py:12 forward`; "" where none of it is."""
+        return self._lines.get(name, "")
+
     def _enter(self, module: nn.Module, arguments: Any) -> None:
         if id(module) in self._roots:
             self._stack.clear()  # a pipeline leaves forwards in their middle
-        self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
+        name = self._names.get(id(module))
+        if name is not None and (line := _users_line()):  # a forward that is repeated in a backward has none
+            self._lines[name] = line
+        self._stack.append(name if name is not None else self._stack[-1] if self._stack else "")
         self._note()
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
@@ -98,6 +106,12 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def _users_line() -> str:
+    """The user's line that led here, where it is one."""
+    line = line_that_asked()
+    return "" if line.startswith("allranks/") and not line.startswith("allranks/models/") else line
 
 
 def line_that_asked() -> str:

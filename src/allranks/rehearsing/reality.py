@@ -1,8 +1,8 @@
 """The step that was rehearsed, made by real processes and measured: what a dry run is held against.
 
-Memory is what torch's allocator says over a step in its steady state (the profiler's memory events), beside the bytes
-of what lies between two steps; what gloo holds for longer than it uses it is left out (GlooAtRest). Messages
-are counted where torch dispatches them.
+On the CPU memory is what torch's allocator says over a step in its steady state (the profiler's memory events), beside
+the bytes of what lies between two steps; what gloo holds for longer than it uses it is left out (GlooAtRest). Messages
+are counted where torch dispatches them. On a GPU its allocator keeps both figures by itself.
 """
 
 import gc
@@ -37,11 +37,13 @@ class Measured:
     Attributes:
         peak_bytes: most memory in use; resting_bytes: between steps.
         collectives: "axis op" -> (bytes received, count).
+        reserved_bytes: the most that a GPU's allocator has taken from it; 0 on the CPU.
     """
 
     peak_bytes: int
     resting_bytes: int
     collectives: Mapping[str, tuple[int, int]]
+    reserved_bytes: int = 0
 
 
 def measure_step(session: Session) -> Measured:
@@ -70,6 +72,40 @@ def measure_step(session: Session) -> Measured:
         step()
     before.read()
     return Measured(resting + min(gained), resting, counter.found())
+
+
+def measure_cuda_step(session: Session) -> Measured:
+    """The same on a GPU, whose allocator says what was allocated and reserved at most; collective.
+
+    No GPU has run it yet (docs/explanation/measured.md).
+    """
+    with session.loader() as loader:
+        batch: StepBatch = next(loader)
+    device = session.processes.choice.device
+    before = session.step.agree_first(batch)
+
+    def step() -> None:
+        nonlocal before
+        before = session.step.run(batch, before, lambda: batch).pending
+
+    for _ in range(WARM_STEPS):
+        step()
+    before.read()
+    gc.collect()
+    torch.cuda.synchronize(device)
+    resting = torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()  # what the first steps alone have needed
+    torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(MEASURED_STEPS):
+        step()
+        before.read()
+    torch.cuda.synchronize(device)
+    highest, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    counter = _Counter(session)
+    with Collectives(counter.add):
+        step()
+    before.read()
+    return Measured(highest, resting, counter.found(), reserved)
 
 
 def resting_bytes(session: Session, batch: StepBatch) -> int:

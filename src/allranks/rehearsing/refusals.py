@@ -3,7 +3,7 @@
 from allranks.cluster import Device
 from allranks.errors import ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
-from allranks.profiling.fakes import needs_values, what_failed
+from allranks.profiling.fakes import advise_values, needs_values, what_failed
 
 
 class Unrehearsable(TaskError):
@@ -18,10 +18,8 @@ def explain(name: str, error: Exception, module: str, layout: Layout) -> TaskErr
     """The error for what a rehearsed step raised: a fault that training would meet, or a question of values."""
     what = what_failed(error, module)
     if needs_values(error):
-        return Unrehearsable(
-            f"{name} cannot be rehearsed: {what}; choose by torch.where instead of a branch there, or leave the check "
-            "out of the model while it trains"
-        )
+        advice = advise_values(error)
+        return Unrehearsable(f"{name} cannot be rehearsed: {what}{f'; {advice}' if advice else ''}")
     return TaskError(f"a step of {name} under {layout} would fail: {what}; {_advise(layout)}")
 
 
@@ -30,7 +28,7 @@ def _advise(layout: Layout) -> str:
         return f"with tp={layout.tp} each rank has a part of the channels: take a tp that divides the number of heads"
     if layout.cuts_model:
         return "see whether it runs with --layout single, which has the whole model"
-    return "mend that line: it fails on one process, too"
+    return "mend it there: it fails on one process, too"
 
 
 def refuse(layout: Layout, precision: str = "float32", device: Device | None = None) -> None:

@@ -5,16 +5,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from allranks.rehearsal import CATEGORIES, Collective, Holding, Transfer, Work
+from allranks.rehearsal import CATEGORIES, Category, Collective, Holding, Message, Transfer, Work
 from allranks.rehearsing.ledger import Memory, Stored, Stretch
 from allranks.rehearsing.places import starred
-from allranks.rehearsing.watch import Message
 
 GIVEN = "gradients that are given"
 """The stretch in which blocks that were left out get their gradients: on paper they had them from their backwards."""
 ON_DEVICE: tuple[Memory, ...] = ("device",)
 ON_HOST: tuple[Memory, ...] = ("pinned", "pageable")
-Key = tuple[str, str]
+Key = tuple[Category, str]
 
 
 @final
@@ -126,14 +125,16 @@ def describe(stretch: Stretch) -> str:
 
 def add_messages(stretches: Sequence[Stretch], repeats: Repeats) -> tuple[Collective, ...]:
     """Messages of a kind together."""
-    count: Counter[tuple[str, str, int, str]] = Counter()
-    sizes: Counter[tuple[str, str, int, str]] = Counter()
+    count: Counter[tuple[str, str, int, str, str]] = Counter()
+    sizes: Counter[tuple[str, str, int, str, str]] = Counter()
     for message, times in _messages(stretches, repeats):
-        key = (message.axis, message.op, message.ranks, message.line)
+        key = (message.axis, message.op, message.ranks, message.line, message.members)
         count[key] += times
         sizes[key] += message.num_bytes * times
     return tuple(
-        Collective(axis, op, sizes[key], n, ranks, line) for key, n in count.items() for axis, op, ranks, line in [key]
+        Collective(axis, op, sizes[key], n, ranks, line, members)
+        for key, n in count.items()
+        for axis, op, ranks, line, members in [key]
     )
 
 
@@ -173,6 +174,10 @@ def add_flops(stretches: Sequence[Stretch], repeats: Repeats) -> float:
     return sum(stretch.flops * repeats.in_number(stretch) for stretch in stretches)
 
 
+def category_of(stored: Stored) -> Category:
+    """What nobody has named is what the user's operators make, on the device; on the host the update does."""
+    return stored.category or ("other" if stored.memory in ON_HOST else "activations")
+
+
 def _key(stored: Stored) -> Key:
-    # What nobody has named is what the user's operators make, on the device; on the host the update does.
-    return stored.category or ("other" if stored.memory in ON_HOST else "activations"), starred(stored.module)
+    return category_of(stored), starred(stored.module)

@@ -6,7 +6,6 @@ step; what the user's code reads has no answer, and ends the rehearsal with the 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -21,29 +20,12 @@ from allranks.parallel.spread import Spread
 from allranks.parallel.step_record import collective_name, received_bytes
 from allranks.profiling.fakes import run_kernel
 from allranks.profiling.kernels import count_flops
+from allranks.rehearsal import Message
 from allranks.rehearsing.groups import GroupNames
 from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.places import LOSS, Places, asked_by_engine, line_that_asked, starred
 
 _ONE_TYPE = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution"}
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One collective as it was dispatched.
-
-    Attributes:
-        axis, op, line: as in `Collective`; num_bytes: of this one; ranks: of the group.
-        once: whether it is one message also where the block it came in stands for several (a bucket of DDP).
-    """
-
-    axis: str
-    op: str
-    num_bytes: int
-    ranks: int
-    line: str
-    once: bool = False
 
 
 @final
@@ -128,11 +110,13 @@ class Watch(TorchDispatchMode):
         short = name.removeprefix("c10d::")
         num_bytes = sent_bytes(args) if short == "send" else received_bytes(short, group, args)
         line = line_that_asked()
-        once = "parallel/replica_twin.py" in line
+        once, uneven = "parallel/replica_twin.py" in line, "parallel/gather.py" in line
         module = self.places.running
         if torch._C._current_graph_task_id() != -1:
-            line = f"backward of {starred(module) or 'the model'}" + (f", {line}" if line else "")
-        message = Message(self._names.axis(group), collective_name(short), num_bytes, group.size(), line, once)
+            asked = "" if once else self.places.called_by(module)  # a bucket is no single module's
+            line = ", ".join(filter(None, (f"backward of {starred(module) or 'the model'}", asked or line)))
+        axis, members = self._names.axis(group), self._names.members(group)
+        message = Message(axis, collective_name(short), num_bytes, group.size(), line, once, members, uneven)
         now.messages.append(message)
 
 

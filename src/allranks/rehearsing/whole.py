@@ -65,7 +65,6 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
             question.task, question.config, world, rank, full=question.full, crossings=crossings
         )
     fullest, there = max(ranks.values(), key=lambda told: told.peak_bytes), host_capacity_bytes(cluster)
-    loose = sum(fullest.by_category.get(name, 0) for name in COMING_AND_GOING)
     capacity = USABLE * cluster.device.memory_bytes if on_cuda else cluster.device.memory_bytes
     return Rehearsal(
         model=question.model,
@@ -74,13 +73,18 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
         world_size=layout.world_size,
         ranks=ranks,
         capacity_bytes=capacity,
-        margin_bytes=CONTEXT_BYTES + SLACK * loose if on_cuda else 0.0,
+        margin_bytes=CONTEXT_BYTES + fragment_bytes(fullest) if on_cuda else 0.0,
         findings=tuple(compare_ranks(ranks)),
         decisions=tuple(_describe(question, ranks)),
         unrehearsed=(*UNREHEARSED[0 if on_cuda else 2 :], *((WITH_A_HOST,) if layout.offload != "none" else ())),
         host_capacity_bytes=None if there is None else there / world.per_node,
         host_bandwidth=cluster.host_bandwidth,
     )
+
+
+def fragment_bytes(told: RankRehearsal) -> float:
+    """What the allocator of a GPU is taken to reserve beyond the peak: a part of what comes and goes."""
+    return SLACK * sum(told.by_category.get(name, 0) for name in COMING_AND_GOING)
 
 
 def _describe(question: Question, ranks: dict[int, RankRehearsal]) -> Sequence[str]:

@@ -10,6 +10,7 @@ Everything else of a step runs as it is (law 10).
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -85,6 +86,7 @@ def _stepping_aside(backend: str, crossings: Crossings) -> Iterator[None]:
         def hear(transport: Transport, stage: int, signature: Signature) -> tuple[Sent, ...]:
             return crossings.hear(transport, stage, signature)
 
+        put(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)  # what fails is told in one line
         put(dist, "get_backend", lambda group=None: backend)
         put(DeviceMesh, "_concatenate", staticmethod(_on_real(DeviceMesh.__dict__["_concatenate"].__func__)))
         put(DeviceMesh, "mesh", property(_on_real(DeviceMesh.__dict__["mesh"].fget)))

@@ -10,8 +10,8 @@ def choose_ranks(text: str, layout: Layout) -> tuple[int, ...]:
     """The ranks that `--ranks` names.
 
     Args:
-        text: "kinds" (the first rank of the first, a middle and the last stage, and the last rank of the first stage,
-            whose collectives have to be the first one's), "all", or numbers with commas.
+        text: "kinds" (the first and the last rank of the first, a middle and the last stage: within a stage ranks have
+            to execute the same collectives), "all", or numbers with commas.
 
     Raises:
         ConfigError: no number, or a rank outside of the world.
@@ -22,7 +22,7 @@ def choose_ranks(text: str, layout: Layout) -> tuple[int, ...]:
     if text == KINDS:
         each = size // layout.pp  # pp is the outermost axis
         stages = {0, layout.pp // 2, layout.pp - 1}
-        return tuple(sorted({stage * each for stage in stages} | {each - 1}))
+        return tuple(sorted({rank for stage in stages for rank in (stage * each, (stage + 1) * each - 1)}))
     found = []
     for word in text.split(","):
         if not word.strip().isdecimal():

@@ -3,19 +3,30 @@
 import io
 from collections.abc import Iterable, Sequence
 
-from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
-from allranks.rehearsal import Collective, Moment, RankRehearsal, Rehearsal
+from allranks.rehearsal import CATEGORIES, Collective, Moment, RankRehearsal, Rehearsal, Remedy
 from allranks.reporting.as_text import as_text
 from allranks.units import format_bytes, format_count
 
 WIDTH = 100
 BAR_CELLS = 24
 SHOWN = 12
+MOST = "-"
+DRAWN = {
+    "weights": ("w", "#2f6fad"),
+    "gradients": ("g", "#c05b2e"),
+    "optimizer": ("o", "#6a51a3"),
+    "activations": ("a", "#3b8f4a"),
+    "logits": ("l", "#b8962e"),
+    "gathered": ("G", "#6fa8dc"),
+    "communication": ("c", "#a64d79"),
+    "other": ("x", "#777777"),
+}
+"""Category -> its letter and color in a bar."""
 
 
 def render_rehearsal(told: Rehearsal, *, width: int = WIDTH) -> str:
@@ -39,7 +50,7 @@ def render_rehearsal(told: Rehearsal, *, width: int = WIDTH) -> str:
     ]
     for title, body in (
         ("Found", _findings(told)),
-        ("What would help (each rehearsed)", _remedies(told)),
+        ("What would help (each rehearsed; the cheapest in speed first)", _remedies(told)),
         ("Decided for you", _lines(told.decisions)),
         ("Not rehearsed", _lines(told.unrehearsed)),
     ):
@@ -64,7 +75,8 @@ def render_verdict(told: Rehearsal) -> str:
 
 def render_moments(rank: RankRehearsal, *, width: int = WIDTH) -> str:
     """One rank's step, stretch by stretch."""
-    return as_text([Text(f"One step of rank {rank.rank}"), _moments(rank)], max(width, 78 + _widest(rank.moments)))
+    parts: list[RenderableType] = [Text(f"One step of rank {rank.rank}"), _moments(rank), _legend(rank.moments)]
+    return as_text(parts, max(width, 78 + _widest(rank.moments)))
 
 
 def draw_moments(rank: RankRehearsal, *, width: int = WIDTH) -> str:
@@ -73,6 +85,7 @@ def draw_moments(rank: RankRehearsal, *, width: int = WIDTH) -> str:
         file=io.StringIO(), record=True, width=max(width, 78 + _widest(rank.moments)), color_system="truecolor"
     )
     console.print(_moments(rank))
+    console.print(_legend(rank.moments))
     return console.export_svg(title=f"one step of rank {rank.rank}", theme=SVG_EXPORT_THEME)
 
 
@@ -83,10 +96,31 @@ def _moments(rank: RankRehearsal) -> Table:
         times = f" x {moment.times}" if moment.times > 1 else ""
         moves = format_bytes(moment.num_bytes) if moment.num_bytes else ""
         cells = moves, format_bytes(moment.live_bytes), format_bytes(moment.highest_bytes)
-        bar = Bar(rank.peak_bytes, 0, moment.highest_bytes, width=BAR_CELLS, color="#2f6fad")
+        bar = _bar(moment, rank.peak_bytes)
         table.add_row("" if moment.phase == before else moment.phase, moment.what, moment.unit + times, *cells, bar)
         before = moment.phase
     return table
+
+
+def _bar(moment: Moment, peak_bytes: int) -> Text:
+    """What is in use after a moment, by category, and behind it what it had at most; the width is the peak's."""
+    bar, done = Text(), 0
+    for name in CATEGORIES:
+        done += moment.live_by_category.get(name, 0)
+        letter, color = DRAWN[name]
+        bar.append(letter * (round(BAR_CELLS * done / peak_bytes) - len(bar)), f"{color} on {color}")
+    bar.append(MOST * (round(BAR_CELLS * moment.highest_bytes / peak_bytes) - len(bar)))
+    return bar
+
+
+def _legend(moments: Sequence[Moment]) -> Text:
+    """What the letters of the bars are."""
+    used = [name for name in CATEGORIES if any(moment.live_by_category.get(name) for moment in moments)]
+    legend = Text("in use after: ")
+    for name in used:
+        letter, color = DRAWN[name]
+        legend.append(letter, f"bold {color}").append(f" {name}, ")
+    return legend.append(f"{MOST} at most")
 
 
 def _widest(moments: Sequence[Moment]) -> int:
@@ -157,15 +191,23 @@ def _findings(told: Rehearsal) -> Group | None:
 def _remedies(told: Rehearsal) -> Table | None:
     if not told.remedies:
         return None
-    table = _table(("change", "peak", "saves"), right=1, last_left=True)
+    table = _table(("change", "peak", "saves", "step"), right=1, last_left=True)
     for remedy in told.remedies:
         if remedy.peak_bytes is None:
-            table.add_row(remedy.change, "-", remedy.because)
+            table.add_row(remedy.change, "-", "-", remedy.because)
         else:
             saved = told.peak_bytes - remedy.peak_bytes
             sign = "" if saved >= 0 else "-"
-            table.add_row(remedy.change, format_bytes(remedy.peak_bytes), sign + format_bytes(abs(saved)))
+            sizes = format_bytes(remedy.peak_bytes), sign + format_bytes(abs(saved))
+            table.add_row(remedy.change, *sizes, _slower(remedy))
     return table
+
+
+def _slower(remedy: Remedy) -> str:
+    """`+23% (estimate)`, `+2% FLOPs`."""
+    if remedy.slower is None:
+        return ""
+    return f"{round(100 * remedy.slower):+d}% " + ("FLOPs" if remedy.by == "FLOPs" else f"({remedy.by})")
 
 
 def _lines(lines: Iterable[object]) -> Group | None:

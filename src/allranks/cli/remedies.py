@@ -1,0 +1,120 @@
+"""What would help where a step does not fit: changes that save memory, each rehearsed, the cheapest in speed first."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, final
+
+from allranks.cli.planned_model import is_task
+from allranks.cli.rehearsing import Asked, choice_of, profile_of, question_of
+from allranks.errors import AllranksError
+from allranks.layout import Layout
+from allranks.rehearsal import Rehearsal, Remedy
+
+if TYPE_CHECKING:
+    from allranks.rehearsing.whole import Question
+
+STRING = "--layout "
+
+
+def find_remedies(asked: Asked, told: Rehearsal) -> list[Remedy]:
+    """Changes that save memory, each rehearsed on the fullest rank: by what they cost of speed; the refused ones last.
+
+    Those that save nothing come behind those that do.
+    """
+    from allranks.rehearsing.whole import rehearse
+
+    fullest = max(told.ranks.values(), key=lambda rank: rank.peak_bytes)
+    speed = Speed.of(question_of(asked), fullest.flops)
+    found = []
+    for change in changes_of(asked):
+        try:
+            question = question_of(replace(changed(asked, change), ranks=str(fullest.rank)))
+            (rank,) = rehearse(question).ranks.values()
+        except AllranksError as error:
+            found.append(Remedy(change, None, str(error)))
+        else:
+            slower, by = speed.compare(question, rank.flops)
+            found.append(Remedy(change, rank.peak_bytes, slower=slower, by=by))
+    return sorted(found, key=lambda remedy: _order(remedy, fullest.peak_bytes))
+
+
+def _order(remedy: Remedy, peak_bytes: int) -> tuple[int, float, float]:
+    if remedy.peak_bytes is None:
+        return 2, 0.0, 0.0
+    return int(remedy.peak_bytes >= peak_bytes), remedy.slower or 0.0, remedy.peak_bytes
+
+
+def changes_of(asked: Asked) -> list[str]:
+    """Config keys, or a layout, that save memory, as far as they change something here."""
+    return list(_changes(question_of(asked), named=not is_task(asked.arguments)))
+
+
+def _changes(question: "Question", *, named: bool) -> Iterator[str]:
+    layout, train = question.layout, question.config.train
+    if layout.recompute == "none":
+        yield "layout.recompute=selective"
+    if layout.recompute in ("none", "selective"):
+        yield "layout.recompute=full"
+    if train.micro_steps is None and (train.micro_batch or train.global_batch // layout.dp) > 1:
+        half = (train.micro_batch or -(-train.global_batch // layout.dp)) // 2
+        yield f"train.micro_batch={half}"
+    shared = _shared(layout)
+    if shared != layout:
+        yield f"{STRING}{shared}"
+    if layout.offload == "none" and question.cluster.device.kind == "cuda":
+        if layout.fully_sharded and layout.dp_shard > 1:
+            yield "layout.offload=parameters"
+        yield "layout.offload=activations"
+    if named and not question.task.settings.get("chunk"):
+        yield "task.chunk=1024"
+
+
+def _shared(layout: Layout) -> Layout:
+    """The layout whose data-parallel ranks share all that they can: parameters, gradients and the optimizer's state."""
+    return replace(layout, dp_replicate=1, dp_shard=layout.dp, sharding="full") if layout.dp > 1 else layout
+
+
+def changed(asked: Asked, change: str) -> Asked:
+    """The question with one change, which beats what the layout string says of it."""
+    if change.startswith(STRING):
+        return replace(asked, layout=change.removeprefix(STRING))
+    name = change.partition("=")[0].removeprefix("layout.")
+    parts = [part for part in (asked.layout or "").split(",") if part.partition("=")[0].strip() != name]
+    return replace(asked, arguments=(*asked.arguments, change), layout=asked.layout and ",".join(parts))
+
+
+@final
+@dataclass(frozen=True)
+class Speed:
+    """How long a step takes: by the planner's estimate, and where there is none, or it sees no change, by FLOPs.
+
+    Attributes:
+        question, flops: before a change, of the fullest rank.
+        seconds: as the planner estimates them; None where it cannot.
+    """
+
+    question: "Question"
+    flops: float
+    seconds: float | None
+
+    @classmethod
+    def of(cls, question: "Question", flops: float) -> "Speed":
+        """Of a question as it was asked."""
+        return cls(question, flops, _estimated(question))
+
+    def compare(self, question: "Question", flops: float) -> tuple[float, str]:
+        """(By what part a changed question's step takes longer, "estimate" or "FLOPs": what says so)."""
+        if self.seconds and choice_of(question) != choice_of(self.question):
+            after = _estimated(question)
+            if after is not None:
+                return after / self.seconds - 1, "estimate"
+        return (flops / self.flops - 1 if self.flops else 0.0), "FLOPs"
+
+
+def _estimated(question: "Question") -> float | None:
+    from allranks.planning.estimate import estimate
+
+    try:
+        return estimate(profile_of(question), question.cluster, choice_of(question)).step_seconds.expected
+    except AllranksError:
+        return None

@@ -1,0 +1,108 @@
+"""What saves memory: which changes, in which order, and what they cost of speed."""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+
+from allranks.cli.rehearsing import Asked
+from allranks.cli.remedies import Speed, changed, changes_of, find_remedies
+from allranks.errors import LayoutError
+from allranks.rehearsal import Rehearsal
+from allranks.rehearsing import whole
+from tests.test_rehearsal import rank, rehearsal
+
+TASK = "tests.rehearsing.tasks:Tokens"
+GPUS, PROCESSORS = "1x4:a100-80g", "1x4:cpu"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dynamo() -> None:
+    """Fake tensors import this, which sets an environment variable: before any test looks."""
+    importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    importlib.import_module("torch._dynamo")
+
+
+RECOMPUTE = ["layout.recompute=selective", "layout.recompute=full"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "layout", "words", "changes"),
+    [
+        (GPUS, "ddp", (), [*RECOMPUTE, "train.micro_batch=1", "--layout dp_shard=4", "layout.offload=activations"]),
+        (
+            GPUS,
+            "fsdp,sharding=grad_op",
+            ("train.micro_batch=1",),
+            [*RECOMPUTE, "--layout dp_shard=4", "layout.offload=parameters", "layout.offload=activations"],
+        ),
+        (PROCESSORS, "tp=2,dp_replicate=2", ("train.micro_steps=2",), [*RECOMPUTE, "--layout dp_shard=2,tp=2"]),
+        (PROCESSORS, "fsdp,recompute=full", ("train.micro_batch=1",), []),
+        (GPUS, "fsdp,recompute=full,offload=all", ("train.micro_batch=1",), []),
+    ],
+)
+def test_only_what_changes_something_is_tried(
+    cluster: str, layout: str, words: tuple[str, ...], changes: list[str]
+) -> None:
+    assert changes_of(Asked((TASK, *words), cluster, layout)) == changes
+
+
+def test_a_name_has_chunks_of_the_loss() -> None:
+    asked = Asked(("llama3-8b", "train.global_batch=4"), GPUS, "fsdp,recompute=full,offload=all")
+    assert changes_of(asked) == ["task.chunk=1024"]
+    assert changes_of(replace(asked, arguments=(*asked.arguments, "task.chunk=512"))) == []
+
+
+def test_a_change_beats_the_layout_string() -> None:
+    asked = Asked((TASK,), GPUS, "fsdp, recompute=none")
+    assert changed(asked, "layout.recompute=full") == Asked((TASK, "layout.recompute=full"), GPUS, "fsdp")
+    assert changed(asked, "--layout dp_shard=4") == Asked((TASK,), GPUS, "dp_shard=4")
+    without = replace(asked, layout=None)
+    assert changed(without, "train.micro_batch=1") == Asked((TASK, "train.micro_batch=1"), GPUS, None)
+
+
+def test_the_cheapest_come_first_and_the_refused_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputing takes the repeated forwards' time, as the planner has it; what saves nothing comes behind it."""
+
+    def answer(question: whole.Question) -> Rehearsal:
+        layout = question.layout
+        if layout.offload != "none":
+            raise LayoutError("not here")
+        saves = layout.recompute == "full" or layout.dp_shard > 1
+        return rehearsal(rank(question.ranks[0], 400 if saves else 600))
+
+    monkeypatch.setattr(whole, "rehearse", answer)
+    asked = Asked(("llama3-8b", "train.global_batch=8", "train.micro_batch=1", "task.chunk=64"), GPUS, "ddp")
+    found = {one.change: one for one in find_remedies(asked, rehearsal(rank(0, 500), rank(3, 600)))}
+    full, share = found["layout.recompute=full"], found["--layout dp_shard=4"]
+    assert full.by == share.by == "estimate"
+    assert full.slower == pytest.approx(0.3, abs=0.1) and share.slower is not None and share.slower < full.slower
+    assert [(change, one.peak_bytes, one.because) for change, one in found.items()] == [
+        ("--layout dp_shard=4", 400, ""),
+        ("layout.recompute=full", 400, ""),
+        ("layout.recompute=selective", 600, ""),
+        ("layout.offload=activations", None, "not here"),
+    ]
+
+
+def test_what_the_planner_does_not_see_costs_its_flops() -> None:
+    asked = Asked(("llama3-8b", "train.global_batch=8"), GPUS, "fsdp")
+    from allranks.cli.rehearsing import question_of
+
+    question = question_of(asked)
+    slower, by = Speed.of(question, 100.0).compare(question_of(changed(asked, "task.chunk=64")), 110.0)
+    assert (slower, by) == (pytest.approx(0.1), "FLOPs")
+    assert replace(Speed.of(question, 100.0), seconds=None).compare(question, 100.0) == (0.0, "FLOPs")
+
+
+@pytest.mark.full
+def test_each_is_rehearsed() -> None:
+    from allranks.cli.rehearsing import question_of
+
+    asked = Asked((TASK, "train.global_batch=16", "task.seq=256"), GPUS, "ddp")
+    told = whole.rehearse(question_of(asked))
+    by_change = {remedy.change: remedy for remedy in find_remedies(asked, told)}
+    assert set(by_change) == set(changes_of(asked))
+    for change in ("layout.recompute=full", "train.micro_batch=2", "--layout dp_shard=4"):
+        saved = by_change[change].peak_bytes
+        assert saved is not None and saved < told.peak_bytes, change
