@@ -202,6 +202,7 @@ def _colwise(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
 
 
 def _rowwise(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
+    flow.forget()
     if not flow.sequence:
         flow.regions.exit()
     found = flow.leave(functional.linear(value, module.weight), opens=not flow.meets_positions(module))
