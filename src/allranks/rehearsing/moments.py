@@ -35,8 +35,11 @@ def list_moments(
     """In order; what follows in several messages for one unit is one, and blocks that were left out are counted."""
     live = sum(num_bytes for stored, num_bytes in resting if stored.memory == "device")
     rows: list[_Row] = [_Row(Deed("start", "begin", "the step"), live, live, 1, 0)]
-    for stretch, changes in zip(stretches, changes_on_paper(stretches, repeats), strict=True):
+    begins, ends = {w.first for w in repeats.windows}, {w.past - 1: w.times for w in repeats.windows}
+    before = live
+    for number, (stretch, changes) in enumerate(zip(stretches, changes_on_paper(stretches, repeats), strict=True)):
         first = len(rows)
+        before = live if number in begins else before
         for copy in range(repeats.in_depth(stretch) if stretch.phase != GIVEN else 0):
             row = first - 1
             deeds = list(stretch.deeds)
@@ -48,6 +51,7 @@ def list_moments(
                         rows.append(_Row(deed, live, live, repeats.in_depth(stretch), deed.num_bytes))
                 live += num_bytes if stored is None or stored.memory == "device" else 0
                 rows[row].live, rows[row].highest = live, max(rows[row].highest, live)
+        live += (ends.get(number, 1) - 1) * (live - before)  # micro-steps that are not drawn
     return tuple(
         Moment(row.deed.phase, row.deed.what, row.deed.unit, row.num_bytes, row.live, row.highest, row.times)
         for row in _joined(rows)
