@@ -45,13 +45,15 @@ def test_a_pipeline_that_chooses_its_own_cut_is_told_how_many() -> None:
 
 
 def stretches(*units: str) -> list[Stretch]:
-    """"F0" is the begin of a forward, "f0" a block in it, "B0" a backward's begin."""
+    """ "F0" is the begin of a forward, "f0" a block in it, "B0" a backward's begin."""
     kinds = {"F": ("forward", ""), "f": ("forward", "layers.0"), "B": ("backward", ""), "b": ("backward", "layers.0")}
     return [Stretch(*kinds[unit[0]], int(unit[1:])) for unit in units]
 
 
 def few(number: int, traced: int, period: int) -> FewMicroSteps:
-    return FewMicroSteps(resolve_config(task_defaults={}, toml=None, overrides=[], layout="single"), number, traced, period)
+    return FewMicroSteps(
+        resolve_config(task_defaults={}, toml=None, overrides=[], layout="single"), number, traced, period
+    )
 
 
 def test_what_repeats() -> None:
