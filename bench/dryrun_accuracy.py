@@ -47,6 +47,8 @@ CASES: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("single,recompute=selective", 1, ()), ("cp=2", 2, ()), ("pp=2", 2, ()), ("pp=2,schedule=gpipe", 2, ()),
     ("dp_replicate=2,dp_shard=2", 4, ACCUMULATED), ("tp=2,dp_shard=2", 4, ()), ("cp=2,dp_shard=2", 4, ()),
     ("tp=2,cp=2", 4, ()), ("pp=2,dp_shard=2", 4, ()), ("pp=2,tp=2", 4, ()),
+    ("fsdp,recompute=selective", 2, ()), ("tp=2,recompute=selective", 2, ()), ("cp=2,recompute=selective", 2, ()),
+    ("pp=2,recompute=selective", 2, ()), ("tp=2,dp_shard=2,recompute=selective", 4, ()),
 )  # fmt: skip
 QUICK = ("ddp", "fsdp")
 

@@ -53,9 +53,9 @@ def render_100b() -> str:
         f" parameters. In mixed precision with Adam each takes 16 bytes (weight, gradient and two moments in float32):"
         f" {format_bytes(state)} before the first activation. A step trains on {BATCH} samples of {SEQ} positions.\n",
     ]
-    for name, cluster in CLUSTERS.items():
-        parts.append(_section(name, cluster, plan_on(cluster)))
-    parts.append(_ending())
+    plans = {name: plan_on(cluster) for name, cluster in CLUSTERS.items()}
+    parts += [_section(name, CLUSTERS[name], plan) for name, plan in plans.items()]
+    parts.append(_ending(plans["80 GB"]))
     return NOTE + "\n".join(parts)
 
 
@@ -91,7 +91,15 @@ def _row(title: str, ranked: Ranked) -> str:
     return f"| {title} | `{found.choice.layout}`{context} | {'yes' if found.fits else 'no'} | {used} | {step} | {why} |"
 
 
-def _ending() -> str:
+def rehearsal(plan: Plan) -> str:
+    """The command line that rehearses what a plan for 80 GB found."""
+    assert plan.leading is not None
+    choice = plan.leading.estimate.choice
+    keys = f"train.global_batch={BATCH} train.micro_batch={choice.micro_batch} task.seq={SEQ}"
+    return f"allranks dryrun {MODEL} --cluster {CLUSTERS['80 GB']} --layout {choice.layout} {keys}"
+
+
+def _ending(plan: Plan) -> str:
     return f"""## Why it comes out like this
 
 {_reasons()}
@@ -103,7 +111,11 @@ def _ending() -> str:
 .venv/bin/{command(CLUSTERS["80 GB"])} --cluster {CLUSTERS["40 GB"]}
 .venv/bin/{command(CLUSTERS["40 GB"])} --gpus '?'
 .venv/bin/{command(CLUSTERS["80 GB"])} --save plans/100b --html plans/100b/plan.html
+.venv/bin/{rehearsal(plan)}
 ```
+
+The last one makes a step of the best layout, the real program as one of its 64 processes and without their devices: a
+minute, and memory and messages are counted instead of calculated.
 
 `plans/100b/RUN.toml` holds layout, batch and precision; with your Task, `allranks train TASK plans/100b/RUN.toml`
 takes it as it is.

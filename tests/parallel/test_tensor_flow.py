@@ -1,5 +1,6 @@
 """What passes between cut layers: gathered once, the same way in a recomputed block, and whole at the end."""
 
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,6 +54,33 @@ def test_a_recomputed_block_goes_the_same_way(pool: Pools, norm: TensorStyle) ->
         for found, expected in zip(pool(2).run(recomputed, tensor, mode), kept, strict=True):
             assert len(found) == len(expected) == 15
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def tensors() -> list[torch.Tensor]:
+    """All that there are."""
+    gc.collect()
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+
+
+def left_by(tensor: Mapping[str, TensorStyle], recompute: str) -> list[tuple[int, ...]]:
+    """In a worker: the shapes of what a forward and its backward have left behind, gradients apart."""
+    layers = nn.Sequential(nn.Embedding(11, 6), nn.Sequential(Dropping(), Dropping()), nn.Linear(6, 11))
+    cut = spread(lambda: layers, Layout(tp=2, recompute=recompute), "float64", tensor=tensor)
+    before = tensors()
+    known = {id(each) for each in before}
+    cut.modules[""](TOKENS).square().sum().backward()
+    for parameter in cut.trainable().values():
+        parameter.grad = None
+    return [tuple(each.shape) for each in tensors() if id(each) not in known]
+
+
+@pytest.mark.parametrize("norm", ["sequence", "replicate"])
+def test_a_recomputed_block_leaves_nothing_behind(pool: Pools, norm: TensorStyle) -> None:
+    """Its second forward ends in the middle of the last product, and with it what its layers share has to end."""
+    tensor: dict[str, TensorStyle] = {"0": "vocab", "1.*.up": "colwise", "1.*.down": "rowwise", "2": "vocab"}
+    tensor["1.*.norm"] = norm
+    for mode in ("none", "full", "selective"):
+        assert pool(2).run(left_by, tensor, mode) == [[], []]
 
 
 def noting(called: list[str], name: str, move: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,6 @@ from tests.rehearsing.tasks import Layered, rehearsed
     [
         *(Layout(kind="placement"), Layout(kind="data_parallel")),
         *(Layout(dp_replicate=2, ddp_hook="bfloat16"), Layout(recompute="budget", compile="block")),
-        *(Layout(tp=2, recompute="selective"), Layout(dp_shard=2, recompute="selective")),
     ],
 )
 def test_layouts_without_a_rehearsal(layout: Layout) -> None:
@@ -27,7 +26,7 @@ def test_layouts_without_a_rehearsal(layout: Layout) -> None:
 
 def test_other_layouts_have_one() -> None:
     refuse(Layout(dp_shard=8, tp=8, recompute="full"), "bfloat16")
-    refuse(Layout(dp_replicate=2, recompute="selective"))
+    refuse(Layout(dp_shard=2, tp=2, recompute="selective"))
     refuse(Layout(dp_shard=2, offload="all"))
     with pytest.raises(LayoutError, match="float16 is not rehearsed"):
         refuse(Layout(), "float16")

@@ -3,11 +3,13 @@
 from allranks.parallel.step_record import Deed
 from allranks.rehearsal import Message, Transfer
 from allranks.rehearsing.ledger import Stored, Stretch
+from allranks.rehearsing.moments import list_moments
 from allranks.rehearsing.replay import (
     GIVEN,
     ON_DEVICE,
     ON_HOST,
     Repeats,
+    Window,
     add_flops,
     add_messages,
     add_transfers,
@@ -72,9 +74,29 @@ def test_messages_and_flops_repeat_in_number() -> None:
     found = {one.op: (one.count, one.bytes) for one in add_messages(step(), REPEATS)}
     assert found == {"all-gather": (4, 40), "all-reduce": (1, 7)}
     assert add_flops(step(), REPEATS) == 1.0 + 3 * (2.0 + 4.0)
-    often = Repeats({}, micro_step=0, micro_times=5)
+    often = Repeats({}, [Window(0, 4, 5)])
     assert add_flops(step(), often) == 5 * 7.0
     assert {one.count for one in add_messages(step(), often)} == {10, 1}
+
+
+def test_memory_repeats_with_a_window() -> None:
+    """Forwards before backwards: each keeps 5 bytes until its own backward, which takes 2 more."""
+    kept, passing = [Stored(5, f"layers.{n}") for n in range(3)], Stored(2)
+    forwards = [Stretch("forward", "", n, [(kept[n], 5)]) for n in range(3)]
+    backwards = [Stretch("backward", "", n, [(passing, 2), (passing, -2), (kept[n], -5)]) for n in range(3)]
+    few = find_peak([], [*forwards, *backwards], Repeats({}))
+    many = find_peak([], [*forwards, *backwards], Repeats({}, [Window(1, 2, 8), Window(4, 5, 8)]))
+    assert (few.num_bytes, few.at) == (17, "backward of the model")
+    assert (many.num_bytes, many.at, many.by_category) == (52, "backward of the model", {"activations": 52})
+    assert many.levels[-1][0] == 0
+    drawn = list_moments([], [*forwards, *backwards], Repeats({}, [Window(1, 2, 8), Window(4, 5, 8)]))
+    assert drawn[-1].live_bytes == 0
+
+
+def test_what_leaves_nothing_repeats_without_a_trace() -> None:
+    passing = Stored(3)
+    steady = [Stretch("forward", "", 0, [(passing, 3)]), Stretch("backward", "", 0, [(passing, -3)])]
+    assert find_peak([], steady, Repeats({}, [Window(0, 2, 1000)])).num_bytes == 3
 
 
 def test_what_a_stretch_is_called() -> None:

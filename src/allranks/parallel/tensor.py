@@ -204,6 +204,7 @@ def _colwise(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
 def _rowwise(module: Any, flow: Flow, value: torch.Tensor) -> torch.Tensor:
     if not flow.regions.inside and value.shape[CHANNELS] == module.in_features:
         value = split(value, flow.group, CHANNELS)  # a vocab layer before it has made it whole
+    flow.forget()
     if not flow.sequence:
         flow.regions.exit()
     found = flow.leave(functional.linear(value, module.weight), opens=not flow.meets_positions(module))

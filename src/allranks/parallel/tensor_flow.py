@@ -93,13 +93,20 @@ class Flow:
         self._entered = (value, state, whole)
         return whole
 
+    def forget(self) -> None:
+        """No layer shares an input with those before: said before the product by rows.
+
+        A block's recomputation ends where it has computed what its backward reads, which is in that product: what was
+        remembered then would keep the activations of the block until another one is computed again.
+        """
+        self._entered = None
+
     def leave(self, partial_sum: torch.Tensor, *, opens: bool) -> torch.Tensor:
         """What each rank has a partial sum of: whole, or this rank's positions.
 
         Args:
             opens: whether activations were whole before.
         """
-        self._entered = None
         if not self.sequence:
             return leave(partial_sum, self.group)
         self.length = partial_sum.shape[POSITIONS]

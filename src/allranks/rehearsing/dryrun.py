@@ -10,7 +10,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from allranks.config import Config
-from allranks.data.cut import cut_step
 from allranks.errors import AllranksError
 from allranks.layout import Layout
 from allranks.parallel.step_record import StepRecord
@@ -22,6 +21,7 @@ from allranks.rehearsing.eight_bits import multiplying_in_eight_bits
 from allranks.rehearsing.findings import unsharded, without_gradient
 from allranks.rehearsing.host_memory import Noted, beside_host
 from allranks.rehearsing.ledger import Ledger
+from allranks.rehearsing.micro_steps import FewMicroSteps, fewer_micro_steps, list_each
 from allranks.rehearsing.moments import list_moments, note_deed
 from allranks.rehearsing.rank_step import RankStep, assemble_rank, local, processes_of
 from allranks.rehearsing.refusals import explain
@@ -44,7 +44,6 @@ from allranks.task import Task, has_step
 
 CUDA_ROUNDING = 512
 """Bytes that CUDA's caching allocator hands out at once (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
-MOST_MICRO_STEPS = 3
 
 
 @final
@@ -100,7 +99,7 @@ def _rehearse(
     check_window(task, config)
     check_recomputing(task, config, world.layout)
     layout = _for_rehearsal(world, config)
-    short, times = (config, 1) if full or has_step(task) else fewer_micro_steps(config, layout)
+    few = FewMicroSteps(config) if full or has_step(task) else fewer_micro_steps(config, layout)
     mode, ledger = fake_mode(), Ledger(CUDA_ROUNDING if world.on_cuda else 1)
     with ExitStack() as stack:
         stack.enter_context(fake_world(rank, layout.world_size, world.backend, crossings))
@@ -111,15 +110,15 @@ def _rehearse(
         if layout.offload != "none":
             stack.enter_context(beside_host(Noted(ledger), accelerator=world.on_cuda))
         processes = processes_of(rank, layout, world.backend, world.per_node)
-        told = assemble_rank(task, short, processes, ledger, mode)
-        found = _watch(task, told, ledger, mode, rank, full=full, times=times)
+        told = assemble_rank(task, few.config, processes, ledger, mode)
+        found = _watch(task, told, ledger, mode, rank, full=full, few=few)
         if told.spread.stages is not None and found.stage == 0:
             crossings.learn(told.spread.stages.scheduler.transport)
         return found
 
 
 def _watch(
-    task: Task, told: RankStep, ledger: Ledger, mode: Any, rank: int, *, full: bool, times: int
+    task: Task, told: RankStep, ledger: Ledger, mode: Any, rank: int, *, full: bool, few: FewMicroSteps
 ) -> RankRehearsal:
     spread = told.spread
     shortened = shorten(spread, task.hints().blocks, full=full)
@@ -132,8 +131,9 @@ def _watch(
         _search_unused(told, lambda: _make_step(task, told, watch))
         mark_state(told, ledger)
         _record_step(task, told, watch, ledger, shortened.blocks)
-    repeats = Repeats(shortened.times, 1, times)
-    peak, on_host = (find_peak(ledger.resting, ledger.stretches, repeats, *where) for where in ((), (ON_HOST,)))
+    repeats = Repeats(shortened.times, few.find_windows(ledger.stretches))
+    resting = few.grow(ledger.resting, list_each(told, ledger))
+    peak, on_host = (find_peak(resting, ledger.stretches, repeats, *where) for where in ((), (ON_HOST,)))
     return RankRehearsal(
         rank=rank,
         stage=min(spread.stages.pipeline.stages) if spread.stages is not None else 0,
@@ -146,9 +146,9 @@ def _watch(
         sequence=tuple(message for stretch in ledger.stretches for message in stretch.messages),
         flops=add_flops(ledger.stretches, repeats),
         findings=(*unsharded(spread), *without_gradient(told.passes.unreached)),
-        moments=list_moments(ledger.resting, ledger.stretches, repeats),
+        moments=list_moments(resting, ledger.stretches, repeats),
         works=list_works(ledger.stretches, repeats),
-        micro_steps=len(told.batch.micro_steps) + times - 1,
+        micro_steps=len(told.batch.micro_steps) + few.number - few.traced,
         traced=len(shortened.blocks) - len(shortened.left_out),
         blocks=len(shortened.blocks),
         host_peak_bytes=on_host.num_bytes,
@@ -215,21 +215,6 @@ def mark_state(told: RankStep, ledger: Ledger) -> None:
                 if isinstance(value, torch.Tensor):
                     ledger.mark(local(value), "optimizer", names.get(id(parameter), "").rpartition(".")[0])
                     ledger.move(local(value), memory)
-
-
-def fewer_micro_steps(config: Config, layout: Layout) -> tuple[Config, int]:
-    """A step of a few micro-steps that stands for one of many, and how many of them the second one stands for."""
-    cut = cut_step(config.train, layout)
-    number = cut.num_micro_steps()
-    if number <= MOST_MICRO_STEPS or layout.pp > 1 or config.train.global_batch % number:
-        return config, 1
-    changes: dict[str, Any] = {"global_batch": config.train.global_batch // number * MOST_MICRO_STEPS}
-    if config.train.micro_steps is not None:
-        changes["micro_steps"] = MOST_MICRO_STEPS
-    train = config.train.model_copy(update=changes)
-    # Ranges that are left out begin where whole steps do; which samples a step has is nothing to a dry run.
-    data = config.data.model_copy(update={"skip": ""})
-    return config.model_copy(update={"train": train, "data": data}), number - MOST_MICRO_STEPS + 1
 
 
 def _for_rehearsal(world: World, config: Config) -> Layout:

@@ -41,8 +41,11 @@ def list_moments(
             held[category_of(kept)] += num_bytes
     live = held.total()
     rows: list[_Row] = [_Row(Deed("start", "begin", "the step"), live, live, 1, 0, dict(held))]
-    for stretch, changes in zip(stretches, changes_on_paper(stretches, repeats), strict=True):
+    begins, ends = {w.first for w in repeats.windows}, {w.past - 1: w.times for w in repeats.windows}
+    before = held.copy()
+    for number, (stretch, changes) in enumerate(zip(stretches, changes_on_paper(stretches, repeats), strict=True)):
         first = len(rows)
+        before = held.copy() if number in begins else before
         for copy in range(repeats.in_depth(stretch) if stretch.phase != GIVEN else 0):
             row = first - 1
             deeds = list(stretch.deeds)
@@ -58,6 +61,9 @@ def list_moments(
                     live += num_bytes
                 rows[row].live, rows[row].highest = live, max(rows[row].highest, live)
             rows[row].by_category = dict(held)
+        for category in held:  # micro-steps that are not drawn
+            held[category] += (ends.get(number, 1) - 1) * (held[category] - before[category])
+        live = held.total()
     return tuple(_moment(row) for row in _joined(rows))
 
 

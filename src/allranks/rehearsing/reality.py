@@ -1,8 +1,10 @@
 """The step that was rehearsed, made by real processes and measured: what a dry run is held against.
 
 On the CPU memory is what torch's allocator says over a step in its steady state (the profiler's memory events), beside
-the bytes of what lies between two steps; what gloo holds for longer than it uses it is left out (GlooAtRest). Messages
-are counted where torch dispatches them. On a GPU its allocator keeps both figures by itself.
+the bytes of what lies between two steps; what gloo holds for longer than it uses it is left out (GlooAtRest). What lies
+there is known by name: a profiler does not see memory go that was there before it. So what a step leaves behind is
+told, too: a step before it has left the same. Messages are counted where torch dispatches them. On a GPU its allocator
+keeps both figures by itself.
 """
 
 import gc
@@ -36,12 +38,14 @@ class Measured:
 
     Attributes:
         peak_bytes: most memory in use; resting_bytes: between steps.
+        left_bytes: made in a step and still there after it; where that is much, both others lack it.
         collectives: "axis op" -> (bytes received, count).
         reserved_bytes: the most that a GPU's allocator has taken from it; 0 on the CPU.
     """
 
     peak_bytes: int
     resting_bytes: int
+    left_bytes: int
     collectives: Mapping[str, tuple[int, int]]
     reserved_bytes: int = 0
 
@@ -61,17 +65,19 @@ def measure_step(session: Session) -> Measured:
     before.read()
     gc.collect()
     resting = resting_bytes(session, batch)
-    gained = []
+    gained, left = [], []
     for _ in range(MEASURED_STEPS):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, GlooAtRest():
             step()
             before.read()
-        gained.append(_highest(profiled))
+        highest, now = _follow(profiled)
+        gained.append(highest)
+        left.append(now)
     counter = _Counter(session)
     with Collectives(counter.add):
         step()
     before.read()
-    return Measured(resting + min(gained), resting, counter.found())
+    return Measured(resting + min(gained), resting, min(left), counter.found())
 
 
 def measure_cuda_step(session: Session) -> Measured:
@@ -105,7 +111,7 @@ def measure_cuda_step(session: Session) -> Measured:
     with Collectives(counter.add):
         step()
     before.read()
-    return Measured(highest, resting, counter.found(), reserved)
+    return Measured(highest, resting, 0, counter.found(), reserved)
 
 
 def resting_bytes(session: Session, batch: StepBatch) -> int:
@@ -128,14 +134,14 @@ def resting_bytes(session: Session, batch: StepBatch) -> int:
     return sum(storages.values()) + buckets
 
 
-def _highest(profiled: Any) -> int:
-    """The most that was allocated and not given back, from the profiler's events in their order."""
+def _follow(profiled: Any) -> tuple[int, int]:
+    """The most that was allocated and not given back, and what is left, from the profiler's events in their order."""
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         highest = max(highest, now)
-    return highest
+    return highest, now
 
 
 class _Counter:

@@ -38,16 +38,11 @@ def refuse(layout: Layout, precision: str = "float32", device: Device | None = N
             f"train.precision=float8 needs a GPU that multiplies in eight bits, and {device.name} does not: take "
             "train.precision=bfloat16, or another --cluster"
         )
-    cut = max(layout.dp_shard, layout.tp, layout.cp, layout.pp) > 1
     reasons = {
         "placement": (layout.kind == "placement", "devices of one process"),
         "data_parallel": (layout.kind == "data_parallel", "devices of one process"),
         f"ddp_hook={layout.ddp_hook}": (layout.ddp_hook != "none", "hooks of DDP's reducer"),
         "recompute=budget": (layout.recompute == "budget", "choices of torch.compile"),
-        "recompute=selective where ranks hold parts": (
-            layout.recompute == "selective" and cut,
-            "end of a recomputed block that agrees with a real one",
-        ),
         f"local_sgd={layout.local_sgd}": (layout.local_sgd is not None, "step that is like all others"),
         "train.precision=float16": (precision == "float16", "values that say whether a step counts"),
     }

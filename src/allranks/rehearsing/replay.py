@@ -1,7 +1,7 @@
 """From the stretches of a traced step to its whole: memory over time, the peak and who holds it, messages, FLOPs."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -17,31 +17,39 @@ Key = tuple[Category, str]
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Stretches from place `first` to before place `past` that follow one another `times` times, all together."""
+
+    first: int
+    past: int
+    times: int
+
+
+@final
 @dataclass(frozen=True)
 class Repeats:
     """What stands for more than itself.
 
     Attributes:
         blocks: (phase, name of a block) -> how many it stands for.
-        micro_step: the number of the micro-step that stands for `micro_times`.
+        windows: the micro-steps that stand for others; none overlaps with another.
     """
 
     blocks: Mapping[tuple[str, str], int]
-    micro_step: int = 1
-    micro_times: int = 1
+    windows: Sequence[Window] = ()
 
     def in_depth(self, stretch: Stretch) -> int:
         """How often the stretch follows itself."""
         return self.blocks.get((stretch.phase, stretch.block), 1)
 
-    def in_number(self, stretch: Stretch) -> int:
-        """How often what travels and is computed in it counts."""
-        return self.in_depth(stretch) * self.again(stretch)
-
-    def again(self, stretch: Stretch) -> int:
-        """How many micro-steps it stands for."""
-        counts = stretch.phase in ("forward", "backward") and stretch.micro_step == self.micro_step
-        return self.micro_times if counts else 1
+    def in_number(self, stretches: Sequence[Stretch]) -> list[int]:
+        """How often what travels and is computed in each of them counts."""
+        times = [self.in_depth(stretch) for stretch in stretches]
+        for window in self.windows:
+            for place in range(window.first, window.past):
+                times[place] *= window.times
+        return times
 
 
 @final
@@ -69,30 +77,68 @@ def find_peak(
     memories: Collection[Memory] = ON_DEVICE,
 ) -> Peak:
     """Follow what lies in one of `memories` through the step."""
-    live: Counter[Key] = Counter()
-    for stored, num_bytes in resting:
-        if stored.memory in memories:
-            live[_key(stored)] += num_bytes
-    start = total = highest = sum(live.values())
-    at, held, levels = "between steps", dict(live), list[tuple[int, int]]()
-    for stretch, changes in zip(stretches, changes_on_paper(stretches, repeats), strict=True):
-        most = total
-        keyed = [(_key(stored), num_bytes) for stored, num_bytes in changes if stored.memory in memories]
-        for _ in range(repeats.in_depth(stretch) if stretch.phase != GIVEN else 0):
-            for key, num_bytes in keyed:
+    level = _Level((_key(stored), num_bytes) for stored, num_bytes in resting if stored.memory in memories)
+    start, levels = level.total, list[tuple[int, int]]()
+    begins, ends = {w.first for w in repeats.windows}, {w.past - 1: w for w in repeats.windows}
+    keyed = [
+        [(_key(stored), num_bytes) for stored, num_bytes in changes if stored.memory in memories]
+        for changes in changes_on_paper(stretches, repeats)
+    ]
+
+    def follow(place: int) -> tuple[int, int]:
+        times = repeats.in_depth(stretches[place]) if stretches[place].phase != GIVEN else 0
+        most = level.follow(keyed[place], times, stretches[place])
+        return level.total, most
+
+    before: dict[Key, int] = {}
+    for place in range(len(stretches)):
+        if place in begins:
+            before = dict(level.live)
+        levels.append(follow(place))
+        window = ends.get(place)
+        if window is not None and window.times > 1:
+            # Each time as much is added as before: the first time or the last one is the fullest.
+            level.leap(before, window.times - 2)
+            for again in range(window.first, window.past):
+                follow(again)
+    by_category: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+    for (category, _), num_bytes in level.held.items():
+        by_category[category] += num_bytes
+    rows = sorted(level.held.items(), key=lambda item: -item[1])
+    holdings = tuple(Holding(module, category, num) for (category, module), num in rows if num > 0)
+    return Peak(level.highest, start, {k: v for k, v in by_category.items() if v}, holdings, level.at, levels)
+
+
+@final
+class _Level:
+    """What is in use, by key, and the fullest moment so far."""
+
+    def __init__(self, resting: Iterable[tuple[Key, int]]) -> None:
+        self.live: Counter[Key] = Counter()
+        for key, num_bytes in resting:
+            self.live[key] += num_bytes
+        self.total = self.highest = sum(self.live.values())
+        self.at, self.held = "between steps", dict(self.live)
+
+    def follow(self, changes: Sequence[tuple[Key, int]], times: int, stretch: Stretch) -> int:
+        """Make the changes of a stretch, `times` times; the most that was in use meanwhile."""
+        live, total, most = self.live, self.total, self.total
+        for _ in range(times):
+            for key, num_bytes in changes:
                 live[key] += num_bytes
                 total += num_bytes
                 if total > most:
                     most = total
-                    if total > highest:
-                        highest, at, held = total, describe(stretch), dict(live)
-        levels.append((total, most))
-    by_category: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-    for (category, _), num_bytes in held.items():
-        by_category[category] += num_bytes
-    rows = sorted(held.items(), key=lambda item: -item[1])
-    holdings = tuple(Holding(module, category, num) for (category, module), num in rows if num > 0)
-    return Peak(highest, start, {k: v for k, v in by_category.items() if v}, holdings, at, levels)
+                    if total > self.highest:
+                        self.highest, self.at, self.held = total, describe(stretch), dict(live)
+        self.total = total
+        return most
+
+    def leap(self, before: Mapping[Key, int], times: int) -> None:
+        """Add `times` times what has come since `before`."""
+        for key, num_bytes in self.live.items():
+            self.live[key] += times * (num_bytes - before.get(key, 0))
+        self.total = sum(self.live.values())
 
 
 def changes_on_paper(stretches: Sequence[Stretch], repeats: Repeats) -> list[list[tuple[Stored, int]]]:
@@ -139,28 +185,27 @@ def add_messages(stretches: Sequence[Stretch], repeats: Repeats) -> tuple[Collec
 
 
 def _messages(stretches: Sequence[Stretch], repeats: Repeats) -> Iterator[tuple[Message, int]]:
-    for stretch in stretches:
+    for stretch, times in zip(stretches, repeats.in_number(stretches), strict=True):
         for message in stretch.messages:
-            yield message, 1 if message.once else repeats.in_number(stretch)
+            yield message, 1 if message.once else times
 
 
 def add_transfers(stretches: Sequence[Stretch], repeats: Repeats) -> tuple[Transfer, ...]:
     """What crosses between device and host, by kind and direction."""
     count: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
-    for stretch in stretches:
+    for stretch, times in zip(stretches, repeats.in_number(stretches), strict=True):
         for what, to, num_bytes in stretch.transfers:
-            count[what, to] += repeats.in_number(stretch)
-            sizes[what, to] += num_bytes * repeats.in_number(stretch)
+            count[what, to] += times
+            sizes[what, to] += num_bytes * times
     return tuple(Transfer(what, to, sizes[what, to], number) for (what, to), number in sorted(count.items()))
 
 
 def list_works(stretches: Sequence[Stretch], repeats: Repeats) -> tuple[Work, ...]:
     """The stretches in which something is computed or travels."""
     found = []
-    for stretch in stretches:
+    for stretch, times in zip(stretches, repeats.in_number(stretches), strict=True):
         messages = tuple((m.axis, m.op, m.num_bytes) for m in stretch.messages if not m.once)
-        times = repeats.in_number(stretch)
         if stretch.flops or messages:
             found.append(Work(stretch.phase, stretch.block, stretch.flops, messages, times))
         buckets = tuple((m.axis, m.op, m.num_bytes) for m in stretch.messages if m.once)
@@ -171,7 +216,7 @@ def list_works(stretches: Sequence[Stretch], repeats: Repeats) -> tuple[Work, ..
 
 def add_flops(stretches: Sequence[Stretch], repeats: Repeats) -> float:
     """Of the whole step."""
-    return sum(stretch.flops * repeats.in_number(stretch) for stretch in stretches)
+    return sum(one.flops * times for one, times in zip(stretches, repeats.in_number(stretches), strict=True))
 
 
 def category_of(stored: Stored) -> Category:
