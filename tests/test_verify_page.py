@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from allranks.verifying.corpus import read_corpus
+from tools.sentinel_scores import render_watched
 from tools.verify_scores import PAGE, RESULTS, ROOT, missing_kinds, render_scores, render_verify
 
 ROW: dict[str, Any] = {
@@ -23,6 +24,21 @@ def test_the_run_is_of_every_program_there_is() -> None:
     runs = {(result["name"], result["run"]) for result in stored["results"]}
     assert runs == {(entry.name, words) for entry in read_corpus(ROOT / "corpus") for words in entry.runs or ("",)}
     assert missing_kinds(stored) == []
+
+
+def test_the_page_says_what_it_was_found_on() -> None:
+    machine = {"date": "2030-01-02T03:04+00:00", "commit": "abc", "allranks": "9", "cores": 3, "torch": "9.9",
+               "python": "4.0", "load": 1.5, "load_after": 2.5}  # fmt: skip
+    document = {"machine": machine, "known": 4, "score": SCORE, "results": [ROW]}
+    first = render_scores(document).splitlines()[0]
+    assert first == (
+        "On 2030-01-02, commit `abc`: 3 CPU cores, torch 9.9, Python 4.0, under a load of 1.5 at the start, 2.5 at the "
+        "end. 4 of the results are an earlier run's of this very source."
+    )
+    assert "allranks 9:" in render_scores(document | {"machine": machine | {"commit": None}})
+    assert render_scores({"score": SCORE, "results": [ROW]}).startswith("- caught")
+    shown = render_watched({"machine": machine, "score": {"caught": 0}, "results": []})
+    assert shown.startswith("On 2030-01-02, commit `abc`: 3 CPU cores")
 
 
 def test_a_row_says_what_was_found() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from allranks.verifying.findings import KINDS
 from tools.marked import replace_marked
+from tools.measured_on import render_origin
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "verify.json"
@@ -28,7 +29,14 @@ def render_scores(document: Mapping[str, Any]) -> str:
     """The counts, a table of the wrong programs by kind, and one of the clean ones."""
     rows: Sequence[Row] = document["results"]
     wrong, clean = [row for row in rows if row["kind"] != CLEAN], [row for row in rows if row["kind"] == CLEAN]
-    lines = [*_counts(document["score"]), "", "| kind | program | what is wrong | findings |", "|---|---|---|---|"]
+    origin = render_origin(document)
+    lines = [
+        *([origin, ""] if origin else []),
+        *_counts(document["score"]),
+        "",
+        "| kind | program | what is wrong | findings |",
+        "|---|---|---|---|",
+    ]
     lines += [_wrong(row) for row in wrong]
     lines += ["", "| clean program | what it is | verified | said |", "|---|---|---|---|"]
     lines += [_clean(row) for row in clean]

@@ -51,6 +51,7 @@ def test_a_covering_sample_is_scored_and_not_run_twice(tmp_path: Path) -> None:
         "unverified": 0, "unseen": 0, "kinds": 7, "kinds_caught": 7, "seconds": 0,
     }  # fmt: skip
     assert [result["name"] for result in first["results"]] == list(SAMPLE)
+    assert {"date", "commit", "torch", "cores", "load", "load_after"} <= first["machine"].keys() and not first["known"]
     assert (tmp_path / RECORD).is_file()
     again = allranks("bench", "verify", "--kinds", "S09", folder=tmp_path)
     assert "S09_forgotten_mean --nproc 2: caught S9 (known)" in again.stderr
