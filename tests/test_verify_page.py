@@ -1,9 +1,12 @@
 """The table of what verify catches is that of the stored run, and the stored run is of this corpus."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from allranks.verifying.corpus import read_corpus
+from tests.verifying.mistakes import START, UNSEEN, Mistake
+from tools.law_mistakes import render_laws
 from tools.sentinel_scores import render_watched
 from tools.verify_scores import PAGE, RESULTS, ROOT, missing_kinds, render_scores, render_verify
 
@@ -48,3 +51,11 @@ def test_a_row_says_what_was_found() -> None:
     assert "| S8 | `S08_means` | a \\| b | **missed** |" in text
     assert "| `right` | Right | `--nproc 2` | **false alarm** S8 |" in text
     assert missing_kinds({"results": [ROW]})[:2] == ["S1", "S2"]
+
+
+def test_mistakes_of_our_own_are_told_by_law() -> None:
+    mistake = Mistake(7, "low", "sums in bfloat16", "S37", "fsdp", ("task.blocks=deep",))
+    text = render_laws([mistake, replace(mistake, kind=START), replace(mistake, kind="other")])
+    assert "| 7: one precision everywhere | sums in bfloat16 | `--layout fsdp task.blocks=deep` | S37: grad" in text
+    assert "| refused: the run's own comparison with one process" in text and "| other: something else is" in text
+    assert text.count("\n- Law ") == len(UNSEEN)

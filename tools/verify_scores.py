@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from allranks.verifying.findings import KINDS
-from tools.marked import replace_marked
+from tools.law_mistakes import BEGIN as LAWS_BEGIN
+from tools.law_mistakes import END as LAWS_END
+from tools.law_mistakes import render_laws
+from tools.marked import replace_between, replace_marked
 from tools.measured_on import render_origin
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +25,8 @@ Row = Mapping[str, Any]
 
 def render_verify() -> str:
     """The page with what stands between its markers replaced."""
-    return replace_marked(PAGE, BEGIN, END, render_scores(json.loads(RESULTS.read_text())))
+    scored = replace_marked(PAGE, BEGIN, END, render_scores(json.loads(RESULTS.read_text())))
+    return replace_between(scored, LAWS_BEGIN, LAWS_END, render_laws(), PAGE.name)
 
 
 def render_scores(document: Mapping[str, Any]) -> str:

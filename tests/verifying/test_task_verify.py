@@ -5,13 +5,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from allranks.errors import ConfigError, LayoutError
+from allranks.errors import CheckpointError, ConfigError, LayoutError
 from allranks.request import TrainRequest
 from allranks.training.counted_parameters import count_parameters
 from allranks.verifying.answer import Answer
 from allranks.verifying.shrinking import Room
 from allranks.verifying.task_verify import nearest, plan_run, verify_task
 from tests.commands import POINTS, PROGRAMS
+from tests.programs import law_mutants, mutants
+from tests.verifying.mistakes import DEEP_BLOCKS, EXPERT_BLOCKS, LAWS, LOAD, OURS, START, UNSEEN, Mistake
 
 MUTANTS = str(PROGRAMS / "mutants.py")
 TIES = str(PROGRAMS / "near_ties.py")
@@ -51,38 +53,58 @@ def test_right_tasks_are_equal(task: str, layout: str, words: tuple[str, ...]) -
     assert answer.exit_code == 0, str(answer)
 
 
-FOUND = {
-    "missing divide": "S9",
-    "wrong norm": "S13",
-    "tied twice in the norm": "S13",
-    "ranks with equal data": "S4",
-    "dropout seeds equal": "S6",
-    "resume at another position": "S20",
-    "optimizer state not restored": "S17",
-    "average of averages": "S30",
-    "no synchronisation": "S11",
-    "rate times ranks": "S23",
-    "wrong ledger": "other",
-    "a billionth": "S16",
-}
-
-
-@pytest.mark.full
-@pytest.mark.distributed
-@pytest.mark.parametrize("mutant", FOUND)
-def test_mistakes_of_our_own_are_found(mutant: str) -> None:
-    answer = verify(MUTANTS, "ddp", f"task.mutant={mutant}")
+def check(mistake: Mistake) -> None:
+    """That verify says of a mistake of ours what the list says."""
+    task, words = str(PROGRAMS / f"{mistake.program}.py"), (f"task.mutant={mistake.name}", *mistake.words)
+    refusals: dict[str, tuple[type[Exception], str]] = {
+        START: (LayoutError, "does not compute what one process computes"),
+        LOAD: (CheckpointError, "'model.inner.weight'"),
+    }
+    if mistake.kind in refusals:
+        error, told = refusals[mistake.kind]
+        with pytest.raises(error, match=told):
+            verify(task, mistake.layout, *words)
+        return
+    answer = verify(task, mistake.layout, *words)
     assert answer.exit_code == 1, str(answer)
-    assert answer.findings[0].verdict.kind == FOUND[mutant], str(answer)
+    assert answer.findings[0].verdict.kind == mistake.kind, str(answer)
+    if mistake.name in ("a billionth", "two percent"):
+        assert answer.findings[0].tensor == "inner.weight", str(answer)
+
+
+@pytest.mark.distributed
+def test_a_mistake_of_our_own_is_found() -> None:
+    check(next(mistake for mistake in OURS if mistake.name == "sum for mean"))
 
 
 @pytest.mark.full
 @pytest.mark.distributed
-def test_forgotten_buffers_and_two_percent_in_bfloat16_are_found() -> None:
-    answer = verify(MUTANTS, "ddp", "task.mutant=buffers not restored", "task.statistics=true")
-    assert [finding.verdict.kind for finding in answer.findings] == ["S17"], str(answer)
-    answer = verify(MUTANTS, "ddp", "task.mutant=two percent", "train.precision=bfloat16")
-    assert answer.exit_code == 1 and answer.findings[0].tensor == "inner.weight", str(answer)
+@pytest.mark.parametrize("mistake", OURS, ids=lambda mistake: str(mistake.name))
+def test_mistakes_of_our_own_are_found(mistake: Mistake) -> None:
+    check(mistake)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("ddp", ("train.micro_batch=1",)),
+        ("tp=2", (DEEP_BLOCKS,)),
+        ("pp=2", (DEEP_BLOCKS,)),
+        ("dp_replicate=2,ep=2", (EXPERT_BLOCKS,)),
+    ],
+)
+def test_what_they_are_made_in_is_right(layout: str, words: tuple[str, ...]) -> None:
+    answer = verify(str(PROGRAMS / "law_mutants.py"), layout, *words)
+    assert answer.exit_code == 0, str(answer)
+
+
+def test_every_mistake_is_in_the_list() -> None:
+    listed = {(mistake.program, mistake.name) for mistake in OURS}
+    made = {("mutants", name) for name in mutants.MISTAKES} | {("law_mutants", name) for name in law_mutants.MISTAKES}
+    assert listed == made
+    assert {mistake.law for mistake in OURS} | UNSEEN.keys() == LAWS.keys() == set(range(1, 16))
 
 
 @pytest.mark.full
