@@ -115,7 +115,7 @@ def test_random_operations_are_named() -> None:
 def test_generators_that_move_within_a_step_are_named() -> None:
     mode = look.RandomOperations()
     for draw, names in (
-        (lambda: random.random(), ["python's random"]),
+        (random.random, ["python's random"]),
         (lambda: np.random.rand(2), ["numpy.random"]),
         (lambda: torch.randn(3), ["randn"]),
         (lambda: torch.ones(3), []),
