@@ -1,9 +1,13 @@
 """The table of what verify catches is that of the stored run, and the stored run is of this corpus."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from allranks.verifying.corpus import read_corpus
+from tests.verifying.mistakes import START, UNSEEN, Mistake
+from tools.law_mistakes import render_laws
+from tools.sentinel_scores import render_watched
 from tools.verify_scores import PAGE, RESULTS, ROOT, missing_kinds, render_scores, render_verify
 
 ROW: dict[str, Any] = {
@@ -25,6 +29,21 @@ def test_the_run_is_of_every_program_there_is() -> None:
     assert missing_kinds(stored) == []
 
 
+def test_the_page_says_what_it_was_found_on() -> None:
+    machine = {"date": "2030-01-02T03:04+00:00", "commit": "abc", "allranks": "9", "cores": 3, "torch": "9.9",
+               "python": "4.0", "load": 1.5, "load_after": 2.5}  # fmt: skip
+    document = {"machine": machine, "known": 4, "score": SCORE, "results": [ROW]}
+    first = render_scores(document).splitlines()[0]
+    assert first == (
+        "On 2030-01-02, commit `abc`: 3 CPU cores, torch 9.9, Python 4.0, under a load of 1.5 at the start, 2.5 at the "
+        "end. 4 of the results are an earlier run's of this very source."
+    )
+    assert "allranks 9:" in render_scores(document | {"machine": machine | {"commit": None}})
+    assert render_scores({"score": SCORE, "results": [ROW]}).startswith("- caught")
+    shown = render_watched({"machine": machine, "score": {"caught": 0}, "results": []})
+    assert shown.startswith("On 2030-01-02, commit `abc`: 3 CPU cores")
+
+
 def test_a_row_says_what_was_found() -> None:
     clean = ROW | {"name": "right", "kind": "clean", "what": "Right.", "kinds": ["S8"], "outcome": "false alarm"}
     text = render_scores({"score": SCORE, "results": [ROW, ROW | {"outcome": "missed"}, clean]})
@@ -32,3 +51,11 @@ def test_a_row_says_what_was_found() -> None:
     assert "| S8 | `S08_means` | a \\| b | **missed** |" in text
     assert "| `right` | Right | `--nproc 2` | **false alarm** S8 |" in text
     assert missing_kinds({"results": [ROW]})[:2] == ["S1", "S2"]
+
+
+def test_mistakes_of_our_own_are_told_by_law() -> None:
+    mistake = Mistake(7, "low", "sums in bfloat16", "S37", "fsdp", ("task.blocks=deep",))
+    text = render_laws([mistake, replace(mistake, kind=START), replace(mistake, kind="other")])
+    assert "| 7: one precision everywhere | sums in bfloat16 | `--layout fsdp task.blocks=deep` | S37: grad" in text
+    assert "| refused: the run's own comparison with one process" in text and "| other: something else is" in text
+    assert text.count("\n- Law ") == len(UNSEEN)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.marked import replace_marked
+from tools.measured_on import render_origin
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "watched.json"
@@ -26,7 +27,14 @@ def render_sentinels() -> str:
 def render_watched(document: Mapping[str, Any]) -> str:
     """The counts, and a line a run."""
     score = ", ".join(f"{name}: {number}" for name, number in document["score"].items())
-    lines = [f"On the CPU: {score}.", "", "| program | what it is | trained with | sentinel |", "|---|---|---|---|"]
+    origin = render_origin(document)
+    lines = [
+        *([origin, ""] if origin else []),
+        f"On the CPU: {score}.",
+        "",
+        "| program | what it is | trained with | sentinel |",
+        "|---|---|---|---|",
+    ]
     return "\n".join([*lines, *_rows(document)]) + "\n"
 
 

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from allranks.verifying.findings import KINDS
-from tools.marked import replace_marked
+from tools.law_mistakes import BEGIN as LAWS_BEGIN
+from tools.law_mistakes import END as LAWS_END
+from tools.law_mistakes import render_laws
+from tools.marked import replace_between, replace_marked
+from tools.measured_on import render_origin
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "verify.json"
@@ -21,14 +25,22 @@ Row = Mapping[str, Any]
 
 def render_verify() -> str:
     """The page with what stands between its markers replaced."""
-    return replace_marked(PAGE, BEGIN, END, render_scores(json.loads(RESULTS.read_text())))
+    scored = replace_marked(PAGE, BEGIN, END, render_scores(json.loads(RESULTS.read_text())))
+    return replace_between(scored, LAWS_BEGIN, LAWS_END, render_laws(), PAGE.name)
 
 
 def render_scores(document: Mapping[str, Any]) -> str:
     """The counts, a table of the wrong programs by kind, and one of the clean ones."""
     rows: Sequence[Row] = document["results"]
     wrong, clean = [row for row in rows if row["kind"] != CLEAN], [row for row in rows if row["kind"] == CLEAN]
-    lines = [*_counts(document["score"]), "", "| kind | program | what is wrong | findings |", "|---|---|---|---|"]
+    origin = render_origin(document)
+    lines = [
+        *([origin, ""] if origin else []),
+        *_counts(document["score"]),
+        "",
+        "| kind | program | what is wrong | findings |",
+        "|---|---|---|---|",
+    ]
     lines += [_wrong(row) for row in wrong]
     lines += ["", "| clean program | what it is | verified | said |", "|---|---|---|---|"]
     lines += [_clean(row) for row in clean]

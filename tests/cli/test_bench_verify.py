@@ -25,6 +25,10 @@ SAMPLE = (  # a program of each way in which something is found: by samples, fac
 NUM_PARTS = 8
 MISSED: dict[str, str] = {}  # program -> why verify does not catch it
 NOT_VERIFIED: dict[str, str] = {}  # clean program -> why verify can say nothing of it
+REFUSED = {"S09_task_mean", "S29_task_not_coupled"}  # Tasks whose loss says itself what is wrong with it, before a run
+NAMED_OTHERWISE = {  # program -> the kinds it is found under
+    "S03_task_shards_itself": ["S30"],  # what is reported of the evaluation is what is wrong then
+}
 
 
 def document(ran: Any) -> dict[str, Any]:
@@ -47,6 +51,7 @@ def test_a_covering_sample_is_scored_and_not_run_twice(tmp_path: Path) -> None:
         "unverified": 0, "unseen": 0, "kinds": 7, "kinds_caught": 7, "seconds": 0,
     }  # fmt: skip
     assert [result["name"] for result in first["results"]] == list(SAMPLE)
+    assert {"date", "commit", "torch", "cores", "load", "load_after"} <= first["machine"].keys() and not first["known"]
     assert (tmp_path / RECORD).is_file()
     again = allranks("bench", "verify", "--kinds", "S09", folder=tmp_path)
     assert "S09_forgotten_mean --nproc 2: caught S9 (known)" in again.stderr
@@ -64,6 +69,20 @@ def test_every_program_is_judged_rightly(part: int, tmp_path: Path) -> None:
     wrong = [result for result in found["results"] if result["outcome"] in ("missed", "false alarm", "not verified")]
     excused = MISSED.keys() | NOT_VERIFIED.keys()
     assert [result for result in wrong if result["name"] not in excused] == []
+    assert_as_pinned(found["results"])
+
+
+def assert_as_pinned(results: list[dict[str, Any]]) -> None:
+    """Of these results, those are refused, and those named otherwise, of which it is known."""
+    names = {result["name"] for result in results}
+    assert {result["name"] for result in results if result["outcome"] == "refused"} == REFUSED & names
+    caught = [result for result in results if result["outcome"] == "caught"]
+    otherwise = {result["name"]: result["kinds"] for result in caught if not result["named_first"]}
+    assert otherwise == {name: kinds for name, kinds in NAMED_OTHERWISE.items() if name in names}
+
+
+def test_the_stored_run_is_as_pinned() -> None:
+    assert_as_pinned(json.loads((CORPUS.parent / "bench" / "results" / "verify.json").read_text())["results"])
 
 
 @pytest.mark.parametrize(

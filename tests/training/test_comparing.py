@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from allranks.config_guard import GuardConfig
+from allranks.config_guard import SENTINELS, GuardConfig
 from allranks.errors import GuardError
 from allranks.stepping.posting import Posted
 from allranks.stepping.sentinel import Rounds, RoundSentinel, StepSentinel, Watch
@@ -66,6 +66,15 @@ def test_the_config_says_what_follows() -> None:
     stopped, _ = findings(on_finding="stop")
     with pytest.raises(GuardError):
         stopped.conclude("schedule", ODD, 1)
+
+
+@pytest.mark.parametrize("name", SENTINELS)
+def test_each_is_muted_by_its_name_and_no_other(name: str) -> None:
+    those, told = findings(mute=name, on_finding="warn")
+    for one in SENTINELS:
+        those.conclude(one, ODD, 2)
+    assert len(told) == len(SENTINELS) - 1
+    assert not any(f"guard.mute={name} silences" in text for text, _ in told)
 
 
 def test_rounds_are_at_the_first_step_and_every_so_many_until_something_is_found() -> None:

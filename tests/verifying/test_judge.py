@@ -40,6 +40,13 @@ def clipped_first(ranks: list[RunRecord]) -> None:
     each(ranks, "gradients", 0.9)
 
 
+def apart_of_a_task(ranks: list[RunRecord]) -> None:
+    own(ranks)
+    for run in ranks:
+        for step in run.steps:
+            step.gradients = {}  # a Task's are looked at before clipping only
+
+
 def settings(key: str, value: float, first: int = 0) -> Change:
     def change(ranks: list[RunRecord]) -> None:
         for run in ranks:
@@ -103,6 +110,7 @@ def evaluated(values: list[int]) -> Change:
 
 CASES: dict[str, tuple[Change, str, int | None, str | float]] = {
     "no synchronisation at all": (own, "S10", 0, ""),
+    "apart, of a Task": (apart_of_a_task, "S10", 0, ""),
     "clipped before the sum": (clipped_first, "S13", 0, ""),
     "divided by too few ranks": (lambda r: each(r, "raw", 2.0), "S9", 0, "data ranks = 2"),
     "divided once too often": (lambda r: each(r, "raw", 0.5), "S9", 0, "1/data ranks = 1/2"),

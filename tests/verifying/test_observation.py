@@ -1,5 +1,8 @@
 """Looking from outside: logical names, digests of samples, dropouts, noise by sample, clipping."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -107,6 +110,21 @@ def test_random_operations_are_named() -> None:
         torch.bernoulli(torch.full((3,), 0.5))
         torch.ones(3) + 1
     assert mode.names == ["bernoulli"]
+
+
+def test_generators_that_move_within_a_step_are_named() -> None:
+    mode = look.RandomOperations()
+    for draw, names in (
+        (random.random, ["python's random"]),
+        (lambda: np.random.rand(2), ["numpy.random"]),
+        (lambda: torch.randn(3), ["randn"]),
+        (lambda: torch.ones(3), []),
+    ):
+        with mode:
+            torch.rand(2)  # initial values, for one: before the step
+        random.random()
+        mode.around(draw)()
+        assert mode.names == names
 
 
 def test_shaking_moves_by_ulps() -> None:

@@ -11,6 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allranks
 from allranks.errors import ConfigError
+from allranks.verifying.own_verify import hindrance
+from allranks.verifying.recording import OneDevice, RunRecord
+from tests.verifying.records import one_device, scale
 
 pytestmark = pytest.mark.distributed
 
@@ -99,6 +102,17 @@ def test_a_loop_that_draws_by_itself_cannot_be_verified() -> None:
     answer = allranks.verify(build, noisy, batches())
     assert answer.exit_code == 3 and not answer.equal
     assert "not deterministic on one device" in str(answer) and "randn" in str(answer)
+
+
+def test_no_data_and_noise_of_unknown_origin_cannot_be_verified() -> None:
+    nothing = hindrance(OneDevice(RunRecord()))
+    assert nothing is not None and nothing.exit_code == 3 and "there is no data on one device" in str(nothing)
+    one, again = one_device(), one_device()
+    scale(again.steps[0].raw, 1.5)
+    for random, told in ((("numpy.random",), "it draws random numbers: numpy.random"), ((), "two equal runs differ")):
+        stopped = hindrance(OneDevice(one, again=again, random=random))
+        assert stopped is not None and stopped.exit_code == 3 and told in str(stopped)
+    assert hindrance(OneDevice(one, again=one_device())) is None
 
 
 def test_bad_input_is_refused() -> None:

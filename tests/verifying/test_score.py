@@ -18,12 +18,18 @@ RIGHT = Result("right", "clean", "--nproc 2", 0, seconds=1.5)
         (replace(WRONG, kinds=("S9",)), "caught", False, False),
         (replace(WRONG, exit_code=0, kinds=()), "missed", False, False),
         (replace(WRONG, exit_code=3, kinds=()), "not verified", False, False),
-        (replace(WRONG, exit_code=78, kinds=()), "refused", False, False),
+        (replace(WRONG, exit_code=2, kinds=()), "refused", False, False),
+        (replace(WRONG, exit_code=1, kinds=()), "not verified", False, False),
+        (replace(WRONG, exit_code=76, kinds=()), "not verified", False, False),
+        (replace(WRONG, exit_code=78, kinds=()), "not verified", False, False),
+        (replace(WRONG, exit_code=93, kinds=()), "not verified", False, False),
         (replace(WRONG, exit_code=None, run="", kinds=()), "unseen", False, False),
         (RIGHT, "clean", False, False),
         (replace(RIGHT, exit_code=1, kinds=("S8",)), "false alarm", False, False),
         (replace(RIGHT, exit_code=2), "false alarm", False, False),
         (replace(RIGHT, exit_code=3), "not verified", False, False),
+        (replace(RIGHT, exit_code=1), "not verified", False, False),
+        (replace(RIGHT, exit_code=78), "not verified", False, False),
     ],
 )
 def test_an_outcome(result: Result, outcome: str, named_first: bool, named: bool) -> None:
@@ -48,7 +54,10 @@ def test_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [replace(WRONG, exit_code=0), replace(RIGHT, exit_code=1), replace(RIGHT, exit_code=3)]
+    "wrong",
+    [replace(WRONG, exit_code=0), replace(RIGHT, exit_code=1, kinds=("S8",))]
+    + [replace(WRONG, exit_code=code, kinds=()) for code in (1, 3, 76, 78, 93)]
+    + [replace(RIGHT, exit_code=code) for code in (1, 2, 3, 76)],
 )
 def test_perfect_is_all_caught_and_nobody_accused(wrong: Result) -> None:
     assert score([WRONG, RIGHT]).perfect and not score([WRONG, RIGHT, wrong]).perfect

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.errors import ConfigError, TaskError
+from allranks.errors import ConfigError, MemoryShortError, ProcessError, TaskError
 from allranks.request import TrainRequest
 from allranks.verifying import scoring
 from allranks.verifying.answer import Answer, cannot
@@ -67,6 +67,8 @@ def test_a_result_is_what_verify_said(entries: list[Entry]) -> None:
     assert (differs.exit_code, differs.kinds) == (1, ("S9", "S8")) and differs.said.startswith("this (S9")
     unknown = run_one(entry, "", Verify(cannot("it draws", "randn", "do not")))
     assert (unknown.exit_code, unknown.kinds, unknown.said) == (3, (), "it draws; randn")
+    for broken in (ProcessError("a peer is lost"), MemoryShortError("a step is too large")):
+        assert run_one(entry, "", Verify(broken)).outcome == "not verified"
     refused = run_one(entry, "", Verify(TaskError("no model " * 100)))
     assert refused.outcome == "false alarm" and refused.said.endswith("...") and len(refused.said) == 240
 

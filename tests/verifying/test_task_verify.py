@@ -1,17 +1,24 @@
 """`allranks verify TASK`: right under its layouts; and mistakes in allranks itself are each found."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from allranks.errors import ConfigError, LayoutError
+from allranks.errors import CheckpointError, ConfigError, LayoutError
 from allranks.request import TrainRequest
 from allranks.training.counted_parameters import count_parameters
 from allranks.verifying.answer import Answer
+from allranks.verifying.recording import OneDevice
 from allranks.verifying.shrinking import Room
-from allranks.verifying.task_verify import nearest, plan_run, verify_task
+from allranks.verifying.task_ranks import Errand
+from allranks.verifying.task_verify import hindrance, nearest, plan_run, run_task_alone, verify_task
 from tests.commands import POINTS, PROGRAMS
+from tests.programs import law_mutants, mutants
+from tests.verifying.mistakes import DEEP_BLOCKS, EXPERT_BLOCKS, LAWS, LOAD, OURS, START, UNSEEN, Mistake
+from tests.verifying.records import run_of
 
 MUTANTS = str(PROGRAMS / "mutants.py")
 TIES = str(PROGRAMS / "near_ties.py")
@@ -51,38 +58,58 @@ def test_right_tasks_are_equal(task: str, layout: str, words: tuple[str, ...]) -
     assert answer.exit_code == 0, str(answer)
 
 
-FOUND = {
-    "missing divide": "S9",
-    "wrong norm": "S13",
-    "tied twice in the norm": "S13",
-    "ranks with equal data": "S4",
-    "dropout seeds equal": "S6",
-    "resume at another position": "S20",
-    "optimizer state not restored": "S17",
-    "average of averages": "S30",
-    "no synchronisation": "S11",
-    "rate times ranks": "S23",
-    "wrong ledger": "other",
-    "a billionth": "S16",
-}
-
-
-@pytest.mark.full
-@pytest.mark.distributed
-@pytest.mark.parametrize("mutant", FOUND)
-def test_mistakes_of_our_own_are_found(mutant: str) -> None:
-    answer = verify(MUTANTS, "ddp", f"task.mutant={mutant}")
+def check(mistake: Mistake) -> None:
+    """That verify says of a mistake of ours what the list says."""
+    task, words = str(PROGRAMS / f"{mistake.program}.py"), (f"task.mutant={mistake.name}", *mistake.words)
+    refusals: dict[str, tuple[type[Exception], str]] = {
+        START: (LayoutError, "does not compute what one process computes"),
+        LOAD: (CheckpointError, "'model.inner.weight'"),
+    }
+    if mistake.kind in refusals:
+        error, told = refusals[mistake.kind]
+        with pytest.raises(error, match=told):
+            verify(task, mistake.layout, *words)
+        return
+    answer = verify(task, mistake.layout, *words)
     assert answer.exit_code == 1, str(answer)
-    assert answer.findings[0].verdict.kind == FOUND[mutant], str(answer)
+    assert answer.findings[0].verdict.kind == mistake.kind, str(answer)
+    if mistake.name in ("a billionth", "two percent"):
+        assert answer.findings[0].tensor == "inner.weight", str(answer)
+
+
+@pytest.mark.distributed
+def test_a_mistake_of_our_own_is_found() -> None:
+    check(next(mistake for mistake in OURS if mistake.name == "sum for mean"))
 
 
 @pytest.mark.full
 @pytest.mark.distributed
-def test_forgotten_buffers_and_two_percent_in_bfloat16_are_found() -> None:
-    answer = verify(MUTANTS, "ddp", "task.mutant=buffers not restored", "task.statistics=true")
-    assert [finding.verdict.kind for finding in answer.findings] == ["S17"], str(answer)
-    answer = verify(MUTANTS, "ddp", "task.mutant=two percent", "train.precision=bfloat16")
-    assert answer.exit_code == 1 and answer.findings[0].tensor == "inner.weight", str(answer)
+@pytest.mark.parametrize("mistake", OURS, ids=lambda mistake: str(mistake.name))
+def test_mistakes_of_our_own_are_found(mistake: Mistake) -> None:
+    check(mistake)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("ddp", ("train.micro_batch=1",)),
+        ("tp=2", (DEEP_BLOCKS,)),
+        ("pp=2", (DEEP_BLOCKS,)),
+        ("dp_replicate=2,ep=2", (EXPERT_BLOCKS,)),
+    ],
+)
+def test_what_they_are_made_in_is_right(layout: str, words: tuple[str, ...]) -> None:
+    answer = verify(str(PROGRAMS / "law_mutants.py"), layout, *words)
+    assert answer.exit_code == 0, str(answer)
+
+
+def test_every_mistake_is_in_the_list() -> None:
+    listed = {(mistake.program, mistake.name) for mistake in OURS}
+    made = {("mutants", name) for name in mutants.MISTAKES} | {("law_mutants", name) for name in law_mutants.MISTAKES}
+    assert listed == made
+    assert {mistake.law for mistake in OURS} | UNSEEN.keys() == LAWS.keys() == set(range(1, 16))
 
 
 @pytest.mark.full
@@ -94,6 +121,58 @@ def test_near_ties_of_a_router_hide_nothing_and_accuse_nobody() -> None:
     )
     answer = verify(TIES, "ddp", "train.precision=float16", "task.mutant=true")
     assert answer.exit_code == 1 and answer.findings[0].tensor == "2.weight", str(answer)
+
+
+NOISY = """
+import random
+import numpy as np, torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+import allranks
+
+class Part(IterableDataset):
+    order = "sharded"
+    def __iter__(self):
+        return iter([(torch.ones(2), torch.ones(1))])
+
+class Noisy(allranks.Task):
+    noise: str = "python"
+    def dataset(self, split):
+        x = torch.arange(40.0).view(20, 2) / 40
+        return Part() if self.noise == "sharded" else TensorDataset(x, x[:, :1])
+    def model(self):
+        return nn.Linear(2, 1)
+    def loss(self, output, batch):
+        noise = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(()), "": float}
+        return ((output - batch[1]) ** 2).sum() * (1 + noise[self.noise]())
+"""
+
+
+@pytest.mark.parametrize(
+    ("noise", "told"), [("python", "python's random"), ("numpy", "numpy.random"), ("torch", "rand"), ("", "")]
+)
+def test_a_task_that_draws_is_told_with_whose_numbers_it_draws(noise: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(NOISY)
+    asked = TrainRequest(task_spec=str(tmp_path / "task.py"), layout="ddp", overrides=(f"task.noise={noise}",))
+    one = run_task_alone(Errand(plan_run(asked, 2).request, 2, str(tmp_path / "checkpoints")))
+    stopped = hindrance(one)
+    if not told:
+        assert stopped is None and one.random == ()
+        return
+    assert stopped is not None and stopped.exit_code == 3 and one.random == (told,)
+    assert f"not deterministic on one device\n  it draws random numbers: {told};" in str(stopped)
+    silent = hindrance(replace(one, random=()))
+    assert silent is not None and "two equal runs differ" in str(silent)
+
+
+def test_too_little_data_and_data_without_an_order_cannot_be_verified(tmp_path: Path) -> None:
+    short = run_of([[0, 1]])
+    stopped = hindrance(OneDevice(short, again=short))
+    assert stopped is not None and stopped.exit_code == 3
+    assert "the data is too small for two steps\n  it gives 1" in str(stopped)
+    (tmp_path / "task.py").write_text(NOISY)
+    answer = verify(str(tmp_path / "task.py"), "ddp", "task.noise=sharded")
+    assert answer.exit_code == 3 and "there is no order to compare" in str(answer), str(answer)
 
 
 def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:

@@ -1,6 +1,7 @@
 """Programs trained as users train them: what sentinels say of them, and how that is counted."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,17 @@ from allranks.verifying.corpus import read_corpus, read_entry
 from allranks.verifying.watched import Watched, count, is_task, watch, watch_all
 
 CORPUS = Path(__file__).parents[2] / "corpus"
-DUE = {  # program -> the sentinel that has to catch it
-    "S04_stream_of_all": "samples",
-    "S05_numpy_in_loss": "randomness",
-    "S06_seeds_in_loss": "randomness",
-    "S12_layer_made_anew": "linkage",
-    "S22_scheduler_of_its_own": "schedule",
-    "S25_buffer_of_each_rank": "replicas",
-    "S38_decay_of_one_rank": "steps",
-    "S39_flipped_bit": "replicas",
+DUE = {  # program -> the sentinel that has to catch it, and the step in which it has to at the latest
+    "S04_stream_of_all": ("samples", 4),
+    "S05_numpy_in_loss": ("randomness", 4),
+    "S06_seeds_in_loss": ("randomness", 4),
+    "S12_layer_made_anew": ("linkage", 8),
+    "S22_scheduler_of_its_own": ("schedule", 4),
+    "S25_buffer_of_each_rank": ("replicas", 12),
+    "S38_decay_of_one_rank": ("steps", 4),
+    "S39_flipped_bit": ("replicas", 12),
 }
+RESULTS = CORPUS.parent / "bench" / "results" / "watched.json"
 
 
 def test_every_kind_of_finding_is_a_sentinels() -> None:
@@ -61,6 +63,17 @@ def test_how_runs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def assert_due(found: Mapping[str, tuple[Sequence[str], int | None]]) -> None:
+    """That each program is caught first by the sentinel that is due, and in time."""
+    assert {name: sentinels[0] for name, (sentinels, _) in found.items()} == {n: s for n, (s, _) in DUE.items()}
+    assert [name for name, (_, step) in found.items() if step is None or step > DUE[name][1]] == []
+
+
+def test_in_the_stored_run_all_are_caught_in_time() -> None:
+    rows = json.loads(RESULTS.read_text())["results"]
+    assert_due({row["name"]: (row["sentinels"], row["step"]) for row in rows if row["kind"] != "clean"})
+
+
 @pytest.mark.distributed
 def test_a_scheduler_of_its_own_is_caught_by_the_real_command() -> None:
     entry = read_entry(CORPUS / "watched" / "S22_scheduler_of_its_own.py")
@@ -76,7 +89,7 @@ def test_a_scheduler_of_its_own_is_caught_by_the_real_command() -> None:
 @pytest.mark.timeout(1800)
 def test_all_that_is_wrong_is_caught_and_nothing_else() -> None:
     found = list(watch_all(read_corpus(CORPUS / "watched")))
-    assert {one.name: one.sentinels[:1] for one in found if one.kind != "clean"} == {n: (s,) for n, s in DUE.items()}
+    assert_due({one.name: (one.sentinels, one.step) for one in found if one.kind != "clean"})
     assert {one.outcome for one in found if one.kind == "clean"} == {"clean"}
     clean = list(watch_all([entry for entry in read_corpus(CORPUS, {"clean"}) if is_task(entry.path)]))
     assert [one for one in clean if one.outcome != "clean"] == []

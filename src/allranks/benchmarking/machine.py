@@ -2,12 +2,16 @@
 
 import os
 import platform
+import subprocess
 from datetime import datetime
+from pathlib import Path
 
 import torch
 
 from allranks import __version__
 from allranks.process_environment import num_cores
+
+PACKAGE = Path(__file__).parents[1]
 
 
 def num_devices(device: str) -> int:
@@ -21,11 +25,12 @@ def has_gpu(device: str) -> bool:
 
 
 def describe_machine(device: str = "auto") -> dict[str, object]:
-    """Date, versions, devices, and how busy the machine is just now; JSON values."""
+    """Date, versions, commit, devices, and how busy the machine is just now; JSON values."""
     gpus = range(torch.cuda.device_count() if has_gpu(device) else 0)
     return {
         "date": datetime.now().astimezone().isoformat(timespec="minutes"),
         "allranks": __version__,
+        "commit": source_commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -33,6 +38,23 @@ def describe_machine(device: str = "auto") -> dict[str, object]:
         "gpus": [torch.cuda.get_device_name(index) for index in gpus],
         "load": machine_load(),
     }
+
+
+def source_commit(package: Path = PACKAGE) -> str | None:
+    """The commit that a package is checked out at, "+changes" behind it where its files differ; None outside git.
+
+    Only the package counts: the file that a measurement is written to is always changed while it is made.
+    """
+
+    def ask(*words: str) -> str:
+        return subprocess.run(["git", "-C", package, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        if not ask("ls-files", "--", "."):  # installed into a folder below somebody's repository
+            return None
+        return ask("rev-parse", "--short=12", "HEAD") + ("+changes" if ask("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def machine_load() -> float:

@@ -52,14 +52,15 @@ def verify(
         from allranks.verifying.scoring import Record, document_of, run_all
 
         entries = part_of(read_corpus(folder, read_kinds(kinds)), part)
-        found = []
+        found, num_known, machine = [], 0, _describe_machine() if json else {}
         for result, known in run_all(entries, Record(record), _verify):
             found.append(result)
+            num_known += known
             print(_line(result, known), file=sys.stderr, flush=True)
     results = sorted(found, key=by_kind)
     total = score(results)
     if json:
-        print_json(document_of(results, total))
+        print_json(document_of(results, total, _with_load_after(machine), num_known))
     else:
         print_results(results, total)
     return 0 if total.perfect else IMPERFECT
@@ -71,17 +72,30 @@ def _watch(folder: Path, kinds: str, part: str, *, json: bool) -> int:
         from allranks.verifying.corpus import part_of, read_corpus, read_kinds
         from allranks.verifying.watched import count, watch_all
 
-        found = []
+        found, machine = [], _describe_machine() if json else {}
         for one in watch_all(part_of(read_corpus(folder, read_kinds(kinds)), part)):
             found.append(one)
             print(f"{one.name} {one.run}: {one.outcome} ({format_seconds(one.seconds)})", file=sys.stderr, flush=True)
     totals = count(found)
     if json:
-        print_json({"score": totals, "results": [one.to_json() for one in found]})
+        rows = [one.to_json() for one in found]
+        print_json({"machine": _with_load_after(machine), "score": totals, "results": rows})
     else:
-        rows = [(one.name, one.run, one.outcome, _caught_by(one), format_seconds(one.seconds)) for one in found]
-        _print_table(rows, [", ".join(f"{name}: {number}" for name, number in totals.items())])
+        cells = [(one.name, one.run, one.outcome, _caught_by(one), format_seconds(one.seconds)) for one in found]
+        _print_table(cells, [", ".join(f"{name}: {number}" for name, number in totals.items())])
     return IMPERFECT if totals["missed"] or totals["false alarm"] or totals["failed"] else 0
+
+
+def _describe_machine() -> dict[str, object]:
+    from allranks.benchmarking.machine import describe_machine  # torch, which what is known needs not
+
+    return describe_machine("cpu")
+
+
+def _with_load_after(machine: dict[str, object]) -> dict[str, object]:
+    from allranks.benchmarking.machine import machine_load
+
+    return machine | {"load_after": machine_load()}
 
 
 def _caught_by(one: "Watched") -> str:

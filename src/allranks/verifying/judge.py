@@ -95,7 +95,9 @@ def _step(evidence: Evidence, step: int) -> list[Finding]:
 def _agree_later(evidence: Evidence, step: int, off: Sequence[Mismatch]) -> bool:
     """Whether data ranks part in gradients before clipping, and agree in them when the optimizer begins."""
     apart = evidence.world.data_ranks > 1 and any(not m.agree for m in off)
-    return apart and all(m.agree for m in evidence.compare(step, "gradients"))
+    _, ranks = evidence.step(step)
+    taken = all(record.gradients for record in ranks)  # of a Task they are looked at once, before clipping
+    return apart and taken and all(m.agree for m in evidence.compare(step, "gradients"))
 
 
 def _norms(evidence: Evidence, step: int) -> list[Finding]:

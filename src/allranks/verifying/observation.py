@@ -140,11 +140,26 @@ def shake(parameters: Mapping[str, torch.Tensor], seed: int, dtype: torch.dtype 
 
 
 class RandomOperations(TorchDispatchMode):
-    """Inside, the operations that draw random numbers are noted, by torch's own tag of them."""
+    """Inside, what draws random numbers is noted: torch's operations by their own tag, and others' generators.
+
+    Of numpy and python those generators are seen which everybody shares; not one that a program makes for itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
+        self._before = generator_digests()
+
+    def begin(self) -> None:
+        """Here a step begins: what was drawn before it, for initial values, does not count."""
+        self.names.clear()
+        self._before = generator_digests()
+
+    def end(self) -> None:
+        """Here it ends: note whose generators have moved."""
+        moved = [a != b for a, b in zip(self._before, generator_digests(), strict=True)]
+        others = [name for name, drew in zip(("numpy.random", "python's random"), moved[1:], strict=True) if drew]
+        self.names += [name for name in others if name not in self.names]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute, and note what draws."""
@@ -157,8 +172,11 @@ class RandomOperations(TorchDispatchMode):
         """The step inside of it."""
 
         def watched(*arguments: Any) -> Any:
+            self.begin()
             with self:
-                return step(*arguments)
+                found = step(*arguments)
+            self.end()
+            return found
 
         return watched
 

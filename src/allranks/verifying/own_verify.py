@@ -12,7 +12,7 @@ import torch
 from allranks.errors import ConfigError
 from allranks.surviving.launch import launch
 from allranks.verifying import observation as look
-from allranks.verifying.answer import Answer, cannot
+from allranks.verifying.answer import UNKNOWN_NOISE, Answer, cannot
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.gradient_causes import is_sum_of
 from allranks.verifying.judge import judge, judge_ranks
@@ -72,7 +72,7 @@ def verify_program(source: Source, *, nproc: int = 2, num_steps: int = 4) -> Ans
         if (one.run.error and "dtype" in one.run.error) or "Double" in one.run.error:
             setting = replace(setting, dtype=None)  # written for one precision: compared in that
             one = launch(run_alone, source, setting, nproc, nproc=1)[0]
-        stopped = _hindrance(one)
+        stopped = hindrance(one)
         if stopped is not None and one.again is None:
             return stopped
         try:
@@ -85,7 +85,8 @@ def verify_program(source: Source, *, nproc: int = 2, num_steps: int = 4) -> Ans
         return _answer(source, setting, one, ranks)
 
 
-def _hindrance(one: OneDevice) -> Answer | None:
+def hindrance(one: OneDevice) -> Answer | None:
+    """Why one device gives nothing to compare with; None where it does."""
     if one.run.error:
         return cannot("the program fails on one device", one.run.error, "make it run alone first: build(False)")
     if not one.run.steps:
@@ -94,9 +95,7 @@ def _hindrance(one: OneDevice) -> Answer | None:
     alone = Evidence(replace(one, again=None), [one.again], view_of([one.again]), places_of(one.run, [one.again]))
     differs = judge(alone)
     if differs:
-        drawn = (
-            f"it draws random numbers: {', '.join(one.random)}" if one.random else "the same run gave another result"
-        )
+        drawn = f"it draws random numbers: {', '.join(one.random)}" if one.random else UNKNOWN_NOISE
         return cannot(
             "the program is not deterministic on one device",
             f"{drawn}; {differs[0].verdict.what}",

@@ -9,7 +9,7 @@ from allranks.verifying.corpus import CLEAN
 CAUGHT, REFUSED, MISSED = "caught", "refused", "missed"
 SILENT, FALSE_ALARM = "clean", "false alarm"
 UNVERIFIED, UNSEEN = "not verified", "unseen"
-EXIT_EQUAL, EXIT_DIFFERS, EXIT_UNKNOWN = 0, 1, 3
+EXIT_EQUAL, EXIT_DIFFERS, EXIT_REFUSED = 0, 1, 2
 
 
 @final
@@ -21,7 +21,7 @@ class Result:
         name: of the program.
         kind: its truth: "S1" to "S40", or "clean".
         run: the words with which it was verified; "" of one that cannot be.
-        exit_code: verify's: 0 equal, 1 differs, 3 could not be verified, else refused; None of one that cannot be.
+        exit_code: verify's: 0 equal, 1 differs, 2 refused before it ran, else not verified; None of one that cannot be.
         kinds: those of its findings, in their order.
         said: the first finding in words, or why it was not verified.
         seconds: that it took.
@@ -41,14 +41,19 @@ class Result:
 
     @property
     def outcome(self) -> str:
-        """caught, refused, missed; clean, false alarm (refused, too); not verified, unseen."""
+        """caught, refused, missed; clean, false alarm (refused, too); not verified, unseen.
+
+        Whatever ends verify otherwise than in an answer (a lost peer, user code that raises: 1, without a finding) says
+        nothing of the program: it is not verified.
+        """
         if self.exit_code is None:
             return UNSEEN
-        if self.exit_code == EXIT_UNKNOWN:
+        accused = bool(self.kinds) if self.exit_code == EXIT_DIFFERS else self.exit_code == EXIT_REFUSED
+        if not accused and self.exit_code != EXIT_EQUAL:
             return UNVERIFIED
         if self.kind == CLEAN:
-            return SILENT if self.exit_code == EXIT_EQUAL else FALSE_ALARM
-        return {EXIT_EQUAL: MISSED, EXIT_DIFFERS: CAUGHT}.get(self.exit_code, REFUSED)
+            return FALSE_ALARM if accused else SILENT
+        return {EXIT_EQUAL: MISSED, EXIT_DIFFERS: CAUGHT, EXIT_REFUSED: REFUSED}[self.exit_code]
 
     @property
     def named_first(self) -> bool:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -110,6 +110,16 @@ def source_digest() -> str:
     return found.hexdigest()
 
 
-def document_of(results: Sequence[Result], score: Score) -> dict[str, object]:
-    """What `--json` prints, and what the table in the documentation is made of."""
-    return {"score": score.to_json(), "results": [result.to_json() for result in results]}
+def document_of(
+    results: Sequence[Result], score: Score, machine: Mapping[str, object], known: int
+) -> dict[str, object]:
+    """What `--json` prints, and what the table in the documentation is made of.
+
+    Args:
+        results: in the order of the table.
+        score: their counts.
+        machine: what they were found on, `benchmarking.machine.describe_machine`'s.
+        known: how many of them an earlier run of this very source has found.
+    """
+    rows = [result.to_json() for result in results]
+    return {"machine": dict(machine), "known": known, "score": score.to_json(), "results": rows}

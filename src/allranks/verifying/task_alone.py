@@ -59,6 +59,7 @@ class TaskAlone:
             where it does.
         scale: of the losses in the backward; gradients are divided by it.
         choosing: what goes through it is chosen by it; None: nothing is looked at.
+        operations: are told where a step begins and ends.
     """
 
     task: Task
@@ -69,6 +70,7 @@ class TaskAlone:
     lowered: torch.dtype | None = None
     scale: float = 1.0
     choosing: Choosing | None = None
+    operations: look.RandomOperations | None = None
     record: RunRecord = field(default_factory=RunRecord)
     _models: dict[str, nn.Module] = field(default_factory=dict)
     _optimizers: dict[str, Optimizer] = field(default_factory=dict)
@@ -163,6 +165,8 @@ class TaskAlone:
             self._step.kept = {"ledger": Part(None, ledger(f"{value:016x}"))}
             self.observer.feed(self._step.rows if len(batch.micro_steps) == 1 else [], self._step.draws)
             look.seed_everything(self.variation.seed + index)
+            if self.operations is not None:
+                self.operations.begin()
             yield [self._prepared(m.batch, index) for m in batch.micro_steps]
 
     def _prepared(self, batch: Any, index: int) -> Any:
@@ -203,6 +207,8 @@ class TaskAlone:
             parameter.grad /= self.scale
 
     def _before_update(self, step: int, which: str, loss: float, norm: float) -> None:
+        if self.operations is not None:
+            self.operations.end()
         held = {id(p) for group in self._optimizers[which].param_groups for p in group["params"]}
         if self._step.loss is None:
             self._step.loss = loss

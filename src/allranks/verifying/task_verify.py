@@ -17,7 +17,7 @@ from allranks.surviving.launch import launch
 from allranks.task import Task, has_step
 from allranks.training.prepare import prepare, resolve_layout
 from allranks.verifying import observation as look
-from allranks.verifying.answer import Answer, cannot
+from allranks.verifying.answer import UNKNOWN_NOISE, Answer, cannot
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
 from allranks.verifying.judge import judge
@@ -182,7 +182,7 @@ def hindrance(one: OneDevice) -> Answer | None:
     alone = Evidence(replace(one, again=None), [one.again], WorldView((0,)))
     differs = judge(alone)
     if differs:
-        drawn = f"it draws random numbers: {', '.join(one.random)}" if one.random else "two equal runs differ"
+        drawn = f"it draws random numbers: {', '.join(one.random)}" if one.random else UNKNOWN_NOISE
         advice = "make the noise a function of the sample, or part of it, for the time of the comparison"
         return cannot("the Task is not deterministic on one device", f"{drawn}; {differs[0].verdict.what}", advice)
     return None
@@ -213,7 +213,7 @@ def run_task_alone(errand: Errand) -> OneDevice:
         variants = [run(Variation(shake=number, shuffled=True)) for number in range(1, NUM_VARIANTS + 1)]
         operations = look.RandomOperations()
         with operations:
-            TaskAlone(prepared.task, prepared.config, 1, observer).run()
+            TaskAlone(prepared.task, prepared.config, 1, observer, operations=operations).run()
         return OneDevice(first, [v for v in variants if not v.error], again=again, random=tuple(operations.names))
 
 

@@ -1,7 +1,8 @@
 """The programs of a folder that are Tasks, trained as users train them: which sentinel catches what, in which step.
 
 Each is trained by `allranks train` with the words with which it is verified. Sentinels warn here and nothing ends, so
-that a second finding shows, too. A program with a loop of its own has no sentinels, and is left out.
+that a second finding shows, too. A program with a loop of its own is left out: those of the corpus are raw torch, which
+nothing watches (sentinels watch a loop that calls `world.step`).
 """
 
 import ast
