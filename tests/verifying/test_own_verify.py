@@ -101,6 +101,17 @@ def test_a_loop_that_draws_by_itself_cannot_be_verified() -> None:
     assert "not deterministic on one device" in str(answer) and "randn" in str(answer)
 
 
+def no_data(rank: int, world_size: int) -> Any:
+    return open("no-such-file")
+
+
+@pytest.mark.full
+def test_data_that_fails_is_told_as_the_programs_own_error() -> None:
+    answer = allranks.verify(build, train, no_data)
+    assert answer.exit_code == 3 and "the program fails on one device" in str(answer)
+    assert "no-such-file" in str(answer) and "Traceback" not in str(answer)
+
+
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 2 processes"):
         allranks.verify(build, train, batches(), nproc=1)

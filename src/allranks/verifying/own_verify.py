@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from allranks.errors import ConfigError
+from allranks.errors import AllranksError, ConfigError
 from allranks.surviving.launch import launch
+from allranks.task_loading import user_line
 from allranks.verifying import observation as look
 from allranks.verifying.answer import Answer, cannot
 from allranks.verifying.evidence import Evidence
@@ -136,7 +137,12 @@ def run_alone(source: Source, setting: Setting, num_ranks: int) -> OneDevice:
     observer = look.Observer(drops=setting.drops)
     with observer.watching(), process_group():
         os.makedirs(setting.folder, exist_ok=True)
-        program = _one_batch_a_step(_program(source), setting, observer)
+        try:
+            program = _one_batch_a_step(_program(source), setting, observer)
+        except AllranksError:
+            raise
+        except Exception as error:  # the user's data may raise anything
+            return OneDevice(RunRecord(error=user_line(error)))
 
         def run(**changes: Any) -> RunRecord:
             torch.use_deterministic_algorithms(False)
