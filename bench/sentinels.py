@@ -146,10 +146,11 @@ def measure(rank: int, world: int, size: str, layout: str, steps: int, port: int
     session = make_session(size, layout, steps, world, rank, costs)
     watch = session.posted.watch
     compare = Comparing.compare
+    rounds = costs.around(compare, costs.rounds)
     with (
         mock.patch.object(watch, "look", costs.around(watch.look, costs.looks)),
         mock.patch.object(watch, "say", costs.around(watch.say, costs.looks)),
-        mock.patch.object(Comparing, "compare", lambda own, step: costs.around(compare, costs.rounds)(own, step)),
+        mock.patch.object(Comparing, "compare", lambda own, step: rounds(own, step)),  # noqa: PLW0108
     ):
         Trainer(session, cast("Saver", NoSaver()), Stopwatch(), None, None).train()
     if rank == 0:

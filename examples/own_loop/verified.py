@@ -25,7 +25,7 @@ world = None
 
 
 def build(distributed):
-    global world
+    global world  # noqa: PLW0603
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2))
     if not distributed:

@@ -1,4 +1,4 @@
-"""bench/sentinels.py: what is charged to a step is what it says, and the sentinels' part of it is at most a hundredth."""
+"""bench/sentinels.py: what is charged to a step is what it says; the sentinels' part of it is at most a hundredth."""
 
 import json
 import subprocess
