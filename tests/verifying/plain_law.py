@@ -4,6 +4,7 @@ It imports nothing of allranks: `allranks verify` takes order, cut and schedule 
 and so proves none of them. This is what they are held to.
 """
 
+import itertools
 import math
 
 WORD = 2**64
@@ -62,7 +63,7 @@ def near_equal(things: list[int], number: int) -> list[list[int]]:
     ends = [0]
     for part in range(number):
         ends.append(ends[-1] + base + (part < larger))
-    return [things[begin:end] for begin, end in zip(ends[:-1], ends[1:], strict=True)]
+    return [things[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def cut(samples: list[int], num_micro_steps: int, num_ranks: int) -> list[list[list[int]]]:

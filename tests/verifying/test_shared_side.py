@@ -163,4 +163,4 @@ def test_the_law_stands_by_itself() -> None:
         )
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
-    assert imported == {"math"}
+    assert imported == {"itertools", "math"}

@@ -140,18 +140,27 @@ def shake(parameters: Mapping[str, torch.Tensor], seed: int, dtype: torch.dtype 
 
 
 class RandomOperations(TorchDispatchMode):
-    """Inside, the operations that draw random numbers are noted, by torch's own tag of them."""
+    """Inside, the operations that draw random numbers are noted, by torch's own tag of them.
+
+    Attributes:
+        names: theirs.
+        lowered: bfloat16 or float16, where an operation gives numbers of that type; else None.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
+        self.lowered: torch.dtype | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute, and note what draws."""
+        """Compute, and note what draws, and in which type."""
         name = str(func.overloadpacket).removeprefix("aten.")
         if torch.Tag.nondeterministic_seeded in func.tags and name not in self.names:
             self.names.append(name)
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.dtype in (torch.bfloat16, torch.float16):
+            self.lowered = found.dtype
+        return found
 
     def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The step inside of it."""
