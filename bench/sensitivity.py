@@ -2,7 +2,8 @@
 
 A Task runs once under each layout and on one device, as verify runs it. Then one tensor of what the ranks have computed
 is multiplied by 1 + x, and the records are judged as verify judges them: the smallest x that is found, for each tensor
-by itself. Told are the median over tensors, and how many are found at 1e-9 (float64) and 2% (bfloat16); --json has more.
+by itself. Told are the median over tensors, and how many are found
+at 1e-9 (float64) and 2% (bfloat16); --json names the others.
 
     python bench/sensitivity.py [--layouts ddp,fsdp,tp] [--precisions float64,bfloat16] [--quick] [--json]
 """
@@ -118,9 +119,8 @@ def row(task: str, layout: str, precision: str) -> dict[str, Any]:
 def show(found: dict[str, Any]) -> str:
     """A line of the table, as docs/explanation/verify.md has it."""
     seen = f"{found['tensors'] - len(found['not_found'])} of {found['tensors']}"
-    return (
-        f"| {found['task']} | `{found['layout']}` | {found['precision']} | {found['median']:.1e} | {found['wanted']:.0e} | {seen} |"
-    )
+    numbers = f"{found['median']:.1e} | {found['wanted']:.0e} | {seen}"
+    return f"| {found['task']} | `{found['layout']}` | {found['precision']} | {numbers} |"
 
 
 def main() -> None:

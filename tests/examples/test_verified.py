@@ -13,7 +13,7 @@ from tests.examples.commands import EXAMPLES
 
 PROGRAM = Path(__file__).parents[2] / "bench" / "verify_examples.py"
 NOTHING_TO_CUT = "tp finds nothing to cut"
-REFUSED = {(name, "tp=2,dp_shard=2"): NOTHING_TO_CUT for name in ("fine_tuning", "vision")}
+REFUSED = {(name, "tp=2,dp_shard=2"): NOTHING_TO_CUT for name in ("fine_tuning", "vision", "migrate/hf_trainer")}
 """What an example does not allow, and what verify says of it."""
 
 
