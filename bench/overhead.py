@@ -103,7 +103,7 @@ def _since(began: Spent) -> Spent:
     return wall - began[0], cpu - began[1]
 
 
-class _NoSaver:
+class NoSaver:
     """Saving is measured elsewhere."""
 
     saved_step = -1
@@ -173,7 +173,7 @@ def our_loop(size: str, steps: int, world: int, rank: int, folder: Path) -> list
     turns = Turns(STEPS[size], raw_loop(size, steps + STEPS[size], world, rank), flush)
     task = GptTask(size=size, samples=steps * batch)
     session = assemble(task, config, processes, stopwatch, lambda: (False, False), observe=turns.around)
-    Trainer(session, cast("Saver", _NoSaver()), stopwatch, recorder, progress).train()
+    Trainer(session, cast("Saver", NoSaver()), stopwatch, recorder, progress).train()
     if recorder is not None:
         recorder.close()
     return turns.pairs[WARM_TURNS:]

@@ -155,22 +155,27 @@ class Task:
         """Take back what `state_dict` gave."""
 
 
+def load_task_class(spec: str | TaskSpec | None) -> type[Task]:
+    """The class that `spec` names, or the demo's; nothing of it is made. Raises TaskError where it cannot be found."""
+    parsed = spec if isinstance(spec, TaskSpec) else TaskSpec.parse(DEMO if spec is None else spec)
+    found = load_class(parsed, Task)
+    assert issubclass(found, Task)
+    return found
+
+
 def load_task(spec: str | TaskSpec | None, settings: Mapping[str, object] | None = None) -> Task:
     """The Task that `spec` names ("file.py", "file.py:Name", "package.module:Name"), or the demo, with these settings.
 
     Raises:
         TaskError: it cannot be found or imported (the user's own line is shown), or a setting does not fit.
     """
-    parsed = spec if isinstance(spec, TaskSpec) else TaskSpec.parse(DEMO if spec is None else spec)
-    task_class = load_class(parsed, Task)
+    task_class = load_task_class(spec)
     try:
-        task = task_class(**dict(settings or {}))
+        return task_class(**dict(settings or {}))
     except AllranksError:
         raise
     except Exception as error:
         raise TaskError(f"{task_class.__name__} cannot be made from its settings:\n{user_line(error)}") from error
-    assert isinstance(task, Task)
-    return task
 
 
 def has_step(task: Task) -> bool:

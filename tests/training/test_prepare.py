@@ -93,6 +93,25 @@ def test_what_a_rollback_left_out_holds_on_under_the_words_of_the_first_start(ru
     assert skipped("data.skip=0:10", change=("data.skip",)) == "0:10"
 
 
+COUNTING = """import allranks
+class Counting(allranks.Task):
+    text: str = ""
+    defaults = {"train.steps": 3}
+    model = dataset = loss = lambda *given: None
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        print("made")
+"""
+
+
+def test_a_task_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may parse or load a lot to be made."""
+    (tmp_path / "counting_task.py").write_text(COUNTING)
+    prepared = prepare(TrainRequest(task_spec=str(tmp_path / "counting_task.py"), overrides=("data.text=*.md",)))
+    assert capsys.readouterr().out == "made\n"
+    assert prepared.config.train.steps == 3 and vars(prepared.task)["text"].endswith("*.md")
+
+
 def test_no_task_is_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     request = TrainRequest()

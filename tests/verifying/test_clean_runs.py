@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from allranks.config_sections import AXES
 from allranks.verifying.corpus import read_corpus
 from tests.commands import allranks
 from tests.verifying.clean_runs import (
@@ -21,8 +22,10 @@ from tests.verifying.clean_runs import (
     variant,
     write_variants,
 )
+from tests.verifying.covering_runs import EXAMPLES, covering_runs, modes, prepare, write_covering
 
 NUM_PARTS = 15
+COVERING_PARTS = 3
 
 
 @pytest.mark.full
@@ -34,6 +37,36 @@ def test_no_clean_program_is_accused(part: int, tmp_path: Path) -> None:
     words = ("bench", "verify", "variants", "--json", "--part", f"{part}/{NUM_PARTS}")
     document = json.loads(allranks(*words, folder=tmp_path, check=None, limit=1700.0).stdout)
     assert document["results"] and accused(document) == []
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(1, COVERING_PARTS + 1))
+def test_nothing_clean_is_accused_under_any_mode(part: int, tmp_path: Path) -> None:
+    write_covering(tmp_path / "covering")
+    prepare(tmp_path)
+    words = ("bench", "verify", "covering", "--json", "--part", f"{part}/{COVERING_PARTS}")
+    results = json.loads(allranks(*words, folder=tmp_path, check=None, limit=1700.0).stdout)["results"]
+    assert results and [result for result in results if result["exit_code"] != 0] == []
+
+
+def test_every_mode_and_every_example_is_covered(tmp_path: Path) -> None:
+    runs = covering_runs()
+    words = [set(layout.replace("--layout ", "").replace(",", " ").split()) for _, layout, _ in runs]
+    words += [set(layout.replace("--layout ", "").replace(",", " ").split()) for layout in (*DATA_PARALLEL, *OTHERS)]
+    for key, values in modes().items():
+        assert values, key
+        assert {f"{key}={value}" for value in values} <= set().union(*words), key
+    axes = [{word.partition("=")[0] for word in some} & {*AXES} for some in words]
+    assert sum(len(some) == 3 for some in axes) >= 3
+    for precision in ("bfloat16", "float16"):
+        assert len({name for name, layout, _ in runs if precision in layout}) >= 2
+    assert len(EXAMPLES) == 10 and EXAMPLES.keys() <= {name for name, _, _ in runs}
+    assert {seed for _, _, seed in runs} == set(SEEDS)
+    write_covering(tmp_path / "covering")
+    found = read_corpus(tmp_path / "covering")
+    assert len(found) == len(runs) and all(entry.clean and len(entry.runs) == 1 for entry in found)
 
 
 def test_every_clean_program_comes_with_every_seed(tmp_path: Path) -> None:

@@ -115,6 +115,47 @@ def test_no_data_and_noise_of_unknown_origin_cannot_be_verified() -> None:
     assert hindrance(OneDevice(one, again=one_device())) is None
 
 
+def half_step(factor: float, *, exact: bool) -> Callable[[Any, Any, Any], float]:
+    """A step whose forward autocasts, with a gradient that the ranks have so many times too large."""
+
+    def step(model: Any, optimizer: Any, some: Any) -> float:
+        optimizer.zero_grad()
+        ((x, y),) = some
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x if exact else x.float())
+        loss = nn.functional.cross_entropy(output.float() if not exact else output, y)
+        loss.backward()
+        if isinstance(model, DistributedDataParallel):
+            model.module[0].weight.grad *= factor
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("factor", "exact", "code"), [(1.0, True, 0), (1 + 1e-9, True, 1), (1.0, False, 0), (1.25, False, 1)]
+)
+def test_a_loop_that_autocasts(factor: float, exact: bool, code: int) -> None:
+    """In float64, which autocast leaves alone; one that insists on float32 in its own precision, more coarsely."""
+    answer = allranks.verify(build, half_step(factor, exact=exact), batches())
+    assert answer.exit_code == code, str(answer)
+    assert [finding.tensor for finding in answer.findings] == ["0.weight"] * code
+    assert any("computes in bfloat16" in note for note in answer.notes) != exact
+
+
+def no_data(rank: int, world_size: int) -> Any:
+    return open("no-such-file")
+
+
+@pytest.mark.full
+def test_data_that_fails_is_told_as_the_programs_own_error() -> None:
+    answer = allranks.verify(build, train, no_data)
+    assert answer.exit_code == 3 and "the program fails on one device" in str(answer)
+    assert "no-such-file" in str(answer) and "Traceback" not in str(answer)
+
+
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 2 processes"):
         allranks.verify(build, train, batches(), nproc=1)

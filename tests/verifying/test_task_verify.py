@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from allranks.data.cut import cut_step
 from allranks.errors import CheckpointError, ConfigError, LayoutError
 from allranks.request import TrainRequest
 from allranks.training.counted_parameters import count_parameters
@@ -220,6 +221,24 @@ def test_the_batch_is_small_and_uneven() -> None:
     plan = plan_run(TrainRequest(task_spec=POINTS, layout="ddp", nproc=3), 4)
     assert {"train.precision=float64", "train.global_batch=13", "train.micro_steps=2"} <= set(plan.request.overrides)
     assert nearest(plan.layout) == "dp_replicate=2"
+
+
+@pytest.mark.parametrize(
+    ("layout", "nproc", "cut", "micro_steps"),
+    [
+        ("ddp", 2, "train.micro_batch=2", 3),
+        ("ddp", 4, "train.micro_batch=3", 2),
+        ("pp=2", 2, "train.micro_batch=2", 4),
+        ("pp=2,dp_shard=2", 4, "train.micro_batch=2", 4),
+    ],
+)
+def test_the_micro_batch_of_larger_steps_is_made_smaller_with_them(
+    layout: str, nproc: int, cut: str, micro_steps: int
+) -> None:
+    words = ("train.global_batch=64", "train.micro_batch=16")
+    plan = plan_run(TrainRequest(task_spec=POINTS, layout=layout, nproc=nproc, overrides=words), 4)
+    assert plan.request.overrides[-2:] == (cut, "train.precision=float64") and plan.config.train.global_batch < 20
+    assert cut_step(plan.config.train, plan.layout).num_micro_steps() == micro_steps
 
 
 def test_ranges_that_a_rollback_left_out_are_not_those_of_a_smaller_batch() -> None:

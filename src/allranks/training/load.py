@@ -13,7 +13,7 @@ from allranks.checkpointing.restore import read_model_values
 from allranks.config import Config
 from allranks.errors import CheckpointError, ConfigError, TaskError
 from allranks.run import Run
-from allranks.task import Task, load_task
+from allranks.task import Task, load_task, load_task_class
 from allranks.task_loading import setting_types
 from allranks.training.newest import newest_of_run
 
@@ -67,7 +67,7 @@ def make_task(spec: str | None, config: Config) -> Task:
     settings = dict(config.task)
     if config.data.text is not None:
         settings["text"] = config.data.text
-    task_class = type(load_task(spec, config.task))
+    task_class = load_task_class(spec)  # a Task is made once: that may take long
     if "text" in settings and "text" not in setting_types(task_class, Task):
         raise ConfigError(f"data.text is set, but {task_class.__name__} has no setting `text: str | None` to take it")
     return load_task(spec, settings)

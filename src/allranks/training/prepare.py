@@ -20,7 +20,7 @@ from allranks.layout_refusals import refuse_float8, refuse_unsupported
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.slow_links import check_slow_links
-from allranks.task import Task, TaskSpec, load_task
+from allranks.task import Task, TaskSpec, load_task_class
 from allranks.training.anew import begin_anew, explain_anew, holds_nothing
 from allranks.training.load import make_task
 from allranks.training.plan_kept import decided_overrides, keep_plan
@@ -68,7 +68,7 @@ def prepare(request: TrainRequest) -> Prepared:
     if request.resume is not None:
         return _prepare_resume(request, Run.open(request.resume))
     spec = _spec(request)
-    defaults = type(load_task(spec, _settings(request))).defaults
+    defaults = load_task_class(spec).defaults
     kept = _existing(request.run)
     old = None if kept is None else kept.config()
     if kept is not None and old is not None and holds_nothing(kept):
@@ -243,12 +243,6 @@ def _spec(request: TrainRequest) -> str | None:
 
 def _absolute(spec: str, folder: Path) -> str:
     return str(TaskSpec.parse(spec, folder))
-
-
-def _settings(request: TrainRequest) -> dict[str, object]:
-    """Settings given so far, enough to make the Task and read its defaults."""
-    config = resolve_config(task_defaults={}, toml=request.toml, overrides=request.overrides, layout=request.layout)
-    return dict(config.task)
 
 
 def _check_same_task(kept: Run, spec: str | None) -> None:

@@ -23,12 +23,14 @@ LEAST_ERROR: Final = 0.008
 
 
 def judge_low_precision(evidence: Evidence) -> list[Finding]:
-    """Findings on the gradients of the first step, from the same parameters and samples."""
+    """Findings on the gradients of the first step, from the same parameters and samples; before clipping, if it is."""
     one, ranks = evidence.step(0)
-    variants = [run.steps[0].raw for run in evidence.one.variants]
-    held = [record.raw for record in ranks]
-    off = [m for name in one.raw if (m := compare_noisy(name, one.raw, held, variants, evidence)) is not None]
-    return explain_gradients(evidence, 0, "raw", off) if off else []
+    what = "raw" if one.raw else "gradients"
+    expected: Parts = getattr(one, what)
+    variants = [getattr(run.steps[0], what) for run in evidence.one.variants]
+    held = [getattr(record, what) for record in ranks]
+    off = [m for name in expected if (m := compare_noisy(name, expected, held, variants, evidence)) is not None]
+    return explain_gradients(evidence, 0, what, off) if off else []
 
 
 def compare_noisy(

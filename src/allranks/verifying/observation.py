@@ -143,11 +143,16 @@ class RandomOperations(TorchDispatchMode):
     """Inside, what draws random numbers is noted: torch's operations by their own tag, and others' generators.
 
     Of numpy and python those generators are seen which everybody shares; not one that a program makes for itself.
+
+    Attributes:
+        names: theirs.
+        lowered: bfloat16 or float16, where an operation gives numbers of that type; else None.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
+        self.lowered: torch.dtype | None = None
         self._before = generator_digests()
 
     def begin(self) -> None:
@@ -162,11 +167,14 @@ class RandomOperations(TorchDispatchMode):
         self.names += [name for name in others if name not in self.names]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute, and note what draws."""
+        """Compute, and note what draws, and in which type."""
         name = str(func.overloadpacket).removeprefix("aten.")
         if torch.Tag.nondeterministic_seeded in func.tags and name not in self.names:
             self.names.append(name)
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.dtype in (torch.bfloat16, torch.float16):
+            self.lowered = found.dtype
+        return found
 
     def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The step inside of it."""

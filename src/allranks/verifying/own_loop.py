@@ -37,6 +37,7 @@ class Setting:
         folder: where a save goes.
         seed: added to the random numbers of the steps.
         shake: add an ulp of noise to the parameters, of this seed; None: do not.
+        lowered: the type whose ulp that is; None: the parameters' own.
         shuffled: feed the samples of every batch in another order.
         resume: whether to save and load.
     """
@@ -47,6 +48,7 @@ class Setting:
     folder: str = ""
     seed: int = 0
     shake: int | None = None
+    lowered: torch.dtype | None = None
     shuffled: bool = False
     resume: bool = True
 
@@ -135,7 +137,7 @@ class OwnLoop:
             hook.remove()
         self._model, self._optimizer = self.program.build(self.distributed)
         if self.setting.shake is not None:
-            look.shake(look.logical_parameters(self._model), self.setting.shake)
+            look.shake(look.logical_parameters(self._model), self.setting.shake, self.setting.lowered)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_update) for optimizer in optimizers_of(self._optimizer)
         ]

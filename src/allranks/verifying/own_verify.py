@@ -9,21 +9,28 @@ from typing import Any
 
 import torch
 
-from allranks.errors import ConfigError
+from allranks.errors import AllranksError, ConfigError
 from allranks.surviving.launch import launch
+from allranks.task_loading import user_line
 from allranks.verifying import observation as look
 from allranks.verifying.answer import UNKNOWN_NOISE, Answer, cannot
+from allranks.verifying.data_causes import judge_samples
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.gradient_causes import is_sum_of
 from allranks.verifying.judge import judge, judge_ranks
+from allranks.verifying.low_precision import judge_low_precision
 from allranks.verifying.own_loop import OwnLoop, Setting, default_dtype, process_group
 from allranks.verifying.program import Program, load_program, merge
 from allranks.verifying.recording import OneDevice, RunRecord
-from allranks.verifying.start_causes import places_of, unplaced
+from allranks.verifying.start_causes import judge_start, places_of, unplaced
 from allranks.verifying.world_view import view_of
 
 NUM_VARIANTS = 2
 OTHER_SEED = 977
+LOWERED = (
+    "it runs in its own precision alone, and computes in {}: compared are how it begins, and the samples and gradients "
+    "of the first step, as far as rounding in that precision allows"
+)
 RUN_IT = "make it run on several processes first: torchrun"
 Source = Program | str
 
@@ -116,6 +123,10 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
         return launch(run_shares, source, setting, step, one.run, len(ranks), nproc=1)[0]
 
     evidence = Evidence(one, ranks, world, places, relative=1e-12 if setting.dtype else 1e-6, shares=shares)
+    if one.lowered is not None:
+        found = judge_start(evidence) or judge_samples(evidence, 0) or judge_low_precision(evidence)
+        notes = (LOWERED.format(str(one.lowered).removeprefix("torch.")),)
+        return Answer((*found, *judge_ranks(evidence)), one, tuple(ranks), world, notes=notes)
     return Answer(tuple(judge(evidence)), one, tuple(ranks), world)
 
 
@@ -135,7 +146,12 @@ def run_alone(source: Source, setting: Setting, num_ranks: int) -> OneDevice:
     observer = look.Observer(drops=setting.drops)
     with observer.watching(), process_group():
         os.makedirs(setting.folder, exist_ok=True)
-        program = _one_batch_a_step(_program(source), setting, observer)
+        try:
+            program = _one_batch_a_step(_program(source), setting, observer)
+        except AllranksError:
+            raise
+        except Exception as error:  # the user's data may raise anything
+            return OneDevice(RunRecord(error=user_line(error)))
 
         def run(**changes: Any) -> RunRecord:
             torch.use_deterministic_algorithms(False)
@@ -145,19 +161,21 @@ def run_alone(source: Source, setting: Setting, num_ranks: int) -> OneDevice:
         if first.error:
             return OneDevice(first)
         again = run(seed=OTHER_SEED, resume=False)
-        variants = [run(shake=number, shuffled=True, resume=False) for number in range(1, NUM_VARIANTS + 1)]
-        return OneDevice(
-            first, [v for v in variants if not v.error], again=again, random=_random(program, setting, observer)
-        )
+        operations = _operations(program, setting, observer)
+        lowered = operations.lowered if setting.dtype is None else None  # autocast leaves float64 as it is
+        moved = {"shuffled": True, "resume": False, "lowered": lowered}
+        variants = [run(shake=number, **moved) for number in range(1, NUM_VARIANTS + 1)]
+        right = [variant for variant in variants if not variant.error]
+        return OneDevice(first, right, again=again, random=tuple(operations.names), lowered=lowered)
 
 
-def _random(program: Program, setting: Setting, observer: look.Observer) -> tuple[str, ...]:
-    """The operations of the first step that draw random numbers."""
+def _operations(program: Program, setting: Setting, observer: look.Observer) -> look.RandomOperations:
+    """Those of the first step that draw random numbers, and the low precision in which it computes."""
     mode = look.RandomOperations()
     short = replace(setting, num_steps=1, resume=False)
     loop = OwnLoop(replace(program, step=mode.around(program.step)), short, 0, 1, False, observer)
     loop.run()
-    return tuple(mode.names)
+    return mode
 
 
 def run_shares(source: Source, setting: Setting, step: int, one: RunRecord, num_ranks: int) -> Any:

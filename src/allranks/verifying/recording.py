@@ -136,6 +136,7 @@ class OneDevice:
         shares: step -> rank -> micro-batch -> gradients of it alone, from the parameters before that step.
         again: the run with other random numbers and dropout off; it differs where the model draws some itself.
         random: the operations that draw them.
+        lowered: a low precision in which an own loop computes that runs in its own precision alone; None: in none.
     """
 
     run: RunRecord
@@ -143,3 +144,4 @@ class OneDevice:
     shares: Mapping[int, Sequence[Sequence[Mapping[str, torch.Tensor]]]] = field(default_factory=dict)
     again: RunRecord | None = None
     random: tuple[str, ...] = ()
+    lowered: torch.dtype | None = None

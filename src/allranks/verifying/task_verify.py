@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from allranks.config import Config, override_config
+from allranks.data.cut import ROUNDS, cut_step
 from allranks.data.stream import declared_order
 from allranks.errors import AllranksError, ConfigError, LayoutError
 from allranks.layout import Layout, num_processes, render_layout
@@ -155,21 +156,29 @@ def nearest(layout: Layout) -> str:
 
 
 def cut_words(task: Task, config: Config, layout: Layout) -> list[str]:
-    """A small global batch which the data ranks cannot share evenly, in some micro-steps; even where pp needs it."""
-    ranks = layout.dp
-    most = min(config.train.global_batch, ranks * SAMPLES_A_RANK * (layout.num_stages if layout.pp > 1 else 1))
+    """A small global batch which the data ranks cannot share evenly, in some micro-steps; even where pp needs it.
+
+    A micro-batch that the user has chosen is one of larger steps: in these it would leave one micro-step, or none.
+    """
+    ranks, train, stages = layout.dp, config.train, layout.num_stages
+    most = min(train.global_batch, ranks * SAMPLES_A_RANK * (stages if layout.pp > 1 else 1))
     if layout.pp > 1:
-        per_rank = max(layout.num_stages, most // ranks // layout.num_stages * layout.num_stages)
-        return [f"train.global_batch={per_rank * ranks}"]
+        per_rank = max(stages, most // ranks // stages * stages)
+        words = [f"train.global_batch={per_rank * ranks}"]
+        smaller = per_rank // (stages * ROUNDS if per_rank % (stages * ROUNDS) == 0 else stages)
+        return words + ([f"train.micro_batch={smaller}"] if train.micro_batch is not None else [])
     batch = max(ranks, most)
     if ranks > 1 and batch % ranks == 0:
-        batch = batch + 1 if batch + 1 <= max(config.train.global_batch, ranks + 1) else batch - 1
+        batch = batch + 1 if batch + 1 <= max(train.global_batch, ranks + 1) else batch - 1
     words = [f"train.global_batch={batch}"]
-    if config.train.micro_steps is None and config.train.micro_batch is None and not has_step(task):
-        # Another number than that of the data ranks, so that a factor tells which of the two it is.
-        micro_steps = 3 if ranks == 2 else 2
-        words += [] if task.coupled or batch < micro_steps else [f"train.micro_steps={micro_steps}"]
-    return words
+    # Another number than that of the data ranks, so that a factor tells which of the two it is.
+    micro_steps = 3 if ranks == 2 else 2
+    if train.micro_steps is not None or has_step(task) or task.coupled or batch < micro_steps:
+        return words
+    if train.micro_batch is None:
+        return [*words, f"train.micro_steps={micro_steps}"]
+    smaller = min(train.micro_batch, -(-batch // (ranks * micro_steps)))
+    return [*words, f"train.micro_batch={smaller}"]
 
 
 def hindrance(one: OneDevice) -> Answer | None:
@@ -250,7 +259,7 @@ def replace_steps(one: OneDevice, first: int) -> OneDevice:
 
 def _notes(plan: Plan) -> tuple[str, ...]:
     config = plan.config
-    batch, micro = config.train.global_batch, config.train.micro_steps or 1
+    batch, micro = config.train.global_batch, cut_step(config.train, plan.layout).num_micro_steps()
     return (
         f"layout {plan.layout} on {plan.nproc} processes, float64, {batch} samples a step in {micro} micro-steps",
         "dropouts are off, and their random numbers are compared",

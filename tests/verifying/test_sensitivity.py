@@ -1,0 +1,52 @@
+"""What is small and found: one gradient off by a billionth in float64, by two percent in bfloat16, end to end."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from allranks.request import TrainRequest
+from allranks.verifying.answer import Answer
+from allranks.verifying.task_verify import verify_task
+from tests.commands import PROGRAMS
+
+OFF_BY = str(PROGRAMS / "off_by.py")
+TENSOR = "2.weight"
+BENCH = Path(__file__).parents[2] / "bench" / "sensitivity.py"
+
+
+def verify(layout: str, *overrides: str) -> Answer:
+    return verify_task(TrainRequest(task_spec=OFF_BY, layout=layout, nproc=2, overrides=overrides, device="cpu"), 2)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp=2"])
+@pytest.mark.parametrize(("factor", "precision"), [(1 + 1e-9, "float64"), (1.02, "bfloat16")])
+def test_a_small_factor_is_found_under_every_cut(layout: str, factor: float, precision: str) -> None:
+    answer = verify(layout, f"task.factor={factor!r}", f"train.precision={precision}")
+    assert answer.exit_code == 1, str(answer)
+    (finding,) = answer.findings
+    assert finding.tensor == TENSOR and finding.step == 0, str(answer)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["fsdp", "tp=2"])
+def test_without_it_nothing_is_found(layout: str) -> None:
+    assert verify(layout, "train.precision=bfloat16").exit_code == 0
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_the_table_is_what_the_program_finds() -> None:
+    ran = subprocess.run(
+        [sys.executable, BENCH, "--quick", "--json"], capture_output=True, text=True, check=False, timeout=900
+    )
+    assert ran.returncode == 0, ran.stderr
+    exact, low = json.loads(ran.stdout)["rows"]
+    assert (exact["precision"], low["precision"]) == ("float64", "bfloat16")
+    assert exact["tensors"] == 4 and exact["not_found"] == low["not_found"] == []
+    assert 1e-13 < exact["median"] <= exact["worst"] <= 1e-9 and 0.003 < low["median"] <= low["worst"] <= 0.02
