@@ -10,6 +10,7 @@ GPU, and by the catalog's figures; measured by `allranks train`, as its report h
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -28,7 +29,8 @@ CASES = (("none", 1), ("none", 4), ("full", 4))
 def allranks(*words: str, folder: Path, codes: tuple[int, ...] = (0,)) -> Any:
     """What the command says with --json."""
     command = [sys.executable, "-m", "allranks", *words, "--json"]
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    kept_apart = {**os.environ, "XDG_CONFIG_HOME": str(folder)}  # no figures or runs of before
+    ran = subprocess.run(command, cwd=folder, env=kept_apart, capture_output=True, text=True, check=False)
     if ran.returncode not in codes:
         raise SystemExit(f"{' '.join(words)}: exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}")
     return json.loads(ran.stdout)
@@ -42,6 +44,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
              folder=folder)  # fmt: skip
     precision = "float32" if arguments.device == "cpu" else "bfloat16"
     size = "tiny" if arguments.tiny else "1b"
+    here = ("--cluster", "1x1:cpu") if arguments.device == "cpu" else ("--cluster", "local", "--gpus", "1")
     rows = []
     for recompute, micro_batch in CASES:
         layout = f"single,recompute={recompute}"
@@ -49,7 +52,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
         keys += (f"train.precision={precision}",)
         asked = ("plan", TASK, *keys, "--layout", layout)
         known = allranks(*asked, "--cluster", str(file), folder=folder, codes=(0, 1))["best"]
-        bare = allranks(*asked, "--cluster", "local", folder=folder, codes=(0, 1))["best"]
+        bare = allranks(*asked, *here, folder=folder, codes=(0, 1))["best"]
         run = folder / f"{recompute}-{micro_batch}"
         words = (f"train.steps={arguments.steps}", "--layout", layout, "--nproc", "1", "--device", arguments.device)
         allranks("train", TASK, *keys, *words, "--run", str(run), folder=folder)
