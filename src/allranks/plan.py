@@ -238,8 +238,7 @@ class Bill:
         tokens: to train on; samples of a model without tokens.
         steps: optimizer steps; seconds: all of them, without failures.
         device_hours: of all devices together.
-        money, kilowatt_hours: with the step time's interval; None where nobody knows price or watts; because says so,
-            or where they come from.
+        money, kilowatt_hours: None where nobody knows price or watts; because says so, or where they come from.
     """
 
     tokens: float

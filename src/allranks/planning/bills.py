@@ -12,7 +12,10 @@ HOUR = 3600.0
 
 
 def bill_of(found: Estimate, tokens: float, tokens_per_sample: int, cluster: Cluster) -> Bill:
-    """What it takes to train on `tokens` at this step time, without failures."""
+    """What it takes to train on `tokens` at this step time, without failures.
+
+    Arithmetic: steps times seconds; devices and hours times the price and the watts that somebody gave.
+    """
     steps = math.ceil(tokens / (found.choice.global_batch * max(1, tokens_per_sample)))
     seconds = found.step_seconds
     whole = Span(steps * seconds.low, steps * seconds.expected, steps * seconds.high)

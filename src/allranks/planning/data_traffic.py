@@ -66,6 +66,7 @@ def data_cost(
 def _sharded_cost(
     setting: Setting, axes: Axes, parameters: float, units: int, forward: float, backward: float, update: float
 ) -> DataCost:
+    """Of ZeRO 3: gathers, reductions (1910.02054, section 7) and what hides them (2304.11277, section 3.3)."""
     how, steps = setting.mechanisms, setting.micro_steps
     messages = max(1, units) * how.messages
     gather = all_gather_seconds(axes.shard, parameters / messages * how.gather_bytes) * messages
