@@ -42,14 +42,13 @@ def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
     quick = ("--quick",) if arguments.quick or arguments.tiny else ()
     allranks("doctor", "--calibrate", "--device", arguments.device, "--nproc", "1", "--output", str(file), *quick,
              folder=folder)  # fmt: skip
-    precision = "float32" if arguments.device == "cpu" else "bfloat16"
+    kind = f"train.precision={'float32' if arguments.device == 'cpu' else 'bfloat16'}"
     size = "tiny" if arguments.tiny else "1b"
     here = ("--cluster", "1x1:cpu") if arguments.device == "cpu" else ("--cluster", "local", "--gpus", "1")
     rows = []
     for recompute, micro_batch in CASES:
         layout = f"single,recompute={recompute}"
-        keys = (f"task.size={size}", "train.global_batch=4", f"train.micro_batch={micro_batch}")
-        keys += (f"train.precision={precision}",)
+        keys = (f"task.size={size}", "train.global_batch=4", f"train.micro_batch={micro_batch}", kind)
         asked = ("plan", TASK, *keys, "--layout", layout)
         known = allranks(*asked, "--cluster", str(file), folder=folder, codes=(0, 1))["best"]
         bare = allranks(*asked, *here, folder=folder, codes=(0, 1))["best"]

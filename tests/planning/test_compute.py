@@ -119,7 +119,7 @@ def test_an_accelerators_measured_products_take_what_was_measured() -> None:
     for rows, into, out, rate in TABLE:
         seconds = matmul_seconds(machine, rows, out, into, "bfloat16")
         assert seconds == pytest.approx(2 * rows * into * out / rate + KERNEL_SECONDS, rel=1e-4)
-    twice = replace(MEASURED, matmul_shapes={"bfloat16": tuple((*sizes, rate / 2) for *sizes, rate in TABLE)})
+    twice = replace(MEASURED, matmul_shapes={"bfloat16": tuple((m, k, n, rate / 2) for m, k, n, rate in TABLE)})
     slow = Machine(twice, machine.constants)
     for rows, out, into, batch in ((5000, 3000, 2048, 1), (300, 4096, 1024, 8)):
         fast = matmul_seconds(machine, rows, out, into, "bfloat16", batch) - KERNEL_SECONDS

@@ -55,5 +55,5 @@ def test_a_fault_is_forgotten_after_a_day(monkeypatch: pytest.MonkeyPatch) -> No
     kept = keep_known(KEY, {}, fault="it reads a value")
     assert find_known(KEY) == kept
     later = time.time() + FAULT_SECONDS
-    monkeypatch.setattr(known_tasks.time, "time", lambda: later)
+    monkeypatch.setattr("allranks.profiling.known_tasks.time.time", lambda: later)
     assert find_known(KEY) is None
