@@ -12,6 +12,7 @@ import torch
 
 from allranks.cli.main import main
 from allranks.errors import LayoutError
+from allranks.planning.answer import make_plan
 from allranks.planning.this_machine import CONTEXT_BYTES
 from allranks.reporting.report import report
 from allranks.request import TrainRequest
@@ -143,9 +144,9 @@ def test_a_small_state_is_cut_where_measured_figures_say_that_this_is_faster(
 
 def test_what_saves_less_than_predictions_err_is_no_reason_to_leave_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch)
-    with patch.object(planned_layout, "make_plan", wraps=planned_layout.make_plan) as planned:
+    with patch.object(planned_layout, "make_plan", wraps=make_plan) as planned:
         decide(POINTS, WIDE)
-        plan = planned.return_value = planned_layout.make_plan(*planned.call_args.args)
+        plan = make_plan(*planned.call_args.args)
     (ddp,) = (one.estimate for one in plan.others if one.family == "ddp")
     assert plan.best is not None
     for share, stays in ((0.96, True), (0.94, False)):
