@@ -6,9 +6,10 @@ FILE is of the schema of bench/data/published-runs.json. Prints for each source 
 of the step time, mean error of memory, rows that ran out of memory and were called a fit, rows that ran and were called
 unfit, mean regret of taking the configuration that is predicted to be the fastest of those that were compared, how many
 published times lie in the 90% interval, and the interval's median high/low. `--rows` prints predicted beside published
-for every row. The last lines scale: with one factor for each device and framework, fitted to rows of quality A and B,
-and how far finer factors would bring the largest source. Which rows calibration used says calibration_rows.py;
-fit_constants.py used no others.
+for every row. Then the same regret beside Calculon's and a rule of thumb's, where Calculon was run (rivals.py). The
+last lines scale: with one factor for each device and framework, fitted to rows of quality A and B, and how far finer
+factors would bring the largest source. Which rows calibration used says calibration_rows.py; fit_constants.py used no
+others.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any
 from calibration_rows import DATA, FITTED, is_calibration
 from judged import Judged, Skipped, judge_all
 from published_runs import Row, precision_of, rows_of, states_recompute
+from rivals import CHOOSERS, compare_choosers, regrets_of
 
 GIB = float(2**30)
 NAMED = 5
@@ -43,30 +45,15 @@ def summary(judged: Sequence[Judged]) -> dict[str, Any]:
         "memory_mape": statistics.fmean(abs(one.memory_error) for one in weighed) if weighed else None,
         "memory_rows": len(weighed),
         "false_fits": sum(one.ran_out and one.fits for one in judged),
+        "false_fit_rows": [one.row["id"] for one in judged if one.ran_out and one.fits],
         "out_of_memory": len(judged) - len(ran),
         "false_refusals": sum(not one.fits for one in ran),
+        "false_refusal_rows": [one.row["id"] for one in ran if not one.fits],
         "mean_regret": statistics.fmean(regrets) if regrets else None,
         "groups": len(regrets),
         "coverage": statistics.fmean(one.covered for one in timed) if timed else None,
         "interval_width": statistics.median(widths) if widths else None,
     }
-
-
-def regrets_of(judged: Sequence[Judged]) -> list[float]:
-    """For every group of competing rows: by how much the one predicted fastest is slower than the fastest."""
-    groups: dict[str, list[Judged]] = defaultdict(list)
-    for one in judged:
-        if one.published_seconds and one.row.get("rank_group"):
-            groups[one.row["rank_group"]].append(one)
-    regrets = []
-    for group in groups.values():
-        if len(group) < 2:
-            continue
-        taken = min(group, key=lambda one: one.seconds).published_seconds
-        best = min(one.published_seconds for one in group if one.published_seconds)
-        assert taken is not None
-        regrets.append(taken / best - 1)
-    return regrets
 
 
 def by_source(judged: Iterable[Judged]) -> dict[str, list[Judged]]:
@@ -140,6 +127,7 @@ def report_on(judged: Sequence[Judged], skipped: Sequence[Skipped]) -> dict[str,
         "sources": {name: summary(rows) for name, rows in sources.items()},
         "largest": {"name": largest, **{n: scaled(sources.get(largest, []), key) for n, key in FACTORS.items()}},
         "all": summary(judged),
+        "regrets": compare_choosers(sources),
         "skipped": len(skipped),
         "skipped_because": dict(Counter(one.because for one in skipped).most_common()),
         "skipped_rows": {one.name: one.because for one in skipped},
@@ -198,6 +186,9 @@ def text(report: Mapping[str, Any]) -> list[str]:
     scaled_error, without_c = (
         cell("step_mape", report["subsets"][name]["step_mape_scaled"]) for name in ("stated", "stated_a_b")
     )
+    for name, found in report["regrets"].items():
+        each = ", ".join(f"{chooser} {found[chooser]:.1%}" for chooser in CHOOSERS)
+        lines.append(f"regret in the {found['groups']} groups of {name} that Calculon predicted: {each}")
     lines.append(f"{report['skipped']} rows are skipped" + (", because" if report["skipped"] else ""))
     for because, count in report["skipped_because"].items():
         named = [name for name, why in report["skipped_rows"].items() if why == because]
@@ -249,6 +240,11 @@ def markdown(report: Mapping[str, Any], judged: Sequence[Judged]) -> list[str]:
     lines = ["| | " + " | ".join(HEADS.values()) + " |", "|---" * (len(HEADS) + 1) + "|"]
     for name, figures in lines_of(report):
         lines.append(f"| {name} | " + " | ".join(cell(head, figures[head]) for head in HEADS) + " |")
+    lines += ["", "| regret | groups | " + " | ".join(CHOOSERS) + " |", "|---" * (len(CHOOSERS) + 2) + "|"]
+    for name, found in report["regrets"].items():
+        lines.append(f"| {name} | {found['groups']} | " + " | ".join(f"{found[who]:.1%}" for who in CHOOSERS) + " |")
+    lines += ["", "| skipped row | because |", "|---|---|"]
+    lines += [f"| {name} | {because} |" for name, because in report["skipped_rows"].items()]
     heads = (
         "row",
         "published s",

@@ -1,6 +1,9 @@
 """Stricter than production: a test that leaks its environment, a process or a file fails."""
 
 import os
+import shutil
+import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,8 +43,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """See orphans as children, and keep a record under --full."""
+    """See orphans as children, keep nothing of runs for this machine's plans, and keep a record under --full."""
     adopt_orphans()
+    os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="allranks-configuration-")
     if config.getoption("--full"):
         # Under pytest-xdist one process records, and tells the others what passed already.
         told: dict[str, list[str]] | None = getattr(config, "workerinput", None)
@@ -49,6 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[FULL] = FullRecord(config.rootpath, *parse_part(config.getoption("--part")), earlier)
         if told is None:
             config.pluginmanager.register(config.stash[FULL])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Forget what runs took."""
+    shutil.rmtree(os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -123,6 +132,12 @@ def no_environment_leak() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(before)
         pytest.fail("left in the environment: " + "; ".join(changes))
+
+
+@pytest.fixture(autouse=True)
+def own_configuration(no_environment_leak: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test's plan is corrected by what another test's run took."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", os.path.join(os.environ["XDG_CONFIG_HOME"], uuid.uuid4().hex))
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ applies them to the real tree and to a bad sample that every one of them has to 
 """
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -244,6 +245,25 @@ def check_walkers(root: Path) -> list[str]:
         if not module.relative.startswith(MAY_WALK)
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Attribute) and node.attr in WALKERS
+    ]
+
+
+FORMULA = re.compile(r"(_seconds|_bytes|_cost|_times|_traffic|bubble|_use)$|^(bill_of|spread_of|share_of)$")
+SOURCE = re.compile(
+    r"\d{4}\.\d{4,5}|\b(19|20)\d\d\b|NVIDIA|nccl|NCCL|torch/|FSDP2|JCGM|\w+/\w+\.py|docs/|measured|[Aa]rithmetic"
+    r"|assumption"
+)
+
+
+def check_sources(root: Path) -> list[str]:
+    """A public formula of planning says where it is from: a paper, a document, a program, or that it was measured."""
+    return [
+        f"{module.at(node)}: {node.name}: its docstring names no source"
+        for module in modules(root)
+        if module.relative.startswith("planning/")
+        for node in module.tree.body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith(("_", "check_")) and FORMULA.search(node.name)
+        if not SOURCE.search(ast.get_docstring(node) or "")
     ]
 
 

@@ -53,6 +53,10 @@ def test_nobody_peels_wrappers_twice() -> None:
     assert guardrails.check_walkers(SOURCE) == []
 
 
+def test_formulas_name_their_sources() -> None:
+    assert guardrails.check_sources(SOURCE) == []
+
+
 def test_nothing_is_unpickled() -> None:
     assert guardrails.check_unpickling(SOURCE, MAY_UNPICKLE) == []
 
@@ -173,6 +177,14 @@ def test_the_mirror_can_fail(bad: Path, tmp_path: Path) -> None:
 
 def test_walkers_can_fail(bad: Path) -> None:
     assert guardrails.check_walkers(bad) == ["training/walk.py:5: named_parameters: take a ParameterMap as an argument"]
+
+
+def test_sources_can_fail(bad: Path) -> None:
+    (bad / "planning").mkdir(exist_ok=True)
+    named = 'def ring_seconds() -> float:\n    """Of a ring (2310.01889)."""\n'
+    bare = 'def all_bytes() -> float:\n    """Of a ring."""\n'
+    (bad / "planning" / "rings.py").write_text(named + bare)
+    assert guardrails.check_sources(bad) == ["planning/rings.py:3: all_bytes: its docstring names no source"]
 
 
 def test_unpickling_can_fail(bad: Path) -> None:

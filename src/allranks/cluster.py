@@ -43,8 +43,8 @@ class Device:
         matmul_shapes: precision -> ((rows, inner, columns, FLOP/s), ...): products (rows x inner) @ (inner x columns).
         kernel_seconds: the least time of one kernel in a row of them, its launch included; None where nobody measured.
         update_rate: parameters/s of a fused AdamW step with float32 state; None where nobody measured.
-        pass_rates: ((bytes of a tensor, bytes/s read and written), ...) of elementwise operations on a processor:
-            what a cache holds goes faster; () where nobody measured.
+        pass_rates: ((bytes of a tensor, bytes/s read and written), ...) of elementwise operations: what a cache holds
+            goes faster; () where nobody measured, as `doctor --calibrate` does on processors alone.
         context_bytes: of a processor's process before it has a model: the interpreter, torch, the backend; None for
             a GPU, and where nobody knows.
         cores: of a processor, what one process has of it: below 1 where processes share a core.

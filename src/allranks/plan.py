@@ -245,9 +245,9 @@ class Bill:
     steps: int
     seconds: Span
     device_hours: float
-    money: float | None
+    money: Span | None
     currency: str
-    kilowatt_hours: float | None
+    kilowatt_hours: Span | None
     because: str
 
     @property

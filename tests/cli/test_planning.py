@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from allranks.cli.planned_model import find_subject
-from allranks.cli.planning import ask, exit_code, read_number
-from allranks.errors import ConfigError
+from allranks.cli.planning import ask, exit_code
 from allranks.plan import Plan, Ranked
 from allranks.plan_request import PlanRequest
 from allranks.planning.hardware import find_cluster
@@ -29,12 +28,6 @@ def test_numbers_with_suffixes() -> None:
     assert (found.cluster.device_hour_price, found.cluster.device_watts) == (2.0, 400.0)
     assert found.global_batch == 2**22 // 32768
     assert any(note.startswith("global batch 128, because") for note in found.notes)
-
-
-@pytest.mark.parametrize("text", ["", "x", "-3", "3 x", "1e", "0"])
-def test_what_is_no_number(text: str) -> None:
-    with pytest.raises(ConfigError, match="not understood; write 30, 30k"):
-        read_number(text, {"": 1, "k": 1e3}, "--seq")
 
 
 def test_a_written_layout_and_open_degrees() -> None:

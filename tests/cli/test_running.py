@@ -45,11 +45,12 @@ def test_a_run_from_start_to_report(tmp_path: Path) -> None:
     assert run.config().train.steps == 20
     assert run.log(1).is_file() and "resumed" not in run.log(0).read_text()
 
-    assert "layout dp_replicate=2, because the state of 82 parameters (1.3 kB) obviously fits" in ran.stderr
+    assert "layout dp_replicate=2, micro_batch 5, because " in ran.stderr
     assert json.loads(run.plan_path.read_text())["best"]["layout"] == start["layout"] == "dp_replicate=2"
     report = json.loads(allranks("report", "run", "--json", folder=tmp_path).stdout)
     assert report["state"] == "done" and report["step"] == 20
-    assert report["predicted"]["step_seconds"] is None and report["predicted"]["differs"] == ""
+    assert report["predicted"]["step_seconds"]["ratio"] > 0 and report["predicted"]["differs"] == ""
+    assert "The next plan for this machine knows that ddp took" in ran.stderr
     checkpoints = json.loads(allranks("checkpoint", "verify", "run", "--json", folder=tmp_path).stdout)
     assert checkpoints
 

@@ -43,8 +43,12 @@ def test_what_nobody_knows_is_left_out_with_its_because() -> None:
 
 def test_price_and_watts_of_the_user() -> None:
     bill = bill_of(best(), 1e9, 4096, priced(device_hour_price=2.5, device_watts=400.0))
-    assert bill.money == pytest.approx(2.5 * bill.device_hours)
-    assert bill.kilowatt_hours == pytest.approx(0.4 * bill.device_hours)
+    assert bill.money is not None and bill.kilowatt_hours is not None
+    assert bill.money.expected == pytest.approx(2.5 * bill.device_hours)
+    assert bill.kilowatt_hours.expected == pytest.approx(0.4 * bill.device_hours)
+    for amount in (bill.money, bill.kilowatt_hours):
+        assert amount.low / amount.expected == pytest.approx(bill.seconds.low / bill.seconds.expected)
+        assert amount.high / amount.expected == pytest.approx(bill.seconds.high / bill.seconds.expected)
     assert bill.because == "from the invoice"
 
 
@@ -52,12 +56,13 @@ def test_limits_are_kept_or_said() -> None:
     cluster = priced(device_hour_price=2.0)
     bill = bill_of(best(), 1e12, 4096, cluster)
     assert bill.money is not None
-    kept = replace(QUESTION, cluster=cluster, tokens=1e12, limit_seconds=bill.seconds.expected, limit_money=bill.money)
+    cost = bill.money.expected
+    kept = replace(QUESTION, cluster=cluster, tokens=1e12, limit_seconds=bill.seconds.expected, limit_money=cost)
     assert unmet_limits(bill, kept) == ()
-    missed = replace(kept, limit_seconds=0.5 * bill.seconds.expected, limit_money=0.5 * bill.money)
+    missed = replace(kept, limit_seconds=0.5 * bill.seconds.expected, limit_money=0.5 * cost)
     late, dear = unmet_limits(bill, missed)
     assert "for 1.0T tokens on 16 devices, more than the deadline of" in late
-    assert f"{bill.money:,.0f} USD" in dear and f"more than the budget of {0.5 * bill.money:,.0f} USD" in dear
+    assert f"{cost:,.0f} USD" in dear and f"more than the budget of {0.5 * cost:,.0f} USD" in dear
     assert unmet_limits(None, missed) == ()
 
 

@@ -109,6 +109,12 @@ def test_a_change_that_no_rule_lets_in_is_refused(change: str, because: str) -> 
     assert found.estimate is None and because in found.because
 
 
+def test_positions_are_written_as_for_the_whole_plan() -> None:
+    short, long = (what_if(change, weigh(), QUESTION) for change in ("seq=8192", "seq=8k"))
+    assert short.estimate is not None and short.estimate == long.estimate and short.because == long.because
+    assert short.estimate != weigh()
+
+
 def test_the_optimizer_on_the_host_is_weighed_and_says_what_the_host_holds() -> None:
     """Where nobody says how much memory a host has, too: the line has what it takes."""
     found = what_if("offload=parameters", weigh(), QUESTION)
@@ -123,7 +129,7 @@ def test_the_optimizer_on_the_host_is_weighed_and_says_what_the_host_holds() -> 
         ("recompute", "write KEY=VALUE"),
         ("recomputes=full", "did you mean recompute"),
         ("tp=0", "tp takes a whole number of at least 1"),
-        ("seq=8k", "seq takes a whole number"),
+        ("seq=8x", "seq 8x: not understood; write 30, 30k, 30m"),
     ],
 )
 def test_what_is_no_change_is_an_error(change: str, message: str) -> None:

@@ -9,10 +9,14 @@ import pytest
 
 from allranks.cluster import Cluster, Device, FixedSeconds, Link
 from allranks.errors import ConfigError
+from allranks.layout import Layout
+from allranks.plan import Choice, Estimate
 from allranks.planning.assembly import build_cluster
 from allranks.planning.catalog import find_device
 from allranks.planning.cluster_file import preflight, read_cluster, render_cluster, write_cluster
+from allranks.planning.estimate import estimate
 from allranks.planning.hardware import find_cluster
+from tests.planning.profiles import decoder
 
 WHOLE = """\
 nodes = 2
@@ -225,3 +229,30 @@ def test_a_place_that_cannot_be_written_is_seen_before_the_work(tmp_path: Path) 
         preflight(tmp_path)
     preflight(tmp_path / "new" / "mine.toml")
     assert list((tmp_path / "new").iterdir()) == []
+
+
+TABLES = """
+measured = true
+kernel_microseconds = 4
+update_gparameters_per_s = {update}
+[device.matmul_shapes_tflops]
+bfloat16 = [[4096, 4096, 4096, {rate}], [16384, 8192, 8192, {rate}]]
+"""
+
+
+def test_a_plan_takes_the_tables_of_a_measured_accelerator(tmp_path: Path) -> None:
+    """Every one of them changes the step of a model by name."""
+
+    def step(rate: float, update: float) -> Estimate:
+        head, _, peaks = WHOLE.partition("[device.peak_tflops]")
+        tables, _, shapes = TABLES.partition("[device.matmul_shapes_tflops]")
+        text = head + tables.format(update=update) + "[device.peak_tflops]" + peaks
+        text += "[device.matmul_shapes_tflops]" + shapes.format(rate=rate)
+        where = read(tmp_path, text)
+        large = decoder(hidden=4096, heads=32, ffn=16384, seq=4096)
+        return estimate(large, where, Choice(Layout(dp_replicate=16), 64, 1))
+
+    first = step(600, 50)
+    assert step(300, 50).time.compute > 1.3 * first.time.compute
+    assert step(300, 50).time.optimizer == first.time.optimizer
+    assert step(600, 5).time.optimizer > 3 * first.time.optimizer

@@ -1,6 +1,7 @@
 """Kernels: the roofline, whole tiles and waves, attention's rate."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,11 +11,13 @@ from allranks.planning.compute import (
     KERNEL_SECONDS,
     UNALIGNED,
     UNALIGNED_BATCH,
+    UPDATE_BYTES,
     Machine,
     attention_seconds,
     head_share,
     matmul_seconds,
     moving_seconds,
+    update_seconds,
 )
 from allranks.planning.constants import constants_of
 from tests.planning.profiles import cluster
@@ -97,3 +100,45 @@ def test_elementwise_kernels_are_bound_by_memory() -> None:
 
 def test_experts_in_one_kernel_are_slower_than_one_product() -> None:
     assert 0.5 < GROUPED < 1.0
+
+
+TABLE = ((4096, 4096, 4096, 4e14), (16384, 8192, 8192, 6e14), (512, 1024, 1024, 3e13))
+MEASURED = replace(
+    DEVICE, measured=True, matmul_shapes={"bfloat16": TABLE}, matmul_flops={"bfloat16": 6e14}, kernel_seconds=5e-6,
+    update_rate=5e10, pass_rates=((1e6, 6e12), (1e9, 2e12)),
+)  # fmt: skip
+
+
+def measured_machine(**given: Any) -> Machine:
+    device = replace(MEASURED, **given)
+    return Machine(device, constants_of(device))
+
+
+def test_an_accelerators_measured_products_take_what_was_measured() -> None:
+    machine = measured_machine()
+    for rows, into, out, rate in TABLE:
+        seconds = matmul_seconds(machine, rows, out, into, "bfloat16")
+        assert seconds == pytest.approx(2 * rows * into * out / rate + KERNEL_SECONDS, rel=1e-4)
+    twice = replace(MEASURED, matmul_shapes={"bfloat16": tuple((m, k, n, rate / 2) for m, k, n, rate in TABLE)})
+    slow = Machine(twice, machine.constants)
+    for rows, out, into, batch in ((5000, 3000, 2048, 1), (300, 4096, 1024, 8)):
+        fast = matmul_seconds(machine, rows, out, into, "bfloat16", batch) - KERNEL_SECONDS
+        assert matmul_seconds(slow, rows, out, into, "bfloat16", batch) - KERNEL_SECONDS == pytest.approx(2 * fast)
+
+
+def test_a_precision_that_nobody_measured_keeps_the_roofline() -> None:
+    machine, bare = measured_machine(), measured_machine(matmul_shapes={})
+    assert matmul_seconds(machine, 999, 512, 512, "float32") == matmul_seconds(bare, 999, 512, 512, "float32")
+    assert matmul_seconds(machine, 999, 512, 512, "bfloat16") != matmul_seconds(bare, 999, 512, 512, "bfloat16")
+
+
+def test_an_accelerators_measured_passes_kernels_and_update_are_taken() -> None:
+    machine = measured_machine()
+    assert moving_seconds(machine, 2e6, 1) == pytest.approx(2e6 / 6e12 + KERNEL_SECONDS)
+    assert moving_seconds(machine, 4e9, 2) == pytest.approx(4e9 / 2e12 + 2 * KERNEL_SECONDS)
+    assert measured_machine(kernel_seconds=1e-6).floor == 1e-6
+    rest = moving_seconds(machine, 6 * 1e9, 10)
+    assert update_seconds(machine, 1e9) == pytest.approx(1e9 / 5e10 + rest)
+    assert update_seconds(MACHINE, 1e9) == moving_seconds(MACHINE, UPDATE_BYTES * 1e9, 10)
+    unmeasured = measured_machine(measured=False)
+    assert moving_seconds(unmeasured, 2e6) == pytest.approx(2e6 / unmeasured.bandwidth + KERNEL_SECONDS)

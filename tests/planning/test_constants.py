@@ -19,8 +19,10 @@ def test_the_longest_name_wins() -> None:
 def test_at_most_a_handful_of_constants_is_fitted_for_a_device() -> None:
     table = json.loads(FILE.read_text())["devices"]
     fitted = {"matmul", "matmul_low", "attention", "flash1", "flash2", "memory", "inside", "between"}
-    assert {name: fitted & set(row) for name, row in table.items() if len(fitted & set(row)) > 5} == {
-        "default": fitted  # what all others start from
+    fitted |= {"base_seconds", "hop_seconds", "depth"}
+    assert {name: fitted & set(row) for name, row in table.items() if len(fitted & set(row)) > 7} == {
+        "default": fitted,  # what all others start from
+        "cpu": fitted - {"flash1", "inside", "between"},  # a guess, which no run has seen
     }
 
 

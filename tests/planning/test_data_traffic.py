@@ -6,8 +6,8 @@ import pytest
 
 from allranks.planning.axis_traffic import Axes, axes_of
 from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds
-from allranks.planning.compute import moving_seconds
-from allranks.planning.data_traffic import UPDATE_BYTES, DataCost, data_cost
+from allranks.planning.compute import update_seconds
+from allranks.planning.data_traffic import DataCost, data_cost
 from allranks.planning.setting import Mechanisms, Setting
 from tests.planning.profiles import cluster
 
@@ -28,7 +28,7 @@ def cost(how: Mechanisms | None = None, seconds: float = 0.0, **given: Any) -> D
 def test_one_copy_sends_nothing_and_still_steps() -> None:
     got = cost(dp=1)
     assert (got.seconds, got.exposed, got.sent_bytes) == (0.0, 0.0, 0.0)
-    assert got.update == pytest.approx(moving_seconds(made(dp=1)[1].machine, UPDATE_BYTES * P, 10))
+    assert got.update == pytest.approx(update_seconds(made(dp=1)[1].machine, P))
 
 
 def test_copies_reduce_their_gradients_once_a_step() -> None:
@@ -52,7 +52,7 @@ def test_a_sharded_optimizer_scatters_and_gathers() -> None:
     # ZeRO 1910.02054, section 7: as much as an all-reduce, in two halves.
     assert got.seconds == pytest.approx(all_gather_seconds(data, 4 * P) + all_gather_seconds(data, 2 * P))
     machine = made()[1].machine
-    assert got.update == pytest.approx(moving_seconds(machine, UPDATE_BYTES * P / 16, 10))
+    assert got.update == pytest.approx(update_seconds(machine, P / 16))
 
 
 def test_fsdp_gathers_twice_and_reduces_once_for_every_micro_step() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from allranks.config import read_task_spec, resolve_config
+from allranks.config_sections import LayoutConfig
 from allranks.layout import Layout
 from allranks.plan import Choice
 from allranks.planning.answer import make_plan
@@ -31,6 +32,15 @@ def test_the_document_has_the_keys_that_stay() -> None:
     assert sum(document["best"]["bytes_by_category"].values()) == pytest.approx(best.estimate.memory.total)
     assert set(document["refusals"][0]) == {"rule", "layout", "because"}
     assert document["bill"]["tokens"] == 1e9 and document["fits"] is True
+
+
+def test_the_stages_of_a_pipeline_are_there_first_middle_and_last() -> None:
+    plan = make_plan(ask(where="1x8:a100-80g", layout=LayoutConfig(pp=4, dp_shard=2)))
+    best = plan_document(plan)["best"]
+    assert {0, 2, 3} <= {row["stage"] for row in best["stages"]}
+    totals = [sum(row["bytes_by_category"].values()) for row in best["stages"]]
+    assert max(totals) == pytest.approx(sum(best["bytes_by_category"].values())) and min(totals) < max(totals)
+    assert plan_document(make_plan(ask(where="1x8:a100-80g", layout=LayoutConfig(dp_shard=8))))["best"]["stages"] == []
 
 
 def test_what_dry_runs_said_is_told_beside_what_was_planned() -> None:

@@ -128,3 +128,16 @@ def test_what_a_process_takes_is_the_machines() -> None:
     known = replace(WHERE, device=replace(CPU, context_bytes=3e8))
     assert estimate(profile, known, choice).memory.framework == 3e8
     assert estimate(profile, WHERE, choice).memory.framework > 1e9
+
+
+def test_an_accelerators_host_is_no_faster_than_it_was_measured() -> None:
+    setting = Setting(global_batch=8, micro_batch=4)
+    usual = setting.mechanisms.dispatch_seconds
+
+    def dispatch(**given: Any) -> float:
+        device = replace(CPU, **{"name": "h100", "context_bytes": None, "kernel_seconds": 3 * usual, **given})
+        where = replace(WHERE, device=device)
+        return on_processor(setting, where, decoder()).mechanisms.dispatch_seconds
+
+    assert dispatch() == 3 * usual
+    assert dispatch(measured=False) == dispatch(kernel_seconds=usual / 3) == usual

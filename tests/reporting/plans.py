@@ -24,6 +24,7 @@ MEMORY = MemoryUse(
 TIME = StepTime(
     compute=19.5, recompute=1.7, tensor=4.1, data=0.42, pipeline=0.35, bubble=1.6, optimizer=0.11, input=0.02
 )
+COST = Span(342_100.0, 404_250.0, 466_400.0)
 TRAFFIC = (
     Traffic("pp", "hdr200", 1.7e10, 512, 0.9, 0.55),
     Traffic("dp", "hdr200", 3.5e10, 96, 1.6, 1.2),
@@ -88,7 +89,7 @@ def pipelined() -> Plan:
             WhatIf("recompute=full", make_estimate(memory=replace(MEMORY, activations=4e9)), "-17.0 GB, -11% speed"),
             WhatIf("offload=all", None, "refused: offload=all comes with a later version"),
         ),
-        bill=Bill(1e12, 476_838, Span(1.1e7, 1.3e7, 1.5e7), 231_000.0, 404_250.0, "USD", None, "1.75 USD an hour"),
+        bill=Bill(1e12, 476_838, Span(1.1e7, 1.3e7, 1.5e7), 231_000.0, COST, "USD", None, "1.75 USD an hour"),
     )
 
 

@@ -6,6 +6,7 @@ from allranks.layout import Layout
 from allranks.plan import Checked, Plan, Ranked, Refusal
 from allranks.planning.answer import make_plan
 from allranks.reporting.plan_text import SHOWN_REFUSALS, render_comparison, render_plan
+from allranks.units import format_bytes
 from tests.planning.questions import ask
 from tests.reporting.plans import MEMORY, make_estimate, pipelined
 
@@ -37,6 +38,17 @@ def test_shares_of_time_and_memory_add_up() -> None:
         rows = lines[start : lines.index("", start)]
         shares = [int(word[:-1]) for row in rows for word in row.split() if word.endswith("%")]
         assert len(shares) == len(rows) and abs(sum(shares) - 100) <= len(rows)
+
+
+def test_the_bill_has_its_interval_and_a_pipeline_its_stages() -> None:
+    said = squeezed(render_plan(pipelined()))
+    assert "404,250 USD (342,100 to 466,400)" in said
+    best = pipelined().best
+    assert best is not None
+    for stage, use in best.estimate.stages.items():
+        assert f"{format_bytes(use.total)} on stage {stage}" in said
+    flat = replace(best.estimate, choice=replace(best.estimate.choice, layout=Layout(dp_shard=8)))
+    assert "on stage" not in squeezed(render_plan(replace(pipelined(), best=replace(best, estimate=flat))))
 
 
 def checked_section(plan: Plan) -> list[str]:

@@ -42,6 +42,11 @@ def test_the_answer_comes_back_and_nothing_else(
     assert shown.out == "" and "this" not in shown.err
 
 
+def test_what_takes_too_long_is_ended(small_server: None) -> None:
+    with pytest.raises(TimeoutError, match=r"time:sleep took longer than 0\.1 s"):
+        call_aside("time:sleep", 600, within=0.1)
+
+
 def test_what_goes_wrong_there_is_one_line_here(small_server: None) -> None:
     for name, line in (("fail", "ValueError: mine"), ("leave", "SystemExit: 4")):
         with pytest.raises(ProcessError, match=line) as caught:

@@ -14,7 +14,6 @@ from allranks.planning.this_machine import corrections_path
 from allranks.reporting.predicted import Figure
 from allranks.reporting.report import Report, report
 from allranks.run import Run
-from allranks.training import planned_layout
 from allranks.training.remembered import remember_run
 from tests.commands import POINTS
 
@@ -28,8 +27,7 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(folder: str) -> Run:
     words = ["train", POINTS, "train.global_batch=8", f"train.steps={MIN_STEPS}", "--device", "cpu", "--run", folder]
-    with patch.object(planned_layout, "OBVIOUS", 0.0):
-        assert main(words) == 0
+    assert main(words) == 0
     return Run.open(Path(folder))
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from allranks.layout import parse_layout
 from allranks.layout_string import layout_values
 from allranks.plan import Plan
 from allranks.plan_request import PlanRequest
+from allranks.planning.amounts import POSITIONS, TIMES, read_number
 from allranks.planning.answer import make_plan, plan_gpus, plan_seq
 from allranks.planning.document import PLAN_FILE, RUN_FILE, plan_document, run_toml
 from allranks.planning.hardware import find_cluster
@@ -34,10 +34,7 @@ from allranks.upkeep import Upkeep
 
 ASK = "?"
 FITS, NOT, REFUSED = 0, 1, 2
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)", re.IGNORECASE)
 _THOUSANDS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-_POSITIONS = {"": 1, "k": 1024, "m": 1024**2}
-TIMES = {"s": 1, "ms": 1e-3, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _MODES = ("recompute", "sharding", "offload", "schedule")
 
 
@@ -106,7 +103,7 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
         device_watts=cluster.device_watts if request.watts is None else request.watts,
     )
     precisions, notes = choose_precisions(request.precision or subject.precision, cluster)
-    seq = None if request.seq in (None, ASK) else int(read_number(request.seq or "", _POSITIONS, "--seq"))
+    seq = None if request.seq in (None, ASK) else int(read_number(request.seq or "", POSITIONS, "--seq"))
     batch = request.global_batch if request.global_batch is not None else subject.global_batch
     if batch is None:
         batch, note = usual_batch(seq or subject.seq)
@@ -151,15 +148,6 @@ def _with_layout(question: Question, request: PlanRequest, subject: Subject) -> 
         return replace(question, layout=config)
     values = layout_values(request.layout)
     return replace(question, modes={name: str(values[name]) for name in _MODES if values.get(name) is not None})
-
-
-def read_number(text: str, suffixes: dict[str, Any], option: str) -> float:
-    """`15T`, `32k`, `30d`. Raises ConfigError with the forms that there are."""
-    match = _NUMBER.fullmatch(text.strip())
-    if match is None or match[2].lower() not in suffixes or float(match[1]) <= 0:
-        forms = ", ".join(f"30{suffix}" for suffix in suffixes)
-        raise ConfigError(f"{option} {text}: not understood; write {forms}")
-    return float(match[1]) * float(suffixes[match[2].lower()])
 
 
 def _order(plan: Plan) -> tuple[bool, bool, float]:

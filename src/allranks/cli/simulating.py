@@ -8,12 +8,13 @@ from typing import Any, final
 
 from allranks.cli.output import print_json, stdout_kept_free
 from allranks.cli.planned_model import find_subject
-from allranks.cli.planning import TIMES, ask, read_number
+from allranks.cli.planning import ask
 from allranks.cluster import Cluster
 from allranks.durable import write_whole
 from allranks.errors import ConfigError
 from allranks.plan import Estimate
 from allranks.plan_request import PlanRequest
+from allranks.planning.amounts import TIMES, read_number
 from allranks.planning.hardware import find_cluster
 from allranks.rehearsing.expectations import best_interval, enough_spares
 from allranks.rehearsing.failure_rates import find_failures

@@ -141,7 +141,7 @@ def _why_not_enough(question: Question) -> tuple[float | None, str] | None:
     unmet = unmet_limits(bill, question)
     over = bill.seconds.expected / question.limit_seconds if question.limit_seconds else 0.0
     if question.limit_money and bill.money is not None:
-        over = max(over, bill.money / question.limit_money)
+        over = max(over, bill.money.expected / question.limit_money)
     return (over, unmet[0]) if unmet else None
 
 

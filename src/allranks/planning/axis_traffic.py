@@ -103,7 +103,9 @@ def axis_traffic(block: Block, setting: Setting, axes: Axes) -> AxisTraffic:
 
 
 def _tensor_bytes(operation: Operation, setting: Setting) -> tuple[float, float]:
-    """(Bytes that tp's ranks sum or gather for an operation, in how many directions)."""
+    """(Bytes that tp's ranks sum or gather for an operation, in how many directions): Shoeybi et al. 1909.08053,
+    section 3.
+    """
     batch = setting.micro_batch / setting.cp
     if setting.tp == 1:
         return 0.0, 0.0
@@ -117,12 +119,14 @@ def _tensor_bytes(operation: Operation, setting: Setting) -> tuple[float, float]
 
 
 def _tensor_seconds(group: Group, num_bytes: float, how: Mechanisms) -> float:
+    """An all-reduce (1909.08053, section 3), or a gather and a scatter of as many bytes (2205.05198, 4.2.2)."""
     if how.sequence_parallel:
         return 2 * all_gather_seconds(group, num_bytes)
     return all_reduce_seconds(group, num_bytes)
 
 
 def _key_value_bytes(operation: Operation, setting: Setting) -> float:
+    """Of keys and values in 16 bits, of as many heads as a rank has (2310.01889; grouped queries: 2305.13245)."""
     if len(operation.shape) != 5:
         return 0.0
     _, keys, _, kv_heads, dim = operation.shape
@@ -130,7 +134,10 @@ def _key_value_bytes(operation: Operation, setting: Setting) -> float:
 
 
 def _context_seconds(operation: Operation, size: float, setting: Setting, axes: Axes) -> float:
-    """What a ring does not hide behind its own attention: each pass brings a part while the last one is used."""
+    """What a ring does not hide behind its own attention: each pass brings a part while the last one is used.
+
+    Ring attention (2310.01889): the exchange is hidden where computing a part takes longer than bringing the next one.
+    """
     if is_processor(axes.machine.device) and len(operation.shape) == 5:
         return _shown_context_seconds(operation, setting, axes)
     seconds = all_gather_seconds(axes.context, size)
@@ -155,7 +162,7 @@ def _shown_context_seconds(operation: Operation, setting: Setting, axes: Axes) -
 
 
 def _expert_bytes(block: Block, setting: Setting) -> float:
-    """Of one all-to-all: each token goes to its top_k experts; forward and backward have two each."""
+    """Of one all-to-all: each token goes to its top_k experts; forward and backward have two each (2006.16668)."""
     if setting.ep == 1:
         return 0.0
     first = next((o for o in block.operations if o.cut == "expert" and is_product(o)), None)
@@ -168,7 +175,11 @@ def _expert_bytes(block: Block, setting: Setting) -> float:
 
 
 def _distinct_share(block: Block, setting: Setting, group: Group) -> float:
-    """Nodes that a token's experts lie on, over the number of its experts; each is on any node with equal chance."""
+    """Nodes that a token's experts lie on, over the number of its experts; each is on any node with equal chance.
+
+    What is left where a token goes to each node once (DeepSeek-V3 2412.19437, section 3.2.2); the mean over random
+    experts is arithmetic.
+    """
     chosen = next((o.chosen for o in block.operations if o.cut == "expert" and o.chosen > 1), 1)
     if not setting.mechanisms.sends_once or not group.crosses or chosen == 1:
         return 1.0

@@ -12,7 +12,10 @@ HOUR = 3600.0
 
 
 def bill_of(found: Estimate, tokens: float, tokens_per_sample: int, cluster: Cluster) -> Bill:
-    """What it takes to train on `tokens` at this step time, without failures."""
+    """What it takes to train on `tokens` at this step time, without failures.
+
+    Arithmetic: steps times seconds; devices and hours times the price and the watts that somebody gave.
+    """
     steps = math.ceil(tokens / (found.choice.global_batch * max(1, tokens_per_sample)))
     seconds = found.step_seconds
     whole = Span(steps * seconds.low, steps * seconds.expected, steps * seconds.high)
@@ -31,11 +34,15 @@ def bill_of(found: Estimate, tokens: float, tokens_per_sample: int, cluster: Clu
         steps=steps,
         seconds=whole,
         device_hours=hours,
-        money=None if price is None else hours * price,
+        money=None if price is None else _times(whole, cluster.num_devices / HOUR * price),
         currency=cluster.currency,
-        kilowatt_hours=None if watts is None else hours * watts / 1000,
+        kilowatt_hours=None if watts is None else _times(whole, cluster.num_devices / HOUR * watts / 1000),
         because=because,
     )
+
+
+def _times(span: Span, factor: float) -> Span:
+    return Span(factor * span.low, factor * span.expected, factor * span.high)
 
 
 def check_limits(question: Question) -> None:
@@ -61,9 +68,9 @@ def unmet_limits(bill: Bill | None, question: Question) -> tuple[str, ...]:
             f" {question.cluster.num_devices} devices, more than the deadline of"
             f" {format_seconds(question.limit_seconds)}"
         )
-    if question.limit_money is not None and bill.money is not None and bill.money > question.limit_money:
+    if question.limit_money is not None and bill.money is not None and bill.money.expected > question.limit_money:
         found.append(
-            f"{bill.money:,.0f} {bill.currency} for {format_count(bill.tokens)} tokens on"
+            f"{bill.money.expected:,.0f} {bill.currency} for {format_count(bill.tokens)} tokens on"
             f" {question.cluster.num_devices} devices, more than the budget of"
             f" {question.limit_money:,.0f} {bill.currency}"
         )

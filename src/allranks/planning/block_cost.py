@@ -130,7 +130,10 @@ class _Sums:
 
 
 def _loss_bytes(operation: Operation, setting: Setting, kept: float, cut: float) -> float:
-    """What a loss has at once: as it was traced; of a cross entropy that nobody traced, so often what it keeps."""
+    """What a loss has at once: as it was traced; of a cross entropy that nobody traced, so often what it keeps.
+
+    How often is `Mechanisms.logits_copies` of the framework, with its source there.
+    """
     how = setting.mechanisms
     if how.cut_logits_copies and setting.tp > 1 and operation.cut in ("column", "vocab"):
         return kept * how.cut_logits_copies

@@ -11,6 +11,7 @@ from allranks.errors import ConfigError, LayoutError
 from allranks.layout import Layout
 from allranks.model_profile import Block, ModelProfile
 from allranks.plan import Choice, Estimate, Refusal, WhatIf
+from allranks.planning.amounts import POSITIONS, read_number
 from allranks.planning.estimate import estimate
 from allranks.planning.question import Question
 from allranks.planning.reasons import difference
@@ -73,6 +74,8 @@ def _read(change: str) -> tuple[str, Any]:
         raise ConfigError(f"what-if '{change}': no change is called '{key}'; {advice}")
     if key not in SIZES:
         return key, value
+    if key == "seq":
+        return key, int(read_number(value, POSITIONS, f"what-if '{change}': seq"))
     if not (value.isascii() and value.isdigit() and int(value) > 0):
         raise ConfigError(f"what-if '{change}': {key} takes a whole number of at least 1")
     return key, int(value)

@@ -62,7 +62,7 @@ class DeviceTable(Table):
     update_gparameters_per_s: Figure | None = Field(None, description="how many a fused AdamW steps")
     pass_gb_per_s: list[tuple[int, Figure]] = Field(
         default_factory=list,
-        description="of a processor: `[bytes, GB/s]` that elementwise operations move",
+        description="`[bytes, GB/s]` that elementwise operations move; a calibration measures a processor's",
     )
     context_mb: Figure | None = Field(None, description="of a processor: memory of a process before it has a model")
     cores: Figure | None = Field(None, description="of a processor: what one process has; below 1 where they share")

@@ -62,19 +62,24 @@ def all_reduce_seconds(group: Group, num_bytes: float) -> float:
 
 
 def all_gather_seconds(group: Group, num_bytes: float) -> float:
-    """(n - 1) / n of the whole tensor of `num_bytes` passes each rank; reduce-scatter takes as long."""
+    """(n - 1) / n of the whole tensor of `num_bytes` passes each rank; reduce-scatter takes as long.
+
+    The ring of Thakur et al. 2005 (Optimization of Collective Communication Operations in MPICH), and the factor of
+    NCCL's bus bandwidth (nccl-tests, doc/PERFORMANCE.md).
+    """
     return _measured(group, "all_gather", num_bytes) or _ring(group, num_bytes, 1.0, group.ring_seconds)
 
 
 def reduce_scatter_seconds(group: Group, num_bytes: float) -> float:
-    """As a gather of the same bytes, unless somebody measured it."""
+    """As a gather of the same bytes (nccl-tests, doc/PERFORMANCE.md: the same factor), unless somebody measured it."""
     return _measured(group, "reduce_scatter", num_bytes) or all_gather_seconds(group, num_bytes)
 
 
 def all_to_all_seconds(group: Group, num_bytes: float, outside_share: float = 1.0) -> float:
     """Each rank sends `num_bytes` (n - 1) / n: to peers in its domain by the fast links, to the others by its own card.
 
-    `outside_share` of what goes to other nodes goes over the network, where the rest is a copy that the node makes.
+    The bytes are those of nccl-tests, doc/PERFORMANCE.md. `outside_share` of what goes to other nodes goes over the
+    network, where the rest is a copy that the node makes (DeepSeek-V3 2412.19437, section 3.2.2).
     """
     if group.size < 2 or not num_bytes:
         return 0.0
@@ -91,7 +96,9 @@ def swap_seconds(group: Group, num_bytes: float) -> float:
 
 
 def send_seconds(group: Group, num_bytes: float, adjacent_crosses: bool) -> float:
-    """One message to the next rank of the group."""
+    """One message to the next rank of the group: latency and bytes over bandwidth (Hockney 1994, The communication
+    challenge for MPP); the latency of 10 microseconds is an assumption, until `doctor --calibrate` has measured sends.
+    """
     if group.size < 2:
         return 0.0
     if measured := _measured(group, "send", num_bytes):

@@ -1,11 +1,13 @@
 """Seconds of one kernel on one device: matrix products, fused attention, and what the memory's bandwidth bounds."""
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import final
 
 from allranks.cluster import Device
 from allranks.planning.constants import AttentionKernel, Constants
-from allranks.planning.processor import is_processor, passing_seconds, product_seconds
+from allranks.planning.processor import is_processor, pass_rate, passing_seconds, product_seconds
 
 KERNEL_SECONDS = 2.5e-6
 """A kernel on a GPU takes this long at least: start, first loads and last stores (measured by many; NVIDIA's CUDA C++
@@ -15,6 +17,11 @@ Best Practices Guide gives 2 to 5 us)."""
 # Source: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/ (tile and wave
 # quantization; smaller tiles load more per product).
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75), (64, 64, 0.6))
+UPDATE_BYTES, FUSED_BYTES = 34.0, 28.0
+"""Read and written per parameter by an update: gradient, weight and two moments read, three of them written (28, the
+fused kernel of torch.optim.AdamW), the copy in lower precision, and the gradient once more for the norm."""
+NEAREST = 0.01
+"""A distance in powers of two at which a product counts as the measured one."""
 GROUPED = 0.8
 """What a product of many experts in one kernel reaches of one product's rate (MegaBlocks 2211.15841, figure 9, and
 calibration)."""
@@ -51,6 +58,12 @@ class Machine:
         """Bytes/s of elementwise kernels."""
         return self.device.memory_bandwidth * self.constants.memory
 
+    @property
+    def floor(self) -> float:
+        """The least seconds of a kernel on the device: a measured row of them bounds it from above, for there the host
+        may be the slower one."""
+        return min(KERNEL_SECONDS, self.device.kernel_seconds or KERNEL_SECONDS)
+
 
 def matmul_seconds(
     machine: Machine, rows: float, out: float, into: float, precision: str, batch: float = 1.0,
@@ -67,20 +80,67 @@ def matmul_seconds(
         return 0.0
     if is_processor(machine.device):
         return product_seconds(machine.device, rows, out, into, precision, batch)
-    units = machine.constants.units
+    flops = 2.0 * rows * out * into * batch
+    if any(_width(precision) * size % 16 for size in features or (out, into)):
+        flops *= UNALIGNED_BATCH if batch > 1 else UNALIGNED
+    rate, bandwidth = machine.rate(precision), machine.bandwidth
+    seconds = _roofline(machine.constants, rate, bandwidth, precision, (rows, into, out), flops, batch)
+    return seconds * _measured_over(machine, precision, rows * batch, into, out) + machine.floor
+
+
+def _width(precision: str) -> float:
+    return {"float64": 8, "float32": 4, "float8": 1, "float4": 0.5}.get(precision, 2)
+
+
+def _roofline(
+    constants: Constants, rate: float, bandwidth: float, precision: str, sizes: tuple[float, float, float],
+    flops: float, batch: float = 1.0,
+) -> float:  # fmt: skip
+    """Of products of `sizes` (rows, inner, columns), without a kernel's least time."""
+    rows, into, out = sizes
     best = 0.0
     for high, wide, reached in TILES:
         tiles = -(-rows // high) * -(-out // wide) * batch
-        waves = -(-tiles // units)
-        share = reached * rows * out * batch / (waves * units * high * wide)
+        waves = -(-tiles // constants.units)
+        share = reached * rows * out * batch / (waves * constants.units * high * wide)
         best = max(best, share)
-    depth = into / (into + machine.constants.depth)
-    flops = 2.0 * rows * out * into * batch
-    width = {"float64": 8, "float32": 4, "float8": 1, "float4": 0.5}.get(precision, 2)
+    depth = into / (into + constants.depth)
+    width = _width(precision)
     moved = batch * (width * (rows * into + into * out) + max(2.0, width) * rows * out)
-    if any(width * size % 16 for size in features or (out, into)):
-        flops *= UNALIGNED_BATCH if batch > 1 else UNALIGNED
-    return max(flops / (machine.rate(precision) * best * depth), moved / machine.bandwidth) + KERNEL_SECONDS
+    return max(flops / (rate * best * depth), moved / bandwidth)
+
+
+def _measured_over(machine: Machine, precision: str, rows: float, into: float, out: float) -> float:
+    """What products like this took on this very device over the roofline; 1.0 where nobody measured.
+
+    Between the shapes that `doctor --calibrate` measured by their distances in the logarithms of the three sizes
+    (Shepard 1968, inverse distance weighting).
+    """
+    table = machine.device.matmul_shapes.get(precision, ()) if machine.device.measured else ()
+    if not table:
+        return 1.0
+    known = _ratios(table, machine.constants, machine.rate(precision), machine.bandwidth, precision)
+    weights = logarithms = 0.0
+    for place, logarithm in known:
+        distance = math.dist(place, (math.log2(rows), math.log2(into), math.log2(out)))
+        weight = 1.0 / max(distance, NEAREST) ** 2
+        weights += weight
+        logarithms += weight * logarithm
+    return math.exp(logarithms / weights)
+
+
+@lru_cache(maxsize=64)
+def _ratios(
+    table: tuple[tuple[int, int, int, float], ...], constants: Constants, rate: float, bandwidth: float, precision: str
+) -> tuple[tuple[tuple[float, float, float], float], ...]:
+    """For each measured product the logarithms of its sizes, and that of its measured seconds over the calculated."""
+    found = []
+    for rows, into, out, reached in table:
+        flops = 2.0 * rows * into * out
+        calculated = _roofline(constants, rate, bandwidth, precision, (rows, into, out), flops)
+        ratio = math.log(flops / reached / calculated)
+        found.append(((math.log2(rows), math.log2(into), math.log2(out)), ratio))
+    return tuple(found)
 
 
 def attention_seconds(
@@ -94,7 +154,7 @@ def attention_seconds(
         precision = "bfloat16"
     done = flops * (0.5 if causal else 1.0)
     rate = machine.peak(precision) * machine.constants.attention_share(kernel) * head_share(head_dim)
-    return done / rate + KERNEL_SECONDS
+    return done / rate + machine.floor
 
 
 def head_share(head_dim: float) -> float:
@@ -107,7 +167,21 @@ def head_share(head_dim: float) -> float:
 
 
 def moving_seconds(machine: Machine, moved_bytes: float, kernels: float = 1.0) -> float:
-    """Kernels that the memory's bandwidth bounds."""
-    if is_processor(machine.device):
-        return passing_seconds(machine.device, moved_bytes, kernels)
-    return moved_bytes / machine.bandwidth + kernels * KERNEL_SECONDS
+    """Kernels that the memory's bandwidth bounds; where somebody measured passes by size, by those."""
+    device = machine.device
+    if is_processor(device):
+        return passing_seconds(device, moved_bytes, kernels)
+    measured = device.measured and device.pass_rates
+    rate = pass_rate(device, moved_bytes / 2 / max(1.0, kernels)) if measured else machine.bandwidth
+    return moved_bytes / rate + kernels * machine.floor
+
+
+def update_seconds(machine: Machine, held: float) -> float:
+    """AdamW's step over `held` parameters of a rank, with the gradients' norm: bytes, or as it was measured.
+
+    A measured step (`update_rate`) is a fused one over float32; the norm and the copy in the lower type come to it.
+    """
+    rate = machine.device.update_rate if machine.device.measured else None
+    if not rate:
+        return moving_seconds(machine, UPDATE_BYTES * held, 10)
+    return held / rate + moving_seconds(machine, (UPDATE_BYTES - FUSED_BYTES) * held, 10)

@@ -1,4 +1,8 @@
-"""Constants: the few figures per device that no data sheet gives, from data/constants.json with their sources."""
+"""Constants: the few figures per device that no data sheet gives, from data/constants.json.
+
+What each is, and which of them were fitted to which published runs, says docs/explanation/planner.md;
+bench/fit_constants.py fits them.
+"""
 
 import json
 from dataclasses import dataclass, replace

@@ -5,12 +5,8 @@ from typing import final
 
 from allranks.planning.axis_traffic import Axes
 from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds
-from allranks.planning.compute import moving_seconds
+from allranks.planning.compute import update_seconds
 from allranks.planning.setting import Setting
-
-UPDATE_BYTES = 34.0
-"""Read and written per parameter by a fused Adam: gradient, weight, two moments, and the copy in lower precision; the
-norm reads the gradient once more."""
 
 
 @final
@@ -45,7 +41,7 @@ def data_cost(
     shard = max(1, setting.shard)
     sharded = parameters / shard + expert_parameters / setting.expert_shards
     held = sharded if setting.zero >= 1 else whole
-    update = moving_seconds(axes.machine, UPDATE_BYTES * held, 10) if not setting.frozen else 0.0
+    update = update_seconds(axes.machine, held) if not setting.frozen else 0.0
     if ranks == 1:
         return DataCost(0.0, 0.0, update, 0.0, 0)
     # Experts are copied on ranks / ep of the data-parallel ranks alone.
@@ -70,6 +66,7 @@ def data_cost(
 def _sharded_cost(
     setting: Setting, axes: Axes, parameters: float, units: int, forward: float, backward: float, update: float
 ) -> DataCost:
+    """Of ZeRO 3: gathers, reductions (1910.02054, section 7) and what hides them (2304.11277, section 3.3)."""
     how, steps = setting.mechanisms, setting.micro_steps
     messages = max(1, units) * how.messages
     gather = all_gather_seconds(axes.shard, parameters / messages * how.gather_bytes) * messages

@@ -6,7 +6,7 @@ from typing import Any
 from allranks.config_sections import LayoutConfig
 from allranks.config_toml import render_toml
 from allranks.layout import Layout
-from allranks.plan import Checked, Choice, Estimate, Plan, Ranked, Span
+from allranks.plan import Checked, Choice, Estimate, MemoryUse, Plan, Ranked, Span
 from allranks.planning.reasons import bytes_by_category, seconds_by_cause
 
 SCHEMA = 1
@@ -88,6 +88,7 @@ def _estimate(found: Estimate) -> dict[str, Any]:
         "context": choice.layout.context if choice.layout.cp > 1 else None,
         "capacity_bytes": found.capacity_bytes,
         "bytes_by_category": bytes_by_category(found.memory),
+        "stages": [{"stage": stage, "bytes_by_category": bytes_by_category(use)} for stage, use in _stages(found)],
         "seconds_by_cause": seconds_by_cause(found.time),
         "host_bytes": found.host_bytes,
         "host_capacity_bytes": found.host_capacity_bytes,
@@ -95,6 +96,10 @@ def _estimate(found: Estimate) -> dict[str, Any]:
         "samples_per_second": found.samples_per_second,
         "tokens_per_second": found.tokens_per_second,
     }
+
+
+def _stages(found: Estimate) -> list[tuple[int, MemoryUse]]:
+    return sorted(found.stages.items()) if found.choice.layout.pp > 1 else []
 
 
 def _span(span: Span) -> dict[str, float]:

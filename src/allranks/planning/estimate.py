@@ -160,6 +160,7 @@ def _updated_on_host(cost: DataCost, parts: Parts, setting: Setting, dense: floa
 
 
 def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, send: float, waits: float) -> StepTime:
+    """Micro-steps one after another on the slowest stage, and the bubble (2104.04473, section 2.2)."""
     steps = setting.micro_steps
     return StepTime(
         compute=steps * (stage.forward + stage.backward + stage.weight + stage.host),

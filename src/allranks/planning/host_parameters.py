@@ -38,7 +38,11 @@ def waits_on_host(setting: Setting) -> bool:
 
 
 def host_cost(cluster: Cluster, setting: Setting, parameters: float, expert_parameters: float) -> HostCost:
-    """Of a rank whose stage has so many parameters; experts that ep cuts stay on the device (docs: save memory)."""
+    """Of a rank whose stage has so many parameters; experts that ep cuts stay on the device (docs: save memory).
+
+    What goes and comes is FSDP2's CPUOffloadPolicy (torch/distributed/fsdp/_fully_shard); the update that of
+    ZeRO-Offload (2101.06840, table 4).
+    """
     if not waits_on_host(setting):
         return HostCost()
     how = setting.mechanisms

@@ -62,11 +62,11 @@ def host_seconds(
 
 
 def host_bytes(profile: ModelProfile, costs: Sequence[BlockCost], held: Sequence[int], times: float) -> float:
-    """What a rank with `held` blocks keeps in its host's memory for `times` micro-steps."""
+    """What a rank with `held` blocks keeps in its host's memory for `times` micro-steps (parallel/offload.py)."""
     pairs = zip(profile.blocks, costs, held, strict=True)
     return times * sum(count * cost.kept_bytes for block, cost, count in pairs if block.repeated)
 
 
 def host_capacity_bytes(cluster: Cluster) -> float | None:
-    """What a node has for what is moved there; None where nobody knows."""
+    """What a node has for what is moved there; None where nobody knows. The share is an assumption: HOST_SHARE."""
     return None if cluster.host_memory_bytes is None else HOST_SHARE * cluster.host_memory_bytes

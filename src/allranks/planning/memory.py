@@ -84,7 +84,7 @@ def _shared_parameters(setting: Setting, here: Sequence[tuple[int, BlockCost]]) 
 
 
 def _state_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> tuple[float, float, float]:
-    """(Weights, gradients, optimizer) of the parameters that a rank keeps from step to step."""
+    """(Weights, gradients, optimizer) of the parameters that a rank keeps from step to step (1910.02054, section 3)."""
     how, shared = setting.mechanisms, _shared_parameters(setting, here)
     whole = sum(count * (cost.parameters + cost.expert_parameters) for count, cost in here)
     trained = 0.0 if setting.frozen else 1.0
@@ -99,7 +99,10 @@ def _state_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> tup
 
 
 def _gathered_bytes(setting: Setting, here: Sequence[tuple[int, BlockCost]]) -> float:
-    """Whole blocks beside their shards: two gathered ones, and the gradients of one that are being reduced."""
+    """Whole blocks beside their shards: two gathered ones, and the gradients of one that are being reduced.
+
+    FSDP (2304.11277, section 3): a unit computes while the next one is gathered.
+    """
     how = setting.mechanisms
     if setting.keeps_gathered:
         whole = sum(count * (cost.parameters + cost.expert_parameters) for count, cost in here)

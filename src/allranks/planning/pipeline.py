@@ -124,6 +124,7 @@ def shared_bubble(steady: float, bubble: float, work: float, cores: float) -> fl
     """What a pipeline adds where processes share cores: one that waits leaves its core to one that computes.
 
     All seconds are those of a process that has `cores` (below 1) of one. Then the step takes as long as all work on all
-    cores, `work` by process, or as its longest path with a core for each process on it.
+    cores, `work` by process, or as its longest path with a core for each process on it: the two lower bounds of any
+    schedule (Graham 1969, Bounds on Multiprocessing Timing Anomalies).
     """
     return max(0.0, max(work, (steady + bubble) * cores) - steady)

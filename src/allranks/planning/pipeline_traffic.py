@@ -22,7 +22,10 @@ def message_bytes(profile: ModelProfile, setting: Setting) -> float:
 
 
 def hop_seconds(profile: ModelProfile, setting: Setting, axes: Axes) -> float:
-    """Of a micro-step on one rank: what it waits for the messages of all its stages in one direction."""
+    """Of a micro-step on one rank: what it waits for the messages of all its stages in one direction.
+
+    Interleaved stages send as many times more as a rank has chunks (2104.04473, section 2.2).
+    """
     if setting.pp == 1:
         return 0.0
     how = setting.mechanisms
@@ -33,7 +36,8 @@ def hop_seconds(profile: ModelProfile, setting: Setting, axes: Axes) -> float:
 def pipeline_traffic(
     profile: ModelProfile, cluster: Cluster, setting: Setting, axes: Axes, exposed: float
 ) -> list[Traffic]:
-    """A row for each link that stages send over: what the rank that sends the most there sends in one step.
+    """A row for each link that stages send over: what the rank that sends the most there sends in one step
+    (2104.04473, section 3.2).
 
     Args:
         exposed: seconds of a step that a rank waits for messages.

@@ -27,13 +27,22 @@ def on_processor(setting: Setting, cluster: Cluster, profile: ModelProfile) -> S
         own = replace(setting.mechanisms, context_bytes=cluster.device.context_bytes)
         setting = replace(setting, mechanisms=own)
     if not is_processor(cluster.device):
-        return setting
+        return _as_dispatched(setting, cluster)
     how = replace(
         setting.mechanisms, overlap_data=0.0, overlap_tensor=0.0, overlap_pipeline=0.0, dispatch_seconds=0.0,
         sequence_parallel=any(o.cut == "sequence" for block in profile.blocks for o in block.operations),
         fixed=cluster.device.fixed, cores=cluster.device.cores or 1.0,
     )  # fmt: skip
     return replace(setting, mechanisms=how)
+
+
+def _as_dispatched(setting: Setting, cluster: Cluster) -> Setting:
+    """On an accelerator whose kernels in a row were measured: its host starts them no faster than that."""
+    device, how = cluster.device, setting.mechanisms
+    if not device.measured or (device.kernel_seconds or 0.0) <= how.dispatch_seconds:
+        return setting
+    assert device.kernel_seconds is not None
+    return replace(setting, mechanisms=replace(how, dispatch_seconds=device.kernel_seconds))
 
 
 def processor_data_cost(

@@ -32,7 +32,8 @@ NINETY = 1.645
 def spread_of(time: StepTime, profile: ModelProfile, setting: Setting, known_device: bool, host_share: float) -> float:
     """The factor f such that 90% of steps take between seconds / f and seconds * f.
 
-    The doubts of different causes are independent: their squares add, each weighted with its share of the step.
+    The doubts of different causes are independent: their squares add, each weighted with its share of the step (JCGM
+    100:2008, section 5.1.2, on logarithms; a normal distribution's 90%).
     """
     total = time.total
     if not total:

@@ -58,7 +58,7 @@ def checkpoint_seconds(profile: ModelProfile, cluster: Cluster, setting: Setting
 
 def copy_bytes(profile: ModelProfile, cluster: Cluster, setting: Setting) -> float:
     """In each host's memory, kept from save to save: what checkpoints beside the steps of GPUs are written from, and
-    copies that stay there.
+    copies that stay there (checkpointing/stage.py; training/memory_copies.py).
     """
     upkeep = setting.upkeep
     if cluster.device.kind == "cpu":

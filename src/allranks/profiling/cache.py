@@ -74,17 +74,16 @@ class ProfileCache:
         except (OSError, ValidationError):
             return None
         sound = entry.key == key and with_digest(entry.profile) == entry.profile
-        return entry.profile if sound and all(_stamp(Path(f)) == seen for f, seen in entry.files.items()) else None
+        return entry.profile if sound and unchanged(entry.files) else None
 
     def keep(self, key: str, profile: ModelProfile) -> str:
         """Write an entry for the code that is loaded now; "" or why that was not possible."""
-        files = {str(file): _stamp(file) for file in _loaded_files()}
-        entry = _Entry(key=key, files=files, profile=profile)
+        entry = _Entry(key=key, files=loaded_stamps(), profile=profile)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with replacing(self._path(key)) as temporary:
                 temporary.write_text(entry.model_dump_json(), encoding="utf-8")
-            self._drop_oldest()
+            drop_oldest(self._folder)
         except OSError as error:
             return f"{self._folder} cannot be written: {error.strerror or error}"
         return ""
@@ -92,11 +91,30 @@ class ProfileCache:
     def _path(self, key: str) -> Path:
         return self._folder / f"{key}.json"
 
-    def _drop_oldest(self) -> None:
-        entries = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        for path in entries[MAX_ENTRIES:]:
-            with suppress(FileNotFoundError):  # another process drops too
-                path.unlink()
+
+def drop_oldest(folder: Path) -> None:
+    """Leave the newest MAX_ENTRIES of `folder`."""
+    entries = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in entries[MAX_ENTRIES:]:
+        with suppress(FileNotFoundError):  # another process drops too
+            path.unlink()
+
+
+def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers, texts, types and functions: what a forward may depend on besides tensors and modules."""
+    kept = {name: value for name, value in attributes.items() if isinstance(value, bool | int | float | str | tuple)}
+    named = {name: value.__qualname__ for name, value in attributes.items() if hasattr(value, "__qualname__")}
+    return {**kept, **named}
+
+
+def loaded_stamps() -> dict[str, str]:
+    """Every source file that is loaded now, with what changes when it does."""
+    return {str(file): _stamp(file) for file in _loaded_files()}
+
+
+def unchanged(files: Mapping[str, str]) -> bool:
+    """Whether the files still have the stamps that `loaded_stamps` gave them."""
+    return all(_stamp(Path(file)) == seen for file, seen in files.items())
 
 
 def _loaded_files() -> list[Path]:

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from allranks.plan import Bill, Choice, Estimate, Plan, Ranked
+from allranks.plan import Bill, Choice, Estimate, Plan, Ranked, Span
 from allranks.reporting.as_text import as_text
 from allranks.units import format_bytes, format_count, format_seconds
 
@@ -59,7 +59,7 @@ def _comparison_row(plan: Plan, priced: bool) -> list[str]:
         return [plan.cluster, *["-"] * (5 if priced else 4), "every layout is refused"]
     found = leading.estimate
     bill = plan.bill
-    money = "-" if bill is None or bill.money is None else f"{bill.money:,.0f} {bill.currency}"
+    money = "-" if bill is None or bill.money is None else f"{bill.money.expected:,.0f} {bill.currency}"
     fits = "" if plan.best else " (does not fit)"
     figures = [f"{found.samples_per_second:.3g}", format_seconds(found.step_seconds.expected)]
     figures += [format_bytes(found.peak_bytes.expected), f"{found.mfu:.0%}", *([money] if priced else [])]
@@ -104,6 +104,7 @@ def _figures(found: Estimate) -> RenderableType:
     rows = [
         ("step", f"{format_seconds(seconds.expected)} {spread}, {pace}, mfu {found.mfu:.0%}"),
         ("peak memory", f"{format_bytes(peak.expected)} {memory} on the fullest device"),
+        *_stages(found),
         ("batch", f"{choice.global_batch} samples a step, {forwards} on each data-parallel rank; {choice.precision}"),
     ]
     return _pairs(rows) or Text()
@@ -163,10 +164,22 @@ def _bill(bill: Bill | None) -> RenderableType | None:
         ),
     ]
     if bill.money is not None:
-        rows.append(("money", f"{bill.money:,.0f} {bill.currency}"))
+        rows.append(("money", _spanned(bill.money, bill.currency)))
     if bill.kilowatt_hours is not None:
-        rows.append(("energy", f"{bill.kilowatt_hours:,.0f} kWh"))
+        rows.append(("energy", _spanned(bill.kilowatt_hours, "kWh")))
     return _pairs([*rows, ("prices", bill.because)])
+
+
+def _stages(found: Estimate) -> list[tuple[str, str]]:
+    """What is in use on the first, the middle and the last stage, and on those of every other kind."""
+    if found.choice.layout.pp == 1:
+        return []
+    told = (f"{format_bytes(use.total)} on stage {stage}" for stage, use in sorted(found.stages.items()))
+    return [("in use", ", ".join(told))]
+
+
+def _spanned(span: Span, unit: str) -> str:
+    return f"{span.expected:,.0f} {unit} ({span.low:,.0f} to {span.high:,.0f})"
 
 
 def _others(others: Sequence[Ranked]) -> RenderableType | None:

@@ -20,6 +20,7 @@ from allranks.parallel.parallelize import parallelize
 from allranks.parallel.precision import choose_precision
 from allranks.parallel.spread import Spread
 from allranks.parallel.tensor_plan import plan_tensor
+from allranks.profiling.cache import plain_attributes
 from allranks.profiling.structure import Structure
 from allranks.task import Task
 
@@ -79,23 +80,16 @@ def identity(task: Task, structure: Structure, batches: Any) -> dict[str, Any]:
         "torch": torch.__version__,
         "task": f"{type(task).__module__}.{type(task).__qualname__}",
         "settings": task.settings,
-        "attributes": _plain(vars(task)),
+        "attributes": plain_attributes(vars(task)),
         "hints": [list(hints.blocks), dict(hints.tensor), hints.batchnorm, list(hints.optional), hints.loss_parallel],
         "blocks": structure.blocks,
         "styles": dict(structure.styles),
-        "modules": [(name, type(m).__qualname__, _plain(vars(m))) for name, m in structure.members()],
+        "modules": [(name, type(m).__qualname__, plain_attributes(vars(m))) for name, m in structure.members()],
         "parameters": {name: (*_shape(t), t.requires_grad) for name, t in structure.parameters.items()},
         "tied": structure.tied,
         "buffers": [_shape(t) for t in structure.buffers],
         "batches": pytree.tree_map_only(torch.Tensor, _shape, batches),
     }
-
-
-def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers, texts, types and functions: what a forward may depend on besides tensors and modules."""
-    kept = {name: value for name, value in attributes.items() if isinstance(value, bool | int | float | str | tuple)}
-    named = {name: value.__qualname__ for name, value in attributes.items() if hasattr(value, "__qualname__")}
-    return {**kept, **named}
 
 
 def _shape(tensor: torch.Tensor) -> tuple[str, list[int]]:

@@ -1,11 +1,24 @@
 """What a Task's run does besides its steps, as its config says it and its first samples showed it."""
 
+from typing import Protocol
+
 from allranks.config import Config
-from allranks.stepping.profiled_step import FirstBatches
 from allranks.upkeep import Upkeep
 
 
-def upkeep_of(config: Config, kind: str, loaded: FirstBatches | None) -> Upkeep:
+class Loaded(Protocol):
+    """What is known of a dataset whose first samples were loaded."""
+
+    @property
+    def order(self) -> str:
+        """As `declared_order` says it."""
+
+    @property
+    def sample_seconds(self) -> float:
+        """That loading and collating one sample took, at the fastest."""
+
+
+def upkeep_of(config: Config, kind: str, loaded: Loaded | None) -> Upkeep:
     """On devices of `kind` ("cpu", "cuda").
 
     Args:

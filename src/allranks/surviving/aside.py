@@ -27,13 +27,17 @@ class _Start:
     folder: str
 
 
-def call_aside(entry: str, *args: Any) -> Any:
+def call_aside(entry: str, *args: Any, within: float | None = None) -> Any:
     """What `package.module:function` returns for `args` in a short-lived process; all of it travels by pickle.
 
     The process is forked from the fork server, which has imported everything, where that is sound. What it prints is
     shown nowhere.
 
+    Args:
+        within: seconds after which it is ended without an answer.
+
     Raises:
+        TimeoutError: it took longer than `within`.
         ProcessError: the function raised, in one line, or its process ended before it had answered.
     """
     forked = choose_start_method().name == "forkserver"
@@ -45,7 +49,12 @@ def call_aside(entry: str, *args: Any) -> Any:
         with main_hidden():
             process.start()
         sender.close()
+        if not receiver.poll(within):
+            raise TimeoutError(f"{entry} took longer than {within} s")
         failure, found = receiver.recv()
+    except TimeoutError:  # an OSError, too
+        process.kill()
+        raise
     except (EOFError, OSError):
         process.join()
         raise ProcessError(f"the process that was to answer ended first (exit code {process.exitcode})") from None

@@ -1,15 +1,15 @@
-"""The layout of a run that names none, decided before anything starts, in a moment where that is enough.
+"""The layout of a run that names none, decided by a plan before anything starts.
 
-A model whose state obviously fits on every device trains by data parallelism: counting its parameters says so, without
-a trace, and without memory. Only where the state takes a noticeable part of a device, or where model() needs a device
-to be built, is the model traced and every layout weighed, which takes seconds and a process of its own.
+What a plan needs of a model was kept by an earlier start, or is traced in a process of its own. A model whose state
+obviously fits on every device trains by ddp unless another layout is predicted to be faster by more than predictions
+err, and by ddp where nobody measured the processor; of any other model the fastest layout that fits is taken.
 """
 
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, final
+from dataclasses import dataclass, field, replace
+from typing import Any, final
 
 import torch
 
@@ -17,25 +17,37 @@ from allranks.cluster import Cluster
 from allranks.config import Config, LayoutConfig, override_config
 from allranks.errors import AllranksError
 from allranks.layout import Layout
-from allranks.model_profile import ModelProfile
-from allranks.plan import Choice, Ranked
+from allranks.plan import Choice, Plan, Ranked
+from allranks.planning.answer import make_plan
+from allranks.planning.corrections import explain
+from allranks.planning.document import layout_table, plan_document
+from allranks.planning.estimate import estimate
 from allranks.planning.hardware import find_cluster
+from allranks.planning.question import Question, choose_precisions
+from allranks.planning.reasons import why_not
+from allranks.planning.scale import cluster_of
 from allranks.planning.this_machine import cpu_cluster
+from allranks.profiling.known_tasks import KnownTask, find_known, keep_known
 from allranks.request import TrainRequest
-from allranks.training.counted_parameters import count_parameters, device_untouched
+from allranks.stepping.upkeep import upkeep_of
+from allranks.training.counted_parameters import device_untouched
 from allranks.training.prepare import Prepared, prepare, resolve_layout
-from allranks.units import format_bytes, format_count
+from allranks.training.sketch import Sketch, sketch_of, trace_known
+from allranks.units import format_seconds
 from allranks.verdict import Decision
 
 STATE_BYTES = 16
 """Of a parameter in float32: weight, gradient and two averages of Adam's, the most that a built-in optimizer keeps."""
 OBVIOUS = 0.25
 """The share of a device's memory up to which a model's state leaves enough for whatever activations it has."""
+FASTER = 0.05
+"""Of its step time another layout must save before it takes ddp's place: measured layouts were predicted about so well
+beside each other (docs/explanation/measured.md)."""
+LONGEST = 60.0
+"""Seconds that a start waits for the trace of a model that obviously fits."""
 MODES = ("recompute", "offload")
 DEFAULT = "layout ddp, the default"
 Aside = Callable[..., Any]
-UNKNOWN: Final = "unknown"
-LARGE: Final = "large"
 
 
 @final
@@ -58,59 +70,72 @@ def decide_layout(prepared: Prepared, request: TrainRequest, num_processes: int,
     """The layout for `num_processes` of this machine. For a new run of several processes whose config names none.
 
     Args:
-        aside: calls "package.module:function" with arguments in a process of its own. Here CUDA is not initialised,
-            whose context would lie on a GPU for as long as the run lasts.
+        aside: calls "package.module:function" with arguments in a process of its own, as `call_aside` does. Here CUDA
+            is not initialised, whose context would lie on a GPU for as long as the run lasts.
     """
-    config = prepared.config
-    beside = _beyond_a_plan(config.layout)
+    beside = _beyond_a_plan(prepared.config.layout)
     if beside:
         return _default(f"layout.{beside} is set, which a plan does not weigh")
     on_gpu = request.device != "cpu" and torch.cuda.device_count() > 0
     try:
-        with _environment_kept(), device_untouched():
-            found = _by_size(prepared, _cluster(on_gpu, num_processes, measured=False), num_processes)
-        if isinstance(found, Decided):
-            return found
-        planned = aside(f"{__name__}:{plan_layout.__name__}", request, num_processes, on_gpu, found == UNKNOWN)
+        cluster, sketch = _cluster(on_gpu, num_processes), None
+        with contextlib.suppress(Exception), _environment_kept(), device_untouched():
+            sketch = sketch_of(prepared, _kind(on_gpu))
+        known = None if sketch is None else find_known(sketch.key)
+        if known is not None and _answers(known, prepared, cluster):
+            return _planned(prepared, cluster, known, small=_is_small(sketch, prepared.config, cluster))
+        waits = LONGEST if sketch is None or _is_small(sketch, prepared.config, cluster) else None
+        try:
+            planned = aside(f"{__name__}:{plan_layout.__name__}", request, num_processes, on_gpu, within=waits)
+        except TimeoutError:
+            late = f"its trace took longer than {waits:.0f} s; `allranks plan` waits for it"
+            if sketch is not None:
+                keep_known(sketch.key, {}, fault=late)
+            return _unplanned(late)
         assert isinstance(planned, Decided)
         return planned
     except AllranksError as error:
-        return _default(f"it could not be planned: {error}")
+        return _unplanned(str(error))
 
 
-def plan_layout(request: TrainRequest, num_processes: int, on_gpu: bool, count: bool) -> Decided:
-    """The same in whatever process, from a trace: model() runs here as it is.
-
-    Args:
-        count: whether to try first what the parameters alone decide, because they could not be counted without a GPU.
-    """
+def plan_layout(request: TrainRequest, num_processes: int, on_gpu: bool) -> Decided:
+    """The same in whatever process, from a trace where none is known: model() runs here as it is."""
     try:
-        prepared = prepare(request)
-        found = _by_size(prepared, _cluster(on_gpu, num_processes, measured=False), num_processes) if count else LARGE
-        if isinstance(found, Decided):
-            return found
-        return _planned(prepared, _cluster(on_gpu, num_processes, measured=True), on_gpu)
+        prepared, cluster, sketch = prepare(request), _cluster(on_gpu, num_processes), None
+        with contextlib.suppress(Exception):
+            sketch = sketch_of(prepared, _kind(on_gpu))
+        known = None if sketch is None else find_known(sketch.key)
+        told: list[Decision] = []
+        if known is None or not _answers(known, prepared, cluster):
+            known = trace_known(prepared, _precisions(prepared, cluster), _kind(on_gpu), sketch, told.append)
+        decided = _planned(prepared, cluster, known, small=_is_small(sketch, prepared.config, cluster))
+        return replace(decided, decisions=(*told, *decided.decisions))
     except AllranksError as error:
-        return _default(f"it could not be planned: {error}")
+        return _unplanned(str(error))
     except Exception as error:
         # The user's code, in a trace. Where it is a real fault, the workers raise it again.
         line = next(iter(str(error).splitlines()), "")
-        return _default(f"it could not be planned: {type(error).__name__}: {line}")
+        return _unplanned(f"{type(error).__name__}: {line}")
 
 
-def _by_size(prepared: Prepared, cluster: Cluster, num_processes: int) -> Decided | Literal["unknown", "large"]:
-    """What the number of parameters decides; else why it decides nothing.
+def _kind(on_gpu: bool) -> str:
+    return "cuda" if on_gpu else "cpu"
 
-    UNKNOWN: model() cannot be built without memory, or without a device: a trace has more ways to do so.
-    """
-    try:
-        parameters = count_parameters(prepared.task)
-    except Exception:
-        return UNKNOWN
-    state = STATE_BYTES * parameters * (2 if prepared.config.train.precision == "float64" else 1)
-    if state > OBVIOUS * cluster.device.memory_bytes:
-        return LARGE
-    return _obvious(prepared.config, cluster, num_processes, parameters, state)
+
+def _precisions(prepared: Prepared, cluster: Cluster) -> tuple[str, ...]:
+    return choose_precisions(prepared.config.train.precision, cluster)[0]
+
+
+def _answers(known: KnownTask, prepared: Prepared, cluster: Cluster) -> bool:
+    return bool(known.fault) or set(_precisions(prepared, cluster)) <= known.profiles.keys()
+
+
+def _is_small(sketch: Sketch | None, config: Config, cluster: Cluster) -> bool:
+    """Whether the state obviously fits, as the number of parameters says."""
+    if sketch is None:
+        return False
+    state = STATE_BYTES * sketch.parameters * (2 if config.train.precision == "float64" else 1)
+    return state <= OBVIOUS * cluster.device.memory_bytes
 
 
 def apply(prepared: Config, decided: Decided) -> Config:
@@ -122,6 +147,10 @@ def _default(because: str) -> Decided:
     return Decided((Decision(DEFAULT, because),))
 
 
+def _unplanned(because: str) -> Decided:
+    return _default(f"it could not be planned: {because}")
+
+
 def _beyond_a_plan(layout: LayoutConfig) -> str:
     """The first key that the user set and that is no mode of the search; "" where there is none."""
     usual = LayoutConfig()
@@ -129,82 +158,82 @@ def _beyond_a_plan(layout: LayoutConfig) -> str:
     return next((name for name in names if getattr(layout, name) != getattr(usual, name)), "")
 
 
-def _cluster(on_gpu: bool, num_processes: int, *, measured: bool) -> Cluster:
-    """This machine; of a processor with the figures of a calibration only where they are needed."""
+def _cluster(on_gpu: bool, num_processes: int) -> Cluster:
+    """This machine, as it was measured where it was."""
     if on_gpu:
-        from allranks.planning.scale import cluster_of
-
         return cluster_of(find_cluster("local"), num_processes)
-    return cpu_cluster(1, num_processes, None, name="local", calibrated=measured)
+    return cpu_cluster(1, num_processes, None, name="local")
 
 
-def _obvious(config: Config, cluster: Cluster, num_processes: int, parameters: int, state: float) -> Decided:
-    layout = Layout.resolve(config.layout, num_processes)
-    because = (
-        f"the state of {format_count(parameters)} parameters ({format_bytes(state)}) obviously fits in a device's"
-        f" {format_bytes(cluster.device.memory_bytes)}; `allranks plan` weighs the others"
-    )
-    best = {
-        "layout": str(layout),
-        "because": because,
-        "global_batch": config.train.global_batch,
-        "micro_batch": config.train.micro_batch,
-        "precision": config.train.precision,
-        "step_seconds": None,
-        "peak_bytes": None,
-    }
-    document = {
-        "schema": 1, "cluster": cluster.name, "devices": num_processes, "parameters": parameters, "best": best
-    }  # fmt: skip
-    return Decided((Decision(f"layout {layout}", because),), (), document)
+def _planned(prepared: Prepared, cluster: Cluster, known: KnownTask, *, small: bool) -> Decided:
+    """From what is known of the model, by a search over every layout."""
+    if known.fault:
+        return _unplanned(known.fault)
+    config = prepared.config
+    question = _question(prepared, cluster, known)
+    plan = make_plan(question)
+    kept = _keeping_ddp(plan, question, config) if small else None
+    plan = kept or plan
+    if plan.leading is None:
+        why = plan.refusals[0].because if plan.refusals else "there is none"
+        return _default(f"every layout is refused: {why}")
+    fixed = question.space().micro_steps is not None
+    overrides = () if kept else _overrides(plan.leading.estimate.choice, config, fixed)
+    resolve_layout(override_config(config, overrides), cluster.num_devices)  # what it refuses, it says before a start
+    told = [Decision(*explain(cluster))] if cluster.corrections else []
+    decision = _explain(plan.leading, plan.best is not None)
+    return Decided((*told, decision), overrides, {**plan_document(plan), "decided": list(overrides)})
 
 
-def _planned(prepared: Prepared, cluster: Cluster, on_gpu: bool) -> Decided:
-    """From a trace of the model and a search over every layout."""
-    from allranks.planning.answer import make_plan
-    from allranks.planning.corrections import explain
-    from allranks.planning.document import plan_document
-    from allranks.planning.question import Question, choose_precisions, fixed_micro_steps
-    from allranks.profiling.cache import ProfileCache
-    from allranks.stepping.profile import load_first, trace_task
-    from allranks.stepping.upkeep import upkeep_of
-
-    config, task = prepared.config, prepared.task
-    device, loaded = "cuda" if on_gpu else "cpu", load_first(task)
-    told: list[Decision] = []
-
-    def make(seq: int | None, precision: str) -> ModelProfile:
-        return trace_task(task, precision, device, loaded=loaded, cache=ProfileCache(), tell=told.append)
-
-    precisions, _ = choose_precisions(config.train.precision, cluster)
-    profiles = {name: make(None, name) for name in precisions}
-    micro_steps = config.train.micro_steps or (1 if task.coupled else None)
-    usual = LayoutConfig()
-    question = Question(
-        make_profile=lambda seq, precision: profiles[precision],
+def _question(prepared: Prepared, cluster: Cluster, known: KnownTask) -> Question:
+    config, task, usual = prepared.config, prepared.task, LayoutConfig()
+    device = "cpu" if cluster.device.name == "cpu" else "cuda"
+    return Question(
+        make_profile=lambda seq, precision: known.profiles[precision],
         cluster=cluster,
         global_batch=config.train.global_batch,
-        precisions=precisions,
+        precisions=_precisions(prepared, cluster),
         micro_batch=config.train.micro_batch,
-        micro_steps=micro_steps,
-        upkeep=upkeep_of(config, device, loaded),
+        micro_steps=config.train.micro_steps or (1 if task.coupled else None),
+        upkeep=upkeep_of(config, device, known),
         modes={
             name: str(getattr(config.layout, name))
             for name in MODES
             if getattr(config.layout, name) != getattr(usual, name)
         },
     )
-    plan = make_plan(question)
-    if plan.leading is None:
-        why = plan.refusals[0].because if plan.refusals else "there is none"
-        return _default(f"every layout is refused: {why}")
-    fixed = (micro_steps or fixed_micro_steps(profiles[precisions[0]])) is not None
-    overrides = _overrides(plan.leading.estimate.choice, config, fixed)
-    resolve_layout(override_config(config, overrides), cluster.num_devices)  # what it refuses, it says before a start
-    if cluster.corrections:
-        told.append(Decision(*explain(cluster)))
-    decision = _explain(plan.leading, plan.best is not None)
-    return Decided((*told, decision), overrides, {**plan_document(plan), "decided": list(overrides)})
+
+
+def _keeping_ddp(plan: Plan, question: Question, config: Config) -> Plan | None:
+    """`plan` with ddp, as it runs where nothing is said, for its best; None where another layout is worth the change.
+
+    Its batch is cut as the config says: with micro_batch unset, into one forward a step.
+    """
+    space, cluster, batch = question.space(), question.cluster, question.global_batch
+    if plan.best is None:
+        return None
+    layout = Layout.resolve(config.layout, cluster.num_devices)
+    size = config.train.micro_batch or -(-batch // (layout.dp * (space.micro_steps or 1)))
+    precision = plan.best.estimate.choice.precision
+    choice = Choice(layout, batch, size, precision, upkeep=question.upkeep)
+    ddp, fastest = estimate(space.profiles[precision], cluster, choice), plan.best.estimate
+    guessed = cluster.device.name == "cpu" and not cluster.device.measured
+    seconds = fastest.step_seconds.expected
+    if not ddp.fits or (not guessed and seconds < (1 - FASTER) * ddp.step_seconds.expected):
+        return None
+    if fastest.choice == choice:
+        return plan
+    stays = (
+        "by figures that are a guess, until `allranks doctor --calibrate` has measured this machine"
+        if guessed
+        else f"less than {FASTER:.0%} is no reason to leave it"
+    )
+    because = (
+        f"its step is predicted at {format_seconds(ddp.step_seconds.expected)}, and the fastest,"
+        f" {fastest.choice.layout} by micro-batches of {fastest.choice.micro_batch}, at {format_seconds(seconds)}:"
+        f" {stays}"
+    )
+    return replace(plan, best=Ranked(ddp, because), others=(Ranked(fastest, why_not(fastest, ddp)),), what_ifs=())
 
 
 def _explain(leading: Ranked, fits: bool) -> Decision:
@@ -215,8 +244,6 @@ def _explain(leading: Ranked, fits: bool) -> Decision:
 
 def _overrides(choice: Choice, config: Config, fixed: bool) -> tuple[str, ...]:
     """The keys that mean `choice`; the data-parallel degree stays open, so that a resume may have other processes."""
-    from allranks.planning.document import layout_table
-
     table = layout_table(choice.layout)
     for name in ("dp_shard", "dp_replicate"):
         if name in table:

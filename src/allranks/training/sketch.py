@@ -1,0 +1,82 @@
+"""A Task's model in outline: how many parameters, and a key for what was learned of it. Its dataset is not built."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from allranks.errors import TaskError
+from allranks.profiling.cache import ProfileCache, have_sources, key_of, plain_attributes
+from allranks.profiling.known_tasks import KnownTask, keep_known
+from allranks.training.counted_parameters import build_unfilled, count_in
+from allranks.training.prepare import Prepared
+from allranks.verdict import Decision
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """What building the model in outline says.
+
+    Attributes:
+        parameters: of all models of the Task, shared ones once.
+        key: of everything that a profile depends on but the code and the shapes of the data; "" where some of the
+            code is in no file, so that nobody would see it change.
+    """
+
+    parameters: int
+    key: str
+
+
+def sketch_of(prepared: Prepared, device: str) -> Sketch:
+    """In outline what would train on `device` ("cpu", "cuda"): model() runs once more, and takes next to nothing."""
+    task, models = prepared.task, build_unfilled(prepared.task)
+    hints = task.hints()
+    described = {
+        "torch": torch.__version__,
+        "device": device,
+        "task": f"{type(task).__module__}.{type(task).__qualname__}",
+        "spec": prepared.spec,
+        "settings": task.settings,
+        "attributes": plain_attributes(vars(task)),
+        "data": prepared.config.data.model_dump(mode="json"),
+        "hints": [list(hints.blocks), dict(hints.tensor), hints.batchnorm, list(hints.optional), hints.loss_parallel],
+        "modules": [
+            [(name, type(part).__qualname__, plain_attributes(vars(part))) for name, part in model.named_modules()]
+            for model in models
+        ],
+        "parameters": [
+            [(str(tensor.dtype), list(tensor.shape), tensor.requires_grad) for tensor in model.parameters()]
+            for model in models
+        ],
+        "buffers": [[(str(tensor.dtype), list(tensor.shape)) for tensor in model.buffers()] for model in models],
+    }
+    classes = {type(task), *(type(part) for model in models for part in model.modules())}
+    return Sketch(count_in(models), key_of(described) if have_sources(classes) else "")
+
+
+def trace_known(
+    prepared: Prepared,
+    precisions: Sequence[str],
+    device: str,
+    sketch: Sketch | None,
+    tell: Callable[[Decision], None],
+) -> KnownTask:
+    """Trace the Task's model, and keep what is known then for the next start where `sketch` has a key for it.
+
+    Raises:
+        TaskError: it cannot be traced, which is kept too.
+    """
+    from allranks.stepping.profile import load_first, trace_task
+
+    key, loaded = "" if sketch is None else sketch.key, load_first(prepared.task)
+    try:
+        profiles = {
+            name: trace_task(prepared.task, name, device, loaded=loaded, cache=ProfileCache(), tell=tell)
+            for name in precisions
+        }
+    except TaskError as error:
+        keep_known(key, {}, fault=str(error))
+        raise
+    return keep_known(key, profiles, loaded.order, loaded.sample_seconds)
