@@ -10,6 +10,7 @@ from allranks.hosts_request import Endpoint
 from allranks.surviving.hosts.backend import SealedBackend
 from allranks.surviving.hosts.handler import BEATS, make_handler
 from allranks.surviving.hosts.meeting import MeetingStore
+from allranks.surviving.hosts.presence import SUSPECT_SECONDS
 from allranks.surviving.hosts.seal import Seal
 
 
@@ -29,3 +30,13 @@ def test_a_round_of_one_host_opens_no_port() -> None:
     settings = handler.settings
     assert (settings.keep_alive_interval.total_seconds(), settings.keep_alive_max_attempt) == (4.0 / BEATS, BEATS)
     assert settings.timeout.join.total_seconds() == 30.0
+
+
+def test_a_longer_patience_makes_signs_of_life_no_rarer() -> None:
+    meeting = MeetingStore(HashStore(), Endpoint("here", 1), "here", serves=True, call_seconds=5.0)
+    backend = SealedBackend(meeting, Seal(b"0" * 16), lambda state: None)
+    for guard in (GuardConfig(), GuardConfig(host_seconds=60.0)):
+        settings = make_handler(backend, 1, 1, guard).settings
+        between = settings.keep_alive_interval.total_seconds()
+        assert between < SUSPECT_SECONDS / 4, "a suspect's silence is of several signs of life"
+        assert abs(between * settings.keep_alive_max_attempt - guard.host_seconds) < 0.01

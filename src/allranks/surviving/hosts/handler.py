@@ -14,7 +14,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from allranks.config_guard import GuardConfig
 
-BEATS = 16  # signs of life that may be missing one after the other
+BEATS = 8  # signs of life that may be missing one after the other, at least
+BEAT_SECONDS = 0.7  # between two of them, where that makes no fewer: a suspect's silence is measured in them
 LAST_CALL_SECONDS = 3.0  # once there are enough hosts: time for more to come, before a round begins without them
 CLOSE_SECONDS = 5.0
 
@@ -22,6 +23,7 @@ CLOSE_SECONDS = 5.0
 def make_handler(backend: RendezvousBackend, least: int, most: int, guard: GuardConfig) -> DynamicRendezvousHandler:
     """A handler for a round of `least` to `most` hosts, under this host's name."""
     unused = HashStore()  # of this process alone
+    beats = max(BEATS, int(guard.host_seconds / BEAT_SECONDS))
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         "allranks",
         unused,
@@ -35,8 +37,8 @@ def make_handler(backend: RendezvousBackend, least: int, most: int, guard: Guard
             close=timedelta(seconds=CLOSE_SECONDS),
             heartbeat=timedelta(seconds=guard.host_seconds),
         ),
-        keep_alive_interval=guard.host_seconds / BEATS,  # type: ignore[arg-type]  # it makes a timedelta of it
-        keep_alive_max_attempt=BEATS,
+        keep_alive_interval=guard.host_seconds / beats,  # type: ignore[arg-type]  # it makes a timedelta of it
+        keep_alive_max_attempt=beats,
     )
     # torch would open a store on every interface of this host, and hand restarted workers the address of an old one
     handler._bootstrap_store_info = RendezvousStoreInfo("", 0)
