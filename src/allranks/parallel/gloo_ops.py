@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from allranks.parallel.heap import keep_heap
-from allranks.parallel.parting import Watch, tell_beside
+from allranks.parallel.parting import watch_path
 from allranks.parallel.path import Path, wait_plainly
 
 Wait = Callable[[dist.Work], object]
@@ -139,10 +139,7 @@ def gather_through_gloo(
     if not is_gloo(group, mesh.device_type) or dist.get_world_size(group) == 1:
         return
     if path is not None and path.wait is wait_plainly:
-        watch = Watch(path, group)
-        path.wait = watch.wait
-        if staged:
-            tell_beside(watch)
+        watch_path(path, group, staged=staged)
     wait = wait_plainly if path is None else path.wait
     lines = {} if path is None else _open_lines(module, group)
     keep_heap()  # here too, for processes whose group the user's own script has started

@@ -97,6 +97,14 @@ class Watch:
             heard = self._store.add("heard", 0)
 
 
+def watch_path(path: Path, group: dist.ProcessGroup, *, staged: bool) -> None:
+    """Have `path` be compared while this rank waits; `staged`: it waits for other stages, too."""
+    watch = Watch(path, group)
+    path.wait = watch.wait
+    if staged:
+        tell_beside(watch)
+
+
 def tell_beside(watch: Watch) -> None:
     """Have a thread tell what the rank of `watch` has entered, where it enters nothing for long."""
     threading.Thread(target=_tell_on, args=(weakref.ref(watch),), name="allranks-path", daemon=True).start()

@@ -126,13 +126,16 @@ class Sequences:
     def dim_in(self, batch: Any) -> int:
         """The dim of the positions in the first sequence of `batch`, counted from the front."""
         leaves, _ = pytree.tree_flatten_with_path(batch)
-        return next(self.dims[name] % leaf.ndim for path, leaf in leaves if (name := _name(path)) in self.dims)
+        named = ((_name(path), leaf) for path, leaf in leaves)
+        found: list[int] = [self.dims[name] % leaf.ndim for name, leaf in named if name in self.dims]
+        return found[0]
 
 
 def shorten(value: torch.Tensor, dim: int, chunks: int, length: int) -> torch.Tensor:
     """The first `length` of each of `chunks` equal chunks along `dim`."""
     dim %= value.ndim
-    return value.unflatten(dim, (chunks, -1)).narrow(dim + 1, 0, length).flatten(dim, dim + 1)
+    in_chunks: torch.Tensor = value.unflatten(dim, (chunks, -1))
+    return in_chunks.narrow(dim + 1, 0, length).flatten(dim, dim + 1)
 
 
 def find_sequences(batch: Any, arguments: Any, hints: Mapping[str, int]) -> Sequences:

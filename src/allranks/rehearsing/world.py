@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from allranks.errors import ConfigError
-from allranks.parallel import expert, gather, gloo_ops, identity, stages
+from allranks.parallel import expert, gather, gloo_ops, identity, parting, stages
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.pipeline import Pipeline
 from allranks.parallel.stage_schedule import View
@@ -96,7 +96,7 @@ def _stepping_aside(backend: str, crossings: Crossings) -> Iterator[None]:
             put(owner, name, _on_real(getattr(owner, name)))
         put(sharding_prop, "detect_fake_mode", lambda *args, **kwargs: None)
         put(gloo_ops, "_open_lines", lambda module, group: {})
-        put(gloo_ops, "tell_beside", lambda watch: None)
+        put(parting, "tell_beside", lambda watch: None)
         put(expert, "count_rows", _even_rows)
         put(View, "which", _Turns())
         put(scheduled, "agree_on", _agree_with_oneself)
