@@ -24,7 +24,7 @@ def on_duty(muted: str) -> set[str]:
     config = config_of("ddp", "guard.recompute_every=2", f"guard.mute={muted}")
     found = session_of(Tiny(), config).posted
     pace, _ = found.watch.say(batch_of(micro_step_of(Tiny(), [1])))
-    names = {one.name for one in (*found.watch._sentinels, *found.comparing)}
+    names = {one.name for one in found.watch._sentinels} | {one.name for one in found.comparing}
     return names | ({"steps"} if pace else set()) | (set() if found.recomputing is None else {found.recomputing.name})
 
 
