@@ -94,7 +94,7 @@ def test_the_run_says_where_and_how_it_was_made() -> None:
 
 def row(strategy: str, processes: int, **values: object) -> dict[str, object]:
     figures = {"ratio": 1.0, "ratio_q1": 0.9, "ratio_q3": 1.1, "ours_ms": 100.0, "ours_bytes": 200_000_000}
-    rest = {"memory_ratio": 0.99, "loss_difference": 0.0, "turns": 7, "of_ddp": None, "misses": []}
+    rest: dict[str, object] = {"memory_ratio": 0.99, "loss_difference": 0.0, "turns": 7, "of_ddp": None, "misses": []}
     layout = str(Layout.resolve(parse_layout(strategy), processes))
     return {"strategy": strategy, "layout": layout, "processes": processes, **figures, **rest, **values}
 

@@ -67,7 +67,7 @@ def test_the_bounds_suit_the_precision(pool: Pools, precision: str) -> None:
 @pytest.mark.parametrize("bounds", [{"MOST_POSITIONS": 8}, {"MOST_BYTES": 8 * 5 * 11 * 4}], ids=str)
 @pytest.mark.parametrize("overrides", [(), (RING,)], ids=["ulysses", "ring"])
 def test_what_is_joined_is_bounded_and_that_is_said(
-    pool: Pools, bounds: dict[str, int], overrides: tuple[str, ...]
+    pool: Pools, bounds: dict[str, Any], overrides: tuple[str, ...]
 ) -> None:
     def run(task: Any) -> Any:
         return started(task, "cp=2", *overrides, **bounds)
@@ -106,8 +106,8 @@ class Penalised(Sentence):
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         output["scores"] /= 2
-        found = (Shifting() if self.shifts else super()).loss(output["scores"], batch)
-        return found + 0.01 * output["penalty"]
+        found = Shifting().loss(output["scores"], batch) if self.shifts else super().loss(output["scores"], batch)
+        return found + 0.01 * torch.as_tensor(output["penalty"])
 
 
 class Zero(Sentence):
