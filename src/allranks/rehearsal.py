@@ -108,8 +108,8 @@ class Moment:
 
     Attributes:
         phase: "forward", "backward" or "update"; what: "gather", "compute", "drop", or the collective.
-        unit: the module or group; num_bytes: that travel or are dropped; live_bytes, highest_bytes: in use; live_by_category: of what.
-        times: how many equal stretches follow one another here.
+        unit: the module or group; num_bytes: that travel or are dropped; live_bytes, highest_bytes: in use.
+        live_by_category: of what. times: how many equal stretches follow one another here.
     """
 
     phase: str
