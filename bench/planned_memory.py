@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
-from allranks.cli.rehearsing import Asked, choice_of, profile_of, question_of
+from allranks.cli.rehearsed_question import Asked, choice_of, profile_of, question_of
 from allranks.planning.estimate import estimate
 from allranks.rehearsing.whole import rehearse
 from allranks.units import format_bytes

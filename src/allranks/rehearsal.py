@@ -33,10 +33,6 @@ class Collective:
     line: str
     members: str = ""
 
-    def to_json(self) -> dict[str, object]:
-        """Its fields."""
-        return asdict(self)
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -46,8 +42,7 @@ class Message:
     Attributes:
         axis, op, line, members: as in `Collective`; num_bytes: of this one; ranks: of the group.
         once: whether it is one message also where the block it came in stands for several (a bucket of DDP).
-        uneven: whether its size may differ by rank here and not there (`world.gather`: each rank takes the others to
-            bring as many rows as it does).
+        uneven: whether its size may differ by rank here alone (`world.gather`, where others' rows are unknown).
     """
 
     axis: str
@@ -92,10 +87,6 @@ class Finding:
     next: str
     fails: bool = False
 
-    def to_json(self) -> dict[str, object]:
-        """Its fields."""
-        return asdict(self)
-
     def __str__(self) -> str:
         return f"{self.what}; {self.next}"
 
@@ -118,8 +109,7 @@ class Moment:
     Attributes:
         phase: "forward", "backward" or "update"; what: "gather", "compute", "drop", or the collective.
         unit: the module or group; num_bytes: that travel or are dropped; live_bytes, highest_bytes: in use.
-        times: how many equal stretches follow one another here.
-        live_by_category: of what the live bytes are.
+        live_by_category: of what. times: how many equal stretches follow one another here.
     """
 
     phase: str
@@ -130,10 +120,6 @@ class Moment:
     highest_bytes: int
     times: int = 1
     live_by_category: Mapping[Category, int] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, object]:
-        """Its fields."""
-        return asdict(self)
 
 
 @final
@@ -195,13 +181,13 @@ class RankRehearsal:
 
     def to_json(self, *, timeline: bool = False) -> dict[str, object]:
         """What `dryrun --json` says of it; its moments where the timeline is asked for."""
-        moments = {"moments": [one.to_json() for one in self.moments]} if timeline else {}
+        moments = {"moments": [asdict(one) for one in self.moments]} if timeline else {}
         return {
             "peak_bytes": self.peak_bytes,
             "by_category": dict(self.by_category),
-            "collectives": [one.to_json() for one in self.collectives],
+            "collectives": [asdict(one) for one in self.collectives],
             "flops": self.flops,
-            "findings": [one.to_json() for one in self.findings],
+            "findings": [asdict(one) for one in self.findings],
             "stage": self.stage,
             "at": self.at,
             "holdings": [asdict(one) for one in self.holdings],
@@ -307,7 +293,7 @@ class Rehearsal:
             "host_capacity_bytes": self.host_capacity_bytes,
             "host_bandwidth": self.host_bandwidth,
             "ranks": {str(rank): told.to_json(timeline=timeline) for rank, told in self.ranks.items()},
-            "findings": [finding.to_json() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "decisions": list(self.decisions),
             "unrehearsed": list(self.unrehearsed),
             "remedies": [asdict(remedy) for remedy in self.remedies],

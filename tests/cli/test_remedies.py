@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from allranks.cli.rehearsing import Asked
+from allranks.cli.rehearsed_question import Asked
 from allranks.cli.remedies import Speed, changed, changes_of, find_remedies
 from allranks.errors import LayoutError
 from allranks.rehearsal import Rehearsal
@@ -76,8 +76,8 @@ def test_the_cheapest_come_first_and_the_refused_last(monkeypatch: pytest.Monkey
     found = {one.change: one for one in find_remedies(asked, rehearsal(rank(0, 500), rank(3, 600)))}
     full, share = found["layout.recompute=full"], found["--layout dp_shard=4"]
     assert full.by == share.by == "estimate"
-    assert full.slower is not None and share.slower is not None and share.slower < full.slower
-    assert full.slower == pytest.approx(0.3, abs=0.1)
+    assert full.slower is not None and share.slower is not None
+    assert full.slower == pytest.approx(0.3, abs=0.1) and share.slower < full.slower
     assert [(change, one.peak_bytes, one.because) for change, one in found.items()] == [
         ("--layout dp_shard=4", 400, ""),
         ("layout.recompute=full", 400, ""),
@@ -88,7 +88,7 @@ def test_the_cheapest_come_first_and_the_refused_last(monkeypatch: pytest.Monkey
 
 def test_what_the_planner_does_not_see_costs_its_flops() -> None:
     asked = Asked(("llama3-8b", "train.global_batch=8"), GPUS, "fsdp")
-    from allranks.cli.rehearsing import question_of
+    from allranks.cli.rehearsed_question import question_of
 
     question = question_of(asked)
     slower, by = Speed.of(question, 100.0).compare(question_of(changed(asked, "task.chunk=64")), 110.0)
@@ -98,7 +98,7 @@ def test_what_the_planner_does_not_see_costs_its_flops() -> None:
 
 @pytest.mark.full
 def test_each_is_rehearsed() -> None:
-    from allranks.cli.rehearsing import question_of
+    from allranks.cli.rehearsed_question import question_of
 
     asked = Asked((TASK, "train.global_batch=16", "task.seq=256"), GPUS, "ddp")
     told = whole.rehearse(question_of(asked))

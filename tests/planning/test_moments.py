@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from allranks.cli.rehearsing import Asked, choice_of, profile_of, question_of
+from allranks.cli.rehearsed_question import Asked, choice_of, profile_of, question_of
 from allranks.layout import Layout
 from allranks.plan import Choice
 from allranks.planning.estimate import estimate

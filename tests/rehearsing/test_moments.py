@@ -38,6 +38,20 @@ def test_moments_have_their_memory_by_category() -> None:
     ]
 
 
+def test_what_a_copy_does_before_its_first_deed_is_of_the_copy_before() -> None:
+    """And not of what came before them all."""
+    deeds = [(1, Deed("forward", "compute", "layers.1"))]
+    stretches = [
+        Stretch("forward", "layers.0", changes=[(Stored(5), 5)], deeds=[(0, Deed("forward", "compute", "layers.0"))]),
+        Stretch("forward", "layers.1", changes=[(Stored(1), 1), (Stored(10), 10)], deeds=deeds),
+    ]
+    found = list_moments([], stretches, REPEATS)
+    assert [(m.unit, m.times, m.live_bytes, m.highest_bytes) for m in found[1:]] == [
+        ("layers.0", 1, 6, 6),
+        ("layers.1", 3, 38, 38),
+    ]
+
+
 def test_categories_of_a_step_add_up() -> None:
     told = rehearsed(Tokens(), "fsdp", 2, on_cuda=True)
     assert all(sum(m.live_by_category.values()) == m.live_bytes for m in told.moments)

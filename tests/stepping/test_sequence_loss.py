@@ -32,7 +32,7 @@ LAYOUTS = [
 ]
 
 
-def started(task: Any, layout: str, *overrides: str, precision: str = "float32", **bounds: int) -> Any:
+def started(task: Any, layout: str, *overrides: str, precision: str = "float32", **bounds: Any) -> Any:
     """In a worker: as `start`, where no model is small enough to be compared whole."""
     bounds = {"MOST_POSITIONS": sequence_loss.MOST_POSITIONS} | bounds
     with patch.multiple(sequence_loss, **bounds), patch.object(whole_check, "LARGEST_FLOPS", 0.0):

@@ -50,6 +50,7 @@ def dryrun(
         raise ConfigError("dryrun needs --cluster: 8x8:a100-80g, 1x2:cpu, local or a TOML file")
     if not arguments:
         raise ConfigError("dryrun needs a model: a Task, or a name such as llama3-8b")
-    from allranks.cli.rehearsing import Asked, answer
+    from allranks.cli.rehearsed_question import Asked
+    from allranks.cli.rehearsing import answer
 
     return answer(Asked(tuple(arguments), cluster, layout, ranks, timeline, svg, trace, full_trace, remedies, json))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
 from allranks.cli.planned_model import is_task
-from allranks.cli.rehearsing import Asked, choice_of, profile_of, question_of
+from allranks.cli.rehearsed_question import Asked, choice_of, profile_of, question_of
 from allranks.errors import AllranksError
 from allranks.layout import Layout
 from allranks.rehearsal import Rehearsal, Remedy

@@ -47,13 +47,13 @@ def list_moments(
         first = len(rows)
         before = held.copy() if number in begins else before
         for copy in range(repeats.in_depth(stretch) if stretch.phase != GIVEN else 0):
-            row = first - 1
+            row = len(rows) - 1  # what comes before the first deed is of the last one, in a copy of this stretch's
             deeds = list(stretch.deeds)
             for place, (stored, num_bytes) in enumerate([*changes, (None, 0)]):
                 while deeds and deeds[0][0] <= place:
                     rows[row].by_category = dict(held)  # as it ends
+                    row = first + len(stretch.deeds) - len(deeds)
                     deed = deeds.pop(0)[1]
-                    row += 1
                     if not copy:
                         rows.append(_Row(deed, live, live, repeats.in_depth(stretch), deed.num_bytes, {}))
                 if stored is not None and stored.memory == "device":
