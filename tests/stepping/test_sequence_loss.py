@@ -131,9 +131,9 @@ def test_what_is_no_shift_is_not_taken_for_one(pool: Pools) -> None:
         return [started(task, "cp=2") for task in (Drawing(), Penalised(), Penalised(shifts=True), Zero(), Long())]
 
     drawing, penalised, shifting, zero, long = pool(2).run(run)[0]
-    assert any(line.startswith("the loss of a sequence is the sum") for line in drawing), drawing
     assert any(line.startswith(SUM) for line in penalised), penalised
     assert "shift labels" in shifting
     unknown = "whether the loss of a sequence is the sum over its parts is not known, because "
     assert f"{unknown}it is 0 for 5 samples" in zero
-    assert f"{unknown}loss() fails, or is not finite, for outputs that are joined" in long
+    joined = f"{unknown}loss() fails, is not finite or draws random numbers, for outputs that are joined"
+    assert joined in long and joined in drawing

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from allranks.planning.this_machine import CONTEXT_BYTES
 from allranks.reporting.report import report
 from allranks.request import TrainRequest
 from allranks.run import Run
+from allranks.stepping import profile
 from allranks.surviving.aside import call_aside
 from allranks.training import planned_layout
 from allranks.training.plan_kept import write_plan
@@ -68,13 +70,13 @@ def prepared_of(spec: str, *overrides: str) -> tuple[Prepared, TrainRequest]:
     return prepare(request), request
 
 
-def here(entry: str, *args: Any, within: float | None) -> Any:
+def here(entry: str, *args: Any) -> Any:
     """What another process would answer, asked in this one."""
     assert entry == "allranks.training.planned_layout:plan_layout"
     return planned_layout.plan_layout(*args)
 
 
-def nobody(entry: str, *args: Any, within: float | None) -> Any:
+def nobody(entry: str, *args: Any) -> Any:
     raise AssertionError("another process was asked")
 
 
@@ -190,7 +192,7 @@ def test_what_model_sets_in_the_environment_is_taken_back(monkeypatch: pytest.Mo
 
     prepared, request = prepared_of(POINTS)
     with patch.object(planned_layout, "sketch_of", outline):
-        decide_layout(prepared, request, 2, lambda *given, within: Decided(()))
+        decide_layout(prepared, request, 2, lambda *given: Decided(()))
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
@@ -200,25 +202,37 @@ def test_a_model_that_uses_a_gpu_while_it_builds_is_left_to_another_process(tmp_
     asked: list[tuple[Any, ...]] = []
     prepared, request = prepared_of("touches_gpu.py")
 
-    def elsewhere(entry: str, *args: Any, within: float | None) -> Decided:
-        asked.append((entry, *args[1:], within))
+    def elsewhere(entry: str, *args: Any) -> Decided:
+        asked.append((entry, *args[1:]))
         return Decided(())
 
     with patch.object(torch.cuda, "_lazy_init", side_effect=AssertionError("CUDA was initialised here")) as init:
         assert decide_layout(prepared, request, 2, elsewhere) == Decided(())
         init.assert_not_called()
-    assert asked == [("allranks.training.planned_layout:plan_layout", 2, False, planned_layout.LONGEST)]
+    assert asked == [("allranks.training.planned_layout:plan_layout", 2, False)]
 
 
 def test_a_process_that_dies_over_a_plan_leaves_the_default() -> None:
-    found, _ = decide(POINTS, aside=lambda *given, within: call_aside("os:_exit", 3))
+    found, _ = decide(POINTS, aside=lambda *given: call_aside("os:_exit", 3))
     assert found.overrides == () and "ended first (exit code 3)" in found.decisions[0].because
 
 
-def test_a_trace_that_takes_too_long_leaves_the_default_and_is_not_tried_again() -> None:
-    found, _ = decide(POINTS, aside=lambda *given, within: call_aside("time:sleep", 600, within=0.1))
+def test_a_trace_that_takes_too_long_leaves_the_default_and_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The dataset takes the time that it takes: half written, it would be what later runs train on."""
+    monkeypatch.setattr(planned_layout, "LONGEST", 0.5)
+    built = profile.load_first
+
+    def build_slowly(task: Any) -> Any:
+        time.sleep(1)
+        return built(task)
+
+    monkeypatch.setattr(profile, "load_first", build_slowly)
+    monkeypatch.setattr(profile, "trace_task", lambda *given, **more: time.sleep(600))
+    found, _ = decide(POINTS, aside=here)
     assert found.overrides == () and found.document is None
-    assert "could not be planned: its trace took longer than 60 s" in found.decisions[0].because
+    assert "could not be planned: its trace took longer than 0.5 s" in found.decisions[0].because
     assert decide(POINTS, aside=nobody)[0] == found
 
 

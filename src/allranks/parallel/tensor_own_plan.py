@@ -31,7 +31,7 @@ def read_own_plan(module: nn.Module) -> tuple[dict[str, str], tuple[str, ...]]:
     """
     carried = getattr(module, "tensor_plan", None)
     if carried:
-        return dict(carried), ()
+        return {pattern: _FOREIGN.get(style, style) for pattern, style in carried.items()}, ()
     rules: Mapping[str, str] = getattr(module, "_tp_plan", None) or {}
     modules = [name for name, _ in module.named_modules() if name]
     # Not named_parameters(), which leaves out the second name of a shared one.

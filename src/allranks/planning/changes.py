@@ -75,7 +75,10 @@ def _read(change: str) -> tuple[str, Any]:
     if key not in SIZES:
         return key, value
     if key == "seq":
-        return key, int(read_number(value, POSITIONS, f"what-if '{change}': seq"))
+        positions = int(read_number(value, POSITIONS, f"what-if '{change}': seq"))
+        if positions < 1:
+            raise ConfigError(f"what-if '{change}': seq takes at least 1 position")
+        return key, positions
     if not (value.isascii() and value.isdigit() and int(value) > 0):
         raise ConfigError(f"what-if '{change}': {key} takes a whole number of at least 1")
     return key, int(value)

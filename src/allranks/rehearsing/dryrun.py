@@ -111,15 +111,18 @@ def _rehearse(
             stack.enter_context(beside_host(Noted(ledger), accelerator=world.on_cuda))
         processes = processes_of(rank, layout, world.backend, world.per_node)
         told = assemble_rank(task, few.config, processes, ledger, mode)
-        found = _watch(task, told, ledger, mode, rank, full=full, few=few)
+        # On a GPU a batch waits in pinned memory, and one micro-step of it at a time is brought; stages bring all.
+        waits = world.on_cuda and told.spread.stages is None
+        found = _watch(task, told, ledger, mode, rank, full=full, few=few, waits=waits)
         if told.spread.stages is not None and found.stage == 0:
             crossings.learn(told.spread.stages.scheduler.transport)
         return found
 
 
 def _watch(
-    task: Task, told: RankStep, ledger: Ledger, mode: Any, rank: int, *, full: bool, few: FewMicroSteps
+    task: Task, told: RankStep, ledger: Ledger, mode: Any, rank: int, *, full: bool, few: FewMicroSteps, waits: bool
 ) -> RankRehearsal:
+    """`waits`: whether what is not traced of the batch lies in the host's memory."""
     spread = told.spread
     shortened = shorten(spread, task.hints().blocks, full=full)
     told.passes.absent = shortened.absent
@@ -132,7 +135,7 @@ def _watch(
         mark_state(told, ledger)
         _record_step(task, told, watch, ledger, shortened.blocks)
     repeats = Repeats(shortened.times, few.find_windows(ledger.stretches))
-    resting = few.grow(ledger.resting, list_each(told, ledger))
+    resting = few.grow(ledger.resting, [] if waits else list_each(told, ledger))
     peak, on_host = (find_peak(resting, ledger.stretches, repeats, *where) for where in ((), (ON_HOST,)))
     return RankRehearsal(
         rank=rank,

@@ -6,8 +6,8 @@ outputs of a few samples and compute the loss of them once more, whole: it needs
 the model's size.
 
 What is joined is bounded. Of long sequences, and of outputs as wide as a vocabulary, each part gives its first
-positions: to a loss that is a sum over positions, these are as good as all, and one that misses a target of a thousand
-is told from a rounding.
+positions, one at least: to a loss that is a sum over positions, these are as good as all, and one that misses a target
+of a thousand is told from a rounding.
 """
 
 import math
@@ -21,13 +21,14 @@ from torch.utils import _pytree as pytree
 from allranks.errors import AllranksError, LayoutError
 from allranks.layout import Layout
 from allranks.parallel.context import Context
+from allranks.parallel.mesh import Mesh
 from allranks.parallel.sequences import shorten
 from allranks.stepping.loss_check import undisturbed
 from allranks.stepping.passes import Forward
 from allranks.task_world import Alone, rows_of
 from allranks.verdict import Decision
 
-MOST_BYTES = 2**28  # of the joined output: each process has so much once more for a moment
+MOST_BYTES = 2**28  # of the joined output, where one position of each part takes no more; for a moment three times
 MOST_POSITIONS = 1024  # one target of so many is far beyond the tolerance
 UNKNOWN = "whether the loss of a sequence is the sum over its parts is not known"
 
@@ -85,7 +86,7 @@ def _judge(layout: Layout, told: Sequence[Sequence[float]], length: int, what: s
             f"{advise_loss(layout.cp)}"
         )
     if any(math.isnan(error) for error, *_ in known):
-        return Decision(UNKNOWN, "loss() fails, or is not finite, for outputs that are joined")
+        return Decision(UNKNOWN, "loss() fails, is not finite or draws random numbers, for outputs that are joined")
     if not any(whole for _, _, whole, _ in known):
         return Decision(UNKNOWN, f"it is 0 for {what}")
     of = f"{shown:,.0f} of {length:,} positions of {what}" if shown < length else what
@@ -102,7 +103,7 @@ def _compare(
     context, nothing = forward.spread.context, torch.full((), math.nan, dtype=torch.float64)
     assert context is not None
     share, sequences, batch = context.share, context.sequences, forward.on_device(batch)
-    own, whole, length = _join(context, output, sequences.dim_in(batch))
+    own, whole, length = _join(context, forward.spread.mesh, output, sequences.dim_in(batch))
     batch = sequences.shorten(batch, share.num_chunks, length)
     mine, first, again, relative = nothing, nothing, nothing, 0.0
     try:
@@ -110,7 +111,7 @@ def _compare(
         relative = _RELATIVE.get(found.dtype, _HALF)
         # An operation in place on its output must not reach the second call, which tells whether it draws numbers.
         first, again = (loss(pytree.tree_map_only(torch.Tensor, torch.clone, whole), batch) for _ in range(2))
-        mine = found
+        mine = found if abs(float(first - again)) <= relative * abs(float(first)) else nothing
     except AllranksError:
         raise
     except Exception:
@@ -120,13 +121,13 @@ def _compare(
     parts = torch.stack([mine, mine.abs()])
     dist.all_reduce(parts, group=context.group)
     (total, size), expected = parts.tolist(), float(first)
-    allowed = relative * (size + abs(expected)) + 8 * abs(expected - float(again))
+    allowed = relative * (size + abs(expected))
     difference = abs(total - expected)
     error = difference / allowed if allowed else 0.0 * difference
     return (error, total, expected), length * share.num_chunks
 
 
-def _join(context: Context, output: Any, usual: int) -> tuple[Any, Any, int]:
+def _join(context: Context, mesh: Mesh, output: Any, usual: int) -> tuple[Any, Any, int]:
     """(this rank's output, that of all parts, positions in each chunk of them): of each chunk the first positions.
 
     What has no positions counts as nothing in both, since its part of a loss is nobody's here.
@@ -140,6 +141,10 @@ def _join(context: Context, output: Any, usual: int) -> tuple[Any, Any, int]:
     a_position = sum(leaf.nbytes for leaf in leaves if dims[id(leaf)] is not None) // own
     most = min(MOST_POSITIONS, MOST_BYTES // max(1, a_position)) // share.num_chunks
     length = min(own // share.own_chunks, max(1, most))
+    if mesh.layout.tp > 1:  # whose ranks may hold logits of unequally many words
+        agreed = torch.tensor(length, device=leaves[0].device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=mesh.group("tp"))
+        length = int(agreed)
 
     def cut(leaf: torch.Tensor) -> torch.Tensor:
         dim = dims[id(leaf)]

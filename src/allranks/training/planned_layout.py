@@ -27,7 +27,7 @@ from allranks.planning.question import Question, choose_precisions
 from allranks.planning.reasons import why_not
 from allranks.planning.scale import cluster_of
 from allranks.planning.this_machine import cpu_cluster
-from allranks.profiling.known_tasks import KnownTask, find_known, keep_known
+from allranks.profiling.known_tasks import KnownTask, find_known
 from allranks.request import TrainRequest
 from allranks.stepping.upkeep import upkeep_of
 from allranks.training.counted_parameters import device_untouched
@@ -44,7 +44,7 @@ FASTER = 0.05
 """Of its step time another layout must save before it takes ddp's place: measured layouts were predicted about so well
 beside each other (docs/explanation/measured.md)."""
 LONGEST = 60.0
-"""Seconds that a start waits for the trace of a model that obviously fits."""
+"""Seconds that a start waits for the trace of a model that obviously fits, once its dataset is there."""
 MODES = ("recompute", "offload")
 DEFAULT = "layout ddp, the default"
 Aside = Callable[..., Any]
@@ -71,7 +71,8 @@ def decide_layout(prepared: Prepared, request: TrainRequest, num_processes: int,
 
     Args:
         aside: calls "package.module:function" with arguments in a process of its own, as `call_aside` does. Here CUDA
-            is not initialised, whose context would lie on a GPU for as long as the run lasts.
+            is not initialised, whose context would lie on a GPU for as long as the run lasts. It is waited for: who
+            ended it would end the user's dataset in the middle of what that writes.
     """
     beside = _beyond_a_plan(prepared.config.layout)
     if beside:
@@ -84,14 +85,7 @@ def decide_layout(prepared: Prepared, request: TrainRequest, num_processes: int,
         known = None if sketch is None else find_known(sketch.key)
         if known is not None and _answers(known, prepared, cluster):
             return _planned(prepared, cluster, known, small=_is_small(sketch, prepared.config, cluster))
-        waits = LONGEST if sketch is None or _is_small(sketch, prepared.config, cluster) else None
-        try:
-            planned = aside(f"{__name__}:{plan_layout.__name__}", request, num_processes, on_gpu, within=waits)
-        except TimeoutError:
-            late = f"its trace took longer than {waits:.0f} s; `allranks plan` waits for it"
-            if sketch is not None:
-                keep_known(sketch.key, {}, fault=late)
-            return _unplanned(late)
+        planned = aside(f"{__name__}:{plan_layout.__name__}", request, num_processes, on_gpu)
         assert isinstance(planned, Decided)
         return planned
     except AllranksError as error:
@@ -107,7 +101,9 @@ def plan_layout(request: TrainRequest, num_processes: int, on_gpu: bool) -> Deci
         known = None if sketch is None else find_known(sketch.key)
         told: list[Decision] = []
         if known is None or not _answers(known, prepared, cluster):
-            known = trace_known(prepared, _precisions(prepared, cluster), _kind(on_gpu), sketch, told.append)
+            waits = LONGEST if sketch is None or _is_small(sketch, prepared.config, cluster) else None
+            wanted = _precisions(prepared, cluster), _kind(on_gpu)
+            known = trace_known(prepared, *wanted, sketch, told.append, within=waits)
         decided = _planned(prepared, cluster, known, small=_is_small(sketch, prepared.config, cluster))
         return replace(decided, decisions=(*told, *decided.decisions))
     except AllranksError as error:

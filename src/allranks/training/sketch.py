@@ -1,6 +1,8 @@
 """A Task's model in outline: how many parameters, and a key for what was learned of it. Its dataset is not built."""
 
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
@@ -62,21 +64,46 @@ def trace_known(
     device: str,
     sketch: Sketch | None,
     tell: Callable[[Decision], None],
+    *,
+    within: float | None = None,
 ) -> KnownTask:
     """Trace the Task's model, and keep what is known then for the next start where `sketch` has a key for it.
 
+    Args:
+        within: seconds for the trace, from when the dataset has been built; in a process's first thread.
+
     Raises:
-        TaskError: it cannot be traced, which is kept too.
+        TaskError: it cannot be traced, or not within that time, which is kept too.
     """
     from allranks.stepping.profile import load_first, trace_task
 
     key, loaded = "" if sketch is None else sketch.key, load_first(prepared.task)
     try:
-        profiles = {
-            name: trace_task(prepared.task, name, device, loaded=loaded, cache=ProfileCache(), tell=tell)
-            for name in precisions
-        }
-    except TaskError as error:
+        with _ended_after(within):
+            profiles = {
+                name: trace_task(prepared.task, name, device, loaded=loaded, cache=ProfileCache(), tell=tell)
+                for name in precisions
+            }
+    except (TaskError, TimeoutError) as error:
         keep_known(key, {}, fault=str(error))
-        raise
+        raise TaskError(str(error)) from error
     return keep_known(key, profiles, loaded.order, loaded.sample_seconds)
+
+
+@contextmanager
+def _ended_after(seconds: float | None) -> Iterator[None]:
+    """TimeoutError inside after so many seconds, as soon as Python's next line is reached."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"its trace took longer than {seconds:g} s; `allranks plan` waits for it")
+
+    if seconds is None:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

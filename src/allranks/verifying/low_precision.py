@@ -5,7 +5,7 @@ much better, since rounding averages out in it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import torch
@@ -25,11 +25,17 @@ LEAST_ERROR: Final = 0.008
 def judge_low_precision(evidence: Evidence) -> list[Finding]:
     """Findings on the gradients of the first step, from the same parameters and samples; before clipping, if it is."""
     one, ranks = evidence.step(0)
-    what = "raw" if one.raw else "gradients"
+    # Some of the parameters may be clipped, and by whatever the ranks clip.
+    raw = set(one.raw) if all(record.raw for record in ranks) else set()
+    return _judge_some(evidence, "raw", raw) or _judge_some(evidence, "gradients", set(one.gradients) - raw)
+
+
+def _judge_some(evidence: Evidence, what: str, names: Collection[str]) -> list[Finding]:
+    one, ranks = evidence.step(0)
     expected: Parts = getattr(one, what)
     variants = [getattr(run.steps[0], what) for run in evidence.one.variants]
     held = [getattr(record, what) for record in ranks]
-    off = [m for name in expected if (m := compare_noisy(name, expected, held, variants, evidence)) is not None]
+    off = [m for n in expected if n in names and (m := compare_noisy(n, expected, held, variants, evidence))]
     return explain_gradients(evidence, 0, what, off) if off else []
 
 

@@ -123,7 +123,8 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
         return launch(run_shares, source, setting, step, one.run, len(ranks), nproc=1)[0]
 
     evidence = Evidence(one, ranks, world, places, relative=1e-12 if setting.dtype else 1e-6, shares=shares)
-    if one.lowered is not None:
+    lengths = {len(record.steps) for record in (one.run, *ranks)}  # of several, that is what is wrong
+    if one.lowered is not None and len(lengths) == 1 and evidence.num_steps:
         found = judge_start(evidence) or judge_samples(evidence, 0) or judge_low_precision(evidence)
         notes = (LOWERED.format(str(one.lowered).removeprefix("torch.")),)
         return Answer((*found, *judge_ranks(evidence)), one, tuple(ranks), world, notes=notes)

@@ -1,10 +1,12 @@
 """Hosts that meet, in threads of one process; tests/cli/test_running_hosts.py has real commands."""
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -113,14 +115,15 @@ def test_hosts_join_and_go_between_least_and_most(hosts: Hosts, monkeypatch: pyt
 def test_who_leaves_is_waited_for_neither_by_the_next_round_nor_by_silence(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("allranks.surviving.hosts.handler.LAST_CALL_SECONDS", 0.5)
     leader, other = (hosts.company(nodes=2, least=1, host_seconds=600.0) for _ in range(2))
     hosts.together(leader.next_rendezvous, other.next_rendezvous)
     other.report(Report(75, stopped=True))
     leader.notices.start_again(leader.table.number)
+    monkeypatch.setattr(leader._inner._settings.timeout, "_last_call", timedelta(seconds=600))
+    going_on = hosts.beside(leader.next_rendezvous)  # before the other has left
     other.leave()
     assert leader.lost() is None
-    assert leader.next_rendezvous().world_size == 1 and leader.table.members == (leader._node,)
+    assert going_on.result(60).world_size == 1 and leader.table.members == (leader._node,)
 
 
 def test_one_more_than_there_is_room_for_waits_and_learns_the_end(hosts: Hosts) -> None:
@@ -135,6 +138,20 @@ def test_one_more_than_there_is_room_for_waits_and_learns_the_end(hosts: Hosts) 
     with pytest.raises(RunEnded) as caught:
         waiting.result(60)
     assert caught.value.ending == Ending(0)
+
+
+def test_who_waits_for_room_and_is_asked_to_stop_ends_nobodys_run(hosts: Hosts) -> None:
+    leader, other = hosts.company(), hosts.company()
+    hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    surplus, interrupts = hosts.company(), Interrupts(lambda: None)
+    surplus.heed(interrupts)
+    waiting = hosts.beside(surplus.next_rendezvous)
+    wait_until(lambda: leader.lost() is None and surplus._node in leader.presence.state.redundancy_list)
+    interrupts.first = signal.SIGTERM
+    with pytest.raises(RunEnded) as caught:
+        waiting.result(60)
+    assert caught.value.ending.exit_code == 76
+    assert leader.notices.ending() is None and not leader.is_closed()
 
 
 def test_a_host_that_falls_silent_is_lost_for_all(hosts: Hosts) -> None:

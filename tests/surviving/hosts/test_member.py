@@ -210,6 +210,19 @@ def test_who_was_asked_to_stop_is_not_started_again() -> None:
     assert leader.settle(Outcome(76, CLOSED)) == "end" and leader.outcome == Outcome(130)
 
 
+@pytest.mark.parametrize("case", ["goes on", "too few", "the leader", "an error", "Ctrl-C", "no restarts"])
+def test_a_host_that_was_asked_to_stop_and_could_not_save_is_as_a_lost_one(case: str) -> None:
+    others, budget = Others(), Budget(0 if case == "no restarts" else 1)
+    others.least = 2 if case == "too few" else 1
+    leader, interrupts = member(others, budget)
+    if case == "the leader":
+        interrupts.first = signal.SIGTERM
+    code = 130 if case == "Ctrl-C" else 76
+    others.said[1] = Report(code, ERROR if case == "an error" else None, stopped=True)
+    assert leader.settle(Outcome(76, CLOSED)) == ("again" if case == "goes on" else "end")
+    assert others.notices.again == (case == "goes on") == (others.notices.ended is None)
+
+
 def test_a_second_request_ends_the_run_for_all_at_once() -> None:
     others = Others(leads=False)
     other, interrupts = member(others)

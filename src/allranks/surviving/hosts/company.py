@@ -144,8 +144,8 @@ class Company(RendezvousHandler):
             ProcessError: a host did not come, or the leader has gone; one line.
         """
         self._joining_since, self._told = time.monotonic(), False
-        self.presence.await_survivors(self._node, self.table.members)
         try:
+            self.presence.await_survivors(self._node, self.notices.staying(self.table.number, self.table.members))
             while True:
                 self._inner.next_rendezvous()
                 table = self._seat(self.presence.state)
@@ -194,11 +194,12 @@ class Company(RendezvousHandler):
         return ProcessError(message)
 
     def _how_it_ended(self) -> Ending:
-        """For all, or because somebody asked this command to stop: then it does so for all."""
+        """For all, or because somebody asked this command to stop: then it does so for all, if they need it."""
         if self._interrupts is None or self._interrupts.first is None:
             return self.notices.ending() or Ending(TRANSIENT, message="the run has ended")
         ending = Ending(INTERRUPTED if self._interrupts.first == signal.SIGINT else TRANSIENT)
-        self.end(ending)
+        if self.leads or not self.presence.is_beside(self._node):
+            self.end(ending)
         return ending
 
     def explain(self, error: Exception) -> ProcessError:
@@ -263,8 +264,7 @@ class Company(RendezvousHandler):
 
     def newcomers(self) -> tuple[str, ...]:
         """The names of hosts that wait to join the round under way."""
-        found = self.presence.living(self.presence.state.wait_list) - {*self.table.members}
-        return tuple(sorted(map(host_of, found)))
+        return tuple(sorted(map(host_of, self.presence.living(self.presence.state.wait_list) - {*self.table.members})))
 
     def report(self, report: Report) -> None:
         """Say how this host's workers of this round ended."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, final
 
-from allranks.failure import PREEMPTED, Failure, first_failure
+from allranks.failure import INTERRUPTED, PREEMPTED, TRANSIENT, Failure, first_failure
 from allranks.process_environment import ATTEMPT
 from allranks.surviving.hosts.company import Company
 from allranks.surviving.hosts.ending import Ending, Report
@@ -184,6 +184,9 @@ class Member:
         assert cause is not None
         if cause.consequence and None in reports and not self._has_waited():
             return "wait"
+        if self._goes_on_without(reports, cause):
+            company.notices.start_again(company.table.number)
+            return "again"
         if any(report.stopped for report in said):
             code = next((one.exit_code for one in said if one.stopped and one.exit_code), cause.exit_code)
             return self._end(Ending(code, None if cause.consequence else cause), outcome)
@@ -217,6 +220,24 @@ class Member:
             return False
         self._supervisor.leaving(leaving)
         company.notices.start_again(company.table.number)
+        return True
+
+    def _goes_on_without(self, reports: Sequence[Report | None], cause: Failure) -> bool:
+        """Whether the others go on without hosts that were asked to stop and could not save: as if these were lost.
+
+        Ctrl-C is for all, and so is what this host is asked, which leads.
+        """
+        stopped = [one for one in reports if one is not None and one.stopped]
+        enough = len(reports) - len(stopped) >= self._company.least
+        if not stopped or not enough or self._interrupts.first is not None or self._supervisor is None:
+            return False
+        if any(one.exit_code == INTERRUPTED for one in stopped) or not (
+            cause.consequence or cause.exit_code == TRANSIENT
+        ):
+            return False
+        if not self._supervisor.may_restart(cause):
+            return False
+        self._supervisor.restarting(cause)
         return True
 
     def _has_waited(self) -> bool:

@@ -14,6 +14,7 @@ ending                     how the run ended, for all (Ending); the first word h
 bye/NODE                   a host that leaves has read that
 """
 
+from collections.abc import Sequence
 from typing import final
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
@@ -46,6 +47,11 @@ class Notices:
         self.post(f"report/{number}/{place}", report.to_json())
         if report.failure is not None:
             self.post(f"trouble/{number}", {"place": place})
+
+    def staying(self, number: int, members: Sequence[_NodeDesc]) -> tuple[_NodeDesc, ...]:
+        """The hosts of a round but those that were asked to stop, which leave it."""
+        pairs = zip(members, self.reports(number, len(members)), strict=True)
+        return tuple(node for node, report in pairs if report is None or not report.stopped)
 
     def reports(self, number: int, num_hosts: int) -> list[Report | None]:
         """What each host has said of its end in a round; None: nothing yet."""

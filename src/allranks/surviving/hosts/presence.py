@@ -42,6 +42,10 @@ class Presence:
         here = {node, *self.living({*known, *self.state.wait_list})}
         self._reader.awaited = frozenset(here) if known else frozenset()
 
+    def is_beside(self, node: _NodeDesc) -> bool:
+        """Whether a round is under way without it."""
+        return self.state.complete and node not in self.state.participants
+
     def is_silent(self, node: _NodeDesc) -> bool:
         """Whether a host is taken for lost by its silence."""
         return self._is_silent_for(node, self._seconds)
