@@ -82,7 +82,7 @@ def plan_tensor(
         _check_covered(named, plan)
     heads = [name for name, style in plan.styles.items() if style == "vocab" and isinstance(named[name], nn.Linear)]
     if loss_parallel:
-        _check_heads_last(plan, heads)
+        _check_heads_last(plan, heads, list(named))
     if loss_parallel and not heads:
         cut = ", ".join(plan.styles)
         raise LayoutError(
@@ -262,15 +262,17 @@ def _check_covered(named: Mapping[str, nn.Module], plan: TensorPlan) -> None:
             )
 
 
-def _check_heads_last(plan: TensorPlan, heads: Sequence[str]) -> None:
-    """Beside a layer that is cut by rows a `vocab` layer is none that the loss sees."""
-    parents = {name.rpartition(".")[0]: name for name, style in plan.styles.items() if style == "rowwise"}
-    inside = [name for name in heads if name.rpartition(".")[0] in parents]
-    if inside:
-        raise LayoutError(
-            f"hints().loss_parallel leaves what vocab layers give cut until the loss, and {inside[0]} is followed by "
-            f"{parents[inside[0].rpartition('.')[0]]}: leave loss_parallel out"
-        )
+def _check_heads_last(plan: TensorPlan, heads: Sequence[str], order: Sequence[str]) -> None:
+    """Before a layer that is cut by rows, of the same module, a `vocab` layer is none that the loss sees."""
+    rowwise = [name for name, style in plan.styles.items() if style == "rowwise"]
+    for head in heads:
+        beside = [name for name in rowwise if name.rpartition(".")[0] == head.rpartition(".")[0]]
+        behind = next((name for name in beside if order.index(name) > order.index(head)), None)
+        if behind is not None:
+            raise LayoutError(
+                f"hints().loss_parallel leaves what vocab layers give cut until the loss, and {head} is followed by "
+                f"{behind}: leave loss_parallel out"
+            )
 
 
 def _fitting(extent: int) -> str:
