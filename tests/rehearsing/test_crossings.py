@@ -34,6 +34,7 @@ def test_a_rank_with_two_stages_knows_from_its_first() -> None:
     assert Crossings().hear(transport(s1=SENT), 3, SIGNATURE) == SENT
 
 
+@pytest.mark.full
 def test_a_stage_that_follows_one_of_the_same_rank_is_handed_what_that_sends() -> None:
     """There and back: the last rank's second stage begins where its first one ends, header first."""
     for schedule in ("zbv", "dualpipev"):
