@@ -55,6 +55,7 @@ def test_a_run_from_start_to_report(tmp_path: Path) -> None:
     assert checkpoints
 
 
+@pytest.mark.full
 def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

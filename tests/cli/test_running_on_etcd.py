@@ -45,6 +45,7 @@ def go_on(run: Path, host: Host) -> None:
     wait_for(lambda: step_of(run) >= before + 6 or host.process.poll() is not None, "six more steps", 100)
 
 
+@pytest.mark.full
 def test_etcd_restarts_and_nothing_happens_the_leader_is_killed_and_another_host_leads(tmp_path: Path) -> None:
     with etcd_server(tmp_path) as server, cluster(tmp_path, "1:2", server.port) as found:
         first, second = start_two(found, *LONG)
