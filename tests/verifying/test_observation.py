@@ -95,9 +95,9 @@ def test_noise_belongs_to_the_sample() -> None:
 
 
 def test_noise_of_a_generator_of_its_own_belongs_to_the_sample_too_and_is_noted() -> None:
-    def drawn(rows: list[int], **options: bool) -> tuple[list[torch.Tensor], list[Draw], torch.Tensor]:
+    def drawn(rows: list[int], own_noise: bool = False) -> tuple[list[torch.Tensor], list[Draw], torch.Tensor]:
         own, draws = torch.Generator().manual_seed(5), list[Draw]()
-        observer = look.Observer(**options)
+        observer = look.Observer(own_noise=own_noise)
         with observer.watching():
             observer.feed(rows, draws)
             values = [torch.randn(len(rows), 3, generator=own), torch.rand((len(rows), 3), generator=own)]
