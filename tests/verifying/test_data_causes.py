@@ -53,3 +53,21 @@ def test_data_that_ends_too_soon() -> None:
             del run.steps[1]
 
     assert [finding.verdict.kind for finding in judge(evidence(change))] == ["S3"]
+
+
+def test_noise_of_one_seed_is_told_apart_from_dropouts() -> None:
+    """Each for itself: that dropouts are right does not excuse the noise."""
+
+    def draw(noise: tuple[int, int]) -> list[tuple[str, str]]:
+        def change(ranks: list[RunRecord]) -> None:
+            for rank, run in enumerate(ranks):
+                for index, step in enumerate(run.steps):
+                    drops = [Draw(1000 * rank + 10 * index + place, (2, 4), False) for place in range(3)]
+                    step.draws = [*drops, Draw(noise[rank] + 10 * index, (2, 4), False, own=True)]
+
+        return [(finding.verdict.kind, finding.verdict.what) for finding in judge(evidence(change))]
+
+    assert draw((7000, 8000)) == []
+    ((kind, what),) = draw((7000, 7000))
+    assert kind == "S6" and "step 0: ranks 0 and 1 draw the same noise for different samples" in what
+    assert draw((7000, 1000)) == []  # the state of a dropout is another generator's

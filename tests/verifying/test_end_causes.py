@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 
+from allranks.parameter_map import Box
+from allranks.verifying.end_causes import judge_reshard
 from allranks.verifying.judge import judge
 from allranks.verifying.recording import Draw, Part, RunRecord
 from tests.verifying.records import VALUES, evidence, scale
@@ -111,3 +114,44 @@ def test_statistics_of_each_rank_show_in_the_evaluation() -> None:
         run.start.statistics = ["BatchNorm1d"]
 
     assert [finding.verdict.kind for finding in judge(evidence(own, statistics))] == ["S25"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda run: None, []),
+        (permuted, ["S18"]),
+        (permuted_over_tensors, ["S18"]),
+        (lost_row, []),  # whether so many were meant to load it is not known
+        (from_the_start, []),
+        (lambda run: setattr(run, "error", "RuntimeError: saved by 2 ranks"), []),
+    ],
+)
+def test_what_ranks_saved_loaded_on_one_process(change: Change, expected: list[str]) -> None:
+    found_here = evidence()
+    for rank, run in enumerate(found_here.ranks):
+        # Each has a half of it by hand, the first one row and the second two.
+        for record in (run.start, run.steps[0]):
+            part = record.parameters["weight"].value
+            record.parameters["weight"] = Part(None, part[:1] if rank == 0 else part[1:])
+        run.resumed_from = 1
+    boxes = {("weight", 0): Box((0, 0), (1, 2)), ("weight", 1): Box((1, 0), (2, 2))}
+    loaded = RunRecord(start=deepcopy(found_here.one.run.start))
+    loaded.start.parameters = deepcopy(found_here.one.run.steps[0].parameters)
+    change(loaded)
+    findings = judge_reshard(replace(found_here, places=boxes), loaded)
+    assert [(finding.verdict.kind, finding.step) for finding in findings] == [(kind, 1) for kind in expected]
+
+
+def test_noise_that_goes_on_otherwise_is_called_noise() -> None:
+    def resume(ranks: list[RunRecord]) -> None:
+        for rank, run in enumerate(ranks):
+            run.steps[1].draws = [Draw(rank, (2, 4), False, own=True)]
+            again = RunRecord(start=deepcopy(run.start), steps=deepcopy(run.steps[1:]))
+            again.start.parameters = deepcopy(run.steps[0].parameters)
+            again.start.buffers = deepcopy(run.steps[0].buffers)
+            again.steps[0].draws = [Draw(rank + 50, (2, 4), False, own=True)]
+            run.resumed, run.resumed_from = again, 1
+
+    (finding,) = judge(evidence(resume))
+    assert finding.verdict.kind == "S21" and "step 1 draws other noise on rank 0" in finding.verdict.what

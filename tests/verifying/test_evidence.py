@@ -45,3 +45,28 @@ def test_words() -> None:
     )
     assert few(["a", "b", "c"]) == "a, b, c" and few(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
     assert largest(parts()) == 6.0 and largest({"w": Part(None, torch.empty(0))}) == 0.0
+
+
+def test_adam_is_not_compared_where_rounding_may_turn_a_gradient_around() -> None:
+    """An element of a thousandth, in a program whose rounding was seen to move that gradient by a ten-thousandth."""
+
+    def small(run: RunRecord) -> None:
+        run.start.optimizers = ["NAdam"]
+        run.steps[0].gradients["weight"].value[0, 0] = 1e-3
+
+    def turned(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            run.steps[0].gradients["weight"].value[0, 0] = -1e-3
+            value = run.steps[0].parameters["weight"].value.clone()
+            value[0, 0] += 1e-3
+            run.steps[0].parameters["weight"] = Part(None, value)
+
+    rounded = evidence(turned, small)
+    assert [m.name for m in rounded.compare(0, "gradients")] == ["weight"]
+    assert [m.name for m in rounded.compare(0, "parameters")] == ["weight"]
+    (variant,) = rounded.one.variants
+    variant.steps[0].gradients["weight"].value[0, 1] += 1e-4
+    assert rounded.compare(0, "gradients") == [] and rounded.compare(0, "parameters") == []
+    # What is larger than that is compared as before.
+    rounded.ranks[0].steps[0].parameters["weight"].value[2, 1] += 1e-9
+    assert [m.name for m in rounded.compare(0, "parameters")] == ["weight"]

@@ -94,6 +94,25 @@ def test_noise_belongs_to_the_sample() -> None:
     assert len(drawn) == 1
 
 
+def test_noise_of_a_generator_of_its_own_belongs_to_the_sample_too_and_is_noted() -> None:
+    def drawn(rows: list[int], own_noise: bool = False) -> tuple[list[torch.Tensor], list[Draw], torch.Tensor]:
+        own, draws = torch.Generator().manual_seed(5), list[Draw]()
+        observer = look.Observer(own_noise=own_noise)
+        with observer.watching():
+            observer.feed(rows, draws)
+            values = [torch.randn(len(rows), 3, generator=own), torch.rand((len(rows), 3), generator=own)]
+            torch.randn(7, 3, generator=own)
+        return values, draws, own.get_state()
+
+    whole, seen, after = drawn([11, 12, 13, 14], own_noise=True)
+    part, others, _ = drawn([13, 14], own_noise=True)
+    assert all(torch.equal(some, every[2:]) for some, every in zip(part, whole, strict=True))
+    assert [(draw.shape, draw.own) for draw in seen] == [((4, 3), True)] * 2
+    assert seen[0].state == others[0].state != seen[1].state  # of the generator's own state, which moves on
+    plain, none, moved = drawn([11, 12, 13, 14])
+    assert none == [] and torch.equal(after, moved) and not torch.equal(plain[0], whole[0])
+
+
 def test_clipping_tells_before_it_scales() -> None:
     told: list[float] = []
     observer = look.Observer(on_clip=lambda held, norm: told.append(float(norm) + float(held[0].grad.sum())))  # type: ignore[union-attr]

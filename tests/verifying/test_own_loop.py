@@ -117,3 +117,15 @@ def test_settings_are_numbers_and_those_of_pairs() -> None:
     found = settings_of(optimizer.param_groups[0])
     assert (found["lr"], found["betas.0"], found["betas.1"]) == (0.5, 0.8, 0.95)
     assert "params" not in found and "betas" not in found
+
+
+def noisy(model: Any, optimizer: Any, batches: Any) -> float:
+    return step(model, optimizer, [(x + torch.randn(x.shape), y) for x, y in batches])
+
+
+def test_noise_goes_with_its_sample_when_samples_are_shuffled() -> None:
+    """Else another order of samples would move gradients by the noise, and as much would be allowed as rounding."""
+    plain, moved = run(Program(build, noisy, DATA)), run(Program(build, noisy, DATA), shuffled=True)
+    for name, part in plain.steps[0].raw.items():
+        assert torch.allclose(part.value, moved.steps[0].raw[name].value, rtol=1e-12, atol=1e-14), name
+    assert plain.steps[0].rows == moved.steps[0].rows

@@ -1,6 +1,7 @@
 """`allranks.verify`: real processes, raw torch.distributed, right and wrong."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allranks
 from allranks.errors import ConfigError
-from allranks.verifying.own_verify import hindrance
+from allranks.verifying.own_verify import hindrance, verify_program
 from allranks.verifying.recording import OneDevice, RunRecord
 from tests.verifying.records import one_device, scale
 
 pytestmark = pytest.mark.distributed
 
 IGNORED = -100
+HELDOUT = Path(__file__).parents[2] / "corpus" / "heldout"
 
 
 def batches(ignored: int = 0, seed: int = 1) -> list[Any]:
@@ -161,3 +163,43 @@ def test_bad_input_is_refused() -> None:
         allranks.verify(build, train, batches(), nproc=1)
     with pytest.raises(ConfigError, match="from the second step on"):
         allranks.verify(build, train, batches(), num_steps=1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("columns", []),
+        ("S18_columns_one_after_another", ["S18"]),  # by a load on one process
+        ("recurrent", []),  # noise of a generator of its own
+        ("S06_noise_of_one_seed", ["S6"]),
+        ("S30_mean_of_perplexities", ["S30"]),
+    ],
+)
+def test_held_out_programs_that_verify_was_mended_for(name: str, kinds: list[str]) -> None:
+    answer = verify_program(str(HELDOUT / f"{name}.py"))
+    assert [finding.verdict.kind for finding in answer.findings] == kinds, str(answer)
+
+
+def shared_noise(scale: float) -> Callable[[Any, Any, Any], float]:
+    """A step that draws noise for the samples of all ranks and takes its own ranks' part of it."""
+    own = torch.Generator().manual_seed(3)
+
+    def step(model: Any, optimizer: Any, some: Any) -> float:
+        ((x, y),) = some
+        noise = scale * torch.randn(8, 6, generator=own).tensor_split(dist.get_world_size())[dist.get_rank()]
+        return train(model, optimizer, [(x + noise, y)])
+
+    def build_anew(distributed: bool) -> Any:
+        own.manual_seed(3)
+        return build(distributed)
+
+    step.build = build_anew  # type: ignore[attr-defined]
+    return step
+
+
+@pytest.mark.full
+def test_noise_that_is_drawn_for_all_and_shared_out_stays_in_its_place() -> None:
+    step = shared_noise(0.1)
+    answer = allranks.verify(step.build, step, batches())  # type: ignore[attr-defined]
+    assert answer.equal, str(answer)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from allranks.errors import DataError, TaskError
-from allranks.verifying.program import Program, cut, merge, program_of
+from allranks.verifying.program import Program, cut, in_order, merge, order_of, program_of, shuffled
 
 
 def program(data: Any, **more: Any) -> Program:
@@ -86,3 +86,11 @@ def test_a_program_may_skip_by_itself() -> None:
     for data in (skipping, whole, [torch.tensor([float(step)]) for step in range(4)]):
         found = program(data).steps(0, 1, 2)
         assert [float(batches[0]) for batches in found] == [2.0, 3.0]
+
+
+def test_rows_follow_their_samples() -> None:
+    batch, rows = (torch.arange(5), torch.ones(5, 2)), [10, 11, 12, 13, 14]
+    order = order_of(batch, 3)
+    assert in_order(rows, order) == [10 + int(x) for x in shuffled(batch, 3)[0]] != rows
+    assert order_of((torch.ones(2), torch.ones(3)), 3) is None
+    assert in_order(rows, None) == rows and in_order([7], order) == [7]

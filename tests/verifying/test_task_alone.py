@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from allranks.request import TrainRequest
 from allranks.training.prepare import prepare
@@ -47,6 +48,16 @@ def test_another_rounding_and_other_random_numbers() -> None:
     assert 0 < float(apart) < 1e-13
     assert torch.equal(plain.steps[2].parameters["0.weight"].value, other.steps[2].parameters["0.weight"].value)
     assert plain.steps[0].draws != other.steps[0].draws
+
+
+def test_noise_goes_with_its_sample_when_samples_are_shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noisy(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x + torch.randn(x.shape), layer.weight, layer.bias)
+
+    monkeypatch.setattr(nn.Linear, "forward", noisy)
+    plain, moved = run(), run(Variation(shuffled=True))
+    for name, part in plain.steps[0].raw.items():
+        assert torch.allclose(part.value, moved.steps[0].raw[name].value, rtol=1e-12, atol=1e-14), name
 
 
 def test_each_sample_in_a_forward_of_its_own() -> None:

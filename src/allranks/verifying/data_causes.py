@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations
 
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import OTHER, Finding, found
@@ -92,19 +93,24 @@ def judge_draws(evidence: Evidence, step: int) -> list[Finding]:
     findings = _recomputed(ranks, step)
     world = evidence.world
     firsts = {world.data_rank[rank]: rank for rank in reversed(range(world.size))}
-    states = {rank: {draw.state for draw in ranks[rank].draws if not draw.again} for rank in firsts.values()}
-    numbers = sorted(states)
-    for place, rank in enumerate(numbers):
-        for other in numbers[place + 1 :]:
-            if states[rank] and len(states[rank] & states[other]) * 2 >= len(states[rank]):
-                same = f"{len(states[rank] & states[other])} of {len(states[rank])} dropouts"
-                findings.append(
-                    found("S6", f"step {step}: ranks {rank} and {other} drop the same units of different samples",
-                          f"{same} begin from the same state of the generator",
-                          axis=world.data_axis, step=step)
-                )  # fmt: skip
-                return findings
+    numbers = sorted(firsts.values())
+    for own, what, word in ((False, "drop the same units of", "dropouts"), (True, "draw the same noise for", "draws")):
+        states = {rank: _states(ranks[rank], own) for rank in numbers}
+        for rank, other in combinations(numbers, 2):
+            same = states[rank] & states[other]
+            if same and len(same) * 2 >= len(states[rank]):
+                return [
+                    *findings,
+                    found("S6", f"step {step}: ranks {rank} and {other} {what} different samples",
+                          f"{len(same)} of {len(states[rank])} {word} begin from the same state of the generator",
+                          axis=world.data_axis, step=step),
+                ]  # fmt: skip
     return findings + _inside(evidence, one, ranks, step)
+
+
+def _states(record: StepRecord, own: bool) -> set[int]:
+    """Of the generators before what forwards have drawn: for dropouts, or as noise of the program's own."""
+    return {draw.state for draw in record.draws if draw.own == own and not draw.again}
 
 
 def _recomputed(ranks: Sequence[StepRecord], step: int) -> list[Finding]:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -77,11 +78,8 @@ def judge_resume(evidence: Evidence) -> list[Finding]:
 
 def _loaded(evidence: Evidence, first: int) -> list[Finding]:
     """Findings on the parameters that a load gave."""
-    due: Parts = {n: p for n, p in evidence.one.run.steps[first - 1].parameters.items()}
+    expected = _saved(evidence, first)
     starts = [run.resumed.start for run in evidence.ranks if run.resumed is not None]
-    held = [run.steps[first - 1].parameters for run in evidence.ranks]
-    whole = {n: put_together(n, p.value, held, evidence.places) for n, p in due.items()}
-    expected: Parts = {n: due[n]._replace(value=value) for n, value in whole.items() if value is not None}
     off = compare_parts([start.parameters for start in starts], expected, (), evidence.places, relative=0.0)
     if off:
         kind, what = _why_loaded(evidence, off, [start.parameters for start in starts], expected, first)
@@ -97,6 +95,33 @@ def _loaded(evidence: Evidence, first: int) -> list[Finding]:
         if any(is_untied(some, start) for start in starts):
             return [found("S14", f"tied tensors are apart after the load: {few(some)}", tensor=some[0], step=first)]
     return []
+
+
+def _saved(evidence: Evidence, first: int) -> Parts:
+    """The ranks' parameters before a step, put together."""
+    due: Parts = evidence.one.run.steps[first - 1].parameters
+    held = [run.steps[first - 1].parameters for run in evidence.ranks]
+    whole = {n: put_together(n, p.value, held, evidence.places) for n, p in due.items()}
+    return {n: due[n]._replace(value=value) for n, value in whole.items() if value is not None}
+
+
+def judge_reshard(evidence: Evidence, loaded: RunRecord) -> list[Finding]:
+    """Whether one process that loads what the ranks have saved has its values where they were.
+
+    A save that only as many ranks can read is no mistake: a load that fails or gives other values is not judged. One
+    that gives all of the values in other places has taken the save for something else, and nobody would be told.
+    """
+    first = evidence.ranks[0].resumed_from
+    if loaded.error or not first:
+        return []
+    alone, expected = replace(evidence, places={}), _saved(evidence, first)
+    off = compare_parts([loaded.start.parameters], expected, (), {}, relative=0.0)
+    if not off or not _permuted(alone, off, [loaded.start.parameters], expected):
+        return []
+    said = f"saved by {evidence.world.size} ranks; these have their own values back when they load it"
+    names = few([m.name for m in off])
+    return [found("S18", f"after a load on one process values are there in other places: {names}", said,
+                  tensor=off[0].name, step=first)]  # fmt: skip
 
 
 def _buffers_lost(evidence: Evidence, first: int) -> list[str]:
@@ -154,7 +179,9 @@ def _resumed_step(evidence: Evidence, rank: int, run: RunRecord, index: int, fir
         )
     drawn = [[draw.state for draw in record.draws] for record in (now, due)]
     if drawn[0] != drawn[1]:
-        return found("S21", f"after the load step {index} drops other units on rank {rank}", step=index)
+        own = any(draw.own for draw in due.draws)
+        what = "draws other noise" if own and _dropped(due) == _dropped(now) else "drops other units"
+        return found("S21", f"after the load step {index} {what} on rank {rank}", step=index)
     lost = [name for name in due.state if name not in now.state]
     off = [n for n, part in due.state.items() if n in now.state and _apart(now.state[n].value, part.value)]
     if lost or off:
@@ -166,6 +193,10 @@ def _resumed_step(evidence: Evidence, rank: int, run: RunRecord, index: int, fir
                      step=index)  # fmt: skip
     kept = [n for n, part in due.kept.items() if n not in now.kept or _apart(now.kept[n].value, part.value)]
     return found("S17", f"after the load {few(kept)} differ", tensor=kept[0], step=index) if kept else None
+
+
+def _dropped(record: StepRecord) -> list[int]:
+    return [draw.state for draw in record.draws if not draw.own]
 
 
 def _where(rows: Sequence[int], steps: Sequence[StepRecord]) -> str:

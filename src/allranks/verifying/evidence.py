@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from allranks.verifying.assembly import OF_LARGEST, RELATIVE, Mismatch, Places, compare_parts
+from allranks.verifying.assembly import OF_LARGEST, RELATIVE, Mismatch, Places, compare_parts, rounding
 from allranks.verifying.recording import OneDevice, Parts, RunRecord, StepRecord
 from allranks.verifying.world_view import WorldView
 
@@ -71,16 +71,24 @@ class Evidence:
         if all(name == "SGD" for name in self.one.run.start.optimizers):
             return {}
         found: dict[str, torch.Tensor] = {}
-        for step in [*self.before, *self.one.run.steps[: index + 1]]:
+        for place, step in enumerate([*self.before, *self.one.run.steps[: index + 1]], -len(self.before)):
             gradients = step.gradients or step.raw
             most = largest(gradients)
             for name, part in gradients.items():
                 size = part.value.abs()
                 own = float(size.max()) if size.numel() else 0.0
+                # An element that rounding may turn around is as good as zero, however large rounding is here.
+                least = max(ZERO_OF_TENSOR * own, ZERO_OF_MODEL * most, self._rounding(place, name, part.value))
                 # A gradient of exactly 0 everywhere moves nothing, and what moves there has no excuse.
-                counts = size > max(ZERO_OF_TENSOR * own, ZERO_OF_MODEL * most) if own else torch.ones_like(size) > 0
+                counts = size > least if own else torch.ones_like(size) > 0
                 found[name] = found.get(name, torch.tensor(True)) & counts
         return found
+
+    def _rounding(self, index: int, name: str, gradient: torch.Tensor) -> float:
+        """How far off a gradient of a step may be by what rounding was seen to do; 0 of a step before the first."""
+        records = [run.steps[index] for run in self.one.variants if 0 <= index < len(run.steps)]
+        moved = [(record.gradients or record.raw).get(name) for record in records]
+        return rounding(gradient, (part.value for part in moved if part is not None))
 
 
 def largest(parts: Parts) -> float:

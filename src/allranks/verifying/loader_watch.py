@@ -80,6 +80,7 @@ class LoaderWatch:
         return iterate
 
 
-def torch_digest() -> int:
-    """A digest of the state of torch's generator."""
-    return zlib.crc32(torch.get_rng_state().numpy().tobytes())
+def torch_digest(generator: torch.Generator | None = None) -> int:
+    """A digest of the state of a generator; None: of the one that torch's operations share."""
+    state = torch.get_rng_state() if generator is None else generator.get_state()
+    return zlib.crc32(state.numpy().tobytes())

@@ -199,6 +199,7 @@ class Observer:
         draws: the dropouts so far.
         rows: digests of the samples in work; noise with a row for each of them (torch.randn and the like) is then a
             function of the sample, so that it does not depend on who draws it.
+        own_noise: whether that holds of generators of the program's own, too; these draws are recorded.
         on_clip: called with (parameters, norm) before torch's clipping scales gradients.
         loaders: what torch's loaders and samplers do.
     """
@@ -208,6 +209,7 @@ class Observer:
     rows: list[int] = field(default_factory=list)
     on_clip: Callable[[Sequence[torch.Tensor], torch.Tensor], None] = lambda parameters, norm: None
     loaders: LoaderWatch = field(default_factory=LoaderWatch)
+    own_noise: bool = False
     _calls: int = 0
 
     @contextmanager
@@ -232,7 +234,7 @@ class Observer:
                 else:
                     options["dropout_p"] = 0.0
             elif probability:
-                self._note(query)
+                self._note(query.shape)
             found: torch.Tensor = attention(query, *rest, **options)
             return found
 
@@ -259,11 +261,15 @@ class Observer:
             sizes = like.shape if like is not None else args[0] if args and not isinstance(args[0], int) else args
             shape = tuple(options.get("size", sizes))
             by_row = bool(self.rows) and len(shape) > 1 and shape[0] == len(self.rows)
-            if not by_row or options.get("generator") is not None:
+            own = options.get("generator")
+            if not by_row or (own is not None and not self.own_noise):
                 return original(*args, **options)
+            if own is not None:
+                self._note(shape, own)
+                original(*args, **options)  # what it draws next is what it would have been
             if like is not None:
                 options = {"dtype": like.dtype, "device": like.device} | options
-            options = {key: value for key, value in options.items() if key not in ("size", "memory_format")}
+            options = {k: value for k, value in options.items() if k not in ("size", "memory_format", "generator")}
             self._calls += 1
             keys = [(row + self._calls * 0x9E3779B97F4A7C15) % (1 << 63) for row in self.rows]
             seeded = (torch.Generator().manual_seed(key) for key in keys)
@@ -278,15 +284,15 @@ class Observer:
                 # A mask that lets everything pass: it is kept for the backward as a real one is, or made again there.
                 return input * torch.ones_like(input)
             if training and p > 0.0:
-                self._note(input)
+                self._note(input.shape)
             return original(input, p, training, inplace)
 
         return dropout
 
     def _draw(self, input: torch.Tensor) -> None:
-        self._note(input)
+        self._note(input.shape)
         torch.rand(input.numel())
 
-    def _note(self, input: torch.Tensor) -> None:
+    def _note(self, shape: Sequence[int], own: torch.Generator | None = None) -> None:
         again = bool(torch._C._current_graph_task_id() != -1)
-        self.draws.append(Draw(torch_digest(), tuple(input.shape), again))
+        self.draws.append(Draw(torch_digest(own), tuple(shape), again, own is not None))

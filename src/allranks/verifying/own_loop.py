@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from allranks.task_loading import user_line
 from allranks.verifying import observation as look
-from allranks.verifying.program import Program, cast_floats, shuffled
+from allranks.verifying.program import Program, cast_floats, in_order, order_of, shuffled
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord
 
 SEED = 20261121
@@ -40,6 +40,7 @@ class Setting:
         lowered: the type whose ulp that is; None: the parameters' own.
         shuffled: feed the samples of every batch in another order.
         resume: whether to save and load.
+        own_noise: see Observer.
     """
 
     num_steps: int
@@ -51,6 +52,7 @@ class Setting:
     lowered: torch.dtype | None = None
     shuffled: bool = False
     resume: bool = True
+    own_noise: bool = True
 
 
 @contextmanager
@@ -62,10 +64,7 @@ def process_group() -> Iterator[tuple[int, int]]:
         patch.object(dist, "init_process_group", lambda *args, **options: None),
         patch.object(dist, "destroy_process_group", lambda *args, **options: None),
     ):
-        try:
-            yield rank, size
-        finally:
-            pass
+        yield rank, size
     dist.destroy_process_group()
 
 
@@ -179,7 +178,7 @@ class OwnLoop:
             self._step.num_batches = len(batches)
             if setting.seed:
                 look.seed_everything(setting.seed + OF_A_STEP * index)
-            self.observer.feed(self._step.rows if len(batches) == 1 else [], self._step.draws)
+            self.observer.feed(self._fed(batches, index), self._step.draws)
             loss = program.step(self._model, self._optimizer, self._prepared(batches, index))
             self._step.loss = number(loss)
             self._after_update()
@@ -191,18 +190,22 @@ class OwnLoop:
         drew = [a != b for a, b in zip(before, after, strict=True)]
         return (not self.observer.loaders.is_own_draw(before[0], after[0]), *drew[1:])
 
+    def _fed(self, batches: list[Any], step: int) -> list[int]:
+        """Digests of the samples in the order in which they are fed; [] of several micro-batches."""
+        order = order_of(batches[0], step * 100) if batches and self.setting.shuffled else None
+        return in_order(self._step.rows, order) if len(batches) == 1 else []
+
     def _prepared(self, batches: list[Any], step: int) -> list[Any]:
         found = []
         for place, batch in enumerate(batches):
             found.append(cast_floats(batch, self.setting.dtype))
             if self.setting.shuffled:
-                found[-1] = shuffled(found[-1], seed=step * 100 + place)
+                found[-1] = shuffled(found[-1], step * 100 + place)
         return found
 
     def _before_clipping(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
         self._step.norm = number(norm)
-        wanted = {id(parameter) for parameter in parameters}
-        self._step.raw |= self._gradients(wanted)
+        self._step.raw |= self._gradients({id(parameter) for parameter in parameters})
 
     def _before_update(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         self._step.updates += 1
@@ -243,8 +246,7 @@ class OwnLoop:
             return
         batches = program.evaluation_batches(self.rank, self.size)
         self.record.evaluated = [row for batch in batches for row in look.rows_of(batch)]
-        prepared = [cast_floats(batch, self.setting.dtype) for batch in batches]
-        found = program.evaluate(self._model, prepared)
+        found = program.evaluate(self._model, [cast_floats(batch, self.setting.dtype) for batch in batches])
         values = {str(name): number(value) for name, value in dict(found).items()}
         self.record.evaluation = {name: math.nan if value is None else value for name, value in values.items()}
 

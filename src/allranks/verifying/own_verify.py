@@ -2,9 +2,11 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from allranks.task_loading import user_line
 from allranks.verifying import observation as look
 from allranks.verifying.answer import UNKNOWN_NOISE, Answer, cannot
 from allranks.verifying.data_causes import judge_samples
+from allranks.verifying.end_causes import judge_reshard
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.gradient_causes import is_sum_of
 from allranks.verifying.judge import judge, judge_ranks
@@ -74,22 +77,37 @@ def verify_program(source: Source, *, nproc: int = 2, num_steps: int = 4) -> Ans
     if num_steps < 2:
         raise ConfigError(f"steps={num_steps}: the optimizer's state shows from the second step on: give at least 2")
     with tempfile.TemporaryDirectory(prefix="allranks-verify-") as folder:
-        setting = Setting(num_steps, folder=f"{folder}/one")
-        one: OneDevice = launch(run_alone, source, setting, nproc, nproc=1)[0]
-        if (one.run.error and "dtype" in one.run.error) or "Double" in one.run.error:
-            setting = replace(setting, dtype=None)  # written for one precision: compared in that
-            one = launch(run_alone, source, setting, nproc, nproc=1)[0]
-        stopped = hindrance(one)
-        if stopped is not None and one.again is None:
-            return stopped
-        try:
-            ranks = launch(run_rank, source, replace(setting, folder=f"{folder}/ranks"), nproc=nproc)
-        except RankFailed as error:
-            return stopped or cannot(f"the program fails on one of {nproc} processes", str(error), RUN_IT)
-        if stopped is not None:
-            findings = judge_ranks(Evidence(one, ranks, view_of(ranks)))
-            return Answer(tuple(findings), one, ranks, view_of(ranks)) if findings else stopped
-        return _answer(source, setting, one, ranks)
+        answer = _verified(source, Setting(num_steps, folder=f"{folder}/one"), nproc)
+        if _noise_is_alike(answer):
+            return answer
+        # Noise that is drawn for all and shared out, say: then it is what it is, for samples in their places.
+        return _verified(source, Setting(num_steps, folder=f"{folder}/again/one", own_noise=False), nproc)
+
+
+def _noise_is_alike(answer: Answer) -> bool:
+    """Whether every rank and one device draw noise from generators of their own for their own samples equally often."""
+    runs = [*answer.ranks] if answer.one is None else [answer.one.run, *answer.ranks]
+    counts = [[sum(draw.own for draw in step.draws) for step in run.steps] for run in runs]
+    return all(len(set(some)) == 1 for some in zip(*counts, strict=False))
+
+
+def _verified(source: Source, setting: Setting, nproc: int) -> Answer:
+    """`verify_program` with this setting; saves go into its folder, and beside it."""
+    one: OneDevice = launch(run_alone, source, setting, nproc, nproc=1)[0]
+    if (one.run.error and "dtype" in one.run.error) or "Double" in one.run.error:
+        setting = replace(setting, dtype=None)  # written for one precision: compared in that
+        one = launch(run_alone, source, setting, nproc, nproc=1)[0]
+    stopped = hindrance(one)
+    if stopped is not None and one.again is None:
+        return stopped
+    try:
+        ranks = launch(run_rank, source, _of_ranks(setting), nproc=nproc)
+    except RankFailed as error:
+        return stopped or cannot(f"the program fails on one of {nproc} processes", str(error), RUN_IT)
+    if stopped is not None:
+        findings = judge_ranks(Evidence(one, ranks, view_of(ranks)))
+        return Answer(tuple(findings), one, ranks, view_of(ranks)) if findings else stopped
+    return _answer(source, setting, one, ranks)
 
 
 def hindrance(one: OneDevice) -> Answer | None:
@@ -128,13 +146,45 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
         found = judge_start(evidence) or judge_samples(evidence, 0) or judge_low_precision(evidence)
         notes = (LOWERED.format(str(one.lowered).removeprefix("torch.")),)
         return Answer((*found, *judge_ranks(evidence)), one, tuple(ranks), world, notes=notes)
-    return Answer(tuple(judge(evidence)), one, tuple(ranks), world)
+    findings = judge(evidence)
+    if not findings and all(run.resumed is not None for run in ranks):
+        findings = judge_reshard(evidence, launch(run_load, source, _of_ranks(setting), nproc=1)[0])
+    return Answer(tuple(findings), one, tuple(ranks), world)
+
+
+def _of_ranks(setting: Setting) -> Setting:
+    return replace(setting, folder=f"{setting.folder}-ranks")
+
+
+def run_load(source: Source, setting: Setting) -> RunRecord:
+    """One process that is built as a rank is, and loads what the ranks have saved."""
+    with _observer(setting) as observer, process_group():
+        program = _program(source)
+
+        def build(distributed: bool) -> Any:
+            assert program.load is not None
+            model, optimizer = program.build(distributed)
+            try:
+                program.load(model, optimizer, Path(setting.folder))
+            except SystemExit as error:  # so many ranks it does not load for
+                raise RankFailed(str(error)) from error
+            return model, optimizer
+
+        alone = replace(program, build=build, data=[], evaluate=None, save=None, load=None, state=None)
+        return OwnLoop(alone, replace(setting, num_steps=0, resume=False), 0, 1, True, observer).run()
+
+
+@contextmanager
+def _observer(setting: Setting) -> Iterator[look.Observer]:
+    """One that is watching."""
+    observer = look.Observer(drops=setting.drops, own_noise=setting.own_noise)
+    with observer.watching():
+        yield observer
 
 
 def run_rank(source: Source, setting: Setting) -> RunRecord:
     """One of the ranks; runs in a process that `launch` has started."""
-    observer = look.Observer(drops=setting.drops)
-    with observer.watching(), process_group() as (rank, size):
+    with _observer(setting) as observer, process_group() as (rank, size):
         os.makedirs(setting.folder, exist_ok=True)
         record = OwnLoop(_program(source), setting, rank, size, True, observer).run()
         if record.error:  # the others wait for this rank: the launcher ends them
@@ -144,8 +194,7 @@ def run_rank(source: Source, setting: Setting) -> RunRecord:
 
 def run_alone(source: Source, setting: Setting, num_ranks: int) -> OneDevice:
     """One device: the run, the run again, and with another rounding."""
-    observer = look.Observer(drops=setting.drops)
-    with observer.watching(), process_group():
+    with _observer(setting) as observer, process_group():
         os.makedirs(setting.folder, exist_ok=True)
         try:
             program = _one_batch_a_step(_program(source), setting, observer)
@@ -181,10 +230,9 @@ def _operations(program: Program, setting: Setting, observer: look.Observer) -> 
 
 def run_shares(source: Source, setting: Setting, step: int, one: RunRecord, num_ranks: int) -> Any:
     """Gradients of each rank's micro-batches alone, from one device's parameters before `step`."""
-    observer = look.Observer(drops=setting.drops)
     before = one.steps[step - 1].parameters if step else one.start.parameters
     found: list[list[dict[str, torch.Tensor]]] = []
-    with observer.watching(), process_group():
+    with _observer(setting) as observer, process_group():
         program = _program(source)
         for rank in range(num_ranks):
             steps = list(_upto(program.steps(rank, num_ranks), step + 1))

@@ -117,11 +117,23 @@ def cast_floats(batch: Any, dtype: torch.dtype | None) -> Any:
 
 def shuffled(batch: Any, seed: int) -> Any:
     """The same samples in another order."""
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    if len({len(leaf) for leaf in leaves}) != 1:
+    order = order_of(batch, seed)
+    if order is None:
         return batch
-    order = torch.randperm(len(leaves[0]), generator=torch.Generator().manual_seed(seed))
     return pytree.tree_map(lambda leaf: leaf[order] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, batch)
+
+
+def order_of(batch: Any, seed: int) -> torch.Tensor | None:
+    """The places that `shuffled` takes the samples from; None where it leaves them as they are."""
+    lengths = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    if len(lengths) != 1:
+        return None
+    return torch.randperm(lengths.pop(), generator=torch.Generator().manual_seed(seed))
+
+
+def in_order(rows: Sequence[int], order: torch.Tensor | None) -> list[int]:
+    """Digests of samples, as `order_of` of their batch has put these."""
+    return list(rows) if order is None or len(order) != len(rows) else [rows[place] for place in order.tolist()]
 
 
 def call(model: torch.nn.Module, arguments: Any) -> Any:

@@ -25,17 +25,19 @@ Parts = dict[str, Part]
 
 
 class Draw(NamedTuple):
-    """Random numbers for one dropout.
+    """Random numbers for one dropout, or noise for the samples in work from a generator of the program's own.
 
     Attributes:
         state: digest of the generator before it.
-        shape: of what was dropped.
+        shape: of what was dropped or drawn.
         again: whether a recomputation during the backward drew them.
+        own: whether it is such noise.
     """
 
     state: int
     shape: tuple[int, ...]
     again: bool
+    own: bool = False
 
 
 @final
@@ -53,7 +55,7 @@ class StepRecord:
         settings: of every param_group as the optimizer found it (lr, weight_decay, ...).
         updates: calls of optimizer.step.
         parameters, buffers, state: after the step; optimizer state as "exp_avg.NAME".
-        draws: dropouts, in their order.
+        draws: dropouts, and noise of the program's own generators, in their order.
         seeds: digests of the generators (torch, numpy, python) before the step's batches were made.
         drew: whether making them drew random numbers of torch, numpy, python.
         kept: what `state` of the program gives.

@@ -26,7 +26,7 @@ from allranks.verifying import observation as look
 from allranks.verifying.choosing import Choosing
 from allranks.verifying.one_device import evaluate_on_one_device, train_on_one_device
 from allranks.verifying.own_loop import statistics_of, unique
-from allranks.verifying.program import call, cast_floats, shuffled
+from allranks.verifying.program import call, cast_floats, in_order, order_of, shuffled
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord
 from allranks.verifying.task_ranks import ledger
 
@@ -163,11 +163,16 @@ class TaskAlone:
             self._step.rows = [sample_hash(*pair) for pair in pairs]
             value = ledger_sum([p for p, _ in pairs], [s for _, s in pairs])
             self._step.kept = {"ledger": Part(None, ledger(f"{value:016x}"))}
-            self.observer.feed(self._step.rows if len(batch.micro_steps) == 1 else [], self._step.draws)
+            self.observer.feed(self._fed(batch, index), self._step.draws)
             look.seed_everything(self.variation.seed + index)
             if self.operations is not None:
                 self.operations.begin()
             yield [self._prepared(m.batch, index) for m in batch.micro_steps]
+
+    def _fed(self, batch: StepBatch, index: int) -> list[int]:
+        """Digests of the samples in the order in which they are fed; [] of several micro-steps."""
+        order = order_of(batch.micro_steps[0].batch, index) if self.variation.shuffled else None
+        return in_order(self._step.rows, order) if len(batch.micro_steps) == 1 else []
 
     def _prepared(self, batch: Any, index: int) -> Any:
         cast = self._cast(batch)
