@@ -4,6 +4,9 @@ A test is in part crc32(node id) % n + 1, whatever other tests there are. The re
 test, a digest of what it stands on: the whole tree but for the test modules that it does not import, and for pages and
 stored results where it names none. A test that passed on this very digest, in whichever part, is not run again: after a
 repair in one test module only that module is, after a word in a page only what reads pages.
+
+`.full/` belongs to one checkout. `python -m tools.full_results` keeps what passed in bench/results/full.json, for the
+pages that tell of it and for a run that goes on in another checkout.
 """
 
 import ast
@@ -51,6 +54,10 @@ NAMES_PAGES = re.compile(r"\bdocs\b|\.md\b|\bresults\b|\btools\b|README|CHANGELO
 """What is in the text of a test module that reads pages or stored results, by itself or through what writes them."""
 
 
+KEPT = "bench/results/full.json"
+"""What passed, as it is kept with the source; nothing stands on it, else no record could hold for its own tree."""
+
+
 def is_page(name: str) -> bool:
     """Whether a path of the tree is documentation, or the stored result of a measurement."""
     return name.startswith(("docs/", "bench/results/")) or ("/" not in name and name.endswith(".md"))
@@ -68,7 +75,7 @@ class Tree:
         self._root = root
         listed = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard") or ""
         names = [name for name in listed.split("\0") if name and (root / name).is_file()]
-        files = {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in names}
+        files = {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in names if name != KEPT}
         self._tests = {name: file for name, file in files.items() if is_test_module(name)}
         source = {name: file for name, file in files.items() if name not in self._tests}
         self._pages = digest({name: file for name, file in source.items() if is_page(name)})
@@ -101,14 +108,53 @@ class Tree:
         return seen
 
 
-def passed_on(tree: Tree, records: Iterable[Path]) -> set[str]:
-    """The node ids that passed on what they stand on now, in any of the records."""
-    passed: set[str] = set()
-    for path in records:
-        for name, result in json.loads(path.read_text())["results"].items():
+Results = Mapping[str, Mapping[str, Any]]
+"""Node id -> outcome, seconds, what was measured, the digest of what it stands on, the commit."""
+
+
+def kept_results(root: Path) -> Results:
+    """What is kept with the source: by module, since all tests of one stand on the same."""
+    path = root / KEPT
+    modules = json.loads(path.read_text()) if path.exists() else {}
+    return {
+        f"{module}::{name}": {
+            "outcome": "passed",
+            "seconds": seconds,
+            "measured": found["measured"].get(name, {}),
+            "tree": found["tree"],
+            "at": found["at"],
+        }
+        for module, found in modules.items()
+        for name, seconds in found["passed"].items()
+    }
+
+
+def keep_results(root: Path, results: Results) -> None:
+    """Keep what passed, in the place of what was kept."""
+    modules = dict[str, dict[str, Any]]()
+    for node_id, result in sorted(results.items()):
+        module, _, name = node_id.partition("::")
+        found = modules.setdefault(module, {"tree": result["tree"], "at": result["at"], "measured": {}, "passed": {}})
+        found["passed"][name] = round(result["seconds"], 2)
+        if result["measured"]:
+            found["measured"][name] = result["measured"]
+    (root / KEPT).write_text(json.dumps(modules, indent=0) + "\n")
+
+
+def all_results(root: Path) -> list[Results]:
+    """Of this checkout's parts, and what is kept with the source."""
+    parts = sorted((root / ".full").glob("part-*.json"))
+    return [*(json.loads(path.read_text())["results"] for path in parts), kept_results(root)]
+
+
+def passed_on(tree: Tree, found: Iterable[Results]) -> Results:
+    """Those that passed on what they stand on now."""
+    passed = dict[str, Mapping[str, Any]]()
+    for results in found:
+        for name, result in results.items():
             stood = result.get("tree")
             if result["outcome"] == "passed" and stood is not None and stood == tree.stands_on(name):
-                passed.add(name)
+                passed.setdefault(name, result)
     return passed
 
 
@@ -123,11 +169,12 @@ class FullRecord:
         self._path = root / ".full" / f"part-{part}-of-{count}.json"
         self._part, self._count = part, count
         self._tree = Tree(root)
-        records = sorted(self._path.parent.glob("part-*.json"))
-        self._earlier = passed_on(self._tree, records) if earlier is None else set(earlier)
+        self._earlier = set(passed_on(self._tree, all_results(root)) if earlier is None else earlier)
+        commit = (git(root, "rev-parse", "HEAD") or "unknown").strip()
+        self._at = commit[:12]
         self._skipped = sum(part_of(name, count) == part for name in self._earlier)
         self.record: dict[str, Any] = {
-            "commit": (git(root, "rev-parse", "HEAD") or "unknown").strip(),
+            "commit": commit,
             "dirty": git(root, "status", "--porcelain") != "",
             "part": f"{part}/{count}",
             "started": time.time(),
@@ -156,11 +203,12 @@ class FullRecord:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record each test as it ends; one that fails in set-up or tear-down has failed."""
         previous = self.record["results"].get(report.nodeid, {"outcome": "passed", "seconds": 0.0})
-        outcome = previous["outcome"] if report.passed else report.outcome
         self.record["results"][report.nodeid] = {
-            "outcome": outcome,
+            "outcome": previous["outcome"] if report.passed else report.outcome,
             "seconds": previous["seconds"] + report.duration,
+            "measured": dict(report.user_properties),  # what the test told with `record_property`
             "tree": self._tree.stands_on(report.nodeid),
+            "at": self._at,
         }
         if report.when == "teardown":
             self.write()
@@ -185,5 +233,5 @@ class FullRecord:
         counts = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("passed", "failed", "skipped"))
         tree = "dirty tree" if self.record["dirty"] else "clean tree"
         terminalreporter.section(f"part {self.record['part']} of the full run")
-        terminalreporter.line(f"commit {self.record['commit'][:12]} ({tree}); {counts}; {self._skipped} not run again")
+        terminalreporter.line(f"commit {self._at} ({tree}); {counts}; {self._skipped} not run again")
         terminalreporter.line(f"record: {self._path}")

@@ -1,12 +1,23 @@
 """`make test-full`: split, recorded, resumed."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.full_record import FullRecord, Tree, parse_part, part_of, passed_on
+from tests.full_record import (
+    KEPT,
+    FullRecord,
+    Tree,
+    all_results,
+    keep_results,
+    kept_results,
+    parse_part,
+    part_of,
+    passed_on,
+)
 from tests.test_leaks import run_pytest
 
 SAMPLE = """
@@ -14,7 +25,7 @@ import pytest
 from pathlib import Path
 
 @pytest.mark.full
-def test_long(): pass
+def test_long(record_property): record_property("seconds", 2.5)
 
 @pytest.mark.parametrize("n", range(9))
 def test_short(n): pass
@@ -86,13 +97,27 @@ def test_only_what_passed_on_the_same_source_counts(tmp_path: Path) -> None:
     stood = Tree(tmp_path).stands_on("test_x.py::a")
     outcomes = {"a": ("passed", stood), "b": ("failed", stood), "c": ("skipped", stood), "d": ("passed", "other")}
     results = {f"test_x.py::{name}": {"outcome": how, "tree": tree} for name, (how, tree) in outcomes.items()}
-    path = tmp_path / "part-1-of-1.json"
-    path.write_text(json.dumps({"results": results}))
-    (tmp_path / ".gitignore").write_text(".full/\n__pycache__/\nrepaired\npart*\n")
-    path.write_text(path.read_text().replace(str(stood), str(Tree(tmp_path).stands_on("test_x.py::a"))))
-    assert passed_on(Tree(tmp_path), [path]) == {"test_x.py::a"}
+    assert set(passed_on(Tree(tmp_path), [results])) == {"test_x.py::a"}
     (tmp_path / "new.py").touch()
-    assert passed_on(Tree(tmp_path), [path]) == set()
+    assert passed_on(Tree(tmp_path), [results]) == {}
+
+
+def test_what_is_kept_with_the_source_counts_in_another_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_repository(tmp_path)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--full")
+    first = run_pytest(tmp_path, SAMPLE)
+    ran = passed_on(Tree(tmp_path), all_results(tmp_path))
+    (tmp_path / KEPT).parent.mkdir(parents=True)
+    keep_results(tmp_path, ran)
+    shutil.rmtree(tmp_path / ".full")
+    assert passed_on(Tree(tmp_path), [kept_results(tmp_path)]).keys() == ran.keys()
+    assert len(ran) == 10
+    measured = {name.partition("::")[2]: result["measured"] for name, result in kept_results(tmp_path).items()}
+    assert (measured.pop("test_long"), *measured.values()) == ({"seconds": 2.5}, *[{}] * 9)
+    second = subprocess.run(first.args, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "1 failed, 10 deselected" in second.stdout, second.stdout
 
 
 @pytest.mark.parametrize("processes", ["", "-n 2 --dist loadfile"])
