@@ -32,7 +32,8 @@ class Pictures(Task):
 
     def model(self) -> nn.Module:
         layers = [
-            nn.Sequential(nn.Conv2d(into, out, 3, stride, padding=1), nn.ReLU()) for stride, into, out, _ in CONVOLUTIONS
+            nn.Sequential(nn.Conv2d(into, out, 3, stride, padding=1), nn.ReLU())
+            for stride, into, out, _ in CONVOLUTIONS
         ]
         return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 4, 10))
 
