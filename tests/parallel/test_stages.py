@@ -92,6 +92,7 @@ def count_by_rank(fails: bool) -> Any:
         return [float(dist.get_rank() + 1)] * (len(names) + 1)
 
     agreed = count_for_all(count, Source(dist.group.WORLD, 0, dist.get_rank() == 0), torch.device("cpu"))
+    assert agreed is not None
     try:
         return agreed(nn.ReLU(), ["one", "two"])
     except TaskError as error:

@@ -81,12 +81,10 @@ def parallelize(
         build: the user's `model()`.
         source: who has the initial values.
         seed: seeds the generators, called before `build` (law 5).
-        blocks, split_before, tensor, loss_parallel, optional: of `hints()`.
-        batchnorm: the same, where the layout does not say it.
+        blocks, split_before, tensor, loss_parallel, optional, batchnorm (unless the layout says it): of `hints()`.
         ddp: whether the backward reduces the gradients of replicated modules; False where the caller does.
         find_unused: whether a backward may leave other parameters than those without gradient.
-        path: notes which sharded units the forwards enter; None: one of its own does.
-        count: counts what the pieces of a pipeline compute; None where there is no sample to count it on.
+        path, count: notes which sharded units forwards enter (None: one of its own); counts what stages compute.
         training: whether a model that comes in evaluation mode is put into training mode, said so.
 
     Raises:
@@ -95,8 +93,7 @@ def parallelize(
     """
     modules, decisions = _prepare(*build_modules(build, source, seed), precision, blocks, device, training=training)
     check_same_structure(modules, source, device)
-    told = None if count is None else count_for_all(count, source, device)
-    stages = cut_stages(modules, mesh, device, blocks, split_before, decisions, told)
+    stages = cut_stages(modules, mesh, device, blocks, split_before, decisions, count_for_all(count, source, device))
     norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
     placer, path = Placer(device, source, contiguous=mesh.layout.fully_sharded), path or Path()
     cuts = _cut_tensors(modules, mesh, tensor, placer, decisions, loss_parallel) if mesh.layout.tp > 1 else {}

@@ -113,12 +113,12 @@ def cut_stages(
     return Stages(pipeline, scheduler, mesh.group("pp"), device, tuple(names.values()))
 
 
-def count_for_all(count: Count, source: Source, device: torch.device) -> Count:
+def count_for_all(count: Count | None, source: Source, device: torch.device) -> Count | None:
     """What rank 0 counts, whose samples may be others than elsewhere; collective over the world when it is called.
 
     In a rehearsal, whose ranks have no others to ask, each counts for itself.
     """
-    if source.group is None:
+    if count is None or source.group is None:
         return count
 
     def ask(module: nn.Module, names: Sequence[str]) -> list[float]:
