@@ -49,7 +49,7 @@ class Choosing(Pictures):
     """The same, with a branch on a value."""
 
     def model(self) -> nn.Module:
-        return nn.Sequential(*super().model(), Branch())  # type: ignore[call-overload, no-any-return]
+        return nn.Sequential(*super().model().children(), Branch())
 
 
 class Branch(nn.Module):
