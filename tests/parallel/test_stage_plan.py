@@ -1,10 +1,12 @@
 """Where a model is cut into stages."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import nn
 
-from allranks.errors import LayoutError
+from allranks.errors import LayoutError, TaskError
 from allranks.models.transformer import Transformer
 from allranks.parallel.stage_plan import plan_stages
 
@@ -43,6 +45,28 @@ def test_a_heavy_head_gets_fewer_blocks_beside_it() -> None:
         model = Transformer(20_000, 4, 32, 4)
     # The embedding has as many parameters, but is looked up and not multiplied.
     assert plan_stages(model, range(2)).points == ("layers.3",)
+
+
+def test_operations_weigh_where_they_are_counted() -> None:
+    asked: list[list[str]] = []
+
+    def count(module: nn.Module, names: Sequence[str]) -> list[float]:
+        asked.append(list(names))
+        return [0.0, 5.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+    plan = plan_stages(transformer(6), range(2), count=count)
+    assert plan.points == ("layers.1",) and plan.balanced == "balanced by operations"
+    assert asked == [[f"layers.{i}" for i in range(6)]]
+
+
+def test_parameters_weigh_where_operations_are_not_counted() -> None:
+    def count(module: nn.Module, names: Sequence[str]) -> list[float]:
+        raise TaskError("it branches")
+
+    uncounted = "balanced by parameters, as operations could not be counted: "
+    plan = plan_stages(transformer(6), range(2), count=count)
+    assert plan.points == ("layers.3",) and plan.balanced == f"{uncounted}it branches"
+    assert plan_stages(transformer(6), range(2)).balanced == f"{uncounted}no sample was at hand"
 
 
 def test_a_sequence_is_cut_between_its_modules() -> None:

@@ -1,15 +1,18 @@
 """What a rank of a pipeline shares with the others."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from allranks.errors import LayoutError
+from allranks.errors import LayoutError, TaskError
 from allranks.layout import Layout
+from allranks.parallel.initial import Source
 from allranks.parallel.mesh import Mesh
-from allranks.parallel.stages import cut_stages
+from allranks.parallel.stages import count_for_all, cut_stages
 from tests.distributed.pool import Pools
 from tests.parallel.spreads import spread
 
@@ -78,3 +81,25 @@ def test_the_norm_counts_everything_once(pool: Pools) -> None:
     names = {names for *_, names, _ in ranks}
     assert len(names) == 1 and len(names.pop()) == 12
     assert ranks[0][-1] == "3 stages over pp=3 begin at the model's start, 2, 4"
+
+
+def count_by_rank(fails: bool) -> Any:
+    """In a worker: what it is told where each would count otherwise, and where the first one cannot."""
+
+    def count(module: nn.Module, names: Sequence[str]) -> list[float]:
+        if fails and dist.get_rank() == 0:
+            raise TaskError("it branches")
+        return [float(dist.get_rank() + 1)] * (len(names) + 1)
+
+    agreed = count_for_all(count, Source(dist.group.WORLD, 0, dist.get_rank() == 0), torch.device("cpu"))
+    assert agreed is not None
+    try:
+        return agreed(nn.ReLU(), ["one", "two"])
+    except TaskError as error:
+        return str(error)
+
+
+@pytest.mark.distributed
+def test_one_rank_counts_for_all(pool: Pools) -> None:
+    assert pool(2).run(count_by_rank, False) == [[1.0, 1.0, 1.0]] * 2
+    assert pool(2).run(count_by_rank, True) == ["it branches", "on process 0"]

@@ -1,7 +1,8 @@
 """Randomness as a function (law 6): every generator is seeded from where it stands, and nothing has to be saved."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -82,3 +83,14 @@ def seed_all(key: int) -> None:
 def last_key() -> int:
     """The key with which `seed_all` was last called in this process."""
     return _last_key
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """What is drawn inside, from the generators that `seed_all` seeds, is no draw of the caller's."""
+    plain, arrays = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        yield
+    random.setstate(plain)
+    np.random.set_state(arrays)

@@ -31,7 +31,8 @@ from allranks.parallel.precision import Precision
 from allranks.parallel.replicate import replicate
 from allranks.parallel.shard import shard
 from allranks.parallel.spread import Spread
-from allranks.parallel.stages import Stages, cut_stages
+from allranks.parallel.stage_plan import Count
+from allranks.parallel.stages import Stages, count_for_all, cut_stages
 from allranks.parallel.tensor import Cut, TensorCutter
 from allranks.parallel.tensor_plan import CUT, plan_tensor
 from allranks.parameter_map import ParameterMap
@@ -72,6 +73,7 @@ def parallelize(
     find_unused: bool = False,
     training: bool = False,
     path: Path | None = None,
+    count: Count | None = None,
 ) -> Spread:
     """Build the user's modules and spread them over `mesh`; collective.
 
@@ -79,11 +81,10 @@ def parallelize(
         build: the user's `model()`.
         source: who has the initial values.
         seed: seeds the generators, called before `build` (law 5).
-        blocks, split_before, tensor, loss_parallel, optional: of `hints()`.
-        batchnorm: the same, where the layout does not say it.
+        blocks, split_before, tensor, loss_parallel, optional, batchnorm (unless the layout says it): of `hints()`.
         ddp: whether the backward reduces the gradients of replicated modules; False where the caller does.
         find_unused: whether a backward may leave other parameters than those without gradient.
-        path: notes which sharded units the forwards enter; None: one of its own does.
+        path, count: notes which sharded units forwards enter (None: one of its own); counts what stages compute.
         training: whether a model that comes in evaluation mode is put into training mode, said so.
 
     Raises:
@@ -91,9 +92,9 @@ def parallelize(
         TaskError: model() is no model, or not the same on every rank.
     """
     modules, decisions = _prepare(*build_modules(build, source, seed), precision, blocks, device, training=training)
-    stages = cut_stages(modules, mesh, device, blocks, split_before, decisions)
-    norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
     check_same_structure(modules, source, device)
+    stages = cut_stages(modules, mesh, device, blocks, split_before, decisions, count_for_all(count, source, device))
+    norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
     placer, path = Placer(device, source, contiguous=mesh.layout.fully_sharded), path or Path()
     cuts = _cut_tensors(modules, mesh, tensor, placer, decisions, loss_parallel) if mesh.layout.tp > 1 else {}
     experts = _cut_experts(modules, mesh, placer, cuts, decisions) if mesh.layout.ep > 1 else None

@@ -6,14 +6,19 @@ the order of their use. Where that is not so, the pipeline notices at its first 
 """
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from allranks.errors import LayoutError
+from allranks.errors import LayoutError, TaskError
 from allranks.even_cut import cut_among
 from allranks.parallel.blocks import find_blocks, nearest_to
+
+Count = Callable[[nn.Module, Sequence[str]], list[float]]
+"""(module, names) -> operations before the first of these is called, and from each one's call until the next one's.
+
+TaskError where they cannot be counted. All ranks come to the same."""
 
 _SHOWN = 6
 
@@ -27,11 +32,13 @@ class StagePlan:
         homes: name of a module that lies in one stage whole, the largest such -> its stage. What is in none of them
             (parameters of the model itself) belongs to every stage.
         because: where the cuts come from.
+        balanced: by what their pieces were weighed.
     """
 
     points: tuple[str, ...]
     homes: Mapping[str, int]
     because: str
+    balanced: str
 
     @property
     def num_stages(self) -> int:
@@ -40,16 +47,22 @@ class StagePlan:
 
 
 def plan_stages(
-    module: nn.Module, ranks: Sequence[int], blocks: Sequence[str] = (), split_before: Sequence[str] = ()
+    module: nn.Module,
+    ranks: Sequence[int],
+    blocks: Sequence[str] = (),
+    split_before: Sequence[str] = (),
+    count: Count | None = None,
 ) -> StagePlan:
     """Cut `module` into a stage for each of `ranks`, what a rank has in all as equal in cost as its blocks allow.
 
-    The cost of a module is the number of its parameters, embeddings aside, which are looked up and not multiplied.
+    The cost of a piece is the number of its operations, or, where nobody has counted them, of its parameters,
+    embeddings aside, which are looked up and not multiplied.
 
     Args:
         ranks: along pp, of each stage.
         blocks: `hints().blocks`, which replace the search for repeated modules.
         split_before: `hints().split_before`, which replaces both: modules before which a stage may begin.
+        count: None where there is no sample to count operations on.
 
     Raises:
         LayoutError: there are fewer blocks than stages, none at all, or a pattern matches nothing.
@@ -63,16 +76,13 @@ def plan_stages(
             f"a pipeline of {num_stages} stages begins at {needed} blocks at least, and this model has {len(names)} "
             f"({found}): use fewer stages, or name the modules before which it may be cut in hints().split_before"
         )
-    segments = _assign(module, names)
-    costs = [0.0] * (len(names) + 1)
-    for name, segment in segments.items():
-        costs[segment] += _cost(module.get_submodule(name))
+    costs, balanced = _weigh(module, names, count)
     if not split_before:
         # What lies before the first block makes no stage of its own.
         costs[:2], names = [costs[0] + costs[1]], names[1:]
     starts = cut_among(costs, ranks)
     points = tuple(names[start - 1] for start in starts[1:])
-    return StagePlan(points, _assign(module, points), because)
+    return StagePlan(points, _assign(module, points), because, balanced)
 
 
 def _candidates(
@@ -90,6 +100,20 @@ def _candidates(
         parts = [name for name, part in module.named_children() if any(True for _ in part.parameters())]
         return parts, "the model is a sequence of modules"
     return found, "hints().blocks names them" if blocks else "these modules repeat"
+
+
+def _weigh(module: nn.Module, names: Sequence[str], count: Count | None) -> tuple[list[float], str]:
+    """What lies before the first of `names`, and from each to the next; and by what that was weighed."""
+    uncounted = "no sample was at hand"
+    try:
+        if count is not None:
+            return count(module, names), "balanced by operations"
+    except TaskError as error:
+        uncounted = str(error)
+    costs = [0.0] * (len(names) + 1)
+    for name, segment in _assign(module, names).items():
+        costs[segment] += _cost(module.get_submodule(name))
+    return costs, f"balanced by parameters, as operations could not be counted: {uncounted}"
 
 
 def _assign(module: nn.Module, points: Sequence[str]) -> dict[str, int]:

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from allranks.errors import LayoutError
+from allranks.errors import LayoutError, TaskError
 from allranks.parallel.average import average_gradients
+from allranks.parallel.initial import Source
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.pipeline import Pipeline
-from allranks.parallel.stage_plan import plan_stages
+from allranks.parallel.stage_plan import Count, plan_stages
 from allranks.parallel.stage_schedule import Scheduler
 from allranks.parallel.stage_transport import Transport
 from allranks.verdict import Decision
@@ -76,8 +77,12 @@ def cut_stages(
     blocks: Sequence[str],
     split_before: Sequence[str],
     decisions: list[Decision],
+    count: Count | None = None,
 ) -> Stages | None:
     """The stages of the user's module, as it was built; None where the layout has no pipeline.
+
+    Args:
+        count: counts the operations of its pieces; None where there is no sample.
 
     Raises:
         LayoutError: it cannot be cut into so many, there are several modules, or a rank would have nothing to learn.
@@ -88,7 +93,7 @@ def cut_stages(
     if list(modules) != [""]:
         raise LayoutError(f"pp={layout.pp} cuts one module, and model() returned {len(modules)}: use another layout")
     module = modules[""]
-    plan = plan_stages(module, layout.stage_ranks, blocks, split_before)
+    plan = plan_stages(module, layout.stage_ranks, blocks, split_before, count)
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -103,10 +108,34 @@ def cut_stages(
         )
     scheduler = Scheduler(pipeline, Transport(pipeline, mesh, device), mesh, device)
     begin = ", ".join(plan.points)
-    decisions.append(
-        Decision(f"{plan.num_stages} stages over pp={layout.pp} begin at the model's start, {begin}", plan.because)
-    )
+    what = f"{plan.num_stages} stages over pp={layout.pp} begin at the model's start, {begin}"
+    decisions.append(Decision(what, f"{plan.because}; {plan.balanced}"))
     return Stages(pipeline, scheduler, mesh.group("pp"), device, tuple(names.values()))
+
+
+def count_for_all(count: Count | None, source: Source, device: torch.device) -> Count | None:
+    """What rank 0 counts, whose samples may be others than elsewhere; collective over the world when it is called.
+
+    In a rehearsal, whose ranks have no others to ask, each counts for itself.
+    """
+    if count is None or source.group is None:
+        return count
+
+    def ask(module: nn.Module, names: Sequence[str]) -> list[float]:
+        costs, failed = [0.0] * (len(names) + 1), "on process 0"
+        if dist.get_rank() == 0:
+            try:
+                costs = count(module, names)
+            except TaskError as error:
+                failed = str(error)
+        told = torch.tensor(costs, dtype=torch.float64, device=device)
+        dist.broadcast(told, 0)
+        if not told.any():
+            raise TaskError(failed)
+        found: list[float] = told.tolist()
+        return found
+
+    return ask
 
 
 def _group_over(mesh: Mesh, pp_ranks: Collection[int]) -> dist.ProcessGroup | None:

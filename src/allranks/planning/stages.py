@@ -14,7 +14,8 @@ def stages_under(profile: ModelProfile, setting: Setting) -> tuple[tuple[int, ..
     pp, chunks = setting.pp, setting.chunks
     if setting.mechanisms.stages == "blocks" or pp == 1 or profile.num_repeated < pp * chunks:
         return stages_of(profile, pp, chunks)
-    kinds = tuple((block.count, block.repeated, _cost(block)) for block in profile.blocks)
+    counted = profile.source != "measured" and profile.flops > 0
+    kinds = tuple((block.count, block.repeated, _cost(block, counted)) for block in profile.blocks)
     return _cut(kinds, pp, chunks, setting.schedule in THERE_AND_BACK)
 
 
@@ -22,7 +23,7 @@ def stages_under(profile: ModelProfile, setting: Setting) -> tuple[tuple[int, ..
 def _cut(
     kinds: tuple[tuple[int, bool, float], ...], pp: int, chunks: int, there_and_back: bool
 ) -> tuple[tuple[int, ...], ...]:
-    """As parallel/stage_plan.py: by parameters, and nothing but blocks begins a stage."""
+    """As parallel/stage_plan.py: nothing but blocks begins a stage."""
     units: list[list[int]] = []  # of each block the kinds that begin with it, or, the first, that stand before it
     waiting: list[int] = []
     for kind, (count, repeated, _) in enumerate(kinds):
@@ -43,8 +44,10 @@ def _cut(
     return tuple(tuple(counts) for counts in held)
 
 
-def _cost(block: Block) -> float:
-    """Parameters that are multiplied, whoever else has them; what is looked up costs nothing."""
+def _cost(block: Block, counted: bool) -> float:
+    """Operations; of a model that cannot be traced parameters that are multiplied, whoever else has them."""
+    if counted:
+        return block.flops
     return sum(
         max(float(o.parameters), float(o.shape[1] * o.shape[2]) if o.kind == "matmul" and o.cut == "vocab" else 0.0)
         for o in block.operations

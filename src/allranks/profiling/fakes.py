@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -56,6 +57,19 @@ def build_fake(build: Callable[[], Model], mode: FakeTensorMode) -> tuple[Model,
         return copy.deepcopy(built), (Decision("model() is built in full to be traced", because),)
 
 
+def copy_fake(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy in `mode` of a module that is built, wherever its tensors lie: nowhere (meta), or in another mode."""
+    with unset_fake_temporarily(), mode, _Copying():
+        held = {id(tensor): _empty_like(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        return copy.deepcopy(module, dict[int, Any](held))
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the processor in the mode that is active."""
+    data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+
+
 @final
 class _Copying(TorchFunctionMode):
     """Lets fake tensors be deep-copied: of torch's own copies no view shares the memory."""
@@ -65,9 +79,7 @@ class _Copying(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if id(tensor) not in memo:
-            copied = torch.empty_like(tensor, requires_grad=False)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+            memo[id(tensor)] = _empty_like(tensor)
         return memo[id(tensor)]
 
 

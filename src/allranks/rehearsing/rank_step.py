@@ -137,7 +137,7 @@ def assemble_rank(task: Task, config: Config, processes: Processes, ledger: Ledg
     declared_order(dataset)
     built, decisions = build_fake(task.model, mode)
     with mode:
-        spread = spread_task(task, config, processes, lambda: built)
+        spread = spread_task(task, config, processes, dataset, lambda: built)
         optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
         fixed = task.coupled or has_batch_statistics(spread.modules)
     stream = open_stream(dataset, config, processes, fixed=fixed)

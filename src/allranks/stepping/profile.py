@@ -3,17 +3,15 @@
 `trace_task` and `trace_module` run on fake tensors, `trace_measured` on real ones; the recorder is the same.
 """
 
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
-from allranks.data.random_keys import seed_all
+from allranks.data.random_keys import generators_kept, seed_all
 from allranks.errors import TaskError
 from allranks.model_profile import ModelProfile
 from allranks.parallel.spread import Spread
@@ -53,7 +51,7 @@ def trace_task(
         TaskError: the model cannot be traced (the operation, module and line are named), or breaks its contract.
     """
     mode = fake_mode()
-    with _generators_kept():
+    with generators_kept():
         batches = (loaded or first_batches(task)).batches
         seed_all(SEED)
         try:
@@ -84,7 +82,7 @@ def trace_measured(
     Raises:
         TaskError: the step raised (the user's line is shown), or breaks its contract.
     """
-    with _generators_kept():
+    with generators_kept():
         batches = (loaded or first_batches(task)).batches
         spread = spread_alone(task, task.model, precision, device)
         return _profile(task, spread, batches, (precision, device, "measured"), cache, tell)
@@ -92,7 +90,7 @@ def trace_measured(
 
 def load_first(task: Task) -> FirstBatches:
     """What `trace_task` traces, for several of them, and for who asks how fast samples are loaded here."""
-    with _generators_kept():
+    with generators_kept():
         return first_batches(task)
 
 
@@ -155,13 +153,3 @@ def _profile(
         if failed:
             tell(Decision("the model's profile is not kept for the next time", failed))
     return profile
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """What is drawn in a trace is no draw of the caller's."""
-    plain, arrays = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        yield
-    random.setstate(plain)
-    np.random.set_state(arrays)

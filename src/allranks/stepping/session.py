@@ -35,6 +35,7 @@ from allranks.stepping.scaler import Scaler
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.scheduled import ScheduledPasses
 from allranks.stepping.spikes import SpikeJudge, make_judge
+from allranks.stepping.stage_cost import count_between
 from allranks.stepping.start_check import Meeting, check_at_start, check_coupling
 from allranks.stepping.step import Step
 from allranks.stepping.world import Processes
@@ -125,7 +126,7 @@ def assemble(
         observe: wraps the passes, to look at gradients as they are made.
     """
     dataset = _open_dataset(task, config, processes.device)
-    spread = spread_task(task, config, processes)
+    spread = spread_task(task, config, processes, dataset)
     optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
     outer = make_outer(spread, order=declared_order(dataset))
     meeting, fixed = _meet(task, spread, dataset, config, processes)
@@ -213,13 +214,14 @@ def make_agreement(processes: Processes) -> Agreement:
     )
 
 
-def spread_task(task: Task, config: Config, processes: Processes, build: Build | None = None) -> Spread:
-    """The Task's model (or what `build` makes instead), spread as `config` and the layout say; collective."""
+def spread_task(task: Task, config: Config, processes: Processes, dataset: Any, build: Build | None = None) -> Spread:
+    """The Task's model (or what `build` makes), spread as the config says, stages by `dataset`'s start; collective."""
     layout, hints = processes.mesh.layout, task.hints()
+    precision = choose_precision(config.train.precision, layout.gather, processes.device.type)
     return parallelize(
         build or task.model,
         processes.mesh,
-        choose_precision(config.train.precision, layout.gather, processes.device.type),
+        precision,
         processes.device,
         source=processes.host_source(),
         seed=partial(seed_all, model_key(config.train.seed)),
@@ -233,6 +235,7 @@ def spread_task(task: Task, config: Config, processes: Processes, build: Build |
         ddp=not has_step(task),
         find_unused=has_step(task),
         training=True,
+        count=partial(count_between, task, dataset, config.train.seed, precision),
     )
 
 
