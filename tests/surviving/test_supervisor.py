@@ -13,7 +13,7 @@ import pytest
 from allranks.config_guard import GuardConfig
 from allranks.errors import RollbackError
 from allranks.failure import NO_PROGRESS, PREEMPTED, RAISED, TRANSIENT, Failure, describe_error
-from allranks.observing.heartbeat import MARK, PHASE, PHASES, STEP
+from allranks.observing.heartbeat import MARK, PHASE, PHASES, STEP, Heartbeat
 from allranks.surviving.agent import run_workers
 from allranks.surviving.evidence import Testimony
 from allranks.surviving.forkserver import choose_start_method
@@ -163,6 +163,20 @@ def test_a_run_that_goes_on_while_it_is_judged_is_not_ended(
     failure = supervisor.look({0: os.getpid()}, {0: 0, 1: 1})
     supervisor.monitor.beats.close()
     assert (failure is None, told == []) == (goes_on, goes_on)
+
+
+def test_the_runs_time_is_over_where_any_worker_shows_it(tmp_path: Path) -> None:
+    supervisor = Supervisor(Supervision(GuardConfig(), lambda verdict: None, lambda: None), 2, tmp_path)
+    supervisor.begin_attempt()
+    assert not supervisor.time_is_over(), "no limit"
+    hearts = [Heartbeat(supervisor.monitor.beats.slot(place)) for place in (0, 1)]
+    hearts[1].time_over(time.monotonic() + 3600)
+    assert not supervisor.time_is_over()
+    hearts[1].time_over(time.monotonic())
+    assert supervisor.time_is_over()
+    supervisor.begin_attempt()
+    assert not supervisor.time_is_over()
+    supervisor.monitor.beats.close()
 
 
 def test_a_successor_tells_whom_it_succeeds(tmp_path: Path) -> None:

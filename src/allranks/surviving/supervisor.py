@@ -15,7 +15,7 @@ from typing import final
 
 from allranks.config_guard import GuardConfig
 from allranks.failure import NO_PROGRESS, STOPS, TRANSIENT, Failure
-from allranks.observing.heartbeat import MARK, STEP
+from allranks.observing.heartbeat import MARK, STEP, TIME_OVER
 from allranks.observing.journal import Journal
 from allranks.run import Run
 from allranks.surviving.evidence import Testimony, question
@@ -78,13 +78,18 @@ class Supervisor:
     def __init__(self, supervision: Supervision, num_workers: int, logs: Path) -> None:
         self.monitor = Monitor(supervision.guard, num_workers)
         self.restarts = 0
-        self._supervision = supervision
+        self._supervision, self._num_workers = supervision, num_workers
         self._logs = logs
         self._paid = 0
         self._furthest = 0
         self._told: Ruling | None = None
         self._doubted_at: float | None = None
         self._halved: str | None = None
+
+    def time_is_over(self) -> bool:
+        """Whether the run's time has passed (train.max_seconds), by this host's clock or as all ranks have agreed."""
+        beats, now = self.monitor.beats, time.monotonic_ns()
+        return any(0 < beats.slot(place)[TIME_OVER] <= now for place in range(self._num_workers))
 
     def begin_attempt(self) -> None:
         """Workers are about to be started, for the first time or again."""

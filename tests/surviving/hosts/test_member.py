@@ -118,7 +118,11 @@ class Budget:
         self.left: list[list[str]] = []
         self.succeeded: list[Failure] = []
         self.steps = [0]
+        self.over = False
         self.monitor = SimpleNamespace(beats=SimpleNamespace(steps=lambda: self.steps))
+
+    def time_is_over(self) -> bool:
+        return self.over
 
     def may_restart(self, failure: Failure) -> bool:
         self.restarts -= 1
@@ -318,6 +322,20 @@ def test_where_a_host_cannot_leave_all_stop(case: str) -> None:
     others.said[1] = Report(code, stopped=case != "the leader")
     assert leader.settle(Outcome(code)) == "end" and others.notices.ended == Ending(code)
     assert budget.left == [] and not others.notices.again
+
+
+@pytest.mark.parametrize("change", ["join", "leave"])
+def test_a_run_whose_time_is_over_is_not_started_again_with_other_hosts(change: str) -> None:
+    others, budget = Others(), Budget(1)
+    others.least = 1
+    leader, _ = member(others, budget)
+    if change == "join":
+        others.waiting, budget.steps = ("c",), [3]
+        assert leader.admits()
+    budget.over = True
+    others.said[1] = Report(75, stopped=change == "leave")
+    assert leader.settle(Outcome(75)) == "end" and others.notices.ended == Ending(75)
+    assert not others.notices.again and (budget.admitted, budget.left) == ([], [])
 
 
 def test_a_run_that_is_done_or_stopped_meanwhile_admits_nobody() -> None:

@@ -182,7 +182,8 @@ class Member:
         if not failures and self._lost is None:
             if None in reports:
                 return "wait"
-            if self._may_admit(said) or self._may_leave(said):
+            over = self._supervisor is not None and self._supervisor.time_is_over()
+            if not over and (self._may_admit(said) or self._may_leave(said)):
                 return "again"
             return self._end(Ending(next((one.exit_code for one in said if one.exit_code), 0)), outcome)
         cause = first_failure([*failures, *filter(None, [self._lost])])
