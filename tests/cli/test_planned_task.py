@@ -9,6 +9,10 @@ import pytest
 from allranks.cli.main import main
 from allranks.cli.planned_task import task_facts
 from allranks.errors import ConfigError, TaskError
+from allranks.profiling.known_tasks import find_known, keep_known
+from allranks.request import TrainRequest
+from allranks.training.prepare import prepare
+from allranks.training.sketch import sketch_of
 from allranks.upkeep import Upkeep
 from tests.commands import POINTS
 
@@ -55,6 +59,16 @@ def test_the_model_is_traced_once_for_each_precision(tmp_path: Path, monkeypatch
     assert facts["micro_steps"] == 1 and facts["settings"] == {"task.width": 16}
     with pytest.raises(ConfigError, match="a Task's samples are as long as its dataset makes them"):
         facts["make"](2048, "float32", "cpu")
+
+
+def test_what_a_start_could_not_trace_is_known_after_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    key = sketch_of(prepare(TrainRequest(task_spec=POINTS)), "cpu").key
+    keep_known(key, {}, fault="its trace took longer than 60 s; `allranks plan` waits for it")
+    profile = task_facts(POINTS, None, ())["make"](None, "float32", "cpu")
+    known = find_known(key)
+    assert known is not None and (known.fault, known.profiles) == ("", {"float32": profile})
 
 
 BRANCHING = """

@@ -160,6 +160,18 @@ def test_a_schedulers_warning_to_all_and_the_end_of_the_time_save(tmp_path: Path
     assert (run / "checkpoints" / f"step-{last:08d}" / "COMMITTED").is_file()
 
 
+def test_a_request_before_there_are_workers_ends_with_76_and_leaves_nothing(tmp_path: Path) -> None:
+    """While the task's module is imported, say, which may take as long as torch does."""
+    (tmp_path / "slow.py").write_text("from pathlib import Path\nPath('here').touch()\nimport time\ntime.sleep(60)\n")
+    with running("train", "slow.py", "--run", "run", folder=tmp_path) as command:
+        wait_for((tmp_path / "here").exists, "the import")
+        command.send_signal(signal.SIGUSR1)
+        output, _ = command.communicate(timeout=60)
+    assert command.returncode == 76, output
+    assert "stopped by SIGUSR1 before the run started" in output and "Traceback" not in output
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["here", "slow.py"]
+
+
 @pytest.mark.full
 def test_under_torchrun_a_schedulers_warning_saves(tmp_path: Path) -> None:
     """torchrun passes on what it is told to, and dies of it else."""

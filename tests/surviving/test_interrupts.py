@@ -3,10 +3,11 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 
-from allranks.surviving.interrupts import Interrupts
+from allranks.surviving.interrupts import Interrupts, StoppedBeforeStart, stopped_before_start
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,35 @@ def test_outside_the_main_thread_nothing_is_taken_over() -> None:
     thread.start()
     thread.join()
     assert found == [before]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_request_before_there_are_workers_cleans_up(number: signal.Signals) -> None:
+    cleaned: list[str] = []
+    with pytest.raises(StoppedBeforeStart, match=number.name), stopped_before_start():
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        except Exception:  # what a user's module may catch
+            cleaned.append("caught")
+        finally:
+            cleaned.append("finally")
+    assert cleaned == ["finally"] and signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_what_comes_after_the_run_does_not_change_its_end() -> None:
+    with stopped_before_start():
+        with Interrupts(lambda: None) as interrupts:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert (interrupts.first, interrupts.urgent) == (signal.SIGTERM, False)
+
+
+def test_what_a_parent_has_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopped_before_start():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

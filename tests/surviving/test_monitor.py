@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from allranks.config_guard import GuardConfig
-from allranks.observing.heartbeat import FIRST, LONGEST, MARK, PHASE, PHASES, PULSE, STEP
+from allranks.observing.heartbeat import FIRST, LONGEST, MARK, NUM_FIELDS, PHASE, PHASES, PULSE, STEP
 from allranks.surviving import monitor as module
 from allranks.surviving.monitor import (
     LEAST_HANG_SECONDS,
@@ -163,7 +163,7 @@ def test_a_new_attempt_begins_with_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_memory_is_shared_by_its_path_and_leaves_nothing() -> None:
     beats = SharedBeats(2)
     with open(beats.path, "r+b") as file:
-        file.seek(8 * (8 + STEP))
+        file.seek(8 * (NUM_FIELDS + STEP))
         file.write((41).to_bytes(8, sys.byteorder))
     assert beats.steps() == [0, 41]
     beats.ask()

@@ -1,8 +1,10 @@
 """Hangs, crashes and restarts through the agent, with real processes and real signals, which train without torch."""
 
+import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ import pytest
 from allranks.config_guard import GuardConfig
 from allranks.errors import RollbackError
 from allranks.failure import NO_PROGRESS, PREEMPTED, RAISED, TRANSIENT, Failure, describe_error
+from allranks.observing.heartbeat import MARK, PHASE, PHASES, STEP, Heartbeat
 from allranks.surviving.agent import run_workers
+from allranks.surviving.evidence import Testimony
 from allranks.surviving.forkserver import choose_start_method
+from allranks.surviving.monitor import Row
 from allranks.surviving.outcome import Outcome
 from allranks.surviving.supervisor import Supervision, Supervisor
 from allranks.verdict import Verdict
@@ -133,6 +138,44 @@ def test_attempts_that_come_further_cost_nothing(tmp_path: Path) -> None:
     assert not supervisor.may_restart(lost), "they give nothing back either"
     preempted = Failure(0, "h", 1, time.time(), PREEMPTED, "saved")
     assert not supervisor.may_restart(preempted)
+    supervisor.monitor.beats.close()
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_run_that_goes_on_while_it_is_judged_is_not_ended(
+    tmp_path: Path, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Verdict] = []
+    supervisor = Supervisor(Supervision(GuardConfig(hang_seconds=0.1), told.append, lambda: None), 2, tmp_path)
+    supervisor.begin_attempt()
+    for place in (0, 1):
+        slot = supervisor.monitor.beats.slot(place)
+        slot[PHASE], slot[STEP] = PHASES.index("step"), 7
+    supervisor.monitor.beats.slot(1)[STEP] = 8  # of a worker that has ended
+    time.sleep(0.2)
+
+    def ask(rows: Sequence[Row], *_: object) -> list[Testimony]:
+        if goes_on:
+            supervisor.monitor.beats.slot(0)[MARK] = time.monotonic_ns()
+        return [Testimony(row) for row in rows]
+
+    monkeypatch.setattr("allranks.surviving.supervisor.question", ask)
+    failure = supervisor.look({0: os.getpid()}, {0: 0, 1: 1})
+    supervisor.monitor.beats.close()
+    assert (failure is None, told == []) == (goes_on, goes_on)
+
+
+def test_the_runs_time_is_over_where_any_worker_shows_it(tmp_path: Path) -> None:
+    supervisor = Supervisor(Supervision(GuardConfig(), lambda verdict: None, lambda: None), 2, tmp_path)
+    supervisor.begin_attempt()
+    assert not supervisor.time_is_over(), "no limit"
+    hearts = [Heartbeat(supervisor.monitor.beats.slot(place)) for place in (0, 1)]
+    hearts[1].time_over(time.monotonic() + 3600)
+    assert not supervisor.time_is_over()
+    hearts[1].time_over(time.monotonic())
+    assert supervisor.time_is_over()
+    supervisor.begin_attempt()
+    assert not supervisor.time_is_over()
     supervisor.monitor.beats.close()
 
 

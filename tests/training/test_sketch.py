@@ -6,10 +6,13 @@ from unittest.mock import patch
 import pytest
 
 from allranks.errors import TaskError
-from allranks.profiling.known_tasks import find_known
+from allranks.model_profile import ModelProfile
+from allranks.profiling.cache import with_digest
+from allranks.profiling.known_tasks import find_known, keep_known
 from allranks.request import TrainRequest
+from allranks.stepping.profile import load_first
 from allranks.training.prepare import prepare
-from allranks.training.sketch import Sketch, sketch_of, trace_known
+from allranks.training.sketch import Sketch, replace_fault, sketch_of, trace_known
 from tests.commands import POINTS
 
 
@@ -45,3 +48,18 @@ def test_a_trace_is_known_to_the_next_one() -> None:
         trace_known(prepared, ("float32",), "cpu", sketch, lambda decision: None)
     failed = find_known(sketch.key)
     assert failed is not None and failed.fault == "no value here"
+
+
+def test_a_later_trace_takes_the_place_of_a_fault_and_of_nothing_else() -> None:
+    request, sketch = TrainRequest(task_spec=POINTS), outline()
+    loaded = load_first(prepare(request).task)
+    profile = with_digest(ModelProfile("Points", (), "float32"))
+    replace_fault(request, "float32", "cpu", profile, loaded)
+    assert find_known(sketch.key) is None
+    keep_known(sketch.key, {}, fault="its trace took longer than 60 s")
+    for precision in ("float32", "bfloat16"):
+        replace_fault(request, precision, "cpu", profile, loaded)
+    known = find_known(sketch.key)
+    assert known is not None and (known.fault, known.order, set(known.profiles)) == ("", "map", {"float32", "bfloat16"})
+    replace_fault(request, "float32", "cpu", with_digest(ModelProfile("Other", (), "float32")), loaded)
+    assert find_known(sketch.key) == known

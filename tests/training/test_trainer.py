@@ -7,6 +7,7 @@ import pytest
 
 from allranks.config import resolve_config
 from allranks.errors import ConfigError, GuardError
+from allranks.observing import heartbeat
 from allranks.observing.counters import Stopwatch
 from allranks.run import Run
 from allranks.training.saver import Saver
@@ -186,6 +187,8 @@ def test_the_end_of_its_time_is_a_stop_that_is_told(tmp_path: Path) -> None:
     assert saved(run)[-1] == stopped and events(run, "end")[-1]["reason"] == "stopped"
     (told,) = (event for event in events(run, "decision") if "train.max_seconds" in event["because"])
     assert told["step"] == stopped and "a step took up to" in told["because"] and "the last save" in told["because"]
+    over = heartbeat.current()._fields[heartbeat.TIME_OVER]
+    assert 0 < over <= time.monotonic_ns(), "what its agent reads"
     assert train(None, f"train.steps={stopped + 2}", resume=run) == 75 and max(losses(run)) == stopped
     assert train(None, f"train.steps={stopped + 2}", "train.max_seconds=none", resume=run) == 0
     assert saved(run)[-1] == stopped + 2

@@ -42,7 +42,12 @@ def task_facts(
 
     def make(seq: int | None, precision: str, device: str) -> ModelProfile:
         if (precision, device) not in profiles:
-            profiles[precision, device] = _profile(prepared.task, loaded(), precision, device, measured)
+            profile = _profile(prepared.task, loaded(), precision, device, measured)
+            profiles[precision, device] = profile
+            if not measured:
+                from allranks.training.sketch import replace_fault
+
+                replace_fault(request, precision, device, profile, loaded())
         found = profiles[precision, device]
         if seq is not None and seq != found.seq:
             raise ConfigError(

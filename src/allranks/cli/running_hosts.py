@@ -14,13 +14,14 @@ from allranks.cli.in_workers import DEMO, train_in_workers
 from allranks.cli.output import print_error
 from allranks.cli.run_ended import Document
 from allranks.errors import AllranksError, ConfigError, LayoutError, RunError
-from allranks.failure import end_process
+from allranks.failure import TRANSIENT, end_process
 from allranks.hosts_request import Endpoint, HostsRequest
 from allranks.launching.environment import ProcessEnvironment
 from allranks.layout import num_processes
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.surviving.hosts.secret import take_secret
+from allranks.surviving.interrupts import StoppedBeforeStart
 from allranks.verdict import Decision, Verdict
 
 if TYPE_CHECKING:
@@ -137,6 +138,10 @@ def run_on_hosts(
         if meeting.stuck:
             # The thread that waits for a host that says nothing would take an orderly exit for an accident.
             end_process(print_error(error, json=request.json))
+        raise
+    except StoppedBeforeStart:
+        if meeting.stuck:
+            end_process(TRANSIENT)
         raise
     finally:
         meeting.close(over=False)

@@ -1,6 +1,7 @@
 """`allranks train`: from arguments told apart by their form to one TrainRequest, and one call."""
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,8 +9,10 @@ from typing import Annotated, Literal
 import typer
 
 from allranks.errors import ConfigError
+from allranks.failure import TRANSIENT
 from allranks.hosts_request import read_hosts
 from allranks.request import TrainRequest
+from allranks.surviving.interrupts import StoppedBeforeStart, stopped_before_start
 
 # torchrun takes a bare --run for an abbreviation of its own --run-path, even behind the program's name.
 RUN_NAMES = ("--run", "--run-dir")
@@ -106,9 +109,19 @@ def train(
         change=tuple(change or ()),
         hosts=read_hosts(nodes, rendezvous, secret_file),
     )
-    from allranks.cli.running import train as start_training
+    return _start(request)
 
-    return start_training(request)
+
+def _start(request: TrainRequest) -> int:
+    """The exit code. Who is asked to stop while this process still imports and plans has nothing to save."""
+    try:
+        with stopped_before_start():
+            from allranks.cli.running import train as start_training
+
+            return start_training(request)
+    except StoppedBeforeStart as stopped:
+        print(f"stopped by {stopped.name} before the run started: start it again", file=sys.stderr, flush=True)
+        return TRANSIENT
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[str | None, Path | None, tuple[str, ...]]:

@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 PULSE_SECONDS = 0.5
-NUM_FIELDS = 8
+NUM_FIELDS = 9
 SLOT_BYTES = 8 * NUM_FIELDS
-PULSE, MARK, PHASE, STEP, FIRST, LONGEST, ASKED, ANSWERED = range(NUM_FIELDS)
+PULSE, MARK, PHASE, STEP, FIRST, LONGEST, ASKED, ANSWERED, TIME_OVER = range(NUM_FIELDS)
 """Fields of a slot, 64-bit whole numbers each; times in nanoseconds.
 
 PULSE: when the thread last ran. MARK: when the loop last came further. PHASE: what it does since, by its place in
 PHASES. STEP: optimizer steps done since the first start. FIRST: how long the first step of this attempt took. LONGEST:
 the longest later one. ASKED, ANSWERED: how often the agent has asked for the collectives, and was answered.
+TIME_OVER: when the run's time is over, or was agreed to be; 0: it has no end.
 """
 
 STACK_SIGNAL = signal.SIGRTMIN + 10 if sys.platform == "linux" else signal.SIGUSR2
@@ -66,6 +67,10 @@ class Heartbeat:
         """An optimizer step begins."""
         self.enter("first step" if self._first else "step")
         self._began = time.monotonic_ns()
+
+    def time_over(self, moment: float | None) -> None:
+        """The run's time ends at `moment` of `time.monotonic`; None: never."""
+        self._fields[TIME_OVER] = 0 if moment is None else round(moment * 1e9)
 
     @contextmanager
     def loading(self) -> Iterator[None]:

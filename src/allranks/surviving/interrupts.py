@@ -2,7 +2,7 @@
 
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, final
 
@@ -37,7 +37,8 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._replaced.items():
-            signal.signal(number, handler)
+            # After the run its exit code stands: what `stopped_before_start` would raise would take its place.
+            signal.signal(number, signal.SIG_IGN if handler is _stop else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.first is None:
@@ -45,3 +46,39 @@ class Interrupts:
         else:
             self.urgent = True
         self._on_request()
+
+
+class StoppedBeforeStart(BaseException):
+    """A request to stop came before there were workers to pass it on to: past all that catches Exception.
+
+    Attributes:
+        name: of the signal.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+@contextlib.contextmanager
+def stopped_before_start() -> Iterator[None]:
+    """Inside, what reads as SIGTERM raises StoppedBeforeStart, so that what is under way is cleaned up, as by Ctrl-C.
+
+    Without it each signal ends the process with a code of its own (SIGUSR1: 138). `Interrupts` takes over inside. What
+    the caller's parent has ignored (nohup) or somebody else sees to stays as it is.
+    """
+    replaced: list[signal.Signals] = []
+    with contextlib.suppress(ValueError):  # not the main thread
+        for number in SIGNALS:
+            if number != signal.SIGINT and signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _stop)
+                replaced.append(number)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise StoppedBeforeStart(signal.Signals(number).name)

@@ -57,7 +57,7 @@ class Row:
         phase: what it does.
         quiet_seconds: how long since it came further.
         pulse_seconds: how long since a thread of its Python ran; None: it cannot be asked yet.
-        step: optimizer steps done.
+        step, mark: optimizer steps done; a number that changes whenever it comes further.
         first_seconds, longest_seconds: its first step of this attempt, the longest later one; 0.0 where there is none.
     """
 
@@ -70,6 +70,7 @@ class Row:
     step: int
     first_seconds: float
     longest_seconds: float
+    mark: int = 0
 
 
 @final
@@ -233,6 +234,7 @@ class Monitor:
             step=slot[STEP],
             first_seconds=slot[FIRST] / 1e9,
             longest_seconds=slot[LONGEST] / 1e9,
+            mark=slot[MARK],
         )
 
     def _find_stopped(self, rows: Sequence[Row], now: float) -> Alarm | None:

@@ -15,6 +15,7 @@ from typing import final
 
 from allranks.config_guard import GuardConfig
 from allranks.failure import NO_PROGRESS, STOPS, TRANSIENT, Failure
+from allranks.observing.heartbeat import MARK, STEP, TIME_OVER
 from allranks.observing.journal import Journal
 from allranks.run import Run
 from allranks.surviving.evidence import Testimony, question
@@ -77,13 +78,18 @@ class Supervisor:
     def __init__(self, supervision: Supervision, num_workers: int, logs: Path) -> None:
         self.monitor = Monitor(supervision.guard, num_workers)
         self.restarts = 0
-        self._supervision = supervision
+        self._supervision, self._num_workers = supervision, num_workers
         self._logs = logs
         self._paid = 0
         self._furthest = 0
         self._told: Ruling | None = None
         self._doubted_at: float | None = None
         self._halved: str | None = None
+
+    def time_is_over(self) -> bool:
+        """Whether the run's time has passed (train.max_seconds), by this host's clock or as all ranks have agreed."""
+        beats, now = self.monitor.beats, time.monotonic_ns()
+        return any(0 < beats.slot(place)[TIME_OVER] <= now for place in range(self._num_workers))
 
     def begin_attempt(self) -> None:
         """Workers are about to be started, for the first time or again."""
@@ -98,7 +104,10 @@ class Supervisor:
             ranks: local rank -> global rank.
         """
         alarm = self.notice(pids, ranks)
-        return None if alarm is None else self.obey(self.judge(self.question(pids, ranks), alarm))
+        if alarm is None:
+            return None
+        ruling = self.judge(self.question(pids, ranks), alarm)
+        return self.obey(None if ruling.failure is not None and self.is_outdated(ruling, pids, ranks) else ruling)
 
     def notice(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> Alarm | None:
         """What is wrong with the living workers of this host, once; arguments as of `look`."""
@@ -131,14 +140,23 @@ class Supervisor:
         culprits = culprits or alarm.ranks
         if not alarm.act:
             return Ruling(verdict, alarm.ranks, step, slow=True)
-        ends = guard.hang != "report"
-        return Ruling(verdict, culprits, step, failure=_describe(culprits, found, absent, verdict) if ends else None)
+        failure = None if guard.hang == "report" else _describe(culprits, found, absent, verdict)
+        marks = {one.row.rank: one.row.mark for one in found if one.row.rank in alarm.ranks}
+        return Ruling(verdict, culprits, step, marks, failure=failure)
+
+    def is_outdated(self, ruling: Ruling, pids: Mapping[int, int], ranks: Mapping[int, int]) -> bool:
+        """Whether the living workers of this host show that the run has gone on since they were looked at for `ruling`.
+
+        Arguments as of `look`.
+        """
+        slots = {ranks[place]: self.monitor.beats.slot(place) for place in pids}
+        return ruling.is_outdated((rank, slot[STEP], slot[MARK]) for rank, slot in slots.items())
 
     def obey(self, ruling: Ruling | None) -> Failure | None:
         """Tell what has been found, unless it was told before; the failure for which all workers have to be ended.
 
         Args:
-            ruling: None: with a look at all hosts nothing is wrong.
+            ruling: None: with a look at all hosts nothing is wrong, or nothing is any more.
         """
         if ruling is None:
             self._doubted_at = time.monotonic()

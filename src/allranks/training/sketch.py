@@ -2,18 +2,23 @@
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 
 from allranks.errors import TaskError
+from allranks.model_profile import ModelProfile
 from allranks.profiling.cache import ProfileCache, have_sources, key_of, plain_attributes
-from allranks.profiling.known_tasks import KnownTask, keep_known
+from allranks.profiling.known_tasks import KnownTask, find_known, keep_known
+from allranks.request import TrainRequest
 from allranks.training.counted_parameters import build_unfilled, count_in
-from allranks.training.prepare import Prepared
+from allranks.training.prepare import Prepared, prepare
 from allranks.verdict import Decision
+
+if TYPE_CHECKING:
+    from allranks.stepping.profiled_step import FirstBatches
 
 
 @final
@@ -88,6 +93,20 @@ def trace_known(
         keep_known(key, {}, fault=str(error))
         raise TaskError(str(error)) from error
     return keep_known(key, profiles, loaded.order, loaded.sample_seconds)
+
+
+def replace_fault(
+    request: TrainRequest, precision: str, device: str, profile: ModelProfile, loaded: "FirstBatches"
+) -> None:
+    """Keep what a trace has found for the next start, where one before it has failed or took too long.
+
+    The outline is drawn of a task that has not been traced: one may remember how often it was.
+    """
+    with suppress(Exception):  # the user's code runs once more; what was found does not depend on it
+        key = sketch_of(prepare(request), device).key
+        known = find_known(key)
+        if known is not None and precision not in known.profiles:
+            keep_known(key, {**known.profiles, precision: profile}, loaded.order, loaded.sample_seconds)
 
 
 @contextmanager

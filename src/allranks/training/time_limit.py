@@ -41,6 +41,11 @@ class TimeLimit:
         self._looked: float | None = None
         self._longest: float | None = None
 
+    @property
+    def ends_at(self) -> float | None:
+        """When the time is over, by the clock of `time.monotonic`; None: never."""
+        return None if self._seconds is None or self._began is None else self._began + self._seconds
+
     def is_reached(self) -> bool:
         """Whether the run has to stop now to have saved in time; called once in every step.
 

@@ -103,6 +103,7 @@ class Trainer:
         limit = session.config.train.max_seconds
         self._limit = TimeLimit(limit, began, self._lag, self._saves.seconds_to_save)
         session.step.expired = self._limit.is_reached
+        self._heart.time_over(self._limit.ends_at)
 
     def train(self) -> Ending:
         """Step until the data or the steps end, or a stop is agreed; save and evaluate at the end; collective."""
@@ -182,6 +183,7 @@ class Trainer:
         if agreed.interrupt:
             return "interrupted"
         if agreed.expired:
+            self._heart.time_over(time.monotonic())  # by whichever rank's clock: its agent starts nothing any more
             self._decide(self._limit.explain(batch.step), batch.step)
         if agreed.terminate or agreed.expired:
             return "terminated"

@@ -1,6 +1,7 @@
 """What one host does among others: whom it looks after, and how the leader judges. The company is a stand-in."""
 
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from allranks.config_guard import GuardConfig
 from allranks.errors import ProcessError
 from allranks.failure import Failure
 from allranks.hosts_request import Endpoint
+from allranks.observing.heartbeat import STEP
 from allranks.surviving.hosts import member as module
 from allranks.surviving.hosts.ending import Ending, Report
 from allranks.surviving.hosts.meeting import MeetingStore
@@ -116,7 +118,11 @@ class Budget:
         self.left: list[list[str]] = []
         self.succeeded: list[Failure] = []
         self.steps = [0]
+        self.over = False
         self.monitor = SimpleNamespace(beats=SimpleNamespace(steps=lambda: self.steps))
+
+    def time_is_over(self) -> bool:
+        return self.over
 
     def may_restart(self, failure: Failure) -> bool:
         self.restarts -= 1
@@ -318,6 +324,20 @@ def test_where_a_host_cannot_leave_all_stop(case: str) -> None:
     assert budget.left == [] and not others.notices.again
 
 
+@pytest.mark.parametrize("change", ["join", "leave"])
+def test_a_run_whose_time_is_over_is_not_started_again_with_other_hosts(change: str) -> None:
+    others, budget = Others(), Budget(1)
+    others.least = 1
+    leader, _ = member(others, budget)
+    if change == "join":
+        others.waiting, budget.steps = ("c",), [3]
+        assert leader.admits()
+    budget.over = True
+    others.said[1] = Report(75, stopped=change == "leave")
+    assert leader.settle(Outcome(75)) == "end" and others.notices.ended == Ending(75)
+    assert not others.notices.again and (budget.admitted, budget.left) == ([], [])
+
+
 def test_a_run_that_is_done_or_stopped_meanwhile_admits_nobody() -> None:
     for said in (Report(0), Report(75, stopped=True)):
         others, budget = Others(), Budget(0)
@@ -363,6 +383,7 @@ class Hosts:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **guard: Any) -> None:
         monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+        monkeypatch.setattr("allranks.surviving.hosts.hearing.OBJECT_SECONDS", 0.0)
         store = MeetingStore(HashStore(), Endpoint("here", 1), "here", serves=True, call_seconds=5.0)
         self.told: tuple[list[Verdict], list[Verdict]] = ([], [])
         self.others = [Others(leads=leads) for leads in (True, False)]
@@ -423,6 +444,22 @@ def test_a_checkpoint_on_another_host_is_no_hang_and_is_looked_at_again_later(
     hosts = Hosts(tmp_path, monkeypatch)
     hosts.stand(monkeypatch, witness(0, collective(12)), witness(1, phase="checkpoint"))
     assert hosts.look() == [None, None] and hosts.told == ([], [])
+    assert all(one._supervisor is not None and one._supervisor._doubted_at is not None for one in hosts.members)
+
+
+def test_a_run_that_goes_on_anywhere_while_it_is_judged_is_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = Hosts(tmp_path, monkeypatch)
+    hosts.stand(monkeypatch, witness(0, collective(12)), witness(1, collective(11, waits=False)))
+    monkeypatch.setattr("allranks.surviving.hosts.hearing.OBJECT_SECONDS", 0.3)
+    assert hosts.look() == [None, None]
+    supervisor = hosts.members[1]._supervisor
+    assert supervisor is not None
+    supervisor.monitor.beats.slot(0)[STEP] = 13
+    time.sleep(0.3)
+    assert [hosts.members[place].look({0: 100 + place}, {0: place}) for place in (1, 0)] == [None, None]
+    assert hosts.told == ([], [])
     assert all(one._supervisor is not None and one._supervisor._doubted_at is not None for one in hosts.members)
 
 

@@ -101,7 +101,8 @@ class Member:
         """Do what is due in a hearing of what hangs, and tell what has been found."""
         if self._supervisor is None or self._hearing is None:
             return
-        for ruling in self._hearing.attend(self._state, self._rule if self._company.leads else None):
+        judge = self._rule if self._company.leads else None
+        for ruling in self._hearing.attend(self._state, judge, self._is_outdated if self._workers[0] else None):
             self._hung = self._supervisor.obey(ruling) or self._hung
 
     def _state(self) -> Statement:
@@ -117,6 +118,10 @@ class Member:
         if alarm is None:
             return None
         return self._supervisor.judge(found, alarm, find_absent(self._company.table, statements))
+
+    def _is_outdated(self, ruling: Ruling) -> bool:
+        assert self._supervisor is not None
+        return self._supervisor.is_outdated(ruling, *self._workers)
 
     def admits(self) -> bool:
         """Whether the leader's workers are to save and end now, so that hosts that wait can join; said once.
@@ -177,7 +182,8 @@ class Member:
         if not failures and self._lost is None:
             if None in reports:
                 return "wait"
-            if self._may_admit(said) or self._may_leave(said):
+            over = self._supervisor is not None and self._supervisor.time_is_over()
+            if not over and (self._may_admit(said) or self._may_leave(said)):
                 return "again"
             return self._end(Ending(next((one.exit_code for one in said if one.exit_code), 0)), outcome)
         cause = first_failure([*failures, *filter(None, [self._lost])])

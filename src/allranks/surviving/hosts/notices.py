@@ -7,6 +7,7 @@ meet/ROUND                 the attempt, the address of the workers' store, the h
 inquiry/ROUND              something is wrong: the number of the question what (hearing.py)
 statement/ROUND/NUMBER/PLACE  where a host's workers stand (Statement)
 ruling/ROUND               what that means, for all (Ruling)                                     (by the leader)
+objection/ROUND            the number of a ruling since which the run has gone on
 trouble/ROUND              workers of a host have failed
 report/ROUND/PLACE         how a host's workers ended (Report)
 again/ROUND                all workers have saved and ended, and start again                     (by the leader)
@@ -36,6 +37,11 @@ class Notices:
     def post(self, key: str, value: Json) -> None:
         """Put it up; what stood under `key` goes."""
         self._meeting.write(key, self._seal.close(key, value))
+
+    def replace(self, key: str, before: Json | None, value: Json) -> None:
+        """Put it up where `before` still stands (None: nothing); who was faster is not written over."""
+        expected = "" if before is None else self._seal.close(key, before)
+        self._meeting.exchange(key, expected, self._seal.close(key, value))
 
     def read(self, key: str) -> Json | None:
         """What is up under `key`, or None."""
