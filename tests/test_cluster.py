@@ -30,3 +30,11 @@ def test_a_cluster_is_a_value() -> None:
         CLUSTER.nodes = 4  # type: ignore[misc]
     assert dataclasses.replace(CLUSTER, nodes=4).num_devices == 32
     assert dataclasses.replace(CLUSTER) == CLUSTER
+
+
+def test_a_host_has_what_the_cluster_says_or_the_shares_of_its_devices() -> None:
+    assert CLUSTER.memory_of_host is None and not CLUSTER.takes_vendors_host
+    vendors = dataclasses.replace(CLUSTER, device=dataclasses.replace(CLUSTER.device, host_memory_bytes=250e9))
+    assert vendors.memory_of_host == 8 * 250e9 and vendors.takes_vendors_host
+    own = dataclasses.replace(vendors, host_memory_bytes=1e12)
+    assert own.memory_of_host == 1e12 and not own.takes_vendors_host

@@ -138,11 +138,13 @@ def _devices() -> Iterator[str]:
     yield ""
     yield (
         "Peaks are dense, at bfloat16 (float16 where there is none). Inside and between are what a string without `@`"
-        " takes. There are no prices and no watts in the catalog: they are yours to give."
+        " takes. Host GB is a device's share of its host's memory in the node that the source describes: nodes of a"
+        " string are taken to have as much for each of their devices; `-` is not known. There are no prices and no"
+        " watts in the catalog: they are yours to give."
     )
     yield ""
-    yield "| name | also | device | memory GB | GB/s | TFLOP/s | measured | inside | between | source |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield "| name | also | device | memory GB | GB/s | TFLOP/s | measured | host GB | inside | between | source |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for name in catalog.device_names():
         found = catalog.find_device(name)
         device = found.device
@@ -156,6 +158,7 @@ def _devices() -> Iterator[str]:
             f"{device.memory_bandwidth / 1e9:g}",
             f"{device.peak_flops[precision] / 1e12:g}",
             "-" if best is None else f"{best / 1e12:g}",
+            "-" if device.host_memory_bytes is None else f"{device.host_memory_bytes / 1e9:g}",
             f"`{found.inside}`",
             f"`{found.between}`: {found.because}",
             device.source,

@@ -49,6 +49,7 @@ class Device:
             a GPU, and where nobody knows.
         cores: of a processor, what one process has of it: below 1 where processes share a core.
         fixed: of a processor: what its small programs took besides their kernels and bytes.
+        host_memory_bytes: its share of the host's memory in the vendor's node; None where nobody says.
         source: where the figures come from.
     """
 
@@ -67,6 +68,7 @@ class Device:
     context_bytes: float | None = None
     cores: float | None = None
     fixed: FixedSeconds = field(default_factory=FixedSeconds)
+    host_memory_bytes: float | None = None
 
     @property
     def kind(self) -> str:
@@ -114,7 +116,8 @@ class Cluster:
         nodes, devices_per_node: how many.
         inside: the link between devices of one `domain`; between: the link between domains.
         domain: devices that `inside` joins: a node's, or more (72 in a GB200 NVL72 rack).
-        host_memory_bytes, host_bandwidth: of a node, and between a device and its host in bytes/s; None where unknown.
+        host_memory_bytes, host_bandwidth: of a node, and between a device and its host in bytes/s; None where nobody
+            says it of this cluster (`memory_of_host` then has the vendor's).
         device_hour_price, currency, device_watts: None unless the user's file or a dated source gives them.
         price_source: where the price and the watts come from.
         machine: where it stands for the machine at hand, that machine and a digest of the figures; else "".
@@ -145,3 +148,15 @@ class Cluster:
     def num_devices(self) -> int:
         """Devices in the cluster."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def memory_of_host(self) -> float | None:
+        """Bytes of a node: as the cluster says, else its devices' shares in the vendor's node; None where unknown."""
+        if self.host_memory_bytes is not None or self.device.host_memory_bytes is None:
+            return self.host_memory_bytes
+        return self.devices_per_node * self.device.host_memory_bytes
+
+    @property
+    def takes_vendors_host(self) -> bool:
+        """Whether `memory_of_host` is the vendor's: somebody else's nodes may have another."""
+        return self.host_memory_bytes is None and self.device.host_memory_bytes is not None

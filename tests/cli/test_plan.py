@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_1_and_says_what_is_closest(capsys: pytest.CaptureF
 def test_what_fits_with_offload_alone_says_so_and_how_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("llama3-70b", "--cluster", "8:a100-80g", "--global-batch", "64", "--seq", "4096")
     text = plan(capsys, *words, code=1)
-    assert "DOES NOT FIT without offload: the closest is " in text and "MAY FIT WITH OFFLOAD: " in text
+    assert "DOES NOT FIT without offload: the closest is " in text and "\nFITS WITH OFFLOAD: " in text
     flat = " ".join(text.split())
     option = re.search(r"ask for it: (--layout) (\S+)", flat)
     assert option is not None and max(map(len, text.splitlines())) <= 100

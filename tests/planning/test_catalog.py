@@ -59,6 +59,30 @@ def test_memory_is_what_the_driver_reports() -> None:
     assert catalog.find_device("tpu-v4").device.memory_bytes == 32 * 2**30
 
 
+@pytest.mark.parametrize(
+    ("name", "per_node", "source"),
+    [
+        ("v100-16g", 512e9, "training_results_v0.7 (2020-07)"),
+        ("a100-80g", 2e12, "training_results_v2.0 (2022-06)"),
+        ("h100", 2e12, "training_results_v3.1 (2023-11)"),
+        ("h200", 2e12, "inference_results_v4.1 (2024-08)"),
+        ("gb200", 1.7e12, "training_results_v5.1 (2025-11)"),
+        ("mi300x", 1.5e12, "training_results_v5.1 (2025-11)"),
+    ],
+)
+def test_the_vendors_node_has_a_published_host_memory(name: str, per_node: float, source: str) -> None:
+    found = catalog.find_device(name)
+    assert build_cluster(name, 2, found.devices_per_node, found, None).memory_of_host == per_node
+    assert source in found.device.source.partition("; host memory: ")[2]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_no_host_memory_is_without_its_dated_source(name: str) -> None:
+    device = catalog.find_device(name).device
+    assert (device.host_memory_bytes is None) == ("; host memory: " not in device.source)
+    assert device.host_memory_bytes is None or re.search(r"; host memory: \S+ \(20\d\d-\d\d\) ", device.source)
+
+
 def test_published_times_of_a_collective() -> None:
     rows = catalog.find_link("nvlink3").measured["all_reduce"][8]
     assert rows[0] == (1048576.0, 92.8e-6) and rows[-1] == (1073741824.0, 8193e-6)

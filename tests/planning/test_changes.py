@@ -17,6 +17,7 @@ from tests.planning.profiles import decoder
 from tests.planning.questions import ask
 
 QUESTION = ask()
+UNKNOWN = ask(where="2x8:a800")  # nobody says what its hosts have
 LAYOUT = Layout(dp_replicate=2, dp_shard=4, tp=2)
 
 
@@ -105,7 +106,7 @@ def test_larger_units_are_gathered_whole() -> None:
     ],
 )
 def test_a_change_that_no_rule_lets_in_is_refused(change: str, because: str) -> None:
-    found = what_if(change, weigh(), QUESTION)
+    found = what_if(change, weigh(), UNKNOWN if "offload" in change else QUESTION)
     assert found.estimate is None and because in found.because
 
 
@@ -117,7 +118,7 @@ def test_positions_are_written_as_for_the_whole_plan() -> None:
 
 def test_the_optimizer_on_the_host_is_weighed_and_says_what_the_host_holds() -> None:
     """Where nobody says how much memory a host has, too: the line has what it takes."""
-    found = what_if("offload=parameters", weigh(), QUESTION)
+    found = what_if("offload=parameters", weigh(UNKNOWN), UNKNOWN)
     assert found.estimate is not None and found.estimate.host_capacity_bytes is None
     assert found.estimate.memory.optimizer == 0.0
     assert f", {format_bytes(found.estimate.host_bytes)} in each host's memory" in found.because

@@ -1,11 +1,12 @@
 """What there is to choose from: every layout once, every micro-batch that the engine takes."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
 
 from allranks.layout import Layout
-from allranks.planning.choices import Space, every_choice, layouts, of_layout, splits
+from allranks.planning.choices import Space, every_choice, kept_modes, layouts, of_layout, splits
 from allranks.planning.rules import check
 from tests.planning.profiles import cluster, decoder
 
@@ -53,3 +54,13 @@ def test_a_written_layout_notes_who_is_refused() -> None:
     refusals: dict[tuple[str, str], object] = {}
     assert list(of_layout(space, Layout(tp=8), refusals)) == []  # type: ignore[arg-type]
     assert [rule for rule, _ in refusals] == ["tensor"]
+
+
+def test_the_vendors_host_is_filled_only_where_somebody_asks() -> None:
+    there = cluster(1, 4, host_memory_bytes=None)
+    there = replace(there, device=replace(there.device, host_memory_bytes=250e9))
+    space = Space({"bfloat16": decoder()}, there, 16)
+    assert {offload for _, offload in kept_modes(space)} == {"none"}
+    assert {offload for _, offload in kept_modes(replace(space, modes={"offload": "activations"}))} == {"activations"}
+    own = replace(space, cluster=replace(there, host_memory_bytes=1e12))
+    assert {offload for _, offload in kept_modes(own)} == {"none", "activations"}

@@ -256,3 +256,12 @@ def test_a_plan_takes_the_tables_of_a_measured_accelerator(tmp_path: Path) -> No
     assert step(300, 50).time.compute > 1.3 * first.time.compute
     assert step(300, 50).time.optimizer == first.time.optimizer
     assert step(600, 5).time.optimizer > 3 * first.time.optimizer
+
+
+def test_a_host_is_the_files_or_the_catalogs(tmp_path: Path) -> None:
+    said, silent = tmp_path / "said.toml", tmp_path / "silent.toml"
+    words = 'nodes = 2\ndevices_per_node = 4\ndevice = "h100"\n'
+    silent.write_text(words)
+    said.write_text("host_memory_gb = 700\n" + words)
+    assert (read_cluster(silent).host_memory_bytes, read_cluster(silent).memory_of_host) == (None, 4 * 250e9)
+    assert read_cluster(said).memory_of_host == 700e9

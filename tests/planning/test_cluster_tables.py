@@ -48,6 +48,16 @@ def test_a_figure_is_limited_beside_the_others() -> None:
     assert DeviceTable.model_validate(slow).to_device().memory_bandwidth == 2e9  # what was measured is believed
 
 
+def test_the_share_of_a_host_is_read_and_limited() -> None:
+    given = {**DEVICE, "memory_gb": 80}
+    assert DeviceTable.model_validate(given).to_device().host_memory_bytes is None
+    device = DeviceTable.model_validate({**given, "host_memory_gb": Decimal("187.5")}).to_device()
+    assert device.host_memory_bytes == 187.5e9
+    assert DeviceTable.from_device(device)["host_memory_gb"] == Decimal("187.5")
+    with pytest.raises(ValidationError, match=r"host_memory_gb = 250000000000 is more than any host has"):
+        DeviceTable.model_validate({**given, "host_memory_gb": 250_000_000_000})
+
+
 @given(st.floats(1e-9, 1e15, allow_nan=False), st.sampled_from([GIGA, MICRO, Decimal(1)]))
 def test_a_value_survives_its_unit(value: float, unit: Decimal) -> None:
     amount = exactly(value, unit)

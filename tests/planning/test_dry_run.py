@@ -63,7 +63,7 @@ def test_a_host_has_to_have_room_for_what_was_counted(host_bytes: float, fits: b
         and after.fits is fits
         and weigh(before, counted).outcome == ("stands" if fits else "dropped")
     )
-    short = "" if fits else "; 3.1 GB in a host's memory, which has 3.0 GB for what is moved there"
+    short = "" if fits else "; 3.1 GB in a host's memory, which has 3.0 GB for what is moved there (80% of its 3.8 GB)"
     assert what_changed(before, counted) == f"12.0 GB counted, 10.0 GB planned{short}; messages as planned"
 
 

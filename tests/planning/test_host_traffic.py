@@ -9,6 +9,7 @@ from allranks.cluster import Cluster
 from allranks.layout import Layout
 from allranks.plan import Choice, Estimate
 from allranks.planning.estimate import estimate
+from allranks.planning.host_traffic import host_capacity_bytes, vendors_host
 from tests.planning.profiles import cluster, decoder
 
 PROFILE = decoder(layers=32, hidden=1024, ffn=4096, seq=2048, heads=8, vocab=64)
@@ -48,3 +49,18 @@ def test_recompute_leaves_less_to_move() -> None:
     inputs = weigh(cluster(), offload="activations", recompute="full")
     assert 0 < inputs.host_bytes < 0.5 * plain.host_bytes
     assert replace(plain.time, offload=0.0).total <= plain.time.total
+
+
+def test_a_host_that_nobody_described_is_the_vendors_and_is_said_to_be() -> None:
+    there = cluster(1, 4, host_memory_bytes=None)
+    assert host_capacity_bytes(there) is None and vendors_host(there) == ""
+    vendors = replace(there, device=replace(there.device, host_memory_bytes=250e9))
+    assert host_capacity_bytes(vendors) == 0.8 * 1e12
+    assert vendors_host(vendors).startswith("each host is taken to have 1.0 TB, because the catalog's node of toy ")
+    assert vendors_host(replace(vendors, host_memory_bytes=2e12)) == ""
+    roomy = weigh(cluster(), offload="activations")  # of all eight processes of the node together
+    share = roomy.host_bytes / 8
+    for size, fits in ((share / 0.79, True), (share / 0.81, False)):
+        there = cluster(host_memory_bytes=None)
+        there = replace(there, device=replace(there.device, host_memory_bytes=size))
+        assert weigh(there, offload="activations").fits is fits

@@ -5,7 +5,15 @@ from typing import Any
 
 from allranks.layout import Layout
 from allranks.plan import Choice, Estimate, MemoryUse, Span, StepTime
-from allranks.planning.reasons import bytes_by_category, difference, seconds_by_cause, why_first, why_not, why_unfit
+from allranks.planning.reasons import (
+    bytes_by_category,
+    difference,
+    refused_by_host,
+    seconds_by_cause,
+    why_first,
+    why_not,
+    why_unfit,
+)
 
 
 def estimate(time: StepTime, memory: MemoryUse, capacity: float = 80e9, **changes: Any) -> Estimate:
@@ -58,7 +66,23 @@ def test_what_does_not_fit_says_what_is_too_large() -> None:
 def test_a_host_that_is_full_is_said() -> None:
     moved = replace(BEST, host_bytes=2e12, host_capacity_bytes=1e12)
     assert not moved.fits
-    assert why_unfit(moved) == "does not fit: 2.0 TB in a host's memory, which has 1.0 TB for what is moved there"
+    assert (
+        why_unfit(moved)
+        == "does not fit: 2.0 TB in a host's memory, which has 1.0 TB for what is moved there (80% of its 1.2 TB)"
+    )
+
+
+def test_a_host_that_is_too_small_is_a_refusal_with_its_numbers() -> None:
+    moved = replace(BEST, host_bytes=2e12, host_capacity_bytes=1.6e12)
+    refusal = refused_by_host(moved)
+    assert refusal is not None and (refusal.rule, refusal.layout) == ("host_memory", str(BEST.choice.layout))
+    assert refusal.because == (
+        "the processes of a node keep 2.0 TB in a host's memory, which has 1.6 TB for what is moved there"
+        " (80% of its 2.0 TB)"
+    )
+    assert refused_by_host(replace(moved, host_bytes=1.6e12)) is None
+    full = estimate(StepTime(compute=1.0), MemoryUse(weights=90e9))
+    assert refused_by_host(replace(full, host_bytes=2e12, host_capacity_bytes=1e12)) is None
 
 
 def test_a_change_is_a_difference_in_memory_and_speed() -> None:

@@ -81,6 +81,13 @@ def test_offload_wants_to_know_the_hosts(hosts: dict[str, Any], missing: str) ->
     assert found is not None and found.rule == "blocks" and missing in found.because
 
 
+def test_offload_takes_the_host_of_the_vendor() -> None:
+    there = cluster(host_memory_bytes=None)
+    there = dataclasses.replace(there, device=dataclasses.replace(there.device, host_memory_bytes=250e9))
+    for mode in ("activations", "all"):
+        assert rules.check(decoder(), there, choose(dp_shard=8, offload=mode)) is None
+
+
 @pytest.mark.parametrize(
     "layout",
     [

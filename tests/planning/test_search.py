@@ -205,3 +205,16 @@ def test_the_front_gives_up_time_for_memory() -> None:
         assert faster.peak_bytes.high > slower.peak_bytes.high
     for one in fitting:
         assert any(rank(other) <= rank(one) and other.peak_bytes.high <= one.peak_bytes.high for other in shown)
+
+
+@pytest.mark.parametrize(("share", "fits"), [(250e9, True), (1e8, False)])
+def test_offload_is_searched_where_asked_and_held_to_the_host_of_the_vendor(share: float, fits: bool) -> None:
+    modes = {"recompute": "full", "sharding": "full"}
+    asked = ask("llama3-8b", "8:a100-40g", 64, micro_batch=1, modes=modes)
+    there = replace(asked.cluster, device=replace(asked.cluster.device, host_memory_bytes=share))
+    by_itself = Search(asked.on(there).space()).run()
+    assert {choice.layout.offload for choice in (*by_itself.estimates, *by_itself.fits)} == {"none"}
+    found, every = both(replace(asked, modes={**modes, "offload": "activations"}).on(there).space())
+    assert (found.best is not None) is (every.best is not None) is fits
+    if found.best is not None and every.best is not None:
+        assert rank(found.best) == rank(every.best) and found.best.host_bytes <= 0.8 * 8 * share

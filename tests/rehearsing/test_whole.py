@@ -1,5 +1,7 @@
 """A whole dry run: the ranks that were asked for, a margin on GPUs, and what is not rehearsed."""
 
+import pytest
+
 from allranks.planning.hardware import find_cluster
 from allranks.rehearsing.whole import CONTEXT_BYTES, Question, rehearse
 from tests.rehearsing.tasks import Tokens, configured
@@ -29,3 +31,11 @@ def test_on_a_processor_there_is_none() -> None:
     assert told.margin_bytes == 0
     assert told.decisions == ()
     assert not any("CUDA" in line for line in told.unrehearsed)
+
+
+@pytest.mark.parametrize(("device", "said"), [("a100-80g", 200e9), ("a800", None)])
+def test_what_waits_on_the_vendors_host_is_held_to_it_and_said(device: str, said: float | None) -> None:
+    told = rehearse(question(f"1x2:{device}", "fsdp,offload=parameters", 0))
+    assert told.host_capacity_bytes == said
+    note = "each host is taken to have 500.0 GB, because the catalog's node of a100-80g has as much for as many devices"
+    assert any(one.startswith(note) for one in told.decisions) is (said is not None)

@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 
-from allranks.plan import Checked, Plan, Ranked, Refusal
+from allranks.plan import Checked, Estimate, Plan, Ranked, Refusal
 from allranks.planning.bills import bill_of, check_limits, unmet_limits
 from allranks.planning.changes import usual_changes, what_if
 from allranks.planning.checking import front_of, search_checked
+from allranks.planning.choices import Space
 from allranks.planning.families import plain_families
+from allranks.planning.host_traffic import vendors_host
 from allranks.planning.least import least_over
 from allranks.planning.offloaded import with_parameters_on_host
 from allranks.planning.question import Question
-from allranks.planning.reasons import why_first, why_not, why_unfit
+from allranks.planning.reasons import refused_by_host, why_first, why_not, why_unfit
 from allranks.planning.scale import cluster_of, largest, sizes_of
 from allranks.planning.search import Found, Search
 from allranks.planning.upkeep_cost import left_out
@@ -47,6 +49,7 @@ def make_plan(question: Question) -> Plan:
     if question.tokens is not None and found.best is not None:
         bill = bill_of(found.best, question.tokens, profile.tokens, question.cluster)
     changes = () if first is None else (*usual_changes(first, question), *question.what_ifs)
+    offloaded, by_host = _on_host(space, found, checked)
     return Plan(
         model=profile.name,
         cluster=question.cluster.name,
@@ -54,9 +57,12 @@ def make_plan(question: Question) -> Plan:
         searched=found.num_choices,
         best=_best(found),
         others=_others(found, families, checked),
-        refusals=_refusals(found, refused),
+        refusals=_refusals(found, [*by_host, *refused]),
         closest=None if found.best or found.nearest is None else Ranked(found.nearest, why_unfit(found.nearest)),
-        notes=(*question.notes, *question.cluster.notes, *left_out(question.cluster, question.upkeep)),
+        notes=(
+            *(*question.notes, *question.cluster.notes, *_of_hosts(first, offloaded, question)),
+            *left_out(question.cluster, question.upkeep),
+        ),
         num_devices=question.cluster.num_devices,
         nodes=question.cluster.nodes,
         parameters=profile.parameters,
@@ -65,10 +71,25 @@ def make_plan(question: Question) -> Plan:
         bill=bill,
         unmet=unmet_limits(bill, question),
         checked=checked,
-        offloaded=None
-        if first is None or found.best is not None
-        else with_parameters_on_host(space, first, checked=bool(checked)),
+        offloaded=offloaded,
     )
+
+
+def _on_host(space: Space, found: Found, checked: tuple[Checked, ...]) -> tuple[Ranked | None, list[Refusal]]:
+    """Where nothing fits: what does with parameters in the hosts' memory, and what that memory is too small for."""
+    if found.best is not None or found.nearest is None:
+        return None, []
+    offloaded = with_parameters_on_host(space, found.nearest, checked=bool(checked))
+    refused = [refusal for refusal in (refused_by_host(found.nearest), offloaded) if isinstance(refusal, Refusal)]
+    return (offloaded if isinstance(offloaded, Ranked) else None), refused
+
+
+def _of_hosts(first: Estimate | None, offloaded: Ranked | None, question: Question) -> list[str]:
+    """That the hosts are taken to be the vendor's, where something is to wait in their memory."""
+    moved = first is not None and first.host_bytes > 0
+    asked = any(change.startswith("offload=") for change in question.what_ifs)
+    words = vendors_host(question.cluster) if moved or asked or offloaded is not None else ""
+    return [words] if words else []
 
 
 def plan_gpus(question: Question) -> Plan:

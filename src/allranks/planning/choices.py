@@ -149,8 +149,12 @@ def _with_modes(layout: Layout, recompute: str, offload: str) -> Layout:
 
 
 def kept_modes(space: Space) -> tuple[tuple[str, str], ...]:
-    """The pairs of recompute and offload that are open."""
-    return tuple(product(space.options("recompute", RECOMPUTES), space.options("offload", OFFLOADS)))
+    """The pairs of recompute and offload that are open.
+
+    No search fills the vendor's host by itself: whether these nodes are the vendor's nobody has said.
+    """
+    offloads = OFFLOADS[:1] if space.cluster.takes_vendors_host else OFFLOADS
+    return tuple(product(space.options("recompute", RECOMPUTES), space.options("offload", offloads)))
 
 
 def of_layout(space: Space, layout: Layout, refusals: dict[tuple[str, str], Refusal]) -> Iterator[Choice]:

@@ -51,7 +51,7 @@ class ClusterTable(Table):
     domain: int | None = Field(
         None, ge=1, strict=True, description="devices that `inside` joins: whole nodes; by default one, or the rack's"
     )
-    host_memory_gb: Figure | None = Field(None, description="memory of a node")
+    host_memory_gb: Figure | None = Field(None, description="memory of a node; by default the catalog's share a device")
     host_bandwidth_gb_per_s: Figure | None = Field(None, description="between a device and its host, one direction")
     storage_gb_per_s: Figure | None = Field(
         None, description="what a node writes to where checkpoints are kept; without it no plan counts their writing"

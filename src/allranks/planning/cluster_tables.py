@@ -10,12 +10,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from allranks.cluster import Device, FixedSeconds, Link
 from allranks.planning.cluster_limits import (
     GIGA,
+    MOST_HOST_GB,
     TERA,
     Collective,
     Precision,
     check_device,
     check_link,
     check_measured,
+    check_most,
     check_times,
     check_too_slow,
 )
@@ -69,6 +71,9 @@ class DeviceTable(Table):
     fixed_microseconds: dict[Fixed, Figure] = Field(
         default_factory=dict, description="of a processor: what takes this long however small its tensors are"
     )
+    host_memory_gb: Figure | None = Field(
+        None, description="its share of the host's memory in the vendor's node: for where no node's is given"
+    )
     measured: bool = Field(False, description="on the very machine: then it is believed, however slow")
     source: str = Field("", description="where the figures come from")
 
@@ -80,6 +85,8 @@ class DeviceTable(Table):
         assert given is not None
         memory = ("memory_gb" if self.memory_gb is not None else "memory_mib", given, self.memory_bytes / GIGA)
         check_device(memory, self.bandwidth_gb_per_s, self.peak_tflops)
+        if self.host_memory_gb is not None:
+            check_most("host_memory_gb", self.host_memory_gb, self.host_memory_gb, MOST_HOST_GB, "any host has")
         check_measured(self.peak_tflops, self.matmul_tflops, self.matmul_shapes_tflops)
         if not self.measured:
             check_too_slow(memory, self.bandwidth_gb_per_s, self.peak_tflops)
@@ -110,6 +117,7 @@ class DeviceTable(Table):
             context_bytes=None if self.context_mb is None else float(self.context_mb * MEGA),
             cores=_float(self.cores),
             fixed=FixedSeconds(**{name: float(time * MICRO) for name, time in self.fixed_microseconds.items()}),
+            host_memory_bytes=None if self.host_memory_gb is None else float(self.host_memory_gb * GIGA),
             update_rate=None if self.update_gparameters_per_s is None else float(self.update_gparameters_per_s * GIGA),
         )
 
@@ -126,6 +134,7 @@ class DeviceTable(Table):
             "update_gparameters_per_s": exactly(device.update_rate, GIGA),
             "context_mb": exactly(device.context_bytes, MEGA),
             "cores": exactly(device.cores, Decimal(1)),
+            "host_memory_gb": exactly(device.host_memory_bytes, GIGA),
             "measured": device.measured,
             "source": device.source,
             "fixed_microseconds": {

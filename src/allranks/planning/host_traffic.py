@@ -7,6 +7,7 @@ from allranks.model_profile import ModelProfile
 from allranks.planning.block_cost import BlockCost
 from allranks.planning.host_parameters import HostCost
 from allranks.planning.setting import Setting
+from allranks.units import format_bytes
 
 HOST_SHARE = 0.8
 """Of a host's memory: the rest is for the processes themselves, the data and the system."""
@@ -69,4 +70,14 @@ def host_bytes(profile: ModelProfile, costs: Sequence[BlockCost], held: Sequence
 
 def host_capacity_bytes(cluster: Cluster) -> float | None:
     """What a node has for what is moved there; None where nobody knows. The share is an assumption: HOST_SHARE."""
-    return None if cluster.host_memory_bytes is None else HOST_SHARE * cluster.host_memory_bytes
+    return None if cluster.memory_of_host is None else HOST_SHARE * cluster.memory_of_host
+
+
+def vendors_host(cluster: Cluster) -> str:
+    """That a host's memory is that of the vendor's node, with the way to give another; "" where it is not."""
+    if cluster.memory_of_host is None or not cluster.takes_vendors_host:
+        return ""
+    return (
+        f"each host is taken to have {format_bytes(cluster.memory_of_host)}, because the catalog's node of"
+        f" {cluster.device.name} has as much for as many devices; another figure: host_memory_gb in a cluster file"
+    )

@@ -2,19 +2,21 @@
 
 from dataclasses import replace
 
-from allranks.plan import Estimate, Ranked
+from allranks.plan import Estimate, Ranked, Refusal
 from allranks.planning.choices import Space
+from allranks.planning.reasons import refused_by_host
 from allranks.planning.search import Search
 from allranks.units import format_bytes, format_seconds
 
 MODE = "offload=parameters"
 
 
-def with_parameters_on_host(space: Space, closest: Estimate, *, checked: bool = False) -> Ranked | None:
+def with_parameters_on_host(space: Space, closest: Estimate, *, checked: bool = False) -> Ranked | Refusal | None:
     """The best of the same space with `offload=parameters`, and its price beside `closest`, which does not fit.
 
-    None where that does not fit either, the host's memory included as far as the cluster says how much there is, or
-    where the user has fixed another offload. `checked`: others were rehearsed, which is said to be left out here.
+    A Refusal where the hosts' memory alone is too small, as far as anybody says how much there is; None where it does
+    not fit on the devices either, or the user has fixed another offload. `checked`: others were rehearsed, which is
+    said to be left out here.
     """
     if space.modes.get("offload") is not None:
         return None
@@ -23,9 +25,10 @@ def with_parameters_on_host(space: Space, closest: Estimate, *, checked: bool = 
         return None
     modes = dict(space.modes) if layout is not None else {**space.modes, "offload": "parameters"}
     fixed = None if layout is None else replace(layout, offload="parameters")
-    found = Search(replace(space, modes=modes, layout=fixed)).run().best
+    searched = Search(replace(space, modes=modes, layout=fixed)).run()
+    found = searched.best
     if found is None:
-        return None
+        return None if searched.nearest is None else refused_by_host(searched.nearest)
     asked = str(fixed) if fixed is not None else ",".join(["auto", *(f"{key}={value}" for key, value in modes.items())])
     left = "; --check has not rehearsed it" if checked else ""
     return Ranked(found, f"{price_of(found, closest)}{left}; ask for it: --layout {asked}")

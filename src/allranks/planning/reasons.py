@@ -2,7 +2,8 @@
 
 from dataclasses import fields
 
-from allranks.plan import Estimate, MemoryUse, StepTime
+from allranks.plan import Estimate, MemoryUse, Refusal, StepTime
+from allranks.planning.host_traffic import HOST_SHARE
 from allranks.units import format_bytes, format_seconds
 
 CAUSES = {
@@ -96,7 +97,15 @@ def needs_of_host(other: Estimate) -> str:
     """What the processes of a node keep in its memory, and what it has for that, which somebody knows."""
     assert other.host_capacity_bytes is not None
     size, room = format_bytes(other.host_bytes), format_bytes(other.host_capacity_bytes)
-    return f"{size} in a host's memory, which has {room} for what is moved there"
+    whole = f"{HOST_SHARE:.0%} of its {format_bytes(other.host_capacity_bytes / HOST_SHARE)}"
+    return f"{size} in a host's memory, which has {room} for what is moved there ({whole})"
+
+
+def refused_by_host(other: Estimate) -> Refusal | None:
+    """Where its device has room and its host has not, the rule that says so with the numbers; else None."""
+    if other.fits_host or other.peak_bytes.high > other.capacity_bytes:
+        return None
+    return Refusal("host_memory", str(other.choice.layout), f"the processes of a node keep {needs_of_host(other)}")
 
 
 def difference(other: Estimate, first: Estimate) -> str:

@@ -191,7 +191,7 @@ def blocks(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal |
         return Refusal(
             "blocks", f"offload={layout.offload}", "the device is the host's own CPU: there is nowhere to move to"
         )
-    unknown = {"host_memory_gb": cluster.host_memory_bytes, "host_bandwidth_gb_per_s": cluster.host_bandwidth}
+    unknown = {"host_memory_gb": cluster.memory_of_host, "host_bandwidth_gb_per_s": cluster.host_bandwidth}
     if layout.offload == "parameters":  # a search takes it where somebody asks for it: the answer says what it fills
         unknown.pop("host_memory_gb")
     missing = " and ".join(key for key, known in unknown.items() if not known)

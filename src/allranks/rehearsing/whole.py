@@ -7,7 +7,7 @@ from typing import final
 from allranks.cluster import Cluster
 from allranks.config import Config
 from allranks.layout import Layout
-from allranks.planning.host_traffic import host_capacity_bytes
+from allranks.planning.host_traffic import host_capacity_bytes, vendors_host
 from allranks.rehearsal import RankRehearsal, Rehearsal
 from allranks.rehearsing.crossings import Crossings
 from allranks.rehearsing.dryrun import World, rehearse_rank
@@ -95,4 +95,6 @@ def _describe(question: Question, ranks: dict[int, RankRehearsal]) -> Sequence[s
         found.append(f"{told.traced} of {told.blocks} blocks were traced, because {because}")
     if question.layout.compile != "none":
         found.append("blocks run uncompiled, because compiled code cannot be traced: what it saves is not counted")
+    if (words := vendors_host(question.cluster)) and any(one.host_peak_bytes for one in ranks.values()):
+        found.append(words)
     return found
