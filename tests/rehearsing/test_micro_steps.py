@@ -98,6 +98,7 @@ def check(layout: str, world: int, rank: int, number: int) -> None:
     assert len(short.sequence) < len(full.sequence)
     assert short.peak_bytes == pytest.approx(full.peak_bytes, rel=0.01)
     assert short.resting_bytes == pytest.approx(full.resting_bytes, abs=OF_EACH * number)
+    assert short.moments[-1].live_bytes == pytest.approx(full.moments[-1].live_bytes, abs=OF_EACH * number)
     assert short.flops == full.flops
     assert totals(short) == totals(full)
 

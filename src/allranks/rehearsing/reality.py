@@ -115,7 +115,9 @@ def measure_cuda_step(session: Session) -> Measured:
 
 
 def resting_bytes(session: Session, batch: StepBatch) -> int:
-    """Parameters, buffers, optimizer state, the batch, DDP's buckets of gradients, and what stages receive into."""
+    """Parameters, buffers, optimizer state, the batch, DDP's buckets of gradients, and what stages receive into.
+
+    With the gradients of what they received, where these stay."""
     spread = session.spread
     held = [local(tensor.detach()) for tensor in spread.tensors.values() if not tensor.is_meta]
     leaves = pytree.tree_leaves([one.batch for one in batch.micro_steps])
@@ -124,7 +126,9 @@ def resting_bytes(session: Session, batch: StepBatch) -> int:
         states = (value for state in optimizer.state.values() for value in state.values())
         held += [local(value) for value in states if isinstance(value, torch.Tensor)]
     if spread.stages is not None:
-        held += spread.stages.scheduler.received_into
+        into = spread.stages.scheduler.received_into
+        # torch's schedules that cut the backward in two drop these only when the next step begins.
+        held += [*into, *(buffer.grad for buffer in into if buffer.grad is not None)]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
     buckets = 0
     if any(isinstance(module, REPLICAS) for module in spread.modules.values()):

@@ -159,7 +159,31 @@ def changes_on_paper(stretches: Sequence[Stretch], repeats: Repeats) -> list[lis
             if num_bytes > 0 and times > 1:
                 made[id(stored)] = (place, times)
         found.append(changes)
+    _let_go(found, stretches, repeats)
     return found
+
+
+def _let_go(found: list[list[tuple[Stored, int]]], stretches: Sequence[Stretch], repeats: Repeats) -> None:
+    """What adds up in windows, and no other window takes away, goes with the last of its kind behind them.
+
+    So do the messages that a schedule of several stages keeps until its end.
+    """
+    if not repeats.windows:
+        return
+    over: Counter[tuple[Memory, Key]] = Counter()
+    for window in repeats.windows:
+        for place in range(window.first, window.past):
+            times = repeats.in_depth(stretches[place]) * (window.times - 1)
+            for stored, num_bytes in found[place]:
+                over[stored.memory, _key(stored)] += num_bytes * times
+    for place in reversed(range(max(window.past for window in repeats.windows), len(stretches))):
+        if repeats.in_depth(stretches[place]) > 1 or stretches[place].phase == GIVEN:
+            continue
+        for index, (stored, num_bytes) in reversed(list(enumerate(found[place]))):
+            left = over[stored.memory, _key(stored)]
+            if num_bytes < 0 < left:
+                found[place][index] = (stored, num_bytes - left)
+                over[stored.memory, _key(stored)] = 0
 
 
 def describe(stretch: Stretch) -> str:

@@ -11,8 +11,10 @@ Everything else of a step runs as it is (law 10).
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from allranks.errors import ConfigError
 from allranks.parallel import expert, gather, gloo_ops, identity, parting, stages
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.pipeline import Pipeline
-from allranks.parallel.stage_schedule import View
+from allranks.parallel.stage_schedule import Scheduler, View
 from allranks.parallel.stage_transport import Sent, Signature, Transport
 from allranks.rehearsing.crossings import Crossings, check_entry
 from allranks.stepping import scheduled
@@ -99,6 +101,7 @@ def _stepping_aside(backend: str, crossings: Crossings) -> Iterator[None]:
         put(parting, "tell_beside", lambda watch: None)
         put(expert, "count_rows", _even_rows)
         put(View, "which", _Turns())
+        put(Scheduler, "_run_scheduled", _holding_sent(Scheduler._run_scheduled))
         put(scheduled, "agree_on", _agree_with_oneself)
         put(gather, "_counts", _as_many_rows)
         put(Transport, "hear", hear)
@@ -155,19 +158,57 @@ def _agree_with_oneself(flags: Sequence[bool], group: dist.ProcessGroup, device:
     return list(flags)
 
 
+def _holding_sent(run_scheduled: Callable[..., None]) -> Callable[..., None]:
+    def run(scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
+        # Here, because only a pipeline should bring torch's schedules along.
+        from torch.distributed.pipelining import schedules
+
+        with replaced(schedules, "_batch_p2p", _held(schedules._batch_p2p)):
+            run_scheduled(scheduler, *args, **kwargs)
+
+    return run
+
+
+def _held(begin: Callable[..., list[dist.Work]]) -> Callable[..., list["_Held"]]:
+    def run(ops: list[dist.P2POp], desc: str | None = None) -> list[_Held]:
+        return [_Held(begin(ops, desc=desc), [op.tensor for op in ops])]
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Messages that keep their tensors for as long as a schedule keeps the messages, as those of gloo do.
+
+    The schedules of several stages wait for all that they have sent at the end of a step. A fake message keeps nothing.
+    (torch 2.11, ProcessGroupGloo.cpp, SendWork; NCCL's keep theirs until somebody waits, TensorShelf.)
+    """
+
+    works: list[dist.Work]
+    tensors: list[torch.Tensor]
+
+    def wait(self) -> None:
+        """Until all have arrived."""
+        for work in self.works:
+            work.wait()
+
+
 class _Turns:
     """The micro-steps of a stage come in their order in every step: a number without a value is known by its turn."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[object, int]] = {}
+        # By a reference that keeps nothing alive: the function holds what the micro-steps had on this device.
+        self._seen: dict[int, tuple[Callable[[], object], int]] = {}
 
     def __get__(self, view: View | None, owner: type | None = None) -> Callable[[torch.Tensor], int]:
         assert view is not None
 
         def which(number: torch.Tensor) -> int:
-            step, turn = self._seen.get(id(view), (None, 0))
-            turn = turn if step is view.compute else 0  # each step computes by a function of its own
-            self._seen[id(view)] = (view.compute, turn + 1)
+            compute = view.compute
+            assert compute is not None
+            step, turn = self._seen.get(id(view), (lambda: None, 0))
+            turn = turn if step() is compute else 0  # each step computes by a function of its own
+            self._seen[id(view)] = (weakref.ref(compute), turn + 1)
             return turn
 
         return which
