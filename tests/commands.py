@@ -72,6 +72,19 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = LIMIT_SEC
     raise AssertionError(f"{what} did not happen within {seconds:.0f} s")
 
 
+def restart_seconds(directory: Path) -> float:
+    """From a finished step to the next one where an attempt began between them: the longest of these times."""
+    longest, before, began = 0.0, None, False
+    for event in Run.open(directory).events():
+        if event["event"] == "start":
+            began = True
+        elif event["event"] == "step":
+            if began and before is not None:
+                longest = max(longest, event["t"] - before)
+            before, began = event["t"], False
+    return round(longest, 2)
+
+
 def steps(directory: Path) -> dict[int, dict[str, Any]]:
     """Step number -> its newest journal line; {} before the run has one."""
     if not (directory / "run.json").is_file():

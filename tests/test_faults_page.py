@@ -2,8 +2,9 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
-from tools.faults import read_faults, render_faults
+from tools.faults import measured, read_faults, render_faults
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,3 +36,18 @@ def test_the_page_counts_what_it_shows() -> None:
     page = render_faults()
     assert f"tests show {shown.count('yes')} as they stand here and {shown.count('in part')} in part" in page
     assert sum(line.startswith("| ") and line[2].isdigit() for line in page.splitlines()) == 90
+
+
+def test_what_passed_and_the_longest_time_come_from_the_full_run_that_is_kept() -> None:
+    fault = next(fault for fault in read_faults() if fault.tests)
+    told: list[dict[str, Any]] = [
+        {"measured": {}},
+        {"measured": {"restart_seconds": 3.25}},
+        {"measured": {"restart_seconds": 1.0}},
+    ]
+    results = {f"{fault.tests[0]}[{index}]": result for index, result in enumerate(told)}
+    results["tests/test_other.py::test_it"] = {"measured": {"restart_seconds": 99.0}}
+    assert measured(fault, results) == (3, 3.25)
+    assert measured(fault, {}) == (0, None)
+    row = next(line for line in render_faults(results).splitlines() if line.startswith(f"| {fault.number} |"))
+    assert " | 3 | 3.2 | " in row

@@ -4,6 +4,9 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.full_record import Results, kept_results
+
+ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
 SHOWN = ("yes", "in part", "no")
 
@@ -37,18 +40,36 @@ def read_faults(path: Path = TABLE) -> list[Fault]:
     return [Fault(**{**row, "tests": tuple(row.get("tests", ()))}) for row in rows]
 
 
-def render_faults() -> str:
-    """The page without its note."""
+def measured(fault: Fault, results: Results) -> tuple[int, float | None]:
+    """(How many of a fault's tests passed in the full run that is kept, each set of arguments counted; seconds).
+
+    The seconds are from the last finished step before a fault to the first one after it, the longest that its tests
+    told; None where none of them tells any.
+    """
+    mine = [result for name, result in results.items() if name.partition("[")[0] in fault.tests]
+    told = [result["measured"]["restart_seconds"] for result in mine if "restart_seconds" in result["measured"]]
+    return len(mine), max(told, default=None)
+
+
+def render_faults(results: Results | None = None) -> str:
+    """The page without its note; `results` are those that are kept of the last full run."""
     faults = read_faults()
+    results = kept_results(ROOT) if results is None else results
     counts = {word: sum(fault.shown == word for fault in faults) for word in SHOWN}
     lines = [
         f"Of {len(faults)} faults, tests show {counts['yes']} as they stand here and {counts['in part']} in part; "
-        f"{counts['no']} are shown by none. Times are not measured yet.",
+        f"{counts['no']} are shown by none. `passed` counts the tests, each set of arguments for itself, that passed "
+        "in the last full run (`bench/results/full.json`). `seconds` are those that its training lost: from the last "
+        "finished step before a fault to the first one after it, the longest that a test of the row told there, beside "
+        "other tests on two cores.",
         "",
-        "| | fault | what allranks does | shown | test | open |",
-        "|---|---|---|---|---|---|",
+        "| | fault | what allranks does | shown | test | passed | seconds | open |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for fault in faults:
         tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in fault.tests)
-        lines.append(f"| {fault.number} | {fault.what} | {fault.does} | {fault.shown} | {tests} | {fault.open} |")
+        passed, seconds = measured(fault, results)
+        figures = f"{passed or ''} | {'' if seconds is None else f'{seconds:.1f}'}"
+        row = f"{fault.number} | {fault.what} | {fault.does} | {fault.shown} | {tests} | {figures} | {fault.open}"
+        lines.append(f"| {row} |")
     return "\n".join([*lines, ""])

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from allranks.surviving import forkserver
 from allranks.surviving.memory_tier import open_memory
 from allranks.training.prepare import prepare
 from tests.checkpointing.worlds import header, save_alone
-from tests.commands import POINTS, PROGRAMS, alive, allranks, steps, tensor_digests, wait_for
+from tests.commands import POINTS, PROGRAMS, alive, allranks, restart_seconds, steps, tensor_digests, wait_for
 from tests.free_port import free_port
 from tests.hosts import SECRET, Cluster, Host, cluster
 
@@ -74,7 +75,9 @@ def test_a_host_that_comes_after_a_rollback_has_the_same_facts() -> None:
     assert facts() == facts("data.skip=40:60") != facts("train.seed=1")
 
 
-def test_a_killed_worker_and_a_lost_host_cost_no_sample(tmp_path: Path) -> None:
+def test_a_killed_worker_and_a_lost_host_cost_no_sample(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     with cluster(tmp_path) as found:
         first, second = start_two(found, *SETTINGS)
         os.kill(events(found.run, "start", rank=1)[-1]["pid"], signal.SIGKILL)
@@ -87,6 +90,7 @@ def test_a_killed_worker_and_a_lost_host_cost_no_sample(tmp_path: Path) -> None:
         third = found.start("hostc", *SETTINGS)
         assert (first.end(), third.end()) == (0, 0), first.said() + third.said()
         check_ledgers(found.run)
+        record_property("restart_seconds", restart_seconds(found.run))
         told = [event["what"] for event in events(found.run, "verdict")]
         assert [(told[0][:9], second.name in told[0], "SIGKILL" in told[0])] == [("restart 1", True, True)]
         assert f"rank 1 on {second.name}: its host is lost: workers have lost their connection, and it" in told[1]
@@ -97,7 +101,9 @@ def test_a_killed_worker_and_a_lost_host_cost_no_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_host_joins_and_is_lost_and_no_sample_with_it(tmp_path: Path) -> None:
+def test_a_host_joins_and_is_lost_and_no_sample_with_it(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     def attempts() -> list[int]:
         return [event["world_size"] for event in events(found.run, "start")]
 
@@ -118,6 +124,7 @@ def test_a_host_joins_and_is_lost_and_no_sample_with_it(tmp_path: Path) -> None:
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 75, first.said()
         check_ledgers(found.run, step_of(found.run))
+        record_property("restart_seconds", restart_seconds(found.run))
         told = [(event["kind"], event["what"]) for event in events(found.run, "verdict")]
         assert [kind for kind, _ in told] == ["join", "restart"]
         assert f"rank 1 on {second.name}: its host is lost" in told[1][1]

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.run import Run
 from tests.cli.test_running_hosts import SETTINGS, check_as_on_one_host, check_ledgers, events, step_of
-from tests.commands import alive, wait_for
+from tests.commands import alive, restart_seconds, wait_for
 from tests.etcd_server import etcd_server, needs_etcd
 from tests.hosts import SECRET, Cluster, Host, cluster
 
@@ -46,7 +47,9 @@ def go_on(run: Path, host: Host) -> None:
 
 
 @pytest.mark.full
-def test_etcd_restarts_and_nothing_happens_the_leader_is_killed_and_another_host_leads(tmp_path: Path) -> None:
+def test_etcd_restarts_and_nothing_happens_the_leader_is_killed_and_another_host_leads(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     with etcd_server(tmp_path) as server, cluster(tmp_path, "1:2", server.port) as found:
         first, second = start_two(found, *LONG)
         before = worlds(found.run)
@@ -65,6 +68,7 @@ def test_etcd_restarts_and_nothing_happens_the_leader_is_killed_and_another_host
         second.process.send_signal(signal.SIGTERM)
         assert second.end() == 75, second.said()
         check_ledgers(found.run, step_of(found.run))
+        record_property("restart_seconds", restart_seconds(found.run))
         assert kinds(found.run)[-1:] == ["restart"]
         told = events(found.run, "verdict")[-1]["what"]
         assert f"rank 0 on {first.name}: its host led the run, and is lost; {second.name} leads from now on" in told
@@ -75,7 +79,9 @@ def test_etcd_restarts_and_nothing_happens_the_leader_is_killed_and_another_host
 
 
 @pytest.mark.full
-def test_a_leader_that_was_frozen_comes_back_and_commits_nothing(tmp_path: Path) -> None:
+def test_a_leader_that_was_frozen_comes_back_and_commits_nothing(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     with etcd_server(tmp_path) as server, cluster(tmp_path, "1:2", server.port) as found:
         first, second = start_two(found, *LONG, "checkpoint.keep=1000")
         before = worlds(found.run)
@@ -95,6 +101,7 @@ def test_a_leader_that_was_frozen_comes_back_and_commits_nothing(tmp_path: Path)
         second.process.send_signal(signal.SIGTERM)
         assert second.end() == 75, second.said()
         check_ledgers(found.run, step_of(found.run))
+        record_property("restart_seconds", restart_seconds(found.run))
         later = [path for path in sorted(found.run.glob("checkpoints/step-*")) if path > newest]
         attempts = {Checkpoint.open(path).manifest.generation for path in later[1:]}
         assert attempts == {Run.open(found.run).attempts}, "but for one that it had committed before"
@@ -103,7 +110,9 @@ def test_a_leader_that_was_frozen_comes_back_and_commits_nothing(tmp_path: Path)
 
 @pytest.mark.full
 @pytest.mark.parametrize("spare", [False, True])
-def test_of_a_fixed_number_another_host_takes_the_place_of_the_lost_leader(tmp_path: Path, spare: bool) -> None:
+def test_of_a_fixed_number_another_host_takes_the_place_of_the_lost_leader(
+    tmp_path: Path, record_property: Callable[[str, object], None], spare: bool
+) -> None:
     with etcd_server(tmp_path) as server, cluster(tmp_path, "2", server.port) as found:
         words = (*SETTINGS, "task.pause=0.5") if spare else SETTINGS
         first, second = start_two(found, *words)
@@ -115,6 +124,7 @@ def test_of_a_fixed_number_another_host_takes_the_place_of_the_lost_leader(tmp_p
         third = third or found.start("hostc", *words)
         assert (second.end(), third.end()) == (0, 0), second.said() + third.said()
         check_ledgers(found.run)
+        record_property("restart_seconds", restart_seconds(found.run))
         told = [event["what"] for event in events(found.run, "verdict")]
         assert len(told) == 1 and f"on {first.name}: its host led the run, and is lost" in told[0]
         check_as_on_one_host(found.run, tmp_path)

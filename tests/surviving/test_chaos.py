@@ -1,7 +1,9 @@
 """Trials with the real command and real kills."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ pytestmark = pytest.mark.distributed
 TRAIN = ("train.global_batch=8", "evaluate.every=10", "track.tensorboard=false", "task.num_points=64")
 EVERY_POINT = 15
 PART_OF_A_THOUSAND = 25
+Record = Callable[[str, object], None]
 WAYS = ((), ("checkpoint.asynchronous=true",), ("--layout", "fsdp"), ("checkpoint.memory_every=1",))
 WRITING = ("checkpoint.write", "checkpoint.sync", "checkpoint.manifest", "checkpoint.rename", "checkpoint.renamed")
 
@@ -29,8 +32,14 @@ def trial(folder: Path, *words: str, kills: int, check: int = 0) -> dict[str, ob
     return document
 
 
-def test_killed_at_eight_points_nothing_is_lost(tmp_path: Path) -> None:
+def slowest(document: Any) -> float:
+    """Seconds from a fault to the next finished step, at most."""
+    return max(incident["seconds"] or 0.0 for incident in document["incidents"])
+
+
+def test_killed_at_eight_points_nothing_is_lost(tmp_path: Path, record_property: Record) -> None:
     document = trial(tmp_path, "train.steps=26", kills=8)
+    record_property("restart_seconds", slowest(document))
     assert (document["planned"], document["happened"], document["recovered"], document["restarts"]) == (8, 8, 8, 8)
     schedule = read_schedule(tmp_path / "trial" / "faults")
     assert len({fault.point for fault in schedule}) >= 6 and {fault.rank for fault in schedule} == {0, 1}
@@ -39,18 +48,20 @@ def test_killed_at_eight_points_nothing_is_lost(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(4))
-def test_sixty_kills(tmp_path: Path, seed: int) -> None:
+def test_sixty_kills(tmp_path: Path, record_property: Record, seed: int) -> None:
     document = trial(tmp_path, "train.steps=90", "--seed", str(seed), kills=EVERY_POINT)
     assert document["recovered"] == EVERY_POINT
+    record_property("restart_seconds", slowest(document))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(40))
-def test_a_thousand_kills(tmp_path: Path, part: int) -> None:
+def test_a_thousand_kills(tmp_path: Path, record_property: Record, part: int) -> None:
     """In parts, so that a full run that was ended goes on behind those that passed; the ways to save in turn."""
     words = ("train.steps=150", *WAYS[part % len(WAYS)], "--seed", str(part))
     document = trial(tmp_path, *words, kills=PART_OF_A_THOUSAND)
     assert (document["happened"], document["recovered"]) == (PART_OF_A_THOUSAND, PART_OF_A_THOUSAND)
+    record_property("restart_seconds", slowest(document))
 
 
 @pytest.mark.full

@@ -1,12 +1,13 @@
 """Faults of the real command with real training: told in words, and the run goes on to its last step."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from allranks.reporting.explain import explain
 from allranks.run import Run
-from tests.commands import PROGRAMS, allranks, steps
+from tests.commands import PROGRAMS, allranks, restart_seconds, steps
 
 FAULTY = str(PROGRAMS / "faulty.py")
 QUICK = ("train.steps=30", "train.global_batch=8", "checkpoint.every=5", "guard.hang_seconds=3", "--nproc", "2")
@@ -26,13 +27,16 @@ pytestmark = pytest.mark.distributed
         pytest.param("lock", ["straggler", "restart"], marks=pytest.mark.full),
     ],
 )
-def test_a_fault_of_a_real_run(tmp_path: Path, fault: str, kinds: list[str]) -> None:
+def test_a_fault_of_a_real_run(
+    tmp_path: Path, record_property: Callable[[str, object], None], fault: str, kinds: list[str]
+) -> None:
     ran = allranks("train", FAULTY, *QUICK, *LIMITS, f"task.fault={fault}", folder=tmp_path)
     run = tmp_path / "run"
     told = [event for event in Run.open(run).events() if event["event"] == "verdict"]
     assert list(dict.fromkeys(event["kind"] for event in told)) == kinds, ran.stderr
     assert list(steps(run)) == list(range(1, 31))
     assert Run.open(run).attempts == 2
+    record_property("restart_seconds", restart_seconds(run))
     assert "rank 1" in told[0]["what"] and told[0]["what"] in ran.stderr
     if fault not in ("SIGKILL", "SIGSTOP"):
         assert any("faulty.py" in line for line in told[0]["evidence"]), told[0]
