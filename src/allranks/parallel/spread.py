@@ -24,7 +24,7 @@ from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.path import Path
 from allranks.parallel.placement import Placement
 from allranks.parallel.precision import Precision
-from allranks.parallel.replicate import REPLICAS, replicate
+from allranks.parallel.replicate import REPLICAS, check_finished, replicate
 from allranks.parallel.shard import reshard_all
 from allranks.parallel.stages import Stages
 from allranks.parallel.whole import shake
@@ -175,8 +175,10 @@ class Spread:
                 self._told[module] = wanted
 
     def check_reduced(self) -> None:
-        """After the last backward: TaskError where gradients of an earlier micro-step were lost."""
+        """After the last backward: TaskError where gradients of an earlier micro-step were lost, or not reduced."""
         check_released(self._held_back)
+        if self.mesh.layout.replicated:
+            check_finished(self.modules.values(), self.trainable)
 
     def reduce_scalars(self) -> None:
         """Average the gradients of what DDP and FSDP2 leave alone over the ranks; collective.
