@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -141,6 +142,22 @@ def only_experts_learn() -> bool:
 @pytest.mark.distributed
 def test_experts_alone_may_learn(pool: Pools) -> None:
     assert pool(2).run(only_experts_learn) == [True, True]
+
+
+def partly_reached() -> list[float | None]:
+    """In a worker: the gradients of two parameters, after the first rank had one of the first."""
+    cut = spread(build, Layout(dp_replicate=4, ep=2), "float64")
+    parameters = [cut.tensors[f"experts.{name}"] for name in ("up", "down")]
+    if dist.get_rank() == 0:
+        parameters[0].grad = torch.ones_like(parameters[0])
+    cut.reduce_scalars()
+    return [None if parameter.grad is None else float(parameter.grad.mean()) for parameter in parameters]
+
+
+@pytest.mark.distributed
+def test_what_one_rank_has_reached_all_have(pool: Pools) -> None:
+    """On one device the experts are one parameter: a token for any of them gives it a gradient, of zeros for others."""
+    assert pool(4).run(partly_reached) == [[0.25, None], [0.0, None], [0.25, None], [0.0, None]]
 
 
 def refusal(make: Any, ep: int) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from allranks.data.micro_step import StepBatch
+from allranks.errors import TaskError
 from allranks.layout import Layout
 from allranks.parallel.mesh import build_mesh
 from allranks.parallel.replicate import replicate
@@ -124,3 +125,53 @@ def rewrap() -> bool:
 
 def test_the_old_wrapper_and_its_hooks_are_gone(pool: Pools) -> None:
     assert pool(2).run(rewrap) == [True, True]
+
+
+class Leaving(nn.Module):
+    """In training one layer has no part in the call that `left_out` says, counted from 1; 0: it has in all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.rare = nn.Linear(5, 3), nn.Linear(5, 3)
+        self.calls = self.left_out = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        found: torch.Tensor = self.used(x)
+        return found if self.left_out and self.calls == self.left_out else found + self.rare(x)
+
+
+class LeavingTask(Tiny):
+    def model(self) -> nn.Module:
+        return Leaving()
+
+
+def leave_out(micro_steps: int, *overrides: str) -> tuple[str, Any, Any]:
+    """In a worker: the refusal of the last of two steps, which leaves the layer out; values before it and after."""
+    config = config_of("ddp", "train.global_batch=8", f"train.micro_steps={micro_steps}", *overrides, steps=2)
+    session = session_of(LeavingTask(), config)
+    steps = step_through(session, 2)
+    next(steps)
+    before = parts_of(session)
+    model = session.spread.bare()
+    assert isinstance(model, Leaving)
+    model.calls, model.left_out = 0, micro_steps
+    try:
+        list(steps)
+    except TaskError as error:
+        return str(error), before, parts_of(session)
+    return "", before, parts_of(session)
+
+
+@pytest.mark.parametrize(
+    ("micro_steps", "overrides"), [(1, ()), (2, ()), (1, ("layout.static_graph=true",))], ids=["one", "two", "static"]
+)
+def test_a_layer_left_out_later_is_refused_before_the_update(
+    pool: Pools, micro_steps: int, overrides: tuple[str, ...]
+) -> None:
+    """On all ranks, in the run's last step: DDP would raise in the step after, which there is none of."""
+    for refusal, before, after in pool(2).run(leave_out, micro_steps, *overrides):
+        assert "rare.weight, rare.bias got no gradient" in refusal and "hints().optional" in refusal
+        assert before.keys() == after.keys()
+        for name, (*_, value) in before.items():
+            assert torch.equal(value, after[name][-1]), name

@@ -1,32 +1,79 @@
-"""The sum or mean over ranks of gradients that nobody has reduced in the backward."""
+"""The sum or mean over ranks of gradients that nobody has reduced in the backward.
+
+What no rank's loss has reached has no gradient, as on one device: zeros would let weight decay and momentum move it.
+So it travels with each gradient whether a rank has one.
+"""
 
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 
 def average_gradients(
     parameters: Sequence[torch.Tensor],
-    group: dist.ProcessGroup | None,
+    groups: Sequence[dist.ProcessGroup | None],
     divisor: int,
     device: torch.device | None = None,
+    *,
+    used: bool = False,
 ) -> None:
-    """Sum every `.grad` over `group` and divide by `divisor`, in one reduction a dtype; collective.
+    """Sum every `.grad` over `groups`, one after the other, and divide by `divisor`; collective.
 
-    A missing gradient counts as zero, and is one afterwards. Of a DTensor this rank's part is meant. The sums travel on
-    `device`, by default where the gradients are.
+    A missing gradient counts as zero, and is the mean afterwards; missing on all ranks it stays so. Of a DTensor this
+    rank's part is meant. The sums travel on `device`, by default where the gradients are, in one reduction a dtype.
+
+    Args:
+        used: whether some rank is known to have each of them, alike on all ranks: then nothing is asked.
     """
+    missing = [parameter.grad is None for parameter in parameters]
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     found = [parameter.grad for parameter in parameters if parameter.grad is not None]
     gradients = [gradient._local_tensor if isinstance(gradient, DTensor) else gradient for gradient in found]
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        some = [gradient for gradient in gradients if gradient.dtype is dtype]
-        flat = torch.cat([gradient.reshape(-1) for gradient in some]).to(device)
-        dist.all_reduce(flat, group=group)
+        places = [at for at, gradient in enumerate(gradients) if gradient.dtype is dtype]
+        some, lacking = [gradients[at] for at in places], [missing[at] for at in places if not used]
+        flags = tell_gradients(lacking, some[0])
+        flat = torch.cat([*(gradient.reshape(-1) for gradient in some), flags]).to(device)
+        for group in groups:
+            dist.all_reduce(flat, group=group)
         flat /= divisor
-        for gradient, part in zip(some, flat.split([gradient.numel() for gradient in some]), strict=True):
+        *parts, flags = flat.split([*(gradient.numel() for gradient in some), len(lacking)])
+        for gradient, part in zip(some, parts, strict=True):
             gradient.copy_(part.view(gradient.shape))
+        take_back([parameters[at] for at in places if not used], lacking, flags)
+
+
+def tell_gradients(missing: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
+    """[parameters] One where this rank has a gradient, else zero, of the dtype and on the device of `like`.
+
+    To be summed over the ranks. The host does not wait for the device.
+    """
+    flags = like.new_ones(len(missing))
+    for at, lacks in enumerate(missing):
+        if lacks:
+            flags[at].zero_()
+    return flags
+
+
+def take_back(parameters: Sequence[torch.Tensor], missing: Sequence[bool], flags: torch.Tensor) -> None:
+    """Let those of `parameters` have no gradient for which no rank had one.
+
+    The host waits for the device only on a rank that lacks one: it alone needs to know of the others.
+
+    Args:
+        missing: for each, whether this rank had none.
+        flags: the sums, or means, over the ranks of what `tell_gradients` told.
+    """
+    if not any(missing):
+        return
+    # A rehearsal has one rank, and no numbers: the others lack what it does.
+    fake = isinstance(flags, FakeTensor)
+    anyone = [not lacks for lacks in missing] if fake else [count > 0 for count in flags.tolist()]
+    for parameter, had in zip(parameters, anyone, strict=True):
+        if not had:
+            parameter.grad = None

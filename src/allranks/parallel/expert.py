@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from allranks.errors import LayoutError
+from allranks.parallel.average import take_back, tell_gradients
 from allranks.parallel.expert_ops import exchange, exchange_counts, order_by_expert
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.tensor import Cut
@@ -144,13 +145,18 @@ class ExpertGradients:
         """After a step's last backward; collective.
 
         A rank's gradient is the sum over the samples of its ep group. Those of the other groups are added, and the
-        whole is divided by the number of ranks that DDP and FSDP2 divide by (law 3).
+        whole is divided by the number of ranks that DDP and FSDP2 divide by (law 3). On one device there is a gradient
+        where some token has reached any expert: the ranks of an ep group, too, have to tell each other.
 
         Args:
-            among: ids of the parameters that are meant, alike on all ranks; None: all.
+            among: ids of the parameters that are meant, of which some rank has each, alike on all ranks; None: all.
         """
-        works = []
-        for parameter in (p for key, p in self.parameters.items() if among is None or key in among):
+        meant = [p for key, p in self.parameters.items() if among is None or key in among]
+        missing = [parameter.grad is None for parameter in meant]
+        asks = among is None and bool(meant)
+        flags = tell_gradients(missing, meant[0]) if asks else torch.empty(0)
+        works = [dist.all_reduce(flags, group=self._mesh.gradient_group, async_op=True)] if asks else []
+        for parameter in meant:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad /= self._mesh.layout.gradient_ranks
@@ -159,6 +165,8 @@ class ExpertGradients:
         for work in works:
             assert work is not None
             work.wait()
+        if asks:
+            take_back(meant, missing, flags)
 
     def mean(self, value: float, device: torch.device) -> float:
         """The mean over the ep group of what each rank has counted of its own experts; collective there."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -24,7 +23,7 @@ from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.path import Path
 from allranks.parallel.placement import Placement
 from allranks.parallel.precision import Precision
-from allranks.parallel.replicate import REPLICAS, replicate
+from allranks.parallel.replicate import REPLICAS, check_finished, replicate
 from allranks.parallel.shard import reshard_all
 from allranks.parallel.stages import Stages
 from allranks.parallel.whole import shake
@@ -175,8 +174,10 @@ class Spread:
                 self._told[module] = wanted
 
     def check_reduced(self) -> None:
-        """After the last backward: TaskError where gradients of an earlier micro-step were lost."""
+        """After the last backward: TaskError where gradients of an earlier micro-step were lost, or not reduced."""
         check_released(self._held_back)
+        if self.mesh.layout.replicated:
+            check_finished(self.modules.values(), self.trainable)
 
     def reduce_scalars(self) -> None:
         """Average the gradients of what DDP and FSDP2 leave alone over the ranks; collective.
@@ -185,22 +186,15 @@ class Spread:
         """
         if self.experts is not None:
             self.experts.reduce()
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._scalars]
-        if not gradients:
-            return
-        flat = torch.stack([gradient.reshape(()) for gradient in gradients])
-        for axis in self.mesh.gradient_axes:
-            dist.all_reduce(flat, group=self.mesh.group(axis))
-        flat /= self.divisor
-        for parameter, value in zip(self._scalars, flat, strict=True):
-            parameter.grad = value.clone()
+        if self._scalars:
+            average_gradients(self._scalars, [self.mesh.group(axis) for axis in self.mesh.gradient_axes], self.divisor)
 
     def reduce_replicated(self) -> None:
         """Average the gradients of copies that no DDP keeps equal, since a pipeline is not one forward; collective."""
         if self.stages is not None and self.mesh.layout.replicated:
             apart = {} if self.experts is None else self.experts.parameters
             whole = [parameter for parameter in self.trainable().values() if id(parameter) not in apart]
-            average_gradients(whole, self.mesh.gradient_group, self.divisor)
+            average_gradients(whole, [self.mesh.gradient_group], self.divisor)
 
     def expect_unused(self) -> None:
         """From now on a parameter without a gradient holds up no other: DDP is built anew, HSDP reduces each time."""

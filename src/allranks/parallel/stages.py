@@ -67,7 +67,7 @@ class Stages:
     def reduce_shared(self) -> None:
         """Sum the gradients of what several stages hold, over those stages; collective along pp."""
         for group, parameters in self._ties:
-            average_gradients(parameters, group, divisor=1, device=self.device)
+            average_gradients(parameters, [group], divisor=1, device=self.device)
 
 
 def cut_stages(

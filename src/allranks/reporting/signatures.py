@@ -159,7 +159,8 @@ SIGNATURES: tuple[Signature, ...] = (
         "E17",
         r"Expected to have finished reduction in the prior iteration",
         "some parameters got no gradient in the step before, on some ranks at least",
-        "the message lists them by number; name such modules in hints().optional, or let every forward use them",
+        "TORCH_DISTRIBUTED_DEBUG=INFO names them; name such modules in hints().optional (or say "
+        "world.parallelize(model, find_unused=True)), or let every forward use them",
         known="general",
     ),
     Signature(

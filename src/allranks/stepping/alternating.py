@@ -131,7 +131,7 @@ class AlternatingPasses(Passes):
                 experts.reduce({id(p) for p in used if id(p) in cut})
             group = self._spread.mesh.gradient_group
             if group is not None:  # else this is one of the copies of local_sgd, by itself
-                average_gradients([p for p in used if id(p) not in cut], group, self._spread.divisor)
+                average_gradients([p for p in used if id(p) not in cut], [group], self._spread.divisor, used=True)
         return torch.full((), float(counts[0]), dtype=torch.float64, device=self._spread.device)
 
     def _drop_gradients(self) -> None:

@@ -48,6 +48,28 @@ def test_a_parameter_without_gradient(pool: Pools, tmp_path: Path, size: int) ->
     assert pool(size).run(case, True, timeout=120) == [("nothing was refused", 7)] * size
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_parameter_without_gradient_later(pool: Pools, tmp_path: Path, size: int) -> None:
+    """DDP would raise in the step after, when the parameters have been updated by gradients of each rank's own."""
+
+    def case() -> tuple[str, int]:
+        done = 0
+
+        def loop() -> None:
+            nonlocal done
+            with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+                model = world.parallelize(Half())
+                optimizer = world.optimizer(model, torch.optim.SGD, lr=0.01)
+                for batch in world.stream(Samples(), global_batch=6, micro_batch=1):
+                    world.backward(model(batch["x"], done == 0).square().sum(), targets=len(batch["x"]))
+                    done += world.step(optimizer)
+
+        return refusal(loop), done
+
+    for told, done in pool(size).run(case, timeout=120):
+        assert "rare.weight, rare.bias got no gradient" in told and "find_unused=True" in told and done == 1
+
+
 def test_the_discarded_backward_runs_no_forward(pool: Pools, tmp_path: Path) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
