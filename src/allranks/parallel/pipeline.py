@@ -233,9 +233,9 @@ class Pipeline:
 
     def _with_received(self, args: Any, kwargs: Any) -> Any:
         """The arguments with what was received in place of the zeros that the forward still has for it."""
-        if not self._replaced:
-            return args, kwargs
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs)) if self._replaced else ([], None)
+        if spec is None or not any(id(leaf) in self._replaced for leaf in leaves):
+            return args, kwargs  # the very objects: a block may change them
         found = [self._replaced[id(leaf)][1] if id(leaf) in self._replaced else leaf for leaf in leaves]
         return pytree.tree_unflatten(found, spec)
 
