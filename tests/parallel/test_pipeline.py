@@ -219,8 +219,7 @@ def test_what_frozen_modules_have_made_reaches_every_block_of_every_stage(kind: 
     named = [dict(pipeline.module.named_parameters()) for pipeline in pipelines]
     for name, parameter in model.named_parameters():
         found = next((n[name].grad for n in named if n[name].grad is not None), None)
-        assert (found is None) == (parameter.grad is None), name
-        assert found is None or torch.allclose(found, parameter.grad, atol=1e-6), name
+        torch.testing.assert_close(found, parameter.grad, atol=1e-6, rtol=0, msg=name)
     assert not any(pipeline.wrong for pipeline in pipelines)
 
 
