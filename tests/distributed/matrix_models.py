@@ -91,31 +91,36 @@ class CountingBlock(Block):
 
 
 class Crossed(nn.Module):
-    """Two streams through one layer."""
+    """Two streams through one layer, beside one that stays."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, left: torch.Tensor, *, other: torch.Tensor, mask: torch.Tensor) -> Any:
-        return left + torch.tanh(self.linear(other)) * mask, other - torch.tanh(self.linear(left))
+    def forward(self, left: torch.Tensor, *, other: torch.Tensor, memory: torch.Tensor, mask: torch.Tensor) -> Any:
+        return left + torch.tanh(self.linear(other)) * mask, other - torch.tanh(self.linear(left + memory))
 
 
 class Streams(nn.Module):
-    """Blocks that take and give two tensors, by keyword, beside a mask of their own; the output is a dict."""
+    """Blocks that take and give two tensors, by keyword, beside those that a frozen layer makes for all of them.
+
+    That is one of numbers and a mask; the output is a dict.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.frozen = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
         self.blocks = nn.ModuleList(Crossed() for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, x: torch.Tensor) -> Any:
-        mask = (x > 2).unsqueeze(-1)
+        memory = self.frozen(x)
+        mask = (x > 2).unsqueeze(-1) & (memory[..., :1] > 0)
         left = self.embedding(x)
         right = torch.tanh(left)
         for block in self.blocks:
-            left, right = block(left, other=right, mask=mask)
+            left, right = block(left, other=right, memory=memory, mask=mask)
         return {"logits": self.head(left + right)}
 
 

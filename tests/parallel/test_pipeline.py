@@ -1,6 +1,8 @@
 """The user's forward, run stage by stage: here by hand in one process, which is each rank in turn."""
 
+import re
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -160,6 +162,117 @@ def test_outside_of_a_stage_modules_are_themselves() -> None:
     first, _ = ranks()
     tokens = torch.arange(4)
     assert torch.equal(first.module.get_submodule("embedding")(tokens), made().get_submodule("embedding")(tokens))
+
+
+class ToAll(nn.Module):
+    """Every block gets what one layer has made of the words, and a mask of their values: frozen or not."""
+
+    def __init__(self, *, learns: bool = False) -> None:
+        super().__init__()
+        self.encoder = nn.Embedding(9, WIDTH).requires_grad_(learns)
+        self.embedding = nn.Embedding(9, WIDTH)
+        self.blocks = nn.ModuleList(Reads() for _ in range(6))
+        self.head = nn.Linear(WIDTH, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.encoder.weight.requires_grad):
+            memory = self.encoder(x)
+        near = memory[..., :1] > -0.5
+        hidden, ranks = self.embedding(x), memory.argmax(-1)
+        for block in self.blocks:
+            hidden = block(hidden, near, memory=memory, ranks=ranks)
+        found: torch.Tensor = self.head(hidden)
+        return found
+
+
+class Reads(Block):
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor, **beside: torch.Tensor) -> torch.Tensor:
+        given = hidden + beside["memory"] * beside["ranks"].unsqueeze(-1)
+        return hidden + torch.tanh(self.linear(given)) * mask
+
+
+class LearnsToo(ToAll):
+    def __init__(self) -> None:
+        super().__init__(learns=True)
+
+
+@pytest.mark.parametrize("kind", [ToAll, LearnsToo])
+@pytest.mark.parametrize("pp", [2, 3])
+def test_what_frozen_modules_have_made_reaches_every_block_of_every_stage(kind: Any, pp: int) -> None:
+    tokens, model = torch.arange(8).reshape(2, 4), made(kind)
+    expected = model(tokens)
+    expected.sum().backward()
+    pipelines = ranks(pp=pp, kind=kind)
+    output, passed = through(pipelines, tokens)
+    assert torch.equal(output, expected)
+    sent = {(t.dtype, t.requires_grad) for t in passed[0][1]}
+    assert sent == {
+        (torch.float32, True),
+        (torch.float32, kind is LearnsToo),
+        (torch.bool, False),
+        (torch.int64, False),
+    }
+    output.sum().backward()
+    for received, before in zip([one[0] for one in passed[:0:-1]], [one[1] for one in passed[-2::-1]], strict=True):
+        pairs = [(t, r.grad) for t, r in zip(before, received, strict=True) if t.requires_grad]
+        torch.autograd.backward([t for t, _ in pairs], [gradient for _, gradient in pairs])
+    named = [dict(pipeline.module.named_parameters()) for pipeline in pipelines]
+    for name, parameter in model.named_parameters():
+        found = next((n[name].grad for n in named if n[name].grad is not None), None)
+        torch.testing.assert_close(found, parameter.grad, atol=1e-6, rtol=0, msg=name)
+    assert not any(pipeline.wrong for pipeline in pipelines)
+
+
+class Around(ToAll):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = first = self.embedding(x)
+        for block in self.blocks:
+            hidden = block(hidden, (x > 2).unsqueeze(-1), memory=first, ranks=x) + first.detach()
+        found: torch.Tensor = self.head(hidden)
+        return found
+
+
+class Asks(ToAll):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 2 if self.encoder(x).abs().max() > 1 else 1
+        return super().forward(x) * scale
+
+
+class Skips(ToAll):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        past = [self.embedding(x)]
+        for block in self.blocks:
+            past.append(block(past[-1], (x > 2).unsqueeze(-1), memory=past[max(0, len(past) - 3)], ranks=x))
+        found: torch.Tensor = self.head(past[-1])
+        return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Around, r"test_pipeline.py:\d+ uses a tensor of an earlier stage beside the blocks \("),
+        (Asks, r"test_pipeline.py:\d+ reads the value of a tensor that another stage computes \(__bool__\)"),
+        (Skips, r"blocks\.\d is called with a tensor of an earlier stage that is no argument where this one begins"),
+    ],
+)
+def test_a_use_of_what_only_another_stage_has_is_seen(kind: Any, words: str) -> None:
+    tokens = torch.arange(8).reshape(2, 4)
+    first, last = ranks(kind=kind)
+    output, _ = through([first, last], tokens)
+    assert not torch.equal(output, made(kind)(tokens))
+    assert not first.wrong
+    assert re.match(words, last.wrong), last.wrong
+
+
+def test_a_stage_is_followed_once() -> None:
+    pipelines = ranks(kind=ToAll)
+    tokens = torch.arange(8).reshape(2, 4)
+    first, _ = through(pipelines, tokens)
+    with patch("allranks.parallel.pipeline.Dependence", side_effect=AssertionError):
+        again, _ = through(pipelines, tokens)
+        with torch.no_grad():
+            alone, _ = through(pipelines, tokens)
+    assert torch.equal(first, again) and torch.equal(first, alone)
 
 
 class HeadFirst(Model):

@@ -112,3 +112,23 @@ def other_shape() -> str:
 def test_a_shape_that_is_no_function_of_the_inputs_is_refused(pool: Pools) -> None:
     told, _ = pool(2).run(other_shape)
     assert "the activations that begin stage 1 of the pipeline have another shape than before" in told
+
+
+def other_kinds() -> list[str]:
+    """In a worker: what is said of tensors that cannot be sent; nothing has left by then."""
+    carrier, told = transport("1f1b"), []
+    for tensor in (torch.zeros(2, dtype=torch.complex64), torch.eye(2).to_sparse()):
+        carrier._pipeline.crossings[1] = (0,)
+        try:
+            carrier.send_on(1, (tensor,), signature_of(()))
+        except LayoutError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+def test_a_kind_of_tensor_that_is_not_sent_is_refused_by_name(pool: Pools) -> None:
+    for told in pool(2).run(other_kinds):
+        assert "2, where a stage of the pipeline begins, is called with a strided complex64 tensor" in told[0]
+        assert "a sparse_coo float32 tensor" in told[1] and "torch.view_as_real" in told[1]

@@ -172,3 +172,55 @@ def start_large() -> Any:
 def test_what_would_take_long_is_left_out_and_that_is_said(pool: Pools) -> None:
     found = pool(2).run(start_large)[0]
     assert any(said.startswith("the cut model was not compared with the whole one, because one") for said in found)
+
+
+class Beside(nn.Module):
+    """A frozen layer's output reaches every block; `around`: what the first one makes is used beside them, too."""
+
+    def __init__(self, *, around: bool) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.blocks = nn.ModuleList(Joins() for _ in range(4))
+        self.out = nn.Linear(5, 3)
+        self.around = around
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.frozen(x)
+        near = memory > 0
+        for block in self.blocks:
+            x = block(x, memory, near)
+            if self.around:
+                x = x + memory
+        found: torch.Tensor = self.out(x)
+        return found
+
+
+class Joins(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x + memory)) * near
+
+
+class BesideTask(Tiny):
+    around: bool = False
+
+    def model(self) -> nn.Module:
+        return Beside(around=self.around)
+
+
+def start_both(layout: str, largest: float) -> list[Any]:
+    """In a worker: a model that can be cut and one that cannot."""
+    with patch.object(whole_check, "LARGEST_FLOPS", largest):
+        return [start(BesideTask(around=around), layout, "float64") for around in (False, True)]
+
+
+@pytest.mark.parametrize("largest", [0.0, pytest.param(1e12, marks=pytest.mark.full)], ids=["large", "small"])
+def test_a_stage_that_uses_what_only_another_one_has_is_refused_however_large(pool: Pools, largest: float) -> None:
+    for right, wrong in pool(2).run(start_both, "pp=2", largest):
+        assert any("not compared" in said if not largest else "computes what the whole" in said for said in right)
+        assert wrong.startswith("layout pp=2 does not compute what one process computes: ")
+        assert "test_whole_check.py:" in wrong and "uses a tensor of an earlier stage beside the blocks (add)" in wrong
+        assert "hints().split_before" in wrong

@@ -2,15 +2,16 @@
 
 The user's forward runs as it stands, on every rank. A call of a module that belongs to another stage is answered with
 zeros of the right shape, computed on the meta device, until the call of the module with which this rank's stage begins:
-there the activations that the stage before has sent take the place of the arguments that depend on parameters. What the
-forward makes of its inputs by itself (masks, positions) it has made here, too. The call with which the next stage
-begins ends the forward, and its arguments are what is sent on. So the model needs no form of its own, names stay, and
-what passes from stage to stage may be any number of tensors.
+there the activations that the stage before has sent take the place of the arguments that depend on modules, and of the
+same tensors in later calls. What the forward makes of its inputs by itself (masks, positions) it has made here, too.
+The call with which the next stage begins ends the forward, and its arguments are what is sent on. So the model needs no
+form of its own, names stay, and what passes from stage to stage may be any number of tensors.
+
+Which of them are sent is found once, in a forward that records gradients and is followed between modules.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, final
 
@@ -19,8 +20,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
+from allranks.parallel.dependence import Dependence
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.stage_plan import StagePlan
+from allranks.parallel.stand_in import StandIns, is_floating, on_meta
 
 Payload = tuple[torch.Tensor, ...]
 
@@ -49,6 +52,7 @@ class Pipeline:
         ranks: logical name of a parameter or buffer that only some ranks along pp hold -> those.
         crossings: stage -> which of the arguments that begin it, flattened, are sent to it. Found at the first forward
             that records gradients.
+        wrong: a use of what another stage has and does not send, in words; "" where none was seen.
     """
 
     def __init__(self, module: nn.Module, plan: StagePlan, mesh: Mesh) -> None:
@@ -62,7 +66,11 @@ class Pipeline:
         self._stage: int | None = None
         self._live = self._left = False  # whether what runs is this stage's; whether the next one's has been called
         self._received: Payload = ()
-        self._shapes: dict[object, Any] = {}
+        self._replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> (zeros, what was received for them)
+        self._stand_ins = StandIns()
+        self._dependence: Dependence | None = None
+        self._followed: set[int] = set()
+        self.wrong = ""
         self._begins = {id(module.get_submodule(name)): stage for stage, name in enumerate(plan.points, 1)}
         self._homes = self._find_homes()
         self._common = [member for name, member in module.named_modules() if self._spans(name)]
@@ -85,13 +93,20 @@ class Pipeline:
             received: what the stage before sends on; () for the first.
         """
         self._stage, self._received, self._live, self._left = stage, received, stage == 0, False
+        followed = self._dependence = Dependence() if torch.is_grad_enabled() and stage not in self._followed else None
         try:
-            with _buffers_kept(self._common if stage != self.stages[0] else ()):
+            with _buffers_kept(self._common if stage != self.stages[0] else ()), followed or nullcontext():
+                if followed is not None and self._live:
+                    followed.begin(())
                 output = self._call(arguments)
             if self._live and self._left == (stage != self.last):
+                if followed is not None:
+                    self._followed.add(stage)
+                    self.wrong = self.wrong or followed.wrong
                 return output
         finally:
-            self._stage, self._received = None, ()
+            self._stage, self._received, self._dependence = None, (), None
+            self._replaced.clear()
         missing = self.plan.points[stage if self._live else stage - 1]
         raise LayoutError(
             f"the forward ended and had not called {missing}, where a stage of the pipeline begins: cut the model "
@@ -161,76 +176,79 @@ class Pipeline:
 
     def _put_door(self, name: str, member: nn.Module) -> None:
         """Have every call of `member` pass here first, before any hook: it may be for another stage."""
-        twin = _on_meta(member)
+        twin = on_meta(member)
 
         def door(*args: Any, **kwargs: Any) -> Any:
-            stage = self._stage
-            if stage is None:
+            if self._stage is None:
                 return member._call_impl(*args, **kwargs)
-            begins = self._begins.get(id(member))
-            if begins is not None and begins == stage + 1 and self._live:
-                raise _Left(self._leave(begins, args, kwargs))
-            if begins == stage:
-                args, kwargs = self._enter(stage, args, kwargs)
-            if stage in self._homes[id(member)]:
-                return member._call_impl(*args, **kwargs)
-            if self._live:
-                raise LayoutError(
-                    f"{name} is called in stage {stage} of the pipeline and registered among the modules of stage "
-                    f"{min(self._homes[id(member)])}: register modules in the order of their use, or cut the model "
-                    "elsewhere with hints().split_before"
-                )
-            return self._stand_in(name, member, twin, args, kwargs)
+            if self._dependence is None:
+                return self._pass(name, member, twin, args, kwargs)
+            with self._dependence.paused():
+                output = self._pass(name, member, twin, args, kwargs)
+                self._dependence.mark(output, given=(args, kwargs))
+                return output
 
         # torch's own place for another way to call a module, asked before its hooks.
         member._compiled_call_impl = door
 
+    def _pass(self, name: str, member: nn.Module, twin: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A call of `member` in the stage that runs."""
+        stage, begins = self._stage, self._begins.get(id(member))
+        assert stage is not None
+        args, kwargs = self._with_received(args, kwargs)
+        if begins is not None and begins == stage + 1 and self._live:
+            raise _Left(self._leave(begins, args, kwargs))
+        if begins == stage:
+            args, kwargs = self._enter(stage, args, kwargs)
+        if stage in self._homes[id(member)]:
+            if self._dependence is not None:
+                self._dependence.check_call(name, pytree.tree_leaves((args, kwargs)))
+            return member._call_impl(*args, **kwargs)
+        if self._live:
+            raise LayoutError(
+                f"{name} is called in stage {stage} of the pipeline and registered among the modules of stage "
+                f"{min(self._homes[id(member)])}: register modules in the order of their use, or cut the model "
+                "elsewhere with hints().split_before"
+            )
+        return self._stand_ins.make(name, twin, member.training, args, kwargs)
+
     def _leave(self, stage: int, args: Any, kwargs: Any) -> Payload:
         leaves = pytree.tree_leaves((args, kwargs))
-        chosen = self.crossings.get(stage)
-        if chosen is None:
-            floating = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
-            if not floating:
-                raise LayoutError(
-                    f"{self.plan.points[stage - 1]} is called without a floating tensor: no activation passes there, "
-                    "so no stage of a pipeline can begin there"
-                )
-            # What no parameter has touched the next stage makes by itself.
-            found = tuple(i for i in floating if leaves[i].requires_grad) or (floating[0],)
-            if not torch.is_grad_enabled():
-                return tuple(leaves[i] for i in found)
-            chosen = self.crossings.setdefault(stage, found)
-        return tuple(leaves[i] for i in chosen)
+        if stage not in self.crossings and self._dependence is not None:
+            self.crossings[stage] = self._choose(self.plan.points[stage - 1], leaves, self._dependence)
+        return tuple(leaves[place] for place in self.crossings.get(stage, ()))
+
+    def _choose(self, point: str, leaves: Sequence[Any], dependence: Dependence) -> tuple[int, ...]:
+        """Which of the arguments of `point` are sent: what no module has had a part in the next stage makes itself."""
+        floating = [place for place, leaf in enumerate(leaves) if is_floating(leaf)]
+        if not floating:
+            raise LayoutError(
+                f"{point} is called without a floating tensor: no activation passes there, so no stage of a pipeline "
+                "can begin there"
+            )
+        dependence.check_call(point, leaves)
+        dependence.check_sent(point, leaves)
+        depends = [dependence.holds(leaf) or (is_floating(leaf) and leaf.requires_grad) for leaf in leaves]
+        return tuple(place for place, sent in enumerate(depends) if sent) or (floating[0],)
+
+    def _with_received(self, args: Any, kwargs: Any) -> Any:
+        """The arguments with what was received in place of the zeros that the forward still has for it."""
+        leaves, spec = pytree.tree_flatten((args, kwargs)) if self._replaced else ([], None)
+        if spec is None or not any(id(leaf) in self._replaced for leaf in leaves):
+            return args, kwargs  # the very objects: a block may change them
+        found = [self._replaced[id(leaf)][1] if id(leaf) in self._replaced else leaf for leaf in leaves]
+        return pytree.tree_unflatten(found, spec)
 
     def _enter(self, stage: int, args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for place, tensor in zip(self.crossings[stage], self._received, strict=True):
+            if isinstance(leaves[place], torch.Tensor):
+                self._replaced[id(leaves[place])] = leaves[place], tensor
             leaves[place] = tensor
         self._live = True
+        if self._dependence is not None:
+            self._dependence.begin(self._received)
         return pytree.tree_unflatten(leaves, spec)
-
-    def _stand_in(self, name: str, member: nn.Module, twin: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Zeros in the shape of what `member` would return."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = (id(member), member.training, spec, *map(_describe, leaves))
-        if key not in self._shapes:
-            on_meta = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            meta_args, meta_kwargs = pytree.tree_unflatten(on_meta, spec)
-            try:
-                with torch.no_grad():
-                    self._shapes[key] = twin.train(member.training)(*meta_args, **meta_kwargs)
-            except Exception as error:
-                # It looks at values, as a router of tokens does. A block returns what it is given, changed; where this
-                # one does not, the forward fails behind it, or is compared with the whole model at the start.
-                given = next((leaf for leaf in on_meta if _is_floating(leaf)), None)
-                if given is None:
-                    raise LayoutError(
-                        f"{name} belongs to another stage of the pipeline, and what it returns is not known without "
-                        f"computing it ({type(error).__name__}: {error}): use another layout"
-                    ) from error
-                self._shapes[key] = given
-        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-        return pytree.tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device=device), self._shapes[key])
 
 
 @contextmanager
@@ -269,24 +287,3 @@ def _is_light(module: nn.Module) -> bool:
 def _is_transient(module: nn.Module, name: str) -> bool:
     owner, _, leaf = name.rpartition(".")
     return leaf in module.get_submodule(owner)._non_persistent_buffers_set
-
-
-def _on_meta(module: nn.Module) -> nn.Module:
-    """A copy without memory, whose calls give shapes."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        data = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(module, memo)
-
-
-def _is_floating(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
-
-def _describe(leaf: object) -> object:
-    if isinstance(leaf, torch.Tensor):
-        return (tuple(leaf.shape), leaf.dtype)
-    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)

@@ -18,7 +18,8 @@ from allranks.parallel.mesh import Mesh
 from allranks.parallel.pipeline import Payload, Pipeline
 
 _HEADER = 256  # int64 words: room for some forty tensors
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+_FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DTYPES = (*_FLOATING, torch.int64, torch.int32, torch.bool, torch.uint8, torch.int8)
 
 Signature = tuple[object, ...]
 
@@ -76,6 +77,8 @@ class Transport:
         places = self._pipeline.crossings.get(stage)
         if places is None:
             raise LayoutError("a pipeline runs with gradients once before it runs without")
+        for tensor in payload:
+            self._check_kind(stage, tensor)
         found = tuple(
             Sent(place, tuple(t.shape), t.dtype, t.requires_grad) for place, t in zip(places, payload, strict=True)
         )
@@ -137,6 +140,15 @@ class Transport:
             if work is not None:
                 work.wait()
         self._under_way.clear()
+
+    def _check_kind(self, stage: int, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided or tensor.dtype not in _DTYPES:
+            kind = f"{tensor.layout} {tensor.dtype}".replace("torch.", "")
+            raise LayoutError(
+                f"{self._pipeline.plan.points[stage - 1]}, where a stage of the pipeline begins, is called with a "
+                f"{kind} tensor that modules before it have made, and such ones are not sent: turn it into one of "
+                "another type (torch.view_as_real, to_dense), or cut the model elsewhere with hints().split_before"
+            )
 
     def _post(self, stage: int, tensor: torch.Tensor, *, back: bool) -> None:
         if self._rank_of[stage] == self._own:

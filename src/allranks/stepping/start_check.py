@@ -28,7 +28,7 @@ from allranks.stepping.loss_check import NUM_SAMPLES, LossNature, examine_loss
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.sequence_loss import check_sequence_loss
 from allranks.stepping.transfer_cost import TransferCost, measure_transfers
-from allranks.stepping.whole_check import UNCOMPARED, check_whole
+from allranks.stepping.whole_check import check_whole, pass_uncompared
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
 from allranks.task_loading import user_line
 from allranks.units import format_seconds
@@ -89,7 +89,7 @@ def check_at_start(
                 f"{spread.mesh.layout} cuts the batch of one forward and one loss, and {type(task).__name__} has a "
                 "step() of its own: leave cp out"
             )
-        unknown = _describe_uncompared(f"{type(task).__name__} has a step() of its own")
+        unknown = pass_uncompared(spread, f"{type(task).__name__} has a step() of its own")
         said = (unknown,) if spread.mesh.layout.cuts_model else ()
         return Meeting(task.coupled, task.coupled, Forward(task, spread, lambda batch: (batch,)), None, said)
     if "" not in spread.modules:
@@ -152,8 +152,8 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
         decisions += (_describe_gathering(forward, batch, len(samples)),)
     if spread.mesh.layout.cuts_model:
         alike = group is None
-        unknown = _describe_uncompared("each data-parallel rank sees samples of its own at the start")
-        decisions += (check_whole(forward, samples, seed, flops) if alike else unknown,)
+        unknown = "each data-parallel rank sees samples of its own at the start"
+        decisions += (check_whole(forward, samples, seed, flops) if alike else pass_uncompared(spread, unknown),)
     transfers = measure_transfers(forward, samples)
     return Meeting(coupled, nature.gathers, forward, targets.call, decisions, flops, transfers)
 
@@ -168,10 +168,6 @@ def _from_last_stage(nature: LossNature, spread: Spread) -> LossNature:
 
 def _meet_context(context: Context, task: Task, batch: Any, inputs: Callable[[Any], Any]) -> Decision:
     return context.meet(batch, inputs(batch), task.hints().sequence_dims)
-
-
-def _describe_uncompared(because: str) -> Decision:
-    return Decision(UNCOMPARED, because)
 
 
 @torch.no_grad()

@@ -5,6 +5,8 @@ normalises over what is now a part. Nothing raises, and the run merely learns so
 once more, uncut, and loss and gradients of a few samples are compared: a small `verify`, before the first step. Both
 have the same noise on their parameters meanwhile, because what begins at zero would hide what lies behind it.
 
+A model too large for that is refused where a stage of a pipeline was seen to use what only another one has.
+
 Where sequences are cut, their parts are compared with the whole: a model that has to know its positions is found in
 this way. A loss that looks at several of them is found before, whatever the model's size (sequence_loss.py).
 """
@@ -20,10 +22,11 @@ import torch.distributed as dist
 
 from allranks.data.random_keys import seed_all
 from allranks.errors import LayoutError
-from allranks.layout import Layout
 from allranks.parallel.pipeline import Payload
+from allranks.parallel.spread import Spread
 from allranks.parallel.stage_transport import signature_of
 from allranks.parallel.whole import WholeGradients, square_of, whole_gradients
+from allranks.stepping.alike import everyones
 from allranks.stepping.loss_check import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.sequence_loss import advise_loss
@@ -34,6 +37,13 @@ from allranks.vocabulary import whole_logits
 LARGEST_FLOPS = 2e12  # of the comparison on one core: some ten seconds to a minute
 NUM_SAMPLES = 2
 UNCOMPARED = "the cut model was not compared with the whole one"
+
+_UNSEEN = "The forward uses something beside its blocks that another stage has"
+_BESIDE = (
+    "What is made of other blocks (a sum around a block, as in x + block(x), or an item() of their output) is nothing "
+    "where these belong to another stage: put it into the block, or name blocks that hold it in hints().blocks, or cut "
+    "the model elsewhere with hints().split_before"
+)
 
 # What sums in another order leave between two norms. What is wrong by a factor, or a head too wide, is far beyond.
 _RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 6e-2}
@@ -65,7 +75,7 @@ def compare_whole(forward: Forward, batch: Any, seed: int, flops: float, *, what
     layout = forward.spread.mesh.layout
     if flops > LARGEST_FLOPS:
         because = f"one process would need {format_count(flops)} floating-point operations for that"
-        return Decision(UNCOMPARED, because)
+        return pass_uncompared(forward.spread, because)
     with forward.spread.shaken():
         found = _spread_gradients(forward, batch)
     told = torch.zeros(7, dtype=torch.float64)
@@ -83,20 +93,36 @@ def compare_whole(forward: Forward, batch: Any, seed: int, flops: float, *, what
             name, (mine, expected) = "the loss", pairs[:2]
         raise LayoutError(
             f"layout {layout} does not compute what one process computes: {name} is {mine:.6g}, and {expected:.6g} for "
-            f"the whole model. {_advise(layout, same_loss=same_loss, same_output=same_output)}"
+            f"the whole model. {_advise(forward.spread, same_loss=same_loss, same_output=same_output)}"
         )
     because = f"loss and {len(found.norms)} gradients of {what} agree"
     return Decision("the cut model computes what the whole one does", because)
 
 
-def _advise(layout: Layout, *, same_loss: bool, same_output: bool) -> str:
-    """What may be the cause, and what to do."""
-    if layout.pp > 1 and layout.tp == layout.cp == 1:
-        return (
-            "The forward uses something beside its blocks that another stage has: a sum around a block, as in "
-            "x + block(x), or a tensor of an earlier block; put it into the block, or name blocks that hold it in "
-            "hints().blocks"
-        )
+def pass_uncompared(spread: Spread, because: str) -> Decision:
+    """That nothing is compared, and why; collective along pp.
+
+    Raises:
+        LayoutError: on every rank, where the forward uses what another stage of a pipeline has and does not send.
+    """
+    wrong = _find_wrong(spread)
+    if wrong:
+        raise LayoutError(f"layout {spread.mesh.layout} does not compute what one process computes: {wrong}. {_BESIDE}")
+    return Decision(UNCOMPARED, because)
+
+
+def _find_wrong(spread: Spread) -> str:
+    """What the ranks of a pipeline have seen in the first forward, the first of them; collective along pp."""
+    if spread.stages is None:
+        return ""
+    return next(filter(None, everyones(spread.stages.pipeline.wrong, spread.stages.group, spread.device)), "")
+
+
+def _advise(spread: Spread, *, same_loss: bool, same_output: bool) -> str:
+    """What may be the cause, and what to do; collective along pp."""
+    layout, wrong = spread.mesh.layout, _find_wrong(spread)
+    if wrong or (layout.pp > 1 and layout.tp == layout.cp == 1):
+        return f"{wrong or _UNSEEN}. {_BESIDE}"
     if layout.cp == 1 or (layout.tp > 1 and same_loss and same_output):
         return (
             "Code between the cut layers looks at whole tensors (a number of heads, a norm over all channels), or a "

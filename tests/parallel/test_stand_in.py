@@ -1,0 +1,38 @@
+"""Zeros in the shape of what a module returns, without its being computed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from allranks.errors import LayoutError
+from allranks.parallel.stand_in import StandIns, is_floating, on_meta
+
+
+def made(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return StandIns().make("part", on_meta(module), True, args, kwargs)
+
+
+def test_shapes_and_types_are_those_of_the_module() -> None:
+    output, (hidden, cell) = made(nn.LSTM(3, 5), torch.ones(2, 4, 3))
+    assert output.shape == (2, 4, 5) and hidden.shape == cell.shape == (1, 4, 5)
+    assert not output.any() and output.device.type == "cpu"
+    assert made(nn.Linear(3, 5).double(), torch.ones(2, 3).double()).dtype is torch.float64
+
+
+class Looks(nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value * 2 if bool(value.any()) else value
+
+
+def test_what_looks_at_values_is_taken_to_return_what_it_is_given() -> None:
+    assert made(Looks(), torch.ones(2, 3)).tolist() == [[0.0] * 3] * 2
+    with pytest.raises(LayoutError, match="part belongs to another stage of the pipeline, and what it returns is not"):
+        made(Looks(), torch.arange(3))
+
+
+def test_a_copy_on_the_meta_device_keeps_what_is_frozen() -> None:
+    twin = on_meta(nn.BatchNorm1d(3).requires_grad_(False))
+    assert all(t.is_meta and not t.requires_grad for t in (*twin.parameters(), *twin.buffers()))
+    assert is_floating(torch.ones(2)) and not is_floating(torch.arange(2)) and not is_floating(1.0)
