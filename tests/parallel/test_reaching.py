@@ -69,7 +69,7 @@ UNLIKE = [
     ),
     ({0: "a", 1: "b"}, 3, "rank 0 {} without blocks.1.b.0.weight, blocks.1.b.0.bias, "),
     ({1: "b"}, 7, "rank 0 {}, rank 1 {} without blocks.1.a.weight, blocks.1.a.bias. A sharded"),
-    ({1: ""}, 7, "rank 0 {}, rank 1 {} without blocks.1."),
+    pytest.param({1: ""}, 7, "rank 0 {}, rank 1 {} without blocks.1.", marks=pytest.mark.full),
 ]
 
 
@@ -90,6 +90,6 @@ def test_ranks_that_take_unlike_branches_of_a_unit_are_stopped_by_name(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["fsdp", "fsdp,sharding=grad_op"])
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("fsdp,sharding=grad_op", marks=pytest.mark.full)])
 def test_ranks_that_take_the_same_branch_go_on(pool: Pools, layout: str) -> None:
     assert pool(2).run(forked, layout, {0: "b", 1: "b"}, 7, timeout=50) == [("", 3, True)] * 2
