@@ -26,9 +26,11 @@ from allranks.parallel.parting import watch_path
 from allranks.parallel.path import Path, wait_plainly
 
 Wait = Callable[[dist.Work], object]
+Line = dist.ProcessGroup | None
 
 NO_TIMEOUT = timedelta()
-MOST_LINES = 8  # groups with threads and sockets: units of further sizes share the first
+SPARE = 0  # no unit's id: what a rank has to ask travels apart from all messages of units
+MOST_LINES = 9  # groups with threads and sockets: units of further sizes share the first
 # By the world that they are part of, and the groups that it is divided into.
 _LINES = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], list[dist.ProcessGroup]]]()
 
@@ -126,8 +128,8 @@ def exchange_and_sum(
 
 def gather_through_gloo(
     module: nn.Module, mesh: DeviceMesh, path: Path | None = None, *, overlap: bool = True, staged: bool = False
-) -> None:
-    """Let the units of an FSDP module, itself among them, communicate in this way, where it is gloo that they use.
+) -> Line:
+    """Let the units of an FSDP module communicate in this way, where it is gloo; returns a spare group of their ranks.
 
     Args:
         mesh: of (dp_shard), or of (dp_replicate, dp_shard).
@@ -137,25 +139,28 @@ def gather_through_gloo(
     """
     group = mesh.get_group(mesh.ndim - 1)
     if not is_gloo(group, mesh.device_type) or dist.get_world_size(group) == 1:
-        return
+        return None
     if path is not None and path.wait is wait_plainly:
         watch_path(path, group, staged=staged)
     wait = wait_plainly if path is None else path.wait
     lines = {} if path is None else _open_lines(module, group)
+    divisor, at_once = mesh.size(), mesh.ndim > 1 or not overlap
     keep_heap()  # here too, for processes whose group the user's own script has started
     under_way = Reductions()
     for member in module.modules():
         if isinstance(member, FSDPModule):
             state: Any = member._get_fsdp_state()
-            member.set_custom_all_gather(cast("Any", _Gather(wait, lines.get(id(state)))))
+            line = lines.get(id(state))
+            member.set_custom_all_gather(cast("Any", _Gather(wait, line)))
             # The divisions are ours: FSDP2's way with them depends on the type, and may come after this collective.
-            member.set_custom_reduce_scatter(cast("Any", _Scatter(wait, under_way, state, mesh, overlap)))
+            member.set_custom_reduce_scatter(cast("Any", _Scatter(wait, line, under_way, state, divisor, at_once)))
             member.set_force_sum_reduction_for_comms(True)
             member.set_gradient_divide_factor(1.0)
+    return lines.get(SPARE)
 
 
 def _open_lines(module: nn.Module, group: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
-    """Id of a unit's state -> the group over which it is gathered, one for each size of unit; all of the world call it.
+    """Id of a unit's state -> the group that it travels over, one for each size of unit; and a spare one. Collective.
 
     gloo ends the process where a message is longer than what is expected, as it would be where the ranks enter units of
     unequal size; over groups of their own they wait, and find out (`parting`).
@@ -163,8 +168,9 @@ def _open_lines(module: nn.Module, group: dist.ProcessGroup) -> dict[int, dist.P
     sizes = dict[int, int]()
     _add_sizes(module, 0, dist.get_world_size(group), sizes)
     distinct = list(dict.fromkeys(sizes.values()))
-    lines = dict(zip(distinct, [group, *_extra_lines(group, len(distinct) - 1)], strict=False))
-    return {unit: lines.get(size, group) for unit, size in sizes.items()}
+    spare, *others = _extra_lines(group, max(1, len(distinct)))
+    lines = dict(zip(distinct, [group, *others], strict=False))
+    return {SPARE: spare, **{unit: lines.get(size, group) for unit, size in sizes.items()}}
 
 
 def _extra_lines(group: dist.ProcessGroup, wanted: int) -> list[dist.ProcessGroup]:
@@ -234,8 +240,8 @@ class Reductions:
 class _Allocating:
     """What both collectives of a unit have in common."""
 
-    def __init__(self, wait: Wait) -> None:
-        self._wait = wait
+    def __init__(self, wait: Wait, line: Line) -> None:
+        self._wait, self._line = wait, line
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer of its own for every operation."""
@@ -244,10 +250,6 @@ class _Allocating:
 
 @final
 class _Gather(_Allocating):
-    def __init__(self, wait: Wait, line: dist.ProcessGroup | None = None) -> None:
-        super().__init__(wait)
-        self._line = line
-
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -261,10 +263,9 @@ class _Gather(_Allocating):
 
 @final
 class _Scatter(_Allocating):
-    def __init__(self, wait: Wait, under_way: Reductions, state: Any, mesh: DeviceMesh, overlap: bool) -> None:
-        super().__init__(wait)
-        self._under_way, self._state = under_way, state
-        self._divisor, self._at_once = mesh.size(), mesh.ndim > 1 or not overlap
+    def __init__(self, wait: Wait, line: Line, under_way: Reductions, state: Any, divisor: int, at_once: bool) -> None:
+        super().__init__(wait, line)
+        self._under_way, self._state, self._divisor, self._at_once = under_way, state, divisor, at_once
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer of its own, once the unit before has let go of its own ones."""
@@ -280,7 +281,7 @@ class _Scatter(_Allocating):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM and not async_op
-        exchange = Exchange(output_tensor, input_tensor, group, self._divisor, self._wait, give_back=True)
+        exchange = Exchange(output_tensor, input_tensor, self._line or group, self._divisor, self._wait, give_back=True)
         if self._is_read_at_once():
             exchange.finish()
         else:

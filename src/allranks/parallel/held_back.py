@@ -21,9 +21,9 @@ def find_held_back(modules: Iterable[nn.Module]) -> list[Any]:
         TaskError: one holds them for some of its parameters only.
     """
     # torch has no public name for what waits.
-    held = [group for module in modules for group in _groups(module) if group._partial_reduce_output is not None]
+    held = [group for group in parameter_groups(modules) if group._partial_reduce_output is not None]
     for group in held:
-        whole = sum(parameter.padded_sharded_param_size.numel() for parameter in _trainable(group))
+        whole = sum(parameter.padded_sharded_param_size.numel() for parameter in trainable_of(group))
         if group._partial_reduce_output.numel() != whole:
             raise _refusal(group)
     return held
@@ -32,18 +32,21 @@ def find_held_back(modules: Iterable[nn.Module]) -> list[Any]:
 def check_released(held: Sequence[Any]) -> None:
     """After the last backward: every parameter of these groups has its gradient. TaskError where one has none."""
     for group in held:
-        if any(parameter.sharded_param.grad is None for parameter in _trainable(group)):
+        if any(parameter.sharded_param.grad is None for parameter in trainable_of(group)):
             raise _refusal(group)
 
 
-def _groups(module: nn.Module) -> list[Any]:
-    states = [member._get_fsdp_state() for member in module.modules() if isinstance(member, FSDPModule)]
+def parameter_groups(modules: Iterable[nn.Module]) -> list[Any]:
+    """FSDP2's parameter groups of these modules, one or several a unit, each once."""
+    members = [member for module in modules for member in module.modules()]
+    states = [member._get_fsdp_state() for member in members if isinstance(member, FSDPModule)]
     # torch 2.11 has one group a module, later versions a list of them. A unit of several modules has one state.
     found = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
     return list({id(group): group for groups in found for group in groups if group is not None}.values())
 
 
-def _trainable(group: Any) -> list[Any]:
+def trainable_of(group: Any) -> list[Any]:
+    """FSDP2's own view of the parameters of such a group that are not frozen."""
     return [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
 
 

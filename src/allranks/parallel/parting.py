@@ -158,6 +158,6 @@ def describe_parting(ranks: tuple[int, int], entered: tuple[str, str]) -> str:
     (first, here), (second, there) = sorted(zip(ranks, entered, strict=True))
     return (
         f"rank {first} {here}, rank {second} {there}. A sharded layout gathers a module's parameters on all ranks "
-        "together, so these were mixed: nothing of this step is saved; name what a forward may leave out in "
-        "hints().optional (world.parallelize(optional=)), or use --layout ddp"
+        "together, and adds up their gradients, so these were mixed: nothing of this step is saved; name what a "
+        "forward may leave out in hints().optional (world.parallelize(optional=)), or use --layout ddp"
     )

@@ -1,8 +1,8 @@
-"""Which units this rank's forwards have entered, in order.
+"""Which units this rank's forwards have entered and its backwards have reduced, in order.
 
 Under FSDP entering a unit is a collective: ranks that enter different units gather parts of different parameters into
-one, and compute with the mixture without a word. So the ranks compare their paths, one step after the other; those of
-a pipeline within each stage.
+one, and compute with the mixture without a word; likewise they add up gradients of different parameters. So the ranks
+compare their paths, one step after the other; those of a pipeline within each stage.
 """
 
 import zlib
@@ -36,6 +36,10 @@ class Path:
         module.register_forward_pre_hook(lambda *_: self._noted[2].append(name), prepend=True)
         if not name:
             module.register_forward_hook(lambda *_: self._noted[2].append(self.END))
+
+    def note(self, reduced: str) -> None:
+        """Note what a backward is about to reduce."""
+        self._noted[2].append(reduced)
 
     def take(self) -> tuple[str, ...]:
         """The names since the last call, in order."""

@@ -13,6 +13,7 @@ from allranks.parallel.gloo_ops import gather_through_gloo
 from allranks.parallel.initial import Placer
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.path import Path
+from allranks.parallel.reaching import follow_reductions
 
 
 def shard(
@@ -30,7 +31,7 @@ def shard(
         units: tuples of module names that are gathered together; what is in none is the root's.
         policy: in which type a unit is gathered.
         placer: gives each unit its values; after the cut only this rank's part stays.
-        path: notes which units the forwards enter.
+        path: notes which units the forwards enter and the backwards reduce.
         offload: where the shards wait; by default on the device.
 
     Parameters without dims cannot be cut, and experts are cut over ep: they stay as they are, and `reduce_scalars`
@@ -53,7 +54,9 @@ def shard(
         placer.forget_cut()
     # Who recomputes blocks wants memory rather than time.
     overlap, staged = mesh.layout.recompute != "full", mesh.layout.pp > 1
-    gather_through_gloo(module, device_mesh, path, overlap=overlap, staged=staged)
+    spare = gather_through_gloo(module, device_mesh, path, overlap=overlap, staged=staged)
+    if path is not None:
+        follow_reductions(module, path, spare)
     for name in (*(name for names in units for name in names), ""):
         if path is not None:
             path.follow(module.get_submodule(name), name)

@@ -160,8 +160,8 @@ class StepRecord:
         def leave() -> None:
             for hook in hooks:
                 hook.remove()
-            for name in ("unshard", "post_backward", "pre_backward", "_to_sharded"):
-                delattr(group, name)
+            group.unshard, group.post_backward, group.pre_backward = unshard, post_backward, pre_backward
+            group._to_sharded = to_sharded
 
         return leave
 

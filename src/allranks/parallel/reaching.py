@@ -1,0 +1,86 @@
+"""Which parameters of a sharded unit a backward reaches, compared before they are reduced.
+
+FSDP2 reduces what has a gradient, laid end to end. Ranks that take different branches inside of one unit would add one
+parameter's gradient to another's, without a word where both are equally large; gloo ends the process where they are
+not. So the path says whose gradients each unit reduces. And over gloo a rank that has not all of them asks the others
+first, over a line of its own: one that has all of them is waited for there until `parting` finds out.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from allranks.errors import TaskError
+from allranks.parallel.held_back import parameter_groups, trainable_of
+from allranks.parallel.parting import describe_parting
+from allranks.parallel.path import Path, path_digest
+
+WORDS_BYTES: Final = 1024
+"""So much of what a rank has to say is sent, behind a digest of all of it."""
+
+
+def follow_reductions(module: nn.Module, path: Path, line: dist.ProcessGroup | None) -> None:
+    """Let every unit of `module` note in `path` whose gradients it reduces.
+
+    Args:
+        line: the ranks of a unit, over gloo and used for nothing else: those that lack gradients compare, and raise
+            TaskError where they lack different ones. None: nobody asks, and the step's agreement finds out.
+    """
+    for group in parameter_groups([module]):
+        group.post_backward = _following(group.post_backward, group, path, line)
+
+
+def _following(
+    post_backward: Callable[..., Any], group: Any, path: Path, line: dist.ProcessGroup | None
+) -> Callable[..., Any]:
+    @wraps(post_backward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        wanted = trainable_of(group) if group.reduce_grads else []
+        if wanted:
+            lacking = [parameter for parameter in wanted if not _has_gradient(parameter)]
+            words = describe_reduction(group._module_fqn or "", [str(p._param_fqn) for p in lacking], len(wanted))
+            path.note(words)
+            # What no forward of this step has entered waits for nobody: FSDP2 passes by it once the backward is over.
+            if line is not None and lacking and group._training_state.name != "IDLE":
+                compare_reductions(words, line, path)
+        return post_backward(*args, **kwargs)
+
+    return call
+
+
+def _has_gradient(parameter: Any) -> bool:
+    whole = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+
+def describe_reduction(unit: str, lacking: list[str], num_parameters: int) -> str:
+    """What a unit is about to reduce, in words that are not the same for other parameters."""
+    reduced = f"the gradients of {unit or 'the model'}"
+    if not lacking:
+        return reduced
+    return f"{reduced} without {', '.join(lacking) if len(lacking) < num_parameters else 'any'}"
+
+
+def compare_reductions(words: str, line: dist.ProcessGroup, path: Path) -> None:
+    """Tell the ranks of `line` what this one is about to reduce; collective among those that lack gradients.
+
+    Raises:
+        TaskError: on every rank: two of them, and what each of these would reduce.
+    """
+    digest = torch.tensor([path_digest([words])]).view(torch.uint8)
+    told = words.encode()[:WORDS_BYTES].ljust(WORDS_BYTES)
+    own = torch.cat([digest, torch.frombuffer(bytearray(told), dtype=torch.uint8)])
+    everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(line))]
+    path.wait(dist.all_gather(everyones, own, group=line, async_op=True))
+    other = next((index for index, one in enumerate(everyones) if not torch.equal(one, everyones[0])), None)
+    if other is not None:
+        ranks = dist.get_process_group_ranks(line)
+        first, second = (
+            bytes(everyones[index][len(digest) :].tolist()).decode(errors="ignore").rstrip() for index in (0, other)
+        )
+        parting = describe_parting((ranks[0], ranks[other]), (first, second))
+        raise TaskError(f"the ranks ran different modules: {parting}")
