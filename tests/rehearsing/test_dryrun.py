@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from allranks.errors import ConfigError
 from allranks.rehearsal import RankRehearsal
@@ -101,6 +102,21 @@ class Stepping(Tokens):
 def test_guards_that_training_refuses_are_refused(kind: type[Tokens], layout: str, word: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(word)):
         rehearsed(kind(layers=2), layout, 2, word)
+
+
+class InBfloat16(Tokens):
+    """Whose model comes in another type than it is trained in, as Hugging Face's do."""
+
+    def model(self) -> Any:
+        return super().model().to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("kind", "precision", "times"), [(Tokens, "float64", 2), (InBfloat16, "float32", 1)])
+def test_a_model_in_another_type_than_the_precisions(kind: type[Tokens], precision: str, times: int) -> None:
+    told = rehearsed(kind(), "fsdp", 2, f"train.precision={precision}")
+    whole = rehearsed(Tokens(), "fsdp", 2, "train.precision=float32")
+    assert told.by_category["weights"] == times * whole.by_category["weights"]
+    assert told.by_category["optimizer"] == pytest.approx(times * whole.by_category["optimizer"], rel=1e-2)
 
 
 def test_what_a_shard_holds() -> None:
