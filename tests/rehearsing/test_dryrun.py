@@ -153,7 +153,7 @@ def test_the_last_stage_has_the_logits() -> None:
     task = Tokens(layers=4)
     first, last = (rehearsed(task, "pp=2", 2, rank=rank) for rank in (0, 1))
     assert (first.stage, last.stage) == (0, 1)
-    assert "logits" not in first.by_category or first.by_category["logits"] < last.by_category["logits"]
+    assert first.by_category.get("logits", 0) < 1000 < last.by_category["logits"]
     sent, received = totals(first)["pp", "send"], totals(last)["pp", "receive"]
     assert sent == received and sent[1] == first.micro_steps == 4
     assert totals(first)["pp", "receive"] == totals(last)["pp", "send"]
