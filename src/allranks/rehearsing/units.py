@@ -1,4 +1,4 @@
-"""What sharding makes for its messages, told to the ledger: of FSDP2's units, and of rows that an update has changed."""
+"""What sharding makes for its messages, told to the ledger: of FSDP2's units, and of rows that an update changed."""
 
 from collections.abc import Callable
 from typing import Any
