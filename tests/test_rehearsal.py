@@ -49,6 +49,17 @@ def test_what_waits_has_to_find_room_on_the_host_where_its_size_is_known() -> No
     assert replace(told, host_capacity_bytes=80.0).to_json()["fits"] is False
 
 
+def test_what_does_not_fit_has_a_next_move() -> None:
+    full = rehearsal(rank(0, 950))
+    assert full.next_move.startswith("--remedies rehearses") and full.to_json()["next"] == full.next_move
+    assert rehearsal().next_move == ""
+    tried = replace(full, remedies=(Remedy("layout.recompute=full", 300),))
+    fatal = replace(full, findings=(Finding("hang", "a", "b", fails=True),))
+    assert tried.next_move == fatal.next_move == "", "remedies and findings have their own"
+    on_host = replace(rehearsal(replace(rank(), host_peak_bytes=90)), host_capacity_bytes=80.0)
+    assert "offload" in on_host.next_move and "--remedies" not in on_host.next_move
+
+
 def test_a_finding_may_fail() -> None:
     harmless, fatal = Finding("unsharded", "w lies whole", "cut it"), Finding("hang", "a", "b", fails=True)
     assert not rehearsal(rank(0, 600, harmless)).fails

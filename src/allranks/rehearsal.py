@@ -272,6 +272,15 @@ class Rehearsal:
         return self.free_bytes >= 0 and there
 
     @property
+    def next_move(self) -> str:
+        """What to do where it does not fit and nothing was tried yet; "" elsewhere: a finding has its own move."""
+        if self.fits or self.fails or self.remedies:
+            return ""
+        if self.free_bytes < 0:
+            return "--remedies rehearses changes that save memory, and says what each costs of speed"
+        return "let less wait on the host (--layout ...,offload=...), or cut it over more ranks (dp_shard)"
+
+    @property
     def fails(self) -> bool:
         """Whether a finding says that the run would fail."""
         own = (finding for rank in self.ranks.values() for finding in rank.findings)
@@ -297,4 +306,5 @@ class Rehearsal:
             "decisions": list(self.decisions),
             "unrehearsed": list(self.unrehearsed),
             "remedies": [asdict(remedy) for remedy in self.remedies],
+            "next": self.next_move,
         }

@@ -1,5 +1,7 @@
 """From a request to what is simulated: which figure comes from where."""
 
+from typing import Any
+
 import pytest
 
 from allranks.cli.simulating import STORAGE_PER_NODE, costs_of, operation_of, simulation_of
@@ -36,6 +38,22 @@ def test_the_interval_is_no_shorter_than_a_save_takes() -> None:
 
     assert operation.tiers[-1].every_seconds >= costs.write_seconds
     assert any("spare nodes, because" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("step", "0s", "--step 0s: takes more than no time; --step 10s, say, or leave it out"),
+        ("every", "0", "--every 0: takes more than no time; --every 10min, say, or leave it out"),
+        ("storage", 0.0, "--storage 0: is more than 0 GB/s; --storage 200, say, or leave it out"),
+        ("storage", -1.0, "--storage -1: is more than 0 GB/s; --storage 200, say, or leave it out"),
+    ],
+)
+def test_what_cannot_be_nothing_is_refused_in_one_line(option: str, value: str | float, said: str) -> None:
+    given: dict[str, Any] = {"step": "10s", "save_cost": "0s", option: value}
+    with pytest.raises(ConfigError) as caught:
+        simulation_of(SimulationRequest(CLUSTER, **given))
+    assert str(caught.value) == said
 
 
 def test_a_cluster_of_nothing_is_refused() -> None:

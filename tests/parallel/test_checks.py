@@ -8,6 +8,9 @@ from torch import nn
 
 from allranks.errors import AllranksError, TaskError
 from allranks.layout import Layout
+from allranks.parallel.checks import cast
+from allranks.parallel.precision import choose_precision
+from allranks.profiling.fakes import build_fake, fake_mode
 from tests.distributed.pool import Pools
 from tests.parallel.spreads import spread
 
@@ -33,6 +36,28 @@ def test_parameters_get_the_precisions_type_and_that_is_said() -> None:
         assert found.tensors["phase"].imag.item() == 2.0
         said = [f"parameters are float32, because train.precision={precision}; model() made them bfloat16"]
         assert [str(decision) for decision in found.decisions] == (said if dtype is torch.float32 else [])
+
+
+class Tied(Mixed):
+    """The same, and two layers of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(2, 2, bias=False)
+        self.again.weight = self.linear.weight
+        self.register_buffer("scale", torch.ones(2, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("float32", torch.float32), ("float64", torch.float64)])
+def test_tensors_without_memory_get_it_too(name: str, dtype: torch.dtype) -> None:
+    module, _ = build_fake(Tied, fake_mode())
+    assert isinstance(module, Tied)
+    cast(module, choose_precision(name, None, "cpu"), [])
+    weight = module.linear.weight
+    assert weight is module.again.weight and isinstance(weight, nn.Parameter) and weight.requires_grad
+    kinds = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+    assert {kinds.pop(name) for name in ("phase", "flags", "steps")} == {torch.complex64, torch.bool, torch.int64}
+    assert set(kinds.values()) == {dtype} and weight.untyped_storage().nbytes() == 4 * dtype.itemsize
 
 
 class Complex(nn.Module):

@@ -65,3 +65,14 @@ def test_an_allocator_hands_out_whole_blocks() -> None:
         assert (ledger.find(tensor).category, ledger.find(tensor).module) == ("gathered", "layers.0")
         ledger.mark(tensor, "weights", "embedding")
         assert (ledger.find(tensor).category, ledger.find(tensor).module) == ("weights", "embedding")
+
+
+def test_a_category_is_of_what_is_new() -> None:
+    ledger = Ledger()
+    with FakeTensorMode():
+        first, second, third = torch.empty(1), torch.empty(1), torch.empty(1)
+        ledger.find(first)
+        assert ledger.find(first.detach(), (), "logits").category is None
+        assert ledger.find(second, (), "logits").category == "logits"
+        ledger.place = ("gathered", "layers.1")
+        assert ledger.find(third, (), "logits").category == "gathered"

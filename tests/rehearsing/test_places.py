@@ -34,6 +34,20 @@ def test_a_backward_belongs_to_the_module_of_its_forward() -> None:
     assert seen.names[2:] == ["2", "2", "0"]
 
 
+def test_where_a_gradient_goes_into_its_parameter_no_module_is_undone() -> None:
+    model = nn.Sequential(nn.Linear(3, 4))
+    places = Places({"": model})
+    seen: list[tuple[bool, str]] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: seen.append((places.accumulating, places.running)))
+    with places.following():
+        output = model(torch.ones(5, 3))
+        output.register_hook(lambda _: seen.append((places.accumulating, places.running)))
+        output.square().sum().backward()
+    assert seen == [(False, "0"), (True, ""), (True, "")]
+    assert not places.accumulating
+
+
 class Pair(nn.Module):
     """Calls its two layers in lines of its own."""
 

@@ -1,6 +1,7 @@
 """What cannot be rehearsed says so in one line, and what would fail says where."""
 
 import pytest
+import torch
 from torch import nn
 
 from allranks.errors import ConfigError, LayoutError, TaskError
@@ -8,7 +9,7 @@ from allranks.layout import Layout
 from allranks.planning.hardware import find_cluster
 from allranks.rehearsing.refusals import NotRehearsed, Unrehearsable, explain, refuse
 from tests.profiling.subjects import AskingPart
-from tests.rehearsing.tasks import Layered, rehearsed
+from tests.rehearsing.tasks import Calling, Layered, rehearsed
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,34 @@ def test_a_fault_and_a_question_of_values() -> None:
     assert str(unknown) == (
         "Net cannot be rehearsed: x::y has no kernel for shapes alone; torch.library.register_fake gives it one"
     )
+
+
+def add_there(value: torch.Tensor) -> torch.Tensor:
+    """Makes a tensor on the GPU by its name."""
+    return value + torch.zeros(value.shape[-1], device="cuda")
+
+
+def bring_there(value: torch.Tensor) -> torch.Tensor:
+    """Brings one there."""
+    return value + torch.ones(value.shape[-1]).to("cuda")
+
+
+class Naming(Layered):
+    """Names the GPU in its middle."""
+
+    how: str = "add"
+
+    def middle(self) -> nn.Module:
+        return Calling({"add": add_there, "bring": bring_there}[self.how])
+
+
+@pytest.mark.parametrize("how", ["add", "bring"])
+def test_code_that_names_the_gpu_is_a_fault_only_where_there_is_none(how: str) -> None:
+    with pytest.raises(Unrehearsable, match=r"test_refusals\.py:\d+\); here .*take the device from one of them"):
+        rehearsed(Naming(how=how), "single", 1, on_cuda=True)
+    with pytest.raises(TaskError, match="it fails on one process, too") as caught:
+        rehearsed(Naming(how=how), "single", 1)
+    assert type(caught.value) is TaskError
 
 
 class Asks(Layered):

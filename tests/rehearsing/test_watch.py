@@ -1,6 +1,7 @@
 """The engine's reads are answered, the user's are not; FLOPs are torch's."""
 
 import pytest
+import torch
 from torch import nn
 
 from allranks.errors import TaskError
@@ -51,3 +52,36 @@ def test_lines_are_of_those_who_asked() -> None:
 def test_products_of_two_types_fail_as_on_a_device() -> None:
     with pytest.raises(TaskError, match="mm expects operands of one dtype, and gets float32 and float64"):
         rehearsed(Mixed(), "single", 1)
+
+
+class Wide(Layered):
+    """Weights large beside the logits, of 320 B."""
+
+    def middle(self) -> nn.Module:
+        return nn.Sequential(nn.ReLU(), nn.Linear(self.width, 1024), nn.Linear(1024, self.width))
+
+
+class ForeachAdam(Wide):
+    """All parameters at once, which takes memory for as many."""
+
+    def optimizer(self, parameters):  # type: ignore[no-untyped-def]
+        return torch.optim.Adam(parameters, lr=1e-3, foreach=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "world", "category", "copies"),
+    [
+        (Wide, "ddp", 2, "gradients", 1.5),
+        (Wide, "dp_shard=2,sharding=optimizer", 2, "communication", 2.0),
+        (ForeachAdam, "single", 1, "optimizer", 3.0),
+    ],
+)
+def test_logits_are_what_the_loss_makes_and_nothing_else(
+    kind: type[Wide], layout: str, world: int, category: str, copies: float
+) -> None:
+    told = rehearsed(kind(), layout, world)
+    assert sum(told.by_category.values()) == told.peak_bytes
+    assert told.by_category["logits"] < 1000
+    weights = told.by_category["weights"]
+    assert told.by_category[category] == pytest.approx(copies * weights, rel=0.05), told.by_category
+    assert not any("loss" in one.line for one in told.collectives)

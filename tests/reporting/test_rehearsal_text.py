@@ -64,6 +64,11 @@ def test_all_of_it() -> None:
         assert part in text
 
 
+def test_the_next_move_comes_last() -> None:
+    assert render_rehearsal(rehearsal(rank(0, 950))).splitlines()[-1].startswith("Next: --remedies rehearses changes")
+    assert "Next: " not in render_rehearsal(rehearsal())
+
+
 def test_moments_as_text_and_picture() -> None:
     text = render_moments(rank())
     assert "layers.1 x 7" in text and "600 B" in text

@@ -71,6 +71,7 @@ def simulation_of(request: SimulationRequest) -> Simulation:
 
     if not 0 < request.days <= 3650 or (request.spares or 0) < 0 or (request.runs is not None and request.runs < 1):
         raise ConfigError("--days are more than 0 and at most 3650, --spares at least 0, --runs at least 1")
+    _check_more_than_nothing(request)
     cluster = find_cluster(request.cluster)
     if cluster.nodes < 1 or cluster.num_devices < 1:
         raise ConfigError(f"--cluster {request.cluster}: nothing runs on no device; 2048x8:h100 has 16,384")
@@ -86,6 +87,15 @@ def simulation_of(request: SimulationRequest) -> Simulation:
         named=(costs.model, cluster.name, cluster.devices_per_node),
         notes=(*costs.notes, *notes, *assumed),
     )
+
+
+def _check_more_than_nothing(request: SimulationRequest) -> None:
+    """A save or a restart may cost nothing; a step and an interval that take no time, and no storage, are none."""
+    for text, option, example in ((request.step, "--step", "10s"), (request.every, "--every", "10min")):
+        if text is not None and not _time(text, option):
+            raise ConfigError(f"{option} {text}: takes more than no time; {option} {example}, say, or leave it out")
+    if request.storage is not None and not 0 < request.storage < math.inf:
+        raise ConfigError(f"--storage {request.storage:g}: is more than 0 GB/s; --storage 200, say, or leave it out")
 
 
 def costs_of(request: SimulationRequest, cluster: Cluster) -> Costs:

@@ -8,6 +8,7 @@ from torch import nn
 from allranks.errors import LayoutError, TaskError
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.precision import Precision
+from allranks.parallel.replica_twin import is_fake
 from allranks.verdict import Decision
 
 
@@ -24,13 +25,22 @@ def cast(module: nn.Module, precision: Precision, decisions: list[Decision]) -> 
     floating = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if floating <= {precision.parameters}:
         return
+    _convert(module, precision.parameters)
     if precision.parameters is torch.float64:
-        module.double()
         return
-    module.float()
     names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in floating - {precision.parameters}))
     because = f"train.precision={precision.name}; model() made them {names}"
     decisions.append(Decision("parameters are float32", because))
+
+
+def _convert(module: nn.Module, dtype: torch.dtype) -> None:
+    if not is_fake(module):
+        module.float() if dtype is torch.float32 else module.double()
+        return
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_floating_point():
+            # Module.float swaps tensors without memory, which torch refuses where anything refers weakly to them.
+            tensor.data = tensor.detach().to(dtype)
 
 
 def check_kinds(module: nn.Module) -> None:

@@ -184,8 +184,8 @@ def _make_step(task: Task, told: RankStep, watch: Watch) -> None:
     except (AllranksError, NotShortened):
         raise
     except Exception as error:
-        layout = told.spread.mesh.layout
-        raise explain(type(task).__name__, error, watch.places.running, layout) from error
+        layout, on_cuda = told.spread.mesh.layout, told.processes.choice.backend == "nccl"
+        raise explain(type(task).__name__, error, watch.places.running, layout, on_cuda=on_cuda) from error
 
 
 def _search_unused(told: RankStep, again: Callable[[], None]) -> None:

@@ -90,18 +90,21 @@ class Ledger:
         self._known: dict[int, tuple[Stored, Any]] = {}
         self._recording = False
 
-    def find(self, tensor: torch.Tensor, made_from: Iterable[torch.Tensor] = ()) -> Stored:
+    def find(
+        self, tensor: torch.Tensor, made_from: Iterable[torch.Tensor] = (), category: Category | None = None
+    ) -> Stored:
         """The storage of a tensor, known from now on.
 
         Args:
             made_from: what it was made from; where one of them waits on the host, so does this.
+            category: of a storage that is new, where `place` does not say it.
         """
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._known.get(key)
         if known is not None:
             return known[0]
-        category, module = self.place or (None, self.module)
+        category, module = self.place or (category, self.module)
         memory = self._making or self._memory_of(made_from)
         self.uses_host |= memory != "device"
         stored = Stored(self._rounded(storage.nbytes(), memory), module, category, _in_backward(), memory)

@@ -22,6 +22,8 @@ RECORD = f"{PACKAGE}/parallel/step_record.py"
 """Looks on, as the rehearsal does, and asks for nothing."""
 LOSS = "loss"
 """The place of what runs in a forward outside of all modules: the Task's loss."""
+UPDATE = "the update"
+"""The place of what runs behind the last backward."""
 
 
 def starred(name: str) -> str:
@@ -60,14 +62,20 @@ class Places:
 
     @property
     def running(self) -> str:
-        """The module that runs, or whose backward does; `LOSS` outside of all."""
+        """The module that runs, or whose backward does; `LOSS` outside of all, "" where it is no single one's."""
         if torch._C._current_graph_task_id() == -1:
             return self._stack[-1] if self._stack else LOSS
         node: Any = torch._C._current_autograd_node()
-        if node is None or not self._starts:
+        if node is None or not self._starts or self.accumulating:
             return ""
         place = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
         return self._owners[place] if place >= 0 else ""
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether a gradient is put into its parameter, which undoes no operation of a forward."""
+        node = torch._C._current_autograd_node()
+        return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
 
     def called_by(self, name: str) -> str:
         """The user's line that called a module in the last forward, `task.py:12 forward`; "" where none of it is."""

@@ -1,9 +1,13 @@
 """What a dry run cannot say, and says so in one line instead of a guess."""
 
+import re
+
 from allranks.cluster import Device
 from allranks.errors import ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
 from allranks.profiling.fakes import advise_values, needs_values, what_failed
+
+_LACKS_CUDA = re.compile(r"not linked with support for cuda|compiled with CUDA|NVIDIA driver|CUDA GPUs", re.IGNORECASE)
 
 
 class Unrehearsable(TaskError):
@@ -14,13 +18,27 @@ class NotRehearsed(LayoutError):
     """Training takes the layout, and a dry run of it would tell nothing, or something else."""
 
 
-def explain(name: str, error: Exception, module: str, layout: Layout) -> TaskError:
-    """The error for what a rehearsed step raised: a fault that training would meet, or a question of values."""
+def explain(name: str, error: Exception, module: str, layout: Layout, *, on_cuda: bool = False) -> TaskError:
+    """The error for what a rehearsed step raised: a fault that training would meet, or a question of values.
+
+    `on_cuda`: whether the processor's tensors stand for a GPU's, which code that names the GPU does not know.
+    """
     what = what_failed(error, module)
+    if on_cuda and _names_cuda(error):
+        return Unrehearsable(
+            f"{name} cannot be rehearsed: {what}; here the GPU's tensors are a processor's: take the device from one "
+            "of them (device=x.device) instead of its name"
+        )
     if needs_values(error):
         advice = advise_values(error)
         return Unrehearsable(f"{name} cannot be rehearsed: {what}{f'; {advice}' if advice else ''}")
     return TaskError(f"a step of {name} under {layout} would fail: {what}; {_advise(layout)}")
+
+
+def _names_cuda(error: Exception) -> bool:
+    """Whether it raised because the user's code names the GPU."""
+    apart = type(error).__name__ == "FakeTensorDeviceMismatchError" and "cuda" in str(error)
+    return apart or _LACKS_CUDA.search(str(error)) is not None
 
 
 def _advise(layout: Layout) -> str:

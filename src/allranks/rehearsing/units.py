@@ -1,4 +1,4 @@
-"""What FSDP2 does for a unit, told to the ledger: what it gathers, what it sends, and whose gradients it reduces."""
+"""What sharding makes for its messages, told to the ledger: of FSDP2's units, and of rows that an update changed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,7 @@ from allranks.parallel.spread import Spread
 from allranks.parallel.step_record import find_units
 from allranks.rehearsal import Category
 from allranks.rehearsing.ledger import Ledger
+from allranks.rehearsing.places import UPDATE
 
 _OF_METHOD: dict[str, Category] = {
     "unshard": "communication",  # the message that gathers
@@ -16,16 +17,21 @@ _OF_METHOD: dict[str, Category] = {
 
 
 def watch_units(spread: Spread, ledger: Ledger) -> None:
-    """From now on the ledger knows what each unit's own memory is for; the units live as long as the rehearsal."""
+    """From now on the ledger knows what their own memory is for; units and rows live as long as the rehearsal."""
     for which in spread.modules:
         for group, unit, _ in find_units(spread.bare(which), which):
             for name, category in _OF_METHOD.items():
                 setattr(group, name, _inside(getattr(group, name), ledger, category, unit, group))
+    rows = spread.row_shards
+    if rows is not None:
+        rows.gather = _inside(rows.gather, ledger, "communication", UPDATE)  # type: ignore[method-assign]
 
 
 def _inside(
-    method: Callable[..., Any], ledger: Ledger, category: Category, unit: str, group: Any
+    method: Callable[..., Any], ledger: Ledger, category: Category, unit: str, group: Any = None
 ) -> Callable[..., Any]:
+    """`group`: the unit's, whose gradients have a place while they are reduced."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         if method.__name__ == "post_backward":
             _mark_gradients(group, ledger, unit)

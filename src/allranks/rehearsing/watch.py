@@ -20,10 +20,10 @@ from allranks.parallel.spread import Spread
 from allranks.parallel.step_record import collective_name, received_bytes
 from allranks.profiling.fakes import run_kernel
 from allranks.profiling.kernels import count_flops
-from allranks.rehearsal import Message
+from allranks.rehearsal import Category, Message
 from allranks.rehearsing.groups import GroupNames
 from allranks.rehearsing.ledger import Ledger
-from allranks.rehearsing.places import LOSS, Places, asked_by_engine, line_that_asked, starred
+from allranks.rehearsing.places import LOSS, UPDATE, Places, asked_by_engine, line_that_asked, starred
 
 _ONE_TYPE = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution"}
 
@@ -88,16 +88,24 @@ class Watch(TorchDispatchMode):
         ledger = self._ledger
         outputs = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, FakeTensor) and not leaf.is_meta]
         if outputs:
-            module = self.places.running
-            ledger.module = module
+            ledger.module, category = self._whose()
             inputs = _tensors(args, kwargs) if ledger.uses_host else ()
             for tensor in outputs:
-                stored = ledger.find(tensor, inputs)
-                if stored.category is None and (module == LOSS or module in self._chunked):
-                    stored.category = "logits"
+                stored = ledger.find(tensor, inputs, category)
+                if self.places.accumulating and stored.category in (None, "logits"):
+                    stored.category = "gradients"  # made as part of a backward, and taken as it is
         now = ledger.now
         if now is not None:
             now.flops += count_flops(func, args, kwargs, found)
+
+    def _whose(self) -> tuple[str, Category | None]:
+        """(Module, category) of what is made now; None where only others know."""
+        now = self._ledger.now
+        if now is not None and now.phase == "update":
+            return UPDATE, "optimizer"
+        module = self.places.running
+        of_loss = now is not None and (module == LOSS or module in self._chunked)
+        return module, "logits" if of_loss else None
 
     def _tell(self, name: str, args: Sequence[Any]) -> None:
         now = self._ledger.now

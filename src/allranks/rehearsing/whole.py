@@ -22,6 +22,7 @@ USABLE = 0.985
 COMING_AND_GOING = ("activations", "logits", "gathered", "communication")
 UNREHEARSED = (
     "kernels of CUDA: operators were checked as a processor's",
+    "devices: a tensor that stays on the processor (x.cpu()) is not noticed: here all are there",
     "NCCL: its limits, its buffers and its time-outs",
     "values: overflow, NaN, what the model learns",
     "speed: `allranks plan` estimates it",
@@ -76,7 +77,7 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
         margin_bytes=CONTEXT_BYTES + fragment_bytes(fullest) if on_cuda else 0.0,
         findings=tuple(compare_ranks(ranks)),
         decisions=tuple(_describe(question, ranks)),
-        unrehearsed=(*UNREHEARSED[0 if on_cuda else 2 :], *((WITH_A_HOST,) if layout.offload != "none" else ())),
+        unrehearsed=(*UNREHEARSED[0 if on_cuda else 3 :], *((WITH_A_HOST,) if layout.offload != "none" else ())),
         host_capacity_bytes=None if there is None else there / world.per_node,
         host_bandwidth=cluster.host_bandwidth,
     )

@@ -56,6 +56,8 @@ def render_rehearsal(told: Rehearsal, *, width: int = WIDTH) -> str:
     ):
         if body is not None:
             parts += [Text(), Text(title), body]
+    if told.next_move:
+        parts += [Text(), Text(f"Next: {told.next_move}")]
     return as_text(parts, width)
 
 
