@@ -1,6 +1,8 @@
 """What would have failed on the cluster is found, and each message names the move that mends it."""
 
+import os
 import re
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -53,6 +55,55 @@ class Unequal(Layered):
 
     def middle(self) -> nn.Module:
         return Calling(unequal)
+
+
+def calling(way: Callable[[torch.Tensor], torch.Tensor]) -> Layered:
+    """Calls a function in its middle, in which ranks part."""
+
+    class Parting(Layered):
+        def middle(self) -> nn.Module:
+            return Calling(way)
+
+    return Parting()
+
+
+def by_environment(value: torch.Tensor) -> torch.Tensor:
+    """Asks the environment which rank it is."""
+    if os.environ["RANK"] == "0":
+        dist.all_reduce(value.detach().clone())
+    return value
+
+
+def by_barrier(value: torch.Tensor) -> torch.Tensor:
+    """Rank 0 waits for nobody."""
+    if dist.get_rank() == 0:
+        dist.barrier()
+    return value
+
+
+def by_size(value: torch.Tensor) -> torch.Tensor:
+    """The last rank gathers fewer numbers."""
+    mine = torch.zeros(8 if dist.get_rank() == 3 else 16)
+    dist.all_gather([torch.empty_like(mine) for _ in range(dist.get_world_size())], mine)
+    return value
+
+
+def by_type(value: torch.Tensor) -> torch.Tensor:
+    """The last rank sums another type of as many bytes."""
+    dist.all_reduce(torch.zeros(16, dtype=torch.float32 if dist.get_rank() == 3 else torch.int32))
+    return value
+
+
+def by_root(value: torch.Tensor) -> torch.Tensor:
+    """Every rank sends to the others."""
+    dist.broadcast(value.detach().clone(), src=dist.get_rank())
+    return value
+
+
+def by_rows(value: torch.Tensor) -> torch.Tensor:
+    """Gathers rows, of which ranks have unequal numbers."""
+    dist.all_gather([torch.empty_like(value) for _ in range(dist.get_world_size())], value.detach())
+    return value
 
 
 class Misshapen(Layered):
@@ -185,6 +236,24 @@ def test_a_rank_that_takes_another_way_is_found() -> None:
     assert "nothing in them may depend on the rank" in found.next
     same = rehearsed(Layered(), "fsdp", 4), rehearsed(Layered(), "fsdp", 4, rank=3)
     assert compare_ranks(dict(enumerate(same))) == []
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        (by_environment, r"rank 0 executes all-reduce over dp_replicate \(float32.* by_environment\), rank 3"),
+        (by_barrier, r"rank 0 executes barrier over dp_replicate \(asked for by .* by_barrier\), rank 3"),
+        (by_size, r"rank 0 executes all-gather .* by_size\), rank 3 all-gather .* by_size\)"),
+        (by_type, r"rank 0 executes all-reduce .*\(int32, .* rank 3 all-reduce .*\(float32, "),
+        (by_root, r"broadcast .*\(float32 from member 0 of its group, .* rank 3 .*from member 3 of its group"),
+        (by_rows, r"rank 0 executes all-gather .* by_rows\), rank 3 all-gather .* by_rows\)"),
+    ],
+)
+def test_what_ranks_have_to_say_alike_is_compared(way: Callable[..., Any], message: str) -> None:
+    words = "train.global_batch=10"  # 3, 3, 2 and 2 samples
+    first, last = (rehearsed(calling(way), "ddp", 4, words, rank=rank) for rank in (0, 3))
+    (found,) = compare_ranks({0: first, 3: last})
+    assert found.fails and re.search(message, found.what)
 
 
 def test_an_all_reduce_of_ranks_that_bring_unequal_sizes_is_found() -> None:

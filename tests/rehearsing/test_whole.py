@@ -19,6 +19,7 @@ def test_on_gpus_there_is_a_margin() -> None:
     assert told.margin_bytes > CONTEXT_BYTES
     assert told.findings == () and not told.fails and told.free_bytes > 0
     assert any("CUDA" in line for line in told.unrehearsed)
+    assert told.unrehearsed[-1] == "ranks other than 0, 3: whether they take the same way (--ranks all)"
     assert told.decisions == (
         "4 of 7 blocks were traced, because blocks of one kind do the same; --full-trace traces all",
     )
@@ -29,3 +30,8 @@ def test_on_a_processor_there_is_none() -> None:
     assert told.margin_bytes == 0
     assert told.decisions == ()
     assert not any("CUDA" in line for line in told.unrehearsed)
+    assert told.unrehearsed[-1].startswith("ranks other than rank 0:")
+
+
+def test_a_rank_that_is_rehearsed_is_not_said_to_be_none() -> None:
+    assert not any("--ranks" in line for line in rehearse(question("1x2:cpu", "ddp", 0, 1)).unrehearsed)

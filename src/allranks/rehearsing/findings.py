@@ -78,14 +78,14 @@ def _compare(one: RankRehearsal, other: RankRehearsal) -> Finding | None:
 
 
 def _agree(one: Message, other: Message) -> bool:
-    """Whether they can be one collective; in a group of both ranks an all-reduce is of one size, too."""
-    if (one.axis, one.op) != (other.axis, other.op):
+    """Whether they can be one collective; in a group of both ranks even parts are of one size, too."""
+    if (one.axis, one.op, one.terms) != (other.axis, other.op, other.terms):
         return False
-    sized = one.op == "all-reduce" and one.members == other.members and not one.uneven
-    return not sized or one.num_bytes == other.num_bytes
+    return one.uneven or one.members != other.members or one.even_bytes == other.even_bytes
 
 
 def _say(message: Message | None) -> str:
     if message is None:
         return "none"
-    return f"{message.op} over {message.axis} ({format_bytes(message.num_bytes)}, asked for by {message.line})"
+    of = [f"{message.terms}, {format_bytes(message.num_bytes)}"] if message.travels else []
+    return f"{message.op} over {message.axis} ({', '.join([*of, f'asked for by {message.line}'])})"
