@@ -45,6 +45,8 @@ class Message:
         uneven: whether its size may differ by rank here alone (`world.gather`, where others' rows are unknown).
         terms: what every rank of the group has to say alike, besides: "float32", "int64 from member 0 of its group".
         even_bytes: of what is of one size on every rank of the group; None: of nothing.
+        only: the ranks that have to execute it, where these are not all of a stage: of a group that is none of the
+            layout's; of a send or receive that is not between stages or parts of a sequence, the rank itself.
     """
 
     axis: str
@@ -57,6 +59,7 @@ class Message:
     uneven: bool = False
     terms: str = ""
     even_bytes: int | None = None
+    only: tuple[int, ...] = ()
 
     @property
     def travels(self) -> bool:

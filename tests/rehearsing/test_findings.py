@@ -106,6 +106,24 @@ def by_rows(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def in_pairs(value: torch.Tensor) -> torch.Tensor:
+    """The first half of the ranks sums in its own group, and rank 0 sends to rank 1."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    if dist.get_rank() < 2:
+        dist.all_reduce(value.detach().clone(), group=pairs[0])
+    if dist.get_rank() == 0:
+        dist.send(value.detach(), 1)
+    return value
+
+
+def apart(value: torch.Tensor) -> torch.Tensor:
+    """Of a pair only one sums."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    if dist.get_rank() == 3:
+        dist.all_reduce(value.detach().clone(), group=pairs[1])
+    return value
+
+
 class Misshapen(Layered):
     """Two layers that do not fit each other."""
 
@@ -254,6 +272,17 @@ def test_what_ranks_have_to_say_alike_is_compared(way: Callable[..., Any], messa
     first, last = (rehearsed(calling(way), "ddp", 4, words, rank=rank) for rank in (0, 3))
     (found,) = compare_ranks({0: first, 3: last})
     assert found.fails and re.search(message, found.what)
+
+
+def test_a_group_of_the_users_own_is_compared_among_its_members() -> None:
+    two = {rank: rehearsed(calling(in_pairs), "dp_shard=2,dp_replicate=2", 4, rank=rank) for rank in (0, 3)}
+    assert compare_ranks(two) == []
+    three = {rank: rehearsed(calling(apart), "ddp", 4, rank=rank) for rank in (0, 2, 3)}
+    assert compare_ranks({rank: three[rank] for rank in (0, 3)}) == []
+    (found,) = compare_ranks(three)
+    assert re.search(
+        r"2 and 3 part at collective 1 of the group \[2, 3\] .*rank 2 executes none, rank 3 all-r", found.what
+    )
 
 
 def test_an_all_reduce_of_ranks_that_bring_unequal_sizes_is_found() -> None:

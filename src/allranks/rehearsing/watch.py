@@ -118,7 +118,9 @@ class Watch(TorchDispatchMode):
             asked = "" if once else self.places.called_by(module)  # a bucket is no single module's
             line = ", ".join(filter(None, (f"backward of {starred(module) or 'the model'}", asked or line)))
         axis, members = self._names.axis(group), self._names.members(group)
-        alike = terms_of(short, args), even_bytes(short, args)
+        alone = short in ("send", "recv_") and axis not in ("pp", "cp")  # the user's: one rank's with another one
+        only = (dist.get_rank(),) if alone else self._names.only(group)
+        alike = terms_of(short, args), even_bytes(short, args), only
         message = Message(axis, collective_name(short), num_bytes, group.size(), line, once, members, uneven, *alike)
         now.messages.append(message)
 
