@@ -75,8 +75,8 @@ def _compare(one: RankRehearsal, other: RankRehearsal, only: tuple[int, ...] | N
     mine, theirs = (_say(way[place] if place < len(way) else None) for way in ways)
     among = "" if only is None else f" of the group {list(only)}"
     what = (
-        f"ranks {one.rank} and {other.rank} part at collective {place + 1}{among} of the step: rank {one.rank} executes "
-        f"{mine}, rank {other.rank} {theirs}; the run would hang there"
+        f"ranks {one.rank} and {other.rank} part at collective {place + 1}{among} of the step: rank {one.rank} "
+        f"executes {mine}, rank {other.rank} {theirs}; the run would hang there"
     )
     advice = "let model, loss and data take the same way on every rank: nothing in them may depend on the rank"
     return Finding("hang", what, advice, fails=True)
