@@ -43,6 +43,10 @@ class Message:
         axis, op, line, members: as in `Collective`; num_bytes: of this one; ranks: of the group.
         once: whether it is one message also where the block it came in stands for several (a bucket of DDP).
         uneven: whether its size may differ by rank here alone (`world.gather`, where others' rows are unknown).
+        terms: what every rank of the group has to say alike, besides: "float32", "int64 from member 0 of its group".
+        even_bytes: of what is of one size on every rank of the group; None: of nothing.
+        only: the ranks that have to execute it, where these are not all of a stage: of a group that is none of the
+            layout's; of a send or receive that is not between stages or parts of a sequence, the rank itself.
     """
 
     axis: str
@@ -53,6 +57,14 @@ class Message:
     once: bool = False
     members: str = ""
     uneven: bool = False
+    terms: str = ""
+    even_bytes: int | None = None
+    only: tuple[int, ...] = ()
+
+    @property
+    def travels(self) -> bool:
+        """Whether it brings anything: a barrier only waits."""
+        return self.op != "barrier"
 
 
 @final

@@ -1,6 +1,7 @@
 """What would have failed on the cluster is found, and each message names the move that mends it."""
 
 import re
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +16,17 @@ from allranks.rehearsing.refusals import Unrehearsable
 from allranks.rehearsing.whole import Question, rehearse
 from allranks.rehearsing.world_of_ranks import choose_ranks
 from allranks.task import Hints, TensorStyle
+from tests.rehearsing.parting import (
+    apart,
+    by_barrier,
+    by_environment,
+    by_root,
+    by_rows,
+    by_size,
+    by_type,
+    calling,
+    in_pairs,
+)
 from tests.rehearsing.tasks import Calling, Layered, Tokens, branch, configured, lopsided, mixed, rehearsed, unequal
 
 
@@ -185,6 +197,35 @@ def test_a_rank_that_takes_another_way_is_found() -> None:
     assert "nothing in them may depend on the rank" in found.next
     same = rehearsed(Layered(), "fsdp", 4), rehearsed(Layered(), "fsdp", 4, rank=3)
     assert compare_ranks(dict(enumerate(same))) == []
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        (by_environment, r"rank 0 executes all-reduce over dp_replicate \(float32.* by_environment\), rank 3"),
+        (by_barrier, r"rank 0 executes barrier over dp_replicate \(asked for by .* by_barrier\), rank 3"),
+        (by_size, r"rank 0 executes all-gather .* by_size\), rank 3 all-gather .* by_size\)"),
+        (by_type, r"rank 0 executes all-reduce .*\(int32, .* rank 3 all-reduce .*\(float32, "),
+        (by_root, r"broadcast .*\(float32 from member 0 of its group, .* rank 3 .*from member 3 of its group"),
+        (by_rows, r"rank 0 executes all-gather .* by_rows\), rank 3 all-gather .* by_rows\)"),
+    ],
+)
+def test_what_ranks_have_to_say_alike_is_compared(way: Callable[..., Any], message: str) -> None:
+    words = "train.global_batch=10"  # 3, 3, 2 and 2 samples
+    first, last = (rehearsed(calling(way), "ddp", 4, words, rank=rank) for rank in (0, 3))
+    (found,) = compare_ranks({0: first, 3: last})
+    assert found.fails and re.search(message, found.what)
+
+
+def test_a_group_of_the_users_own_is_compared_among_its_members() -> None:
+    two = {rank: rehearsed(calling(in_pairs), "dp_shard=2,dp_replicate=2", 4, rank=rank) for rank in (0, 3)}
+    assert compare_ranks(two) == []
+    three = {rank: rehearsed(calling(apart), "ddp", 4, rank=rank) for rank in (0, 2, 3)}
+    assert compare_ranks({rank: three[rank] for rank in (0, 3)}) == []
+    (found,) = compare_ranks(three)
+    assert re.search(
+        r"2 and 3 part at collective 1 of the group \[2, 3\] .*rank 2 executes none, rank 3 all-r", found.what
+    )
 
 
 def test_an_all_reduce_of_ranks_that_bring_unequal_sizes_is_found() -> None:

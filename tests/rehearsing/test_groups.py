@@ -19,6 +19,9 @@ def test_axes_and_what_is_put_together() -> None:
         assert names.axis(mesh.gradient_group) == "dp_replicate+dp_shard+cp"
         assert names.axis(dist.group.WORLD) == "all"  # type: ignore[arg-type]
         assert names.members(mesh.group("dp_shard")) == "0,4"
+        assert names.only(mesh.group("dp_shard")) == () == names.only(dist.group.WORLD)  # type: ignore[arg-type]
+        own = dist.new_group([0, 4])
+        assert names.only(own) == (0, 4) and names.axis(own) == "dp_shard"
 
 
 def test_experts() -> None:

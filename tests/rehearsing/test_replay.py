@@ -16,6 +16,7 @@ from allranks.rehearsing.replay import (
     changes_on_paper,
     describe,
     find_peak,
+    list_works,
 )
 
 GATHER = Message("dp_shard", "all-gather", 10, 4, "task.py:3 forward")
@@ -118,3 +119,8 @@ def test_what_a_repeated_forward_made_goes_as_often_where_it_goes_at_once() -> N
     # What is handed to the next block goes once: the block that stands for three would have dropped the one before's.
     assert [end for end, _ in peak.levels] == [6, 6 + 33, 6 + 33 + 1, 6 + 33 + 1 - 30, 10]
     assert changes_on_paper(forward, repeats)[3] == [(copies[0], -6), (copies[1], -18), (copies[2], -6)]
+
+
+def test_a_barrier_brings_nothing() -> None:
+    waiting = Stretch("forward", messages=[Message("all", "barrier", 0, 4, "task.py:4 forward")])
+    assert add_messages([waiting], Repeats({})) == () == list_works([waiting], Repeats({}))

@@ -22,6 +22,7 @@ def test_on_gpus_there_is_a_margin() -> None:
     assert told.findings == () and not told.fails and told.free_bytes > 0
     for what in ("kernels of CUDA", "devices", "NCCL", "values", "speed"):
         assert any(line.startswith(f"{what}: ") for line in told.unrehearsed)
+    assert told.unrehearsed[-1] == "ranks other than 0, 3: whether they take the same way (--ranks all)"
     assert told.decisions == (
         "4 of 7 blocks were traced, because blocks of one kind do the same; --full-trace traces all",
     )
@@ -32,6 +33,7 @@ def test_on_a_processor_there_is_none() -> None:
     assert told.margin_bytes == 0
     assert told.decisions == ()
     assert [line.partition(":")[0] for line in told.unrehearsed][:2] == ["values", "speed"]
+    assert told.unrehearsed[-1].startswith("ranks other than rank 0:")
 
 
 @pytest.mark.parametrize(("device", "said"), [("a100-80g", 200e9), ("a800", None)])
@@ -40,3 +42,7 @@ def test_what_waits_on_the_vendors_host_is_held_to_it_and_said(device: str, said
     assert told.host_capacity_bytes == said
     note = "each host is taken to have 500.0 GB, because the catalog's node of a100-80g has as much for as many devices"
     assert any(one.startswith(note) for one in told.decisions) is (said is not None)
+
+
+def test_a_rank_that_is_rehearsed_is_not_said_to_be_none() -> None:
+    assert not any("--ranks" in line for line in rehearse(question("1x2:cpu", "ddp", 0, 1)).unrehearsed)

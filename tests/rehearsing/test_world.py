@@ -1,6 +1,7 @@
 """A world of any size in one process, which leaves nothing behind."""
 
 import logging
+import os
 
 import pytest
 import torch
@@ -12,7 +13,24 @@ from allranks.layout import Layout
 from allranks.parallel import expert
 from allranks.parallel.mesh import build_mesh
 from allranks.profiling.fakes import fake_mode
-from allranks.rehearsing.world import fake_world
+from allranks.rehearsing.rank_step import environment_of
+from allranks.rehearsing.world import fake_world, launched_as
+
+
+def test_the_environment_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    before = dict(os.environ)
+    with launched_as(environment_of(37, 64, 8)):
+        told = {name: os.environ[name] for name in os.environ if os.environ[name] != before.get(name)}
+    assert told == {
+        "RANK": "37",
+        "LOCAL_RANK": "5",
+        "GROUP_RANK": "4",
+        "WORLD_SIZE": "64",
+        "LOCAL_WORLD_SIZE": "8",
+        "GROUP_WORLD_SIZE": "8",
+    }
+    assert dict(os.environ) == before
 
 
 def test_a_rank_of_many() -> None:

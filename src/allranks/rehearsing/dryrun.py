@@ -23,7 +23,7 @@ from allranks.rehearsing.host_memory import Noted, beside_host
 from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.micro_steps import FewMicroSteps, fewer_micro_steps, list_each
 from allranks.rehearsing.moments import list_moments, note_deed
-from allranks.rehearsing.rank_step import RankStep, assemble_rank, local, processes_of
+from allranks.rehearsing.rank_step import RankStep, assemble_rank, environment_of, local, processes_of
 from allranks.rehearsing.refusals import explain
 from allranks.rehearsing.replay import (
     ON_HOST,
@@ -37,7 +37,7 @@ from allranks.rehearsing.replay import (
 from allranks.rehearsing.shortening import NotShortened, follow_blocks, shorten
 from allranks.rehearsing.units import watch_units
 from allranks.rehearsing.watch import Watch
-from allranks.rehearsing.world import fake_world
+from allranks.rehearsing.world import fake_world, launched_as
 from allranks.stepping.loss_window import check_window
 from allranks.stepping.recomputing import check_recomputing
 from allranks.task import Task, has_step
@@ -102,6 +102,7 @@ def _rehearse(
     few = FewMicroSteps(config) if full or has_step(task) else fewer_micro_steps(config, layout)
     mode, ledger = fake_mode(), Ledger(CUDA_ROUNDING if world.on_cuda else 1)
     with ExitStack() as stack:
+        stack.enter_context(launched_as(environment_of(rank, layout.world_size, world.per_node)))
         stack.enter_context(fake_world(rank, layout.world_size, world.backend, crossings))
         if world.on_cuda:
             stack.enter_context(as_on_cuda())

@@ -48,44 +48,56 @@ def without_gradient(names: Sequence[str]) -> list[Finding]:
 
 
 def compare_ranks(ranks: Mapping[int, RankRehearsal]) -> list[Finding]:
-    """Ranks of one stage have to execute one sequence of collectives."""
+    """Ranks of one stage have to execute one sequence of collectives; in a group of the user's own, its members."""
     found: list[Finding] = []
     by_stage: dict[int, list[RankRehearsal]] = {}
     for told in ranks.values():
         by_stage.setdefault(told.stage, []).append(told)
     for peers in by_stage.values():
         first = peers[0]
-        for other in peers[1:]:
-            finding = _compare(first, other)
-            if finding is not None:
-                found.append(finding)
+        found += filter(None, (_compare(first, other) for other in peers[1:]))
+        groups = dict.fromkeys(message.only for told in peers for message in told.sequence if message.only)
+        for only in groups:
+            members = [told for told in peers if told.rank in only]
+            if first not in members:
+                found += filter(None, (_compare(members[0], other, only) for other in members[1:]))
     return found
 
 
-def _compare(one: RankRehearsal, other: RankRehearsal) -> Finding | None:
-    pairs = list(zip(one.sequence, other.sequence, strict=False))
+def _compare(one: RankRehearsal, other: RankRehearsal, only: tuple[int, ...] | None = None) -> Finding | None:
+    """`only`: look at the calls of this group alone; None: at all that both ranks have to execute."""
+    ways = [_common(told, other.rank if told is one else one.rank, only) for told in (one, other)]
+    pairs = list(zip(*ways, strict=False))
     place = next((i for i, (a, b) in enumerate(pairs) if not _agree(a, b)), None)
-    if place is None and len(one.sequence) == len(other.sequence):
+    if place is None and len(ways[0]) == len(ways[1]):
         return None
     place = len(pairs) if place is None else place
-    mine, theirs = (_say(told.sequence[place] if place < len(told.sequence) else None) for told in (one, other))
+    mine, theirs = (_say(way[place] if place < len(way) else None) for way in ways)
+    among = "" if only is None else f" of the group {list(only)}"
     what = (
-        f"ranks {one.rank} and {other.rank} part at collective {place + 1} of the step: rank {one.rank} executes "
-        f"{mine}, rank {other.rank} {theirs}; the run would hang there"
+        f"ranks {one.rank} and {other.rank} part at collective {place + 1}{among} of the step: rank {one.rank} "
+        f"executes {mine}, rank {other.rank} {theirs}; the run would hang there"
     )
     advice = "let model, loss and data take the same way on every rank: nothing in them may depend on the rank"
     return Finding("hang", what, advice, fails=True)
 
 
+def _common(told: RankRehearsal, with_rank: int, only: tuple[int, ...] | None) -> list[Message]:
+    """The collectives of a rank that another one has to execute, too."""
+    if only is not None:
+        return [message for message in told.sequence if message.only == only]
+    return [message for message in told.sequence if not message.only or with_rank in message.only]
+
+
 def _agree(one: Message, other: Message) -> bool:
-    """Whether they can be one collective; in a group of both ranks an all-reduce is of one size, too."""
-    if (one.axis, one.op) != (other.axis, other.op):
+    """Whether they can be one collective; in a group of both ranks even parts are of one size, too."""
+    if (one.axis, one.op, one.terms) != (other.axis, other.op, other.terms):
         return False
-    sized = one.op == "all-reduce" and one.members == other.members and not one.uneven
-    return not sized or one.num_bytes == other.num_bytes
+    return one.uneven or one.members != other.members or one.even_bytes == other.even_bytes
 
 
 def _say(message: Message | None) -> str:
     if message is None:
         return "none"
-    return f"{message.op} over {message.axis} ({format_bytes(message.num_bytes)}, asked for by {message.line})"
+    of = [f"{message.terms}, {format_bytes(message.num_bytes)}"] if message.travels else []
+    return f"{message.op} over {message.axis} ({', '.join([*of, f'asked for by {message.line}'])})"

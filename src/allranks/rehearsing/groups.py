@@ -19,6 +19,7 @@ class GroupNames:
     def __init__(self, mesh: Mesh) -> None:
         self._by_ranks: dict[tuple[int, ...], str] = {}
         self._members: dict[str, str] = {}
+        self._of_layout: set[str] = set()
         layout = mesh.layout
         axes = [axis for axis in MESH_AXES if getattr(layout, axis) > 1]
         for axis in axes:
@@ -46,8 +47,15 @@ class GroupNames:
         """The axis of a group; "all" of what is none."""
         return self._by_ranks.get(tuple(sorted(dist.get_process_group_ranks(group))), "all")
 
+    def only(self, group: dist.ProcessGroup) -> tuple[int, ...]:
+        """The ranks of a group that is none of the layout's; () of one that is, and of all ranks."""
+        if group.group_name in self._of_layout or group.size() == dist.get_world_size():
+            return ()
+        return tuple(sorted(dist.get_process_group_ranks(group)))
+
     def _add(self, group: dist.ProcessGroup | None, name: str) -> None:
         if group is not None:
+            self._of_layout.add(group.group_name)
             self._by_ranks.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), name)
 
 

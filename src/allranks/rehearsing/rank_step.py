@@ -114,10 +114,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def processes_of(rank: int, layout: Layout, backend: str, per_node: int) -> Processes:
-    """Process `rank` among the others, in the fake world that runs."""
-    size = layout.world_size
-    environment = ProcessEnvironment(
+def environment_of(rank: int, size: int, per_node: int) -> ProcessEnvironment:
+    """Process `rank` of `size`, as a launch with `per_node` of them on a host has it."""
+    return ProcessEnvironment(
         "none",
         rank=rank,
         local_rank=rank % per_node,
@@ -126,8 +125,13 @@ def processes_of(rank: int, layout: Layout, backend: str, per_node: int) -> Proc
         node_rank=rank // per_node,
         num_nodes=-(-size // per_node),
     )
+
+
+def processes_of(rank: int, layout: Layout, backend: str, per_node: int) -> Processes:
+    """Process `rank` among the others, in the fake world that runs."""
+    environment = environment_of(rank, layout.world_size, per_node)
     choice = DeviceChoice(torch.device("cpu"), backend, None, ())
-    agreement = None if size == 1 else dist.new_group()
+    agreement = None if layout.world_size == 1 else dist.new_group()
     return Processes(environment, choice, build_mesh(layout, "cpu"), agreement, None)
 
 

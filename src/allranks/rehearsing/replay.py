@@ -210,7 +210,7 @@ def add_messages(stretches: Sequence[Stretch], repeats: Repeats) -> tuple[Collec
 
 def _messages(stretches: Sequence[Stretch], repeats: Repeats) -> Iterator[tuple[Message, int]]:
     for stretch, times in zip(stretches, repeats.in_number(stretches), strict=True):
-        for message in stretch.messages:
+        for message in (message for message in stretch.messages if message.travels):
             yield message, 1 if message.once else times
 
 
@@ -229,7 +229,7 @@ def list_works(stretches: Sequence[Stretch], repeats: Repeats) -> tuple[Work, ..
     """The stretches in which something is computed or travels."""
     found = []
     for stretch, times in zip(stretches, repeats.in_number(stretches), strict=True):
-        messages = tuple((m.axis, m.op, m.num_bytes) for m in stretch.messages if not m.once)
+        messages = tuple((m.axis, m.op, m.num_bytes) for m in stretch.messages if m.travels and not m.once)
         if stretch.flops or messages:
             found.append(Work(stretch.phase, stretch.block, stretch.flops, messages, times))
         buckets = tuple((m.axis, m.op, m.num_bytes) for m in stretch.messages if m.once)

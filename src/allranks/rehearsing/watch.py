@@ -24,6 +24,7 @@ from allranks.rehearsal import Category, Message
 from allranks.rehearsing.groups import GroupNames
 from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.places import LOSS, UPDATE, Places, asked_by_engine, line_that_asked, starred
+from allranks.rehearsing.terms import even_bytes, terms_of
 
 _ONE_TYPE = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution"}
 
@@ -110,13 +111,14 @@ class Watch(TorchDispatchMode):
     def _tell(self, name: str, args: Sequence[Any]) -> None:
         now = self._ledger.now
         boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
-        if now is None or boxed is None or name == "c10d::barrier":
+        if now is None or boxed is None:
             return
         group = dist.ProcessGroup.unbox(boxed)
         if group.group_name in self._ignored:
             return
         short = name.removeprefix("c10d::")
-        num_bytes = sent_bytes(args) if short == "send" else received_bytes(short, group, args)
+        moved = 0 if short == "barrier" else received_bytes(short, group, args)
+        num_bytes = sent_bytes(args) if short == "send" else moved
         line = line_that_asked()
         once, uneven = "parallel/replica_twin.py" in line, "parallel/gather.py" in line
         module = self.places.running
@@ -124,7 +126,10 @@ class Watch(TorchDispatchMode):
             asked = "" if once else self.places.called_by(module)  # a bucket is no single module's
             line = ", ".join(filter(None, (f"backward of {starred(module) or 'the model'}", asked or line)))
         axis, members = self._names.axis(group), self._names.members(group)
-        message = Message(axis, collective_name(short), num_bytes, group.size(), line, once, members, uneven)
+        alone = short in ("send", "recv_") and axis not in ("pp", "cp")  # the user's: one rank's with another one
+        only = (dist.get_rank(),) if alone else self._names.only(group)
+        alike = terms_of(short, args), even_bytes(short, args), only
+        message = Message(axis, collective_name(short), num_bytes, group.size(), line, once, members, uneven, *alike)
         now.messages.append(message)
 
 

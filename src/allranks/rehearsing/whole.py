@@ -77,7 +77,11 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
         margin_bytes=CONTEXT_BYTES + fragment_bytes(fullest) if on_cuda else 0.0,
         findings=tuple(compare_ranks(ranks)),
         decisions=tuple(_describe(question, ranks)),
-        unrehearsed=(*UNREHEARSED[0 if on_cuda else 3 :], *((WITH_A_HOST,) if layout.offload != "none" else ())),
+        unrehearsed=(
+            *UNREHEARSED[0 if on_cuda else 3 :],
+            *((WITH_A_HOST,) if layout.offload != "none" else ()),
+            *_left_out(question),
+        ),
         host_capacity_bytes=None if there is None else there / world.per_node,
         host_bandwidth=cluster.host_bandwidth,
     )
@@ -86,6 +90,14 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
 def fragment_bytes(told: RankRehearsal) -> float:
     """What the allocator of a GPU is taken to reserve beyond the peak: a part of what comes and goes."""
     return SLACK * sum(told.by_category.get(name, 0) for name in COMING_AND_GOING)
+
+
+def _left_out(question: Question) -> Sequence[str]:
+    if len(set(question.ranks)) == question.layout.world_size:
+        return ()
+    said = ", ".join(str(rank) for rank in question.ranks)
+    what = f"ranks other than {said}" if len(question.ranks) > 1 else f"ranks other than rank {said}"
+    return (f"{what}: whether they take the same way (--ranks all)",)
 
 
 def _describe(question: Question, ranks: dict[int, RankRehearsal]) -> Sequence[str]:

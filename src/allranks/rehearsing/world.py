@@ -11,6 +11,7 @@ Everything else of a step runs as it is (law 10).
 
 import functools
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ from allranks.parallel.mesh import Mesh
 from allranks.parallel.pipeline import Pipeline
 from allranks.parallel.stage_schedule import Scheduler, View
 from allranks.parallel.stage_transport import Sent, Signature, Transport
+from allranks.process_environment import ProcessEnvironment
 from allranks.rehearsing.crossings import Crossings, check_entry
 from allranks.stepping import scheduled
 
@@ -66,6 +68,29 @@ def fake_world(rank: int, size: int, backend: str, crossings: Crossings | None =
             yield
         finally:
             dist.destroy_process_group()
+
+
+@contextmanager
+def launched_as(process: ProcessEnvironment) -> Iterator[None]:
+    """Inside, the environment says which process this is, as torchrun's and ours does to workers."""
+    told = {
+        "RANK": process.rank,
+        "LOCAL_RANK": process.local_rank,
+        "GROUP_RANK": process.node_rank,
+        "WORLD_SIZE": process.world_size,
+        "LOCAL_WORLD_SIZE": process.local_world_size,
+        "GROUP_WORLD_SIZE": process.num_nodes,
+    }
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
