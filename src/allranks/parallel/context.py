@@ -3,11 +3,12 @@
 Everything but attention and BatchNorm works on each position by itself, so that the user's module runs as it is, on
 fewer positions: during its forward `torch.nn.functional.scaled_dot_product_attention` means attention over the whole
 sequence, and `batchnorm` takes its statistics over all parts of it. What looks at other positions in another way is
-found by the comparisons at the start (stepping/sequence_loss.py, stepping/whole_check.py).
+found at the start (stepping/sequence_loss.py, stepping/whole_check.py, stepping/position_check.py).
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Literal, final
@@ -18,11 +19,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from allranks.parallel.context_ops import Call, swap_heads
+from allranks.parallel.context_ops import Call, attend_alone, swap_heads
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.regions import Regions
 from allranks.parallel.ring import pass_around
-from allranks.parallel.sequences import Sequences, Share, find_sequences
+from allranks.parallel.sequences import Sequences, Share, find_sequences, repeat_last
 from allranks.verdict import Decision
 
 # What forward may call the places of its positions in the whole sequence, and the dims that it expects.
@@ -38,6 +39,9 @@ class Context:
     Args:
         group: these ranks.
         kind: how they attend to each other's positions.
+
+    Attributes:
+        num_calls: of attention over sequences that are cut, so far, within `alone`, in this process.
     """
 
     def __init__(self, group: dist.ProcessGroup, kind: Literal["ulysses", "ring"]) -> None:
@@ -46,6 +50,8 @@ class Context:
         self.share = Share(dist.get_rank(group), dist.get_world_size(group), balanced=kind == "ring")
         self._sequences: Sequences | None = None
         self._length = 0
+        self._is_alone = self._is_repeated = False
+        self.num_calls = 0
 
     def __deepcopy__(self, memo: object) -> "Context":
         return self  # a copy of the model computes with the same ranks
@@ -79,12 +85,29 @@ class Context:
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Where this rank's positions lie in the sequences that were cut last, int64 [own positions]."""
-        return self.share.positions(self._length, device)
+        found = self.share.positions(self._length, device)
+        return repeat_last(found, 0) if self._is_repeated else found
+
+    @contextmanager
+    def alone(self, *, repeated: bool = False) -> Iterator[None]:
+        """Inside, attention looks at each position alone (`attend_alone`).
+
+        Args:
+            repeated: sequences that were cut are fed as `repeat_last` makes them, and so are their positions.
+        """
+        self._is_alone, self._is_repeated = True, repeated
+        try:
+            yield
+        finally:
+            self._is_alone = self._is_repeated = False
 
     def attend(self, call: Call) -> torch.Tensor:
         """Attention over whole sequences, for this rank's positions."""
         query, key, value = map(_autocast, (call.query, call.key, call.value))
         call = replace(call, query=query, key=key, value=value)
+        if self._is_alone:
+            self.num_calls += 1  # a compiled block would be compiled anew for every number
+            return attend_alone(call)
         if self._kind == "ring":
             return pass_around(call, self._group)
         return swap_heads(call, self._group, _TORCHS_OWN)

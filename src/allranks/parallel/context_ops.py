@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import Function
+from torch.nn.functional import normalize
 
 from allranks.errors import LayoutError
 from allranks.parallel.tensor_ops import gather_sum
@@ -88,6 +89,45 @@ def swap_heads(call: Call, group: dist.ProcessGroup, attention: Callable[..., to
         enable_gqa=call.enable_gqa,
     )
     return exchange(output, group, POSITIONS, HEADS)
+
+
+def attend_alone(call: Call) -> torch.Tensor:
+    """In place of attention: what each position makes of its own query, key, value and row or column of the mask.
+
+    It tells rotated queries and keys apart, as attention does, but no position learns of another one.
+
+    Returns:
+        [..., heads, positions, channels of value], in the type of value.
+    """
+    positions = call.query.shape[POSITIONS]
+    seen = 1 + _weigh(call.query)
+    if call.key.shape[POSITIONS] != positions:
+        return seen.expand(*seen.shape[:-1], call.value.shape[KEYS]).to(call.value.dtype)
+    key, value = call.key, call.value
+    if call.enable_gqa:
+        heads = call.query.shape[HEADS]
+        key, value = (part.repeat_interleave(heads // part.shape[HEADS], HEADS) for part in (key, value))
+    return value * (seen + _weigh(key) + _own_mask(call.attn_mask, positions)).to(value.dtype)
+
+
+def _weigh(part: torch.Tensor) -> torch.Tensor:
+    """A number of the order of 1 a position, [..., positions, 1]: of its direction, which a rotation changes."""
+    part = part.float() if part.dtype in (torch.bfloat16, torch.float16) else part
+    weights = torch.linspace(0.5, 1.5, part.shape[-1], dtype=part.dtype, device=part.device)
+    return (normalize(part, dim=-1) * weights).sum(-1, keepdim=True).mul(2).tanh()
+
+
+def _own_mask(mask: torch.Tensor | None, positions: int) -> torch.Tensor | float:
+    """What a mask says of each own position alone, [..., positions, 1]; 0 where it is of all or of pairs."""
+    if mask is None or mask.ndim < -POSITIONS:
+        return 0.0
+    of_queries, of_keys = (mask.shape[dim] == positions for dim in (POSITIONS, KEYS))
+    if of_queries == of_keys:
+        return 0.0
+    told = mask.to(torch.get_default_dtype()).sigmoid().mean(KEYS if of_queries else POSITIONS, keepdim=True)
+    return (
+        told.mean(KEYS, keepdim=True) if of_queries else told.mean(POSITIONS, keepdim=True).transpose(POSITIONS, KEYS)
+    )
 
 
 def check_heads(query: torch.Tensor, size: int) -> None:

@@ -5,7 +5,7 @@ of 2 * cp chunks rank r has chunks r and 2 * cp - 1 - r, because under a causal 
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, final
@@ -117,11 +117,16 @@ class Sequences:
     def shorten(self, batch: Any, chunks: int, length: int) -> Any:
         """`batch` with the first `length` positions of each of `chunks` equal chunks of every sequence in it."""
 
-        def cut(path: Any, leaf: Any) -> Any:
-            dim = self.dims.get(_name(path))
-            return leaf if dim is None or not isinstance(leaf, torch.Tensor) else shorten(leaf, dim, chunks, length)
+        return self.each(batch, lambda leaf, dim: shorten(leaf, dim, chunks, length))
 
-        return pytree.tree_map_with_path(cut, batch)
+    def each(self, batch: Any, change: Callable[[torch.Tensor, int], torch.Tensor]) -> Any:
+        """`batch` with what `change` makes of every sequence in it and the dim of its positions."""
+
+        def of_leaf(path: Any, leaf: Any) -> Any:
+            dim = self.dims.get(_name(path))
+            return leaf if dim is None or not isinstance(leaf, torch.Tensor) else change(leaf, dim)
+
+        return pytree.tree_map_with_path(of_leaf, batch)
 
     def dim_in(self, batch: Any) -> int:
         """The dim of the positions in the first sequence of `batch`, counted from the front."""
@@ -136,6 +141,13 @@ def shorten(value: torch.Tensor, dim: int, chunks: int, length: int) -> torch.Te
     dim %= value.ndim
     in_chunks: torch.Tensor = value.unflatten(dim, (chunks, -1))
     return in_chunks.narrow(dim + 1, 0, length).flatten(dim, dim + 1)
+
+
+def repeat_last(value: torch.Tensor, dim: int) -> torch.Tensor:
+    """`value` with its last half along `dim` in place of its first, too; of an odd length the middle stays."""
+    length = value.shape[dim]
+    half = length // 2
+    return torch.cat([value.narrow(dim, length - half, half), value.narrow(dim, half, length - half)], dim)
 
 
 def find_sequences(batch: Any, arguments: Any, hints: Mapping[str, int]) -> Sequences:

@@ -26,6 +26,7 @@ from allranks.stepping.buffer_check import check_buffers
 from allranks.stepping.flops import count_flops
 from allranks.stepping.loss_check import NUM_SAMPLES, LossNature, examine_loss
 from allranks.stepping.passes import Forward, buffers_kept
+from allranks.stepping.position_check import check_positions
 from allranks.stepping.sequence_loss import check_sequence_loss
 from allranks.stepping.transfer_cost import TransferCost, measure_transfers
 from allranks.stepping.whole_check import check_whole, pass_uncompared
@@ -36,6 +37,7 @@ from allranks.verdict import Decision
 
 CHEAP_SECONDS = 0.3e-3
 SEEDINGS = 32
+FEW = 2  # samples where a whole output is kept
 NAMED = 4
 """Parameters without gradient, of those that there are."""
 
@@ -152,8 +154,17 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
         decisions += (_describe_gathering(forward, batch, len(samples)),)
     if spread.mesh.layout.cuts_model:
         alike = group is None
+<<<<<<< HEAD
         unknown = "each data-parallel rank sees samples of its own at the start"
         decisions += (check_whole(forward, samples, seed, flops) if alike else pass_uncompared(spread, unknown),)
+=======
+        unknown = _describe_uncompared("each data-parallel rank sees samples of its own at the start")
+        whole = check_whole(forward, samples, seed, flops) if alike else unknown
+        decisions += (whole,)
+        if spread.context is not None and whole.what == UNCOMPARED:
+            few = samples[:FEW]
+            decisions += (check_positions(forward, task.collate(few), what=f"{len(few)} samples"),)
+>>>>>>> bypass
     transfers = measure_transfers(forward, samples)
     return Meeting(coupled, nature.gathers, forward, targets.call, decisions, flops, transfers)
 

@@ -20,6 +20,7 @@ from allranks.parallel.spread import Spread
 from allranks.stepping.flops import count_flops
 from allranks.stepping.loss_check import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
+from allranks.stepping.position_check import check_positions
 from allranks.stepping.sequence_loss import check_sequence_loss
 from allranks.stepping.whole_check import compare_whole, pass_uncompared
 from allranks.training.own.forward import Loss, OwnTask, check_loss, check_number, make_forward
@@ -84,7 +85,12 @@ class Driven:
                 number = partial(_number, loss)
                 self._decide(check_sequence_loss(self.forward(batch), batch, number, what="the first micro-batch"))
         if not _on_all(start.is_untouched(spread), spread):
+<<<<<<< HEAD
             self._decide(pass_uncompared(spread, "its values are not those with which it was spread"))
+=======
+            self._decide(Decision(UNCOMPARED, "its values are not those with which it was spread"))
+            self._check_positions(batch)
+>>>>>>> bypass
             return
         with self._models.driving(), generators_kept(spread.bare()):
             task = OwnTask(lambda output, own: check_loss("run", loss(output, own)), start.whole)
@@ -92,7 +98,15 @@ class Driven:
             shared = share_batch(batch, spread)
             flops = count_flops(forward, shared, 1)
             what = "the first micro-batch"
-            self._decide(compare_whole(forward, shared, 0, flops or 0.0, what=what))
+            whole = compare_whole(forward, shared, 0, flops or 0.0, what=what)
+        self._decide(whole)
+        if whole.what == UNCOMPARED:
+            self._check_positions(batch)
+
+    def _check_positions(self, batch: Any) -> None:
+        if self._models.trained.context is not None:
+            with self._models.driving():
+                self._decide(check_positions(self.forward(batch), batch, what="the first micro-batch"))
 
 
 def _number(loss: Loss, output: Any, batch: Any) -> torch.Tensor:
