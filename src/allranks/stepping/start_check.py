@@ -29,7 +29,7 @@ from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.position_check import check_positions
 from allranks.stepping.sequence_loss import check_sequence_loss
 from allranks.stepping.transfer_cost import TransferCost, measure_transfers
-from allranks.stepping.whole_check import check_whole, pass_uncompared
+from allranks.stepping.whole_check import UNCOMPARED, check_whole, pass_uncompared
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
 from allranks.task_loading import user_line
 from allranks.units import format_seconds
@@ -154,17 +154,12 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
         decisions += (_describe_gathering(forward, batch, len(samples)),)
     if spread.mesh.layout.cuts_model:
         alike = group is None
-<<<<<<< HEAD
         unknown = "each data-parallel rank sees samples of its own at the start"
-        decisions += (check_whole(forward, samples, seed, flops) if alike else pass_uncompared(spread, unknown),)
-=======
-        unknown = _describe_uncompared("each data-parallel rank sees samples of its own at the start")
-        whole = check_whole(forward, samples, seed, flops) if alike else unknown
+        whole = check_whole(forward, samples, seed, flops) if alike else pass_uncompared(spread, unknown)
         decisions += (whole,)
         if spread.context is not None and whole.what == UNCOMPARED:
             few = samples[:FEW]
             decisions += (check_positions(forward, task.collate(few), what=f"{len(few)} samples"),)
->>>>>>> bypass
     transfers = measure_transfers(forward, samples)
     return Meeting(coupled, nature.gathers, forward, targets.call, decisions, flops, transfers)
 

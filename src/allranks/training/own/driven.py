@@ -22,7 +22,7 @@ from allranks.stepping.loss_check import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.position_check import check_positions
 from allranks.stepping.sequence_loss import check_sequence_loss
-from allranks.stepping.whole_check import compare_whole, pass_uncompared
+from allranks.stepping.whole_check import UNCOMPARED, compare_whole, pass_uncompared
 from allranks.training.own.forward import Loss, OwnTask, check_loss, check_number, make_forward
 from allranks.training.own.models import OwnModels
 from allranks.verdict import Decision
@@ -85,12 +85,8 @@ class Driven:
                 number = partial(_number, loss)
                 self._decide(check_sequence_loss(self.forward(batch), batch, number, what="the first micro-batch"))
         if not _on_all(start.is_untouched(spread), spread):
-<<<<<<< HEAD
             self._decide(pass_uncompared(spread, "its values are not those with which it was spread"))
-=======
-            self._decide(Decision(UNCOMPARED, "its values are not those with which it was spread"))
             self._check_positions(batch)
->>>>>>> bypass
             return
         with self._models.driving(), generators_kept(spread.bare()):
             task = OwnTask(lambda output, own: check_loss("run", loss(output, own)), start.whole)
