@@ -3,7 +3,8 @@
 import json
 from dataclasses import replace
 
-from allranks.rehearsal import Collective, Finding, Holding, Message, Moment, RankRehearsal, Rehearsal, Remedy
+from allranks.rehearsal import Finding, Holding, Moment, RankRehearsal, Rehearsal, Remedy
+from allranks.rehearsed_messages import Collective, Message
 
 
 def rank(number: int = 0, peak_bytes: int = 600, *findings: Finding) -> RankRehearsal:

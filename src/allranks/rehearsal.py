@@ -4,83 +4,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Literal, final
 
+from allranks.rehearsed_messages import Collective, Message, Transfer
+
 Category = Literal["weights", "gradients", "optimizer", "activations", "logits", "gathered", "communication", "other"]
 CATEGORIES: tuple[Category, ...] = (
     *("weights", "gradients", "optimizer", "activations", "logits", "gathered", "communication", "other"),
 )
 Answer = Literal["fits", "does not fit", "unknown"]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """Messages of one kind in one optimizer step.
-
-    Attributes:
-        axis: of the layout, or what the group is for ("data", "all").
-        op: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "receive".
-        bytes: that this rank receives in all of them together (of an all-reduce 2 (n - 1) / n of its size; what it
-            sends in a send); count: how many.
-        ranks: of the group; members: which, "0-7", "0-56/8" (every eighth), "0,5,9".
-        line: of the user's code or ours that asked for it, "file.py:12 name".
-    """
-
-    axis: str
-    op: str
-    bytes: int
-    count: int
-    ranks: int
-    line: str
-    members: str = ""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One collective as it was dispatched.
-
-    Attributes:
-        axis, op, line, members: as in `Collective`; num_bytes: of this one; ranks: of the group.
-        once: whether it is one message also where the block it came in stands for several (a bucket of DDP).
-        uneven: whether its size may differ by rank here alone (`world.gather`, where others' rows are unknown).
-        terms: what every rank of the group has to say alike, besides: "float32", "int64 from member 0 of its group".
-        even_bytes: of what is of one size on every rank of the group; None: of nothing.
-        only: the ranks that have to execute it, where these are not all of a stage: of a group that is none of the
-            layout's; of a send or receive that is not between stages or parts of a sequence, the rank itself.
-    """
-
-    axis: str
-    op: str
-    num_bytes: int
-    ranks: int
-    line: str
-    once: bool = False
-    members: str = ""
-    uneven: bool = False
-    terms: str = ""
-    even_bytes: int | None = None
-    only: tuple[int, ...] = ()
-
-    @property
-    def travels(self) -> bool:
-        """Whether it brings anything: a barrier only waits."""
-        return self.op != "barrier"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """What crosses between a device and its host in one optimizer step, of one kind and in one direction.
-
-    Attributes:
-        what: "parameters", "gradients" or "activations"; to: "host" or "device".
-        bytes: of all together; count: of tensors.
-    """
-
-    what: str
-    to: str
-    bytes: int
-    count: int
 
 
 @final

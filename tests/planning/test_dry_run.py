@@ -10,7 +10,8 @@ from allranks.layout import Layout
 from allranks.plan import Estimate, MemoryUse, StepTime, Traffic
 from allranks.planning.checking import weigh
 from allranks.planning.dry_run import DryRun, corrected, ratios, read_dry_run, what_changed
-from allranks.rehearsal import Collective, Finding
+from allranks.rehearsal import Finding
+from allranks.rehearsed_messages import Collective
 from tests.reporting.plans import make_estimate
 from tests.test_rehearsal import rank, rehearsal
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from allranks.errors import LayoutError
-from allranks.rehearsal import RankRehearsal, Transfer
+from allranks.rehearsal import RankRehearsal
+from allranks.rehearsed_messages import Transfer
 from allranks.task import Hints, Task
 from tests.rehearsing.tasks import Tokens, rehearsed
 

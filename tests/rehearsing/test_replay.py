@@ -1,7 +1,7 @@
 """Stretches that stand for several are repeated on paper: memory in depth, messages and FLOPs in number, too."""
 
 from allranks.parallel.step_record import Deed
-from allranks.rehearsal import Message, Transfer
+from allranks.rehearsed_messages import Message, Transfer
 from allranks.rehearsing.ledger import Stored, Stretch
 from allranks.rehearsing.moments import list_moments
 from allranks.rehearsing.replay import (

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from xml.etree import ElementTree
 
-from allranks.rehearsal import Finding, Remedy, Transfer
+from allranks.rehearsal import Finding, Remedy
+from allranks.rehearsed_messages import Transfer
 from allranks.reporting.rehearsal_text import draw_moments, render_moments, render_rehearsal, render_verdict
 from tests.test_rehearsal import rank, rehearsal
 

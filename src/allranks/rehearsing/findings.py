@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from allranks.parallel.spread import Spread
-from allranks.rehearsal import Finding, Message, RankRehearsal
+from allranks.rehearsal import Finding, RankRehearsal
+from allranks.rehearsed_messages import Message
 from allranks.units import format_bytes
 
 LARGE_BYTES = 1 << 20

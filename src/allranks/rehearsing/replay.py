@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from allranks.rehearsal import CATEGORIES, Category, Collective, Holding, Message, Transfer, Work
+from allranks.rehearsal import CATEGORIES, Category, Holding, Work
+from allranks.rehearsed_messages import Collective, Message, Transfer
 from allranks.rehearsing.ledger import Memory, Stored, Stretch
 from allranks.rehearsing.places import starred
 

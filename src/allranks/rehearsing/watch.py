@@ -20,7 +20,8 @@ from allranks.parallel.spread import Spread
 from allranks.parallel.step_record import collective_name, received_bytes
 from allranks.profiling.fakes import run_kernel
 from allranks.profiling.kernels import count_flops
-from allranks.rehearsal import Category, Message
+from allranks.rehearsal import Category
+from allranks.rehearsed_messages import Message
 from allranks.rehearsing.groups import GroupNames
 from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.places import LOSS, UPDATE, Places, asked_by_engine, line_that_asked, starred

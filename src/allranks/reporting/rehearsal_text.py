@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
-from allranks.rehearsal import CATEGORIES, Collective, Moment, RankRehearsal, Rehearsal, Remedy
+from allranks.rehearsal import CATEGORIES, Moment, RankRehearsal, Rehearsal, Remedy
+from allranks.rehearsed_messages import Collective
 from allranks.reporting.as_text import as_text
 from allranks.units import format_bytes, format_count
 
