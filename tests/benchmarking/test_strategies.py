@@ -89,7 +89,9 @@ def test_keys_behind_a_layout_make_another_case() -> None:
 
 def test_a_row_is_medians_ratios_and_what_misses() -> None:
     ddp = Case("ddp", Layout(dp_replicate=2)), Measured([(0.1, 0.1)] * 4, (100, 102), (5.0, 5.0))
-    fsdp = Case("fsdp", Layout(dp_shard=2)), Measured([(0.1, 0.12), (0.2, 0.26), (0.1, 0.13)], (100, 103), (5.0, 5.0))
+    beside = [(0.2, 0.2), (0.1, 0.15), (0.1, 0.13)]
+    turns = [(0.1, 0.12), (0.2, 0.26), (0.1, 0.13)]
+    fsdp = Case("fsdp", Layout(dp_shard=2)), Measured(turns, (100, 103), (5.0, 5.0), beside)
     first, second = summarise([ddp, fsdp])
     assert (first.ours_ms, first.ratio, first.memory_ratio, first.of_ddp, first.misses) == (100.0, 1.0, 1.02, None, ())
     assert (second.raw_ms, second.ours_ms, second.ratio, second.of_ddp) == (100.0, 130.0, 1.3, 1.3)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from allranks.parallel.precision import choose_precision
-from allranks.parallel.whole import shake, square_of, whole_gradients
+from allranks.parallel.whole import shake, shake_part, square_of, whole_gradients
 
 
 def build() -> Any:
@@ -54,6 +54,17 @@ def test_a_part_gets_its_part_of_the_noise() -> None:
     counts = torch.zeros(2, dtype=torch.int64)
     shake(counts, "a", counts.shape, (slice(None),))
     assert not counts.any()
+
+
+def test_noise_of_a_part_alone_is_that_of_its_copies_and_of_no_other_part() -> None:
+    first, copy, other, name = (torch.zeros(2, 2) for _ in range(4))
+    place = (slice(3, 5), slice(1, 3))
+    shake_part(first, "a", place)
+    shake_part(copy, "a", place)
+    shake_part(other, "a", (slice(1, 3), slice(1, 3)))
+    shake_part(name, "b", place)
+    assert torch.equal(first, copy) and 0 < first.abs().max() < 0.1
+    assert not torch.equal(first, other) and not torch.equal(first, name)
 
 
 def test_an_output_may_be_any_tree() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from allranks.stepping.position_check import KEPT_BYTES, _compare, _halves
 from tests.distributed.pool import Pools
 from tests.distributed.test_context_laws import RING, SEQ, VOCABULARY, Encoder, Sentence
 from tests.distributed.test_context_refusals import Other, start
@@ -169,3 +170,51 @@ def test_a_model_that_is_compared_whole_is_not_judged_in_this_way(pool: Pools) -
         return start(Sentence(), "cp=2", "train.global_batch=8")
 
     assert not any(line.startswith(FOUND) for line in pool(2).run(run)[0])
+
+
+def outputs(*rows: torch.Tensor) -> Any:
+    return [(row[: len(row) // 2], row[len(row) // 2 :]) for row in rows]
+
+
+def judged(change: Any, size: int = 200) -> tuple[float, float, bool, bool, bool]:
+    """What is found where `change` was made to the last half of what the repeated part gives."""
+    first = torch.randn(2 * size, 3, generator=torch.Generator().manual_seed(0))
+    second = torch.cat([first[size:], first[size:]])
+    change(second[size:])
+    return _compare(1e-3, outputs(first), outputs(first.clone()), outputs(second))
+
+
+def test_few_positions_here_and_there_are_a_routers_and_the_first_one_is_a_neighbours() -> None:
+    def none(right: torch.Tensor) -> None:
+        pass
+
+    def scattered(right: torch.Tensor) -> None:
+        right[[17, 90, 151]] += 1
+
+    def first(right: torch.Tensor) -> None:
+        right[:2] += 1
+
+    def many(right: torch.Tensor) -> None:
+        right[1::2] += 1
+
+    def broken(right: torch.Tensor) -> None:
+        right[3] = float("nan")
+
+    assert judged(none) == (0.0, 0.0, True, False, False)
+    assert judged(scattered) == (0.0, 0.0, True, False, True)
+    for change in (first, many, broken):
+        elsewhere, place, found, drawn, few = judged(change)
+        assert elsewhere > 1 and (place, found, drawn, few) == (0.0, True, False, False)
+
+
+def test_outputs_of_unlike_shapes_are_not_compared() -> None:
+    one, other = outputs(torch.ones(4, 2)), outputs(torch.ones(6, 2))
+    assert _compare(1e-3, one, other, one) == (0.0, 0.0, True, True, False)
+    assert _compare(1e-3, [], [], []) == (0.0, 0.0, False, False, False)
+
+
+def test_of_a_large_output_few_positions_are_kept() -> None:
+    wide = torch.arange(8.0).view(1, 8, 1).expand(2, 8, KEPT_BYTES // 16)
+    ((left, right),) = _halves({"logits": wide, "counts": torch.ones(8), "loss": torch.ones(())}, 1, 8)
+    assert left.shape == right.shape == (2, 2 * (KEPT_BYTES // 16))
+    assert (left[:, 0].tolist(), right[:, 0].tolist()) == ([0.0, 1.0], [4.0, 5.0])

@@ -44,9 +44,9 @@ def warm_up(make: Callable[[], Steps], device: torch.device) -> Side:
 
 
 def take_turns(
-    raw: Steps, ours: Steps, turns: int, *, barrier: Callable[[], None], finish: Callable[[], None]
+    first: Steps, second: Steps, turns: int, *, barrier: Callable[[], None], finish: Callable[[], None]
 ) -> list[tuple[float, float]]:
-    """Seconds a step of raw and of ours, a pair a turn; who begins changes with every turn.
+    """Seconds a step of the first and of the second, a pair a turn; who begins changes with every turn.
 
     Args:
         barrier: waits for the other processes, before the clock starts.
@@ -54,19 +54,19 @@ def take_turns(
     """
     pairs = []
     for turn in range(WARM_TURNS + turns):
-        spent = {}
-        for name, side in (("raw", raw), ("ours", ours))[:: -1 if turn % 2 else 1]:
+        spent = [0.0, 0.0]
+        for place, side in ((0, first), (1, second))[:: -1 if turn % 2 else 1]:
             barrier()
             began = time.perf_counter()
             for _ in range(STEPS_A_TURN):
                 loss = next(side)
             loss()
             finish()
-            spent[name] = (time.perf_counter() - began) / STEPS_A_TURN
-        pairs.append((spent["raw"], spent["ours"]))
+            spent[place] = (time.perf_counter() - began) / STEPS_A_TURN
+        pairs.append((spent[0], spent[1]))
     return pairs[WARM_TURNS:]
 
 
-def num_steps(turns: int) -> int:
-    """Steps that each side makes in a measurement of `turns` turns, and one to spare."""
-    return WARM_STEPS + 1 + (WARM_TURNS + turns) * STEPS_A_TURN + 1
+def num_steps(turns: int, rounds: int = 1) -> int:
+    """Steps that each side makes in so many measurements of `turns` turns, and one to spare."""
+    return WARM_STEPS + 1 + rounds * (WARM_TURNS + turns) * STEPS_A_TURN + 1

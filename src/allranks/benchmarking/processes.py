@@ -7,7 +7,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -24,9 +24,10 @@ from torch.multiprocessing.spawn import (
 from allranks.benchmarking.measure import Side, num_steps, take_turns, warm_up
 from allranks.benchmarking.ours import our_steps
 from allranks.benchmarking.raw import raw_steps
-from allranks.benchmarking.strategies import LOSS_TOLERANCE, Case, Measured, loss_difference
+from allranks.benchmarking.strategies import LOSS_TOLERANCE, Case, Measured, is_beside_ddp, loss_difference
 from allranks.benchmarking.subject import make_config
 from allranks.errors import ProcessError
+from allranks.layout import Layout
 from allranks.lifeline import die_with_parent
 from allranks.observing.journal import Journal
 from allranks.observing.memory import peak_memory_bytes
@@ -82,8 +83,8 @@ def _wait_for(path: Path, case: Case, spawned: ProcessContext) -> Measured:
     while not path.exists():
         _join(spawned, deadline, case, once=True)
     document = json.loads(path.read_text())
-    pairs = [(raw, ours) for raw, ours in document["turns"]]
-    return Measured(pairs, tuple(document["memory"]), tuple(document["losses"]))
+    turns, beside = ([(first, second) for first, second in document[name]] for name in ("turns", "beside_ddp"))
+    return Measured(turns, tuple(document["memory"]), tuple(document["losses"]), beside)
 
 
 def _join(spawned: ProcessContext, deadline: float, case: Case, *, once: bool = False) -> None:
@@ -122,8 +123,12 @@ def _work(
 
 
 def measure(case: Case, turns: int, size: str, environment: ProcessEnvironment, choice: DeviceChoice) -> Measured:
-    """Both sides of one case in this process; collective. Not timed where the first losses differ."""
-    layout, steps, device = case.layout, num_steps(turns), choice.device
+    """Both sides of one case in this process; collective. Not timed where the first losses differ.
+
+    What is sharded over all processes takes turns with our ddp, too, once its memory has been measured.
+    """
+    layout, device, beside_ddp = case.layout, choice.device, is_beside_ddp(case.layout)
+    steps = num_steps(turns, 2 if beside_ddp else 1)
     seed = make_config(layout, steps).train.seed
 
     def barrier() -> None:
@@ -141,7 +146,7 @@ def measure(case: Case, turns: int, size: str, environment: ProcessEnvironment, 
         def raw_side(size: str) -> Side:
             return warm_up(lambda: raw_steps(layout, size, steps, seed, device), device)
 
-        def our_side(size: str) -> Side:
+        def our_side(size: str, layout: Layout = layout) -> Side:
             return warm_up(lambda: our_steps(layout, size, steps, environment, choice, recorder), device)
 
         for side in (raw_side, our_side):
@@ -155,7 +160,11 @@ def measure(case: Case, turns: int, size: str, environment: ProcessEnvironment, 
         if loss_difference(untimed) > LOSS_TOLERANCE:
             return untimed
         pairs = take_turns(raw.steps, ours.steps, turns, barrier=barrier, finish=finish)
-    return Measured(pairs, untimed.memory, untimed.losses)
+        if not beside_ddp:
+            return replace(untimed, turns=pairs)
+        ddp = our_side(size, Layout(dp_replicate=layout.dp))
+        beside = take_turns(ddp.steps, ours.steps, turns, barrier=barrier, finish=finish)
+    return replace(untimed, turns=pairs, beside_ddp=beside)
 
 
 @contextlib.contextmanager

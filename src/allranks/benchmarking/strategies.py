@@ -4,7 +4,7 @@ import os
 import shutil
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from allranks.config import resolve_config
 from allranks.config_sections import LayoutConfig
@@ -86,11 +86,13 @@ class Measured:
         turns: seconds a step of raw and of ours, one pair a turn, as rank 0 saw them.
         memory: bytes at the peak of a step, of raw and of ours, on the rank where they were most.
         losses: of the first step, of raw and of ours.
+        beside_ddp: seconds a step of our ddp and of ours, one pair a turn, where the case is sharded over all.
     """
 
     turns: list[tuple[float, float]]
     memory: tuple[int, int]
     losses: tuple[float, float]
+    beside_ddp: list[tuple[float, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,8 @@ class Row:
         ratio, ratio_q1, ratio_q3: ours by raw: median and quartiles over the pairs; None (and every time 0) where the
             first losses differ, so that nothing was timed.
         raw_bytes, ours_bytes: at the peak of a step, on the process where it is most; 0 where the system does not tell.
-        of_ddp: our milliseconds a step by those of our ddp on as many processes; None where it is not sharded over all.
+        of_ddp: ours by our ddp on as many processes, the median over turns that both take; None where it is not sharded
+            over all.
         loss_difference: of the first step, as a fraction.
         misses: the targets that are missed: "time", "memory", "of_ddp"; "loss" where the first losses differ.
     """
@@ -239,22 +242,21 @@ def read_layouts(text: str) -> tuple[str, ...]:
 
 def summarise(found: Sequence[tuple[Case, Measured]]) -> list[Row]:
     """A row for each case, in their order."""
-    ddp = {
-        case.layout.world_size: _median_ms(measured, 1)
-        for case, measured in found
-        if measured.turns and case.layout.dp > 1 and case.layout == Layout(dp_replicate=case.layout.dp)
-    }
-    return [_row(case, measured, ddp.get(case.layout.world_size)) for case, measured in found]
+    return [_row(case, measured) for case, measured in found]
 
 
-def _row(case: Case, measured: Measured, ddp_ms: float | None) -> Row:
+def is_beside_ddp(layout: Layout) -> bool:
+    """Whether it is FSDP over all processes, which has a goal beside DDP."""
+    return layout.dp > 1 and layout == Layout(dp_shard=layout.dp)
+
+
+def _row(case: Case, measured: Measured) -> Row:
     ratios = [ours / raw for raw, ours in measured.turns]
     low, middle, high = statistics.quantiles(ratios, n=4) if ratios else (0.0, None, 0.0)
     raw_bytes, ours_bytes = measured.memory
     raw_ms, ours_ms = (_median_ms(measured, side) if ratios else 0.0 for side in (0, 1))
     memory_ratio = ours_bytes / raw_bytes if raw_bytes else None
-    pure = case.layout.dp > 1 and case.layout == Layout(dp_shard=case.layout.dp)
-    of_ddp = ours_ms / ddp_ms if ddp_ms and ratios and pure else None
+    of_ddp = statistics.median(ours / ddp for ddp, ours in measured.beside_ddp) if measured.beside_ddp else None
     limits = (
         ("time", middle, TIME_TARGET),
         ("memory", memory_ratio, MEMORY_TARGET),

@@ -26,7 +26,7 @@ from allranks.parallel.precision import Precision
 from allranks.parallel.replicate import REPLICAS, check_finished, replicate
 from allranks.parallel.shard import reshard_all
 from allranks.parallel.stages import Stages
-from allranks.parallel.whole import shake
+from allranks.parallel.whole import shake, shake_part
 from allranks.parameter_map import Entry, ParameterMap
 from allranks.verdict import Decision
 
@@ -137,13 +137,21 @@ class Spread:
         return (local.double().square().sum() / len(self.map[name].holders)).to(self.device)
 
     @contextmanager
-    def shaken(self) -> Iterator[None]:
-        """Inside, every floating parameter has noise on it, which is the same however it is cut."""
+    def shaken(self, *, by_part: bool = False) -> Iterator[None]:
+        """Inside, every floating parameter has noise on it.
+
+        Args:
+            by_part: whether the noise may depend on how a parameter is cut, so that none is drawn for the whole of it.
+        """
         names = [name for name, entry in self.map.items() if entry.kind == "parameter" and entry.alias_of is None]
         kept = {name: self.local(name).clone() for name in names}
         for name in names:
             entry = self.map[name]
-            shake(self.local(name), name, entry.shape, entry.box.place(entry.shape))
+            place = entry.box.place(entry.shape)
+            if by_part:
+                shake_part(self.local(name), name, place)
+            else:
+                shake(self.local(name), name, entry.shape, place)
         try:
             yield
         finally:

@@ -26,6 +26,17 @@ def shake(part: torch.Tensor, name: str, shape: Sequence[int], place: tuple[slic
         part.add_(noise.to(part), alpha=NOISE)
 
 
+def shake_part(part: torch.Tensor, name: str, place: tuple[slice | list[int], ...]) -> None:
+    """Add to a part of a parameter, in place, noise that copies of this part have, too, and no other part.
+
+    Unlike `shake` it costs what the part costs, however large the whole is.
+    """
+    if part.is_floating_point():
+        generator = torch.Generator(part.device).manual_seed(zlib.crc32(f"{name} {place}".encode()))
+        noise = torch.randn(part.shape, generator=generator, device=part.device, dtype=torch.float32)
+        part.add_(noise.to(part), alpha=NOISE)
+
+
 @dataclass(frozen=True, slots=True)
 class WholeGradients:
     """What is computed on some samples.

@@ -85,6 +85,8 @@ class Driven:
                 number = partial(_number, loss)
                 self._decide(check_sequence_loss(self.forward(batch), batch, number, what="the first micro-batch"))
         if not _on_all(start.is_untouched(spread), spread):
+            with self._models.driving():
+                self.forward(batch)  # under pp it is followed for what another stage has and does not send
             self._decide(pass_uncompared(spread, "its values are not those with which it was spread"))
             self._check_positions(batch)
             return
