@@ -14,8 +14,8 @@ from allranks.config_guard import GuardConfig
 from allranks.errors import RollbackError
 from allranks.failure import NO_PROGRESS, PREEMPTED, RAISED, TRANSIENT, Failure, describe_error
 from allranks.observing.heartbeat import MARK, PHASE, PHASES, STEP, Heartbeat
+from allranks.surviving import evidence
 from allranks.surviving.agent import run_workers
-from allranks.surviving.evidence import Testimony
 from allranks.surviving.forkserver import choose_start_method
 from allranks.surviving.monitor import Row
 from allranks.surviving.outcome import Outcome
@@ -154,10 +154,10 @@ def test_a_run_that_goes_on_while_it_is_judged_is_not_ended(
     supervisor.monitor.beats.slot(1)[STEP] = 8  # of a worker that has ended
     time.sleep(0.2)
 
-    def ask(rows: Sequence[Row], *_: object) -> list[Testimony]:
+    def ask(rows: Sequence[Row], *_: object) -> list[evidence.Testimony]:
         if goes_on:
             supervisor.monitor.beats.slot(0)[MARK] = time.monotonic_ns()
-        return [Testimony(row) for row in rows]
+        return [evidence.Testimony(row) for row in rows]
 
     monkeypatch.setattr("allranks.surviving.supervisor.question", ask)
     failure = supervisor.look({0: os.getpid()}, {0: 0, 1: 1})
