@@ -10,6 +10,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from allranks.config_guard import GuardConfig
 from allranks.errors import ProcessError
@@ -138,6 +140,16 @@ def test_one_more_than_there_is_room_for_waits_and_learns_the_end(hosts: Hosts) 
     with pytest.raises(RunEnded) as caught:
         waiting.result(60)
     assert caught.value.ending == Ending(0)
+
+
+def test_who_joins_does_not_outlast_the_run(hosts: Hosts) -> None:
+    """Wherever it waits: also for a leader that opens no table any more."""
+    company, state = hosts.company(), _RendezvousState()
+    company._joining_since = time.monotonic()
+    company._see(state)
+    state.closed = True
+    with pytest.raises(RendezvousGracefulExitError):
+        company._see(state)
 
 
 def test_who_waits_for_room_and_is_asked_to_stop_ends_nobodys_run(hosts: Hosts) -> None:

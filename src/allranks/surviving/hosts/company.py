@@ -169,11 +169,11 @@ class Company(RendezvousHandler):
         return RendezvousInfo(table.assignments(), self.place, len(table.members), place)
 
     def _see(self, state: _RendezvousState) -> None:
-        """Every state that is read or written; the waiting ends here for who was asked to stop."""
+        """Every state that is read or written; the waiting ends here for who was asked to stop, and with the run."""
         self.presence.state = state
         if self._joining_since is None:
             return
-        if self._interrupts is not None and self._interrupts.first is not None:
+        if state.closed or (self._interrupts is not None and self._interrupts.first is not None):
             raise RendezvousGracefulExitError
         if not self._told and not state.complete and time.monotonic() - self._joining_since > PATIENCE_SECONDS:
             self._told = True
