@@ -64,13 +64,15 @@ def render_faults(results: Results | None = None) -> str:
         "last finished step before a fault to the first one after it, the longest that a test of the row told there, "
         "beside other tests on two cores.",
         "",
-        "| | fault | what allranks does | shown | test | passed | seconds | open |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | fault | what allranks does | shown | passed | seconds | open |",
+        "|---|---|---|---|---|---|---|",
     ]
     for fault in faults:
-        tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in fault.tests)
         passed, seconds = measured(fault, results)
         figures = f"{passed or ''} | {'' if seconds is None else f'{seconds:.1f}'}"
-        row = f"{fault.number} | {fault.what} | {fault.does} | {fault.shown} | {tests} | {figures} | {fault.open}"
-        lines.append(f"| {row} |")
-    return "\n".join([*lines, ""])
+        lines.append(f"| {fault.number} | {fault.what} | {fault.does} | {fault.shown} | {figures} | {fault.open} |")
+    lines += ["", "## The tests that show it", ""]
+    for fault in faults:
+        tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in fault.tests)
+        lines += [f"**{fault.number}**: {tests}", ""] if tests else []
+    return "\n".join(lines)

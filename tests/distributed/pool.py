@@ -30,15 +30,16 @@ from types import TracebackType
 from typing import Any
 
 import cloudpickle
+import psutil
 
 from tests.distributed.messages import Done, Failed, Setup, kill
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_SECONDS = 60.0
 STACK_WAIT_SECONDS = 0.5  # how long a hanging worker gets to write down where it stands
-# Every DeviceMesh leaves groups behind, each with a thread of gloo's that wakes a hundred times a second: so many cases
-# times processes until new ones start, and between two cases the processes stand still.
-TURNS_PER_CREW = 60
+# Every DeviceMesh leaves groups behind, each with three threads, of which gloo's wakes a hundred times a second: with a
+# thousand of them the next group takes seconds. A new crew costs a tenth of one, so it takes over at this many threads.
+THREADS_PER_CREW = 400
 
 HOST_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -97,7 +98,6 @@ class Crew:
     """`world_size` living workers with torchrun's environment, in one gloo group unless `group` is False."""
 
     def __init__(self, host: Host, world_size: int, directory: Path, *, group: bool) -> None:
-        self.cases = 0
         self._connections = host.fork(world_size)
         self._pids: list[int] = [connection.recv() for connection in self._connections]
         self._stacks = [directory / f"stack-{pid}.txt" for pid in self._pids]
@@ -113,7 +113,6 @@ class Crew:
 
         Raises TimeoutError with every hanging rank's stack, or ChildProcessError if a worker dies.
         """
-        self.cases += 1
         self._signal(signal.SIGCONT)
         for connection in self._connections:
             connection.send_bytes(payload)
@@ -130,6 +129,11 @@ class Crew:
         if len(outcomes) == len(self._connections):
             self._signal(signal.SIGSTOP)
         return outcomes
+
+    @property
+    def num_threads(self) -> int:
+        """Of all workers together."""
+        return sum(psutil.Process(pid).num_threads() for pid in self._pids)
 
     def kill(self) -> None:
         """End every worker at once."""
@@ -174,15 +178,13 @@ class Pool:
         Raises what the first failing rank raised, with that rank's traceback as a note; TimeoutError after `timeout`
         seconds; ChildProcessError if a worker dies.
         """
-        if self._crew is not None and self._crew.cases * self._world_size >= TURNS_PER_CREW:
-            self.close()
         self._crew = self._crew or Crew(self._host, self._world_size, self._directory, group=True)
-        ended_well = False
+        goes_on = False
         try:
             results = self._run(self._crew, function, args, timeout)
-            ended_well = True
+            goes_on = self._crew.num_threads < THREADS_PER_CREW
         finally:
-            if not ended_well:
+            if not goes_on:
                 self.close()
         return results
 

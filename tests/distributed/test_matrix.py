@@ -206,9 +206,11 @@ REFUSING = [large(name) for name in dict.fromkeys(name for name, _ in REFUSED)]
 def refused(cells: Sequence[tuple[str, str]]) -> list[str]:
     """In a worker: what each cell of one layout is refused with."""
     found = []
-    for name, model in cells:
+    cases = [Case(name, model, *runs(ROWS[name])[0]) for name, model in cells]
+    processes = processes_of(config(cases[0]))
+    for case in cases:
         with pytest.raises(LayoutError) as error:
-            session_of(task_of(model), config(Case(name, model, *runs(ROWS[name])[0])))
+            session_of(task_of(case.model), config(case), processes)
         found.append(str(error.value))
     return found
 
@@ -216,7 +218,7 @@ def refused(cells: Sequence[tuple[str, str]]) -> list[str]:
 @pytest.mark.parametrize("name", REFUSING)
 def test_what_makes_no_sense_is_refused_by_name(pool: Pools, name: str) -> None:
     cells = [cell for cell in REFUSED if cell[0] == name]
-    for told in pool(ROWS[name].world_size).run(refused, cells):
+    for told in pool(ROWS[name].world_size).run(refused, cells, timeout=240):
         for (_, model), message in zip(cells, told, strict=True):
             pattern = refusal(ROWS[name], model)
             assert pattern is not None

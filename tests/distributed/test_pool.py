@@ -62,10 +62,15 @@ def test_a_pool_is_kept(pool: Pools) -> None:
     assert pool(2).run(os.getpid) == pool(2).run(os.getpid)
 
 
-def test_a_crew_is_replaced_now_and_then(pool: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool(1).close()
-    monkeypatch.setattr("tests.distributed.pool.TURNS_PER_CREW", 2)
-    first, second, third = (pool(1).run(os.getpid) for _ in range(3))
+def test_a_crew_that_holds_many_threads_is_replaced(pool: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_groups(count: int) -> int:
+        for _ in range(count):
+            dist.new_group([0, 1])
+        return os.getpid()
+
+    pool(2).close()
+    monkeypatch.setattr("tests.distributed.pool.THREADS_PER_CREW", 40)
+    first, second, third = (pool(2).run(with_groups, count) for count in (0, 10, 0))
     assert first == second != third
 
 
