@@ -100,10 +100,9 @@ def _explanation(document: Mapping[str, Any]) -> Iterator[str]:
         "`raw` is the same strategy written by hand in torch, in the same processes, by turns: a ratio of 1 means that "
         f"allranks costs nothing. The goals are {targets['time']} in time, {targets['memory']} in memory and, of fsdp, "
         f"{targets['of_ddp']} of our ddp's time; what misses one is bold. The peak is of a step, on the process where "
-        "it is most; `saved` is beside our ddp on as many processes. Different strategies did not take turns here, so "
-        "that their times, and `of ddp`, say little: `python bench/sharded.py` lets fsdp and ddp take turns "
-        "([measured](../explanation/measured.md)), and `allranks bench scaling` compares strategies on your task. The "
-        "schedules other than 1f1b are measured on two processes."
+        "it is most; `saved` is beside our ddp on as many processes. For `of ddp` fsdp and ddp take turns, too; other "
+        "strategies do not, so that their times beside each other say little: `allranks bench scaling` compares "
+        "strategies on your task. The schedules other than 1f1b are measured on two processes."
     )
     yield ""
     yield (

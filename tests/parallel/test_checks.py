@@ -109,6 +109,21 @@ def test_what_cannot_be_spread_is_refused_on_every_rank(pool: Pools) -> None:
     assert refused == [expected] * 2
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(("key", "value"), [("max_norm", 1.0), ("scale_grad_by_freq", True)])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_tables_that_look_at_a_rank_s_own_samples_are_refused_where_ranks_have_others(
+    pool: Pools, kind: type[nn.Module], key: str, value: Any
+) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(kind(4, 2, **{key: value}), nn.Linear(2, 2))
+
+    for layout in (Layout(dp_replicate=2), Layout(dp_shard=2)):
+        told = pool(2).run(refusal, build, layout)
+        assert all(one.startswith(f"LayoutError: 0 has {key}, which ") for one in told), told
+    assert pool(1).run(refusal, build, Layout()) == [""]
+
+
 def partly_frozen() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     model[1].eval()

@@ -172,6 +172,13 @@ def test_what_is_hollow_gets_memory_once_and_stays_tied() -> None:
     assert module.head.weight is module.embedding.weight  # type: ignore[union-attr]
 
 
+def test_what_a_module_holds_besides_its_parameters_moves_with_them() -> None:
+    lstm = nn.LSTM(3, 4)
+    Placer(torch.device("meta"), ALONE).place(lstm)
+    assert lstm._flat_weights[0] is lstm.weight_ih_l0 and lstm.weight_ih_l0.is_meta
+    assert all(weight is not None and weight.is_meta for weight in lstm._flat_weights)
+
+
 def test_a_unit_that_was_cut_is_let_go() -> None:
     """A follower holds no more than its own part and the unit in flight."""
     module = MODELS["scalars"]()

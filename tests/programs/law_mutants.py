@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.utils.data import TensorDataset
 
 import allranks
@@ -88,7 +89,7 @@ def redrawn_shard() -> None:
     wrap(Placer, "_stream", make)
 
 
-def reduce_low(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def reduce_low(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A hook for DDP: the mean in bfloat16."""
     low = bucket.buffer().bfloat16() / dist.get_world_size()
     dist.all_reduce(low)

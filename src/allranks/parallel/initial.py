@@ -141,8 +141,10 @@ class Placer:
                     placed = self.cut(tensor, placed)
                 self._placed[id(tensor)] = (tensor, placed)
                 self._placed[id(placed)] = (placed, placed)
-            if isinstance(placed, nn.Parameter):
+            if isinstance(placed, nn.Parameter) and type(owner).__setattr__ is nn.Module.__setattr__:
                 owner._parameters[name] = placed
+            elif isinstance(placed, nn.Parameter):
+                setattr(owner, name, placed)  # nn.LSTM and its like hold their weights in a list besides
             else:
                 owner._buffers[name] = placed
 

@@ -91,7 +91,9 @@ def parallelize(
         LayoutError: the modules cannot be spread in this way.
         TaskError: model() is no model, or not the same on every rank.
     """
-    modules, decisions = _prepare(*build_modules(build, source, seed), precision, blocks, device, training=training)
+    modules, decisions = _prepare(
+        *build_modules(build, source, seed), precision, blocks, device, mesh, training=training
+    )
     check_same_structure(modules, source, device)
     stages = cut_stages(modules, mesh, device, blocks, split_before, decisions, count_for_all(count, source, device))
     norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
@@ -140,6 +142,7 @@ def _prepare(
     precision: Precision,
     blocks: Sequence[str],
     device: torch.device,
+    mesh: Mesh,
     *,
     training: bool,
 ) -> tuple[dict[str, nn.Module], list[Decision]]:
@@ -147,7 +150,7 @@ def _prepare(
         if training:
             start_training(which, module, decisions)
         cast(module, precision, decisions)
-        check_kinds(module)
+        check_kinds(module, mesh)
     if precision.lowers_linears:
         modules = lower_linears(modules, blocks, device, decisions)
     return modules, decisions
