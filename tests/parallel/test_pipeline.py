@@ -247,9 +247,36 @@ class Skips(ToAll):
         return found
 
 
+class Leaves(Block):
+    """Leaves a loss and a cache on itself."""
+
+    aux_loss: Any = 0.0
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor, **_: Any) -> torch.Tensor:
+        self.cache = mask if mask.any() else hidden
+        self.aux_loss = hidden.square().mean() if self.training else 0.0
+        return super().forward(hidden, mask)
+
+
+class Left(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaves() for _ in range(4))
+
+
+class Sums(Left):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        blocks: Any = self.blocks
+        return super().forward(x, scale) + torch.stack([torch.as_tensor(block.aux_loss) for block in blocks]).sum()
+
+
+LEAVES = r"blocks\.0 sets aux_loss in its forward, which test_pipeline.py:\d+ reads on another stage"
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
+        (Sums, LEAVES),
         (Around, r"test_pipeline.py:\d+ uses a tensor of an earlier stage beside the blocks \("),
         (Asks, r"test_pipeline.py:\d+ reads the value of a tensor that another stage computes \(__bool__\)"),
         (Skips, r"blocks\.\d is called with a tensor of an earlier stage that is no argument where this one begins"),
@@ -262,6 +289,19 @@ def test_a_use_of_what_only_another_stage_has_is_seen(kind: Any, words: str) -> 
     assert not torch.equal(output, made(kind)(tokens))
     assert not first.wrong
     assert re.match(words, last.wrong), last.wrong
+
+
+def test_what_a_block_leaves_on_itself_is_its_own_until_the_loss_reads_it() -> None:
+    tokens = torch.arange(8).reshape(2, 4)
+    first, last = ranks(kind=Left)
+    output, _ = through([first, last], tokens)
+    assert torch.equal(output, made(Left)(tokens)) and not first.wrong and not last.wrong
+    blocks: Any = last.module.get_submodule("blocks")
+    assert blocks[3].aux_loss > 0 and not last.wrong
+    assert blocks[0].aux_loss == 0.0
+    assert re.match(LEAVES, last.wrong), last.wrong
+    through([first, last], tokens)
+    assert type(blocks[0]) is Leaves
 
 
 def test_a_stage_is_followed_once() -> None:

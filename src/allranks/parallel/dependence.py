@@ -31,7 +31,7 @@ _READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero"} | {
     f"__{name}__" for name in ("bool", "int", "float", "complex", "index", "array", "contains")
 }
 _CONSTANT = bool | int | float | complex | str | bytes | None | torch.dtype | torch.device
-_LIBRARIES = Path(torch.__file__).parent, Path(__file__).parent.parent
+LIBRARIES = Path(torch.__file__).parent, Path(__file__).parent.parent
 
 
 @final
@@ -102,9 +102,9 @@ class Dependence(TorchFunctionMode):
         if any(map(self.holds, given)):
             self._marked.update(map(_key, made))
             if not self._live and name in _READS:
-                self._note(f"{_user_place()} reads the value of a tensor that another stage computes ({name})")
+                self._note(f"{user_place()} reads the value of a tensor that another stage computes ({name})")
         if self._has_zeros(given):
-            self._note(f"{_user_place()} uses a tensor of an earlier stage beside the blocks ({name})")
+            self._note(f"{user_place()} uses a tensor of an earlier stage beside the blocks ({name})")
         return result
 
     def _has_zeros(self, leaves: Sequence[object]) -> bool:
@@ -128,9 +128,9 @@ def _key(tensor: torch.Tensor) -> object:
         return WeakIdRef(tensor)
 
 
-def _user_place() -> str:
+def user_place() -> str:
     """The line that runs, `file.py:12`, of code that is neither torch's nor ours."""
     frame = sys._getframe(2)
-    while any(Path(frame.f_code.co_filename).is_relative_to(one) for one in _LIBRARIES) and frame.f_back is not None:
+    while any(Path(frame.f_code.co_filename).is_relative_to(one) for one in LIBRARIES) and frame.f_back is not None:
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
+from allranks.parallel.attribute_reads import AttributeReads
 from allranks.parallel.dependence import Dependence
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.stage_plan import StagePlan
@@ -71,6 +72,7 @@ class Pipeline:
         self._dependence: Dependence | None = None
         self._followed: set[int] = set()
         self.wrong = ""
+        self._reads = AttributeReads(self._note)
         self._begins = {id(module.get_submodule(name)): stage for stage, name in enumerate(plan.points, 1)}
         self._homes = self._find_homes()
         self._common = [member for name, member in module.named_modules() if self._spans(name)]
@@ -94,6 +96,7 @@ class Pipeline:
         """
         self._stage, self._received, self._live, self._left = stage, received, stage == 0, False
         followed = self._dependence = Dependence() if torch.is_grad_enabled() and stage not in self._followed else None
+        self._reads.begin(self._computed(stage) if followed is not None else ())
         try:
             with _buffers_kept(self._common if stage != self.stages[0] else ()), followed or nullcontext():
                 if followed is not None and self._live:
@@ -102,7 +105,7 @@ class Pipeline:
             if self._live and self._left == (stage != self.last):
                 if followed is not None:
                     self._followed.add(stage)
-                    self.wrong = self.wrong or followed.wrong
+                    self._note(followed.wrong)
                 return output
         finally:
             self._stage, self._received, self._dependence = None, (), None
@@ -112,6 +115,13 @@ class Pipeline:
             f"the forward ended and had not called {missing}, where a stage of the pipeline begins: cut the model "
             "elsewhere with hints().split_before, or use another layout"
         )
+
+    def _note(self, what: str) -> None:
+        self.wrong = self.wrong or what
+
+    def _computed(self, at: int) -> list[nn.Module]:
+        homes = self._homes
+        return [m for m in self.module.modules() if id(m) in homes and (at in homes[id(m)] or _is_light(m))]
 
     def _call(self, arguments: object) -> Any:
         return self.module(**arguments) if isinstance(arguments, Mapping) else self.module(*_as_tuple(arguments))
@@ -210,6 +220,8 @@ class Pipeline:
                 f"{min(self._homes[id(member)])}: register modules in the order of their use, or cut the model "
                 "elsewhere with hints().split_before"
             )
+        if self._dependence is not None:
+            self._reads.watch(name, member)
         return self._stand_ins.make(name, twin, member.training, args, kwargs)
 
     def _leave(self, stage: int, args: Any, kwargs: Any) -> Payload:
@@ -264,8 +276,7 @@ def _buffers_kept(members: Sequence[nn.Module]) -> Iterator[None]:
             member._buffers[leaf] = buffer
 
 
-def _as_tuple(arguments: object) -> tuple[Any, ...]:
-    assert isinstance(arguments, Sequence)
+def _as_tuple(arguments: Any) -> tuple[Any, ...]:
     return tuple(arguments)
 
 

@@ -38,6 +38,10 @@ LARGEST_FLOPS = 2e12  # of the comparison on one core: some ten seconds to a min
 NUM_SAMPLES = 2
 UNCOMPARED = "the cut model was not compared with the whole one"
 
+_UNFOLLOWED = (
+    "what blocks write in place into lists or objects that other stages or the loss read is not followed: "
+    "allranks verify with fewer blocks compares"
+)
 _UNSEEN = "The forward uses something beside its blocks that another stage has"
 _BESIDE = (
     "What is made of other blocks (a sum around a block, as in x + block(x), or an item() of their output) is nothing "
@@ -108,7 +112,7 @@ def pass_uncompared(spread: Spread, because: str) -> Decision:
     wrong = _find_wrong(spread)
     if wrong:
         raise LayoutError(f"layout {spread.mesh.layout} does not compute what one process computes: {wrong}. {_BESIDE}")
-    return Decision(UNCOMPARED, because)
+    return Decision(UNCOMPARED, because if spread.stages is None else f"{because}; {_UNFOLLOWED}")
 
 
 def _find_wrong(spread: Spread) -> str:
