@@ -89,6 +89,43 @@ def test_ranks_that_take_unlike_branches_of_a_unit_are_stopped_by_name(
         assert (done, moved) == (1, False)
 
 
+AMONG_COPIES = [
+    # All parts of the second copy (ranks 2 and 3) have taken another way than those of the first.
+    ({2: "b", 3: "b"}, 7, "rank 0 {}, rank 2 {} without blocks.1.a.weight, blocks.1.a.bias. A sharded"),
+    ({2: "a", 3: "a"}, 3, "rank 0 {}, rank 2 {} without blocks.1.b.0.weight, blocks.1.b.0.bias, "),
+    # One part of each copy.
+    ({1: "a", 3: "a"}, 3, "rank 0 {}, rank 1 {} without blocks.1.b.0.weight, blocks.1.b.0.bias, "),
+    pytest.param({2: "", 3: ""}, 7, "rank 0 {}, rank 2 {} without blocks.1.", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("ways", "width", "words"), AMONG_COPIES)
+def test_copies_that_take_unlike_branches_of_a_unit_are_stopped_by_name(
+    pool: Pools, ways: dict[int, str], width: int, words: str
+) -> None:
+    """Before any of them waits for another inside of FSDP2, and so all of them at once."""
+    for text, done, moved in pool(4).run(forked, "dp_replicate=2,dp_shard=2", ways, width, timeout=50):
+        assert text.startswith("TaskError: the ranks ran different modules: ")
+        assert words.format(*["the gradients of the model"] * words.count("{}")) in text
+        assert (done, moved) == (1, False)
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+def test_copies_without_parts_are_stopped_too(pool: Pools) -> None:
+    for text, done, moved in pool(2).run(forked, "fsdp,sharding=none", {1: "a"}, 3, timeout=50):
+        assert text.startswith("TaskError: the ranks ran different modules: rank 0 the gradients of the model, rank 1 ")
+        assert (done, moved) == (1, False)
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+def test_copies_that_take_the_same_branch_go_on(pool: Pools) -> None:
+    ways = dict.fromkeys(range(4), "b")
+    assert pool(4).run(forked, "dp_replicate=2,dp_shard=2", ways, 7, timeout=50) == [("", 3, True)] * 4
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("fsdp,sharding=grad_op", marks=pytest.mark.full)])
 def test_ranks_that_take_the_same_branch_go_on(pool: Pools, layout: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -146,8 +147,12 @@ class LeavingTask(Tiny):
         return Leaving()
 
 
-def leave_out(micro_steps: int, *overrides: str) -> tuple[str, Any, Any]:
-    """In a worker: the refusal of the last of two steps, which leaves the layer out; values before it and after."""
+def leave_out(micro_steps: int, *overrides: str, alone: int | None = None) -> tuple[str, Any, Any]:
+    """In a worker: the refusal of the last of two steps, which leaves the layer out; values before it and after.
+
+    Args:
+        alone: the rank that does so; None: all do.
+    """
     config = config_of("ddp", "train.global_batch=8", f"train.micro_steps={micro_steps}", *overrides, steps=2)
     session = session_of(LeavingTask(), config)
     steps = step_through(session, 2)
@@ -155,7 +160,7 @@ def leave_out(micro_steps: int, *overrides: str) -> tuple[str, Any, Any]:
     before = parts_of(session)
     model = session.spread.bare()
     assert isinstance(model, Leaving)
-    model.calls, model.left_out = 0, micro_steps
+    model.calls, model.left_out = 0, micro_steps if alone in (None, dist.get_rank()) else 0
     try:
         list(steps)
     except TaskError as error:
@@ -175,3 +180,18 @@ def test_a_layer_left_out_later_is_refused_before_the_update(
         assert before.keys() == after.keys()
         for name, (*_, value) in before.items():
             assert torch.equal(value, after[name][-1]), name
+
+
+def test_a_layer_that_one_rank_alone_leaves_out_later_is_refused_there(pool: Pools) -> None:
+    """The other waits for gradients that never come, until this rank has ended; who ends first is who is named."""
+
+    def case() -> None:
+        refusal, before, after = leave_out(1, alone=1)
+        assert all(torch.equal(value, after[name][-1]) for name, (*_, value) in before.items())
+        raise TaskError(f"rank {dist.get_rank()}: {refusal}")
+
+    try:
+        with pytest.raises(TaskError, match=r"^rank 1: rare\.weight, rare\.bias got no gradient in the last backward"):
+            pool(2).run(case, timeout=50)
+    finally:
+        pool(2).close()

@@ -8,20 +8,18 @@ Nor does a unit wait for them: FSDP2 overlaps on streams, which a CPU has not. W
 its way while the unit before computes, and its own gradients travel while the next one computes.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast, final
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from allranks.parallel.heap import keep_heap
+from allranks.parallel.lines import SPARE, open_lines
 from allranks.parallel.parting import watch_path
 from allranks.parallel.path import Path, wait_plainly
 
@@ -29,10 +27,6 @@ Wait = Callable[[dist.Work], object]
 Line = dist.ProcessGroup | None
 
 NO_TIMEOUT = timedelta()
-SPARE = 0  # no unit's id: what a rank has to ask travels apart from all messages of units
-MOST_LINES = 9  # groups with threads and sockets: units of further sizes share the first
-# By the world that they are part of, and the groups that it is divided into.
-_LINES = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], list[dist.ProcessGroup]]]()
 
 
 def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
@@ -129,7 +123,7 @@ def exchange_and_sum(
 def gather_through_gloo(
     module: nn.Module, mesh: DeviceMesh, path: Path | None = None, *, overlap: bool = True, staged: bool = False
 ) -> Line:
-    """Let the units of an FSDP module communicate in this way, where it is gloo; returns a spare group of their ranks.
+    """Let the units of an FSDP module communicate in this way, where it is gloo; returns a spare group of `mesh`.
 
     Args:
         mesh: of (dp_shard), or of (dp_replicate, dp_shard).
@@ -138,12 +132,14 @@ def gather_through_gloo(
         staged: whether this rank waits for other stages, too.
     """
     group = mesh.get_group(mesh.ndim - 1)
-    if not is_gloo(group, mesh.device_type) or dist.get_world_size(group) == 1:
+    if not is_gloo(group, mesh.device_type) or mesh.size() == 1:
         return None
+    lines = {} if path is None else open_lines(module, mesh)
     if path is not None and path.wait is wait_plainly:
-        watch_path(path, group, staged=staged)
+        watch_path(path, lines.get(SPARE, group), staged=staged)
     wait = wait_plainly if path is None else path.wait
-    lines = {} if path is None else _open_lines(module, group)
+    if dist.get_world_size(group) == 1:
+        return lines.get(SPARE)
     divisor, at_once = mesh.size(), mesh.ndim > 1 or not overlap
     keep_heap()  # here too, for processes whose group the user's own script has started
     under_way = Reductions()
@@ -157,50 +153,6 @@ def gather_through_gloo(
             member.set_force_sum_reduction_for_comms(True)
             member.set_gradient_divide_factor(1.0)
     return lines.get(SPARE)
-
-
-def _open_lines(module: nn.Module, group: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
-    """Id of a unit's state -> the group that it travels over, one for each size of unit; and a spare one. Collective.
-
-    gloo ends the process where a message is longer than what is expected, as it would be where the ranks enter units of
-    unequal size; over groups of their own they wait, and find out (`parting`).
-    """
-    sizes = dict[int, int]()
-    _add_sizes(module, 0, dist.get_world_size(group), sizes)
-    distinct = list(dict.fromkeys(sizes.values()))
-    spare, *others = _extra_lines(group, max(1, len(distinct)))
-    lines = dict(zip(distinct, [group, *others], strict=False))
-    return {SPARE: spare, **{unit: lines.get(size, group) for unit, size in sizes.items()}}
-
-
-def _extra_lines(group: dist.ProcessGroup, wanted: int) -> list[dist.ProcessGroup]:
-    """Groups of the same ranks as `group`: as many as any rank of the world wants, those that are there taken again.
-
-    All ranks of the world make all of them, in one order. A group that its members alone make is named after what each
-    of them has made before, and where that differs between them they wait for each other forever (torch 2.13).
-    """
-    own = torch.tensor([min(wanted, MOST_LINES - 1), *dist.get_process_group_ranks(group)])
-    told = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(told, own)
-    parts = tuple(dict.fromkeys(tuple(ranks) for _, *ranks in map(torch.Tensor.tolist, told)))
-    world = dist.group.WORLD
-    assert world is not None
-    known = _LINES.setdefault(world, {}).setdefault(parts, [])
-    for _ in range(len(known), max(int(row[0]) for row in told)):
-        made = {part: dist.new_group(list(part), backend="gloo") for part in parts}
-        known.append(made[tuple(own[1:].tolist())])
-    return known
-
-
-def _add_sizes(module: nn.Module, unit: int, num_ranks: int, sizes: dict[int, int]) -> None:
-    """Add the elements that a rank gives when `module`, a part of `unit`, is gathered; units in it are their own."""
-    if isinstance(module, FSDPModule):
-        unit = id(module._get_fsdp_state())
-    for parameter in module.parameters(recurse=False):
-        if isinstance(parameter, DTensor) and parameter.dim():
-            sizes[unit] = sizes.get(unit, 0) - (-parameter.shape[0] // num_ranks) * math.prod(parameter.shape[1:])
-    for child in module.children():
-        _add_sizes(child, unit, num_ranks, sizes)
 
 
 class _Works(dist.Work):

@@ -3,7 +3,8 @@
 FSDP2 reduces what has a gradient, laid end to end. Ranks that take different branches inside of one unit would add one
 parameter's gradient to another's, without a word where both are equally large; gloo ends the process where they are
 not. So the path says whose gradients each unit reduces. And over gloo a rank that has not all of them asks the others
-first, over a line of its own: one that has all of them is waited for there until `parting` finds out.
+first, over a line of its own: one that has all of them is waited for there until `parting` finds out. Copies of the
+parts compare every unit: who waits for other copies does so inside of FSDP2, where nobody finds out anything.
 """
 
 from collections.abc import Callable
@@ -23,19 +24,21 @@ WORDS_BYTES: Final = 1024
 """So much of what a rank has to say is sent, behind a digest of all of it."""
 
 
-def follow_reductions(module: nn.Module, path: Path, line: dist.ProcessGroup | None) -> None:
+def follow_reductions(module: nn.Module, path: Path, line: dist.ProcessGroup | None, *, copies: bool) -> None:
     """Let every unit of `module` note in `path` whose gradients it reduces.
 
     Args:
         line: the ranks of a unit, over gloo and used for nothing else: those that lack gradients compare, and raise
             TaskError where they lack different ones. None: nobody asks, and the step's agreement finds out.
+        copies: whether there are several of each part, on other ranks of the line: then those that lack nothing
+            compare, too.
     """
     for group in parameter_groups([module]):
-        group.post_backward = _following(group.post_backward, group, path, line)
+        group.post_backward = _following(group.post_backward, group, path, line, copies)
 
 
 def _following(
-    post_backward: Callable[..., Any], group: Any, path: Path, line: dist.ProcessGroup | None
+    post_backward: Callable[..., Any], group: Any, path: Path, line: dist.ProcessGroup | None, copies: bool
 ) -> Callable[..., Any]:
     @wraps(post_backward)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -44,8 +47,9 @@ def _following(
             lacking = [parameter for parameter in wanted if not _has_gradient(parameter)]
             words = describe_reduction(group._module_fqn or "", [str(p._param_fqn) for p in lacking], len(wanted))
             path.note(words)
-            # What no forward of this step has entered waits for nobody: FSDP2 passes by it once the backward is over.
-            if line is not None and lacking and group._training_state.name != "IDLE":
+            # FSDP2 passes by what has no gradient, and was not entered, once the backward is over: it waits for nobody.
+            waits = len(lacking) < len(wanted) or group._training_state.name != "IDLE"
+            if line is not None and (lacking or copies) and waits:
                 compare_reductions(words, line, path)
         return post_backward(*args, **kwargs)
 
@@ -66,7 +70,7 @@ def describe_reduction(unit: str, lacking: list[str], num_parameters: int) -> st
 
 
 def compare_reductions(words: str, line: dist.ProcessGroup, path: Path) -> None:
-    """Tell the ranks of `line` what this one is about to reduce; collective among those that lack gradients.
+    """Tell the ranks of `line` what this one is about to reduce; collective among those that are to compare.
 
     Raises:
         TaskError: on every rank: two of them, and what each of these would reduce.

@@ -56,7 +56,7 @@ def shard(
     overlap, staged = mesh.layout.recompute != "full", mesh.layout.pp > 1
     spare = gather_through_gloo(module, device_mesh, path, overlap=overlap, staged=staged)
     if path is not None:
-        follow_reductions(module, path, spare)
+        follow_reductions(module, path, spare, copies=device_mesh.ndim > 1)
     for name in (*(name for names in units for name in names), ""):
         if path is not None:
             path.follow(module.get_submodule(name), name)
