@@ -43,8 +43,8 @@ def _convert(module: nn.Module, dtype: torch.dtype) -> None:
             tensor.data = tensor.detach().to(dtype)
 
 
-def check_kinds(module: nn.Module, mesh: Mesh) -> None:
-    """Only dense, real gradients can be reduced, clipped and cut alike; no table may look at a rank's own samples."""
+def check_kinds(module: nn.Module) -> None:
+    """Only dense, real gradients can be reduced, clipped and cut alike."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
             kind = str(parameter.dtype).removeprefix("torch.")
@@ -54,22 +54,25 @@ def check_kinds(module: nn.Module, mesh: Mesh) -> None:
             raise TaskError(
                 f"{name or 'the model'} has sparse gradients, which come with a later version: sparse=False"
             )
-        if isinstance(member, nn.Embedding | nn.EmbeddingBag) and mesh.layout.dp * mesh.layout.cp > 1:
-            _check_table(name, member)
 
 
-def _check_table(name: str, table: nn.Embedding | nn.EmbeddingBag) -> None:
-    """Refuse what makes a row depend on which samples a rank has, so that no sum over ranks is what one device has."""
-    trains = table.weight.requires_grad
-    used = {"max_norm": table.max_norm is not None, "scale_grad_by_freq": table.scale_grad_by_freq and trains}
+def check_tables(module: nn.Module, mesh: Mesh) -> None:
+    """No row may depend on which samples a rank has: no sum over ranks is then what one device has."""
+    if mesh.layout.dp * mesh.layout.cp == 1:
+        return
     why = {
         "max_norm": "rescales rows in forward, each rank those of its own samples: rescale them after the step",
         "scale_grad_by_freq": "divides by how often a rank's own samples name a row: weigh the samples in loss",
     }
-    if found := next((key for key, is_used in used.items() if is_used), None):
-        raise LayoutError(
-            f"{name or 'the model'} has {found}, which {why[found]}, or use a layout without data and context parallel"
-        )
+    for name, table in module.named_modules():
+        if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
+            continue
+        counts = table.scale_grad_by_freq and table.weight.requires_grad
+        if table.max_norm is not None or counts:
+            key = "scale_grad_by_freq" if counts else "max_norm"
+            raise LayoutError(
+                f"{name or 'the model'} has {key}, which {why[key]}, or use a layout without data and context parallel"
+            )
 
 
 def check_apart(modules: Mapping[str, nn.Module], mesh: Mesh) -> None:

@@ -12,7 +12,7 @@ from allranks.parallel.balance import find_balances
 from allranks.parallel.batchnorm import BatchNorms, Mode, take_over
 from allranks.parallel.block_modes import change_blocks, changes_blocks
 from allranks.parallel.blocks import Unit, find_blocks, group_units
-from allranks.parallel.checks import cast, check_apart, check_kinds, start_training
+from allranks.parallel.checks import cast, check_apart, check_kinds, check_tables, start_training
 from allranks.parallel.context import Context, share_sequences
 from allranks.parallel.data_parallel import split_over_devices
 from allranks.parallel.ddp_hook import make_hook
@@ -91,9 +91,7 @@ def parallelize(
         LayoutError: the modules cannot be spread in this way.
         TaskError: model() is no model, or not the same on every rank.
     """
-    modules, decisions = _prepare(
-        *build_modules(build, source, seed), precision, blocks, device, mesh, training=training
-    )
+    modules, decisions = _prepare(*build_modules(build, source, seed), precision, blocks, device, training=training)
     check_same_structure(modules, source, device)
     stages = cut_stages(modules, mesh, device, blocks, split_before, decisions, count_for_all(count, source, device))
     norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
@@ -142,7 +140,6 @@ def _prepare(
     precision: Precision,
     blocks: Sequence[str],
     device: torch.device,
-    mesh: Mesh,
     *,
     training: bool,
 ) -> tuple[dict[str, nn.Module], list[Decision]]:
@@ -150,7 +147,7 @@ def _prepare(
         if training:
             start_training(which, module, decisions)
         cast(module, precision, decisions)
-        check_kinds(module, mesh)
+        check_kinds(module)
     if precision.lowers_linears:
         modules = lower_linears(modules, blocks, device, decisions)
     return modules, decisions
@@ -217,7 +214,9 @@ def _place_by_units(
 def _join_ranks(
     modules: Mapping[str, nn.Module], mesh: Mesh, batchnorm: Mode | None, decisions: list[Decision]
 ) -> tuple[BatchNorms, Context | None]:
-    """Let what looks at other samples, or at other positions, look at those of other ranks."""
+    """Let what looks at other samples, or at other positions, look at those of other ranks, or refuse it."""
+    for module in modules.values():
+        check_tables(module, mesh)
     return take_over(modules, mesh, batchnorm, decisions), share_sequences(modules, mesh, decisions)
 
 
