@@ -208,3 +208,12 @@ def test_an_embedding_that_scales_by_rows_of_others_is_refused() -> None:
     with pytest.raises(LayoutError, match="max_norm or scale_grad_by_freq"):
         styles(module, hints={"layers.0": "vocab"})
     assert styles(module, hints={"layers.0": "replicate"}) == {"layers.0": "replicate"}
+
+
+@pytest.mark.parametrize("style", ["vocab", "rowwise"])
+def test_an_embedding_bag_is_refused_and_what_cuts_it_is_said(style: str) -> None:
+    module = model_of(nn.EmbeddingBag(5, 4), Feed())
+    whole = "layers.0 is EmbeddingBag: it stays whole over tp, so leave its rule out; dp_shard (fsdp) cuts it by row"
+    with pytest.raises(LayoutError, match=re.escape(whole)):
+        styles(module, hints={"layers.0": style})
+    assert "layers.0" not in styles(module)

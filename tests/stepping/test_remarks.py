@@ -1,10 +1,18 @@
 """What is said before the first step of a whole training: what has no effect, and what nobody may have meant."""
 
+from typing import Any
+
+import pytest
+from torch import nn
+
+from allranks.layout import Layout
 from allranks.observing.counters import Stopwatch
+from allranks.stepping.remarks import describe_idle_keys
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.session import assemble
-from tests.distributed.sessions import config_of, processes_of
-from tests.training.tasks import Curve
+from tests.distributed.pool import Pools
+from tests.distributed.sessions import config_of, processes_of, session_of
+from tests.training.tasks import Curve, Gan
 
 SMALL = ("train.global_batch=6",)
 
@@ -26,3 +34,60 @@ def test_a_schedule_that_nobody_may_have_meant_is_remarked_on() -> None:
         "from step 10 on the rate is 0.25 of its peak, because the schedule of the first start ends"
     )
     assert "`--change schedule.steps schedule.steps=N`" in found
+
+
+def idle(own_step: bool = False, norms: bool = True, **layout: Any) -> list[str]:
+    found = describe_idle_keys(Layout(**layout), own_step=own_step, norms=norms)
+    return [str(decision).replace("layout.", "") for decision in found]
+
+
+def test_keys_of_ddp_are_remarked_on_where_there_is_none() -> None:
+    ddp: dict[str, Any] = {"static_graph": True, "ddp_bucket_mb": 1.0}
+    both = "static_graph, ddp_bucket_mb have no effect, because they are for DDP, and "
+    assert idle(**ddp, dp_replicate=2) == idle(**ddp, dp_shard=2, sharding="optimizer") == []
+    for layout in ({"kind": "single"}, {"dp_shard": 2}, {"dp_replicate": 2, "pp": 2}, {"tp": 2}):
+        assert idle(**ddp, **layout) == [f"{both}this layout has none"]
+    assert idle(**ddp, dp_replicate=2, own_step=True) == [f"{both}a step() of its own goes without"]
+    assert idle(static_graph=True) == [
+        "static_graph has no effect, because it is for DDP, and this layout has none",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "used", "unused", "because"),
+    [
+        ({"gather": "bfloat16"}, {"dp_shard": 2}, {"dp_replicate": 2}, "parameters that are sharded, and this layout"),
+        ({"powersgd_rank": 2, "powersgd_start": 9}, {"ddp_hook": "powersgd"}, {"ddp_hook": "bfloat16"}, "ddp_hook=po"),
+        ({"outer_lr": 1.0, "outer_nesterov": False, "outer_momentum": 0.0}, {"local_sgd": 4}, {}, "local_sgd"),
+        ({"context": "ring"}, {"cp": 2}, {"tp": 2}, "cp, and this layout has none"),
+        ({"schedule": "gpipe"}, {"pp": 2}, {"dp_replicate": 2}, "pp, and this layout has none"),
+        ({"batchnorm": "local"}, {"cp": 2}, {"tp": 2}, "several data-parallel ranks, and this layout has one"),
+    ],
+)
+def test_keys_without_what_they_are_for_are_remarked_on(
+    keys: dict[str, Any], used: dict[str, Any], unused: dict[str, Any], because: str
+) -> None:
+    assert idle(**keys, **{"dp_replicate": 2, **used}) == idle(**unused) == []
+    (found,) = idle(**keys, **unused)
+    assert all(key in found.partition(" no effect")[0] for key in keys) and f" for {because}" in found
+
+
+class Normed(Curve):
+    def model(self) -> Any:
+        return nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+
+
+def said_of(task: Any, *overrides: str) -> list[str]:
+    session = session_of(task, config_of("ddp", *SMALL, *overrides))
+    return [decision.what for decision in session.decisions if "no effect" in decision.what]
+
+
+@pytest.mark.distributed
+def test_a_session_knows_its_model_and_its_step(pool: Pools) -> None:
+    def what(task: Any, override: str) -> Any:
+        return pool(2).run(said_of, task, override)[0]
+
+    assert what(Normed(), "layout.batchnorm=local") == []
+    assert what(Curve(), "layout.batchnorm=local") == ["layout.batchnorm has no effect"]
+    assert what(Curve(), "layout.static_graph=true") == []
+    assert what(Gan(), "layout.static_graph=true") == ["layout.static_graph has no effect"]

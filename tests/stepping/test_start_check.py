@@ -88,13 +88,19 @@ def check_half(layout: str, overrides: tuple[str, ...]) -> tuple[str | None, boo
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("layout", "overrides", "searched"),
-    [("ddp", (), True), ("ddp", ("layout.static_graph=true",), False), ("fsdp", (), False)],
+    [
+        ("ddp", (), True),
+        ("ddp", ("layout.static_graph=true",), False),
+        ("fsdp", (), False),
+        ("dp_replicate=2,dp_shard=2", ("layout.static_graph=true",), True),  # a promise to DDP, which is not there
+    ],
 )
 def test_unused_parameters_under_several_processes(
     pool: Pools, layout: str, overrides: tuple[str, ...], searched: bool
 ) -> None:
     because = "other.weight, other.bias got none on the first samples" if searched else None
-    assert pool(2).run(check_half, layout, overrides) == [(because, False, True)] * 2
+    size = 4 if "," in layout else 2
+    assert pool(size).run(check_half, layout, overrides) == [(because, False, True)] * size
 
 
 class Sides(IterableDataset[Any]):

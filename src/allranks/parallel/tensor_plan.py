@@ -214,6 +214,8 @@ def _check_kind(name: str, module: nn.Module, style: TensorStyle) -> None:
         advice = "name the layers themselves"
         if isinstance(module, nn.MultiheadAttention):
             advice = 'attention\'s style is "heads"'
+        elif isinstance(module, nn.EmbeddingBag):
+            advice = "it stays whole over tp, so leave its rule out; dp_shard (fsdp) cuts it by row"
         elif isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             advice = f'it lies in {name.rpartition(".")[0]}, whose style is "heads"'
         elif isinstance(module, fit):

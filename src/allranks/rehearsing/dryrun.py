@@ -193,7 +193,8 @@ def _search_unused(told: RankStep, again: Callable[[], None]) -> None:
     """Training looks for parameters without gradient where its first samples leave some; so does this."""
     layout = told.spread.mesh.layout
     minds = (layout.replicated or (layout.copies > 1 and layout.dp_shard > 1)) and told.spread.stages is None
-    if told.passes.unreached and minds and not layout.static_graph and not told.spread.find_unused:
+    found = (layout.replicated and layout.static_graph) or told.spread.find_unused
+    if told.passes.unreached and minds and not found:
         told.spread.expect_unused()
         again()
 

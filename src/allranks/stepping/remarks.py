@@ -6,6 +6,7 @@ from allranks.config import Config, OptimizerConfig
 from allranks.data.cut import Cut
 from allranks.data.loader import Loader
 from allranks.data.stream import DataStream
+from allranks.layout import Layout
 from allranks.parallel.precision import describe_gather, warn_of_precision
 from allranks.parallel.spread import Spread
 from allranks.stepping.ema import describe_ema
@@ -33,6 +34,8 @@ def say_at_start(
     if spread.mesh.layout.fully_sharded:
         warnings += describe_gather(spread.precision, config.layout.gather)
     remarks = _unused(task, config) + _remarks(task, schedule, config, stream)
+    norms = spread.batch_norms.mode is not None
+    remarks = describe_idle_keys(spread.mesh.layout, own_step=has_step(task), norms=norms) + remarks
     waiting = describe_waiting(optimizers, spread.device, config.guard.spike)
     return warnings + spread.decisions + meeting.decisions + loading + remarks + waiting
 
@@ -51,6 +54,35 @@ def describe_waiting(optimizers: Optimizers, device: torch.device, spike: str) -
         return ()
     because = f"{', '.join(sorted(waiting))} cannot leave an update out by itself; torch's fused Adam and AdamW can"
     return (Decision("each step waits for the device once, to see whether its gradients are finite", because),)
+
+
+def describe_idle_keys(layout: Layout, *, own_step: bool = False, norms: bool = True) -> tuple[Decision, ...]:
+    """Keys of the section layout that are not as by default, and of which nothing in this layout makes use.
+
+    Args:
+        own_step: whether the Task has a step() of its own, which DDP has no part in.
+        norms: whether the model may have a BatchNorm.
+    """
+    none, ddp = "and this layout has none", layout.replicated and layout.pp == 1
+    without = f"for DDP, {'and a step() of its own goes without' if ddp else none}"
+    whose = "for BatchNorm, and the model has none"
+    if layout.sample_ranks == 1:
+        whose = "for several data-parallel ranks, and this layout has one"
+    found = []
+    for names, used, what_for in (
+        (("static_graph", "ddp_bucket_mb"), ddp and not own_step, without),
+        (("gather",), layout.fully_sharded, f"for parameters that are sharded, {none}"),
+        (("powersgd_rank", "powersgd_start"), layout.ddp_hook == "powersgd", "for layout.ddp_hook=powersgd"),
+        (("outer_lr", "outer_momentum", "outer_nesterov"), layout.local_sgd is not None, "for layout.local_sgd"),
+        (("context",), layout.cp > 1, f"for cp, {none}"),
+        (("schedule",), layout.pp > 1, f"for pp, {none}"),
+        (("batchnorm",), norms and layout.sample_ranks > 1, whose),
+    ):
+        given = [f"layout.{name}" for name, _ in layout.differing() if name in names and not used]
+        if given:
+            verb, they = ("has", "it is") if len(given) == 1 else ("have", "they are")
+            found.append(Decision(f"{', '.join(given)} {verb} no effect", f"{they} {what_for}"))
+    return tuple(found)
 
 
 def _describe_cut(cut: Cut, spread: Spread, config: Config) -> tuple[Decision, ...]:

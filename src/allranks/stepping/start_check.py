@@ -212,13 +212,13 @@ def _on_any_rank(flag: bool, spread: Spread, group: dist.ProcessGroup | None) ->
 def _meet_unused(forward: Forward, batch: Any, group: dist.ProcessGroup | None) -> tuple[Decision, ...]:
     """Have DDP look for parameters without gradient, where the loss leaves some: else they would hold up the others.
 
-    HSDP would take such a unit for one whose gradients are lost. FSDP over one axis minds none, and a static graph
+    HSDP would take such a unit for one whose gradients are lost. FSDP over one axis minds none, and DDP's static graph
     finds them by itself.
     """
     spread = forward.spread
     layout = spread.mesh.layout
     minds = (layout.replicated or (layout.copies > 1 and layout.dp_shard > 1)) and spread.stages is None
-    if not minds or layout.static_graph or spread.find_unused:
+    if not minds or (layout.replicated and layout.static_graph) or spread.find_unused:
         return ()
     spread.synchronise(last=not layout.replicated)  # else HSDP would keep the gradients for the first step
     with buffers_kept(spread, unless=False):

@@ -28,6 +28,7 @@ from allranks.parallel.precision import Precision, choose_precision
 from allranks.run import Run
 from allranks.slow_links import check_slow_links
 from allranks.stepping.alike import check_same_start
+from allranks.stepping.remarks import describe_idle_keys
 from allranks.stepping.world import Processes, gather_processes
 from allranks.training.own.links import Links
 from allranks.training.own.models import OwnModels, needs_run
@@ -145,7 +146,7 @@ def prepare_ground(
         precision=choose_precision(config.train.precision, None, choice.device.type),
         open_run=partial(open_own_run, processes, directory=directory, change=tuple(change)),
         owns_group=owns_group,
-        decisions=list(choice.decisions),
+        decisions=[*choice.decisions, *describe_idle_keys(degrees)],
     )
 
 
