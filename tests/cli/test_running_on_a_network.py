@@ -475,7 +475,7 @@ def test_a_leader_that_is_cut_off_from_etcd_ends_and_commits_nothing(
 def test_a_network_that_is_away_for_ten_seconds_costs_no_restart(
     laboratory: Laboratory, record_property: Record
 ) -> None:
-    machines = laboratory.train(2, "2", *LONG)
+    machines = laboratory.train(2, "1:2", *LONG)
     before, at = laboratory.worlds(), time.time()
     laboratory.wire.rule = around(machines[1], CUT)
     time.sleep(10.0)
