@@ -27,7 +27,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import _dump_fr_trace_json
 from torch.profiler import ProfilerActivity, profile
 
 from allranks.config import Config
@@ -79,8 +78,9 @@ class EvenExperts(Experts):
     """Its experts all get the same number of tokens."""
 
     def model(self) -> nn.Module:
-        model: Any = super().model()
-        for block in model.layers:
+        model = super().model()
+        blocks: Any = model.layers
+        for block in blocks:
             block.feed_forward.router = InTurn(self.hidden, 4, 2)
         return model
 
@@ -90,6 +90,7 @@ RING = ("layout.context=ring",)
 FIRST = [(Tokens, "ddp", 2, ("layout.ddp_bucket_mb=1",))]
 OTHERS = [
     (Tokens, "ddp", 2, ACCUMULATED),
+    (Tokens, "fsdp", 4, ()),
     (Tokens, "dp_replicate=2,dp_shard=2", 4, ACCUMULATED),
     (Tokens, "dp_shard=2,sharding=optimizer", 2, ()),
     (Tokens, "dp_shard=2,sharding=grad_op", 2, ACCUMULATED),
@@ -97,6 +98,8 @@ OTHERS = [
     (Tokens, "cp=2", 2, RING),
     (Tokens, "cp=4", 4, RING),
     (Tokens, "pp=2", 2, ACCUMULATED),
+    (Tokens, "pp=4", 4, ACCUMULATED),
+    (Tokens, "pp=2,schedule=interleaved", 2, ACCUMULATED),
     (EvenExperts, "dp_replicate=2,ep=2", 2, ()),
     (EvenExperts, "dp_shard=4,ep=2", 4, ()),
     (Tokens, "tp=4", 4, ()),
@@ -122,16 +125,22 @@ def record_step(task: Tokens, config: Config) -> Recorded:
     for _ in range(WARM_STEPS):
         before = session.step.run(batch, before, lambda: batch).pending
     before.read()
-    known = {entry["record_id"] for entry in json.loads(_dump_fr_trace_json())["entries"]}
+    known = len(flight_record())
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         session.step.run(batch, before, lambda: batch).pending.read()
-    flown = [entry for entry in json.loads(_dump_fr_trace_json())["entries"] if entry["record_id"] not in known]
-    flown.sort(key=lambda entry: entry["record_id"])
-    assert 0 < len(flown) < BUFFER - len(known)
+    flown = flight_record()
+    assert known < len(flown) < BUFFER  # the step's are among them, and none has been overwritten
     profiler: Any = profiled.profiler
     events = sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())
     agreement = session.processes.agreement
-    return joined(events, flown, None if agreement is None else agreement.group_name)
+    return joined(events, flown[known:], None if agreement is None else agreement.group_name)
+
+
+def flight_record() -> list[dict[str, Any]]:
+    """The collectives that this process has begun so far, in their order."""
+    c10d: Any = torch._C._distributed_c10d  # whose stubs lack it
+    entries: list[dict[str, Any]] = json.loads(c10d._dump_fr_trace_json())["entries"]
+    return sorted(entries, key=lambda entry: entry["record_id"])
 
 
 def joined(events: Sequence[Any], flown: Sequence[Mapping[str, Any]], agreement: str | None) -> Recorded:
@@ -177,7 +186,8 @@ def received(kind: str, inputs: Sequence[Any], entry: Mapping[str, Any], num_ran
     if kind == "reduce-scatter":
         return sent // num_ranks * (num_ranks - 1)
     if kind == "all-to-all" and inputs[3]:
-        return got - got * inputs[3][rank] // max(1, sum(inputs[3]))
+        rows: list[int] = inputs[3]
+        return got - got * rows[rank] // max(1, sum(rows))
     return got - (got // num_ranks if kind == "all-to-all" else sent)
 
 
