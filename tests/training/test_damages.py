@@ -27,7 +27,7 @@ from tests.training.runs import QUICK, events, same_run, train, train_outside
 pytestmark = pytest.mark.distributed
 
 DAMAGES, PART = 1000, 100
-QUICK_DAMAGES = 40
+QUICK_DAMAGES = 80  # so that each of four files has every kind
 OLDER, NEWEST = "step-00000002", "step-00000004"
 SEALED = {"manifest.json", "COMMITTED"}
 """If they do not fit together either of them may be the damaged one: only the manifest's name is told then."""
@@ -112,8 +112,9 @@ KINDS: dict[Callable[[random.Random, str, Files, Files], Damaged], int] = {
 def damage(number: int, files: Files, older: Files) -> tuple[str, Damaged]:
     """The damage of that number, which is the same every time: its kind, and what it leaves where."""
     draw = random.Random(number)
-    kind = [kind for kind, count in KINDS.items() for _ in range(count)][number % sum(KINDS.values())]
-    return kind.__name__, kind(draw, draw.choice(sorted(files)), files, older)
+    turn, place = divmod(number, sum(KINDS.values()))
+    kind = [kind for kind, count in KINDS.items() for _ in range(count)][place]
+    return kind.__name__, kind(draw, sorted(files)[turn % len(files)], files, older)
 
 
 def put(run: Path, files: Files, damaged: Damaged) -> None:
@@ -171,9 +172,9 @@ def find_all(made: Path, folder: Path, numbers: Iterable[int]) -> Counter[str]:
     return found
 
 
-def test_forty_damages_are_found_and_the_older_one_is_taken(made: Path, tmp_path: Path) -> None:
+def test_eighty_damages_are_found_and_the_older_one_is_taken(made: Path, tmp_path: Path) -> None:
     found = find_all(made, tmp_path, range(QUICK_DAMAGES))
-    assert found == {kind.__name__: 2 * count for kind, count in KINDS.items()}
+    assert found == {kind.__name__: 4 * count for kind, count in KINDS.items()}
 
 
 @pytest.mark.full
