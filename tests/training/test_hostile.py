@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ import torch
 from allranks.checkpointing.checkpoint import seal
 from allranks.checkpointing.tensor_file import LENGTH
 from allranks.cli.main import main
+from allranks.errors import CheckpointError
 from allranks.run import Run
 from allranks.training.load import load
 from allranks.training.newest import newest_of_run
@@ -41,6 +43,7 @@ WEIGHT = "model.0.weight"  # the first in its file
 MARK = "code-ran"
 RUNS_CODE = ("pickle.", "marshal.", "exec", "compile", "import", "ctypes.", "code.")
 LEAVES = ("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.spawn", "pty.", "socket.", "urllib.")
+AS_ANY_RUN = ("ctypes.", "socket.gethostname")  # renameat2, and whose lease it is
 MORE_MEMORY_BYTES = 256 << 20
 TERABYTE = 1 << 40
 
@@ -204,10 +207,10 @@ CASES: dict[str, Replace] = {
 }
 
 
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
     """A folder with a run for every case, named by its number, a good one, and one with a plain damage."""
-    folder = tmp_path_factory.mktemp("hostile")
+    folder = tmp_path / "hostile"
     words = ("train.steps=4", "checkpoint.every=2", "checkpoint.keep=9", "evaluate.every=0")
     assert start("Curve", folder / "good", *words) == 0
     here = Path.cwd()
@@ -241,6 +244,11 @@ def look(run: Path) -> dict[str, tuple[int, str]]:
         model = load(run)
     assert isinstance(model, torch.nn.Module)
     said["load"] = len(warned), "\n".join(str(warning.message) for warning in warned)
+    shutil.rmtree(run / "checkpoints" / OLDER)
+    try:
+        newest_of_run(run / "checkpoints", Run.open(run).id)
+    except CheckpointError as error:
+        said["alone"] = error.exit_code, str(error)
     return said
 
 
@@ -257,9 +265,15 @@ def watch(folder: Path, cases: Sequence[str], ask: Callable[[Path], Any], but: S
     os.chdir(folder)
     seen: list[str] = []
     for run in ("good", "damaged"):
-        ask(folder / run)  # whatever is imported late is imported now
-    bad = tuple(event for event in (*RUNS_CODE, *LEAVES) if event not in but)
-    sys.addaudithook(lambda event, args: seen.append(f"{event} {args[:1]!r:.100}") if event.startswith(bad) else None)
+        ask(Path(shutil.copytree(folder / run, folder / f"{run} copy")))  # whatever is imported late is imported now
+
+    def note(event: str, args: tuple[object, ...]) -> None:
+        if event.startswith((*RUNS_CODE, *LEAVES)) and not event.startswith(tuple(but)):
+            first = next(iter(args), None)  # may be a library, of which every question is told here, too
+            told = first.co_filename if isinstance(first, CodeType) else first if isinstance(first, str) else ""
+            seen.append(f"{event} {told}")
+
+    sys.addaudithook(note)
     pickle.loads(pickle.dumps(len))
     assert seen.pop().startswith("pickle.find_class") and not seen, "the hook sees"
     before, answers = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, dict[str, Any]()
@@ -295,4 +309,47 @@ def test_no_hostile_file_runs_code_or_ends_a_command_otherwise_than_in_a_line(po
             assert re.search(rf"{NEWEST}\b(?!.*: good)", said["verify"][1].splitlines()[0]), (case, said["verify"])
             assert ": good (" in said["verify"][1].splitlines()[-1] and said["verify"][1].count("\n") == 2, case
             assert said["export"][1].count("\n") == 1, (case, said["export"])
+        code, refused = said["alone"]
+        assert code == 78 and "holds no good checkpoint" in refused and "\n" not in refused, case
         assert {said[word][0] for word in ("list", "list --json", "show", "show --json")} <= {0, 1}, case
+
+
+@pytest.mark.full
+def test_a_resume_passes_over_every_hostile_checkpoint_and_writes_a_good_one_in_its_place(
+    pool: Pools, hostile: Path
+) -> None:
+    """But of another run's, whose place nobody takes: the run ends with a line when it comes to that step."""
+    cases = [case for case in CASES if case != "another run"]
+    (found,) = pool(1).run_alone(watch, hostile, cases, resumed, AS_ANY_RUN, timeout=300.0)
+    answers, seen, grown = found
+    assert seen == [] and not (hostile / MARK).exists()
+    assert grown < MORE_MEMORY_BYTES
+    for case, said in answers.items():
+        code, told = said["resume"]
+        passed_over = [line for line in told.splitlines() if "passed over a newer checkpoint" in line]
+        assert code == 0 and said["from"] == (2, ""), (case, said)
+        assert len(passed_over) == 1 and any(name in passed_over[0] for name in suspects(case)), (case, passed_over)
+        assert said["verify"][0] == 0 and said["verify"][1].count(": good (") == 2, (case, said["verify"])
+
+
+def refused_to_nobody(folder: Path) -> tuple[int | None, list[str], int, str]:
+    """What is taken, passed over and said where the newest may not be read, by a user who is nobody special."""
+    os.chdir(folder)
+    run = Path("run")
+    for _ in range(2):  # whatever is imported late is imported by who may read it
+        checkpoint, skipped = newest_of_run(run / "checkpoints", Run.open(run).id)
+        code, said = command("checkpoint", "verify", run)
+        if os.geteuid() == 0:
+            os.setegid(65534)
+            os.seteuid(65534)
+    return None if checkpoint is None else checkpoint.step, skipped, code, said
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_that_may_not_be_read_is_named(pool: Pools, tmp_path: Path, file: str) -> None:
+    assert start("Curve", tmp_path / "run", "train.steps=4", "checkpoint.every=2", "evaluate.every=0") == 0
+    (tmp_path / "run" / "checkpoints" / NEWEST / file).chmod(0)
+    tmp_path.chmod(0o755)
+    ((step, skipped, code, said),) = pool(1).run_alone(refused_to_nobody, tmp_path)
+    assert step == 2 and len(skipped) == 1 and f"{file}: Permission denied" in skipped[0]
+    assert code == 1 and said.splitlines()[0] == skipped[0] and ": good (" in said.splitlines()[1]
