@@ -333,15 +333,22 @@ def test_no_step_is_made_of_nobodys_samples(tmp_path: Path, lag: int) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["fsdp", "fsdp,sharding=none"])
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("fsdp", "in step 1 the ranks ran different modules: rank 0 blocks.0, rank 1 blocks.1."),
+        (
+            "fsdp,sharding=none",  # copies compare what they reduce, before they do
+            "the ranks ran different modules: rank 0 the gradients of blocks.0, rank 1 the gradients of blocks.1.",
+        ),
+    ],
+)
 def test_ranks_that_run_different_blocks_are_stopped_before_anything_is_saved(
-    pool: Pools, tmp_path: Path, layout: str
+    pool: Pools, tmp_path: Path, layout: str, words: str
 ) -> None:
     run = tmp_path / "run"
     overrides = ("train.steps=1", "checkpoint.every=1", f"layout={layout}")
     refusals = train_outside(pool, 2, "Forked", *overrides, run=run)
     for refusal in refusals:
-        assert str(refusal).startswith(
-            "TaskError: in step 1 the ranks ran different modules: rank 0 blocks.0, rank 1 blocks.1. A sharded layout"
-        )
+        assert str(refusal).startswith(f"TaskError: {words} A sharded layout")
     assert saved(run) == []
