@@ -32,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from allranks.config import Config
 from allranks.layout import Layout
 from allranks.models.moe import Router
+from allranks.parallel import lines
 from allranks.parallel.mesh import MESH_AXES
 from allranks.rehearsing.dryrun import World, rehearse_rank
 from allranks.training.prepare import resolve_layout
@@ -151,6 +152,8 @@ def joined(events: Sequence[Any], flown: Sequence[Mapping[str, Any]], agreement:
         flown: the flight recorder's, in theirs.
     """
     groups = {group.group_name: group for group in dist.distributed_c10d._world.pg_map}
+    # Over these, copies compare what they are about to reduce: nor is that a part of the model's step.
+    asking = {made[0].group_name for made in lines._LINES.get(dist.group.WORLD, {}).values()}
     asked = [event for event in events if event.name().startswith("c10d::")]
     asked = [event for event in asked if event.name() not in ("c10d::send", "c10d::recv_")]
     done = [event for event in events if event.name().startswith("gloo:")]
@@ -159,6 +162,7 @@ def joined(events: Sequence[Any], flown: Sequence[Mapping[str, Any]], agreement:
     of_recorder = Counter((one["profiling_name"], given(one, "input")) for one in flown)
     assert of_gloo == of_recorder
     found: Recorded = [((), POINT_TO_POINT[one.name()], size_of(one.shapes()[0], one.dtypes()[0])) for one in between]
+    flown = [entry for entry in flown if entry["process_group"][0] not in asking]
     for event, entry in zip(asked, flown, strict=True):
         name, group = event.name().removeprefix("c10d::"), groups[entry["process_group"][0]]
         kind, gloos = KINDS[name]

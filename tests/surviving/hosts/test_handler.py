@@ -3,12 +3,14 @@
 import socket
 
 import psutil
+import pytest
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from allranks.config_guard import GuardConfig
 from allranks.hosts_request import Endpoint
 from allranks.surviving.hosts.backend import SealedBackend
-from allranks.surviving.hosts.handler import BEATS, make_handler
+from allranks.surviving.hosts.handler import BEATS, CLOSINGS, close_rounds, make_handler
 from allranks.surviving.hosts.meeting import MeetingStore
 from allranks.surviving.hosts.presence import SUSPECT_SECONDS
 from allranks.surviving.hosts.seal import Seal
@@ -40,3 +42,24 @@ def test_a_longer_patience_makes_signs_of_life_no_rarer() -> None:
         between = settings.keep_alive_interval.total_seconds()
         assert between < SUSPECT_SECONDS / 4, "a suspect's silence is of several signs of life"
         assert abs(between * settings.keep_alive_max_attempt - guard.host_seconds) < 0.01
+
+
+def test_an_end_that_others_write_over_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = MeetingStore(HashStore(), Endpoint("here", 1), "here", serves=True, call_seconds=5.0)
+    handler = make_handler(SealedBackend(meeting, Seal(b"0" * 16), lambda state: None), 1, 1, GuardConfig())
+    lost: list[int] = []
+    real = handler.set_closed
+
+    def too_late() -> None:
+        lost.append(1)
+        if len(lost) > times:
+            return real()
+        raise RendezvousTimeoutError
+
+    monkeypatch.setattr(handler, "set_closed", too_late)
+    times = CLOSINGS - 1
+    close_rounds(handler)
+    assert handler.is_closed() and len(lost) == CLOSINGS
+    times = 100
+    with pytest.raises(RendezvousTimeoutError):
+        close_rounds(handler)
