@@ -232,12 +232,11 @@ class Machine:
 
     def power_off(self) -> None:
         """Nothing of it runs any more: its first process takes all others along."""
-        with suppress(ProcessLookupError):
+        if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         if self.process.stdin is not None:
-            with suppress(OSError):
-                self.process.stdin.close()
+            self.process.stdin.close()
 
     def end(self) -> int:
         """The command's exit code."""
