@@ -312,7 +312,7 @@ class Laboratory:
 
     def seconds_lost(self, since: float) -> float:
         """From a finished step to the next one: the longest of the times that end after a moment."""
-        at = [event["t"] for event in events(self.run, "step")]
+        at: list[float] = [event["t"] for event in events(self.run, "step")]
         return round(max(after - before for before, after in itertools.pairwise(at) if after > since), 2)
 
     def close(self) -> None:
