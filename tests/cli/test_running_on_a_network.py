@@ -232,12 +232,11 @@ class Machine:
 
     def power_off(self) -> None:
         """Nothing of it runs any more: its first process takes all others along."""
-        with suppress(ProcessLookupError):
+        if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         if self.process.stdin is not None:
-            with suppress(OSError):
-                self.process.stdin.close()
+            self.process.stdin.close()
 
     def end(self) -> int:
         """The command's exit code."""
@@ -313,7 +312,7 @@ class Laboratory:
 
     def seconds_lost(self, since: float) -> float:
         """From a finished step to the next one: the longest of the times that end after a moment."""
-        at = [event["t"] for event in events(self.run, "step")]
+        at: list[float] = [event["t"] for event in events(self.run, "step")]
         return round(max(after - before for before, after in itertools.pairwise(at) if after > since), 2)
 
     def close(self) -> None:
