@@ -22,7 +22,7 @@ from allranks.cli.main import main
 from allranks.run import Run
 from allranks.training.newest import newest_of_run
 from tests.distributed.pool import Pools
-from tests.training.runs import QUICK, digests, events, same_run, train, train_outside
+from tests.training.runs import QUICK, events, same_run, train, train_outside
 
 pytestmark = pytest.mark.distributed
 
@@ -215,18 +215,3 @@ def test_a_resume_is_bitwise_the_run_without_the_damage(pool: Pools, made: Path,
     assert [event["step"] for event in events(run, "resume")] == [2]
     same_run(made, run, 4)
     assert verified(run)[0] == 0
-
-
-@pytest.mark.full
-def test_a_damaged_journal_changes_nothing_of_what_a_resume_computes(made: Path, tmp_path: Path) -> None:
-    """It tells what happened and proves nothing: what a resume goes on from is in the checkpoint alone."""
-    whole = Path(shutil.copytree(made, tmp_path / "whole"))
-    assert train(None, "train.steps=6", resume=whole) == 0
-    for number in range(30):
-        run = Path(shutil.copytree(made, tmp_path / str(number)))
-        journal, draw = Run.open(run).journal(), random.Random(number)
-        files = {journal.name: journal.read_bytes()}
-        journal.write_bytes((truncate if number % 5 == 0 else flip)(draw, journal.name, files, {})[journal.name] or b"")
-        assert train(None, "train.steps=6", resume=run) == 0, number
-        assert [event["step"] for event in events(run, "resume")][-1:] == [4], number
-        assert digests(run, 6) == digests(whole, 6), number
