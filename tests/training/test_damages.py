@@ -51,7 +51,7 @@ def contents(run: Path, step: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (run / "checkpoints" / step).iterdir()}
 
 
-def a_place(draw: random.Random, content: bytes) -> int:
+def a_place(draw: random.Random, content: bytes | bytearray) -> int:
     """A byte of a file: in front, in the length of a header, in what comes first, at the end, or anywhere."""
     low, high = draw.choice([(0, 1), (0, 8), (0, 512), (len(content) - 8, len(content)), (0, len(content))])
     return draw.randrange(low, min(high, len(content)))

@@ -294,7 +294,7 @@ def suspects(case: str) -> tuple[str, ...]:
 
 
 def test_no_hostile_file_runs_code_or_ends_a_command_otherwise_than_in_a_line(pool: Pools, hostile: Path) -> None:
-    (found,) = pool(1).run_alone(watch, hostile, list(CASES), look)
+    (found,) = pool(1).run_alone(watch, hostile, list(CASES), look, timeout=240.0)
     answers, seen, grown = found
     assert seen == [] and not (hostile / MARK).exists()
     assert grown < MORE_MEMORY_BYTES
