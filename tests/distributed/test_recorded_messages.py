@@ -153,7 +153,9 @@ def joined(events: Sequence[Any], flown: Sequence[Mapping[str, Any]], agreement:
     """
     groups = {group.group_name: group for group in dist.distributed_c10d._world.pg_map}
     # Over these, copies compare what they are about to reduce: nor is that a part of the model's step.
-    asking = {made[0].group_name for made in lines._LINES.get(dist.group.WORLD, {}).values()}
+    world = dist.group.WORLD
+    assert world is not None
+    asking = {made[0].group_name for made in lines._LINES.get(world, {}).values()}
     asked = [event for event in events if event.name().startswith("c10d::")]
     asked = [event for event in asked if event.name() not in ("c10d::send", "c10d::recv_")]
     done = [event for event in events if event.name().startswith("gloo:")]

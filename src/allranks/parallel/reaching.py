@@ -80,7 +80,8 @@ def compare_reductions(words: str, line: dist.ProcessGroup, path: Path) -> None:
     own = torch.cat([digest, torch.frombuffer(bytearray(told), dtype=torch.uint8)])
     everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(line))]
     # Past torch's dispatcher: what looks there at the collectives of a step finds those of the model alone.
-    path.wait(line._get_backend(own.device).allgather([everyones], [own]))
+    backend: Any = line._get_backend(own.device)
+    path.wait(backend.allgather([everyones], [own]))
     other = next((index for index, one in enumerate(everyones) if not torch.equal(one, everyones[0])), None)
     if other is not None:
         ranks = dist.get_process_group_ranks(line)
