@@ -47,8 +47,8 @@ SIZES: dict[str, Any] = {"hidden": 128, "seq": 128, "vocab": 512, "layers": 4}
 WARM_STEPS = 2  # DDP makes its buckets anew in the second
 BUFFER = 10_000  # calls that the flight recorder holds
 WIDTHS = {
-    **{"float": 4, "double": 8, "long int": 8, "int": 4},  # the profiler's names
-    **{"Float": 4, "Double": 8, "Long": 8, "Int": 4},  # the flight recorder's
+    **{"float": 4, "double": 8, "long int": 8, "int": 4, "unsigned char": 1},  # the profiler's names
+    **{"Float": 4, "Double": 8, "Long": 8, "Int": 4, "Byte": 1},  # the flight recorder's
 }
 KINDS = {
     "allreduce_": ("all-reduce", "all_reduce"),
@@ -155,7 +155,7 @@ def joined(events: Sequence[Any], flown: Sequence[Mapping[str, Any]], agreement:
     # Over these, copies compare what they are about to reduce: nor is that a part of the model's step.
     world = dist.group.WORLD
     assert world is not None
-    asking = {made[0].group_name for made in lines._LINES.get(world, {}).values()}
+    asking = {made[0].group_name for parts, made in lines._LINES.get(world, {}).items() if len(parts) == 1}
     asked = [event for event in events if event.name().startswith("c10d::")]
     asked = [event for event in asked if event.name() not in ("c10d::send", "c10d::recv_")]
     done = [event for event in events if event.name().startswith("gloo:")]
