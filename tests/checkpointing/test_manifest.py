@@ -91,6 +91,37 @@ def test_what_is_no_json_is_refused_by_its_key(state: dict[str, Any], message: s
         encode_state(state)
 
 
+def nested(depth: int, innermost: Any = 1) -> Any:
+    """A value inside that many lists and dicts in turn."""
+    for level in range(depth):
+        innermost = [innermost] if level % 2 else {"a": innermost}
+    return innermost
+
+
+@pytest.mark.parametrize("depth", [101, 301, 501, 901])
+def test_what_is_nested_deep_is_refused_in_one_line_wherever_it_is_read(depth: int) -> None:
+    """The JSON library takes all of these; what recurses over what it gives may not."""
+    pairs = depth // 2
+    deep = '{"a": [' * pairs + '{"a": 1}' + "]}" * pairs
+    for key, said in (("state", "state: nested more than 100 deep; the checkpoint is damaged"), ("schema", "schema {")):
+        data = json.dumps(members() | {key: "DEEP"}).replace('"DEEP"', deep)
+        with pytest.raises(CheckpointError, match=rf"^here: {said}") as caught:
+            parse_manifest(data.encode(), "here")
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_what_is_saved_is_never_nested_too_deep_to_be_read() -> None:
+    for innermost in (1, math.inf, "x"):
+        state = nested(99, innermost)
+        assert parse_manifest(render_manifest(example(state=state)).encode(), "here").state == state
+    with pytest.raises(CheckpointError, match=r"^state\.a\[0\].*nested more than 100 deep"):
+        encode_state(nested(101))
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(CheckpointError, match="nested more than 100 deep"):
+        encode_state({"a": endless})
+
+
 def _set(path: str, value: Any = None) -> Any:
     def change(found: dict[str, Any]) -> None:
         *parents, last = path.split("/")
