@@ -91,6 +91,12 @@ def test_what_is_no_json_is_refused_by_its_key(state: dict[str, Any], message: s
         encode_state(state)
 
 
+@pytest.mark.parametrize("shape", [(2**48, 2**10, 0), (0, 2**48, 2**10), (0,), (2**29, 0, 2**29)])
+def test_a_tensor_that_the_largest_shapes_describe_can_be_made(shape: tuple[int, ...]) -> None:
+    record = TensorRecord(dtype="complex128", shape=shape, digest="00ff" * 4)
+    assert torch.empty(record.shape, dtype=torch.complex128).numel() == 0
+
+
 def nested(depth: int, innermost: Any = 1) -> Any:
     """A value inside that many lists and dicts in turn."""
     for level in range(depth):
@@ -165,6 +171,8 @@ def _set(path: str, value: Any = None) -> Any:
         _set("tensors/model.w/shape", [2**63]),
         _set("tensors/model.w/shape", [-1]),
         _set("tensors/model.w/shape", [1] * 40),
+        _set("tensors/model.w/shape", [2**48, 2**48]),
+        _set("tensors/model.w/shape", [2**48, 2**48, 2**48, 0]),
         _set("tensors/model.w/dtype", "float32; x"),
         _set("tensors/model.w/digest", "0"),
         _set("tensors/model.w/more", 1),

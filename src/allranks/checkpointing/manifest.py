@@ -27,6 +27,7 @@ CHUNK_BYTES = 1 << 24
 _CHUNK_BYTES_CAP = 1 << 26
 _TENSORS_CAP = 1_000_000
 _DIMS_CAP = 32
+_ELEMENTS_CAP = 1 << 58  # 16 bytes each make a Count; torch multiplies the strides of empty tensors, too, in 64 bits
 _DEPTH_CAP = 100  # of `state`: far from where Python, which recurses over it, gives up
 _NOT_FINITE = "__float__"
 
@@ -68,6 +69,12 @@ class TensorRecord(FrozenModel):
     dtype: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,32}$")]
     shape: Annotated[tuple[Extent, ...], Field(max_length=_DIMS_CAP)]
     digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+
+    @model_validator(mode="after")
+    def _has_strides(self) -> Self:
+        if math.prod(extent for extent in self.shape if extent) > _ELEMENTS_CAP:
+            raise ValueError(f"shape {self.shape} is larger than any tensor")
+        return self
 
 
 class Manifest(FrozenModel):
