@@ -143,6 +143,7 @@ def _set(path: str, value: Any = None) -> Any:
     [
         *(_set("schema", value) for value in (2, 0, "1", True, None, [1])),
         *(_set("step", value) for value in (-1, 2**63, 1.0, "200", True, None)),
+        *(_set(member, value) for member in ("step", "samples") for value in (10**18, 2**62)),
         *(_set("generation", value) for value in (-1, "a")),
         *(_set("run", value) for value in (3, None, "x" * 70000)),
         _set("unknown", 1),

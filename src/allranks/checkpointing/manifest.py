@@ -32,6 +32,7 @@ _DEPTH_CAP = 100  # of `state`: far from where Python, which recurses over it, g
 _NOT_FINITE = "__float__"
 
 Count = Annotated[StrictInt, Field(ge=0, le=1 << 62)]
+Progress = Annotated[StrictInt, Field(ge=0, lt=10**18)]  # a directory's name has 18 digits; sums stay below 2^63
 Extent = Annotated[StrictInt, Field(ge=0, le=1 << 48)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
@@ -85,8 +86,8 @@ class Manifest(FrozenModel):
     generation: Count
     layout: Text
     torch: Text
-    step: Count
-    samples: Count
+    step: Progress
+    samples: Progress
     files: Annotated[dict[FileName, FileRecord], Field(max_length=_TENSORS_CAP)]
     tensors: Annotated[dict[Name, TensorRecord], Field(max_length=_TENSORS_CAP)]
     aliases: Annotated[dict[Name, Name], Field(max_length=_TENSORS_CAP)]
