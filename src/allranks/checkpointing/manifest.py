@@ -118,7 +118,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     schema = members.get("schema")
     if schema != 1 or isinstance(schema, bool):
         raise CheckpointError(
-            f"{where}: schema {reprlib.repr(schema):.40}, this version of allranks reads schema 1; use the version that wrote it"
+            f"{where}: schema {reprlib.repr(schema):.40}, this version of allranks reads schema 1; "
+            "use the version that wrote it"
         )
     try:
         manifest = Manifest.model_validate(members)
