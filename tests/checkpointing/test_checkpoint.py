@@ -300,3 +300,18 @@ def test_a_checkpoint_shows_its_step_and_place(tmp_path: Path) -> None:
     checkpoint = save_alone(tmp_path)
     assert repr(checkpoint) == f"<Checkpoint step 200 '{tmp_path / 'step-00000200'}'>"
     assert checkpoint.num_bytes == (checkpoint.path / DATA).stat().st_size
+
+
+def test_only_the_name_of_its_own_step_is_that_of_a_checkpoint(tmp_path: Path) -> None:
+    saved = save_alone(tmp_path, 2)
+    wrong = Path(shutil.copytree(saved.path, tmp_path / "step-00000004"))
+    found, skipped = newest_good(tmp_path)
+    assert found == saved
+    assert [(skip.path, skip.reason) for skip in skipped] == [
+        (wrong, f"{wrong} holds step 2, not that of its name; the checkpoint is damaged")
+    ]
+    with pytest.raises(CheckpointError, match="holds step 2, not that of its name"):
+        Checkpoint.open(Path(shutil.copytree(saved.path, tmp_path / "step-000000002")))
+    for name in ("best", "step-00000004.bak", "step-4", "backup-step-00000004"):
+        copied = Path(shutil.copytree(saved.path, tmp_path / name))
+        verify_files(Checkpoint.open(copied))

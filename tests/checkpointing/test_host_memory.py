@@ -94,7 +94,7 @@ def test_what_is_noted_is_read_and_never_half_of_it(tmp_path: Path, monkeypatch:
         with pytest.raises(RunError, match="No space left"):
             memory.note(Record(tmp_path / "other", ("c",)))
     assert read_record(memory.directory) == record
-    for text in ("", "[]", '{"run": "x"}'):
+    for text in ("", "[]", '{"run": "x"}', "[" * 100_000):
         (memory.directory / "record.json").write_text(text)
         assert read_record(memory.directory) is None
 

@@ -91,6 +91,43 @@ def test_what_is_no_json_is_refused_by_its_key(state: dict[str, Any], message: s
         encode_state(state)
 
 
+@pytest.mark.parametrize("shape", [(2**48, 2**10, 0), (0, 2**48, 2**10), (0,), (2**29, 0, 2**29)])
+def test_a_tensor_that_the_largest_shapes_describe_can_be_made(shape: tuple[int, ...]) -> None:
+    record = TensorRecord(dtype="complex128", shape=shape, digest="00ff" * 4)
+    assert torch.empty(record.shape, dtype=torch.complex128).numel() == 0
+
+
+def nested(depth: int, innermost: Any = 1) -> Any:
+    """A value inside that many lists and dicts in turn."""
+    for level in range(depth):
+        innermost = [innermost] if level % 2 else {"a": innermost}
+    return innermost
+
+
+@pytest.mark.parametrize("depth", [101, 301, 501, 901])
+def test_what_is_nested_deep_is_refused_in_one_line_wherever_it_is_read(depth: int) -> None:
+    """The JSON library takes all of these; what recurses over what it gives may not."""
+    pairs = depth // 2
+    deep = '{"a": [' * pairs + '{"a": 1}' + "]}" * pairs
+    for key, said in (("state", "state: nested more than 100 deep; the checkpoint is damaged"), ("schema", "schema {")):
+        data = json.dumps(members() | {key: "DEEP"}).replace('"DEEP"', deep)
+        with pytest.raises(CheckpointError, match=rf"^here: {said}") as caught:
+            parse_manifest(data.encode(), "here")
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_what_is_saved_is_never_nested_too_deep_to_be_read() -> None:
+    for innermost in (1, math.inf, "x"):
+        state = nested(99, innermost)
+        assert parse_manifest(render_manifest(example(state=state)).encode(), "here").state == state
+    with pytest.raises(CheckpointError, match=r"^state\.a\[0\].*nested more than 100 deep"):
+        encode_state(nested(101))
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(CheckpointError, match="nested more than 100 deep"):
+        encode_state({"a": endless})
+
+
 def _set(path: str, value: Any = None) -> Any:
     def change(found: dict[str, Any]) -> None:
         *parents, last = path.split("/")
@@ -106,6 +143,7 @@ def _set(path: str, value: Any = None) -> Any:
     [
         *(_set("schema", value) for value in (2, 0, "1", True, None, [1])),
         *(_set("step", value) for value in (-1, 2**63, 1.0, "200", True, None)),
+        *(_set(member, value) for member in ("step", "samples") for value in (10**18, 2**62)),
         *(_set("generation", value) for value in (-1, "a")),
         *(_set("run", value) for value in (3, None, "x" * 70000)),
         _set("unknown", 1),
@@ -134,6 +172,8 @@ def _set(path: str, value: Any = None) -> Any:
         _set("tensors/model.w/shape", [2**63]),
         _set("tensors/model.w/shape", [-1]),
         _set("tensors/model.w/shape", [1] * 40),
+        _set("tensors/model.w/shape", [2**48, 2**48]),
+        _set("tensors/model.w/shape", [2**48, 2**48, 2**48, 0]),
         _set("tensors/model.w/dtype", "float32; x"),
         _set("tensors/model.w/digest", "0"),
         _set("tensors/model.w/more", 1),

@@ -186,8 +186,10 @@ def test_steps_end_the_stream() -> None:
     assert DataStream(range(10), cut=Cut(4)).steps_total is None
 
 
-@pytest.mark.parametrize("state", [{}, {"position": -1}, {"position": "3"}, {"position": 3, "epoch": 0}])
-def test_a_state_that_is_none_is_refused(state: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "state", [{}, {"position": -1}, {"position": "3"}, {"position": True}, {"position": 3, "epoch": 0}, [], 3, None]
+)
+def test_a_state_that_is_none_is_refused(state: Any) -> None:
     with pytest.raises(CheckpointError, match="position"):
         DataStream(range(10), cut=Cut(4)).load_state_dict(state)
 

@@ -62,8 +62,8 @@ class Checkpoint:
         """Read the manifest, and see that every file is there with its length.
 
         Raises:
-            CheckpointError: no checkpoint, never committed, torn, of another schema, or of another run than `run_id`,
-                in one line.
+            CheckpointError: no checkpoint, never committed, torn, of another schema, of another run than `run_id`, or
+                under the name of another step, in one line.
         """
         path = Path(path)
         manifest = _read_manifest(path)
@@ -71,6 +71,8 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path} belongs to run {manifest.run!r:.80}, not to {run_id!r}; resume that run, or start a new one"
             )
+        if _STEP.fullmatch(path.name) and path.name != step_name(manifest.step):
+            raise CheckpointError(f"{path} holds step {manifest.step}, not that of its name; the checkpoint is damaged")
         checkpoint = cls(path, manifest)
         check_sizes(checkpoint)
         return checkpoint

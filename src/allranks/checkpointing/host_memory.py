@@ -62,7 +62,7 @@ def read_record(directory: Path) -> Record | None:
     try:
         found = json.loads((directory / _RECORD).read_text(encoding="utf-8"))
         return Record(Path(found["run"]), tuple(found["attempts"]))
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

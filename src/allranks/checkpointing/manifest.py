@@ -13,6 +13,7 @@ cannot leave the directory, a key that stands twice is refused, and nothing is a
 import hashlib
 import json
 import math
+import reprlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
@@ -26,9 +27,12 @@ CHUNK_BYTES = 1 << 24
 _CHUNK_BYTES_CAP = 1 << 26
 _TENSORS_CAP = 1_000_000
 _DIMS_CAP = 32
+_ELEMENTS_CAP = 1 << 58  # 16 bytes each make a Count; torch multiplies the strides of empty tensors, too, in 64 bits
+_DEPTH_CAP = 100  # of `state`: far from where Python, which recurses over it, gives up
 _NOT_FINITE = "__float__"
 
 Count = Annotated[StrictInt, Field(ge=0, le=1 << 62)]
+Progress = Annotated[StrictInt, Field(ge=0, lt=10**18)]  # a directory's name has 18 digits; sums stay below 2^63
 Extent = Annotated[StrictInt, Field(ge=0, le=1 << 48)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
@@ -67,6 +71,12 @@ class TensorRecord(FrozenModel):
     shape: Annotated[tuple[Extent, ...], Field(max_length=_DIMS_CAP)]
     digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 
+    @model_validator(mode="after")
+    def _has_strides(self) -> Self:
+        if math.prod(extent for extent in self.shape if extent) > _ELEMENTS_CAP:
+            raise ValueError(f"shape {self.shape} is larger than any tensor")
+        return self
+
 
 class Manifest(FrozenModel):
     """Everything that a checkpoint says of itself; `state` is as it was saved."""
@@ -76,8 +86,8 @@ class Manifest(FrozenModel):
     generation: Count
     layout: Text
     torch: Text
-    step: Count
-    samples: Count
+    step: Progress
+    samples: Progress
     files: Annotated[dict[FileName, FileRecord], Field(max_length=_TENSORS_CAP)]
     tensors: Annotated[dict[Name, TensorRecord], Field(max_length=_TENSORS_CAP)]
     aliases: Annotated[dict[Name, Name], Field(max_length=_TENSORS_CAP)]
@@ -108,13 +118,18 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     schema = members.get("schema")
     if schema != 1 or isinstance(schema, bool):
         raise CheckpointError(
-            f"{where}: schema {schema!r:.40}, this version of allranks reads schema 1; use the version that wrote it"
+            f"{where}: schema {reprlib.repr(schema):.40}, this version of allranks reads schema 1; "
+            "use the version that wrote it"
         )
     try:
         manifest = Manifest.model_validate(members)
     except ValidationError as error:
         raise CheckpointError(f"{where}: {first_reason(error)}; the checkpoint is damaged") from None
-    return manifest.model_copy(update={"state": decode_state(manifest.state)})
+    try:
+        state = decode_state(manifest.state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}; the checkpoint is damaged") from None
+    return manifest.model_copy(update={"state": state})
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
@@ -141,41 +156,51 @@ def first_reason(error: ValidationError) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
-def encode_state(value: Any, key: str = "state") -> Any:
+def encode_state(value: Any, key: str = "state", depth: int = 0) -> Any:
     """`value` as strict JSON data; a float that JSON has no word for becomes {"__float__": "nan"}.
 
     None, bool, int, float, str, and lists, tuples and string-keyed dicts of them are taken. Ints and floats come back
-    exactly (a NaN as the NaN); a tuple comes back as a list.
+    exactly (a NaN as the NaN); a tuple comes back as a list. `depth`: of lists and dicts around `value`.
 
     Raises:
-        CheckpointError: anything else, naming its key.
+        CheckpointError: anything else, or what is nested deeper than is read, naming its key.
     """
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_NOT_FINITE: repr(float(value))}
+    if isinstance(value, Mapping | list | tuple) and depth == _DEPTH_CAP:
+        raise CheckpointError(f"{key[:80]}...: nested more than {_DEPTH_CAP} deep, which no checkpoint is")
     if isinstance(value, Mapping):
         for name in value:
             if type(name) is not str or name == _NOT_FINITE:
                 raise CheckpointError(
                     f"{key}: the key {name!r:.80} cannot be kept in a checkpoint: use other strings as keys"
                 )
-        return {name: encode_state(item, f"{key}.{name}") for name, item in value.items()}
+        return {name: encode_state(item, f"{key}.{name}", depth + 1) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [encode_state(item, f"{key}[{index}]") for index, item in enumerate(value)]
+        return [encode_state(item, f"{key}[{index}]", depth + 1) for index, item in enumerate(value)]
     raise CheckpointError(
         f"{key}: a {type(value).__module__}.{type(value).__qualname__} cannot be kept as JSON: "
         "state is made of None, bool, int, float, str, lists and dicts"
     )
 
 
-def decode_state(value: Any) -> Any:
-    """The inverse of `encode_state`."""
+def decode_state(value: Any, depth: int = 0) -> Any:
+    """The inverse of `encode_state`.
+
+    Raises:
+        CheckpointError: it is nested deeper than `encode_state` takes.
+    """
+    if not isinstance(value, dict | list):
+        return value
+    if isinstance(value, dict) and value.keys() == {_NOT_FINITE} and value[_NOT_FINITE] in ("nan", "inf", "-inf"):
+        return float(value[_NOT_FINITE])
+    if depth == _DEPTH_CAP:
+        raise CheckpointError(f"state: nested more than {_DEPTH_CAP} deep")
     if isinstance(value, dict):
-        if value.keys() == {_NOT_FINITE} and value[_NOT_FINITE] in ("nan", "inf", "-inf"):
-            return float(value[_NOT_FINITE])
-        return {name: decode_state(item) for name, item in value.items()}
-    return [decode_state(item) for item in value] if isinstance(value, list) else value
+        return {name: decode_state(item, depth + 1) for name, item in value.items()}
+    return [decode_state(item, depth + 1) for item in value]
 
 
 def sha256_hex(data: bytes) -> str:

@@ -146,10 +146,10 @@ class DataStream:
         """Continues after the samples that `state` says were consumed. Raises CheckpointError for anything else in
         it.
         """
-        position = state.get("position")
-        if set(state) != {"position"} or not isinstance(position, int) or position < 0:
+        position = state.get("position") if isinstance(state, Mapping) and len(state) == 1 else None
+        if type(position) is not int or position < 0:
             raise CheckpointError(
-                f"the data stream's state is {dict(state)!r}, but it has to be {{'position': samples consumed}}"
+                f"the data stream's state is {state!r:.200}, but it has to be {{'position': samples consumed}}"
             )
         self.position = self.left_out.beyond(position)
 

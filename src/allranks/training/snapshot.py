@@ -28,6 +28,7 @@ from allranks.stepping.outer import OuterOptimizer
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.world import Processes
 from allranks.training.beside import PREFIXES, Beside, Stateful, compare_beside
+from allranks.training.kept_state import check_kept, read_schedule
 from allranks.training.newest import newest_of_run
 from allranks.verdict import Decision
 
@@ -94,9 +95,10 @@ class Contents:
             What goes on otherwise than it was, for whoever announces the resume.
 
         Raises:
-            CheckpointError: a tensor is missing, extra, reshaped or altered; the dataset has another length.
+            CheckpointError: a tensor is missing, extra, reshaped or altered; the dataset has another length; what is
+                no tensor is missing or of another type.
         """
-        state = checkpoint.manifest.state
+        state = check_kept(checkpoint, self.optimizers)
         decisions = compare_circumstances(state.get("dataset", {}), checkpoint.manifest.samples, self.stream)
         self.optimizers.materialise()
         known = {*(name.removesuffix(EACH) for name in checkpoint.manifest.tensors), *state["optimizer"]}
@@ -168,10 +170,14 @@ def schedule_state(schedule: Schedule, config: ScheduleConfig) -> dict[str, Any]
 
 
 def kept_schedule(checkpoint: Checkpoint | None, config: ScheduleConfig) -> Schedule | None:
-    """The schedule of the first start; None where there was none, or where another one is asked for (`--change`)."""
+    """The schedule of the first start; None where there was none, or where another one is asked for (`--change`).
+
+    Raises:
+        CheckpointError: the checkpoint names what was asked for, and has no schedule.
+    """
     state = {} if checkpoint is None else checkpoint.manifest.state
     same = state.get("schedule_config") == config.model_dump()
-    return Schedule(**state["schedule"]) if same else None
+    return read_schedule(checkpoint) if same and checkpoint is not None else None
 
 
 def check_state(contents: Contents) -> None:

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import allranks
+from allranks.errors import CheckpointError
 from allranks.run import Run
-from allranks.training.own.state import from_json, to_json
+from allranks.training.own.state import OwnState, from_json, to_json
 from tests.distributed.pool import Pools
 from tests.training.own.cases import Samples, built, count, crashing, loss_of, refusal, resumable
 
@@ -117,3 +118,29 @@ def test_the_user_s_own_objects(pool: Pools, tmp_path: Path) -> None:
 def test_json_and_back() -> None:
     value = {"a": (1, 2), "b": {1: {"c": {2.5: "x"}}}, "d": []}
     assert from_json(to_json(value)) == {"a": [1, 2], "b": {1: {"c": {2.5: "x"}}}, "d": []}
+
+
+@pytest.mark.parametrize(
+    ("state", "member"),
+    [
+        ([], "state.task.:"),
+        ({"groups": {}}, "groups"),
+        ({"groups": [{"settings": {}}]}, "groups.0.parameters"),
+        ({"groups": [{"parameters": ["w"], "settings": {"lr": "x"}}]}, "groups.0.settings.lr"),
+        (
+            {"groups": [{"parameters": ["w"], "settings": {"params": 1.0}}]},
+            "groups.0: Value error, params is no setting",
+        ),
+        ({"others": []}, "others"),
+        ({"others": {"memory": {"__pairs__": 3}}}, "others"),
+        ({"others": {"memory": {"__pairs__": [[1, 2, 3]]}}}, "others"),
+        ({"others": {"memory": {"__pairs__": [[{}, 2]]}}}, "others"),
+    ],
+)
+def test_what_an_own_loop_cannot_have_kept_is_named(state: Any, member: str) -> None:
+    nothing: Any = None
+    memory = Memory(1)
+    own = OwnState(nothing, nothing, {"memory": memory}, print)
+    with pytest.raises(CheckpointError, match=r"^state\.task\..*; the checkpoint is damaged$") as refused:
+        own.load_state_dict(state)
+    assert member in str(refused.value) and "\n" not in str(refused.value) and memory.state == 1

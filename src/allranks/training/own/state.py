@@ -1,17 +1,38 @@
 """What an own loop's checkpoint holds besides tensors: optimizer settings, and the user's own objects with a state."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, final
+from typing import Any, Protocol, Self, final
 
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from torch.optim import Optimizer
 
-from allranks.checkpointing.manifest import encode_state
+from allranks.checkpointing.manifest import encode_state, first_reason
 from allranks.errors import CheckpointError, TaskError
 from allranks.parallel.spread import Spread
 from allranks.stepping.alike import everyones
 from allranks.training.own.optimizer import group_settings, restore_group_settings
 
 PAIRS = "__pairs__"  # stands for a dict whose keys are no strings, as MultiStepLR keeps its milestones
+
+
+class _Group(BaseModel):
+    """As `group_settings` gives it."""
+
+    model_config = ConfigDict(strict=True)
+    parameters: list[str]
+    settings: dict[str, float | list[float]]
+
+    @model_validator(mode="after")
+    def _leaves_the_parameters(self) -> Self:
+        if "params" in self.settings:
+            raise ValueError("params is no setting")
+        return self
+
+
+class _Kept(BaseModel):
+    model_config = ConfigDict(strict=True)
+    groups: list[_Group] = []
+    others: dict[str, Any] = {}
 
 
 class Kept(Protocol):
@@ -54,8 +75,14 @@ class OwnState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse. Raises CheckpointError where it was written with other names."""
-        kept = state.get("others", {})
+        """The inverse. Raises CheckpointError where it was written with other names, or is damaged."""
+        try:
+            _Kept.model_validate(state)
+            kept = {name: from_json(other) for name, other in state.get("others", {}).items()}
+        except ValidationError as error:
+            raise CheckpointError(f"state.task.{first_reason(error)}; the checkpoint is damaged") from None
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"state.task.others: {error}; the checkpoint is damaged") from None
         if set(kept) != set(self._others):
             raise CheckpointError(
                 f"the checkpoint keeps {sorted(kept) or 'nothing'} besides model, optimizer and stream, but "
@@ -64,7 +91,7 @@ class OwnState:
         for change in restore_group_settings(self._spread, self._optimizer, state.get("groups", [])):
             self._say(change)
         for name, other in self._others.items():
-            other.load_state_dict(from_json(kept[name]))
+            other.load_state_dict(kept[name])
 
     def _check(self, name: str, other: object) -> None:
         if not all(callable(getattr(other, method, None)) for method in ("state_dict", "load_state_dict")):
