@@ -316,6 +316,15 @@ def test_a_resume_takes_as_many_processes_as_before(run: Path, monkeypatch: pyte
     assert choice(request) == (3, "that is how many it had before")
     assert choice(replace(request, nproc=1))[0] == 1
     assert choice(replace(request, layout="single"))[0] == 1
+    journal = Journal(Run.open(run).journal(0))
+    journal.write("start", world_size=3, layout="dp_replicate=3")
+    damages: list[dict[str, Any]] = [{}, {"world_size": "3"}, {"world_size": 0}, {"world_size": 9}]
+    for members in damages:
+        journal.write("start", **{"layout": "dp_replicate=3", **members})
+    journal.write("start", world_size=3, layout="dp_replicat=3")
+    journal.close()
+    number, because = choice(request)
+    assert number == 3 and "5 damaged start event(s) in" in because
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choice(request)[0] == 2, "three processes do not fit on two GPUs"
 
