@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, final
 
-from allranks.config import Config, read_config, write_config
+from allranks.config import Config, is_as_written, read_config, write_config
 from allranks.durable import preflight_writable, refusing, replacing, sync, write_json
 from allranks.errors import AllranksError, RunError
 from allranks.journal_events import last_step, latest_steps, read_events
@@ -158,6 +158,17 @@ class Run:
             ConfigError: config.toml is missing or altered.
         """
         return read_config(self.config_path)
+
+    def check_config(self) -> None:
+        """See that config.toml is as allranks wrote it. Raises RunError: else a resume would compute something else."""
+        with contextlib.suppress(OSError):  # whoever reads it next says why it cannot
+            if not is_as_written(self.config_path):
+                raise RunError(
+                    f"{self.config_path} is not as allranks wrote it, but edited, damaged or cut off: restore it and "
+                    f"put a change on the command line (`allranks train --resume {self.path} key=value`, with "
+                    "`--change key` where it changes what the run means), or, to take the file as it stands, delete "
+                    "its line '# SHA-256 of what follows'"
+                )
 
     def write_config(self, config: Config) -> None:
         """Replace config.toml, whole or not at all: a resume may change what does not change meaning.

@@ -79,6 +79,7 @@ def prepare(request: TrainRequest) -> Prepared:
             return Prepared(config, spec, make_task(spec, config), None, kept, (decision,))
     config = _resolve(request, defaults, old)
     if kept is not None and old is not None:
+        kept.check_config()
         config = _keep_changed(_as_decided(config, kept), old, kept, request.change)
         _check_same_task(kept, spec)
         check_resumable(old, config, request.change)
@@ -234,6 +235,7 @@ def _prepare_resume(request: TrainRequest, kept: Run) -> Prepared:
         raise ConfigError(f"--resume takes the config of {kept.path}; give single keys instead of {request.toml}")
     if request.task_spec is not None:
         _check_same_task(kept, _absolute(request.task_spec, Path.cwd()))
+    kept.check_config()
     old = kept.config()
     config = _go_around(_anchor_text(override_config(old, request.overrides, request.layout)), old, request.change)
     check_resumable(old, config, request.change)
