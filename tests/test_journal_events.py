@@ -30,6 +30,8 @@ def test_torn_lines_and_what_is_no_event_are_left_out(journal: Path) -> None:
     assert [event["event"] for event in read_events(journal)] == ["start", "step"]
     journal.write_bytes(journal.read_bytes() + b"\xff\xfe\n" + json.dumps(step(2)).encode())
     assert len(read_events(journal)) == 3
+    write(journal, step(1), "[" * 100_000 + "\n", '{"event": ' + "[" * 100_000 + "\n", '{"event": ["step"]}\n', step(2))
+    assert [event["step"] for event in read_events(journal)] == [1, 2] and last_step(journal) == 2
 
 
 def test_a_redone_step_stands_once_and_what_was_not_redone_is_gone() -> None:

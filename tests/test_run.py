@@ -100,11 +100,22 @@ def test_open_refuses_in_one_line(tmp_path: Path, config: Config) -> None:
             Run.open(path)
         assert "\n" not in str(caught.value)
     record = run.path / "run.json"
-    for text, reason in (("{torn", "run.json cannot be read"), ("[]", "lacks id"), ('{"id": "a"}', "lacks task, name")):
+    said = '{"id": "a", "task": "b", "name": "c", "created": "d", "attempts": '
+    for text, reason in (
+        ("{torn", "run.json cannot be read"),
+        ("[" * 100_000, "run.json cannot be read"),
+        ("[]", "lacks id"),
+        ('{"id": "a"}', "lacks task, name"),
+        (said + '"x"}', "run.json is damaged: attempts is 'x', no int; restore it"),
+        (said + "null}", "attempts is None, no int"),
+    ):
         record.write_text(text)
         with pytest.raises(RunError, match=reason) as caught:
             Run.open(run.path)
         assert "\n" not in str(caught.value)
+        with pytest.raises(RunError, match=reason):
+            run.acquire()
+        run.release()
     assert RunError.exit_code == 78
 
 

@@ -5,7 +5,9 @@ where it stands and the nearest that is right. The resolved Config is written in
 starts.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, final
 
@@ -46,6 +48,7 @@ __all__ = [
     "TrainConfig",
     "changed_keys",
     "check_resumable",
+    "is_as_written",
     "is_resumable",
     "override_config",
     "parse_layout",
@@ -55,6 +58,8 @@ __all__ = [
     "resolve_config",
     "write_config",
 ]
+
+_HEAD = "# Resolved by allranks before the run started.\n# SHA-256 of what follows: "
 
 RESUMABLE = (
     *("train.steps", "train.epochs", "train.max_seconds", "layout.", "data.workers", "evaluate.every"),
@@ -142,7 +147,20 @@ def write_config(config: Config, path: Path) -> None:
     for name, value in config.flat().items():
         section, _, leaf = name.partition(".")
         tables.setdefault(section, {})[leaf] = value
-    path.write_text("# Resolved by allranks before the run started.\n\n" + render_toml(tables), encoding="utf-8")
+    content = "\n" + render_toml(tables)
+    path.write_bytes(f"{_HEAD}{sha256(content.encode()).hexdigest()}\n{content}".encode())
+
+
+def is_as_written(path: Path) -> bool:
+    """Whether a file that `write_config` wrote holds what it wrote: nothing was altered, nothing is cut off.
+
+    Without the line that has the digest whatever has a key counts. Raises OSError where it cannot be read.
+    """
+    data = path.read_bytes()
+    match = re.match(re.escape(_HEAD.encode()) + rb"([0-9a-f]{64})\n", data)
+    if match is None:
+        return any(line.strip() and not line.startswith(b"#") for line in data.splitlines())
+    return sha256(data[match.end() :]).hexdigest().encode() == match[1]
 
 
 def read_config(path: Path) -> Config:

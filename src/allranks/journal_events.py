@@ -54,7 +54,7 @@ def _parse_lines(content: bytes) -> Iterator[dict[str, Any]]:
     for line in content.split(b"\n"):
         try:
             event = _STRICT.decode(line.decode())
-        except ValueError:
+        except (ValueError, RecursionError):  # a damaged line may be brackets alone
             continue
-        if isinstance(event, dict) and "event" in event:
+        if isinstance(event, dict) and isinstance(event.get("event"), str):
             yield event

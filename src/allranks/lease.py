@@ -144,7 +144,7 @@ class Lease:
     def _read(self) -> Holder | None:
         try:
             return Holder(**json.loads(self._path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
 
 

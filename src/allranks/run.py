@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, final
 
-from allranks.config import Config, read_config, write_config
+from allranks.config import Config, is_as_written, read_config, write_config
 from allranks.durable import preflight_writable, refusing, replacing, sync, write_json
 from allranks.errors import AllranksError, RunError
 from allranks.journal_events import last_step, latest_steps, read_events
@@ -28,7 +28,7 @@ from allranks.lease import Holder, Lease
 __all__ = ["Holder", "Run", "preflight_writable", "safe_name"]
 
 ROOMS = ("journal", "logs", "checkpoints", "tensorboard", "traces")
-IDENTITY_KEYS = ("id", "task", "name", "created", "attempts")
+IDENTITY_KEYS = {"id": str, "task": str, "name": str, "created": str, "attempts": int}
 
 
 @final
@@ -86,14 +86,7 @@ class Run:
         record = path / "run.json"
         if not record.is_file():
             raise RunError(f"{path} is not a run: it has no run.json; a run is a directory that `allranks train` made")
-        try:
-            identity = json.loads(record.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise RunError(f"{record} cannot be read: {error}; restore it or start a new run") from error
-        missing = [key for key in IDENTITY_KEYS if not isinstance(identity, dict) or key not in identity]
-        if missing:
-            raise RunError(f"{record} is not a run's: it lacks {', '.join(missing)}; restore it or start a new run")
-        return cls(path, identity)
+        return cls(path, _read_identity(record))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -166,6 +159,17 @@ class Run:
         """
         return read_config(self.config_path)
 
+    def check_config(self) -> None:
+        """See that config.toml is as allranks wrote it. Raises RunError: else a resume would compute something else."""
+        with contextlib.suppress(OSError):  # whoever reads it next says why it cannot
+            if not is_as_written(self.config_path):
+                raise RunError(
+                    f"{self.config_path} is not as allranks wrote it, but edited, damaged or cut off: restore it and "
+                    f"put a change on the command line (`allranks train --resume {self.path} key=value`, with "
+                    "`--change key` where it changes what the run means), or, to take the file as it stands, delete "
+                    "its line '# SHA-256 of what follows'"
+                )
+
     def write_config(self, config: Config) -> None:
         """Replace config.toml, whole or not at all: a resume may change what does not change meaning.
 
@@ -178,20 +182,16 @@ class Run:
 
     def _check_newest(self) -> None:
         self._lease.check()
-        told = self._read_identity()
+        told = _read_identity(self.path / "run.json")
         if told["id"] == self.id and int(told["attempts"]) > self.attempts:
             raise RunError(
                 f"attempt {told['attempts']} of {self.path} has begun, this is attempt {self.attempts}: a later one "
                 "has taken over, and this one stops"
             )
 
-    def _read_identity(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-        return found
-
     def begin_attempt(self, attempt: str | None = None) -> int:
         """Count one more start of training, on disk, by this name or a new one; its number. For the lease's holder."""
-        identity = self._read_identity()
+        identity = _read_identity(self.path / "run.json")
         name = attempt or secrets.token_hex(8)
         self._write_identity(identity | {"attempts": int(identity["attempts"]) + 1, "attempt": name})
         return self.attempts
@@ -214,7 +214,8 @@ class Run:
         """
         with refusing(self.path):
             self._lease.acquire(deposed)
-            self._identity = self._read_identity()  # another process may have counted attempts since this one looked
+            # Another process may have counted attempts since this one looked.
+            self._identity = _read_identity(self.path / "run.json")
 
     def release(self) -> None:
         """Give the lease back; nothing happens where it is not held."""
@@ -246,6 +247,23 @@ class Run:
 def safe_name(text: str) -> str:
     """`text` as part of a directory's name: letters, digits, `_` and `-` only, at most 40 of them, never empty."""
     return re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-")[:40] or "task"
+
+
+def _read_identity(record: Path) -> dict[str, Any]:
+    """What run.json says. Raises RunError, in one line: it cannot be read, or is not a run's."""
+    restore = "restore it or start a new run"
+    try:
+        identity = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{record} cannot be read: {error}; {restore}") from error
+    missing = [key for key in IDENTITY_KEYS if not isinstance(identity, dict) or key not in identity]
+    if missing:
+        raise RunError(f"{record} is not a run's: it lacks {', '.join(missing)}; {restore}")
+    for key, kind in IDENTITY_KEYS.items():
+        if type(identity[key]) is not kind:
+            raise RunError(f"{record} is damaged: {key} is {identity[key]!r:.80}, no {kind.__name__}; {restore}")
+    found: dict[str, Any] = identity
+    return found
 
 
 def _new_identity(task_name: str, run_json: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.checkpoint import Checkpoint, Header
 from allranks.checkpointing.reading import unless_read
 from allranks.cli.main import main
 from tests.checkpointing.worlds import flip, save_alone
@@ -121,6 +121,39 @@ def test_one_that_was_never_finished(command: list[str], run: Path, capsys: pyte
     out, err = capsys.readouterr()
     assert len((out + err).splitlines()) == 1
     assert "never finished" in out + err
+
+
+@pytest.mark.parametrize("command", ["list", "show"])
+def test_names_that_a_terminal_would_obey_are_escaped(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b[2J\r\n"
+    hostile = Header(run=evil + "run", generation=1, layout=evil + "ddp", step=400, samples=1)
+    aliases = {"model." + evil: "model.embedding.weight"}
+    save_alone(tmp_path / "checkpoints", 400, header=hostile, aliases=aliases, state={evil + "state": 1})
+    assert main(["checkpoint", command, str(tmp_path / "checkpoints")]) == 0
+    out = capsys.readouterr().out
+    assert all(letter.isprintable() or letter == "\n" for letter in out)
+    said = ["ddp"] if command == "list" else ["run", "ddp", "state"]
+    assert all(r"\x1b[2J\r\n" + name in out for name in said)
+    assert command == "list" or r"model.\x1b[2J\r\n" in out
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_what_is_passed_over_is_told(command: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run / "checkpoints"
+    (folder / "step-00000300" / "COMMITTED").unlink()
+    (folder / "step-00000250").symlink_to(folder / "step-00000200")
+    assert main(["checkpoint", command, str(run)]) == 1
+    newest, linked, good = capsys.readouterr().out.splitlines()[-3:]
+    assert "step-00000300" in newest and "is not committed" in newest and newest.endswith("passed over")
+    assert "step-00000250" in linked and "symbolic link" in linked and linked.endswith("passed over")
+    assert "step-00000200" in good and "good" in good
+    code, document = answer(capsys, command, run)
+    assert code == 1 and [row["damage"] is None for row in document["checkpoints"]] == [False, False, True]
+    (folder / "step-00000200" / "COMMITTED").unlink()
+    assert main(["checkpoint", command, str(run)]) == 1
+    assert capsys.readouterr().out.count("passed over") == 3
 
 
 def test_a_damaged_one_is_not_exported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from allranks.cli.output import print_error, print_json, print_table, stdout_kept_free
+from allranks.cli.output import print_error, print_json, print_table, printable, stdout_kept_free
 from allranks.errors import RunError
 
 
@@ -46,6 +46,13 @@ def test_it_is_kept_free_also_where_another_stream_stands_for_it(capsys: pytest.
     with stdout_kept_free(True):
         print("aside")
     assert capsys.readouterr() == ("", "aside\n")
+
+
+def test_what_a_terminal_would_obey_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printable("größe a\\b 模型") == "größe a\\b 模型"
+    assert printable("\x1b[2J\x9b\r\n\u202e\udc80") == r"\x1b[2J\x9b\r\n\u202e\udc80"
+    print_table(("na\tme", "n"), [("\x1b[31m", "1")])
+    assert capsys.readouterr().out.splitlines() == [r"na\tme    n", r"\x1b[31m  1"]
 
 
 def test_a_table_lines_up_and_cuts_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,6 +65,26 @@ def test_what_want_of_memory_has_made_smaller_holds_on_under_the_words_of_the_fi
     assert prepare(changed).config.train.micro_batch == 5
 
 
+@pytest.mark.parametrize("damage", ["edited", "cut", "empty"])
+def test_a_config_that_was_changed_since_is_refused(run: Path, damage: str) -> None:
+    path = run / "config.toml"
+    text = path.read_text()
+    assert "\nseed = 0\n" in text
+    changed = {"edited": text.replace("seed = 0", "seed = 1"), "cut": text[: text.index("seed = 0")], "empty": ""}
+    path.write_text(changed[damage])
+    for request in (TrainRequest(resume=run), replace(FIRST, run=run)):
+        with pytest.raises(RunError, match=r"config.toml is not as allranks wrote it.* key=value") as refused:
+            prepare(request)
+        assert "\n" not in str(refused.value)
+    path.write_text(text)
+    request = TrainRequest(resume=run, overrides=("train.seed=1",), change=("train.seed",))
+    open_run(prepare(request), request).release()
+    assert prepare(TrainRequest(resume=run)).config.train.seed == 1, "what allranks changes is as it wrote it"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if "SHA-256" not in line).replace("seed = 1", "seed = 2"))
+    assert prepare(TrainRequest(resume=run)).config.train.seed == 2, "taken as it stands"
+
+
 def test_a_rollback_between_the_request_and_the_lease_holds_on(run: Path) -> None:
     """The run that is continued may have lived until now: over etcd a command waits for its turn."""
     request = TrainRequest(resume=run)
@@ -316,6 +336,15 @@ def test_a_resume_takes_as_many_processes_as_before(run: Path, monkeypatch: pyte
     assert choice(request) == (3, "that is how many it had before")
     assert choice(replace(request, nproc=1))[0] == 1
     assert choice(replace(request, layout="single"))[0] == 1
+    journal = Journal(Run.open(run).journal(0))
+    journal.write("start", world_size=3, layout="dp_replicate=3")
+    damages: list[dict[str, Any]] = [{}, {"world_size": "3"}, {"world_size": 0}, {"world_size": 9}]
+    for members in damages:
+        journal.write("start", **{"layout": "dp_replicate=3", **members})
+    journal.write("start", world_size=3, layout="dp_replicat=3")
+    journal.close()
+    number, because = choice(request)
+    assert number == 3 and "5 damaged start event(s) in" in because
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choice(request)[0] == 2, "three processes do not fit on two GPUs"
 

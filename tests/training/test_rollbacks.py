@@ -1,5 +1,6 @@
 """Whole runs that go back behind a spike: equal to runs that never saw these samples, whatever was killed meanwhile."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 from allranks import fault_points
 from allranks.checkpointing.checkpoint import list_checkpoints
 from allranks.checkpointing.host_memory import is_distrusted
+from allranks.config import Config
 from allranks.data.cut import Cut
 from allranks.data.stream import DataStream
 from allranks.digest import ledger_sum
 from allranks.errors import CheckpointError, ConfigError, RollbackError, RunError, SpikeError
 from allranks.fault_points import Fault
+from allranks.left_out import LeftOut
 from allranks.run import Run
+from allranks.training.rollbacks import ledger_between, told_at_start
 from tests.commands import PROGRAMS, allranks
 from tests.distributed.pool import Pools
 from tests.training.runs import QUICK, digests, events, losses, manifest, same_run, saved, start, train, train_outside
@@ -58,6 +62,18 @@ def test_the_run_equals_one_that_never_saw_these_samples(tmp_path: Path) -> None
         assert all(one[key] == other[key] for key in ("samples", "state")), "optimizer, position, window, schedule"
     steps = Run.open(run).steps()
     assert [event["samples"] for event in steps][9:12] == [100, 140, 150] and len(steps) == 20
+
+
+def test_a_damaged_range_in_the_journal_is_looked_up_again(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, "points", Config(), {})
+    stream = DataStream(range(POINTS), cut=Cut(BATCH), left_out=LeftOut.parse("20:40"))
+    told = {"first": 20, "past": 40, "ledger": ledger_between(stream, 20, 40)}
+    for damage in ({"first": None}, {"past": "40"}, {"ledger": 7}, {"ledger": "x"}, {"first": []}):
+        event: dict[str, Any] = {"event": "left_out", **told, **damage}
+        run.journal().write_text(json.dumps(event) + '\n{"event": "left_out", "irst": 20}\n')
+        assert told_at_start(run, stream) == [told]
+    run.journal().write_text(json.dumps({"event": "left_out", **told, "ledger": "0" * 16}) + "\n")
+    assert told_at_start(run, stream) == [{**told, "ledger": "0" * 16}], "taken from there"
 
 
 def test_copies_outlive_a_spike_that_ends_the_run(tmp_path: Path) -> None:

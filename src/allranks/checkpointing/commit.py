@@ -118,7 +118,7 @@ def _check_attempt(target: Path, header: Header) -> None:
         told = json.loads(record.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return  # a checkpoint of no Run directory
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{record} cannot be read: {error}") from error
     if isinstance(told, dict) and told.get("id") == header.run and told.get("attempts", 0) > header.generation:
         raise CheckpointError(

@@ -1,7 +1,8 @@
 """`allranks checkpoint`: which checkpoints are there, what is in one, is it whole, how do two differ.
 
 DIR is a run directory, its `checkpoints` folder, or one `step-*` directory. A checkpoint that stands there and
-cannot be read is damaged: exit 1. A directory where none can be is no run: exit 78.
+cannot be read is damaged: exit 1; so is what has only the name of one. A directory where none can be is no run: exit
+78.
 """
 
 from datetime import UTC, datetime
@@ -12,8 +13,8 @@ import typer
 
 from allranks.cli.checkpoint_diff import diff
 from allranks.cli.checkpoint_import import import_file
-from allranks.cli.checkpoint_paths import find_checkpoints, find_newest
-from allranks.cli.output import print_error, print_json, print_table
+from allranks.cli.checkpoint_paths import find_checkpoints, find_newest, find_passed_over
+from allranks.cli.output import print_error, print_json, print_table, printable
 from allranks.errors import CheckpointError, ConfigError
 from allranks.units import format_bytes, format_count
 
@@ -45,7 +46,7 @@ def list_all(directory: Directory, json: Json = False) -> int:
 
     Their tensors are not read: `verify` does that.
     """
-    rows = [describe(path) for path in find_checkpoints(directory)]
+    rows = [describe(path) if reason is None else _describe_none(path, reason) for path, reason in _look(directory)]
     if json:
         print_json({"checkpoints": rows})
     elif not rows:
@@ -72,12 +73,13 @@ def show(directory: Directory, json: Json = False) -> int:
         tensors = {name: tensor.model_dump(mode="json") for name, tensor in manifest.tensors.items()}
         print_json({**row, "tensors": tensors, "aliases": manifest.aliases, "state": encode_state(manifest.state)})
         return 0
-    print(f"{path}: step {manifest.step}, {manifest.samples} samples, run {manifest.run}, layout {manifest.layout}\n")
+    known = f"run {printable(manifest.run)}, layout {printable(manifest.layout)}"
+    print(f"{path}: step {manifest.step}, {manifest.samples} samples, {known}\n")
     shapes = {name: "x".join(map(str, tensor.shape)) or "scalar" for name, tensor in manifest.tensors.items()}
     rows = [(name, tensor.dtype, shapes[name], tensor.digest) for name, tensor in manifest.tensors.items()]
     rows += [(alias, "", f"is {name}", "") for alias, name in manifest.aliases.items()]
     print_table(("tensor", "dtype", "shape", "digest"), rows)
-    print(f"\nstate: {', '.join(manifest.state) or 'none'}")
+    print(f"\nstate: {printable(', '.join(manifest.state)) or 'none'}")
     return 0
 
 
@@ -87,17 +89,20 @@ def verify(directory: Directory, json: Json = False) -> int:
 
     First the digests of the files, then those of the tensors.
     """
-    paths = find_checkpoints(directory)
+    paths = _look(directory)
     if not paths:
         raise CheckpointError(f"{directory} holds no checkpoint yet: there is nothing to verify")
     from allranks.checkpointing.reading import held
 
     verdicts = []
-    for path in paths:
-        if not path.is_dir():
+    for path, reason in paths:
+        if reason is not None:
+            row = _describe_none(path, reason)
+        elif path.is_dir():
+            with held(path):
+                row = {**describe(path), "damage": find_damage(path)}
+        else:
             continue  # its run was faster
-        with held(path):
-            row = {**describe(path), "damage": find_damage(path)}
         verdicts.append(row)
         if not json:
             size = f"{format_bytes(row['bytes'] or 0)}, {row['num_tensors']} tensors"
@@ -145,16 +150,13 @@ def export(
 
 def describe(path: Path) -> dict[str, Any]:
     """A checkpoint as one JSON object; `damage` is None, or why its manifest or its files' lengths are wrong."""
-    saved = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
-    row: dict[str, Any] = {"path": str(path), "saved": saved, "damage": None}
     try:
         checkpoint = _open(path)
     except CheckpointError as error:
-        empty = dict.fromkeys(("step", "samples", "bytes", "num_tensors", "layout", "run", "generation"))
-        return {**row, **empty, "damage": str(error)}
+        return _describe_none(path, str(error))
     manifest = checkpoint.manifest
     return {
-        **row,
+        **_describe_none(path, None),
         "step": manifest.step,
         "samples": manifest.samples,
         "bytes": checkpoint.num_bytes,
@@ -163,6 +165,21 @@ def describe(path: Path) -> dict[str, Any]:
         "run": manifest.run,
         "generation": manifest.generation,
     }
+
+
+def _describe_none(path: Path, damage: str | None) -> dict[str, Any]:
+    saved = datetime.fromtimestamp(path.lstat().st_mtime, UTC).isoformat(timespec="seconds")
+    empty = dict.fromkeys(("step", "samples", "bytes", "num_tensors", "layout", "run", "generation"))
+    return {"path": str(path), "saved": saved, "damage": damage, **empty}
+
+
+def _look(directory: Path) -> list[tuple[Path, str | None]]:
+    """The checkpoints, newest first, and among them what has only the name of one, with why it is none."""
+    found: list[tuple[Path, str | None]] = [(path, None) for path in find_checkpoints(directory)]
+    passed = find_passed_over(directory)
+    if not passed:
+        return found
+    return sorted([*found, *passed.items()], key=lambda one: int(one[0].name.removeprefix("step-")), reverse=True)
 
 
 def find_damage(path: Path) -> str | None:
@@ -188,7 +205,7 @@ def _print_damage(path: Path, damage: str, *, json: bool) -> int:
 
 
 def _name_damage(path: Path, damage: str) -> str:
-    return damage if damage.startswith(str(path)) else f"{path}: {damage}"
+    return printable(damage if damage.startswith(str(path)) else f"{path}: {damage}")
 
 
 def _list_row(row: dict[str, Any]) -> tuple[str, ...]:

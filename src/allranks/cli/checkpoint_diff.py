@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allranks.cli.checkpoint_paths import find_newest
-from allranks.cli.output import print_error, print_json, print_table
+from allranks.cli.output import print_error, print_json, print_table, printable
 from allranks.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def _print(found: "Comparison", first: Path, second: Path) -> None:
         print()
     for alias, names in found.aliases.items():
         mine, theirs = (f"is {name}" if name else "is a tensor of its own, or not there" for name in names)
-        print(f"{alias}: {mine} in the first, {theirs} in the second")
+        print(printable(f"{alias}: {mine} in the first, {theirs} in the second"))
     for path, values in list(found.state.items())[:SHOWN]:
-        print(f"state {path}: {_told(values[0])} in the first, {_told(values[1])} in the second")
+        print(printable(f"state {path}: {_told(values[0])} in the first, {_told(values[1])} in the second"))
     if len(found.state) > SHOWN:
         print(f"and {len(found.state) - SHOWN} more values of the state")
     tensors = f"{found.num_equal} tensors are equal, {len(found.tensors)} differ"

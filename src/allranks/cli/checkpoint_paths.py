@@ -1,5 +1,7 @@
 """Which checkpoints a DIR on the command line means: a run, its `checkpoints` folder, or one `step-*` directory."""
 
+import os
+import re
 from pathlib import Path
 
 from allranks.errors import CheckpointError, RunError
@@ -13,11 +15,32 @@ def find_checkpoints(directory: Path) -> list[Path]:
         raise RunError(f"{directory}: no such directory; name a run, its checkpoints folder or a step-* directory")
     if (directory / "manifest.json").exists() or directory.name.startswith("step-"):
         return [directory]
-    folder = directory / "checkpoints" if (directory / "run.json").exists() else directory
+    folder = _folder(directory)
     found = list_checkpoints(folder)
     if not found and folder == directory and directory.name != "checkpoints":
         raise RunError(f"{directory} is no run and holds no checkpoint; name a run or a step-* directory")
     return found
+
+
+def find_passed_over(directory: Path) -> dict[Path, str]:
+    """What has a checkpoint's name below DIR and is none that a resume would take, and why."""
+    from allranks.checkpointing.reading import COMMITTED_FILE
+
+    if directory.name.startswith("step-") or not _folder(directory).is_dir():
+        return {}
+    found = {}
+    for path in _folder(directory).iterdir():
+        if re.fullmatch(r"step-\d{8,18}", path.name) is None:
+            continue
+        if path.is_symlink() or not path.is_dir():
+            found[path] = f"is a {'symbolic link' if path.is_symlink() else 'file'}, no directory; passed over"
+        elif not os.path.lexists(path / COMMITTED_FILE):
+            found[path] = f"is not committed (it has no {COMMITTED_FILE} file); passed over"
+    return {path: reason for path, reason in found.items() if os.path.lexists(path)}  # its run may have been faster
+
+
+def _folder(directory: Path) -> Path:
+    return directory / "checkpoints" if (directory / "run.json").exists() else directory
 
 
 def find_newest(directory: Path) -> Path:

@@ -32,10 +32,19 @@ def stdout_kept_free(wanted: bool) -> Iterator[None]:
         os.close(kept)
 
 
+def printable(text: str) -> str:
+    """`text` with what a terminal would obey, or not show, written as `repr` writes it: names may be anybody's."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table without a frame; a line is as long as it has to be, so that nothing is cut and `grep` finds it."""
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    for cells in (headings, *rows):
+    """A table without a frame; a line is as long as it has to be, so that nothing is cut and `grep` finds it.
+
+    Cells are made `printable`.
+    """
+    lines = [[printable(cell) for cell in cells] for cells in (headings, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for cells in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 

@@ -58,7 +58,7 @@ def compare(
     try:
         document = json.loads(run.plan_path.read_text(encoding="utf-8"))
         config = run.config()
-    except (OSError, ValueError, AllranksError):
+    except (OSError, ValueError, RecursionError, AllranksError):
         return None
     best = document.get("best") if isinstance(document, dict) else None
     if not isinstance(best, dict) or not isinstance(best.get("layout"), str):

@@ -38,7 +38,7 @@ def decided_overrides(run: Run) -> tuple[str, ...]:
     """What a plan put into the run's config at its first start, as `key.sub=value`; () where none did."""
     try:
         document = json.loads(run.plan_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return ()
     decided = document.get("decided") if isinstance(document, dict) else None
     return tuple(word for word in decided if isinstance(word, str)) if isinstance(decided, list) else ()

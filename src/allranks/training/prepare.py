@@ -14,9 +14,10 @@ import torch
 from allranks import __version__
 from allranks.config import Config, changed_keys, check_resumable, override_config, read_task_spec, resolve_config
 from allranks.data.cut import cut_step
-from allranks.errors import ConfigError, RunError
+from allranks.errors import ConfigError, LayoutError, RunError
 from allranks.layout import Layout, num_processes, render_layout
 from allranks.layout_refusals import refuse_float8, refuse_unsupported
+from allranks.layout_string import parse_layout
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.slow_links import check_slow_links
@@ -78,6 +79,7 @@ def prepare(request: TrainRequest) -> Prepared:
             return Prepared(config, spec, make_task(spec, config), None, kept, (decision,))
     config = _resolve(request, defaults, old)
     if kept is not None and old is not None:
+        kept.check_config()
         config = _keep_changed(_as_decided(config, kept), old, kept, request.change)
         _check_same_task(kept, spec)
         check_resumable(old, config, request.change)
@@ -132,11 +134,12 @@ def choose_processes(prepared: Prepared, request: TrainRequest, nodes: int = 1) 
     gpus = torch.cuda.device_count() if request.device != "cpu" else 0
     before = 0 if prepared.kept is None else last_world_size(prepared.kept)
     if before and (not gpus or before <= gpus):
-        available, because = before, "that is how many it had before"
+        available, because = before, "that is how many it had before" + _tell_damage(prepared.kept)
     elif gpus:
-        available, because = gpus, f"this machine has {gpus} GPU(s)"
+        available, because = gpus, f"this machine has {gpus} GPU(s)" + _tell_damage(prepared.kept)
     else:
-        available, because = CPU_PROCESSES, "there is no GPU, and two processes show what more would do"
+        because = "there is no GPU, and two processes show what more would do" + _tell_damage(prepared.kept)
+        available = CPU_PROCESSES
     chosen = num_processes(config.layout, available, nodes)
     if chosen != available:
         because = f"the layout {render_layout(config.layout)} asks for it"
@@ -147,9 +150,28 @@ def choose_processes(prepared: Prepared, request: TrainRequest, nodes: int = 1) 
 
 
 def last_world_size(run: Run) -> int:
-    """The processes of the run's last attempt, or 0 where it had none."""
+    """The processes of the run's last attempt, or 0 where it had none; damaged starts are left out."""
     starts = [event for event in run.events(0) if event["event"] == "start"]
-    return int(starts[-1]["world_size"]) if starts else 0
+    return next((event["world_size"] for event in reversed(starts) if _is_sound(event)), 0)
+
+
+def _tell_damage(run: Run | None) -> str:
+    """Which starts `last_world_size` left out; "" where there is nothing to say."""
+    if run is None:
+        return ""
+    damaged = sum(event["event"] == "start" and not _is_sound(event) for event in run.events(0))
+    return f" ({damaged} damaged start event(s) in {run.journal(0)} left out)" if damaged else ""
+
+
+def _is_sound(start: Mapping[str, Any]) -> bool:
+    """Whether it tells a number of processes, and the one that its layout has."""
+    size, layout = start.get("world_size"), start.get("layout")
+    if type(size) is not int or size < 1:
+        return False
+    try:
+        return not isinstance(layout, str) or num_processes(parse_layout(layout), size) == size
+    except (ConfigError, LayoutError):
+        return False
 
 
 def resolve_layout(config: Config, world_size: int, nodes: int = 1) -> Layout:
@@ -213,6 +235,7 @@ def _prepare_resume(request: TrainRequest, kept: Run) -> Prepared:
         raise ConfigError(f"--resume takes the config of {kept.path}; give single keys instead of {request.toml}")
     if request.task_spec is not None:
         _check_same_task(kept, _absolute(request.task_spec, Path.cwd()))
+    kept.check_config()
     old = kept.config()
     config = _go_around(_anchor_text(override_config(old, request.overrides, request.layout)), old, request.change)
     check_resumable(old, config, request.change)

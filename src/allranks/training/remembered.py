@@ -96,7 +96,7 @@ def _context_bytes(found: Report, best: Mapping[str, Any]) -> float | None:
 def _document(run: Run) -> Mapping[str, Any]:
     try:
         document = json.loads(run.plan_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}
 

@@ -9,6 +9,7 @@ meet the spike again, or goes around it; a range cannot be left out twice.
 No step is saved before its loss was judged: the newest checkpoint always lies before the spike.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn, final
@@ -129,11 +130,18 @@ def add_range(run: Run, first: int, past: int) -> None:
 def told_at_start(run: Run, stream: DataStream) -> list[dict[str, Any]]:
     """What the journal says of each range that `stream` leaves out: first, past and ledger.
 
-    A ledger that the journal has is taken from there: a long range takes a while to be looked up.
+    A ledger that the journal has is taken from there: a long range takes a while to be looked up. An event that is
+    damaged is left out, and what it told is computed again.
     """
     ranges = stream.left_out.ranges
     before = [event for event in run.events() if event["event"] == "left_out"] if ranges else []
-    known = {(event["first"], event["past"]): event["ledger"] for event in before}
+    known = {
+        (event["first"], event["past"]): ledger
+        for event in before
+        if type(event.get("first")) is type(event.get("past")) is int
+        and isinstance(ledger := event.get("ledger"), str)
+        and re.fullmatch("[0-9a-f]{16}", ledger)
+    }
     return [
         {"first": first, "past": past, "ledger": known.get((first, past)) or ledger_between(stream, first, past)}
         for first, past in ranges
