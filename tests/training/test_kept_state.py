@@ -45,13 +45,16 @@ def altered(checkpoint: Checkpoint, path: str, value: Any) -> Checkpoint:
     return replace(checkpoint, manifest=checkpoint.manifest.model_copy(update={"state": state}))
 
 
-WRONG = [
-    *((member, value) for member in ("stream", "optimizer") for value in (REMOVED, None, [], "x", 3)),
+NO_POSITIONS: tuple[Any, ...] = (REMOVED, None, True, -1, 0.0, "0", 2**62)
+NO_COUNTS: tuple[Any, ...] = ("47", -1, 4.0, [])
+NO_PARTS: tuple[Any, ...] = (REMOVED, None, [], "x", 3)
+WRONG: list[tuple[str, Any]] = [
+    *((member, value) for member in ("stream", "optimizer") for value in NO_PARTS),
     ("task", REMOVED),
     ("dataset", []),
-    *(("stream/position", value) for value in (REMOVED, None, True, -1, 0.0, "0", 2**62)),
+    *(("stream/position", value) for value in NO_POSITIONS),
     ("stream/more", 1),
-    *((f"dataset/{key}", value) for key in ("num_samples", "num_ranks", "left_out") for value in ("47", -1, 4.0, [])),
+    *((f"dataset/{key}", value) for key in ("num_samples", "num_ranks", "left_out") for value in NO_COUNTS),
     ("dataset/global_batch", 0),
     ("optimizer/optimizer.step.0.weight", 3),  # there is a tensor of that name
     ("optimizer/optimizer.count.0.weight", "x"),

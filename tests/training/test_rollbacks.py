@@ -68,7 +68,8 @@ def test_a_damaged_range_in_the_journal_is_looked_up_again(tmp_path: Path) -> No
     run = Run.create(tmp_path, "points", Config(), {})
     stream = DataStream(range(POINTS), cut=Cut(BATCH), left_out=LeftOut.parse("20:40"))
     told = {"first": 20, "past": 40, "ledger": ledger_between(stream, 20, 40)}
-    for damage in ({"first": None}, {"past": "40"}, {"ledger": 7}, {"ledger": "x"}, {"first": []}):
+    damages: list[dict[str, Any]] = [{"first": None}, {"past": "40"}, {"ledger": 7}, {"ledger": "x"}, {"first": []}]
+    for damage in damages:
         event: dict[str, Any] = {"event": "left_out", **told, **damage}
         run.journal().write_text(json.dumps(event) + '\n{"event": "left_out", "irst": 20}\n')
         assert told_at_start(run, stream) == [told]

@@ -142,7 +142,7 @@ class DataStream:
         """`{"position": samples consumed over the whole world}`: all that a resume needs, at any world size."""
         return {"position": self.position}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: object) -> None:
         """Continues after the samples that `state` says were consumed. Raises CheckpointError for anything else in
         it.
         """
