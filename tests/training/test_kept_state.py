@@ -17,7 +17,7 @@ from tests.training.snapshots import contents_of, find, saver_of, unchanged
 from tests.training.tasks import Curve
 
 CONFIG = config_of("single", "train.global_batch=10", "optimizer.name=adam")
-REMOVED = object()
+REMOVED = "<removed>"  # in place of a value
 
 Made = tuple[Any, Any, Checkpoint]
 
