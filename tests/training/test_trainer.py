@@ -189,6 +189,7 @@ def test_the_end_of_its_time_is_a_stop_that_is_told(tmp_path: Path) -> None:
     assert told["step"] == stopped and "a step took up to" in told["because"] and "the last save" in told["because"]
     over = heartbeat.current()._fields[heartbeat.TIME_OVER]
     assert 0 < over <= time.monotonic_ns(), "what its agent reads"
+    time.sleep(max(0.0, seconds - (time.monotonic() - started_at())))  # it has stopped in time to save, so before
     assert train(None, f"train.steps={stopped + 2}", resume=run) == 75 and max(losses(run)) == stopped
     assert train(None, f"train.steps={stopped + 2}", "train.max_seconds=none", resume=run) == 0
     assert saved(run)[-1] == stopped + 2
