@@ -5,6 +5,7 @@ import socket
 import psutil
 import pytest
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from allranks.config_guard import GuardConfig
@@ -32,6 +33,19 @@ def test_a_round_of_one_host_opens_no_port() -> None:
     settings = handler.settings
     assert (settings.keep_alive_interval.total_seconds(), settings.keep_alive_max_attempt) == (4.0 / BEATS, BEATS)
     assert settings.timeout.join.total_seconds() == 30.0
+
+
+def test_no_change_of_the_state_waits_for_sources_to_be_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchelastic's events do, for every frame on the stack: 0.15 s a change here, in which others are faster."""
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: pytest.fail("an event is written"))
+    meeting = MeetingStore(HashStore(), Endpoint("here", 1), "here", serves=True, call_seconds=5.0)
+    handler = make_handler(SealedBackend(meeting, Seal(b"0" * 16), lambda state: None), 1, 1, GuardConfig())
+    try:
+        handler.next_rendezvous()
+        close_rounds(handler)
+    finally:
+        handler._stop_heartbeats()
+    assert handler.is_closed()
 
 
 def test_a_longer_patience_makes_signs_of_life_no_rarer() -> None:
