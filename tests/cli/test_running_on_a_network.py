@@ -285,11 +285,16 @@ class Laboratory:
         return [event for event in events(self.run, "verdict") if event["t"] >= since]
 
     def wait(self, condition: Callable[[], Any], what: str) -> None:
-        """Until it holds; who waits in vain sees all screens."""
+        """Until it has held once; who waits in vain sees all screens."""
+        first, held = self.machines[0].process, list[bool]()
+
+        def is_over() -> bool:
+            held.append(bool(condition()))  # asked once each time: what holds now may not a moment later
+            return held[-1] or first.poll() is not None
+
         try:
-            first = self.machines[0].process
-            wait_for(lambda: condition() or first.poll() is not None, what, LIMIT_SECONDS)
-            assert condition(), f"{what}: the first host has ended"
+            wait_for(is_over, what, LIMIT_SECONDS)
+            assert held[-1], f"{what}: the first host has ended"
         except AssertionError as error:
             raise AssertionError(
                 f"{error}\n" + "\n".join(f"{one.name}:\n{one.said()}" for one in self.machines)
