@@ -19,6 +19,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import cloudpickle
+import psutil
 import torch
 import torch._dynamo  # the first optimizer step would import it: half a second in every worker
 import torch.distributed as dist
@@ -29,7 +30,7 @@ import torch.nn.parallel
 from torch._C._distributed_c10d import TCPStore
 
 import allranks.stepping.session  # noqa: F401  # what most cases import: half a second in every worker
-from tests.distributed.messages import Done, Failed, Setup, kill
+from tests.distributed.messages import Done, Failed, Setup
 
 GROUP_TIMEOUT = timedelta(minutes=5)  # the parent's own timeout of a case is the one that counts
 PR_SET_PDEATHSIG = 1
@@ -94,10 +95,10 @@ def serve(address: str) -> None:
             connection.send(outcome)
 
 
-def fork_worker(address: str) -> int:
-    """Fork one worker; returns its process id, in the host only."""
-    if pid := os.fork():
-        return pid
+def fork_worker(address: str) -> None:
+    """Fork one worker; returns in the host only."""
+    if os.fork():
+        return
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         if sys.platform == "linux":
@@ -116,12 +117,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes our standard input
     threads = torch.get_num_threads()
     assert threads == 1, f"a fork with {threads} OpenMP threads hangs: start the host with OMP_NUM_THREADS=1"
-    pids: list[int] = []
     for line in iter(sys.stdin.readline, ""):
         count, address = line.split(" ", 1)
-        pids += [fork_worker(address.rstrip("\n")) for _ in range(int(count))]
-    for pid in pids:
-        kill(pid)
+        for _ in range(int(count)):
+            fork_worker(address.rstrip("\n"))
+    for child in psutil.Process().children():  # not by their numbers: those of workers that ended are others' by now
+        child.kill()
     try:
         os.wait()  # with SIGCHLD ignored: returns, with an error, once every worker is gone
     except ChildProcessError:
