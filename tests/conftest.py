@@ -21,6 +21,7 @@ from tests.leaks import (
     list_tree,
     living_children,
 )
+from tests.sampling import left_to_full
 from tests.smoke import NOTHING_NAMED, is_smoke, nothing_named
 
 ROOT = Path(__file__).parents[1]
@@ -76,8 +77,10 @@ def is_whole(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m smoke` looks for the mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the smoke subset; leave out the long tests, or under --full those of other parts and those that passed."""
+    """Mark samples and the smoke subset; leave out long tests, or under --full other parts and what passed."""
     config.stash[NOTHING_NAMED] = nothing_named([item.nodeid for item in items]) if is_whole(config) else []
+    for item in left_to_full(items):
+        item.add_marker("full")
     for item in items:
         if is_smoke(item.nodeid, (mark.name for mark in item.iter_markers())):
             item.add_marker("smoke")

@@ -116,6 +116,7 @@ def record(
     return steps, validate(fresh), [str(decision) for decision in fresh.spread.decisions]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_computes_what_one_device_does(pool: Pools, name: str, optimizer: Sequence[str]) -> None:
@@ -175,6 +176,7 @@ def alone(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, to
     return together(pool(1).run(saved_parts, directory, Translation(), config_of("single", *OVERRIDES, *ADAMW), 2))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
 def test_one_layout_loads_what_another_saved(
     pool: Pools, tmp_path: Path, alone: dict[str, torch.Tensor], one: str, other: str

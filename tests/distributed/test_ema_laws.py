@@ -101,6 +101,7 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return Tiny().loss(model(batch["x"]), batch)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_average_is_that_of_one_device(pool: Pools, name: str) -> None:
     ranks = pool(LAYOUTS[name][1]).run(follow, name)

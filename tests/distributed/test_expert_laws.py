@@ -141,6 +141,7 @@ def check(pool: Pools, case: Case) -> None:
             assert torch.equal(bias, model.get_buffer(name)) and bias.abs().max() > 0
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equal_to_one_device(pool: Pools, case: Case) -> None:
     check(pool, case)
@@ -177,6 +178,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
 def test_one_layout_loads_what_another_saved(pool: Pools, tmp_path: Path, one: str, other: str) -> None:
     """After three steps, of which an odd number moves the bias somewhere else."""

@@ -106,6 +106,7 @@ def data_ranks(name: str) -> range:
     return range(0, LAYOUTS[name][1], 2 if name in ("tp", "pp") else 1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_ranks_skip_together_and_train_on(pool: Pools, name: str, optimizer: Sequence[str]) -> None:

@@ -85,6 +85,7 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     return max(float((found[name] - value).abs().max() / value.abs().max()) for name, value in expected.items())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_is_what_its_simulation_computes(pool: Pools, name: str) -> None:
     layout, size = LAYOUTS[name]

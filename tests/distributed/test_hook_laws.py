@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize(("layout", "size", "more"), CASES, ids=str)
 @pytest.mark.parametrize("kind", ["mlp", "tied"])
@@ -94,6 +95,7 @@ EXACT_SUMS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("layout", "size", "shares"), EXACT_SUMS, ids=str)
 def test_powersgd_does_not_depend_on_the_number_of_ranks(
     pool: Pools, layout: str, size: int, shares: Sequence[int]
@@ -114,6 +116,7 @@ def test_rounding_goes_with_tensor_parallelism(pool: Pools, hook: str) -> None:
     assert not differences, "; ".join(map(str, differences[:5]))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("layout", "size"), [("ddp", 4), ("cp=2", 2), ("dp_replicate=2,cp=2", 4)])
 @pytest.mark.parametrize(("hook", "bits"), [("bfloat16", 8), ("float16", 11)])
 def test_rounding_over_more_ranks_stays_within_its_type(

@@ -114,6 +114,7 @@ def test_a_plan_that_says_less(pool: Pools, family: str, layout: str, world_size
     assert not compare(ranks, reference(Causal(family=family), ranks, range(0, world_size, 2)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("layout", "world_size"), [("cp=2", 2), ("tp=2,cp=2", 4)])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_they_compute_with_the_positions_of_a_process(pool: Pools, family: str, layout: str, world_size: int) -> None:

@@ -58,6 +58,7 @@ PAIRS = [
 SMALL = ("train.global_batch=10", "optimizer.lr=0.01")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
 def test_one_layout_loads_what_another_saved(pool: Pools, tmp_path: Path, one: str, other: str) -> None:
     both = [(config_of(layout, *SMALL), size) for layout, size in (LAYOUTS[one], LAYOUTS[other])]

@@ -103,6 +103,7 @@ def check(
         assert not differences, "; ".join(map(str, differences[:5]))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("case", "kind"),
     [(case, kind) for case in LAYOUTS for kind in ("transformer", "scalars") if not case.startswith("ep")]
@@ -280,6 +281,7 @@ def resumed(directory: Path, kind: str, layout: str, at: int) -> tuple[bool, lis
     return alike, [str(decision) for decision in decisions], apart
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("at", [EVERY, EVERY + 1])
 @pytest.mark.parametrize(
     ("case", "kind"),

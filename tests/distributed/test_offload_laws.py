@@ -77,6 +77,7 @@ def finish(model: nn.Module) -> None:
         model.update_balance()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("layout", "size", "kind", "optimizer"), CASES, ids=[f"{case[0]}-{case[2]}" for case in CASES])
 def test_equal_to_one_device(pool: Pools, layout: str, size: int, kind: str, optimizer: Sequence[str]) -> None:
     cut = ("train.global_batch=12", *CUT[1:]) if "pp" in layout else CUT

@@ -77,6 +77,7 @@ def test_the_users_own_error_is_shown_as_it_is(tmp_path: Path) -> None:
     assert "After it failed rank 0: what they say is in runs/" in ran.stderr
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("code", "words", "arguments"),
     [

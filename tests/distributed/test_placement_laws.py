@@ -36,6 +36,7 @@ PLAIN = [(kind, layout, size) for kind in RULES for layout, size in (("placement
 RECOMPUTED = [(kind, "ddp,recompute=full", 2) for kind in ("transformer", "tied", "scalars")]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "layout", "world_size"), PLAIN + RECOMPUTED)
 def test_equal_to_one_device(pool: Pools, kind: str, layout: str, world_size: int) -> None:
     ranks = pool(world_size).run(record, kind, layout, RULES[kind], 13, 3, timeout=120)

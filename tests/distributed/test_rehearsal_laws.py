@@ -7,8 +7,6 @@ That a real step leaves nothing behind is looked at, too: what a dry run then co
 """
 
 import importlib
-import math
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -125,50 +123,6 @@ def test_a_dry_run_is_the_real_step(
     pool: Pools, kind: type[Tokens], layout: str, world: int, words: tuple[str, ...]
 ) -> None:
     compare(pool, kind, layout, world, words)
-
-
-OF_TWO = {"all_reduce": ("all-reduce", 1), "broadcast": ("broadcast", 2), "all_to_all": ("all-to-all", 1)}
-"""gloo's name -> (ours, of how many bytes of its tensors one is received by a rank, of two): each is the source of half
-of the broadcasts, and of what is exchanged no part stays where it was (parallel/gloo_ops.py leaves it out)."""
-WIDTHS = {"float": 4, "double": 8}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", ["fsdp", "tp=2"])
-def test_messages_are_those_that_torchs_profiler_records(pool: Pools, layout: str) -> None:
-    """Its own record of gloo's calls and their shapes: neither our counter nor the operators that it looks at."""
-    config = config_of(layout, "train.global_batch=8", "train.max_norm=1.0", precision="float32", steps=16)
-
-    def real() -> list[tuple[str, int]]:
-        from torch.profiler import ProfilerActivity, profile
-
-        from tests.distributed.sessions import session_of
-
-        session = session_of(Tokens(**SIZES), config)
-        with session.loader() as loader:
-            batch = next(loader)
-        before = session.step.agree_first(batch)
-        before = session.step.run(batch, before, lambda: batch).pending
-        before.read()
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-            session.step.run(batch, before, lambda: batch).pending.read()
-        recorded: Any = profiled.profiler
-        calls = [event for event in recorded.kineto_results.events() if event.name().startswith("gloo:")]
-        sizes = [math.prod(one.shapes()[0]) * WIDTHS[one.dtypes()[0]] for one in calls]
-        return [(one.name().removeprefix("gloo:"), size) for one, size in zip(calls, sizes, strict=True)]
-
-    found: Counter[tuple[str, str]] = Counter()
-    for name, num_bytes in pool(2).run(real, timeout=240)[1]:
-        if (name, num_bytes) != ("all_reduce", AGREEMENT_BYTES):
-            op, share = OF_TWO[name]
-            found[op, "count"] += 1
-            found[op, "bytes"] += num_bytes // share
-    told = rehearse_rank(Tokens(**SIZES), config, World(resolve_layout(config, 2), 2, on_cuda=False), 1)
-    mine: Counter[tuple[str, str]] = Counter()
-    for one in told.collectives:
-        mine[one.op, "count"] += one.count
-        mine[one.op, "bytes"] += one.bytes
-    assert mine == found
 
 
 @pytest.mark.full

@@ -122,6 +122,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(("layout", "world_size", "kinds"), LAYOUTS, ids=[layout for layout, *_ in LAYOUTS])
 def test_recomputing_changes_no_bit(pool: Pools, layout: str, world_size: int, kinds: Sequence[str]) -> None:

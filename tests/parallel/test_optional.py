@@ -121,6 +121,7 @@ def reference(ranks: list[list[RecordedStep]], num_shares: int) -> list[Referenc
     return plain_loop(model, lambda p: torch.optim.AdamW(p, lr=0.001, weight_decay=0.01), batches, forward)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize(("layout", "world_size", "global_batch", "micro_steps"), LAYOUTS)
 def test_branches_that_differ_by_rank_are_those_of_one_device(

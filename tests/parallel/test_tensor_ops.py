@@ -77,6 +77,7 @@ def run_compiled(name: str, dim: int, extent: int, gloo: bool) -> tuple[Any, Any
                 torch._dynamo.reset()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("gloo", [True, False])
 @pytest.mark.parametrize("name", ["enter", "leave", "gather", "gather_sum", "split", "sum_split"])

@@ -199,6 +199,7 @@ def test_a_rank_that_takes_another_way_is_found() -> None:
     assert compare_ranks(dict(enumerate(same))) == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("way", "message"),
     [

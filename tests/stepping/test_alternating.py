@@ -405,6 +405,7 @@ def routed(layout: str, cut: tuple[str, ...]) -> tuple[Any, list[list[int]]]:
     return parts_of(session), told
 
 
+@pytest.mark.sample(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("layout", "size"),

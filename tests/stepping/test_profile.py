@@ -47,6 +47,7 @@ def kept(profile: ModelProfile, num_samples: int) -> float:
     return activations + profile.facts["saved_constant_bytes"] + profile.facts["weight_copy_bytes"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_trace_says_what_a_real_step_keeps_and_computes(name: str, precision: str) -> None:
