@@ -96,7 +96,7 @@ def compare(pool: Pools, kind: type[Tokens], layout: str, world: int, words: tup
         measured = measure_step(session_of(kind(**SIZES), config))
         return measured.peak_bytes, measured.resting_bytes, measured.left_bytes, dict(measured.collectives)
 
-    # Of the rank's threads it asks each whether it is idle: those of a long run's groups are many.
+    pool(world).close()  # of the rank's threads it asks each whether it is idle: those of earlier groups are many
     measured = pool(world).run(real, timeout=240)
     found = resolve_layout(config, world)
     for rank in {0, world - 1}:

@@ -9,14 +9,15 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TASKS = Path("/proc/self/task")
 THREADS = ("pt_gloo_runloop", "gloo_tcp_loop")
 LIMIT_SECONDS = 1.0  # a thread that runs for longer does not lag, it works
-_RUNNABLE = "R"
+MOST_BYTES = 256  # of what a thread says of itself: name and state stand at its beginning
+_RUNNABLE = b"R"
 
 
 @final
@@ -26,7 +27,19 @@ class GlooAtRest(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         found = TASKS.iterdir() if TASKS.is_dir() else ()
-        self._stats = [task / "stat" for task in found if _name(task / "stat") in THREADS]
+        self._threads = [task / "stat" for task in found if _name(task / "stat") in THREADS]
+        self._stats: list[int] = []
+
+    def __enter__(self) -> Self:
+        # Kept open: all are read before every operator, and a process that has had many groups has hundreds of them.
+        self._stats = [os.open(thread, os.O_RDONLY) for thread in self._threads]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        for stat in self._stats:
+            os.close(stat)
+        self._stats = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -45,5 +58,5 @@ def _name(stat: Path) -> str:
     return stat.read_text().partition("(")[2].rpartition(")")[0]
 
 
-def _state(stat: Path) -> str:
-    return stat.read_text().rpartition(") ")[2][:1]
+def _state(stat: int) -> bytes:
+    return os.pread(stat, MOST_BYTES, 0).rpartition(b") ")[2][:1]
