@@ -140,7 +140,7 @@ def test_float8_needs_its_extra(text: str) -> None:
     with patch.object(layout_refusals, "find_spec", lambda name: None), pytest.raises(ConfigError) as caught:
         refuse_float8(layout)
     assert str(caught.value) == (
-        "train.precision=float8 needs torchao, which is not installed: pip install 'allranks[float8]', or take "
+        "train.precision=float8 needs torchao, which is not installed: pip install 'torchao>=0.18', or take "
         "train.precision=bfloat16"
     )
     with patch.object(layout_refusals, "find_spec", lambda name: importlib.util.find_spec("json")):

@@ -7,7 +7,7 @@ from allranks.layout import Layout
 from allranks.layout_placement import refuse_beside_placement
 
 FLOAT8_EXTRA = (
-    "train.precision=float8 needs torchao, which is not installed: pip install 'allranks[float8]', or take "
+    "train.precision=float8 needs torchao, which is not installed: pip install 'torchao>=0.18', or take "
     "train.precision=bfloat16"
 )
 SPLIT_BACKWARD = ("interleaved_zb", "zbv", "dualpipev")

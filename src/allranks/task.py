@@ -54,7 +54,7 @@ class Hints:
         split_before: modules before which a pipeline may be cut.
         sequence_dims: batch entry ("x", a tuple's "0", a nested "inputs.x") -> the dim of its positions, which cp cuts.
         optional: modules that a forward may leave out on some ranks; they get zero gradients then.
-        small: settings that make the model small enough for verify and dryrun.
+        small: settings that make the model small enough for `allranks verify`.
         batchnorm: whose samples a batch statistic sees, where `layout.batchnorm` does not say it.
     """
 

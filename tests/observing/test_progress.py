@@ -27,6 +27,7 @@ def test_without_a_terminal_each_tenth_is_one_line() -> None:
     lines = file.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == [f"step {n}/1000" for n in range(100, 1001, 100)]
     assert lines[4].startswith("step 500/1000  50%  loss 0.0040  1.2k samples/s  ETA ")
+    assert lines[-1].endswith("samples/s"), "nothing is left to wait for"
 
 
 def test_the_last_state_is_always_said() -> None:

@@ -113,7 +113,7 @@ def test_without_torchao_the_extra_is_named() -> None:
     with patch.dict(sys.modules, {"torchao": None, "torchao.float8": None}), pytest.raises(ConfigError) as caught:
         lower_linears({"": nn.Linear(16, 16)}, (), CPU, [])
     assert str(caught.value).startswith(
-        "train.precision=float8 needs torchao, which is not installed: pip install 'allranks[float8]', or take "
+        "train.precision=float8 needs torchao, which is not installed: pip install 'torchao>=0.18', or take "
         "train.precision=bfloat16 ("
     )
 

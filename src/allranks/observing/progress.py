@@ -82,9 +82,9 @@ class ProgressLine:
             parts.append(f"{self._skipped} skipped")
         if self._step > self._origin:
             parts.append(f"{format_count(self._samples_per_second)} samples/s")
-        if self._total and self._step > self._origin:
+        if self._total and self._origin < self._step < self._total:
             seconds_per_step = (time.perf_counter() - self._start) / (self._step - self._origin)
-            parts.append(f"ETA {format_seconds(seconds_per_step * max(0, self._total - self._step))}")
+            parts.append(f"ETA {format_seconds(seconds_per_step * (self._total - self._step))}")
         return "  ".join(parts)
 
     def _line_with_bar(self) -> Text:
