@@ -145,7 +145,8 @@ class LayoutConfig(Section):
     compile: Literal["none", "block"] = key("none", "whether each block goes through torch.compile")
     static_graph: bool = key(False, "promise DDP that every step uses the same parameters")
     gather: Literal["float32", "bfloat16"] | None = key(
-        None, "the type in which sharded parameters travel; not given: bfloat16 on CUDA under bfloat16, else float32"
+        None,
+        "the type in which sharded parameters travel; not given: bfloat16 on CUDA where it computes so, else float32",
     )
     ddp_bucket_mb: float | None = key(
         None, "the size of one gradient message of DDP; not given: torch's", unit="MiB", gt=0

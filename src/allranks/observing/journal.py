@@ -4,7 +4,7 @@ Every line begins with `t` (Unix seconds) and `event`; `samples` counts from the
 
     start       rank, local_rank, world_size, pid, host, device, layout, attempt, total_steps     first of each worker
     plan        total_steps                            where only the data tells it; null where nobody knows
-    step        step, samples, loss, lr, grad_norm, ledger, seconds, then the Task's metrics; memory_bytes now and then
+    step        step, samples, loss, lr, grad_norm, ledger, seconds; memory_bytes now and then
     evaluation  step, samples, metrics {name: value}, seconds
     checkpoint  step, samples, path, seconds           that the training waited; background_seconds until the commit
     resume      step, samples, path                    the checkpoint's; the steps after it are done again

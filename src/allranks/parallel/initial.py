@@ -22,6 +22,9 @@ from allranks.verdict import Decision
 
 Build = Callable[[], "nn.Module | Mapping[str, nn.Module]"]
 
+IN_FULL = "model() is built in full on every rank"
+MOST_BYTES = 256  # of the reason for it that travels
+
 
 @dataclass(frozen=True)
 class Source:
@@ -60,9 +63,24 @@ def build_modules(
     except Exception as error:
         # Whatever the user's code raised on meta tensors; where it is a real fault, the real build raises it again.
         because = f"building it without memory raised {type(error).__name__}: {error}"
-    decisions.append(Decision("model() is built in full on every rank", because))
+    decisions.append(Decision(IN_FULL, because))
     seed()
     return _by_name(build()), decisions
+
+
+def hear_of_full_builds(decisions: list[Decision], source: Source, device: torch.device) -> None:
+    """Let the leader, whose decisions are printed and kept, say what only the others have met; collective."""
+    if source.group is None:
+        return
+    because = next((one.because for one in decisions if one.what == IN_FULL), "")
+    mine = torch.tensor(list(because.encode()[:MOST_BYTES].ljust(MOST_BYTES, b"\0")), dtype=torch.uint8, device=device)
+    everybodys = [torch.zeros_like(mine) for _ in range(dist.get_world_size(source.group))]
+    dist.all_gather(everybodys, mine, group=source.group)
+    if not source.leads:
+        return
+    told = (bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in everybodys)
+    if because := next(filter(None, told), ""):
+        decisions.append(Decision(IN_FULL, because))
 
 
 def check_same_structure(modules: Mapping[str, nn.Module], source: Source, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from allranks.parallel.expert import ExpertCutter, ExpertGradients
 from allranks.parallel.float8 import lower_linears
 from allranks.parallel.host_parameters import choose_offload, describe_offload
 from allranks.parallel.identity import identify
-from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure
+from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure, hear_of_full_builds
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.optional import check_entered, find_optional, give_zeros, never_left_out
@@ -93,6 +93,7 @@ def parallelize(
     """
     modules, decisions = _prepare(*build_modules(build, source, seed), precision, blocks, device, training=training)
     check_same_structure(modules, source, device)
+    hear_of_full_builds(decisions, source, device)
     stages = cut_stages(modules, mesh, device, blocks, split_before, decisions, count_for_all(count, source, device))
     norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
     placer, path = Placer(device, source, contiguous=mesh.layout.fully_sharded), path or Path()
