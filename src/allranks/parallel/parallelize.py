@@ -78,8 +78,7 @@ def parallelize(
     """Build the user's modules and spread them over `mesh`; collective.
 
     Args:
-        build: the user's `model()`.
-        source: who has the initial values.
+        build, source: the user's `model()`, and who has the initial values.
         seed: seeds the generators, called before `build` (law 5).
         blocks, split_before, tensor, loss_parallel, optional, batchnorm (unless the layout says it): of `hints()`.
         ddp: whether the backward reduces the gradients of replicated modules; False where the caller does.
