@@ -25,8 +25,6 @@ class Chunked(Tokens):
 
 
 CLOSE = 0.02
-AGREEMENT_BYTES = 128
-"""Of the vector that ranks agree on in a step: no part of the model's step."""
 SIZES: dict[str, Any] = {"hidden": 128, "seq": 128, "vocab": 512, "layers": 4}
 ACCUMULATED = ("train.micro_batch=1",)
 FIRST = [

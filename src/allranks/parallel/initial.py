@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from allranks.errors import TaskError
+from allranks.parallel.gather import gather_rows
 from allranks.parallel.placement import Placement
 from allranks.verdict import Decision
 
 Build = Callable[[], "nn.Module | Mapping[str, nn.Module]"]
 
 IN_FULL = "model() is built in full on every rank"
-MOST_BYTES = 256  # of the reason for it that travels
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,10 @@ def build_modules(
 
 def hear_of_full_builds(decisions: list[Decision], source: Source, device: torch.device) -> None:
     """Let the leader, whose decisions are printed and kept, say what only the others have met; collective."""
-    if source.group is None:
-        return
-    because = next((one.because for one in decisions if one.what == IN_FULL), "")
-    mine = torch.tensor(list(because.encode()[:MOST_BYTES].ljust(MOST_BYTES, b"\0")), dtype=torch.uint8, device=device)
-    everybodys = [torch.zeros_like(mine) for _ in range(dist.get_world_size(source.group))]
-    dist.all_gather(everybodys, mine, group=source.group)
-    if not source.leads:
-        return
-    told = (bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in everybodys)
-    if because := next(filter(None, told), ""):
-        decisions.append(Decision(IN_FULL, because))
+    mine = "".join(f"{one.because}\0" for one in decisions if one.what == IN_FULL).encode()
+    told = gather_rows(torch.tensor(list(mine), dtype=torch.uint8, device=device), source.group)
+    if len(told) and source.leads:
+        decisions.append(Decision(IN_FULL, bytes(told.tolist()).decode().partition("\0")[0]))
 
 
 def check_same_structure(modules: Mapping[str, nn.Module], source: Source, device: torch.device) -> None:

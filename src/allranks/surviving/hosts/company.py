@@ -30,7 +30,7 @@ from allranks.failure import INTERRUPTED, TRANSIENT, Failure
 from allranks.surviving.hosts.backend import SealedBackend
 from allranks.surviving.hosts.ending import Ending, Report, RunEnded
 from allranks.surviving.hosts.farewell import is_last
-from allranks.surviving.hosts.handler import close_rounds, leave_round, make_handler
+from allranks.surviving.hosts.handler import leave_round, make_handler
 from allranks.surviving.hosts.lead import Lead
 from allranks.surviving.hosts.losses import FORGED, LOST, describe_silence, explain_loss
 from allranks.surviving.hosts.meeting import PATIENCE_SECONDS
@@ -282,7 +282,7 @@ class Company(RendezvousHandler):
         """End the run for all hosts; the first word holds."""
         with contextlib.suppress(*LOST, RendezvousError):
             self.notices.end(ending)
-            close_rounds(self._inner)
+            self.set_closed()
 
     def leave(self) -> None:
         """The last call. The leader stays until the others have read the end: a store of its own goes with it."""

@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousBackend,
@@ -18,8 +18,8 @@ from allranks.config_guard import GuardConfig
 BEATS = 8  # signs of life that may be missing one after the other, at least
 BEAT_SECONDS = 0.7  # between two of them, where that makes no fewer: a suspect's silence is measured in them
 LAST_CALL_SECONDS = 3.0  # once there are enough hosts: time for more to come, before a round begins without them
-CLOSE_SECONDS = 5.0
-CLOSINGS = 6  # so often in turn: a host that does not learn of the end waits for the others for long
+CLOSE_SECONDS = 30.0  # of trying to write the end: a host that does not learn of it waits for the others for long
+LEAVE_SECONDS = 5.0
 
 
 def make_handler(backend: RendezvousBackend, least: int, most: int, guard: GuardConfig) -> DynamicRendezvousHandler:
@@ -59,27 +59,10 @@ def _record_nothing(*words: Any, **named: Any) -> None:
     """
 
 
-def close_rounds(handler: DynamicRendezvousHandler) -> None:
-    """Let nobody join any more.
-
-    What this writes loses to a sign of life that another host writes meanwhile, and is written again: where hosts are
-    busy for longer than torch gives it.
-
-    Raises:
-        RendezvousError: the store has gone, or the others have always been faster.
-    """
-    for left in reversed(range(CLOSINGS)):
-        try:
-            return handler.set_closed()
-        except RendezvousTimeoutError:
-            if not left:
-                raise
-
-
 def leave_round(handler: DynamicRendezvousHandler) -> None:
     """Take this host out of the round that has ended, so that the next one waits neither for it nor for its silence.
 
     Raises:
         RendezvousError: the store has gone.
     """
-    handler._op_executor.run(_RendezvousExitOp(), handler._get_deadline(timedelta(seconds=CLOSE_SECONDS)))
+    handler._op_executor.run(_RendezvousExitOp(), handler._get_deadline(timedelta(seconds=LEAVE_SECONDS)))
