@@ -1,0 +1,55 @@
+"""Figures of docs/explanation/questions.md that a plan or a simulation gave: today's command gives them again."""
+
+import re
+import shlex
+
+import pytest
+
+from allranks.cli.main import main
+from tests.test_documentation import ROOT
+
+TEXT = (ROOT / "docs" / "explanation" / "questions.md").read_text()
+
+# What begins a command on the page -> (words of the page, the same in what the command prints), pair by pair.
+FIGURES: dict[str, tuple[tuple[str, str], ...]] = {
+    "allranks plan llama3-8b --cluster 4x8:a100-80g@25g": (
+        ("`hsdp` ahead at 25 Gbit/s a device (2.4 s a step", r"hsdp alone +2\.4 s .*\n +fits"),
+        ("against 2.8 s)", r"fsdp alone +2\.8 s "),
+    ),
+    "allranks plan llama3-8b --cluster 4:a100-40g": (
+        ("it finds `dp_shard=2,tp=2,recompute=full`", r"FITS: dp_shard=2,tp=2,recompute=full,"),
+        ("41.0 GB in use of 42.3,", r"41\.0 GB in use of\s42\.3 GB"),
+        ("FSDP alone is not sure to fit", r"fsdp alone .*\n +not sure to fit"),
+        ("would free 31.5 GB for 60% of the speed", r"offload=parameters +-31\.5 GB, -60% speed"),
+    ),
+    "allranks plan llama3-70b --cluster 8x8:h100@400g": (
+        ("6.89 samples a second at 400 Gbit/s a device", r"8x8:h100@400g +6\.89 "),
+        ("and 5.52 at 25, with another layout", r"8x8:h100@25g +5\.52 .* dp_shard=4,cp=2,pp=8,"),
+    ),
+    "allranks simulate --cluster 512x8:h100": (
+        ("interrupted every 7 h 13 min", r"one every 7 h 13 min"),
+        (
+            "96.1% of the time ends as training where nine spare nodes stand by",
+            r"Goodput 96\.1% (.|\n)*^9 .* best, yours",
+        ),
+        ("and 3.9% where none does", r"^0 +3\.90%"),
+    ),
+}
+
+
+@pytest.mark.parametrize("begins", FIGURES)
+def test_a_command_prints_what_the_page_says_of_it(begins: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = re.findall(rf"^{re.escape(begins)}.*$", TEXT, re.MULTILINE)
+    assert main(shlex.split(line)[1:]) == 0
+    printed = capsys.readouterr().out
+    for words, pattern in FIGURES[begins]:
+        assert words in TEXT
+        assert re.search(pattern, printed, re.MULTILINE), (words, printed)
+
+
+def test_faster_links_turn_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = re.findall(r"^allranks plan llama3-8b --cluster 4x8:a100-80g@25g.*$", TEXT, re.MULTILINE)
+    assert "`fsdp` at 100 Gbit/s (2.2 s against 2.3 s; `@ethernet100` in place of `@25g`)" in TEXT
+    assert main(shlex.split(line.replace("@25g", "@ethernet100"))[1:]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"fsdp alone +2\.2 s ", printed) and re.search(r"hsdp alone +2\.3 s ", printed)
