@@ -120,7 +120,7 @@ def test_what_is_kept_with_the_source_counts_in_another_checkout(
     assert "1 failed, 10 deselected" in second.stdout, second.stdout
 
 
-@pytest.mark.parametrize("processes", ["", "-n 2 --dist loadfile"])
+@pytest.mark.parametrize("processes", ["", pytest.param("-n 2 --dist loadfile", marks=pytest.mark.full)])
 def test_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: str) -> None:
     make_repository(tmp_path)
     monkeypatch.setenv("PYTEST_ADDOPTS", f"--full {processes}")

@@ -11,6 +11,7 @@ from allranks.cli.main import main
 from tests.commands import allranks
 
 
+@pytest.mark.full
 def test_the_real_command_says_one_document(tmp_path: Path) -> None:
     ran = allranks("bench", "strategies", "--layouts", "single", "--quick", "--turns", "2", "--json", folder=tmp_path)
     document = json.loads(ran.stdout)

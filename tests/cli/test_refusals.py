@@ -114,6 +114,7 @@ def torn(trained: Path, tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.full
 def test_a_torn_checkpoint_is_passed_over_for_an_older_one(torn: Path, tmp_path: Path) -> None:
     ran = allranks("train", "--resume", "run", "train.steps=5", folder=tmp_path)
     assert "warning: passed over a newer checkpoint" in ran.stdout and torn.name in ran.stdout

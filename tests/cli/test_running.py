@@ -208,6 +208,7 @@ def test_the_first_failing_rank_is_shown_once_and_last(tmp_path: Path) -> None:
     assert json.loads(allranks("report", "run", "--json", folder=tmp_path).stdout)["state"] == "crashed"
 
 
+@pytest.mark.full
 def test_torchrun_with_two_agents_on_one_machine(tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     arguments = ("train", POINTS, *QUICK, "--run-dir", "run")

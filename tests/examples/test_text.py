@@ -16,6 +16,7 @@ def write_notes(folder: Path) -> None:
     (folder / "notes" / "inner" / "two.md").write_text(TEXT.replace("river", "house"))
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_ones_own_text(tmp_path: Path) -> None:
     write_notes(tmp_path)

@@ -165,6 +165,7 @@ def test_autocast_lowers_the_experts_and_not_the_router() -> None:
 
 # torch 2.13's own, where it goes on after what it could not compile.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.full
 def test_compiled_it_computes_the_same() -> None:
     """What torch.compile cannot group it multiplies one by one."""
     torch.manual_seed(0)

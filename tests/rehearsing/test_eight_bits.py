@@ -10,6 +10,7 @@ from tests.rehearsing.tasks import Tokens, rehearsed
 SIZES = {"hidden": 128, "seq": 128, "vocab": 512, "layers": 2}
 
 
+@pytest.mark.full
 def test_a_gpu_multiplies_in_eight_bits() -> None:
     pytest.importorskip("torchao", reason="torchao is not installed: allranks[float8]")
     task = Tokens(**SIZES)

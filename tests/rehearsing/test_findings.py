@@ -235,6 +235,7 @@ def test_an_all_reduce_of_ranks_that_bring_unequal_sizes_is_found() -> None:
     assert re.search(r"all-reduce over dp_replicate \(.* unequal\), rank 3 all-reduce over dp_replicate", found.what)
 
 
+@pytest.mark.full
 def test_a_loss_of_the_last_stage_is_compared_too() -> None:
     task, cluster = LopsidedLoss(layers=4), find_cluster("1x4:cpu")
     config, layout = configured(task, "pp=2,dp_shard=2", 4, "train.micro_batch=2")

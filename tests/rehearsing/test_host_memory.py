@@ -134,6 +134,7 @@ def test_a_short_trace_agrees_with_the_full_one(layout: str, world: int) -> None
     assert short.moments[-1].live_bytes == full.moments[-1].live_bytes == full.resting_bytes
 
 
+@pytest.mark.full
 def test_of_micro_steps_that_are_alike_every_transfer_is_counted() -> None:
     words = ("train.global_batch=10", "train.micro_batch=1")
     short, full = (

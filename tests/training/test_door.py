@@ -181,6 +181,7 @@ def trained(script: Path, run: str) -> dict[str, torch.Tensor]:
     return read_whole(checkpoint)
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_one_script_alone_under_torchrun_and_launched(script: Path) -> None:
     started = {
