@@ -7,10 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from allranks.errors import TaskError
 from allranks.layout import Layout
 from allranks.parallel import optimizer_shard
-from allranks.stepping.optimizer import Optimizers
 from tests.distributed.pool import Pools
 from tests.distributed.tasks import MODELS
 from tests.parallel.spreads import spread
@@ -89,23 +87,3 @@ def test_what_was_updated_is_whole_again(pool: Pools, bucket_bytes: int) -> None
             rank_of_row: list[Any] = [min(row // -(-extent // 3), 2) for row in range(extent)]
             expected = [0.0 if index % 4 == 1 else 2.0 * (rank + 1) for rank in rank_of_row]
             assert [row.unique().tolist() for row in parameter] == [[value] for value in expected] if extent else True
-
-
-def adafactor(layout: Layout) -> str:
-    """In a worker: what its first update says."""
-    found = spread(lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)), layout)
-    optimizers = Optimizers(found, {"": torch.optim.Adafactor(list(found.updatable().values()))})
-    for parameter in found.trainable().values():
-        parameter.grad = torch.ones_like(parameter)
-    try:
-        optimizers.update("")
-    except TaskError as error:
-        return str(error)
-    return ""
-
-
-def test_an_optimizer_that_looks_at_whole_tensors_is_refused(pool: Pools) -> None:
-    assert pool(2).run(adafactor, Layout(dp_replicate=2)) == ["", ""]
-    for layout in (Layout(tp=2), Layout(dp_shard=2, sharding="optimizer")):
-        for found in pool(2).run(adafactor, layout):
-            assert found.startswith("Adafactor keeps 'row_var' of shape [") and "it looks at whole tensors" in found

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from allranks.errors import TaskError
 from allranks.parallel.gather import gather_rows
+from allranks.parallel.marks import move_hooks
 from allranks.parallel.placement import Placement
 from allranks.verdict import Decision
 
@@ -181,7 +182,11 @@ class Placer:
             data = torch.empty_like(tensor, device=device, memory_format=order)
         else:
             data = (tensor.detach().contiguous() if reorder else tensor.detach()).to(device)
-        return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+        if not isinstance(tensor, nn.Parameter):
+            return data
+        parameter = nn.Parameter(data, requires_grad=tensor.requires_grad)
+        move_hooks(tensor, parameter)
+        return parameter
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -200,10 +205,10 @@ def _by_name(built: object) -> dict[str, nn.Module]:
 
 
 def _find_stray(modules: Mapping[str, nn.Module]) -> str | None:
-    """An attribute that holds a tensor without memory, itself or in a list, tuple or dict."""
+    """An attribute of a module or of a parameter that holds a tensor without memory, also in a list, tuple or dict."""
     for which, module in modules.items():
-        for name, member in module.named_modules(prefix=which):
-            for attribute, value in vars(member).items():
+        for name, owner in (*module.named_modules(prefix=which), *module.named_parameters(prefix=which)):
+            for attribute, value in vars(owner).items():
                 if attribute not in ("_parameters", "_buffers", "_modules") and any(
                     isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(value)
                 ):

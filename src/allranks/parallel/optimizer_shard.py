@@ -49,6 +49,7 @@ class RowShards:
                 continue
             start, end = part_bounds(len(parameter), self._size, self._rank)
             self.rows[name] = nn.Parameter(parameter.detach()[start:end])
+            vars(self.rows[name]).update(vars(parameter))
             self.entries[name] = _entry_of_rows(entries[name], start, end, mesh)
 
     def lend(self, parameters: Sequence[torch.Tensor]) -> None:

@@ -21,6 +21,7 @@ from allranks.parallel.float8 import lower_linears
 from allranks.parallel.host_parameters import choose_offload, describe_offload
 from allranks.parallel.identity import identify
 from allranks.parallel.initial import Build, Placer, Source, build_modules, check_same_structure, hear_of_full_builds
+from allranks.parallel.marks import check_hooks, give_marks, note_marks
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.optional import check_entered, find_optional, give_zeros, never_left_out
@@ -94,7 +95,7 @@ def parallelize(
     check_same_structure(modules, source, device)
     hear_of_full_builds(decisions, source, device)
     stages = cut_stages(modules, mesh, device, blocks, split_before, decisions, count_for_all(count, source, device))
-    norms, context = _join_ranks(modules, mesh, batchnorm, decisions)
+    marks, (norms, context) = note_marks(modules), _join_ranks(modules, mesh, batchnorm, decisions)
     placer, path = Placer(device, source, contiguous=mesh.layout.fully_sharded), path or Path()
     cuts = _cut_tensors(modules, mesh, tensor, placer, decisions, loss_parallel) if mesh.layout.tp > 1 else {}
     experts = _cut_experts(modules, mesh, placer, cuts, decisions) if mesh.layout.ep > 1 else None
@@ -102,6 +103,7 @@ def parallelize(
     blocks_of = _find_blocks(modules, mesh, blocks, optional, None if stages is None else stages.pipeline, decisions)
     units = _place_by_units(modules, mesh, precision, placer, blocks_of, stages, path, decisions)
     entries, tensors = identify(modules, units, mesh, cuts, {} if stages is None else stages.pipeline.ranks)
+    give_marks(marks, tensors)
     if stages is not None:
         stages.tie(tensors, mesh)
         norms.keep_only(entries)
@@ -112,9 +114,15 @@ def parallelize(
     who = ParameterMap(entries), tensors, tuple(decisions), find_unused, path, cut_over, norms, stages
     spread = Spread(modules, mesh, precision, device, *who, context=context, _scalars=_find_scalars(tensors, mesh))
     spread.balances, spread.experts, spread.hook, spread.placement = balances, experts, hook, placer.placement
-    if mesh.layout.sharding == "optimizer" and mesh.layout.dp_shard > 1:
-        spread.row_shards = RowShards(spread.trainable(), spread.map, mesh, experts.parameters if experts else ())
+    spread.row_shards = _share_rows(spread, mesh, experts)
     return spread
+
+
+def _share_rows(spread: Spread, mesh: Mesh, experts: ExpertGradients | None) -> RowShards | None:
+    """What each rank updates of every parameter, where the optimizer is sharded."""
+    if mesh.layout.sharding != "optimizer" or mesh.layout.dp_shard == 1:
+        return None
+    return RowShards(spread.trainable(), spread.map, mesh, experts.parameters if experts else ())
 
 
 def _copy(
@@ -215,8 +223,9 @@ def _join_ranks(
     modules: Mapping[str, nn.Module], mesh: Mesh, batchnorm: Mode | None, decisions: list[Decision]
 ) -> tuple[BatchNorms, Context | None]:
     """Let what looks at other samples, or at other positions, look at those of other ranks, or refuse it."""
-    for module in modules.values():
+    for which, module in modules.items():
         check_tables(module, mesh)
+        check_hooks(which, module, mesh.layout)
     return take_over(modules, mesh, batchnorm, decisions), share_sequences(modules, mesh, decisions)
 
 

@@ -165,7 +165,9 @@ def assemble_rank(task: Task, config: Config, processes: Processes, ledger: Ledg
     mark_waiting(spread, ledger)
     if ema is not None:
         _mark_averages(spread, ema, ledger)
-    return RankStep(spread, step, optimizers, processes, batch, passes, decisions + spread.decisions)
+    return RankStep(
+        spread, step, optimizers, processes, batch, passes, decisions + spread.decisions + optimizers.decisions
+    )
 
 
 def _mark_averages(spread: Spread, ema: Ema, ledger: Ledger) -> None:

@@ -14,6 +14,7 @@ from allranks.config import OptimizerConfig
 from allranks.errors import TaskError
 from allranks.parallel.spread import Spread
 from allranks.parameter_map import Box, Entry
+from allranks.stepping.element_wise import check_scopes, check_state
 from allranks.stepping.scaler import skips_on_device
 
 Parameters = Sequence[torch.Tensor] | Mapping[str, Sequence[torch.Tensor]]
@@ -29,6 +30,7 @@ class Optimizers:
         peaks: of each the learning rate of each group at the top of the schedule.
         entries: id of what an optimizer may hold -> who it is.
         num_updates: made since the start of this process, by all of them together.
+        decisions: what was taken for granted of them, with because.
     """
 
     def __init__(self, spread: Spread, optimizers: Mapping[str, Optimizer]) -> None:
@@ -46,6 +48,7 @@ class Optimizers:
         self._seen: set[str] = set()
         self._skipping: dict[str, bool] = {}
         self._check_linkage(spread)
+        self.decisions = check_scopes(self.by_name, self.entries, spread.mesh.layout)
 
     def parameters(self, which: str) -> list[torch.Tensor]:
         """The parameters that the optimizer `which` updates, each once; as the model has them."""
@@ -85,7 +88,8 @@ class Optimizers:
             fault_points.reach("optimizer")
             if name not in self._seen:
                 self._seen.add(name)
-                self._check_state(name)
+                self._check_held()
+                check_state(self.by_name[name], self.entries)
         if rows is not None:
             rows.collect(self.parameters(which))
         for name in self.named(which):
@@ -199,25 +203,6 @@ class Optimizers:
 
     def _prefixed(self) -> list[tuple[str, Optimizer]]:
         return [(f"optimizer.{which}" if which else "optimizer", it) for which, it in self.by_name.items()]
-
-    def _check_state(self, which: str) -> None:
-        """State of a part of a parameter is of that part, element by element, or it means something else on each rank.
-
-        Raises:
-            TaskError: an optimizer keeps rows, columns or other sums of what is cut (Adafactor), or holds a stranger.
-        """
-        self._check_held()
-        for parameter, state in self.by_name[which].state.items():
-            entry = self.entries[id(parameter)]
-            if not entry.sharded or isinstance(parameter, DTensor):
-                continue
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.numel() > 1 and tuple(value.shape) != entry.box.shape:
-                    raise TaskError(
-                        f"{type(self.by_name[which]).__name__} keeps {key!r} of shape {list(value.shape)} for a part "
-                        f"{list(entry.box.shape)} of {entry.name}: it looks at whole tensors, which tp, ep and "
-                        "sharding=optimizer cut; use AdamW or SGD, or another layout"
-                    )
 
     def _check_linkage(self, spread: Spread) -> None:
         strangers = [p for group in self._parameters.values() for p in group if id(p) not in self.entries]

@@ -37,7 +37,8 @@ def say_at_start(
     norms = spread.batch_norms.mode is not None
     remarks = describe_idle_keys(spread.mesh.layout, own_step=has_step(task), norms=norms) + remarks
     waiting = describe_waiting(optimizers, spread.device, config.guard.spike)
-    return warnings + spread.decisions + meeting.decisions + loading + remarks + waiting
+    decided = spread.decisions + optimizers.decisions + meeting.decisions
+    return warnings + decided + loading + remarks + waiting
 
 
 def describe_waiting(optimizers: Optimizers, device: torch.device, spike: str) -> tuple[Decision, ...]:

@@ -11,6 +11,7 @@ from allranks.errors import CheckpointError, TaskError
 from allranks.parallel.spread import Spread
 from allranks.stepping.optimizer import Optimizers
 from allranks.training.own.watch import OwnWatch
+from allranks.verdict import Decision
 
 FUSED = (AdamW, Adam, SGD)
 FUSED_DEVICES = ("cpu", "cuda")
@@ -44,15 +45,17 @@ class OwnOptimizers:
         made: by the id of the torch optimizer.
     """
 
-    def __init__(self, watch: OwnWatch) -> None:
+    def __init__(self, watch: OwnWatch, decide: Callable[[Decision], None]) -> None:
         self.made: dict[int, Optimizers] = {}
-        self._watch = watch
+        self._watch, self._decide = watch, decide
 
     def make(self, spread: Spread, kind: Callable[..., Optimizer], settings: Mapping[str, Any]) -> Optimizer:
         """As `make_own_optimizer`; from here on it is watched."""
         made = make_own_optimizer(spread, kind, settings)
         self.made[id(made.by_name[""])] = made
         self._watch.link(spread, made)
+        for decision in made.decisions:
+            self._decide(decision)
         return made.by_name[""]
 
     def find(self, optimizer: Optimizer) -> Optimizers:

@@ -50,7 +50,7 @@ class World:
         self._driven = Driven(ground.models, self._decide)
         self._watch = OwnWatch(ground.config.guard, processes)
         self._step = OwnStep(ground, self._driven, make_agreement(processes), self._watch)
-        self._optimizers = OwnOptimizers(self._watch)
+        self._optimizers = OwnOptimizers(self._watch, self._decide)
         self._loop: OwnLoop | None = None
 
     def __enter__(self) -> "World":

@@ -1,0 +1,188 @@
+"""Whether an optimizer treats every element by itself, tried out on small tensors before it updates any of the model.
+
+Where a process holds a part of a matrix (tp, ep, sharding=optimizer), an optimizer that looks at whole matrices (Muon,
+arXiv 2502.16982; LAMB, arXiv 1904.00962; Adafactor, arXiv 1804.04235) computes something else on each part, and no
+shape tells: its state may have the part's own. One that looks at all parameters together (Prodigy, arXiv 2306.06101)
+does so as well where a process has only some of them. FSDP2's parameters know that they are parts, and are not asked.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from allranks.data.random_keys import generators_kept
+from allranks.errors import TaskError
+from allranks.layout import Layout
+from allranks.parameter_map import Entry
+from allranks.verdict import Decision
+
+Scope = Literal["element", "tensor", "model"]
+"""What an update of one element looks at: that element, its whole parameter, or other parameters, too."""
+
+ORDER: tuple[Scope, ...] = ("element", "tensor", "model")
+
+KNOWN = frozenset((ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop))
+"""Torch's own that are defined element by element; they are not tried."""
+
+_ALIKE = 1e-3
+"""Of the largest update: kernels for other shapes round otherwise, and Muon's parts differ by a half."""
+
+_STEPS = 2  # the first step of many is the sign of the gradient
+
+
+def check_scopes(
+    optimizers: Mapping[str, Optimizer], entries: Mapping[int, Entry], layout: Layout
+) -> tuple[Decision, ...]:
+    """Refuse what would compute something else on the parts that this process has; say where that cannot be told.
+
+    Args:
+        entries: id of a parameter -> who it is.
+
+    Raises:
+        TaskError: an optimizer looks at whole matrices of which processes have parts, or at parameters elsewhere.
+    """
+    decisions = []
+    for which, optimizer in optimizers.items():
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        cut = next((entries[id(one)].name for one in held if _is_part(one, entries[id(one)])), None)
+        if cut is None and layout.pp == 1:
+            continue
+        scope, unknown = find_scope(optimizer)
+        kind = f"{type(optimizer).__name__}{f' ({which})' * bool(which)}"
+        if scope != "element" and cut is not None:
+            looks = "whole matrices" if scope == "tensor" else "all parameters together"
+            raise TaskError(
+                f"{kind} looks at {looks} (tried on small ones), and layout {layout} leaves each process a part of "
+                f"{cut}: use AdamW or SGD there, or a layout without tp, ep and sharding=optimizer"
+            )
+        if scope == "model":
+            raise TaskError(
+                f"{kind} looks at all parameters together (tried on small ones), and pp={layout.pp} leaves each "
+                "process some of them: use AdamW or SGD, or a layout without pp"
+            )
+        if unknown:
+            what = f"{kind} is taken to update each element by itself, as the layout needs"
+            decisions.append(Decision(what, f"it could not be found out: {unknown}"))
+    return tuple(decisions)
+
+
+def _is_part(parameter: torch.Tensor, entry: Entry) -> bool:
+    """Whether it is a part and does not know it: a DTensor does, of all but what was cut before it became one."""
+    before = any(entry.placements.get(axis, "replicate") != "replicate" for axis in ("tp", "ep"))
+    return before or (entry.sharded and not isinstance(parameter, DTensor))
+
+
+def find_scope(optimizer: Optimizer) -> tuple[Scope, str]:
+    """What an update looks at, and why that is not known for certain ("": it is).
+
+    A copy of the optimizer with its settings, but without its state and hooks, updates a matrix and a neighbour: both
+    together, the matrix alone, and its halves each as a process of its own would.
+    """
+    if type(optimizer) in KNOWN:
+        return "element", ""
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    if inner:
+        # A copy of a wrapper would hold the real one, and move the model.
+        worst = max((find_scope(one)[0] for one in inner), key=ORDER.index)
+        return worst, "it steps another optimizer, and only that one was tried"
+    return _find_by_trial(optimizer)
+
+
+def _find_by_trial(optimizer: Optimizer) -> tuple[Scope, str]:
+    worst: Scope = "element"
+    for group in optimizer.param_groups:
+        try:
+            with unset_fake_temporarily(), generators_kept():
+                found = _try(optimizer, group)
+        except Exception as error:
+            # Whatever the user's optimizer raised: it may want a closure, or a shape that no small tensor has.
+            return worst, f"trying it on small tensors raised {type(error).__name__}: {error}"
+        if found not in ORDER:
+            return worst, found
+        worst = max(worst, found, key=ORDER.index)
+    return worst, ""
+
+
+def _try(optimizer: Optimizer, group: dict[str, Any]) -> Scope | str:
+    """The scope under the settings of one group, or why there is none."""
+    generator = torch.Generator().manual_seed(0)
+    # On the processor, whatever device the model is on, and not in half precision, where updates round to nothing.
+    dtype = torch.float64 if group["params"][0].dtype is torch.float64 else torch.float32
+    matrix, other = torch.randn(2, _STEPS + 1, 8, 6, generator=generator, dtype=dtype)
+
+    def update(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return _update(optimizer, group, tensors)
+
+    whole = update(matrix, other)[0]
+    if not whole.any():
+        return "it did not move small tensors"
+    if _differ(whole, update(matrix, other)[0]):
+        return "it draws random numbers, so that two equal updates differ"
+    if _differ(whole, update(matrix)[0]):
+        return "model"
+    for dim in (1, 2):
+        parts = torch.cat([update(part)[0] for part in matrix.chunk(2, dim)], dim - 1)
+        if _differ(whole, parts):
+            return "tensor"
+    return "element"
+
+
+def _update(optimizer: Optimizer, group: dict[str, Any], tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """By how much a fresh copy of `optimizer` moves parameters, each with its values and then its gradients."""
+    tensors = list(tensors)
+    parameters = [nn.Parameter(one[0].clone()) for one in tensors]
+    twin = _copy(optimizer, group, parameters)
+    for step in range(1, _STEPS + 1):
+        for parameter, one in zip(parameters, tensors, strict=True):
+            parameter.grad = one[step].clone()
+        type(twin).step(twin)  # the class's: a scheduler binds the instance's to the real one
+    return [parameter.detach() - one[0] for parameter, one in zip(parameters, tensors, strict=True)]
+
+
+def _copy(optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> Optimizer:
+    # Not copy.copy: Optimizer's own way of pickling leaves out what its subclasses hold.
+    twin = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        kept = OrderedDict() if name.startswith("_optimizer_") and isinstance(value, OrderedDict) else copy(value)
+        setattr(twin, name, kept)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**_on_processor(group), "params": list(parameters)}]
+    return twin
+
+
+def _on_processor(group: dict[str, Any]) -> dict[str, Any]:
+    """Settings without what only a GPU does, and with a learning rate: a schedule may begin at none."""
+    kept = {key: value.cpu().clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+    kept |= {key: False for key in ("fused", "capturable") if kept.get(key)}
+    return kept | ({"lr": 1.0} if "lr" in kept and not float(kept["lr"]) else {})
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # `not <=`, so that what is not finite differs.
+    return not bool((one - other).abs().max() <= _ALIKE * one.abs().max())
+
+
+def check_state(optimizer: Optimizer, entries: Mapping[int, Entry]) -> None:
+    """State of a part of a parameter is of that part, element by element, or it means something else on each rank.
+
+    Raises:
+        TaskError: an optimizer that could not be tried keeps rows, columns or other sums of what is cut.
+    """
+    for parameter, state in optimizer.state.items():
+        entry = entries[id(parameter)]
+        if not entry.sharded or isinstance(parameter, DTensor):
+            continue
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and tuple(value.shape) != entry.box.shape:
+                raise TaskError(
+                    f"{type(optimizer).__name__} keeps {key!r} of shape {list(value.shape)} for a part "
+                    f"{list(entry.box.shape)} of {entry.name}: it looks at whole tensors, which tp, ep and "
+                    "sharding=optimizer cut; use AdamW or SGD, or another layout"
+                )

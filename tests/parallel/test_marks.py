@@ -1,0 +1,132 @@
+"""Attributes of parameters go along into every layout; hooks act on whole gradients or are refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from allranks.errors import LayoutError
+from allranks.layout import Layout
+from allranks.parallel.initial import Placer, Source, build_modules
+from allranks.parallel.marks import give_marks, note_marks
+from tests.distributed.pool import Pools
+from tests.parallel.spreads import spread
+
+TWO = {
+    "ddp": Layout(dp_replicate=2),
+    "zero-1": Layout(dp_shard=2, sharding="optimizer"),
+    "fsdp": Layout(dp_shard=2),
+    "tp": Layout(tp=2),
+    "pp": Layout(pp=2),
+}
+
+
+def marked() -> nn.Module:
+    """Biases are marked, as those do who give them no weight decay."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(2)))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.no_decay = True  # type: ignore[attr-defined]
+    return model
+
+
+def names_of_marked(layout: Layout) -> tuple[list[str], list[str]]:
+    """In a worker: what has a mark, of the model's parameters and of those that an optimizer is given."""
+    found = spread(marked, layout)
+    of_model = [name for name, tensor in found.trainable().items() if hasattr(tensor, "no_decay")]
+    return of_model, [name for name, tensor in found.updatable().items() if hasattr(tensor, "no_decay")]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", TWO.values(), ids=TWO)
+def test_marks_are_there_under_every_layout(layout: Layout, pool: Pools) -> None:
+    ranks = pool(2).run(names_of_marked, layout)
+    biases = {name for name, _ in marked().named_parameters() if name.endswith("bias")}
+    for of_model, of_optimizer in ranks:
+        assert of_model == of_optimizer
+    assert {name for of_model, _ in ranks for name in of_model} == biases
+    if layout.pp == 1:
+        assert all(set(of_model) == biases for of_model, _ in ranks)
+
+
+def masked() -> nn.Module:
+    first, last = nn.Linear(4, 8), nn.Linear(8, 4)
+    first.weight.register_hook(lambda gradient: gradient * 0.0)
+    return nn.Sequential(first, nn.ReLU(), last)
+
+
+def counted() -> nn.Module:
+    first, last = nn.Linear(4, 8), nn.Linear(8, 4)
+    last.bias.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    return nn.Sequential(first, nn.ReLU(), last)
+
+
+HOOKED = {"hook": (masked, "0.weight"), "post-accumulate": (counted, "2.bias")}
+
+
+def refusal(kind: str, layout: Layout) -> str:
+    """In a worker: what is said of a model with a hook."""
+    try:
+        spread(HOOKED[kind][0], layout)
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", HOOKED)
+@pytest.mark.parametrize("layout", [TWO["ddp"], TWO["fsdp"], TWO["tp"]], ids=["ddp", "fsdp", "tp"])
+def test_a_hook_on_a_parameter_is_refused_by_name_on_every_rank(layout: Layout, kind: str, pool: Pools) -> None:
+    for said in pool(2).run(refusal, kind, layout):
+        assert said.startswith(f"model() has put a gradient hook on {HOOKED[kind][1]}, which would act on what each of")
+
+
+@pytest.mark.parametrize("kind", HOOKED)
+def test_alone_a_hook_acts_as_it_is(kind: str) -> None:
+    build, name = HOOKED[kind]
+    found = spread(build)
+    found.modules[""](torch.ones(2, 4)).sum().backward()
+    gradient = found.tensors[name].grad
+    assert gradient is None or not gradient.any()
+
+
+@pytest.mark.parametrize("kind", HOOKED)
+def test_a_hook_follows_a_parameter_to_its_place(kind: str) -> None:
+    """As on a GPU, where every parameter is moved: here from a device without memory."""
+    with torch.device("meta"):
+        model = HOOKED[kind][0]()
+    Placer(torch.device("cpu"), Source()).place(model)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    model(torch.ones(2, 4)).sum().backward()
+    found = dict(model.named_parameters())
+    gradient, untouched = found[HOOKED[kind][1]].grad, found["0.bias"].grad
+    assert untouched is not None and untouched.any()
+    assert gradient is None or not gradient.any()
+
+
+def with_tensor() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.weight.mask = torch.ones(3, 3)  # type: ignore[attr-defined]
+    return model
+
+
+def test_a_tensor_on_a_parameter_is_built_on_every_rank() -> None:
+    modules, decisions = build_modules(with_tensor, Source(leads=False), lambda: None)
+    assert not modules[""].weight.mask.is_meta  # type: ignore[union-attr]
+    assert decisions[0].because.startswith("weight.mask is a tensor and neither parameter nor buffer")
+
+
+def test_only_plain_parameters_have_marks() -> None:
+    """The attributes of a tensor subclass are its own working."""
+    plain, own = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    class Own(nn.Parameter):
+        pass
+
+    own.weight = Own(torch.ones(2, 2))
+    plain.weight.kept = own.weight.kept = 3  # type: ignore[attr-defined]
+    marks = note_marks({"a": plain, "b": own})
+    assert marks == {"a.weight": {"kept": 3}}
+    elsewhere = {"a.weight": nn.Parameter(torch.ones(1)), "c": nn.Parameter(torch.ones(1))}
+    give_marks(marks, elsewhere)
+    assert vars(elsewhere["a.weight"]) == {"kept": 3} and not vars(elsewhere["c"])
