@@ -131,6 +131,15 @@ def test_the_optimizer_on_the_host_is_weighed_and_says_what_the_host_holds() -> 
         ("recomputes=full", "did you mean recompute"),
         ("tp=0", "tp takes a whole number of at least 1"),
         ("seq=8x", "seq 8x: not understood; write 30, 30k, 30m"),
+        ("recompute=ful", "no recompute is called 'ful'; did you mean 'full'"),
+        ("sharding=banana", "no sharding is called 'banana'; it can be full, grad_op, none, optimizer"),
+        ("schedule=foo", "no schedule is called 'foo'"),
+        ("offload=disk", "no offload is called 'disk'"),
+        ("context=star", "no context is called 'star'; it can be ulysses, ring"),
+        ("gather=int8", "no gather is called 'int8'; it can be float32, bfloat16"),
+        ("ddp_hook=zip", "no ddp_hook is called 'zip'"),
+        ("compile=x", "no compile is called 'x'; it can be none, block"),
+        ("precision=int4", "no precision is called 'int4'"),
     ],
 )
 def test_what_is_no_change_is_an_error(change: str, message: str) -> None:

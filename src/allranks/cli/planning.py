@@ -17,8 +17,9 @@ from allranks.layout import parse_layout
 from allranks.layout_string import layout_values
 from allranks.plan import Plan
 from allranks.plan_request import PlanRequest
-from allranks.planning.amounts import POSITIONS, TIMES, read_number
+from allranks.planning.amounts import POSITIONS, TIMES, check_amount, read_number
 from allranks.planning.answer import make_plan, plan_gpus, plan_seq
+from allranks.planning.cluster_limits import MOST_WATTS
 from allranks.planning.document import PLAN_FILE, RUN_FILE, plan_document, run_toml
 from allranks.planning.hardware import find_cluster
 from allranks.planning.question import (
@@ -34,6 +35,7 @@ from allranks.upkeep import Upkeep
 
 ASK = "?"
 FITS, NOT, REFUSED = 0, 1, 2
+MOST_SAMPLES = 1e12  # a step
 _THOUSANDS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _MODES = ("recompute", "sharding", "offload", "schedule")
 
@@ -95,6 +97,7 @@ def exit_code(plan: Plan) -> int:
 
 def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
     """The question that `request` puts for one cluster. Raises ConfigError for a value of another form."""
+    _check_amounts(request)
     if request.gpus is not None and request.gpus != ASK:
         cluster = cluster_of(cluster, int(read_number(request.gpus, {"": 1}, "--gpus")))
     cluster = replace(
@@ -108,8 +111,6 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
     if batch is None:
         batch, note = usual_batch(seq or subject.seq)
         notes = (*notes, note)
-    if batch < 1 or (request.micro_batch is not None and request.micro_batch < 1):
-        raise ConfigError("--global-batch and --micro-batch are whole numbers of at least 1")
     question = Question(
         make_profile=subject.profiles_on(cluster),
         cluster=cluster,
@@ -127,6 +128,16 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
     )
     question = _with_layout(question, request, subject)
     return Asked(question, gpus=request.gpus == ASK, seq=request.seq == ASK)
+
+
+def _check_amounts(request: PlanRequest) -> None:
+    if request.gpus == request.seq == ASK:
+        raise ConfigError("--gpus '?' and --seq '?' are two questions: give one of them a number")
+    for given, option in ((request.global_batch, "--global-batch"), (request.micro_batch, "--micro-batch")):
+        check_amount(given, option, MOST_SAMPLES)
+    check_amount(request.budget, "--budget")
+    check_amount(request.price, "--price")
+    check_amount(request.watts, "--watts", float(MOST_WATTS))
 
 
 def _upkeep(request: PlanRequest, subject: Subject, cluster: Cluster) -> Upkeep:

@@ -1,5 +1,6 @@
 """Numbers as people write them: 15T tokens, 32k positions, 30d."""
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -7,6 +8,8 @@ from allranks.errors import ConfigError
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)", re.IGNORECASE)
 POSITIONS = {"": 1, "k": 1024, "m": 1024**2}
+MOST = 1e18
+"""Of anything that is planned: above it a figure is a slip, and means nothing."""
 TIMES = {"s": 1, "ms": 1e-3, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -16,4 +19,17 @@ def read_number(text: str, suffixes: Mapping[str, float], option: str) -> float:
     if match is None or match[2].lower() not in suffixes or float(match[1]) <= 0:
         forms = ", ".join(f"30{suffix}" for suffix in suffixes)
         raise ConfigError(f"{option} {text}: not understood; write {forms}")
-    return float(match[1]) * float(suffixes[match[2].lower()])
+    found = float(match[1]) * float(suffixes[match[2].lower()])
+    if found > MOST:
+        raise ConfigError(f"{option} {text}: more than {MOST:g}, which no run has")
+    return found
+
+
+def check_amount(given: float | None, option: str, most: float = MOST) -> None:
+    """ConfigError where a figure of the command line is not positive and finite, or more than there can be."""
+    if given is None:
+        return
+    if not (math.isfinite(given) and given > 0):
+        raise ConfigError(f"{option} {given:g}: write a number above 0")
+    if given > most:
+        raise ConfigError(f"{option} {given:g}: more than {most:g}, which no run has")

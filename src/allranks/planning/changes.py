@@ -3,10 +3,11 @@
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, final, get_args
 
 from allranks.cluster import Cluster
-from allranks.config_sections import PROCESS_AXES
+from allranks.config_keys import did_you_mean
+from allranks.config_sections import PROCESS_AXES, LayoutConfig, TrainConfig
 from allranks.errors import ConfigError, LayoutError
 from allranks.layout import Layout
 from allranks.model_profile import Block, ModelProfile
@@ -73,6 +74,7 @@ def _read(change: str) -> tuple[str, Any]:
         advice = f"did you mean {near[0]}?" if near else f"it can be {', '.join(KEYS)}"
         raise ConfigError(f"what-if '{change}': no change is called '{key}'; {advice}")
     if key not in SIZES:
+        _check_mode(change, key, value)
         return key, value
     if key == "seq":
         positions = int(read_number(value, POSITIONS, f"what-if '{change}': seq"))
@@ -82,6 +84,16 @@ def _read(change: str) -> tuple[str, Any]:
     if not (value.isascii() and value.isdigit() and int(value) > 0):
         raise ConfigError(f"what-if '{change}': {key} takes a whole number of at least 1")
     return key, int(value)
+
+
+def _check_mode(change: str, key: str, value: str) -> None:
+    """The values that `--layout` and train.precision take."""
+    section: Any = TrainConfig if key == "precision" else LayoutConfig
+    kinds = [get_args(kind) or (kind,) for kind in get_args(section.model_fields[key].annotation)]
+    names = [name for kind in kinds for name in kind if isinstance(name, str)]
+    if value not in names:
+        advice = did_you_mean(difflib.get_close_matches(value, names, 1)) or f"; it can be {', '.join(names)}"
+        raise ConfigError(f"what-if '{change}': no {key} is called '{value}'{advice}")
 
 
 def _change(key: str, value: Any, here: Situation, question: Question) -> Situation:
