@@ -27,9 +27,9 @@ def render_sentinels() -> str:
 def render_watched(document: Mapping[str, Any]) -> str:
     """The counts, and a line a run."""
     score = ", ".join(f"{name}: {number}" for name, number in document["score"].items())
-    origin = render_origin(document)
     lines = [
-        *([origin, ""] if origin else []),
+        render_origin(document),
+        "",
         f"On the CPU: {score}.",
         "",
         "| program | what it is | trained with | sentinel |",

@@ -174,8 +174,8 @@ def test_too_little_data_and_data_without_an_order_cannot_be_verified(tmp_path: 
     answer = verify(POINTS, "ddp", "task.num_points=3", "train.global_batch=8")
     assert answer.exit_code == 3 and str(answer) == (
         "could not be verified: the data is too small for a step\n"
-        "  TensorDataset has 3 samples, fewer than train.global_batch(8): set train.global_batch=3 or less, or bring more "
-        "data\n  next: the run itself would be refused for it"
+        "  TensorDataset has 3 samples, fewer than train.global_batch(8): set train.global_batch=3 or less, or bring "
+        "more data\n  next: the run itself would be refused for it"
     )
     (tmp_path / "task.py").write_text(NOISY)
     answer = verify(str(tmp_path / "task.py"), "ddp", "task.noise=sharded")
@@ -251,10 +251,10 @@ def test_the_nearest_layout_keeps_the_modes(layout: str, nproc: int, words: tupl
 
 
 def test_a_layout_that_no_smaller_one_mends_is_refused_for_its_modes() -> None:
-    with pytest.raises(LayoutError, match="^schedule=zbv runs the halves of a backward apart"):
+    with pytest.raises(LayoutError, match=r"^schedule=zbv runs the halves of a backward apart"):
         plan_run(TrainRequest(task_spec=POINTS, layout="dp_shard=4,pp=4,schedule=zbv"), 4)
     request = TrainRequest(task_spec=POINTS, layout="ddp", nproc=16, overrides=("layout.local_sgd=2",))
-    with pytest.raises(LayoutError, match="^layout.local_sgd=2: computes something else"):
+    with pytest.raises(LayoutError, match=r"^layout\.local_sgd=2: computes something else"):
         plan_run(request, 4)
 
 
