@@ -105,8 +105,8 @@ def _explanation(document: Mapping[str, Any]) -> Iterator[str]:
         f"allranks costs nothing. The goals are {targets['time']} in time, {targets['memory']} in memory and, of fsdp, "
         f"{targets['of_ddp']} of our ddp's time; what misses one is bold. The peak is of a step, on the process where "
         "it is most; `saved` is beside our ddp on as many processes. "
-        f"{turns} do not otherwise meet, so that their times beside each other say little: `allranks bench scaling` "
-        "compares strategies on your task. The schedules other than 1f1b are measured on two processes."
+        f"{turns} take no turns with each other, so that their times beside each other say little: `allranks bench "
+        "scaling` compares strategies on your task. The schedules other than 1f1b are measured on two processes."
     )
     yield ""
     yield (
