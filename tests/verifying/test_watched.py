@@ -10,7 +10,7 @@ import pytest
 from allranks.config_guard import SENTINELS
 from allranks.verdict import FINDINGS
 from allranks.verifying import watched
-from allranks.verifying.corpus import read_corpus, read_entry
+from allranks.verifying.corpus import Entry, read_corpus, read_entry
 from allranks.verifying.watched import Watched, count, is_task, watch, watch_all
 
 CORPUS = Path(__file__).parents[2] / "corpus"
@@ -66,13 +66,18 @@ def test_how_runs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_a_program_that_is_not_trained_it_is_said_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(watched, "watch", lambda entry, words, steps: asked.append((entry.name, words, steps)))
+
+    def trained(entry: Entry, words: str, steps: int) -> Watched:
+        asked.append((entry.name, words, steps))
+        return Watched(entry.name, entry.kind, words, 0)
+
+    monkeypatch.setattr(watched, "watch", trained)
     (tmp_path / "joined.py").write_text('"""Clean: a.\n\nverify: --nproc 2\n"""\nwith allranks.join() as w: ...\n')
     (tmp_path / "S01_far.py").write_text('"""S1: a.\n\ntwin: joined.py\nunseen: it takes a thousand hosts\n"""\n')
     paths = [CORPUS / "classifier.py", CORPUS / "task_digits.py", tmp_path / "joined.py", tmp_path / "S01_far.py"]
     entries = [read_entry(path) for path in paths]
     found = list(watch_all([entry for entry in entries if entry is not None], 7))
-    told = [(one.name, one.outcome, one.said) for one in found if one is not None]
+    told = [(one.name, one.outcome, one.said) for one in found if one.outcome == "not watched"]
     assert told == [
         ("classifier", "not watched", watched.RAW_LOOP),
         ("joined", "not watched", watched.JOINED_LOOP),
