@@ -20,11 +20,11 @@ check: ## style, types, and a docs build in which a warning is an error
 	@$(PYTHON_BIN) -m ruff check .
 	@$(PYTHON_BIN) -m ruff format --check .
 	@$(PYTHON_BIN) -m mypy
-	@NO_MKDOCS_2_WARNING=1 $(PYTHON_BIN) -m mkdocs build --strict --quiet --site-dir .cache/site-check
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON_BIN) -m mkdocs build --strict --site-dir .cache/site-check
 
 docs: ## the documentation, at site/index.html
 	@tools/setup.sh dev,docs
-	@NO_MKDOCS_2_WARNING=1 $(PYTHON_BIN) -m mkdocs build --strict --quiet --site-dir site
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON_BIN) -m mkdocs build --strict --site-dir site
 	@echo "open site/index.html"
 
 fix: ## what a machine can put right: format, imports, generated pages

@@ -43,6 +43,7 @@ from allranks.stepping.world import gather_processes
 from allranks.training.prepare import resolve_layout
 from allranks.training.saver import Saver
 from allranks.training.trainer import Trainer
+from allranks.verifying.sentinel_costs import NoSaver
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpt import SIZES, GptTask
@@ -101,24 +102,6 @@ def _now() -> Spent:
 def _since(began: Spent) -> Spent:
     wall, cpu = _now()
     return wall - began[0], cpu - began[1]
-
-
-class NoSaver:
-    """Saving is measured elsewhere."""
-
-    saved_step = -1
-    beside = False
-
-    def due(self, step: int) -> bool:
-        """Never."""
-        return False
-
-    def save(self, step: int) -> Path:
-        """Nothing is written."""
-        return Path()
-
-    def finish(self, progress: Callable[[], None]) -> None:
-        """Nothing is on its way."""
 
 
 def raw_loop(size: str, steps: int, world: int, rank: int) -> Iterator[None]:

@@ -12,110 +12,35 @@ slowest rank in the exchange is counted as the sentinels', though the next step 
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
-from unittest import mock
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from allranks.config import Config, GuardConfig, resolve_config
-from allranks.data.micro_step import StepBatch
 from allranks.launching.environment import ProcessEnvironment
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.backend import DeviceChoice
 from allranks.parallel.heap import keep_heap
-from allranks.stepping.passes import Passes, Scale, StepSums
 from allranks.stepping.session import Session, assemble
 from allranks.stepping.world import gather_processes
-from allranks.training.comparing import Comparing
 from allranks.training.prepare import resolve_layout
-from allranks.training.saver import Saver
-from allranks.training.trainer import Trainer
+from allranks.verifying.sentinel_costs import WARM_ROUNDS, Begins, Costs, charged, share, train_timed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpt import SIZES, GptTask
-from overhead import NoSaver, free_port
+from overhead import free_port
 
 GOAL = 0.01
 """Of a step."""
 EVERY = 3
 """Steps between two rounds here."""
-WARM = 2 * EVERY
+WARM = WARM_ROUNDS * EVERY
 """Steps at the start that are not counted."""
-
-Spent = tuple[float, float]
-"""Seconds on the wall, and of the processor in this thread."""
-
-
-@dataclass
-class Costs:
-    """What was spent, by the index of the step from 0."""
-
-    begins: list[Spent] = field(default_factory=list)
-    looks: dict[int, Spent] = field(default_factory=dict)
-    rounds: dict[int, Spent] = field(default_factory=dict)
-
-    def around(self, call: Callable[..., Any], into: dict[int, Spent]) -> Callable[..., Any]:
-        """`call`, whose cost is added up for each step."""
-
-        def timed(*given: Any) -> Any:
-            began = _now()
-            found = call(*given)
-            ended, step = _now(), len(self.begins) - 1
-            wall, processor = into.get(step, (0.0, 0.0))
-            into[step] = wall + ended[0] - began[0], processor + ended[1] - began[1]
-            return found
-
-        return timed
-
-    def row(self) -> dict[str, float]:
-        """Medians, in seconds."""
-        steps = range(WARM, len(self.begins) - 1)
-        alone = [step for step in steps if step not in self.rounds]
-        names = ("seconds", "processor_seconds")
-        found: dict[str, float] = {}
-        for place, name in enumerate(names):
-            look = statistics.median(self.looks[step][place] for step in alone)
-            found[f"step_{name}"] = statistics.median(
-                self.begins[step + 1][place] - self.begins[step][place] for step in alone
-            )
-            found[f"look_{name}"] = look
-            # What a look does more in a step with a round is the round's.
-            found[f"round_{name}"] = statistics.median(
-                self.rounds[step][place] + self.looks[step][place] - look for step in steps if step in self.rounds
-            )
-        return {**found, "steps": len(alone), "rounds": len(steps) - len(alone)}
-
-
-class Begins(Passes):
-    """Passes that note when each step begins."""
-
-    def __init__(self, costs: Costs) -> None:
-        self._costs = costs
-        self._inner: Passes | None = None
-
-    def around(self, inner: Passes) -> Passes:
-        """These passes, around `inner`."""
-        self._inner = inner
-        return self
-
-    def run(self, batch: StepBatch, scale: Scale) -> Iterator[StepSums]:
-        """As the inner one."""
-        self._costs.begins.append(_now())
-        assert self._inner is not None
-        return self._inner.run(batch, scale)
-
-
-def _now() -> Spent:
-    return time.perf_counter(), time.thread_time()
 
 
 def make_session(size: str, layout: str, steps: int, world: int, rank: int, costs: Costs) -> Session:
@@ -142,17 +67,9 @@ def measure(rank: int, world: int, size: str, layout: str, steps: int, port: int
     if world > 1:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
         dist.init_process_group("gloo", rank=rank, world_size=world)
-    costs = Costs()
+    costs = Costs(EVERY)
     session = make_session(size, layout, steps, world, rank, costs)
-    watch = session.posted.watch
-    compare = Comparing.compare
-    rounds = costs.around(compare, costs.rounds)
-    with (
-        mock.patch.object(watch, "look", costs.around(watch.look, costs.looks)),
-        mock.patch.object(watch, "say", costs.around(watch.say, costs.looks)),
-        mock.patch.object(Comparing, "compare", lambda own, step: rounds(own, step)),  # noqa: PLW0108
-    ):
-        Trainer(session, cast("Saver", NoSaver()), Stopwatch(), None, None).train()
+    train_timed(session, costs)
     if rank == 0:
         result.write_text(json.dumps(costs.row()))
     if world > 1:
@@ -161,21 +78,16 @@ def measure(rank: int, world: int, size: str, layout: str, steps: int, port: int
 
 def describe(size: str, layout: str, world: int, found: dict[str, float]) -> dict[str, Any]:
     """A row: what a step is charged, and its part of the step, by the wall and by the processor."""
-    every = GuardConfig().digest_every
-    charged, shares = {}, {}
-    for name in ("seconds", "processor_seconds"):
-        charged[name] = found[f"look_{name}"] + found[f"round_{name}"] / every
-        shares[name] = charged[name] / found[f"step_{name}"]
     return {
         "size": size,
         "layout": layout,
         "processes": world,
         **{name: value if isinstance(value, int) else float(f"{value:.4g}") for name, value in found.items()},
-        "digest_every": every,
-        "charged_seconds": float(f"{charged['seconds']:.4g}"),
-        "share": round(shares["seconds"], 6),
-        "processor_share": round(shares["processor_seconds"], 6),
-        "met": shares["seconds"] <= GOAL,
+        "digest_every": GuardConfig().digest_every,
+        "charged_seconds": float(f"{charged(found):.4g}"),
+        "share": round(share(found), 6),
+        "processor_share": round(share(found, "processor_seconds"), 6),
+        "met": share(found) <= GOAL,
     }
 
 

@@ -103,6 +103,53 @@ def test_a_wrong_command_is_seen() -> None:
     assert list(command_problems(".venv/bin/allranks train task.py train.steps=3 task.width=4 --nproc 2")) == []
 
 
+def anchors(text: str) -> set[str]:
+    """What a link into a page may name: its headings, as mkdocs writes them."""
+    found: set[str] = set()
+    for heading in re.findall(
+        r"^#{1,6} (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.M
+    ):
+        plain = re.sub(r"[^\w\s-]", "", re.sub(r"\]\(.*?\)", "", heading)).strip().lower()
+        slug = name = re.sub(r"[-\s]+", "-", plain)
+        number = 0
+        while name in found:
+            number += 1
+            name = f"{slug}_{number}"
+        found.add(name)
+    return found
+
+
+def dead_anchors(page: str, text: str) -> Iterator[str]:
+    """Links of a page to headings that are not there."""
+    for path, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([\w-]+)\)", text):
+        target = (ROOT / page).parent / path if path else None
+        if anchor not in anchors(text if target is None else target.read_text()):
+            yield f"{path}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_into_pages_lead_to_a_heading(page: str) -> None:
+    assert list(dead_anchors(page, (ROOT / page).read_text())) == []
+
+
+def test_a_dead_anchor_is_seen() -> None:
+    text = "## `tp` and what it costs\n```\n# a comment\n```\n## Twice\n## Twice\n"
+    links = "[a](#tp-and-what-it-costs) [b](#twice_1) [c](docs/explanation/measured.md#measured) "
+    assert list(dead_anchors("README.md", text + links)) == []
+    dead = "[d](#a-comment) [e](docs/explanation/measured.md#verify-of-the-examples)"
+    assert list(dead_anchors("README.md", text + dead)) == [
+        "#a-comment",
+        "docs/explanation/measured.md#verify-of-the-examples",
+    ]
+
+
+def test_the_docs_build_hears_its_warnings() -> None:
+    builds = [line for line in (ROOT / "Makefile").read_text().splitlines() if "mkdocs build" in line]
+    assert builds and all("--strict" in line for line in builds)
+    # mkdocs counts the warnings that it logs: under --quiet there are none, and --strict ends with 0.
+    assert not any("--quiet" in line or " -q" in line for line in builds)
+
+
 def test_every_picture_is_there_and_used() -> None:
     text = "".join((ROOT / page).read_text() for page in PAGES)
     assert {path.name for path in (ROOT / "docs" / "assets").glob("*.svg")} == set(

@@ -29,5 +29,17 @@ def test_a_row_says_which_sentinel_and_when() -> None:
     rows = [ROW, ROW | {"sentinels": [], "step": None, "outcome": "missed"}]
     text = render_watched({"score": {"caught": 1, "missed": 1}, "results": rows})
     assert "On the CPU: caught: 1, missed: 1." in text
-    assert "| `S39_bit` | a \\| b | `--nproc 2` | `replicas`, step 8 |" in text
-    assert "| `S39_bit` | a \\| b | `--nproc 2` | missed |" in text
+    # Of a run that is older than the columns behind it.
+    assert "| `S39_bit` | a \\| b | `--nproc 2` | `replicas`, step 8 | - | - |" in text
+    assert "| `S39_bit` | a \\| b | `--nproc 2` | missed | - | - |" in text
+
+
+def test_a_row_says_which_kind_it_names_what_it_costs_and_why_it_was_not_watched() -> None:
+    right = ROW | {"kinds": ["S39", "S11"], "named": True, "cost": 0.01234}
+    loop = ROW | {"run": "", "outcome": "not watched", "said": "a loop of its own", "kinds": [], "cost": None}
+    text = render_watched({"score": {}, "results": [right, right | {"kind": "S25", "named": False}, loop]})
+    assert "| `replicas`, step 8 | S39 S11 | 1.23% |" in text
+    assert "| `replicas`, step 8 | S39 S11 (not S25) | 1.23% |" in text
+    assert "| `S39_bit` | a \\| b | - | not watched: a loop of its own | - | - |" in text
+    lines = text.splitlines()[-5:]
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from allranks.benchmarking.strategies import STRATEGIES as MEASURED
+from allranks.benchmarking.strategies import is_beside_ddp
 from allranks.benchmarking.subject import make_config
 from allranks.cli.main import main
 from allranks.config_keys import config_keys
@@ -17,7 +18,7 @@ from allranks.layout import Layout
 from allranks.layout_string import parse_layout
 from tests.test_documentation import allranks_problems
 from tools import strategies
-from tools.strategies import RESULTS, render_strategies
+from tools.strategies import NO_TURNS, RESULTS, render_strategies
 from tools.strategy_choices import STRATEGIES, Strategy
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +93,26 @@ def test_the_run_says_where_and_how_it_was_made() -> None:
     assert all(row["loss_difference"] <= 1e-4 for row in document["rows"])
 
 
+def rows_beside_ddp(document: dict[str, Any]) -> list[Any]:
+    """`of_ddp` of the rows that take turns with ddp."""
+    return [
+        row["of_ddp"]
+        for row in document["rows"]
+        if is_beside_ddp(Layout.resolve(parse_layout(row["layout"]), row["processes"]))
+    ]
+
+
+def test_fsdp_is_beside_ddp_where_both_took_turns_and_otherwise_the_page_says_that_they_did_not() -> None:
+    document = stored()
+    found = rows_beside_ddp(document)
+    assert len(found) == 2, "on two processes and on four"
+    # Runs say their commit since the days in which they began to take these turns.
+    if "commit" in document["machine"]:
+        assert None not in found and NO_TURNS not in PAGE.read_text()
+    else:
+        assert found == [None, None] and NO_TURNS in PAGE.read_text()
+
+
 def row(strategy: str, processes: int, **values: object) -> dict[str, object]:
     figures = {"ratio": 1.0, "ratio_q1": 0.9, "ratio_q3": 1.1, "ours_ms": 100.0, "ours_bytes": 200_000_000}
     rest: dict[str, object] = {"memory_ratio": 0.99, "loss_difference": 0.0, "turns": 7, "of_ddp": None, "misses": []}
@@ -130,6 +151,7 @@ def test_figures_are_beside_ddp_on_as_many_processes(tmp_path: Path, monkeypatch
     assert "| `tp=2,dp_shard=2` | 4 | 4 | 1.000 | 0.90-1.10 | 0.990 | - | 25.0 MB | 75% |" in lines
     assert "| `pp=*` | 2 | 8 | 1.000 | 0.90-1.10 | 0.990 | - | 150.0 MB | 25% |" in lines
     assert "| `ddp,ep=2` | 2 | 4 | 1.000 | 0.90-1.10 | 0.990 | - | 150.0 MB | - |" in lines, "another model than ddp's"
+    assert rows_beside_ddp(document) == [1.5] and NO_TURNS not in render_strategies()
     assert "| `tp=*` | 2 | 2 | not timed: the first losses differ by 1e-02 | | | | | |" in lines
     (table,) = (index for index, line in enumerate(lines) if "samples a step |" in line)
     assert len({line.count("|") for line in lines[table : table + 8]}) == 1

@@ -2,13 +2,19 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from allranks.verifying.corpus import read_corpus
 from tests.verifying.mistakes import START, UNSEEN, Mistake
 from tools.law_mistakes import render_laws
+from tools.measured_on import UNKNOWN
+from tools.sentinel_scores import PAGE as SENTINELS
+from tools.sentinel_scores import RESULTS as WATCHED
 from tools.sentinel_scores import render_watched
-from tools.verify_scores import PAGE, RESULTS, ROOT, missing_kinds, render_scores, render_verify
+from tools.verify_scores import BEGIN, PAGE, RESULTS, ROOT, missing_kinds, render_scores, render_verify
 
 ROW: dict[str, Any] = {
     "name": "S08_means", "kind": "S8", "run": "--nproc 2", "what": "a | b.", "kinds": ["S9", "S8"],
@@ -39,9 +45,24 @@ def test_the_page_says_what_it_was_found_on() -> None:
         "end. 4 of the results are an earlier run's of this very source."
     )
     assert "allranks 9:" in render_scores(document | {"machine": machine | {"commit": None}})
-    assert render_scores({"score": SCORE, "results": [ROW]}).startswith("- caught")
     shown = render_watched({"machine": machine, "score": {"caught": 0}, "results": []})
     assert shown.startswith("On 2030-01-02, commit `abc`: 3 CPU cores")
+
+
+@pytest.mark.parametrize(("results", "page"), [(RESULTS, PAGE), (WATCHED, SENTINELS)])
+def test_a_stored_run_says_when_and_where_it_was_made_or_its_page_that_nobody_knows(results: Path, page: Path) -> None:
+    machine, told = json.loads(results.read_text()).get("machine"), page.read_text().split(BEGIN)[1]
+    if machine is None:
+        assert told.startswith(f"{UNKNOWN}\n")
+        return
+    assert {"date", "commit", "load", "load_after"} <= machine.keys()
+    assert UNKNOWN not in told and told.startswith(f"On {machine['date'][:10]}, ")
+
+
+def test_of_a_run_without_a_record_the_page_says_so() -> None:
+    assert UNKNOWN == "No date or commit is on record for this run."
+    assert render_scores({"score": SCORE, "results": [ROW]}).startswith(f"{UNKNOWN}\n\n- caught")
+    assert render_watched({"score": {"caught": 0}, "results": []}).startswith(f"{UNKNOWN}\n\nOn the CPU")
 
 
 def test_a_row_says_what_was_found() -> None:

@@ -147,8 +147,9 @@ def walk_commands(words: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def escape(text: str) -> str:
-    """Text as a cell of a markdown table; a bar as an entity, which every renderer understands."""
-    return html.escape(" ".join(text.replace(" <list[str]>", " ...").split()), quote=False).replace("|", "&#124;")
+    """Text as a cell of a markdown table; bars and brackets, which would be links, as entities."""
+    escaped = html.escape(" ".join(text.replace(" <list[str]>", " ...").split()), quote=False)
+    return escaped.translate({ord(one): f"&#{ord(one)};" for one in "|[]"})
 
 
 def render_readme() -> str:

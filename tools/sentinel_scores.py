@@ -27,13 +27,13 @@ def render_sentinels() -> str:
 def render_watched(document: Mapping[str, Any]) -> str:
     """The counts, and a line a run."""
     score = ", ".join(f"{name}: {number}" for name, number in document["score"].items())
-    origin = render_origin(document)
     lines = [
-        *([origin, ""] if origin else []),
+        render_origin(document),
+        "",
         f"On the CPU: {score}.",
         "",
-        "| program | what it is | trained with | sentinel |",
-        "|---|---|---|---|",
+        "| program | what it is | trained with | sentinel | kinds named | cost per step |",
+        "|---|---|---|---|---|---|",
     ]
     return "\n".join([*lines, *_rows(document)]) + "\n"
 
@@ -41,6 +41,23 @@ def render_watched(document: Mapping[str, Any]) -> str:
 def _rows(document: Mapping[str, Any]) -> Iterator[str]:
     for row in document["results"]:
         what = row["what"].removesuffix(".").replace("|", "\\|")
-        caught = f"{' '.join(f'`{name}`' for name in row['sentinels'])}, step {row['step']}"
-        said = caught if row["outcome"] == "caught" else row["outcome"]
-        yield f"| `{row['name']}` | {what} | `{row['run']}` | {said} |"
+        words = f"`{row['run']}`" if row["run"] else "-"
+        yield f"| `{row['name']}` | {what} | {words} | {_said(row)} | {_kinds(row)} | {_cost(row)} |"
+
+
+def _said(row: Row) -> str:
+    if row["outcome"] == "not watched":
+        return f"not watched: {row['said']}".replace("|", "\\|")
+    caught = f"{' '.join(f'`{name}`' for name in row['sentinels'])}, step {row['step']}"
+    return caught if row["outcome"] == "caught" else str(row["outcome"])
+
+
+def _kinds(row: Row) -> str:
+    """A run that is older than these columns has neither."""
+    kinds = " ".join(row.get("kinds") or ()) or "-"
+    return f"{kinds} (not {row['kind']})" if row["outcome"] == "caught" and row.get("named") is False else kinds
+
+
+def _cost(row: Row) -> str:
+    cost = row.get("cost")
+    return "-" if cost is None else f"{cost:.2%}"

@@ -17,6 +17,8 @@ from tools.strategy_choices import STRATEGIES, TASK
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "strategies.json"
 Row = Mapping[str, Any]
+NO_TURNS = "In this run fsdp and ddp took no turns, so that `of ddp` is not measured."
+"""Of a run that is older than these turns."""
 
 
 def render_strategies() -> str:
@@ -96,13 +98,15 @@ def _figure(row: Row, ddp: Row | None) -> str:
 
 def _explanation(document: Mapping[str, Any]) -> Iterator[str]:
     targets = document["targets"]
+    measured = any(row["of_ddp"] is not None for row in document["rows"])
+    turns = "For `of ddp` fsdp and ddp take turns, too; other strategies" if measured else f"{NO_TURNS} Strategies"
     yield (
         "`raw` is the same strategy written by hand in torch, in the same processes, by turns: a ratio of 1 means that "
         f"allranks costs nothing. The goals are {targets['time']} in time, {targets['memory']} in memory and, of fsdp, "
         f"{targets['of_ddp']} of our ddp's time; what misses one is bold. The peak is of a step, on the process where "
-        "it is most; `saved` is beside our ddp on as many processes. For `of ddp` fsdp and ddp take turns, too; other "
-        "strategies do not, so that their times beside each other say little: `allranks bench scaling` compares "
-        "strategies on your task. The schedules other than 1f1b are measured on two processes."
+        "it is most; `saved` is beside our ddp on as many processes. "
+        f"{turns} take no turns with each other, so that their times beside each other say little: `allranks bench "
+        "scaling` compares strategies on your task. The schedules other than 1f1b are measured on two processes."
     )
     yield ""
     yield (

@@ -33,9 +33,9 @@ def render_scores(document: Mapping[str, Any]) -> str:
     """The counts, a table of the wrong programs by kind, and one of the clean ones."""
     rows: Sequence[Row] = document["results"]
     wrong, clean = [row for row in rows if row["kind"] != CLEAN], [row for row in rows if row["kind"] == CLEAN]
-    origin = render_origin(document)
     lines = [
-        *([origin, ""] if origin else []),
+        render_origin(document),
+        "",
         *_counts(document["score"]),
         "",
         "| kind | program | what is wrong | findings |",

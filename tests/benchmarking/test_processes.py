@@ -41,6 +41,13 @@ def test_compiled_too() -> None:
     assert row.loss_difference < 1e-6
 
 
+def test_fsdp_takes_turns_with_ddp_whatever_else_is_measured() -> None:
+    chosen = ["ddp", "fsdp", "fsdp,sharding=grad_op"]
+    rows = {row.strategy: row for row in summarise(measure_all(plan_cases(chosen, [2]), 2, "tiny"))}
+    assert [name for name in chosen if rows[name].of_ddp is not None] == ["fsdp"]
+    assert rows["fsdp"].to_json()["of_ddp"] == rows["fsdp"].of_ddp and (rows["fsdp"].of_ddp or 0) > 0
+
+
 def test_a_case_that_fails_is_named_and_all_processes_end() -> None:
     case = Case("tp=3", Layout(tp=3))  # of four heads
     with pytest.raises(ProcessError, match=r"tp=3 on 3 processes could not be measured: .*"):

@@ -12,7 +12,7 @@ CHARGED = """if True:
     import json, sys
     sys.path.insert(0, sys.argv[1])
     from sentinels import EVERY, WARM, Costs, describe
-    costs = Costs()
+    costs = Costs(EVERY)
     # Steps of 1 s; looks of 1 ms, of 3 ms in a step with a round of 0.4 s: by the processor half of everything.
     for step in range(WARM + 2 * EVERY + 1):
         costs.begins.append((float(step), step / 2))

@@ -1,6 +1,7 @@
 """`allranks bench verify`: the real command on a covering sample of our corpus, and under --full on all of it."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 
 from allranks.cli.bench_verify import RECORD
 from allranks.cli.main import main
+from allranks.verifying import watched
+from allranks.verifying.watched import Watched
 from tests.commands import allranks
 
 CORPUS = Path(__file__).parents[2] / "corpus"
@@ -109,3 +112,25 @@ def test_the_exit_code_says_whether_anything_has_to_be_mended(
     (tmp_path / "a.py").write_text('"""Clean: a.\n\nverify: --nproc 1\n"""\nbuild = step = data = None\n')
     assert main(["bench", "verify", "."]) == 1  # a clean program that verify refuses
     assert "false alarms: 1 of 1 runs of clean programs" in capsys.readouterr().out
+
+
+def test_what_sentinels_say_is_told_with_kind_cost_and_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [
+        Watched("a", "S5", "--nproc 2", 0, ("randomness",), 4, "drawn alike", 1.0, kinds=("S5", "S6"), cost=0.0123),
+        Watched("b", "S25", "--nproc 2", 0, ("replicas",), 8, "apart", 1.0, kinds=("S39",), cost=0.02),
+        Watched("c", "S1", "", None, said="a loop of its own"),
+    ]
+    monkeypatch.setattr(watched, "watch_all", lambda entries: iter(found))
+    assert main(["bench", "verify", str(CORPUS / "watched"), "--sentinels"]) == 0
+    out = capsys.readouterr().out
+    rows = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
+    assert ["a", "--nproc 2", "caught", "randomness, step 4", "S5 S6", "1.23%", "1.0 s"] in rows
+    assert ["b", "--nproc 2", "caught", "replicas, step 8", "S39 (not it)", "2.00%", "1.0 s"] in rows
+    assert ["c", "not watched", "a loop of its own"] in rows
+    assert main(["bench", "verify", str(CORPUS / "watched"), "--sentinels", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {"date", "commit", "load", "load_after"} <= document["machine"].keys()
+    assert document["score"]["not watched"] == 1 and document["score"]["named rightly"] == 1
+    assert [(row["kinds"], row["cost"]) for row in document["results"][:2]] == [(["S5", "S6"], 0.0123), (["S39"], 0.02)]

@@ -10,7 +10,7 @@ import pytest
 from allranks.config_guard import SENTINELS
 from allranks.verdict import FINDINGS
 from allranks.verifying import watched
-from allranks.verifying.corpus import read_corpus, read_entry
+from allranks.verifying.corpus import Entry, read_corpus, read_entry
 from allranks.verifying.watched import Watched, count, is_task, watch, watch_all
 
 CORPUS = Path(__file__).parents[2] / "corpus"
@@ -44,20 +44,45 @@ def test_the_folder_holds_what_is_due() -> None:
 
 def test_how_runs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [
-        Watched("a", "S5", "", 0, ("randomness",), 4),
-        Watched("b", "S39", "", 93, ("replicas",), 16),
+        Watched("a", "S5", "", 0, ("randomness",), 4, kinds=("S5", "S6"), cost=0.01),
+        Watched("b", "S11", "", 93, ("replicas",), 16, kinds=("S39", "S11"), cost=0.02),
         Watched("c", "S30", "", 0),
         Watched("d", "clean", "", 0),
         Watched("e", "clean", "", 0, ("samples",), 3),
         Watched("f", "clean", "", 2),
+        Watched("g", "S1", "", None, said="a loop"),
     ]
-    assert [one.outcome for one in found] == ["caught", "caught", "missed", "clean", "false alarm", "failed"]
-    assert count(found) == {"caught": 2, "missed": 1, "clean": 1, "false alarm": 1, "failed": 1, "latest step": 16}
-    assert found[0].to_json()["outcome"] == "caught"
+    outcomes = ["caught", "caught", "missed", "clean", "false alarm", "failed", "not watched"]
+    assert [one.outcome for one in found] == outcomes
+    assert count(found) == {
+        **dict.fromkeys(outcomes, 1), "caught": 2, "latest step": 16, "named rightly": 2, "of them first": 1,
+        "median cost in % of a step": 1.5,
+    }  # fmt: skip
+    assert "median cost in % of a step" not in count(found[2:])
+    document = found[1].to_json()
+    assert (document["outcome"], document["named"], document["named_first"]) == ("caught", True, False)
+    assert (document["kinds"], document["cost"]) == (("S39", "S11"), 0.02)
+
+
+def test_of_a_program_that_is_not_trained_it_is_said_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(watched, "watch", lambda entry, words, steps: asked.append((entry.name, words, steps)))
-    entries = [read_entry(CORPUS / name) for name in ("classifier.py", "task_digits.py")]
-    list(watch_all([entry for entry in entries if entry is not None], 7))
+
+    def trained(entry: Entry, words: str, steps: int) -> Watched:
+        asked.append((entry.name, words, steps))
+        return Watched(entry.name, entry.kind, words, 0)
+
+    monkeypatch.setattr(watched, "watch", trained)
+    (tmp_path / "joined.py").write_text('"""Clean: a.\n\nverify: --nproc 2\n"""\nwith allranks.join() as w: ...\n')
+    (tmp_path / "S01_far.py").write_text('"""S1: a.\n\ntwin: joined.py\nunseen: it takes a thousand hosts\n"""\n')
+    paths = [CORPUS / "classifier.py", CORPUS / "task_digits.py", tmp_path / "joined.py", tmp_path / "S01_far.py"]
+    entries = [read_entry(path) for path in paths]
+    found = list(watch_all([entry for entry in entries if entry is not None], 7))
+    told = [(one.name, one.outcome, one.said) for one in found if one.outcome == "not watched"]
+    assert told == [
+        ("classifier", "not watched", watched.RAW_LOOP),
+        ("joined", "not watched", watched.JOINED_LOOP),
+        ("S01_far", "not watched", "it takes a thousand hosts"),
+    ]
     assert asked == [
         ("task_digits", words, 7) for words in ("--layout ddp --nproc 2", "--layout fsdp --nproc 2", "--layout tp=2")
     ]
@@ -78,9 +103,11 @@ def test_in_the_stored_run_all_are_caught_in_time() -> None:
 def test_a_scheduler_of_its_own_is_caught_by_the_real_command() -> None:
     entry = read_entry(CORPUS / "watched" / "S22_scheduler_of_its_own.py")
     assert entry is not None
-    found = watch(entry, "--layout ddp --nproc 2", 6)
+    found = watch(entry, "--layout ddp --nproc 2", 14)
     assert (found.outcome, found.sentinels, found.exit_code) == ("caught", ("schedule",), 0), found
     assert found.step is not None and found.step <= 3
+    assert found.kinds == ("S22", "S23") and found.named_first
+    assert found.cost is not None and 0 < found.cost < 1
     assert json.dumps(found.to_json())
 
 
@@ -91,5 +118,7 @@ def test_all_that_is_wrong_is_caught_and_nothing_else() -> None:
     found = list(watch_all(read_corpus(CORPUS / "watched")))
     assert_due({one.name: (one.sentinels, one.step) for one in found if one.kind != "clean"})
     assert {one.outcome for one in found if one.kind == "clean"} == {"clean"}
+    assert [one.name for one in found if one.kind != "clean" and not one.named] == []
+    assert [one.name for one in found if one.cost is None] == []
     clean = list(watch_all([entry for entry in read_corpus(CORPUS, {"clean"}) if is_task(entry.path)]))
     assert [one for one in clean if one.outcome != "clean"] == []

@@ -34,7 +34,10 @@ def verify(
     ] = RECORD,
     sentinels: Annotated[
         bool,
-        typer.Option("--sentinels", help="Train the Tasks among them instead: which sentinel catches what, and when."),
+        typer.Option(
+            "--sentinels",
+            help="Train the Tasks among them instead: which sentinel catches what, when, and what it costs.",
+        ),
     ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON document on standard output, all else on standard error.")
@@ -81,8 +84,11 @@ def _watch(folder: Path, kinds: str, part: str, *, json: bool) -> int:
         rows = [one.to_json() for one in found]
         print_json({"machine": _with_load_after(machine), "score": totals, "results": rows})
     else:
-        cells = [(one.name, one.run, one.outcome, _caught_by(one), format_seconds(one.seconds)) for one in found]
-        _print_table(cells, [", ".join(f"{name}: {number}" for name, number in totals.items())])
+        _print_table(
+            [_watched_cells(one) for one in found],
+            [", ".join(f"{name}: {number}" for name, number in totals.items())],
+            ("program", "run", "outcome", "sentinels", "kinds named", "cost", "time"),
+        )
     return IMPERFECT if totals["missed"] or totals["false alarm"] or totals["failed"] else 0
 
 
@@ -98,8 +104,12 @@ def _with_load_after(machine: dict[str, object]) -> dict[str, object]:
     return machine | {"load_after": machine_load()}
 
 
-def _caught_by(one: "Watched") -> str:
-    return f"{' '.join(one.sentinels)}, step {one.step}" if one.sentinels else ""
+def _watched_cells(one: "Watched") -> tuple[str, ...]:
+    caught = f"{' '.join(one.sentinels)}, step {one.step}" if one.sentinels else ""
+    kinds = " ".join(one.kinds) + (" (not it)" if one.outcome == "caught" and not one.named else "")
+    cost = "" if one.cost is None else f"{one.cost:.2%}"
+    said = one.said if one.outcome == "not watched" else caught
+    return one.name, one.run, one.outcome, said, kinds, cost, format_seconds(one.seconds) if one.seconds else ""
 
 
 def _verify(request: "TrainRequest", steps: int) -> "Answer":
@@ -128,17 +138,21 @@ def print_results(results: "Sequence[Result]", total: "Score") -> None:
     _print_table(rows, describe(total))
 
 
-def _print_table(rows: Sequence[tuple[str, ...]], lines: Sequence[str]) -> None:
+def _print_table(
+    rows: Sequence[tuple[str, ...]],
+    lines: Sequence[str],
+    headings: Sequence[str] = ("program", "run", "outcome", "findings", "time"),
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for heading in ("program", "run", "outcome", "findings", "time"):
-        table.add_column(heading, justify="right" if heading == "time" else "left", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in ("cost", "time") else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     # As wide as it has to be: what is cut cannot be read, and is not found by grep.
-    console = Console(file=sys.stdout, width=160, highlight=False)
+    console = Console(file=sys.stdout, width=240, highlight=False)
     console.print(table)
     for line in lines:
         console.print(line)

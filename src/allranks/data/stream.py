@@ -72,7 +72,7 @@ class DataStream:
         self.num_samples: int | None = None
         # The length of a dataset that shards itself could be its part's or the whole's: nobody knows.
         if self.order != "sharded" and callable(getattr(dataset, "__len__", None)):
-            self.num_samples = _checked_len(dataset, cut, allow_small)
+            self.num_samples = checked_len(dataset, cut.global_batch, allow_small=allow_small)
         for name, value in (("epochs", epochs), ("steps", steps)):
             if value is not None and value < 0:
                 raise ConfigError(f"train.{name}={value}, but it cannot be negative")
@@ -268,13 +268,14 @@ def declared_order(dataset: Any) -> Order:
     )
 
 
-def _checked_len(dataset: Any, cut: Cut, allow_small: bool) -> int:
+def checked_len(dataset: Any, global_batch: int, *, allow_small: bool = False) -> int:
+    """Samples of a map-style dataset. Raises DataError where there is none, or not one global batch of them."""
     size, name = len(dataset), type(dataset).__name__
     if size == 0:
-        raise DataError(f"{name} is empty: it has 0 samples, and train.global_batch is {cut.global_batch}")
-    if size < cut.global_batch and not allow_small:
+        raise DataError(f"{name} is empty: it has 0 samples, and train.global_batch is {global_batch}")
+    if size < global_batch and not allow_small:
         raise DataError(
-            f"{name} has {size} samples, fewer than train.global_batch({cut.global_batch}): "
+            f"{name} has {size} samples, fewer than train.global_batch({global_batch}): "
             f"set train.global_batch={size} or less, or bring more data"
         )
     return size

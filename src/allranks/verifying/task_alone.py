@@ -18,6 +18,7 @@ from allranks.data.loader import Loader
 from allranks.data.micro_step import StepBatch
 from allranks.data.stream import DataStream
 from allranks.digest import ledger_sum, sample_hash
+from allranks.errors import DataError
 from allranks.layout import Layout
 from allranks.stepping.session import draws, make_schedule
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
@@ -86,7 +87,7 @@ class TaskAlone:
             if self.lowered is None:
                 self.record.evaluation = self._evaluate() or None
         except Exception as error:  # the user's code may raise anything: it is part of what it did
-            self.record.error = user_line(error)
+            self.record.error = str(error) if isinstance(error, DataError) else user_line(error)
         return self.record
 
     def _build(self) -> None:

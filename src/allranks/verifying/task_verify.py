@@ -3,16 +3,18 @@
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import psutil
 import torch
 
 from allranks.config import Config, override_config
 from allranks.data.cut import ROUNDS, cut_step
-from allranks.data.stream import declared_order
-from allranks.errors import AllranksError, ConfigError, LayoutError
+from allranks.data.stream import checked_len, declared_order
+from allranks.errors import AllranksError, ConfigError, DataError, LayoutError
 from allranks.layout import Layout, num_processes, render_layout
+from allranks.layout_refusals import refuse_unsupported
+from allranks.layout_string import TOML_ONLY
 from allranks.request import TrainRequest
 from allranks.surviving.launch import launch
 from allranks.task import Task, has_step
@@ -53,6 +55,7 @@ class Plan:
         layout: resolved.
         task, config: what the request means.
         precision: the run's own; the comparison's is float64.
+        global_batch: the run's own; the comparison's is smaller.
     """
 
     request: TrainRequest
@@ -61,6 +64,7 @@ class Plan:
     task: Task
     config: Config
     precision: str
+    global_batch: int
 
 
 def verify_task(request: TrainRequest, num_steps: int) -> Answer:
@@ -72,9 +76,13 @@ def verify_task(request: TrainRequest, num_steps: int) -> Answer:
     if num_steps < 2:
         raise ConfigError(f"--steps {num_steps}: the optimizer's state shows from the second step on: give at least 2")
     plan = plan_run(request, num_steps)
-    if declared_order(plan.task.dataset("train")) == "sharded":
+    dataset = plan.task.dataset("train")
+    order = declared_order(dataset)
+    if order == "sharded":
         because = 'the dataset declares order="sharded": which samples a step has depends on the number of ranks'
         return cannot("there is no order to compare", because, 'verify it with order="global"')
+    if order == "map" and (stopped := too_small(dataset, plan.global_batch)) is not None:
+        return stopped
 
     def with_settings(words: Sequence[str]) -> Plan:
         return plan_run(replace(request, overrides=(*request.overrides, *words)), num_steps)
@@ -121,12 +129,14 @@ def plan_run(request: TrainRequest, num_steps: int) -> Plan:
     config = prepared.config
     nproc = request.nproc or num_processes(config.layout, DEFAULT_PROCESSES)
     layout = Layout.resolve(config.layout, nproc)
+    # Before another layout is proposed, which would be refused for the same.
+    refuse_unsupported(layout)
+    _refuse_exceptions(layout)
     if nproc > MOST_PROCESSES:
         raise LayoutError(
             f"{render_layout(config.layout)} takes {nproc} processes, more than the {MOST_PROCESSES} that run on one "
             f"machine; the nearest that exercises every axis: --layout {nearest(layout)}"
         )
-    _refuse_exceptions(layout)
     if config.train.precision == "float16" and has_step(prepared.task):
         raise ConfigError("train.precision=float16 does not go with a step() of the Task's own: verify it in bfloat16")
     # Ranges that are left out begin where the run's own steps do.
@@ -135,7 +145,7 @@ def plan_run(request: TrainRequest, num_steps: int) -> Plan:
     exact = override_config(config, words)
     resolve_layout(exact, nproc)
     asked = replace(asked, overrides=(*asked.overrides, *words), nproc=nproc)
-    return Plan(asked, nproc, layout, prepared.task, exact, config.train.precision)
+    return Plan(asked, nproc, layout, prepared.task, exact, config.train.precision, config.train.global_batch)
 
 
 def _refuse_exceptions(layout: Layout) -> None:
@@ -150,9 +160,14 @@ def _refuse_exceptions(layout: Layout) -> None:
 
 
 def nearest(layout: Layout) -> str:
-    """The layout with every degree above 2 made 2."""
-    degrees = {axis: min(2, getattr(layout, axis)) for axis in AXES}
-    return ",".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
+    """The layout with every degree above 2 made 2, and its modes; then, as words, those that no layout string takes.
+
+    What goes with the degrees goes with these, too: none that is above 1 becomes 1.
+    """
+    small = replace(layout, **{axis: min(2, getattr(layout, axis)) for axis in AXES})
+    rules = "placement"  # the user's own, which stay where they were given
+    beside = {name: value for name, value in small.differing() if name in TOML_ONLY and name != rules}
+    return " ".join([str(small), *(f"layout.{name}={str(value).lower()}" for name, value in beside.items())])
 
 
 def cut_words(task: Task, config: Config, layout: Layout) -> list[str]:
@@ -179,6 +194,15 @@ def cut_words(task: Task, config: Config, layout: Layout) -> list[str]:
         return [*words, f"train.micro_steps={micro_steps}"]
     smaller = min(train.micro_batch, -(-batch // (ranks * micro_steps)))
     return [*words, f"train.micro_batch={smaller}"]
+
+
+def too_small(dataset: Any, global_batch: int) -> Answer | None:
+    """Why a map-style dataset gives no step of the user's own `global_batch`; None where it does."""
+    try:
+        checked_len(dataset, global_batch)
+    except DataError as error:
+        return cannot("the data is too small for a step", str(error), "the run itself would be refused for it")
+    return None
 
 
 def hindrance(one: OneDevice) -> Answer | None:
