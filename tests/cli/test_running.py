@@ -55,6 +55,19 @@ def test_a_run_from_start_to_report(tmp_path: Path) -> None:
     assert checkpoints
 
 
+def test_who_reads_the_first_line_alone_does_not_end_the_run(tmp_path: Path) -> None:
+    """As `allranks train ... 2>&1 | head -1`: what nobody reads stands in the log of the rank."""
+    with running("train", POINTS, *QUICK, "--run", "run", folder=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip()
+        process.stdout.close()
+        process.stdout = None
+        assert process.wait(120) == 0
+    run = Run.open(tmp_path / "run")
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000020"]
+    assert "done, every step was made" in run.log(0).read_text()
+
+
 @pytest.mark.full
 def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -14,6 +14,7 @@ from allranks import __version__
 from allranks.cli import bench, chaos, checkpoint, doctor, dryrun, explain, new, plan, report, simulate, train, verify
 from allranks.cli.output import print_error
 from allranks.errors import AllranksError, ConfigError
+from allranks.standard_streams import steady_streams
 
 INTERRUPTED = 130
 
@@ -56,7 +57,11 @@ def start(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; an AllranksError is one line on standard error and its class's code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    with steady_streams():
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(words: list[str]) -> int:
     try:
         code = app(args=words, prog_name="allranks", standalone_mode=False)
     except AllranksError as error:

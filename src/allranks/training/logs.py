@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO, final
 
+from allranks.standard_streams import SteadyStream, steady_streams
+
 STYLING = re.compile(r"\x1b\[[0-9;]*m|\x1b\]8;[^\x1b\x07]*(?:\x1b\\|\x07)")  # colours and links
 MOVING = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhl]")  # what a progress line is redrawn with
 
@@ -35,10 +37,12 @@ def _redirected(descriptor: int) -> Iterator[None]:
     try:
         for target in kept:
             os.dup2(descriptor, target)
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(line_buffering=True)  # a killed worker leaves its last line
-        yield
+        with steady_streams():
+            for steady in (sys.stdout, sys.stderr):
+                stream = steady.stream if isinstance(steady, SteadyStream) else steady
+                if isinstance(stream, io.TextIOWrapper):
+                    stream.reconfigure(line_buffering=True)  # a killed worker leaves its last line
+            yield
     finally:
         _flush()
         for target, copy in kept.items():
@@ -48,7 +52,7 @@ def _redirected(descriptor: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _copied(descriptor: int) -> Iterator[None]:
-    stdout, stderr = sys.stdout, sys.stderr
+    stdout, stderr = SteadyStream(sys.stdout), SteadyStream(sys.stderr)
     try:
         with (
             contextlib.redirect_stdout(CopyingStream(stdout, descriptor)),
@@ -69,7 +73,7 @@ def _flush() -> None:
 class CopyingStream(io.TextIOBase):
     """A text stream that is another one for whoever writes to it, and that copies complete lines to a file."""
 
-    def __init__(self, stream: TextIO, descriptor: int) -> None:
+    def __init__(self, stream: TextIO | SteadyStream, descriptor: int) -> None:
         self._stream = stream
         self._descriptor = descriptor
         self._rest = ""
@@ -82,7 +86,8 @@ class CopyingStream(io.TextIOBase):
         *lines, self._rest = (self._rest + STYLING.sub("", text)).split("\n")
         if lines:
             kept = "".join(line.rpartition("\r")[2] + "\n" for line in lines)
-            os.write(self._descriptor, kept.encode("utf-8", "backslashreplace"))
+            with contextlib.suppress(OSError):  # a full disk: the training matters more than what it says
+                os.write(self._descriptor, kept.encode("utf-8", "backslashreplace"))
         return written
 
     def flush(self) -> None:

@@ -1,0 +1,110 @@
+"""Standard streams whose reader may go away: what is printed is then lost, and the work goes on.
+
+`allranks train | head` closes the pipe after ten lines, a terminal is hung up, a log's disk is full, a service manager
+starts a command without standard streams at all. None of these is a reason to end a training of days.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO, final
+
+_GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
+"""Of a reader that does not come back; a full disk may have room again."""
+
+
+@final
+class SteadyStream(io.TextIOBase):
+    """A text stream that is another one for whoever writes to it, and that never fails.
+
+    Attributes:
+        stream: that other one.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        with self._steady():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what can be flushed."""
+        with self._steady():
+            self.stream.flush()
+
+    @contextlib.contextmanager
+    def _steady(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _GONE:
+                _send_nowhere(self.stream)
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        return self.stream.isatty()
+
+    def fileno(self) -> int:
+        """The stream's file descriptor."""
+        return self.stream.fileno()
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
+    def buffer(self) -> Any:
+        """Where the stream's bytes go."""
+        return self.stream.buffer
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The stream's encoding."""
+        return self.stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        """What the stream does with what it cannot encode."""
+        return self.stream.errors
+
+
+@contextlib.contextmanager
+def steady_streams() -> Iterator[None]:
+    """Inside, printing never fails; streams that were not there when the process began lead nowhere from here on."""
+    open_missing()
+    with (
+        contextlib.redirect_stdout(SteadyStream(sys.stdout)),
+        contextlib.redirect_stderr(SteadyStream(sys.stderr)),
+    ):
+        yield
+
+
+def open_missing() -> None:
+    """Give descriptors 0, 1 and 2 to the null device where they are closed: the next file would get their numbers.
+
+    A journal that is descriptor 1 would hold what a library prints. Processes that are started inherit them.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+    # Python has None for what was closed when it began.
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 (for the life of the process)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def _send_nowhere(stream: TextIO) -> None:
+    """So that neither what is written later nor what Python flushes at the end fails again."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor has nothing to send
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

@@ -1,0 +1,93 @@
+"""What cannot be printed is lost, and nothing else is."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.standard_streams import SteadyStream, steady_streams
+
+PROGRAM = """
+import sys
+from allranks.standard_streams import steady_streams
+from rich.console import Console
+with steady_streams():
+    for number in range(20_000):
+        print("line", number, flush=True)
+    Console().print("rich")
+    print("to stderr", file=sys.stderr, flush=True)
+    kept = open(sys.argv[1], "w")
+    kept.write(f"done {kept.fileno()}")
+    kept.close()
+sys.exit(7)
+"""
+
+
+def run(path: Path, **streams: Any) -> int:
+    return subprocess.run([sys.executable, "-c", PROGRAM, str(path)], timeout=60, check=False, **streams).returncode
+
+
+def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
+    """As `| head -1` does: the program comes to its end, with its own exit code, and says nothing of pipes."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "kept")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "line 0\n"
+        process.stdout.close()
+        assert process.stderr.read() == "to stderr\n"
+        assert process.wait(60) == 7
+    assert (tmp_path / "kept").read_text().startswith("done")
+
+
+def test_closed_streams_lead_nowhere_and_no_file_gets_their_numbers(tmp_path: Path) -> None:
+    def close() -> None:
+        for descriptor in (0, 1, 2):
+            os.close(descriptor)
+
+    assert run(tmp_path / "kept", preexec_fn=close) == 7
+    assert int((tmp_path / "kept").read_text().removeprefix("done ")) > 2
+
+
+def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        assert run(tmp_path / "kept", stdout=full, stderr=full) == 7
+    assert (tmp_path / "kept").exists()
+
+
+def test_there_again_when_the_disk_has_room() -> None:
+    class Full(io.StringIO):
+        full = True
+
+        def write(self, text: str) -> int:
+            if self.full:
+                raise OSError(28, "No space left on device")
+            return super().write(text)
+
+    disk = Full()
+    stream = SteadyStream(disk)
+    assert stream.write("lost") == 4
+    disk.full = False
+    stream.write("kept")
+    assert disk.getvalue() == "kept"
+
+
+def test_other_errors_are_the_writers() -> None:
+    stream = io.StringIO()
+    stream.close()
+    with pytest.raises(ValueError, match="closed"):
+        SteadyStream(stream).write("x")
+
+
+def test_it_is_the_other_stream_for_who_asks(capfd: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout, sys.stderr
+    with steady_streams():
+        found: Any = sys.stdout
+        assert (found.isatty(), found.encoding, found.errors) == (False, before[0].encoding, before[0].errors)
+        assert found.fileno() == before[0].fileno() and found.buffer is before[0].buffer and found.writable()
+        print("seen")
+    assert (sys.stdout, sys.stderr) == before
+    assert capfd.readouterr().out == "seen\n"
