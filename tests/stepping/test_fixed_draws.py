@@ -21,6 +21,7 @@ def like(size: int) -> torch.Tensor:
     return torch.full((size, 3), 2.0)
 
 
+LIMITS: dict[str, Any] = {"from": -1, "to": 0}  # one of these is a word of the language
 ELEMENTS: list[tuple[Draw, float]] = [
     (torch.rand, 0.5),
     (lambda n: torch.rand(n, generator=torch.Generator().manual_seed(n)), 0.5),
@@ -29,7 +30,7 @@ ELEMENTS: list[tuple[Draw, float]] = [
     (lambda n: torch.randn(n, 3, requires_grad=True), 0.5),
     (lambda n: torch.randn_like(like(n)), 0.5),
     (lambda n: like(n).uniform_(2, 4), 3.0),
-    (lambda n: like(n).uniform_(**{"from": -1, "to": 0}), -0.5),
+    (lambda n: like(n).uniform_(**LIMITS), -0.5),
     (lambda n: like(n).normal_(1, 4), 3.0),
     (lambda n: like(n).normal_(std=4), 2.0),
     (lambda n: torch.normal(like(n), 4.0), 4.0),

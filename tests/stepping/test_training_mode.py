@@ -14,6 +14,7 @@ class Writing(nn.Module):
 
     counted: torch.Tensor
     replaced: torch.Tensor
+    layers: Any
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ def test_nothing_is_left_behind(context: Any, fails: bool) -> None:
 
 
 def test_torchs_own_kinds_do_nothing_and_others_train() -> None:
-    module = nn.ModuleDict(
+    module: Any = nn.ModuleDict(
         {
             "norm": nn.BatchNorm1d(2),
             "bare": nn.BatchNorm1d(2, track_running_stats=False),
