@@ -444,7 +444,7 @@ def test_a_failure_in_training_mode_is_raised_where_other_stages_wait() -> None:
 
 
 def test_attributes_that_training_changes_are_as_before() -> None:
-    module = OnlyInTraining(lambda x: x * (count() / 5))
+    module: Any = OnlyInTraining(lambda x: x * (count() / 5))
     module.calls, module.seen = 0, []
 
     def count() -> int:

@@ -94,7 +94,8 @@ class Unjudged(Measuring):
     what: str = "samples"
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
-        return (output * 0).sum()
+        found: torch.Tensor = (output * 0).sum()
+        return found
 
 
 class Both(Shifting):

@@ -157,19 +157,22 @@ class Contrastive(Curve):
     coupled = True
 
 
+class Centring(nn.Module):
+    """Takes the mean of its batch away while it trains, and keeps nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.linear(x - x.mean(0) if self.training else x)
+        return found
+
+
 class Centred(Curve):
-    """Couples its samples in training mode alone, and keeps nothing of them."""
+    """Couples its samples in training mode alone."""
 
     def model(self) -> Any:
-        class Centring(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.linear = nn.Linear(2, 2)
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                found: torch.Tensor = self.linear(x - x.mean(0) if self.training else x)
-                return found
-
         return Centring()
 
 
