@@ -318,3 +318,139 @@ def test_nothing_is_disturbed(fails: bool) -> None:
     assert [part.training for part in module.modules()] == modes
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class OnlyInTraining(nn.Module):
+    """Does something with its hidden values while it trains, and nothing else."""
+
+    def __init__(self, does: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 6), nn.Linear(6, 4)
+        self.does = does
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(value)
+        found: torch.Tensor = self.last(self.does(hidden) if self.training else hidden)
+        return found
+
+
+def mixed_up(x: torch.Tensor) -> torch.Tensor:
+    """By a share and a permutation that are drawn."""
+    share = torch.distributions.Beta(torch.tensor(2.0), torch.tensor(2.0)).sample()
+    return share * x + (1 - share) * x[torch.randperm(len(x))]
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        lambda x: x - x.mean(0),
+        lambda x: (x - x.mean(0)) / (x.var(0) + 1e-5).sqrt(),
+        lambda x: x + x.std(0).mean(),
+        lambda x: functional.dropout(x, 0.5) - x.mean(0),
+        lambda x: 0.7 * x + 0.3 * x.roll(1, 0),
+        mixed_up,
+    ],
+)
+def test_a_coupling_in_training_mode_alone_is_reported(does: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    nature = examine(sum_loss, OnlyInTraining(does))
+    assert nature.kind == "coupled"
+    assert nature.because.startswith("in training mode the parts of a batch do not add up to the whole (")
+    assert ": its samples are coupled, or something is added to every batch" in nature.because
+    assert examine(sum_loss, OnlyInTraining(does).eval()).kind == "sum"
+    assert examine(sum_loss, OnlyInTraining(does), coupled=True).because == "Given says so (coupled = True)"
+
+
+class Attending(nn.Module):
+    """Attention that drops, over three positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True), nn.Linear(12, 4)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        x = value.unsqueeze(-1).expand(-1, -1, 4)
+        scored = functional.scaled_dot_product_attention(x, x, x, None, 0.5 if self.training else 0.0)
+        found: torch.Tensor = self.last((self.attention(x, x, x)[0] + scored).flatten(1))
+        return found
+
+
+class Recurrent(nn.Module):
+    """Drops between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.GRU(3, 4, num_layers=2, dropout=0.5), nn.Linear(4, 4)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.layers(value.unsqueeze(0))[0][0])
+        return found
+
+
+def dropped_path(x: torch.Tensor) -> torch.Tensor:
+    return x * x.new_empty(len(x), 1).bernoulli_(0.8) / 0.8
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.RReLU(), nn.Linear(6, 4)),
+        lambda: nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4)),
+        lambda: nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 4)),
+        lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4))),
+        lambda: OnlyInTraining(lambda x: functional.dropout(x, 0.5)),
+        lambda: OnlyInTraining(dropped_path),
+        lambda: OnlyInTraining(lambda x: x + torch.randn_like(x)),
+        lambda: OnlyInTraining(lambda x: x * (torch.rand(len(x), 1) < 0.5)),
+        Attending,
+        Recurrent,
+    ],
+)
+def test_what_draws_or_is_declared_is_not_accused(module: Callable[[], nn.Module]) -> None:
+    nature = examine(sum_loss, module())
+    assert nature.kind == "sum"
+    assert nature.because.startswith("the parts of a batch add up to the whole (")
+    assert nature.because.endswith("for 3 samples)")
+
+
+def failing(x: torch.Tensor) -> torch.Tensor:
+    raise ValueError(len(x))
+
+
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        (lambda x: x * numpy.random.rand(), "as random numbers are drawn there by other means than torch's functions"),
+        (lambda x: (x - x.mean(0)) * random.random(), "as random numbers are drawn there by other means"),
+        (lambda x: x / (len(x) != 2), "as the loss of so few samples is not finite there"),
+        (failing, r"as it fails there (ValueError)"),
+    ],
+)
+def test_what_cannot_be_told_in_training_mode_is_said(does: Callable[[torch.Tensor], torch.Tensor], why: str) -> None:
+    nature = examine(sum_loss, OnlyInTraining(does))
+    assert nature.kind == "sum"
+    assert "add up to the whole" in nature.because
+    assert f"; of training mode it is not known, {why}" in nature.because
+
+
+def test_a_failure_in_training_mode_is_raised_where_other_stages_wait() -> None:
+    module = OnlyInTraining(failing)
+    Given.given, Given.coupled = staticmethod(sum_loss), False
+    some = samples(NUM_SAMPLES)
+    count = resolve_targets(Given(), Given().collate(some)).call
+    given: dict[str, Any] = {"inputs": lambda batch: (batch[0],), "targets": count}
+    with pytest.raises(ValueError, match="5"):
+        examine_loss(Given(), module, some, **given, call=lambda batch: module(batch[0]))
+    assert examine_loss(Given(), module, some, **given, call=lambda batch: None).kind == "elsewhere"
+
+
+def test_attributes_that_training_changes_are_as_before() -> None:
+    module: Any = OnlyInTraining(lambda x: x * (count() / 5))
+    module.calls, module.seen = 0, []
+
+    def count() -> int:
+        module.calls += 1
+        module.seen.append(module.calls)
+        return int(module.calls)
+
+    assert examine(sum_loss, module).kind == "sum"
+    assert (module.calls, module.seen, module.training) == (0, [], True)

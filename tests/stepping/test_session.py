@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from allranks.config import resolve_config
 from allranks.data.cut import Cut, cut_step
@@ -156,16 +157,35 @@ class Contrastive(Curve):
     coupled = True
 
 
-@pytest.mark.parametrize("task", [Normed, Contrastive])
+class Centring(nn.Module):
+    """Takes the mean of its batch away while it trains, and keeps nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.linear(x - x.mean(0) if self.training else x)
+        return found
+
+
+class Centred(Curve):
+    """Couples its samples in training mode alone."""
+
+    def model(self) -> Any:
+        return Centring()
+
+
+@pytest.mark.parametrize("task", [Normed, Contrastive, Centred])
 def test_batch_statistics_and_coupled_losses_fix_the_number_of_forwards(task: Any) -> None:
     assert session_of(task(), config_of("single", *SMALL)).stream.cut == Cut(6, 1, None, 1)
     with pytest.raises(ConfigError, match="micro_steps"):
         session_of(task(), config_of("single", *SMALL, "train.micro_batch=2"))
 
 
-def refused(task: Any) -> str:
+def refused(task: Any, layout: str = "ddp") -> str:
     with pytest.raises(LayoutError) as error:
-        session_of(task, config_of("ddp", *SMALL))
+        session_of(task, config_of(layout, *SMALL))
     return str(error.value)
 
 
@@ -176,6 +196,10 @@ def test_a_coupled_loss_over_several_ranks_is_refused(pool: Pools) -> None:
             "couples the samples of a batch (Contrastive says so (coupled = True)), and each of 2 data-parallel ranks"
             in message
         )
+    for layout in ("ddp", "fsdp"):
+        for message in pool(2).run(refused, Centred(), layout):
+            assert message.startswith("the loss couples the samples of a batch (in training mode the parts of a batch")
+            assert "and each of 2 data-parallel ranks would couple its own only" in message
 
 
 def schedule(dataset: Any, *overrides: str, **length: int) -> Schedule:

@@ -5,18 +5,17 @@ each rank would learn its own, and a checkpoint would hold one rank's. A counter
 what a BatchNorm learns is what `layout.batchnorm` says (parallel/batchnorm.py).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from allranks.data.random_keys import seed_all
 from allranks.errors import LayoutError
 from allranks.stepping.loss_check import generators_kept
 from allranks.stepping.passes import Forward
+from allranks.stepping.training_mode import state_kept
 
 
 def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessGroup | None) -> None:
@@ -63,28 +62,9 @@ def _left_behind(forward: Forward, samples: Sequence[Any], names: Sequence[str])
     """What a training forward of these samples leaves in the buffers."""
     module = forward.spread.bare()
     seed_all(0)
-    with _buffers_replaced(module):
+    with state_kept(module):
         forward.raw(forward.place(forward.task.collate(list(samples))), module)
         return {name: forward.spread.tensors[name].detach() for name in names}
-
-
-@contextmanager
-def _buffers_replaced(module: nn.Module) -> Iterator[None]:
-    """Copies of the buffers inside, afterwards the buffers themselves.
-
-    A forward may write into them, put others in their place, or leave a gradient's history in them: to copies only.
-    """
-    kept = [(part, dict(part._buffers)) for part in module.modules()]
-    # one copy each: a buffer may belong to several modules
-    copies = {id(b): b.detach().clone() for _, own in kept for b in own.values() if b is not None}
-    for part, own in kept:
-        part._buffers.update({leaf: copies[id(b)] for leaf, b in own.items() if b is not None})
-    try:
-        yield
-    finally:
-        for part, own in kept:
-            part._buffers.clear()
-            part._buffers.update(own)
 
 
 def _follows(one: torch.Tensor, other: torch.Tensor, *, persistent: bool) -> bool:

@@ -52,7 +52,7 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
             targets = 0 if spread.mesh.coordinate("cp") else micro_step.targets or 0
             with rows_of(RanksRows(spread.mesh.data_group, counts=micro_step.weight > 0)):
                 loss = (forward.task.loss(output, batch), targets)
-                terms = {"loss": loss, **_measure(forward.task, output, batch)}
+                terms = {"loss": loss, **measure(forward.task, output, batch)}
             if not micro_step.weight:
                 continue  # a filler adds nothing, not even 0 * nan
             for name, (total, count) in terms.items():
@@ -118,7 +118,7 @@ def _evaluation_mode(spread: Spread) -> Iterator[None]:
         spread.reshard()
 
 
-def _measure(task: Task, output: object, batch: object) -> dict[str, tuple[object, object]]:
+def measure(task: Task, output: object, batch: object) -> dict[str, tuple[object, object]]:
     """The Task's metrics; only where it has some are logits that stayed cut over tp made whole for them."""
     if type(task).metrics is Task.metrics:
         return {}

@@ -3,21 +3,27 @@
 Dividing once by the global number of targets (law 3) is right for a sum and wrong for a mean, and nothing later would
 show the difference: the run would merely learn badly. So a mean is refused here, with its numbers, whatever it is a
 mean over, and a loss that couples the samples of a batch is reported, because such a batch cannot be cut freely.
+
+That is asked in evaluation mode, where little blurs the answer, and then once more in training mode, since a model may
+couple its samples there alone. Only a coupling is looked for then: what torch draws is fixed (fixed_draws.py), and no
+BatchNorm looks at its batch. Where numbers are drawn all the same, nothing can be told, and that is said.
 """
 
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from allranks.errors import TaskError
+from allranks.data.random_keys import seed_all
+from allranks.errors import AllranksError, TaskError
 from allranks.parallel.batchnorm import statistics_fixed
+from allranks.stepping.training_mode import as_in_training
 from allranks.task import Task
 from allranks.task_loading import describe, user_line
 from allranks.task_world import Alone, rows_of
@@ -62,7 +68,8 @@ def examine_loss(
 ) -> LossNature:
     """Find out what `task.loss` is, leaving module, gradients, buffers and generators as they were.
 
-    The module runs in evaluation mode, so that neither dropout nor batch statistics blur the answer.
+    The module runs in evaluation mode, so that neither dropout nor batch statistics blur the answer, and then in its
+    own modes. On each rank it runs equally often, whatever is found: a forward may be collective.
 
     Args:
         task: with `loss` (a Task with a `step` of its own has nothing to examine).
@@ -82,7 +89,7 @@ def examine_loss(
     samples = [samples[index % len(samples)] for index in range(max(3, len(samples)))]
     cut = (len(samples) - 1) // 2
 
-    def run(some: Sequence[Any]) -> _Part | None:
+    def run(some: Sequence[Any], *, finite: bool = True) -> _Part | None:
         batch = place(task.collate(list(some)))
         output = _call(module, inputs(batch), autocast) if call is None else call(batch)
         if output is None and call is not None:
@@ -91,7 +98,7 @@ def examine_loss(
         sizes = {"targets": float(targets(batch)), "samples": float(len(some))}
         if isinstance(output, torch.Tensor):
             sizes["elements of the output"] = float(output.numel())
-        return _Part(_checked(task, module, task.loss(output, batch), sizes), sizes)
+        return _Part(_checked(task, module, task.loss(output, batch), sizes, finite=finite), sizes)
 
     alone = Alone()
     with undisturbed(module), rows_of(alone):
@@ -100,11 +107,38 @@ def examine_loss(
             says = LossNature("coupled", f"{type(task).__name__} says so (coupled = True)", alone.asked)
             return LossNature("elsewhere", "") if whole is None else says
         found = [_run_part(task, run, part, len(samples)) for part in (samples[:cut], samples[cut:])]
-        parts = [part for part in found if part is not None]
-        if whole is None or again is None:
-            return LossNature("elsewhere", "")
-        noise = abs(whole.loss - again.loss)
-        return _judge(task, whole, parts, noise, _relative_tolerance(module, compute))
+        relative = _relative_tolerance(module, compute)
+        nature = _judge(task, [part for part in (whole, again, *found) if part is not None], relative)
+    with generators_kept(module), rows_of(Alone()):
+        return _examine_in_training(nature, module, run, samples, cut, relative, alone=call is None)
+
+
+def _examine_in_training(
+    nature: LossNature,
+    module: nn.Module,
+    run: Callable[..., _Part | None],
+    samples: Sequence[Any],
+    cut: int,
+    relative: float,
+    *,
+    alone: bool,
+) -> LossNature:
+    """`nature`, or what is found in training mode; `alone`: no other stage of a pipeline waits for this rank."""
+    found: list[_Part] = []
+    # Under a second key the whole batch shows whether numbers are still drawn.
+    for some, key in ((samples, 0), (samples, 1), (samples[:cut], 0), (samples[cut:], 0)):
+        seed_all(key)
+        try:
+            with as_in_training(module):
+                part = run(some, finite=False)
+        except AllranksError:
+            raise
+        except Exception as error:
+            if not alone:
+                raise
+            return _without_training(nature, f"it fails there ({type(error).__name__})")
+        found += [] if part is None else [part]
+    return _judge_training(nature, found, relative)
 
 
 def _call(module: nn.Module, arguments: Any, autocast: Callable[[], AbstractContextManager[object]]) -> Any:
@@ -112,9 +146,14 @@ def _call(module: nn.Module, arguments: Any, autocast: Callable[[], AbstractCont
         return module(**arguments) if isinstance(arguments, dict) else module(*arguments)
 
 
-def _judge(task: Task, whole: _Part, parts: list[_Part], noise: float, relative: float) -> LossNature:
+def _judge(task: Task, found: Sequence[_Part], relative: float) -> LossNature:
+    """`found`: a batch twice and its two parts; nothing on a rank that has no output."""
+    if not found:
+        return LossNature("elsewhere", "")
+    whole, again, *parts = found
     first, second = parts
-    numbers = ", ".join(f"{part.loss:.6g} for {part.sizes['samples']:.0f} samples" for part in (whole, first, second))
+    noise = abs(whole.loss - again.loss)
+    numbers = _numbers((whole, first, second))
     tolerance = relative * (abs(whole.loss) + abs(first.loss) + abs(second.loss)) + 8 * noise
     is_sum = abs(whole.loss - (first.loss + second.loss)) <= tolerance
     mean_over = [size for size in whole.sizes if abs(whole.loss - _mean(parts, size)) <= tolerance]
@@ -126,14 +165,43 @@ def _judge(task: Task, whole: _Part, parts: list[_Part], noise: float, relative:
     if mean_over:
         raise TaskError(f"{type(task).__name__}.loss returns a mean over {mean_over[0]} ({numbers}): {SUM_ADVICE}")
     if _lies_between(whole, parts, tolerance):
-        found = f"{type(task).__name__}.loss returns a mean, as the whole lies between its parts ({numbers})"
-        raise TaskError(f"{found}: {SUM_ADVICE}; if it is no mean, set coupled = True")
-    found = f"the parts of a batch do not add up to the whole ({numbers})"
+        what = f"{type(task).__name__}.loss returns a mean, as the whole lies between its parts ({numbers})"
+        raise TaskError(f"{what}: {SUM_ADVICE}; if it is no mean, set coupled = True")
+    return LossNature("coupled", _describe_coupling((whole, first, second)))
+
+
+def _judge_training(nature: LossNature, found: Sequence[_Part], relative: float) -> LossNature:
+    """`found`: a batch under two seeds, and its parts under the first; nothing on a rank that has no output."""
+    if nature.kind != "sum" or not found:
+        return nature
+    whole, again, first, second = (part.loss for part in found)
+    if not all(map(math.isfinite, (whole, again, first, second))):
+        return _without_training(nature, "the loss of so few samples is not finite there")
+    noise = abs(whole - again)
+    if noise > relative * (abs(whole) + abs(again)):
+        return _without_training(nature, "random numbers are drawn there by other means than torch's functions")
+    tolerance = relative * (abs(whole) + abs(first) + abs(second)) + 8 * noise
+    if abs(whole - (first + second)) <= tolerance:
+        return nature
+    return LossNature("coupled", f"in training mode {_describe_coupling([found[0], *found[2:]])}")
+
+
+def _without_training(nature: LossNature, why: str) -> LossNature:
+    if nature.kind != "sum":
+        return nature
+    return replace(nature, because=f"{nature.because}; of training mode it is not known, as {why}")
+
+
+def _numbers(found: Sequence[_Part]) -> str:
+    return ", ".join(f"{part.loss:.6g} for {part.sizes['samples']:.0f} samples" for part in found)
+
+
+def _describe_coupling(found: Sequence[_Part]) -> str:
     cause = "its samples are coupled, or something is added to every batch, such as a penalty on the weights"
-    return LossNature("coupled", f"{found}: {cause}")
+    return f"the parts of a batch do not add up to the whole ({_numbers(found)}): {cause}"
 
 
-def _lies_between(whole: _Part, parts: list[_Part], tolerance: float) -> bool:
+def _lies_between(whole: _Part, parts: Sequence[_Part], tolerance: float) -> bool:
     """Whether it is a mean by weights that are not known here, such as the labels left after a shift.
 
     A sum of losses of one sign lies beyond both of its parts, coupled or not, and the largest loss is one of them.
@@ -142,7 +210,7 @@ def _lies_between(whole: _Part, parts: list[_Part], tolerance: float) -> bool:
     return low * high > 0 and low + tolerance < whole.loss < high - tolerance
 
 
-def _mean(parts: list[_Part], size: str) -> float:
+def _mean(parts: Sequence[_Part], size: str) -> float:
     total = sum(part.sizes.get(size, 0.0) for part in parts)
     # a part without targets has no mean (0/0), and no say in the mean of the whole
     return sum(part.loss * part.sizes[size] for part in parts if part.sizes.get(size)) / total if total else math.inf
@@ -160,7 +228,7 @@ def _run_part(
         raise TaskError(f"{what}; ranks may hold one sample more or less:\n{user_line(error)}") from error
 
 
-def _checked(task: Task, module: nn.Module, loss: object, sizes: dict[str, float]) -> float:
+def _checked(task: Task, module: nn.Module, loss: object, sizes: dict[str, float], *, finite: bool) -> float:
     returned = f"{type(task).__name__}.loss returned {describe(loss)}"
     if not isinstance(loss, torch.Tensor):
         raise TaskError(f"{returned}: return a tensor (no .item(), no float())")
@@ -171,7 +239,7 @@ def _checked(task: Task, module: nn.Module, loss: object, sizes: dict[str, float
         why = "no parameter of the model requires one" if frozen else "is something detached, or under no_grad?"
         raise TaskError(f"{returned} without a gradient: {why}")
     value = float(loss.detach())
-    if math.isfinite(value):
+    if math.isfinite(value) or not finite:
         return value
     found = f"{type(task).__name__}.loss of {sizes['samples']:.0f} samples is {value}"
     if sizes["targets"] == 0:

@@ -3,7 +3,7 @@
 Each rank computes the loss of its own positions alone. A loss that looks at several of them, as one does that shifts
 the targets inside, would train on in silence without what lies across two parts. So the ranks of a sequence join their
 outputs of a few samples and compute the loss of them once more, whole: it needs no second model, and so no limit on
-the model's size.
+the model's size. Metrics are compared in the same way (sequence_metrics.py).
 
 What is joined is bounded. Of long sequences, and of outputs as wide as a vocabulary, each part gives its first
 positions, one at least: to a loss that is a sum over positions, these are as good as all, and one that misses a target
@@ -12,6 +12,7 @@ of a thousand is told from a rounding.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +24,17 @@ from allranks.layout import Layout
 from allranks.parallel.context import Context
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.sequences import shorten
+from allranks.stepping.alike import everyones
 from allranks.stepping.loss_check import undisturbed
 from allranks.stepping.passes import Forward
+from allranks.stepping.sequence_metrics import (
+    Joined,
+    Metrics,
+    compare_metrics,
+    copied,
+    judge_metrics,
+    relative_of,
+)
 from allranks.task_world import Alone, rows_of
 from allranks.verdict import Decision
 
@@ -32,13 +42,14 @@ MOST_BYTES = 2**28  # of the joined output, where one position of each part take
 MOST_POSITIONS = 1024  # one target of so many is far beyond the tolerance
 UNKNOWN = "whether the loss of a sequence is the sum over its parts is not known"
 
-# What sums in another order leave between two losses of the same outputs, by the type that the loss comes in.
-_RELATIVE = {torch.float64: 1e-10, torch.float32: 5e-5}
-_HALF = 2e-2
-
 
 def check_sequence_loss(
-    forward: Forward, batch: Any, loss: Callable[[Any, Any], torch.Tensor], *, what: str
+    forward: Forward,
+    batch: Any,
+    loss: Callable[[Any, Any], torch.Tensor],
+    *,
+    what: str,
+    metrics: Metrics | None = None,
 ) -> Decision:
     """Compare the loss of whole sequences with the sum over their parts; collective over the world.
 
@@ -48,23 +59,45 @@ def check_sequence_loss(
         batch: whole, and the same on all ranks of a sequence; other data-parallel ranks may have another.
         loss: (output, batch) -> a sum over targets, 0-dim.
         what: what the batch is called.
+        metrics: (output, batch) -> name -> (sum, count), compared too where the loss can be; None where there are none.
 
     Raises:
-        LayoutError: on every rank: they differ.
+        LayoutError: on every rank: they differ, or a metric does.
     """
     spread, context, module = forward.spread, forward.spread.context, forward.spread.bare()
     assert context is not None
-    found, shown = (0.0, 0.0, 0.0), 0
+    found, shown, measured = (0.0, 0.0, 0.0), 0, None
     with undisturbed(module), torch.no_grad(), rows_of(Alone()):
         placed = forward.place(batch)
         output, length = forward.raw(placed, module), context.length
         if spread.mesh.has_output:
-            found, shown = _compare(forward, spread.precision.cast_output(output), batch, loss)
+            joined, shown = join_parts(forward, spread.precision.cast_output(output), batch)
+            found = _compare(context, spread.device, joined, loss)
+            if metrics is not None:
+                measured = compare_metrics(metrics, joined, context.group, spread.device)
     spread.reshard()
     told = torch.tensor([float(spread.mesh.has_output), *found, shown], dtype=torch.float64, device=spread.device)
-    everyones = [torch.empty_like(told) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyones, told)
-    return _judge(spread.mesh.layout, [one.tolist() for one in everyones], length, what)
+    all_told = [torch.empty_like(told) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_told, told)
+    decision = _judge(spread.mesh.layout, [one.tolist() for one in all_told], length, what)
+    if metrics is None or decision.what == UNKNOWN:
+        return decision
+    said = judge_metrics(everyones(measured, dist.group.WORLD, spread.device), spread.mesh.layout)
+    return replace(decision, because=f"{decision.because}; {said}") if said else decision
+
+
+def check_sequence_metrics(forward: Forward, output: Any, batch: Any, metrics: Metrics) -> None:
+    """The same of metrics alone, where a loop of one's own has the output of its part of `batch`; collective.
+
+    Raises:
+        LayoutError: on every rank: one of them is no sum over positions.
+    """
+    spread, context, measured = forward.spread, forward.spread.context, None
+    assert context is not None
+    if spread.mesh.has_output:
+        joined, _ = join_parts(forward, output, batch)
+        measured = compare_metrics(metrics, joined, context.group, spread.device)
+    judge_metrics(everyones(measured, dist.group.WORLD, spread.device), spread.mesh.layout)
 
 
 def advise_loss(cp: int) -> str:
@@ -93,38 +126,44 @@ def _judge(layout: Layout, told: Sequence[Sequence[float]], length: int, what: s
     return Decision(f"the loss of a sequence is the sum over its {layout.cp} parts", f"both are {whole:.6g} for {of}")
 
 
-def _compare(
-    forward: Forward, output: Any, batch: Any, loss: Callable[[Any, Any], torch.Tensor]
-) -> tuple[tuple[float, float, float], int]:
-    """((error, the sum over the parts, the loss of whole sequences), positions that were joined).
-
-    The error is a multiple of what is allowed; nan where there is no loss.
-    """
-    context, nothing = forward.spread.context, torch.full((), math.nan, dtype=torch.float64)
+def join_parts(forward: Forward, output: Any, batch: Any) -> tuple[Joined, int]:
+    """This rank's output and that of all parts, each with its batch; the positions of a sequence that they have."""
+    context = forward.spread.context
     assert context is not None
     share, sequences, batch = context.share, context.sequences, forward.on_device(batch)
     own, whole, length = _join(context, forward.spread.mesh, output, sequences.dim_in(batch))
     batch = sequences.shorten(batch, share.num_chunks, length)
+    return Joined(own, sequences.cut(batch, share)[0], whole, batch), length * share.num_chunks
+
+
+def _compare(
+    context: Context, device: torch.device, joined: Joined, loss: Callable[[Any, Any], torch.Tensor]
+) -> tuple[float, float, float]:
+    """(error, the sum over the parts, the loss of whole sequences).
+
+    The error is a multiple of what is allowed; nan where there is no loss.
+    """
+    nothing = torch.full((), math.nan, dtype=torch.float64)
     mine, first, again, relative = nothing, nothing, nothing, 0.0
     try:
-        found = loss(own, sequences.cut(batch, share)[0])
-        relative = _RELATIVE.get(found.dtype, _HALF)
-        # An operation in place on its output must not reach the second call, which tells whether it draws numbers.
-        first, again = (loss(pytree.tree_map_only(torch.Tensor, torch.clone, whole), batch) for _ in range(2))
+        # An operation in place on its output must not reach the later calls; the third tells whether it draws numbers.
+        found = loss(copied(joined.own), joined.own_batch)
+        relative = relative_of(found.dtype)
+        first, again = (loss(copied(joined.whole), joined.batch) for _ in range(2))
         mine = found if abs(float(first - again)) <= relative * abs(float(first)) else nothing
     except AllranksError:
         raise
     except Exception:
         # It has worked on the parts, whole; an output of a form that is not known here is no reason to end a run.
         pass
-    mine = mine.double().reshape(()).to(forward.spread.device)
+    mine = mine.double().reshape(()).to(device)
     parts = torch.stack([mine, mine.abs()])
     dist.all_reduce(parts, group=context.group)
     (total, size), expected = parts.tolist(), float(first)
     allowed = relative * (size + abs(expected))
     difference = abs(total - expected)
     error = difference / allowed if allowed else 0.0 * difference
-    return (error, total, expected), length * share.num_chunks
+    return error, total, expected
 
 
 def _join(context: Context, mesh: Mesh, output: Any, usual: int) -> tuple[Any, Any, int]:

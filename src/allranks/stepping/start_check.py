@@ -5,6 +5,7 @@ What forward gets, how targets are counted, what the loss is, and whether it lea
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import Any
@@ -23,6 +24,7 @@ from allranks.parallel.data_parallel import describe_gathering
 from allranks.parallel.spread import Spread
 from allranks.stepping.alike import everyones
 from allranks.stepping.buffer_check import check_buffers
+from allranks.stepping.evaluate import measure
 from allranks.stepping.flops import count_flops
 from allranks.stepping.loss_check import NUM_SAMPLES, LossNature, examine_loss
 from allranks.stepping.passes import Forward, buffers_kept
@@ -147,7 +149,9 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
         ),
     )
     if spread.context is not None:
-        decisions += (check_sequence_loss(forward, batch, task.loss, what=f"{len(samples)} samples"),)
+        measured = None if type(task).metrics is Task.metrics else partial(measure, task)
+        what = f"{len(samples)} samples"
+        decisions += (check_sequence_loss(forward, batch, task.loss, what=what, metrics=measured),)
     flops = count_flops(forward, batch, len(samples))
     decisions += _meet_unused(forward, batch, group)
     if spread.mesh.layout.kind == "data_parallel":

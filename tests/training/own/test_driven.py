@@ -28,6 +28,7 @@ from tests.training.own.runs import (
     resumable,
     run_loop,
     words_loss,
+    words_metrics,
 )
 
 pytestmark = pytest.mark.distributed
@@ -215,6 +216,15 @@ WRONG: dict[str, tuple[str, Callable[[], nn.Module], Callable[..., object], str]
         lambda: model_of("transformer"),
         lambda w, m, o, b: w.evaluate(Words(), lambda batch: {"n": (1, 1)}, batch=8),
         "world.evaluate(dataset, measure): layout cp=2 spreads a forward over several processes: give metrics=",
+    ),
+    "a metric of whole sequences": (
+        "cp=2",
+        lambda: model_of("transformer"),
+        lambda w, m, o, b: [
+            w.evaluate(Words(), metrics=words_metrics, batch=8),
+            w.evaluate(Words(), metrics=lambda output, batch: {"exact": (0, len(output))}, batch=8),
+        ],
+        "does not measure what one process measures: metrics() gives exact as 0 of 16, summed over the 2 parts",
     ),
     "two ways": (
         "single",

@@ -21,7 +21,7 @@ from allranks.stepping.flops import count_flops
 from allranks.stepping.loss_check import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.position_check import check_positions
-from allranks.stepping.sequence_loss import check_sequence_loss
+from allranks.stepping.sequence_loss import check_sequence_loss, check_sequence_metrics
 from allranks.stepping.whole_check import UNCOMPARED, compare_whole, pass_uncompared
 from allranks.training.own.forward import Loss, OwnTask, check_loss, check_number, make_forward
 from allranks.training.own.models import OwnModels
@@ -42,6 +42,7 @@ class Driven:
         self._models = models
         self._decide = decide
         self._forward: Forward | None = None
+        self._compared: set[object] = set()
 
     def forward(self, batch: Any) -> Forward:
         """The forward for batches like this one; what there is to find out on the first one is; collective then.
@@ -60,11 +61,19 @@ class Driven:
         return self._forward
 
     def measure(self, metrics: Metrics, batch: Any) -> Mapping[str, tuple[Any, Any]]:
-        """`metrics` of the output for a batch; {} where another rank has the output; collective."""
+        """`metrics` of the output for a batch; {} where another rank has the output; collective.
+
+        Raises:
+            LayoutError: on every rank: sequences are cut, and one of them is no sum over positions.
+        """
         with self._models.driving():
             forward = self.forward(batch)
             placed = forward.place(batch)
             output = forward(placed)
+            code = getattr(metrics, "__code__", type(metrics))  # a loop may make the same function anew each time
+            if forward.spread.context is not None and code not in self._compared:
+                self._compared.add(code)
+                check_sequence_metrics(forward, output, batch, metrics)
         return metrics(output, placed) if forward.spread.mesh.has_output else {}
 
     def compare(self, batch: Any, loss: Loss) -> None:
