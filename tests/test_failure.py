@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.errors import CheckpointError, ProcessError, TaskError
+from allranks.errors import CheckpointError, ProcessError, RunError, TaskError
 from allranks.failure import (
     Failure,
     clear_failures,
@@ -18,6 +18,7 @@ from allranks.failure import (
     describe_signal,
     first_failure,
     read_failures,
+    record_failure,
     run_recorded,
 )
 
@@ -121,6 +122,14 @@ def test_run_recorded_gives_the_code_and_leaves_a_record(tmp_path: Path) -> None
     assert failure.render() in (tmp_path / "rank-00002.log").read_text()
     clear_failures(tmp_path)
     assert read_failures(tmp_path) == []
+
+
+def test_what_cannot_be_written_down_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A full disk may be what has ended the worker: its code and its words stay."""
+    (tmp_path / "file").touch()
+    error = RunError("the journal cannot be written: No space left on device")
+    assert record_failure(error, rank=0, folder=tmp_path / "file") == 78
+    assert "the journal cannot be written: No space left on device" in capsys.readouterr().err
 
 
 def test_what_a_killed_worker_was_writing_goes_with_its_record(tmp_path: Path) -> None:

@@ -176,13 +176,16 @@ def run_recorded(entry: Callable[..., int | None], args: Sequence[Any], *, rank:
 def record_failure(error: BaseException, *, rank: int, folder: Path | None) -> int:
     """Write down the error that ends this worker; the exit code to end with."""
     failure = describe_error(error, rank)
+    try:
+        if folder is not None:
+            failure.write(folder)
+            with (folder / f"rank-{rank:05d}.log").open("a", encoding="utf-8") as log:
+                log.write(failure.render() + "\n")
+    except OSError:  # a full disk, say, which may be what has ended this worker
+        folder = None
     if folder is None:
         shown = replace(failure, traceback="") if failure.consequence else failure  # the cause is told elsewhere
         print(shown.render(), file=sys.stderr, flush=True)
-    else:
-        failure.write(folder)
-        with (folder / f"rank-{rank:05d}.log").open("a", encoding="utf-8") as log:
-            log.write(failure.render() + "\n")
     _tell_torchrun(failure)
     return failure.exit_code
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from allranks.errors import RunError
 from allranks.observing.journal import Journal
 from allranks.observing.recorder import Recorder, StepRecord, Value
 
@@ -179,7 +180,7 @@ def test_an_unwritable_board_is_not_silent(journal: Journal, tmp_path: Path) -> 
     (tmp_path / "file").touch()
     recorder = Recorder(journal, tensorboard=tmp_path / "file" / "tb")
     recorder.record(step(1))
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(RunError, match="cannot be written: Not a directory"):
         recorder.close()
     assert [line["step"] for line in lines(journal)] == [1]
 

@@ -1,8 +1,10 @@
 """What TensorBoard's own reader finds in our files."""
 
+import io
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
+from allranks.errors import RunError
 from allranks.observing.tensorboard import ScalarWriter, _Checksum
 
 
@@ -71,3 +74,21 @@ def test_the_checksum_is_tensorboards(data: bytes) -> None:
 
 
 CHECKSUM = _Checksum()
+
+
+class Full(io.BytesIO):
+    """A file on a full disk."""
+
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
+    writer: Any = ScalarWriter(tmp_path)
+    kept, writer._file = writer._file, Full()
+    with pytest.raises(RunError, match=r"tfevents.* cannot be written: No space left on device; make room there and"):
+        writer.flush()
+    kept.close()
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="cannot be written: Not a directory"):
+        ScalarWriter(tmp_path / "file" / "tensorboard")

@@ -9,7 +9,8 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -17,6 +18,8 @@ import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import CRC_TABLE, crc32c
+
+from allranks.errors import RunError
 
 FILE_VERSION = "brain.Event:2"
 MASK_DELTA = 0xA282EAD8
@@ -34,10 +37,15 @@ class ScalarWriter:
             directory: RUN/tensorboard.
             purge_from: the first step that will be written, where earlier attempts may have written it too: readers
                 then drop every earlier point from that step on, so that a step done again appears once.
+
+        Raises:
+            RunError: here and later: the file system refuses (full, read-only).
         """
-        directory.mkdir(parents=True, exist_ok=True)
-        self.path = _next_path(directory)
-        self._file = self.path.open("xb", buffering=BUFFER_BYTES)
+        self.path = directory
+        with self._refused():
+            directory.mkdir(parents=True, exist_ok=True)
+            self.path = _next_path(directory)
+            self._file = self.path.open("xb", buffering=BUFFER_BYTES)
         self._checksum = _Checksum()
         self._headers: dict[int, bytes] = {}
         self._templates: dict[tuple[str, ...], tuple[Any, list[Any]]] = {}
@@ -61,11 +69,23 @@ class ScalarWriter:
 
     def flush(self) -> None:
         """Hand what was written to the system, where a reader sees it."""
-        self._file.flush()
+        with self._refused():
+            self._file.flush()
 
     def close(self) -> None:
         """Flush and close; closing twice is allowed."""
-        self._file.close()
+        with self._refused():
+            self._file.close()
+
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                f"{self.path} cannot be written: {error.strerror or error}; make room there and resume the run, or set "
+                "track.tensorboard=false"
+            ) from error
 
     def _append(self, event: Any) -> None:
         data = event.SerializeToString()
@@ -73,7 +93,8 @@ class ScalarWriter:
         if header is None:
             length = struct.pack("<Q", len(data))
             header = self._headers[len(data)] = length + self._checksum.masked(length)
-        self._file.write(header + data + self._checksum.masked(data))
+        with self._refused():
+            self._file.write(header + data + self._checksum.masked(data))
 
 
 @final
