@@ -103,11 +103,16 @@ def deviating(run: RunRecord, by: float) -> RunRecord:
 
 @pytest.mark.parametrize(("own_types", "found"), [(True, 0), (False, 1)])
 def test_an_own_loop_is_allowed_a_multiple_of_its_largest_shake(own_types: bool, found: int) -> None:
-    """Its first run and two shakes say too little for a standard deviation."""
-    some = evidence(lambda ranks: [scale(run.steps[0].raw, 1.02, ["bias"]) for run in ranks])
-    shakes = [deviating(one_device(), 0.003), deviating(one_device(), -0.003)]
-    some = replace(some, one=OneDevice(one_device(), [*shakes, *shakes]), own_types=own_types)
+    """Of one run in eight that is 0.4% off the factor may be 3.2%, and is within six standard deviations at 0.9%."""
+
+    def off(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            scale(run.steps[0].raw, 1.015, ["bias"])
+
+    some = evidence(off)
+    shakes = [deviating(one_device(), by) for by in (0.004, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)]
+    some = replace(some, one=OneDevice(one_device(), shakes), own_types=own_types)
     assert [finding.tensor for finding in judge_low_precision(some)] == ["bias"] * found
     first = one_device().steps[0].raw
-    assert around_first("bias", first, [run.steps[0].raw for run in shakes]).allowed == pytest.approx(0.024)
+    assert around_first("bias", first, [run.steps[0].raw for run in shakes]).allowed == pytest.approx(0.032)
     assert torch.equal(around_first("bias", first, []).of, VALUES["bias"] * 0.25)

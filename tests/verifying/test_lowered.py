@@ -82,7 +82,7 @@ class Compared:
         self.first = run(1, recorder.decide, precision=precision)
         self.replayer = Replayer(recorder.recorded(), getattr(torch, precision))
         self.replayed = [run(1, self.replayer.decide, rounding, precision) for rounding in SEVEN]
-        self.free = [run(1, None, rounding, precision) for rounding in SEVEN]
+        self.free = [run(1, None, rounding, precision) for rounding in SEVEN[:4]]
         self.replayer.replayed = 0
         self.other, self.other_free = (run(16, decide, precision=precision) for decide in (self.replayer.decide, None))
 
@@ -159,7 +159,9 @@ def test_parameters_are_shaken_where_pieces_leave_something_out(
 def test_a_convolution_is_shaken(tmp_path: Path) -> None:
     program = tmp_path / "convolved.py"
     program.write_text(
-        LOUD.replace("nn.Linear(4, 2)", "nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 1, 3), nn.Flatten())")
+        LOUD.replace(
+            "nn.Linear(4, 2)", "nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 1, 3), nn.Tanh(), nn.Flatten())"
+        )
     )
     with_shakes = alone(str(program), "train.precision=bfloat16").one.variants
     assert len(with_shakes) >= len(SHAKES) and all(not run.error for run in with_shakes)
