@@ -5,7 +5,8 @@ is multiplied by 1 + x, and the records are judged as verify judges them: the sm
 by itself. Told are the median over tensors, and how many are found
 at 1e-9 (float64) and 2% (bfloat16); --json names the others.
 
-    python bench/sensitivity.py [--layouts ddp,fsdp,tp] [--precisions float64,bfloat16] [--quick] [--json]
+    python bench/sensitivity.py [--tasks digits,transformer] [--layouts ddp,fsdp,tp] [--precisions float64,bfloat16]
+        [--quick] [--json]
 """
 
 import argparse
@@ -31,7 +32,14 @@ from allranks.verifying.task_ranks import Errand, TaskRecord, run_task_rank
 from allranks.verifying.task_verify import Plan, evidence_of, plan_run, run_task_alone
 
 ROOT = Path(__file__).parents[1]
-TASKS = {"digits": ROOT / "examples/digits/task.py", "transformer": ROOT / "corpus/task_deep.py"}
+TASKS = {
+    "digits": ROOT / "examples/digits/task.py",
+    "transformer": ROOT / "corpus/task_deep.py",
+    "text": ROOT / "corpus/task_text.py",
+    "experts": ROOT / "corpus/task_experts.py",
+}
+DEFAULT_TASKS = "digits,transformer"
+"""The others do not run under every layout."""
 LAYOUTS = {"ddp": "ddp", "fsdp": "fsdp", "tp": "tp=2"}
 PRECISIONS = ("float64", "bfloat16")
 WANTED = {"float64": 1e-9, "bfloat16": 0.02}
@@ -126,7 +134,7 @@ def show(found: dict[str, Any]) -> str:
 def main() -> None:
     """Run, search and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--tasks", default=DEFAULT_TASKS, help="some of " + ", ".join(TASKS))
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="some of " + ", ".join(LAYOUTS))
     parser.add_argument("--precisions", default=",".join(PRECISIONS))
     parser.add_argument("--quick", action="store_true", help="digits under ddp: ends within a minute")

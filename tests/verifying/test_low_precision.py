@@ -1,11 +1,13 @@
 """Gradients in a low precision: rounding passes, two percent do not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from allranks.verifying.low_precision import distance, judge_low_precision
-from allranks.verifying.recording import Part, RunRecord
-from tests.verifying.records import evidence, scale
+from allranks.verifying.low_precision import around_first, around_mean, distance, judge_low_precision
+from allranks.verifying.recording import OneDevice, Part, Parts, RunRecord
+from tests.verifying.records import VALUES, evidence, one_device, scale
 
 
 def rounded(run: RunRecord) -> None:
@@ -36,3 +38,81 @@ def test_what_is_nowhere_is_seen() -> None:
 def test_distance() -> None:
     error, factor = distance(torch.full((4,), 1.5), torch.ones(4))
     assert (error, factor) == (0.5, 1.5)
+
+
+SIGMA = 0.002
+"""Of a run's factor, in what follows."""
+
+
+def runs(number: int, size: int = 4096, signal: float = 1.0, sigma: float = SIGMA, seed: int = 0) -> list[Parts]:
+    """One tensor as so many runs have it: factors of a given standard deviation, and noise that has no factor."""
+    generator = torch.Generator().manual_seed(seed)
+    factors = 1 + sigma * torch.randn(number, generator=generator, dtype=torch.float64)
+    noise = 0.01 * torch.randn(number, size, generator=generator, dtype=torch.float64)
+    return [{"w": Part(None, signal * f + n)} for f, n in zip(factors, noise, strict=True)]
+
+
+def test_allowed_are_six_standard_deviations_of_a_run_and_of_the_mean() -> None:
+    first, *others = runs(400)
+    factor = around_mean(["w"], first, others)["w"]
+    assert factor.allowed == pytest.approx(6 * SIGMA, rel=0.1)
+    assert float(factor.of.mean()) == pytest.approx(1.0, abs=3e-4), "the mean of all runs, not the first"
+    few = [around_mean(["w"], first, others)["w"].allowed for first, *others in (runs(7, seed=n) for n in range(200))]
+    assert sum(few) / len(few) == pytest.approx(6 * SIGMA * (1 + 1 / 7) ** 0.5, rel=0.1), "neither more of few runs"
+
+
+def test_less_than_half_an_ulp_is_never_accused() -> None:
+    first, *others = runs(7, sigma=0.0)
+    assert around_mean(["w"], first, others)["w"].allowed == 0.004 == around_mean(["w"], first, [])["w"].allowed
+
+
+def test_runs_that_are_alike_by_chance_are_held_to_what_others_are_not() -> None:
+    first, *others = runs(7, sigma=1e-6)
+    alone = around_mean(["w"], first, others)["w"].allowed
+    loud = [
+        {f"v{n}": run["w"] for n, run in enumerate(some)}
+        for some in zip(*(runs(7, seed=n) for n in (1, 2, 3)), strict=True)
+    ]
+    together = [{**run, **more} for run, more in zip([first, *others], loud, strict=True)]
+    beside = around_mean(["w", "v0", "v1", "v2"], together[0], together[1:])["w"].allowed
+    assert alone == 0.004 and 0.0045 < beside < 6 * SIGMA, "half of theirs, as three runs beside six"
+
+
+def test_a_gradient_of_nothing_but_rounding_is_allowed_any_factor_and_widens_no_other() -> None:
+    """Each run is like the mean that it is in, and another run is not: 0 times it."""
+    noise, plain = runs(8, signal=0.0), runs(8, sigma=1e-6, seed=1)
+    together = [{"w": a["w"], "b": b["w"], "c": b["w"]} for a, b in zip(plain, noise, strict=True)]
+    together = [{**parts, "d": parts["w"]} for parts in together]
+    *known, other = [{"w": p["w"], "x": p["d"], "y": p["d"], "b": p["b"]} for p in together]
+    factors = around_mean(["w", "x", "y", "b"], known[0], known[1:])
+    assert abs(distance(other["b"].value, factors["b"].of)[1] - 1) == pytest.approx(1.0, abs=0.2)
+    assert factors["b"].allowed > 2 and factors["w"].allowed == 0.004
+
+
+def test_a_gradient_of_zero_says_nothing() -> None:
+    first, *others = runs(7)
+    zeros = [{**run, **{f"z{n}": Part(None, torch.zeros(3)) for n in range(5)}} for run in (first, *others)]
+    names = list(zeros[0])
+    assert around_mean(names, zeros[0], zeros[1:])["w"].allowed == around_mean(["w"], first, others)["w"].allowed
+
+
+def deviating(run: RunRecord, by: float) -> RunRecord:
+    scale(run.steps[0].raw, 1 + by)
+    return run
+
+
+@pytest.mark.parametrize(("own_types", "found"), [(True, 0), (False, 1)])
+def test_an_own_loop_is_allowed_a_multiple_of_its_largest_shake(own_types: bool, found: int) -> None:
+    """Of one run in eight that is 0.4% off the factor may be 3.2%, and is within six standard deviations at 0.9%."""
+
+    def off(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            scale(run.steps[0].raw, 1.015, ["bias"])
+
+    some = evidence(off)
+    shakes = [deviating(one_device(), by) for by in (0.004, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)]
+    some = replace(some, one=OneDevice(one_device(), shakes), own_types=own_types)
+    assert [finding.tensor for finding in judge_low_precision(some)] == ["bias"] * found
+    first = one_device().steps[0].raw
+    assert around_first("bias", first, [run.steps[0].raw for run in shakes]).allowed == pytest.approx(0.032)
+    assert torch.equal(around_first("bias", first, []).of, VALUES["bias"] * 0.25)

@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from allranks.layout import Layout
 from allranks.request import TrainRequest
 from allranks.training.prepare import prepare
 from allranks.verifying import lowered
@@ -17,7 +18,17 @@ from allranks.verifying.choosing import Choosing
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
 from allranks.verifying.low_precision import judge_low_precision
-from allranks.verifying.lowered import VARIATIONS, LoweredOne, run_alone_lowered, run_lowered
+from allranks.verifying.lowered import (
+    PIECES,
+    SHAKES,
+    LoweredOne,
+    Rounding,
+    needs_shakes,
+    roundings,
+    run_alone_lowered,
+    run_lowered,
+)
+from allranks.verifying.pieces import Pieces
 from allranks.verifying.recording import OneDevice, Part, RunRecord
 from allranks.verifying.routing import Recorder, Replayer
 from allranks.verifying.task_alone import TaskAlone, Variation
@@ -28,7 +39,8 @@ from tests.commands import POINTS, PROGRAMS
 
 TIES = str(PROGRAMS / "near_ties.py")
 EXPERTS = str(PROGRAMS.parents[1] / "corpus" / "task_experts.py")
-PLAIN = Variation()
+PLAIN = Rounding(Variation())
+SEVEN = roundings(Layout())
 WORDS = ("train.global_batch=64", "train.steps=1")
 
 LOUD = """
@@ -52,14 +64,14 @@ class Loud(allranks.Task):
 """
 
 
-def run(pieces: int, decide: Any, variation: Variation = PLAIN, precision: str = "bfloat16") -> RunRecord:
+def run(pieces: int, decide: Any, rounding: Rounding = PLAIN, precision: str = "bfloat16") -> RunRecord:
     """One step of the Task of near-ties, whose products are added up in so many pieces."""
     words = (*WORDS, f"train.precision={precision}", f"task.pieces={pieces}")
     prepared = prepare(TrainRequest(task_spec=TIES, overrides=words))
     observer, low = look.Observer(), getattr(torch, precision)
     choosing = None if decide is None else Choosing(decide)
-    with observer.watching():
-        return TaskAlone(prepared.task, prepared.config, 1, observer, variation, low, choosing=choosing).run()
+    with observer.watching(), Pieces(rounding.pieces):
+        return TaskAlone(prepared.task, prepared.config, 1, observer, rounding.variation, low, choosing=choosing).run()
 
 
 class Compared:
@@ -69,8 +81,8 @@ class Compared:
         recorder = Recorder()
         self.first = run(1, recorder.decide, precision=precision)
         self.replayer = Replayer(recorder.recorded(), getattr(torch, precision))
-        self.replayed = [run(1, self.replayer.decide, variation, precision) for variation in VARIATIONS]
-        self.free = [run(1, None, variation, precision) for variation in VARIATIONS]
+        self.replayed = [run(1, self.replayer.decide, rounding, precision) for rounding in SEVEN]
+        self.free = [run(1, None, rounding, precision) for rounding in SEVEN[:4]]
         self.replayer.replayed = 0
         self.other, self.other_free = (run(16, decide, precision=precision) for decide in (self.replayer.decide, None))
 
@@ -114,8 +126,45 @@ def test_the_scale_of_float16_leaves_room(tmp_path: Path) -> None:
     # Divided by the 8 samples: 4.5 at the weight, which 2**12 times room leaves within 65504, and 2**14 does not.
     assert (small.scale, large.scale) == (2.0**10, 2.0**8) and small.recorded == {}
     assert torch.equal(small.one.run.steps[0].raw["weight"].value, torch.full((2, 4), 4.5))
-    assert len(small.one.variants) == len(VARIATIONS)
+    assert small.one.variants == [], "no rounding moves halves: all are copies of the first"
     assert not alone(str(program), "task.times=1e6").fits
+
+
+def test_products_are_cut_as_tensor_parallelism_cuts_them() -> None:
+    assert [one.pieces for one in roundings(Layout(tp=4))] == [1, *PIECES, 6, 1] == [one.pieces for one in SEVEN]
+    assert 8 in [one.pieces for one in roundings(Layout(dp_shard=1, tp=8))]
+    assert [one.variation.exact for one in SEVEN] == [False] * 5 + [True]
+    assert not any(one.variation.shake for one in SEVEN) and all(one.variation.shake for one in SHAKES)
+
+
+def test_every_rounding_is_another_run() -> None:
+    found = alone(TIES, "train.precision=bfloat16").one
+    raw = [run.steps[0].raw["1.inner.weight"].value for run in (found.run, *found.variants)]
+    assert len(raw) == 1 + len(SEVEN), "no shakes beside products in pieces"
+    assert len({tensor.numpy().tobytes() for tensor in raw}) == len(raw)
+
+
+@pytest.mark.parametrize(
+    ("gather", "cut", "whole", "needed"),
+    [(None, 5, 0, False), (None, 0, 0, True), (None, 5, 1, True), ("bfloat16", 5, 0, True), ("float32", 5, 0, False)],
+)
+def test_parameters_are_shaken_where_pieces_leave_something_out(
+    gather: Literal["bfloat16", "float32"] | None, cut: int, whole: int, needed: bool
+) -> None:
+    some = Pieces(2)
+    some.cut, some.whole = cut, whole
+    assert needs_shakes(Layout(gather=gather), [Pieces(1), some]) is needed
+
+
+def test_a_convolution_is_shaken(tmp_path: Path) -> None:
+    program = tmp_path / "convolved.py"
+    program.write_text(
+        LOUD.replace(
+            "nn.Linear(4, 2)", "nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 1, 3), nn.Tanh(), nn.Flatten())"
+        )
+    )
+    with_shakes = alone(str(program), "train.precision=bfloat16").one.variants
+    assert len(with_shakes) >= len(SHAKES) and all(not run.error for run in with_shakes)
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,14 +40,27 @@ def test_without_it_nothing_is_found(layout: str) -> None:
     assert verify(layout, "train.precision=bfloat16").exit_code == 0
 
 
+def rows(*words: str) -> list[dict[str, Any]]:
+    ran = subprocess.run(
+        [sys.executable, BENCH, "--json", *words], capture_output=True, text=True, check=False, timeout=900
+    )
+    assert ran.returncode == 0, ran.stderr
+    found: list[dict[str, Any]] = json.loads(ran.stdout)["rows"]
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp"])
+def test_two_percent_are_found_in_nearly_every_tensor_of_a_transformer(layout: str) -> None:
+    (low,) = rows("--tasks", "transformer", "--precisions", "bfloat16", "--layouts", layout)
+    assert low["tensors"] == 38 and len(low["not_found"]) <= 4 and low["median"] < 0.015, low
+
+
 @pytest.mark.full
 @pytest.mark.distributed
 def test_the_table_is_what_the_program_finds() -> None:
-    ran = subprocess.run(
-        [sys.executable, BENCH, "--quick", "--json"], capture_output=True, text=True, check=False, timeout=900
-    )
-    assert ran.returncode == 0, ran.stderr
-    exact, low = json.loads(ran.stdout)["rows"]
+    exact, low = rows("--quick")
     assert (exact["precision"], low["precision"]) == ("float64", "bfloat16")
     assert exact["tensors"] == 4 and exact["not_found"] == low["not_found"] == []
     assert 1e-13 < exact["median"] <= exact["worst"] <= 1e-9 and 0.003 < low["median"] <= low["worst"] <= 0.02

@@ -71,6 +71,8 @@ def test_a_lower_precision() -> None:
     gradient, rounded = exact.steps[0].raw["0.weight"].value, low.steps[0].raw["0.weight"].value
     assert rounded.dtype == torch.float32 and not torch.allclose(gradient.float(), rounded, rtol=1e-5)
     assert torch.allclose(gradient.float(), rounded, rtol=0.1, atol=0.05)
+    without = run(Variation(exact=True), lowered=torch.bfloat16).steps[0].raw["0.weight"].value
+    assert without.dtype == torch.float32 and torch.allclose(gradient.float(), without, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

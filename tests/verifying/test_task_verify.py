@@ -15,7 +15,7 @@ from allranks.verifying.answer import Answer
 from allranks.verifying.recording import OneDevice
 from allranks.verifying.shrinking import Room
 from allranks.verifying.task_ranks import Errand
-from allranks.verifying.task_verify import hindrance, nearest, plan_run, run_task_alone, verify_task
+from allranks.verifying.task_verify import hindrance, nearest, notes_of, plan_run, run_task_alone, verify_task
 from tests.commands import POINTS, PROGRAMS
 from tests.programs import law_mutants, mutants
 from tests.verifying.mistakes import DEEP_BLOCKS, EXPERT_BLOCKS, LAWS, LOAD, OURS, START, UNSEEN, Mistake
@@ -111,6 +111,15 @@ def test_every_mistake_is_in_the_list() -> None:
     made = {("mutants", name) for name in mutants.MISTAKES} | {("law_mutants", name) for name in law_mutants.MISTAKES}
     assert listed == made
     assert {mistake.law for mistake in OURS} | UNSEEN.keys() == LAWS.keys() == set(range(1, 16))
+
+
+def test_float8_is_said_not_to_be_compared() -> None:
+    def notes(precision: str) -> str:
+        request = TrainRequest(task_spec=POINTS, layout="fsdp", nproc=2, overrides=(f"train.precision={precision}",))
+        return " ".join(notes_of(plan_run(request, 2)))
+
+    assert "not compared in float8, because each process scales by" in notes("float8")
+    assert "not compared" not in notes("bfloat16") + notes("float32")
 
 
 @pytest.mark.full

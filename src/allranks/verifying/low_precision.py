@@ -1,12 +1,15 @@
 """Gradients of a run in a low precision: how far off is decided by what rounding in that precision was seen to do.
 
 Two numbers for each tensor: the relative error (in the 2-norm), and the factor by which it is too large, which is known
-much better, since rounding averages out in it.
+much better, since rounding averages out in it. The factor is one to the mean of all runs of one device, and may be as
+far from 1 as a few standard deviations of theirs: of this tensor and, since a few runs may be alike by chance, of all.
 """
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Final
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Final, final
 
 import torch
 
@@ -17,7 +20,10 @@ from allranks.verifying.gradient_causes import explain_gradients
 from allranks.verifying.recording import Parts
 
 TIMES_ERROR: Final = 4.0  # of the largest error of a variant
-TIMES_FACTOR: Final = 8.0  # of the largest deviation of a variant's factor
+TIMES_FACTOR: Final = 8.0  # of the largest deviation of a variant's factor, of an own loop
+TIMES_NOISE: Final = 6.0  # of the standard deviation of a run's factor; at 5 a clean run of tp=8 was accused
+POOLED_RUNS: Final = 3  # as many runs of a tensor's own do all tensors together count for
+MOST_POOLED: Final = 9.0  # of the median: a gradient of nothing but rounding has no factor, and says none of others
 LEAST_FACTOR: Final = 0.004  # half an ulp of bfloat16: a factor nearer to 1 than that is not seen
 LEAST_ERROR: Final = 0.008
 
@@ -35,12 +41,78 @@ def _judge_some(evidence: Evidence, what: str, names: Collection[str]) -> list[F
     expected: Parts = getattr(one, what)
     variants = [getattr(run.steps[0], what) for run in evidence.one.variants]
     held = [getattr(record, what) for record in ranks]
-    off = [m for n in expected if n in names and (m := compare_noisy(n, expected, held, variants, evidence))]
+    if evidence.own_types:
+        allowed = {name: around_first(name, expected, variants) for name in expected if name in names}
+    else:
+        allowed = around_mean([name for name in expected if name in names], expected, variants)
+    off = [m for n, factor in allowed.items() if (m := compare_noisy(n, expected, held, variants, factor, evidence))]
     return explain_gradients(evidence, 0, what, off) if off else []
 
 
+@final
+@dataclass(frozen=True)
+class Factor:
+    """By which factor a tensor may be too large or too small.
+
+    Attributes:
+        of: what it is a factor of.
+        allowed: how far it may be from 1.
+    """
+
+    of: torch.Tensor
+    allowed: float
+
+
+def around_first(name: str, expected: Parts, variants: Sequence[Parts]) -> Factor:
+    """Of an own loop, of which only shakes are known: a multiple of the largest deviation from the first run."""
+    first, *others = _values(name, expected, variants)
+    return Factor(first, max([LEAST_FACTOR, *(TIMES_FACTOR * abs(_factor(v, first) - 1) for v in others)]))
+
+
+def around_mean(names: Sequence[str], expected: Parts, variants: Sequence[Parts]) -> dict[str, Factor]:
+    """Of a Task: some standard deviations around the mean of all runs of one device."""
+    seen = {name: _seen(_values(name, expected, variants)) for name in names}
+    known = [one.variance for one in seen.values() if one.number > 1 and bool(one.mean.any())]
+    most = MOST_POOLED * median(known) if known else 0.0
+    pooled = fmean(min(variance, most) for variance in known) if known else 0.0
+    return {name: Factor(one.mean, _allowed(one, pooled)) for name, one in seen.items()}
+
+
+@final
+@dataclass(frozen=True)
+class _Seen:
+    """What runs of one device have of a tensor: their number, their mean, the variance of a run's factor."""
+
+    number: int
+    mean: torch.Tensor
+    variance: float
+
+
+def _seen(values: Sequence[torch.Tensor]) -> _Seen:
+    """Each run is compared with the mean of the others: it would be like any mean that it is in."""
+    number, total = len(values), torch.stack([*values]).sum(0)
+    apart = [_factor(value, (total - value) / (number - 1)) - 1 for value in values] if number > 1 else [0.0]
+    # Such a difference has the variance of a run, and of a mean of number - 1 runs.
+    return _Seen(number, total / number, fmean(d * d for d in apart) * (number - 1) / number)
+
+
+def _allowed(one: _Seen, pooled: float) -> float:
+    own = one.number - 1
+    noise = math.sqrt((own * one.variance + POOLED_RUNS * pooled) / (own + POOLED_RUNS))
+    return max(LEAST_FACTOR, TIMES_NOISE * noise * math.sqrt(1 + 1 / one.number))
+
+
+def _values(name: str, expected: Parts, variants: Sequence[Parts]) -> list[torch.Tensor]:
+    return [parts[name].value.double() for parts in (expected, *variants) if name in parts]
+
+
+def _factor(value: torch.Tensor, whole: torch.Tensor) -> float:
+    """`distance`'s; 0 where there is nothing to be a factor of."""
+    return distance(value, whole)[1] if bool(whole.any()) else 0.0
+
+
 def compare_noisy(
-    name: str, expected: Parts, ranks: Sequence[Parts], variants: Sequence[Parts], evidence: Evidence
+    name: str, expected: Parts, ranks: Sequence[Parts], variants: Sequence[Parts], factor: Factor, evidence: Evidence
 ) -> Mismatch | None:
     """How one tensor is off, None where rounding explains it."""
     whole = expected[name].value.double()
@@ -50,13 +122,12 @@ def compare_noisy(
         return Mismatch(name, (), size, 0.0, size, {}, agree=True, missing=True)
     if not size:
         return None
-    noise = [distance(v[name].value.double(), whole) for v in variants if name in v]
-    error, factor = distance(value, whole)
-    allowed = max([LEAST_ERROR, *(TIMES_ERROR * e for e, _ in noise)])
-    allowed_factor = max([LEAST_FACTOR, *(TIMES_FACTOR * abs(f - 1) for _, f in noise)])
-    if error <= allowed and abs(factor - 1) <= allowed_factor:
+    noise = [distance(v[name].value.double(), whole)[0] for v in variants if name in v]
+    error, times = distance(value, whole)[0], _factor(value, factor.of)
+    allowed = max([LEAST_ERROR, *(TIMES_ERROR * e for e in noise)])
+    if error <= allowed and abs(times - 1) <= factor.allowed:
         return None
-    factors = {0: factor} if abs(factor - 1) > allowed_factor else {0: math.nan}
+    factors = {0: times} if abs(times - 1) > factor.allowed else {0: math.nan}
     everyone = tuple(range(len(ranks)))
     return Mismatch(name, everyone, error * size, allowed * size, size, factors, agree=True)
 

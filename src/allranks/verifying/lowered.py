@@ -10,12 +10,14 @@ from typing import Final, final
 
 import torch
 
+from allranks.layout import Layout
 from allranks.request import TrainRequest
 from allranks.stepping.scaler import INITIAL_SCALE
 from allranks.surviving.launch import launch
 from allranks.training.prepare import prepare, resolve_layout
 from allranks.verifying import observation as look
 from allranks.verifying.choosing import Choosing
+from allranks.verifying.pieces import Pieces
 from allranks.verifying.recording import OneDevice, RunRecord
 from allranks.verifying.routing import Recorded, Recorder, Replayer
 from allranks.verifying.shrinking import shrink
@@ -23,9 +25,38 @@ from allranks.verifying.task_alone import TaskAlone, Variation
 from allranks.verifying.task_ranks import Errand, TaskRecord, run_task_rank, shorten_validation
 
 LOWERED: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-VARIATIONS: Final = (Variation(shake=1, shuffled=True), Variation(shake=2, shuffled=True), Variation(apart=True))
-PLAIN: Final = Variation()
 ROOM: Final = 4.0  # between the scale that is used and the largest one that is known to fit in float16
+
+
+@final
+@dataclass(frozen=True)
+class Rounding:
+    """How a run rounds.
+
+    Attributes:
+        variation: of the run.
+        pieces: in which each product of matrices is computed.
+    """
+
+    variation: Variation
+    pieces: int = 1
+
+
+PLAIN: Final = Variation()
+APART: Final = Variation(apart=True)
+PIECES: Final = (2, 3, 4)
+SHAKES: Final = tuple(Rounding(Variation(shake=number, shuffled=True)) for number in (1, 2))
+"""These move the parameters, and so what is computed: by more than rounding does, which both sides do to equal ones."""
+
+
+def roundings(layout: Layout) -> list[Rounding]:
+    """What a spread run may do otherwise: how many samples a forward has, and how a product is added up.
+
+    The last one rounds nothing, so that it is as far from the first as that is from the truth, whatever the kernels.
+    """
+    numbers = dict.fromkeys((*PIECES, max(layout.tp, PIECES[-1])))
+    in_pieces = (Rounding(PLAIN, number) for number in numbers)
+    return [Rounding(APART), *in_pieces, Rounding(APART, 6), Rounding(Variation(exact=True))]
 
 
 @final
@@ -86,23 +117,53 @@ def run_alone_lowered(errand: Errand) -> LoweredOne:
     shorten_validation(prepared.task)
     shrink(prepared.task, errand.keep)
     observer = look.Observer()
+    seen: list[Pieces] = []
     with observer.watching():
 
-        def run(variation: Variation, scale: float, choosing: Choosing | None = None) -> RunRecord:
-            given = prepared.task, prepared.config, 1, observer, variation, lowered, scale, choosing
-            return TaskAlone(*given).run()
+        def run(rounding: Rounding, scale: float, choosing: Choosing | None = None) -> RunRecord:
+            given = prepared.task, prepared.config, 1, observer, rounding.variation, lowered, scale, choosing
+            with Pieces(rounding.pieces) as pieces:
+                seen.append(pieces)
+                return TaskAlone(*given).run()
 
         scale = 1.0
         if lowered is torch.float16:
-            scale = next((s for s in _scales() if _is_finite(run(PLAIN, ROOM * s))), 1.0)
+            scale = next((s for s in _scales() if _is_finite(run(Rounding(PLAIN), ROOM * s))), 1.0)
         # What is compiled is not looked into: then nothing is recorded, on neither side.
         recorder = Recorder() if layout.compile == "none" else None
-        first = run(PLAIN, scale, None if recorder is None else Choosing(recorder.decide))
+        first = run(Rounding(PLAIN), scale, None if recorder is None else Choosing(recorder.decide))
         if not _is_finite(first):
             return LoweredOne(OneDevice(first), fits=False)
         recorded = {} if recorder is None else recorder.recorded()
-        again = [run(v, scale, Choosing(Replayer(recorded, lowered).decide) if recorded else None) for v in VARIATIONS]
-        return LoweredOne(OneDevice(first, [v for v in again if _is_finite(v)]), scale, recorded)
+
+        def again(some: Sequence[Rounding]) -> list[RunRecord]:
+            return [run(r, scale, Choosing(Replayer(recorded, lowered).decide) if recorded else None) for r in some]
+
+        others = again(roundings(layout))
+        if needs_shakes(layout, seen):
+            others += again(SHAKES)
+        return LoweredOne(OneDevice(first, _distinct(first, others)), scale, recorded)
+
+
+def needs_shakes(layout: Layout, seen: Sequence[Pieces]) -> bool:
+    """Whether products in pieces leave something out: rounded parameters of the ranks, other kernels of the model."""
+    return layout.gather == "bfloat16" or any(one.whole for one in seen) or not any(one.cut for one in seen)
+
+
+def _distinct(first: RunRecord, others: Sequence[RunRecord]) -> list[RunRecord]:
+    """Those that are finite, and no copy of another: a copy says nothing of rounding, and would count as a run."""
+    kept = [first]
+    for run in others:
+        if _is_finite(run) and not any(_same(run, other) for other in kept):
+            kept.append(run)
+    return kept[1:]
+
+
+def _same(run: RunRecord, other: RunRecord) -> bool:
+    here, there = run.steps[0].raw, other.steps[0].raw
+    return here.keys() == there.keys() and all(
+        torch.equal(part.value, there[name].value) for name, part in here.items()
+    )
 
 
 def _scales() -> Iterator[float]:

@@ -41,12 +41,14 @@ class Variation:
         shake: seed of an ulp of noise on the parameters; None: none.
         shuffled: feed the samples of each forward in another order.
         apart: one sample a forward, where it does not matter which samples share one.
+        exact: no autocast, where the run has one.
         seed: of the random numbers of the steps.
     """
 
     shake: int | None = None
     shuffled: bool = False
     apart: bool = False
+    exact: bool = False
     seed: int = 1
 
 
@@ -190,7 +192,7 @@ class TaskAlone:
         arguments = resolve_inputs(self.task, model, batch).call(batch)
         if self.lowered is None:
             return call(model, arguments)
-        with torch.autocast("cpu", self.lowered):
+        with torch.autocast("cpu", self.lowered, enabled=not self.variation.exact):
             output = call(model, arguments)
         return cast_floats(output, torch.float32)
 
