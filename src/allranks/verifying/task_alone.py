@@ -193,8 +193,7 @@ class TaskAlone:
         if self.lowered is None:
             return call(model, arguments)
         with torch.autocast("cpu", self.lowered, enabled=not self.variation.exact):
-            output = call(model, arguments)
-        return cast_floats(output, torch.float32)
+            return cast_floats(call(model, arguments), torch.float32)
 
     def _losses(self, models: Mapping[str, nn.Module], batches: list[Any]) -> Iterator[tuple[str, torch.Tensor, int]]:
         if has_step(self.task):
