@@ -6,7 +6,6 @@ on a few zeros. What it refuses is a fault only where it takes the same zeros in
 so small a call says nothing of the step.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
@@ -91,9 +90,8 @@ def _check_product(short: str, args: Sequence[Any]) -> None:
 
 def _find_refusal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kinds: list[torch.dtype]) -> str | None:
     """What the processor's kernel says of these types, and which ones it takes; None where it may be of use."""
-    # Autocast has done its part before; a warning that is an error says nothing of types.
-    with unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    # Autocast has done its part before.
+    with unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         said = _call(func, args, kwargs, {})
         if said is None:
             return None
