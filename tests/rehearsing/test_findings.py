@@ -44,6 +44,14 @@ class Mixed(Layered):
         return Calling(mixed)
 
 
+class ShortLabels(Layered):
+    """Its labels are integers of 32 bits."""
+
+    def dataset(self, split: str) -> Any:
+        short = torch.tensor(3, dtype=torch.int32)
+        return [(row, short) for row, _ in super().dataset(split)] if split == "train" else None
+
+
 class Lopsided(Layered):
     """Rank 0 calls a collective that the others do not."""
 
@@ -125,6 +133,16 @@ BROKEN = [
         (),
         TaskError,
         r"of one dtype, and gets float32 and float64 \(in 1, tasks.py:\d+\); mend it there: it fails on one process",
+    ),
+    (
+        "labels of a type that no loss takes",
+        ShortLabels,
+        "ddp",
+        4,
+        (),
+        TaskError,
+        r"nll_loss_forward refuses float32 and int32: expected target dtype to be Long or Byte, but got Int; it takes "
+        r"float32 and int64 \(in loss, tasks.py:\d+\); mend it there: it fails on one process",
     ),
     ("shapes", Misshapen, "ddp", 4, (), TaskError, r"would fail: .*33\].*\(in 2\); mend it there: it fails on one"),
     (

@@ -127,7 +127,8 @@ def _watch(
     spread = told.spread
     shortened = shorten(spread, task.hints().blocks, full=full)
     told.passes.absent = shortened.absent
-    watch = Watch(spread, mode, ledger, (told.processes.agreement,))
+    on_cuda = told.processes.choice.backend == "nccl"
+    watch = Watch(spread, mode, ledger, (told.processes.agreement,), on_cuda=on_cuda)
     mark_state(told, ledger)
     watch_units(spread, ledger)
     with mode, watch.watching():

@@ -23,11 +23,10 @@ from allranks.profiling.kernels import count_flops
 from allranks.rehearsal import Category
 from allranks.rehearsed_messages import Message
 from allranks.rehearsing.groups import GroupNames
+from allranks.rehearsing.kernels import Kernels
 from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.places import LOSS, UPDATE, Places, asked_by_engine, line_that_asked, starred
 from allranks.rehearsing.terms import even_bytes, terms_of
-
-_ONE_TYPE = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution"}
 
 
 @final
@@ -36,6 +35,7 @@ class Watch(TorchDispatchMode):
 
     Args:
         ignored: groups whose collectives are no part of the model's step (the agreement's).
+        on_cuda: whether the processor's tensors stand for a GPU's.
     """
 
     def __init__(
@@ -44,10 +44,13 @@ class Watch(TorchDispatchMode):
         mode: FakeTensorMode,
         ledger: Ledger,
         ignored: Sequence[dist.ProcessGroup | None] = (),
+        *,
+        on_cuda: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
         self._ledger = ledger
+        self._kernels = Kernels(on_cuda=on_cuda)
         self._names = GroupNames(spread.mesh)
         self._ignored = {group.group_name for group in ignored if group is not None}
         modules = {which: spread.bare(which) for which in spread.modules}
@@ -81,7 +84,7 @@ class Watch(TorchDispatchMode):
             return 1.0 if args[0].dtype.is_floating_point else 1
         if name.startswith(("c10d::", "_c10d_functional::")):
             self._tell(name, args)
-        _check_types(name, args)
+        self._kernels.check(name, func, args, kwargs)
         found = run_kernel(func, tuple(args), kwargs)
         self._note(name, func, args, kwargs, found)
         return found
@@ -136,15 +139,6 @@ class Watch(TorchDispatchMode):
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor) and not leaf.is_meta]
-
-
-def _check_types(name: str, args: Sequence[Any]) -> None:
-    """Kernels for shapes take operands of several types; a processor's and a GPU's do not."""
-    if name in _ONE_TYPE:
-        kinds = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
-        if len(kinds) > 1:
-            said = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
-            raise RuntimeError(f"{name.removeprefix('aten::')} expects operands of one dtype, and gets {said}")
 
 
 def sent_bytes(args: Sequence[Any]) -> int:
