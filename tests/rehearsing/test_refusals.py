@@ -223,3 +223,10 @@ def test_what_raises_before_the_first_step_is_one_line_with_its_place(how: str, 
 def test_values_before_the_first_step_cannot_be_rehearsed() -> None:
     with pytest.raises(Unrehearsable, match=r"Unready cannot be rehearsed: .*needs values.* \(test_refusals\.py:\d+\)"):
         rehearsed(Unready(how="values"), "ddp", 2)
+
+
+def test_a_fault_of_ours_is_not_called_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the user's stands in its traceback, which tells it better than a line."""
+    monkeypatch.setattr("allranks.rehearsing.dryrun.assemble_rank", len)
+    with pytest.raises(TypeError, match="exactly one argument"):
+        rehearsed(Layered(), "ddp", 2)
