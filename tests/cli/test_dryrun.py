@@ -8,11 +8,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from allranks.cli.checking import OF_THE_LAYOUT
 from allranks.cli.main import main
 from tests.reporting.test_step_trace import check_format
 
 NAME = "tests.rehearsing.tasks:Tokens"
 FINDINGS = "tests.rehearsing.test_findings"
+REFUSALS = "tests.rehearsing.test_refusals"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,3 +130,37 @@ def test_what_cannot_be_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 3
     assert json.loads(out)["exit_code"] == 3
     assert "torch.where instead of a branch" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "cluster", "said"),
+    [
+        (("Reads", "task.how=text"), "1x2:cpu", "writes a tensor into text"),
+        (("Reads", "task.how=numbers"), "1x2:cpu", "join tensors by torch.stack"),
+        (("Reads", "task.how=sparse"), "1x2:cpu", "rehearse it with a dense one"),
+        (("Reads", "task.how=jagged"), "1x2:cpu", "rehearse it with a padded one"),
+        (("Reads", "task.how=save"), "1x2:cpu", "torch.save, pickle"),
+        (("Naming", "task.how=number"), "1x2:a100-80g", "take the device from one of them"),
+        (("Naming", "task.how=draw"), "1x2:a100-80g", "take the device from one of them"),
+    ],
+)
+def test_a_sound_program_that_reads_values_is_called_undetermined(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], cluster: str, said: str
+) -> None:
+    """Not faulty: `plan --check` takes a document of this kind for no word on the layout (cli/checking.py)."""
+    words = (f"{REFUSALS}:{words[0]}", *words[1:], "--cluster", cluster, "--layout", "ddp", "--json")
+    code, out, err = run(capsys, *words)
+    assert code == 3, err
+    document = json.loads(out)
+    assert document["kind"] == "Unrehearsable" and document["kind"] not in OF_THE_LAYOUT
+    assert said in document["error"] and re.search(r"\(in 1, test_refusals\.py:\d+\)", document["error"])
+
+
+@pytest.mark.parametrize("how", ["model", "dataset", "item", "optimizer"])
+def test_what_raises_before_the_first_step_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], how: str) -> None:
+    words = (f"{REFUSALS}:Unready", f"task.how={how}", "--cluster", "1x2:cpu", "--layout", "ddp", "--json")
+    code, out, err = run(capsys, *words)
+    assert code == 2 and "Traceback" not in err
+    document = json.loads(out)
+    assert (document["kind"], document["exit_code"]) == ("TaskError", 2)
+    assert re.search(r"Unready cannot start: .* \(test_refusals\.py:\d+\)", document["error"])

@@ -1,6 +1,8 @@
 """Models and kernels without memory."""
 
 import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -8,7 +10,17 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from allranks.profiling.fakes import build_fake, fake_mode, make_fake, refuse, run_kernel
+from allranks.profiling.fakes import (
+    LEAVE_OUT,
+    advise_values,
+    build_fake,
+    fake_mode,
+    make_fake,
+    needs_values,
+    refuse,
+    run_kernel,
+    what_failed,
+)
 
 ATEN = torch.ops.aten
 BEFORE = nn.Linear(3, 3)
@@ -107,3 +119,60 @@ def test_an_error_is_one_line_with_its_place() -> None:
     assert str(refuse("Words", "", ValueError(""))).startswith(
         "Words cannot be traced: ValueError: ; `allranks plan --measured`"
     )
+
+
+def raised(deed: Any) -> Exception:
+    """What `deed` raises of a tensor without memory, 4 by 4."""
+    with fake_mode(), pytest.raises(Exception) as caught:
+        deed(torch.ones(4, 4))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("deed", "what", "advice"),
+    [
+        (lambda x: f"{x.mean():.3f}", "it writes a tensor into text", LEAVE_OUT),
+        (lambda x: torch.tensor([x.mean(), x.mean()]), "it makes a tensor of the numbers in others", "torch.stack"),
+        (lambda x: x.to_sparse().untyped_storage(), "it makes a sparse tensor", "a dense one"),
+        (lambda x: x.to_sparse_csr(), "it makes a sparse tensor", "a dense one"),
+        (lambda x: torch.nested.nested_tensor([x, x[1:]], layout=torch.jagged), "as a jagged one's are", "padded"),
+        (lambda x: torch.save(x, io.BytesIO()), "it saves a tensor", LEAVE_OUT),
+        (pickle.dumps, "it saves a tensor", LEAVE_OUT),
+        (lambda x: bytes(x.untyped_storage()), "it reads a tensor's memory", LEAVE_OUT),
+        (lambda x: x.numpy(), "it leaves torch for numpy", "stay in torch"),
+        (lambda x: x.pin_memory(), "aten._pin_memory", LEAVE_OUT),
+        (lambda x: x.mean().item(), "aten._local_scalar_dense", "torch.where"),
+        (lambda x: x.nonzero(), "aten.nonzero", "keep the shape"),
+    ],
+)
+def test_reading_values_is_a_question_of_values(deed: Any, what: str, advice: str) -> None:
+    error = raised(deed)
+    assert needs_values(error)
+    assert what in what_failed(error, "") and advice in advise_values(error)
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        lambda x: x @ torch.ones(3, 3),
+        lambda x: x + torch.ones(4, device="meta"),
+        lambda x: x + "text",
+        lambda x: x(),
+        lambda x: x.absent(),
+        lambda x: x.sum(dim=x),
+        torch.ones,
+    ],
+)
+def test_what_real_tensors_would_raise_too_is_no_question_of_values(deed: Any) -> None:
+    assert not needs_values(raised(deed))
+
+
+def test_two_devices_are_no_question_of_values_whatever_torch_calls_its_tensors() -> None:
+    said = "Unhandled FakeTensor Device Propagation for aten.add.Tensor, found two different devices cpu, cuda:0"
+    assert not needs_values(RuntimeError(said))
+    assert needs_values(RuntimeError("Please convert all Tensors to FakeTensors first"))
+
+
+def test_torchs_lecture_on_linkers_is_left_out() -> None:
+    said = "Cannot get CUDA generator without ATen_cuda library. PyTorch splits its backend into two shared libraries"
+    assert what_failed(RuntimeError(said), "") == ("RuntimeError: Cannot get CUDA generator without ATen_cuda library.")

@@ -1,9 +1,13 @@
 """What goes wrong and when."""
 
+import re
+import tracemalloc
+
 import numpy as np
 import pytest
 
-from allranks.rehearsing.histories import BINS, draw_histories
+from allranks.errors import ConfigError
+from allranks.rehearsing.histories import BINS, EVENT_BYTES, MOST_BYTES, check_room, draw_histories
 from allranks.simulation import DAY, Component, FailureModel, Scope
 
 MODEL = FailureModel(
@@ -56,3 +60,26 @@ def test_slow_seconds_between_two_bins_are_spread_evenly() -> None:
 
     assert half == pytest.approx((found.slow[0, 40] + found.slow[0, 41]) / 2)
     assert found.slow_until(np.array([0]), np.array([DAY]))[0] == found.slow[0, -1]
+
+
+def test_more_than_memory_holds_is_refused_with_what_would_do() -> None:
+    with pytest.raises(ConfigError, match=r"1,000,000 runs of .* failures on 100 nodes need .* --runs \d+") as caught:
+        draw_histories(MODEL, 100, 50 * DAY, 10**6, seed=0)
+    most = int(re.findall(r"--runs (\d+) or fewer", str(caught.value))[0])
+    assert check_room(MODEL, 100, 50 * DAY, most) > 200
+    with pytest.raises(ConfigError):
+        check_room(MODEL, 100, 50 * DAY, most + 1)
+    with pytest.raises(ConfigError, match="take fewer --days, or a smaller --failures"):
+        check_room(FailureModel("x", (Component("node", 1e5, Scope.NODE, 0.0),)), 10_000, 3650 * DAY, 1)
+
+
+def test_what_is_drawn_takes_no_more_than_is_counted() -> None:
+    tracemalloc.start()
+    try:
+        events = check_room(MODEL, 2000, 500 * DAY, 4)
+        draw_histories(MODEL, 2000, 500 * DAY, 4, seed=0)
+        highest = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    counted = 4 * (events * EVENT_BYTES + (BINS + 1) * 8)
+    assert 0.5 * counted < highest <= counted < MOST_BYTES

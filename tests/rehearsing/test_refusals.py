@@ -1,5 +1,10 @@
 """What cannot be rehearsed says so in one line, and what would fail says where."""
 
+import io
+import logging
+import re
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -65,16 +70,26 @@ def bring_there(value: torch.Tensor) -> torch.Tensor:
     return value + torch.ones(value.shape[-1]).to("cuda")
 
 
+def number_it(value: torch.Tensor) -> torch.Tensor:
+    """Brings it to the first GPU."""
+    return value.to(0)
+
+
+def draw_there(value: torch.Tensor) -> torch.Tensor:
+    """Draws with a generator of the GPU."""
+    return value + torch.rand(value.shape, generator=torch.Generator(device="cuda"))
+
+
 class Naming(Layered):
     """Names the GPU in its middle."""
 
     how: str = "add"
 
     def middle(self) -> nn.Module:
-        return Calling({"add": add_there, "bring": bring_there}[self.how])
+        return Calling({"add": add_there, "bring": bring_there, "number": number_it, "draw": draw_there}[self.how])
 
 
-@pytest.mark.parametrize("how", ["add", "bring"])
+@pytest.mark.parametrize("how", ["add", "bring", "number", "draw"])
 def test_code_that_names_the_gpu_is_a_fault_only_where_there_is_none(how: str) -> None:
     with pytest.raises(Unrehearsable, match=r"test_refusals\.py:\d+\); here .*take the device from one of them"):
         rehearsed(Naming(how=how), "single", 1, on_cuda=True)
@@ -104,3 +119,114 @@ class Asks(Layered):
 def test_each_question_of_values_has_its_own_remedy(how: str, said: str) -> None:
     with pytest.raises(Unrehearsable, match=said):
         rehearsed(Asks(how=how), "ddp", 2)
+
+
+def into_text(x: torch.Tensor) -> torch.Tensor:
+    """Logs the mean."""
+    logging.getLogger(__name__).debug(f"{x.detach().mean():.3f}")
+    return x
+
+
+def of_numbers(x: torch.Tensor) -> torch.Tensor:
+    """Joins two means."""
+    mean = x.detach().mean()
+    return x + torch.tensor([mean, mean]).sum()
+
+
+def sparse(x: torch.Tensor) -> torch.Tensor:
+    """Multiplies by a sparse matrix."""
+    found: torch.Tensor = torch.sparse.mm(torch.eye(x.shape[-1]).to_sparse(), x.T).T
+    return found
+
+
+def jagged(x: torch.Tensor) -> torch.Tensor:
+    """Makes sequences of several lengths."""
+    return x + torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged).values().sum()
+
+
+def save(x: torch.Tensor) -> torch.Tensor:
+    """Keeps what it saw."""
+    torch.save(x.detach(), io.BytesIO())
+    return x
+
+
+class Reads(Layered):
+    """Reads values in its middle, as a sound program may."""
+
+    how: str = "text"
+
+    def middle(self) -> nn.Module:
+        readers = {"text": into_text, "numbers": of_numbers, "sparse": sparse, "jagged": jagged, "save": save}
+        return Calling(readers[self.how])
+
+
+@pytest.mark.parametrize("how", ["text", "numbers", "sparse", "jagged", "save"])
+def test_a_reader_of_values_runs_in_training(how: str) -> None:
+    """So that its dry run must not call it faulty."""
+    model = Reads(how=how).model()
+    assert model(torch.randn(4, 32)).shape == (4, 10)
+
+
+class Items:
+    """Samples, of which none can be read where `broken`."""
+
+    def __init__(self, *, broken: bool) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if self.broken:
+            raise KeyError("no image")
+        return torch.ones(32), 3
+
+
+class Unready(Layered):
+    """Raises before the first step, where `how` says."""
+
+    how: str = "model"
+
+    def model(self) -> nn.Module:
+        if self.how == "model":
+            raise ValueError("no weights\nat all")
+        return super().model()
+
+    def dataset(self, split: str) -> Any:
+        if self.how == "dataset":
+            raise FileNotFoundError("no images")
+        return Items(broken=self.how == "item") if split == "train" else None
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        if self.how == "values":
+            return torch.optim.SGD(parameters, lr=sum(float(p.detach().mean()) for p in parameters))
+        return torch.optim.SGD(parameters, lr=-1.0 if self.how == "optimizer" else 0.1)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("model", "ValueError: no weights"),
+        ("dataset", "FileNotFoundError: no images"),
+        ("item", "KeyError: 'no image'"),
+        ("optimizer", "ValueError: Invalid learning rate: -1.0"),
+    ],
+)
+def test_what_raises_before_the_first_step_is_one_line_with_its_place(how: str, said: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        rehearsed(Unready(how=how), "ddp", 2)
+    assert type(caught.value) is TaskError
+    pattern = rf"Unready cannot start: {said} \(test_refusals\.py:\d+\); mend it there: training calls it, too"
+    assert re.fullmatch(pattern, str(caught.value))
+
+
+def test_values_before_the_first_step_cannot_be_rehearsed() -> None:
+    with pytest.raises(Unrehearsable, match=r"Unready cannot be rehearsed: .*needs values.* \(test_refusals\.py:\d+\)"):
+        rehearsed(Unready(how="values"), "ddp", 2)
+
+
+def test_a_fault_of_ours_is_not_called_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the user's stands in its traceback, which tells it better than a line."""
+    monkeypatch.setattr("allranks.rehearsing.dryrun.assemble_rank", len)
+    with pytest.raises(TypeError, match="exactly one argument"):
+        rehearsed(Layered(), "ddp", 2)

@@ -3,7 +3,7 @@
 from rich.table import Table
 from rich.text import Text
 
-from allranks.reporting.as_text import as_text
+from allranks.reporting.as_text import as_text, breakable
 
 
 def test_parts_stand_below_each_other_without_colours_and_without_spaces_at_the_ends() -> None:
@@ -16,3 +16,11 @@ def test_parts_stand_below_each_other_without_colours_and_without_spaces_at_the_
 
 def test_no_line_is_wider() -> None:
     assert max(map(len, as_text([Text("a word and another " * 9)], 30).splitlines())) <= 30
+
+
+def test_lines_may_end_behind_the_commas_of_a_layout_and_nowhere_inside_its_words() -> None:
+    layout = "dp_replicate=2,dp_shard=8,recompute=full"
+    assert as_text([breakable(f"so {layout} has 1,000 of them")], 22).splitlines() == [
+        *("so dp_replicate=2,", "dp_shard=8,", "recompute=full has", "1,000 of them")
+    ]
+    assert as_text([breakable(layout)], 80) == layout

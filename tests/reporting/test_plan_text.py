@@ -90,3 +90,29 @@ def test_clusters_side_by_side_the_fastest_first() -> None:
     assert any(row.startswith("8:a100-80g") for row in rows[3:])
     refused = render_comparison([replace(slow, best=None, closest=None), fast])
     assert "every layout is refused" in squeezed(refused)
+
+
+WIDE = Layout(dp_replicate=2, dp_shard=4, cp=2, tp=8, pp=4)
+LONG = replace(WIDE, schedule="interleaved", recompute="full", offload="activations", compile="block")
+
+
+def test_long_layouts_end_their_lines_behind_commas_so_that_they_can_be_copied() -> None:
+    found, plan = make_estimate(LONG), pipelined()
+    assert plan.best is not None
+    plan = replace(
+        plan,
+        best=replace(plan.best, estimate=found),
+        others=(Ranked(found, "it [for one] is slower"), Ranked(found, "it is slower", "fsdp")),
+        refusals=(Refusal("pipeline.stages", str(LONG), "too few blocks"),),
+        checked=(Checked(found, found, "stands"),),
+    )
+    drawn = [render_plan(plan), render_comparison([plan, plan])]
+    words = [part for part in str(LONG).split(",") if "=" in part]
+    for text, times in zip(drawn, (5, 2), strict=True):
+        assert max(map(len, text.splitlines())) <= 100
+        for word in words:
+            assert text.count(word) >= times, word
+    assert "it [for one] is slower" in squeezed(drawn[0]), "what stands in brackets is no markup"
+    lines = drawn[0].splitlines()
+    (start,) = [place for place, line in enumerate(lines) if line.startswith("FITS: ")]
+    assert "".join(lines[start : start + 2])[len("FITS: ") :].startswith(f"{LONG} context=")

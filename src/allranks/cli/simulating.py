@@ -71,6 +71,8 @@ def simulation_of(request: SimulationRequest) -> Simulation:
 
     if not 0 < request.days <= 3650 or (request.spares or 0) < 0 or (request.runs is not None and request.runs < 1):
         raise ConfigError("--days are more than 0 and at most 3650, --spares at least 0, --runs at least 1")
+    if request.seed < 0:
+        raise ConfigError(f"--seed {request.seed}: a seed is a whole number from 0; --seed 0, say, or leave it out")
     _check_more_than_nothing(request)
     cluster = find_cluster(request.cluster)
     if cluster.nodes < 1 or cluster.num_devices < 1:

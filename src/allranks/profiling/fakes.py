@@ -127,11 +127,13 @@ def advise_values(error: Exception) -> str:
     """The move that lets tensors without memory pass where `needs_values`; "" where `what_failed` names it."""
     if lacks_kernel(error):
         return ""
-    if "numpy" in str(error).lower():
-        return "stay in torch there"
+    if (reading := _reading(error)) is not None:
+        return reading[1]
     if isinstance(error, DynamicOutputShapeException):
         return "keep the shape there, by torch.where or a product with the mask"
-    return "choose by torch.where instead of a branch there, or leave the check out of the model while it trains"
+    if isinstance(error, DataDependentOutputException):
+        return "choose by torch.where instead of a branch there, or leave the check out of the model while it trains"
+    return LEAVE_OUT
 
 
 def lacks_kernel(error: Exception) -> bool:
@@ -142,7 +144,48 @@ def lacks_kernel(error: Exception) -> bool:
 def needs_values(error: Exception) -> bool:
     """Whether it raised because tensors without memory have no values, or no kernel for shapes."""
     kinds = (DataDependentOutputException, DynamicOutputShapeException)
-    return isinstance(error, kinds) or lacks_kernel(error) or "numpy" in str(error).lower()
+    return isinstance(error, kinds) or lacks_kernel(error) or _reading(error) is not None or _is_of_fakes(error)
+
+
+LEAVE_OUT: Final = "leave it out of the step while it is rehearsed"
+_READINGS: Final = (
+    (r"numpy", "it leaves torch for numpy, which needs values", "stay in torch there"),
+    (r"FakeTensor\.__format__", "it writes a tensor into text, which needs values", LEAVE_OUT),
+    (
+        r"data is not allocated yet",
+        "it makes a tensor of the numbers in others, which needs values",
+        "join tensors by torch.stack or torch.cat there",
+    ),
+    (r"Sparse\w*TensorImpl", "it makes a sparse tensor, which needs values", "rehearse it with a dense one there"),
+    (
+        r"shape_env",
+        "it makes a tensor whose sizes are data, as a jagged one's are, which needs values",
+        "rehearse it with a padded one and a mask there",
+    ),
+    (r"WeakValueDictionary", "it saves a tensor (torch.save, pickle), which needs values", LEAVE_OUT),
+    (r"Not available for 'meta' device", "it reads a tensor's memory, which needs values", LEAVE_OUT),
+)
+"""(What torch's error says, what was done there, the next move): errors that torch has no class of their own for."""
+
+
+def _reading(error: Exception) -> tuple[str, str] | None:
+    """(What was done, the next move) where torch's words alone tell that values were read."""
+    said = str(error)
+    found = (move for pattern, *move in _READINGS if re.search(pattern, said, re.IGNORECASE))
+    what, advice = next(found, ("", ""))
+    return (f"{what}, and a trace has none", advice) if what else None
+
+
+def _is_of_fakes(error: Exception) -> bool:
+    """Whether torch complains of tensors without memory as such.
+
+    Where it only names their type (`'FakeTensor' object is not callable`, `got FakeTensor`), or two devices, real ones
+    would raise the same.
+    """
+    said = str(error)
+    named = re.search(r"(?<!')(?<!not )(?<!got )FakeTensor(?!')", said) and "argument" not in said
+    apart = type(error).__name__ == "FakeTensorDeviceMismatchError" or "Device Propagation" in said
+    return bool(named and not apart) or re.match(r"NYI: ", said) is not None
 
 
 def _what(error: Exception) -> str:
@@ -154,13 +197,14 @@ def _what(error: Exception) -> str:
     if custom or isinstance(error, UnsupportedOperatorException):
         operation = custom[1] if custom else error.func  # type: ignore[attr-defined]
         return f"{operation} has no kernel for shapes alone; torch.library.register_fake gives it one"
-    if "numpy" in str(error).lower():
-        return "it leaves torch for numpy, which needs values, and a trace has none"
+    if (reading := _reading(error)) is not None:
+        return reading[0]
     return f"{type(error).__name__}: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
+    """Without torch's lecture on linkers, which is one line of a thousand letters."""
+    return next(iter(str(error).splitlines()), "").partition(" PyTorch splits its backend")[0]
 
 
 def _holds_real(built: Any) -> bool:

@@ -24,7 +24,7 @@ from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.micro_steps import FewMicroSteps, fewer_micro_steps, list_each
 from allranks.rehearsing.moments import list_moments, note_deed
 from allranks.rehearsing.rank_step import RankStep, assemble_rank, environment_of, local, processes_of
-from allranks.rehearsing.refusals import explain
+from allranks.rehearsing.refusals import explain, starting
 from allranks.rehearsing.replay import (
     ON_HOST,
     Repeats,
@@ -96,8 +96,9 @@ def _rehearse_once(
 def _rehearse(
     task: Task, config: Config, world: World, rank: int, crossings: Crossings, *, full: bool
 ) -> RankRehearsal:
-    check_window(task, config)
-    check_recomputing(task, config, world.layout)
+    with starting(type(task).__name__, on_cuda=world.on_cuda):
+        check_window(task, config)
+        check_recomputing(task, config, world.layout)
     layout = _for_rehearsal(world, config)
     few = FewMicroSteps(config) if full or has_step(task) else fewer_micro_steps(config, layout)
     mode, ledger = fake_mode(), Ledger(CUDA_ROUNDING if world.on_cuda else 1)
@@ -111,7 +112,8 @@ def _rehearse(
         if layout.offload != "none":
             stack.enter_context(beside_host(Noted(ledger), accelerator=world.on_cuda))
         processes = processes_of(rank, layout, world.backend, world.per_node)
-        told = assemble_rank(task, few.config, processes, ledger, mode)
+        with starting(type(task).__name__, on_cuda=world.on_cuda):
+            told = assemble_rank(task, few.config, processes, ledger, mode)
         # On a GPU a batch waits in pinned memory, and one micro-step of it at a time is brought; stages bring all.
         waits = world.on_cuda and told.spread.stages is None
         found = _watch(task, told, ledger, mode, rank, full=full, few=few, waits=waits)

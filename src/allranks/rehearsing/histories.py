@@ -6,10 +6,17 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from allranks.errors import ConfigError
 from allranks.simulation import DAY, FailureModel, Scope
+from allranks.units import format_bytes
 
 BINS = 8192
 """Pieces of the time in which slow seconds are summed; within one they are spread evenly."""
+
+MOST_BYTES = 4e9
+"""Of all that is drawn: what a laptop holds beside the rest."""
+EVENT_BYTES = 64
+"""Of one failure while it is drawn: its time, component, scope, place and repair, and what they are made of."""
 
 Array = NDArray[Any]
 
@@ -44,13 +51,30 @@ class Histories:
         return slow
 
 
+def check_room(model: FailureModel, nodes: int, seconds: float, num_runs: int) -> int:
+    """How many failures are drawn for each run; ConfigError where those of all are more than MOST_BYTES."""
+    mean = model.per_1000_node_days * nodes / (1000 * DAY) * seconds
+    events = int(mean + 8 * mean**0.5) + 10
+    of_one = events * EVENT_BYTES + (BINS + 1) * 8
+    if num_runs * of_one > MOST_BYTES:
+        most = int(MOST_BYTES // of_one)
+        move = f"take --runs {most} or fewer" if most else "take fewer --days, or a smaller --failures"
+        raise ConfigError(
+            f"{num_runs:,} runs of {events:,} failures on {nodes:,} nodes need {format_bytes(num_runs * of_one)} of "
+            f"memory, and {format_bytes(MOST_BYTES)} is the most: {move}"
+        )
+    return events
+
+
 def draw_histories(model: FailureModel, nodes: int, seconds: float, num_runs: int, seed: int) -> Histories:
-    """Failures as independent Poisson processes, one a component, over `nodes` nodes; repairs exponential."""
+    """Failures as independent Poisson processes, one a component, over `nodes` nodes; repairs exponential.
+
+    Raises:
+        ConfigError: they are more than a laptop's memory holds.
+    """
     random = np.random.default_rng(seed)
     rate = model.per_1000_node_days * nodes / (1000 * DAY)
-    mean = rate * seconds
-    events = int(mean + 8 * mean**0.5) + 10
-    shape = (num_runs, events)
+    shape = (num_runs, check_room(model, nodes, seconds, num_runs))
     gaps = random.exponential(1.0, shape) / rate if rate > 0 else np.full(shape, np.inf)
     times = np.cumsum(gaps, axis=1)
     times[:, -1] = np.inf

@@ -1,13 +1,21 @@
 """What a dry run cannot say, and says so in one line instead of a guess."""
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 from allranks.cluster import Device
-from allranks.errors import ConfigError, LayoutError, TaskError
+from allranks.errors import AllranksError, ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
 from allranks.profiling.fakes import advise_values, needs_values, what_failed
+from allranks.task_loading import user_place
 
-_LACKS_CUDA = re.compile(r"not linked with support for cuda|compiled with CUDA|NVIDIA driver|CUDA GPUs", re.IGNORECASE)
+_LACKS_CUDA = re.compile(
+    "not linked with support for cuda|compiled with CUDA|NVIDIA driver|CUDA GPUs|requires CUDA support"
+    "|Cannot access accelerator device|Cannot get CUDA generator|no attribute '_cuda_",
+    re.IGNORECASE,
+)
+"""What torch says, built without CUDA or where no GPU is, to code that names one."""
 
 
 class Unrehearsable(TaskError):
@@ -24,6 +32,30 @@ def explain(name: str, error: Exception, module: str, layout: Layout, *, on_cuda
     `on_cuda`: whether the processor's tensors stand for a GPU's, which code that names the GPU does not know.
     """
     what = what_failed(error, module)
+    unknown = _unrehearsable(name, error, what, on_cuda=on_cuda)
+    return unknown or TaskError(f"a step of {name} under {layout} would fail: {what}; {_advise(layout)}")
+
+
+@contextlib.contextmanager
+def starting(name: str, *, on_cuda: bool = False) -> Iterator[None]:
+    """Turn what the user's model(), dataset(), items or optimizer() raise before the first step into one line.
+
+    Raises:
+        TaskError: training would meet it, too; Unrehearsable: it asks for values.
+    """
+    try:
+        yield
+    except AllranksError:
+        raise
+    except Exception as error:
+        if not user_place(error):
+            raise  # a fault of ours, which a traceback tells better
+        what = what_failed(error, "")
+        unknown = _unrehearsable(name, error, what, on_cuda=on_cuda)
+        raise unknown or TaskError(f"{name} cannot start: {what}; mend it there: training calls it, too") from error
+
+
+def _unrehearsable(name: str, error: Exception, what: str, *, on_cuda: bool) -> Unrehearsable | None:
     if on_cuda and _names_cuda(error):
         return Unrehearsable(
             f"{name} cannot be rehearsed: {what}; here the GPU's tensors are a processor's: take the device from one "
@@ -32,7 +64,7 @@ def explain(name: str, error: Exception, module: str, layout: Layout, *, on_cuda
     if needs_values(error):
         advice = advise_values(error)
         return Unrehearsable(f"{name} cannot be rehearsed: {what}{f'; {advice}' if advice else ''}")
-    return TaskError(f"a step of {name} under {layout} would fail: {what}; {_advise(layout)}")
+    return None
 
 
 def _names_cuda(error: Exception) -> bool:

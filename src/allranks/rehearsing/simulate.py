@@ -16,7 +16,7 @@ from allranks.rehearsing.expectations import (
     work_per_node,
 )
 from allranks.rehearsing.formulas import daly_interval, young_interval
-from allranks.rehearsing.histories import Histories, draw_histories
+from allranks.rehearsing.histories import Histories, check_room, draw_histories
 from allranks.rehearsing.lanes import Lanes
 from allranks.simulation import CAUSES, FailureModel, Interval, Operation, Outcome, Simulation
 
@@ -66,6 +66,9 @@ def simulate(
         step_seconds: of one optimizer step.
         shortest_seconds: no interval between saves can be shorter: a save takes that long.
         named: of model and cluster, and the devices of a node, for the reader.
+
+    Raises:
+        ConfigError: so many runs of so many failures are more than memory holds.
     """
     trial = trial or Trial()
     chosen = whole_steps(operation, step_seconds)
@@ -74,6 +77,7 @@ def simulate(
     spares = [replace(chosen, spares=number) for number in _spares(chosen, model)]
     faster = replace(chosen, restart_seconds=chosen.restart_seconds / 2)
     num_runs = trial.runs_of(chosen, model)
+    check_room(model, chosen.nodes + chosen.spares, chosen.seconds, num_runs)  # before others take their time
     compared = run_all([*intervals, *spares, faster], model, max(1, num_runs // PER_COMPARED), trial.seed)
     by_interval, by_spares = compared[: len(intervals)], compared[len(intervals) : -1]
     goodput, because = closed_form(chosen, model)

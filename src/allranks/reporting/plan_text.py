@@ -4,11 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from rich.console import RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from allranks.plan import Bill, Choice, Estimate, Plan, Ranked, Span
-from allranks.reporting.as_text import as_text
+from allranks.reporting.as_text import as_text, breakable
 from allranks.units import format_bytes, format_count, format_seconds
 
 WIDTH = 100
@@ -53,7 +54,7 @@ def _pace(plan: Plan) -> float:
     return plan.best.estimate.samples_per_second if plan.best else 0.0
 
 
-def _comparison_row(plan: Plan, priced: bool) -> list[str]:
+def _comparison_row(plan: Plan, priced: bool) -> list[str | Text]:
     leading = plan.leading
     if leading is None:
         return [plan.cluster, *["-"] * (5 if priced else 4), "every layout is refused"]
@@ -63,7 +64,7 @@ def _comparison_row(plan: Plan, priced: bool) -> list[str]:
     fits = "" if plan.best else " (does not fit)"
     figures = [f"{found.samples_per_second:.3g}", format_seconds(found.step_seconds.expected)]
     figures += [format_bytes(found.peak_bytes.expected), f"{found.mfu:.0%}", *([money] if priced else [])]
-    return [plan.cluster, *figures, _choice(found.choice) + fits]
+    return [plan.cluster, *figures, breakable(_choice(found.choice) + fits)]
 
 
 def _headline(plan: Plan) -> Text:
@@ -83,9 +84,9 @@ def _verdict(plan: Plan) -> Text:
         if plan.offloaded is not None:
             fits = "MAY FIT" if plan.offloaded.estimate.host_capacity_bytes is None else "FITS"
             lines += [f"{fits} WITH OFFLOAD: {_choice(plan.offloaded.estimate.choice)}", f"  {plan.offloaded.because}"]
-        return Text("\n".join(lines), overflow="fold")
+        return breakable("\n".join(lines))
     unmet = "".join(f"\n  NOT WITHIN THE LIMIT: {line}" for line in plan.unmet)
-    return Text(f"FITS: {choice}\n  {plan.leading.because}{unmet}", overflow="fold")
+    return breakable(f"FITS: {choice}\n  {plan.leading.because}{unmet}")
 
 
 def _choice(choice: Choice) -> str:
@@ -193,7 +194,7 @@ def _others(others: Sequence[Ranked]) -> RenderableType | None:
         found = other.estimate
         name = f"  {other.family} alone" if other.family else "  next"
         figures = (format_seconds(found.step_seconds.expected), format_bytes(found.peak_bytes.expected))
-        table.add_row(name, *figures, f"{found.mfu:.0%}", f"{_choice(found.choice)}\n{other.because}")
+        table.add_row(name, *figures, f"{found.mfu:.0%}", breakable(f"{_choice(found.choice)}\n{other.because}"))
     return table
 
 
@@ -208,7 +209,7 @@ def _refusals(plan: Plan) -> RenderableType | None:
 def _pairs(rows: Iterable[tuple[str, str]]) -> RenderableType | None:
     table, count = _grid(), 0
     for name, value in rows:
-        table.add_row(Text(f"  {name}", overflow="fold"), Text(value, overflow="fold"))
+        table.add_row(Padding(breakable(name), (0, 0, 0, 2)), breakable(value))
         count += 1
     return table if count else None
 
@@ -216,7 +217,7 @@ def _pairs(rows: Iterable[tuple[str, str]]) -> RenderableType | None:
 def _bullets(lines: Iterable[str]) -> RenderableType | None:
     table, count = _grid(1), 0
     for line in lines:
-        table.add_row(Text("  -"), Text(line, overflow="fold"))
+        table.add_row(Text("  -"), breakable(line))
         count += 1
     return table if count else None
 
