@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path as File
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 import allranks
 from allranks.errors import TaskError
 from allranks.parallel import parting
-from allranks.parallel.parting import describe_parting, find_parting
+from allranks.parallel.parting import Watch, describe_parting, find_parting
 from allranks.run import Run
 from allranks.stepping.pace import explain_pace
 from tests.distributed.pool import Pools
@@ -47,6 +48,33 @@ def test_where_two_ranks_part(
 
 def test_the_lower_rank_comes_first() -> None:
     assert describe_parting((2, 0), ("a", "b")).startswith("rank 0 b, rank 2 a. A sharded layout gathers")
+
+
+class Late:
+    """A collective that ends between the last slice and the look at it."""
+
+    def __init__(self, error: str) -> None:
+        self.error, self.calls = error, 0
+
+    def wait(self, timeout: Any = None) -> None:
+        self.calls += 1
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_what_ends_just_after_a_slice_is_no_failure() -> None:
+    work: Any = Late("")
+    failed: Any = Late("Connection closed by peer")
+    watch: Any = None
+    Watch.wait(watch, work)
+    assert work.calls == 2
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        Watch.wait(watch, failed)
 
 
 class Skipping(Stack):

@@ -59,7 +59,9 @@ class Watch:
                 work.wait(timedelta(seconds=SLICE_SECONDS))
             except RuntimeError:
                 if work.is_completed():
-                    raise  # it has failed; else only the slice is over
+                    # It has failed, or come to its end just after the slice: the same call tells which.
+                    work.wait()
+                    return
                 self._compare()
             else:
                 return
