@@ -32,6 +32,7 @@ from typing import Any
 import cloudpickle
 import psutil
 
+from allranks.surviving.by_value import dumps
 from tests.distributed.messages import Done, Failed, Setup, kill
 
 ROOT = Path(__file__).parents[2]
@@ -267,7 +268,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
     for name, module in list(sys.modules.items()):
         if name.startswith("tests.") and name.rpartition(".")[2].startswith("test_"):
             cloudpickle.register_pickle_by_value(module)
-    pickled: bytes = cloudpickle.dumps((function, tuple(args)))
+    pickled: bytes = dumps((function, tuple(args)))
     return pickled
 
 

@@ -17,6 +17,7 @@ from allranks.failure import INTERRUPTED, Failure
 from allranks.launching.environment import read_environment
 from allranks.layout import Layout, num_processes, parse_layout
 from allranks.process_environment import num_cores
+from allranks.surviving.by_value import dumps
 
 VALUE, ERROR = b"V", b"E"
 MODULES = ("allranks.surviving.launch", "allranks.parallel.backend")  # what every process imports anyway
@@ -53,7 +54,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | None = None, l
     with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
         outcome = run_workers(
             "allranks.surviving.launch:answer",
-            (cloudpickle.dumps((function, args)),),
+            (dumps((function, args)),),
             nproc=nproc,
             run_id=f"launch-{uuid.uuid4().hex[:8]}",
             log_dir=Path(folder),
@@ -77,12 +78,12 @@ def answer(payload: bytes, reply: Connection) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     try:
         function, args = cloudpickle.loads(payload)
-        reply.send_bytes(VALUE + cloudpickle.dumps(function(*args)))
+        reply.send_bytes(VALUE + dumps(function(*args)))
     except BaseException as error:
         # Ctrl-C comes twice, from the terminal and from the agent: the second shall not disturb the end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with contextlib.suppress(Exception):  # an exception that cannot be pickled: its record tells
-            reply.send_bytes(ERROR + cloudpickle.dumps(error))
+            reply.send_bytes(ERROR + dumps(error))
         raise
     return 0
 
