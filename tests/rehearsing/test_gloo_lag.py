@@ -1,6 +1,6 @@
 """No operator begins while a thread of gloo has still to run: threads that are played, and one of gloo itself."""
 
-import time
+import os
 from pathlib import Path
 
 import pytest
@@ -30,11 +30,11 @@ def test_an_operator_waits_until_gloo_sleeps(tasks: Path, monkeypatch: pytest.Mo
     busy = [thread(tasks, name, "R") for name in ("pt_gloo_runloop", "gloo_tcp_loop")]
     yielded = []
 
-    def give_way(seconds: float) -> None:
+    def give_way() -> None:
         yielded.append(len(busy))
         busy.pop().write_text("18 (pt_gloo_runloop) S 1 1")
 
-    monkeypatch.setattr(time, "sleep", give_way)
+    monkeypatch.setattr(os, "sched_yield", give_way)
     with GlooAtRest():
         assert torch.ones(2).sum() == 2
     assert yielded == [2, 1]
@@ -49,7 +49,7 @@ def test_a_thread_that_works_on_is_not_waited_for_for_ever(tasks: Path, monkeypa
 
 def test_where_there_is_no_proc_nothing_is_waited_for(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_lag, "TASKS", tasks / "none")
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waited"))
+    monkeypatch.setattr(os, "sched_yield", lambda: pytest.fail("it waited"))
     with GlooAtRest():
         assert torch.ones(2).sum() == 2
 

@@ -16,9 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 TASKS = Path("/proc/self/task")
 THREADS = ("pt_gloo_runloop", "gloo_tcp_loop")
 LIMIT_SECONDS = 1.0  # a thread that runs for longer does not lag, it works
-PAUSE_SECONDS = 1e-4
-"""Asleep and not spinning: threads of many groups wake a hundred times a second each, and four ranks that spin on two
-cores keep them from running, so that some thread always has still to run."""
 MOST_BYTES = 256  # of what a thread says of itself: name and state stand at its beginning
 _RUNNABLE = b"R"
 
@@ -54,7 +51,7 @@ class GlooAtRest(TorchDispatchMode):
         """Until all of them sleep, at most LIMIT_SECONDS."""
         limit = time.monotonic() + LIMIT_SECONDS
         while any(_state(stat) == _RUNNABLE for stat in self._stats) and time.monotonic() < limit:
-            time.sleep(PAUSE_SECONDS)
+            os.sched_yield()
 
 
 def _name(stat: Path) -> str:
