@@ -46,6 +46,7 @@ from allranks.stepping.world import gather_processes
 from allranks.training.prepare import resolve_layout
 from allranks.training.saver import Saver
 from allranks.training.trainer import Trainer
+from allranks.verifying.sentinel_costs import NoSaver
 
 PEAK_TFLOPS: Mapping[str, float] = {"H200": 989.0, "H100": 989.0, "A100": 312.0}
 """Dense bfloat16, without sparsity, of the SXM parts: NVIDIA's data sheets."""
@@ -84,22 +85,6 @@ class Clock(Passes):
         self._count += 1
         assert self._inner is not None
         return self._inner.run(batch, scale)
-
-
-class _NoSaver:
-    saved_step = -1
-    beside = False
-
-    def due(self, step: int) -> bool:
-        """Never."""
-        return False
-
-    def save(self, step: int) -> Path:
-        """Nothing is written."""
-        return Path()
-
-    def finish(self, progress: Callable[[], None]) -> None:
-        """Nothing is on its way."""
 
 
 def train_raw(task: Language, size: Size, device: torch.device, steps: int, clock: "Clock") -> list[float]:
@@ -144,7 +129,7 @@ def train_ours(task: Language, size: Size, device: torch.device, steps: int, clo
     stopwatch, journal = Stopwatch(), Journal(folder / "journal.jsonl", 0)
     recorder = Recorder(journal, tensorboard=folder / "tensorboard", inline=device.type == "cpu")
     session = assemble(task, config, processes, stopwatch, lambda: (False, False), observe=clock.around)
-    Trainer(session, cast("Saver", _NoSaver()), stopwatch, recorder, None).train()
+    Trainer(session, cast("Saver", NoSaver()), stopwatch, recorder, None).train()
     clock.end()
     recorder.close()  # once a run: no part of a step
     return read_losses(folder / "journal.jsonl")

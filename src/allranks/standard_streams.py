@@ -16,35 +16,19 @@ _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
 """Of a reader that does not come back; a full disk may have room again."""
 
 
-@final
-class SteadyStream(io.TextIOBase):
-    """A text stream that is another one for whoever writes to it, and that never fails.
+class OtherStream(io.TextIOBase):
+    """A text stream that is another one for whoever writes to it.
 
     Attributes:
         stream: that other one.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: "TextIO | OtherStream") -> None:
         self.stream = stream
 
-    def write(self, text: str) -> int:
-        """Write what can be written."""
-        with self._steady():
-            self.stream.write(text)
-        return len(text)
-
     def flush(self) -> None:
-        """Flush what can be flushed."""
-        with self._steady():
-            self.stream.flush()
-
-    @contextlib.contextmanager
-    def _steady(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno in _GONE:
-                _send_nowhere(self.stream)
+        """Flush the stream."""
+        self.stream.flush()
 
     def isatty(self) -> bool:
         """Whether the stream is a terminal."""
@@ -72,6 +56,30 @@ class SteadyStream(io.TextIOBase):
     def errors(self) -> str | None:  # type: ignore[override]
         """What the stream does with what it cannot encode."""
         return self.stream.errors
+
+
+@final
+class SteadyStream(OtherStream):
+    """The other stream, which never fails."""
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        with self._steady():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what can be flushed."""
+        with self._steady():
+            self.stream.flush()
+
+    @contextlib.contextmanager
+    def _steady(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _GONE:
+                _send_nowhere(self.stream)
 
 
 @contextlib.contextmanager
@@ -102,7 +110,7 @@ def open_missing() -> None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
-def _send_nowhere(stream: TextIO) -> None:
+def _send_nowhere(stream: TextIO | OtherStream) -> None:
     """So that neither what is written later nor what Python flushes at the end fails again."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor has nothing to send
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -1,6 +1,7 @@
 """No operator begins while a thread of gloo has still to run: threads that are played, and one of gloo itself."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,19 @@ def test_where_there_is_no_proc_nothing_is_waited_for(tasks: Path, monkeypatch: 
     monkeypatch.setattr(os, "sched_yield", lambda: pytest.fail("it waited"))
     with GlooAtRest():
         assert torch.ones(2).sum() == 2
+
+
+def test_a_thread_that_inherits_the_mode_does_not_wait_for_itself(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HSDP's reductions end in gloo's thread, which copies there: each copy cost the whole limit."""
+    stat = thread(tasks, "pt_gloo_runloop", "S")
+    waited: list[int] = []
+    monkeypatch.setattr(GlooAtRest, "wait", lambda rest: waited.append(threading.get_ident()))
+    with GlooAtRest() as rest:
+        torch.ones(2)
+        other = threading.Thread(target=rest.__torch_dispatch__, args=(torch.ones, (), (2,)))
+        other.start()
+        other.join()
+    assert stat.exists() and set(waited) == {threading.get_ident()}
 
 
 def test_gloos_threads_are_found(pool: Pools) -> None:

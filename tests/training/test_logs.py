@@ -50,6 +50,14 @@ def test_rank_0_keeps_the_terminal_and_a_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_a_program_that_writes_bytes_is_not_stopped(tmp_path: Path, rank: int) -> None:
+    program = PROGRAM.replace('print("from print")', 'sys.stdout.buffer.write(b"in bytes\\n")')
+    command = [sys.executable, "-c", program, str(tmp_path / "log"), str(rank), ""]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.splitlines().count("in bytes")) == (0, 1 - rank), done.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_dying_process_leaves_its_last_line(tmp_path: Path, rank: int) -> None:
     assert "from print" in run(tmp_path / "log", rank, "die")[1]
 

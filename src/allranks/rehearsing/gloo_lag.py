@@ -6,6 +6,7 @@ not in the next.
 """
 
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,15 +23,21 @@ _RUNNABLE = b"R"
 
 @final
 class GlooAtRest(TorchDispatchMode):
-    """Inside, no operator begins while a thread of gloo has still to run. Where there is no /proc it never waits."""
+    """Inside, no operator begins while a thread of gloo has still to run. Where there is no /proc it never waits.
+
+    Operators of the thread that entered it alone: gloo's own threads inherit the mode with a collective, and one that
+    copies the parts of its result would wait for itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         found = TASKS.iterdir() if TASKS.is_dir() else ()
         self._threads = [task / "stat" for task in found if _name(task / "stat") in THREADS]
         self._stats: list[int] = []
+        self._of = 0
 
     def __enter__(self) -> Self:
+        self._of = threading.get_ident()
         # Kept open: all are read before every operator, and a process that has had many groups has hundreds of them.
         self._stats = [os.open(thread, os.O_RDONLY) for thread in self._threads]
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
@@ -44,7 +51,8 @@ class GlooAtRest(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.wait()
+        if threading.get_ident() == self._of:
+            self.wait()
         return func(*args, **(kwargs or {}))
 
     def wait(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO, final
 
-from allranks.standard_streams import SteadyStream, steady_streams
+from allranks.standard_streams import OtherStream, SteadyStream, steady_streams
 
 STYLING = re.compile(r"\x1b\[[0-9;]*m|\x1b\]8;[^\x1b\x07]*(?:\x1b\\|\x07)")  # colours and links
 MOVING = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhl]")  # what a progress line is redrawn with
@@ -70,17 +70,17 @@ def _flush() -> None:
 
 
 @final
-class CopyingStream(io.TextIOBase):
-    """A text stream that is another one for whoever writes to it, and that copies complete lines to a file."""
+class CopyingStream(OtherStream):
+    """The other stream, of which complete lines are copied to a file."""
 
-    def __init__(self, stream: TextIO | SteadyStream, descriptor: int) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | OtherStream, descriptor: int) -> None:
+        super().__init__(stream)
         self._descriptor = descriptor
         self._rest = ""
 
     def write(self, text: str) -> int:
         """Write to the stream; a line goes to the log when it is complete."""
-        written = self._stream.write(text)
+        written = self.stream.write(text)
         if MOVING.search(text):
             return written
         *lines, self._rest = (self._rest + STYLING.sub("", text)).split("\n")
@@ -89,29 +89,3 @@ class CopyingStream(io.TextIOBase):
             with contextlib.suppress(OSError):  # a full disk: the training matters more than what it says
                 os.write(self._descriptor, kept.encode("utf-8", "backslashreplace"))
         return written
-
-    def flush(self) -> None:
-        """Flush the stream; the log needs none."""
-        self._stream.flush()
-
-    def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        """The stream's file descriptor."""
-        return self._stream.fileno()
-
-    def writable(self) -> bool:
-        """Yes."""
-        return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The stream's encoding."""
-        return self._stream.encoding
-
-    @property
-    def errors(self) -> str | None:  # type: ignore[override]
-        """What the stream does with what it cannot encode."""
-        return self._stream.errors
