@@ -26,7 +26,8 @@ class GlooAtRest(TorchDispatchMode):
     """Inside, no operator begins while a thread of gloo has still to run. Where there is no /proc it never waits.
 
     Operators of the thread that entered it alone: gloo's own threads inherit the mode with a collective, and one that
-    copies the parts of its result would wait for itself.
+    copies the parts of its result would wait for itself. What a collective works on is held until the next operator:
+    were gloo's thread the last to let go of it, no profiler would see it go.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,7 @@ class GlooAtRest(TorchDispatchMode):
         self._threads = [task / "stat" for task in found if _name(task / "stat") in THREADS]
         self._stats: list[int] = []
         self._of = 0
+        self._held: object = None
 
     def __enter__(self) -> Self:
         self._of = threading.get_ident()
@@ -44,6 +46,8 @@ class GlooAtRest(TorchDispatchMode):
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self.wait()
+        self._held = None
         for stat in self._stats:
             os.close(stat)
         self._stats = []
@@ -53,6 +57,7 @@ class GlooAtRest(TorchDispatchMode):
     ) -> Any:
         if threading.get_ident() == self._of:
             self.wait()
+            self._held = (args, kwargs) if func.namespace == "c10d" else None
         return func(*args, **(kwargs or {}))
 
     def wait(self) -> None:
