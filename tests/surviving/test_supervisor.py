@@ -15,7 +15,7 @@ from allranks.errors import RollbackError
 from allranks.failure import NO_PROGRESS, PREEMPTED, RAISED, TRANSIENT, Failure, describe_error
 from allranks.observing.heartbeat import MARK, PHASE, PHASES, STEP, Heartbeat
 from allranks.run import Run
-from allranks.surviving import evidence
+from allranks.surviving import evidence, unended, workers
 from allranks.surviving.agent import run_workers
 from allranks.surviving.forkserver import choose_start_method
 from allranks.surviving.monitor import Row
@@ -118,6 +118,25 @@ def test_an_error_of_the_users_is_not_tried_again(small_server: None, tmp_path: 
     outcome, told, attempts = train(tmp_path, "raise")
     assert (outcome.exit_code, told, attempts) == (RAISED, [], 1)
     assert outcome.first_failure is not None and "the user's own mistake" in outcome.first_failure.render()
+
+
+def test_a_hung_worker_that_cannot_be_killed_ends_the_run_and_nothing_starts_beside_it(
+    small_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = workers._wait_for_code
+
+    def wait(process: Any, seconds: float) -> int | None:
+        code = real(process, seconds)
+        return None if process.name == "allranks-worker-1" and code == -9 else code
+
+    monkeypatch.setattr(workers, "_wait_for_code", wait)
+    monkeypatch.setattr(unended, "_killed", [])
+    outcome, told, attempts = train(tmp_path, "hang")
+    assert (outcome.exit_code, attempts) == (TRANSIENT, 1)
+    assert [verdict.kind for verdict in told] == ["stuck"]
+    assert outcome.first_failure is not None
+    shown = outcome.first_failure.render()
+    assert "no progress for" in shown and "does not end, though it was killed" in shown.splitlines()[-1]
 
 
 @pytest.mark.parametrize("way", ["sys.exit", "0", "75"])
