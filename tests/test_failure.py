@@ -44,9 +44,12 @@ def raised(error: BaseException) -> BaseException:
         (CheckpointError("torn"), 78, "torn", False, False),
         (ProcessError("port 1 is taken"), 76, "port 1 is taken", False, False),
         (KeyboardInterrupt(), 130, "stopped by Ctrl-C", False, False),
-        (SystemExit(3), 1, "sys.exit(3)", False, False),
-        (SystemExit("bye"), 1, "sys.exit('bye')", False, False),
-        (SystemExit(75), 75, "sys.exit(75)", False, False),
+        (SystemExit(3), 1, "sys.exit(3)", True, False),
+        (SystemExit("bye"), 1, "sys.exit('bye')", True, False),
+        (SystemExit(), 1, "sys.exit()", True, False),
+        (SystemExit(0), 1, "sys.exit(0)", True, False),
+        (SystemExit(75), 1, "sys.exit(75)", True, False),
+        (SystemExit(76), 76, "sys.exit(76)", True, False),
         (RuntimeError("[gloo] Connection closed by peer [::1]:7"), 76, "closed by peer", True, True),
         (DistNetworkError("failed to recv, got 0 bytes"), 76, "got 0 bytes", True, True),
         (ConnectionResetError("Connection reset by peer"), 1, "reset by peer", True, False),  # of the user's download
@@ -99,6 +102,17 @@ def test_signals_have_names(number: int, code: int, word: str) -> None:
 def test_an_exit_without_a_record() -> None:
     assert describe_exit(255, rank=0, pid=1, when=0.0).exit_code == 1
     assert describe_exit(78, rank=0, pid=1, when=0.0).exit_code == 78
+    told = describe_exit(75, rank=0, pid=1, when=0.0, step=5)
+    assert told.exit_code == 1 and told.message.startswith("ended with exit code 75 after step 5, its work neither ")
+    assert describe_exit(3, rank=0, pid=1, when=0.0).message == "ended with exit code 3, and no word why"
+
+
+def test_who_leaves_in_the_middle_is_told_with_step_and_line(tmp_path: Path) -> None:
+    assert run_recorded(_exit, (0,), rank=1, folder=tmp_path, step=lambda: 5) == 1
+    (failure,) = read_failures(tmp_path)
+    assert failure.message == "the user's code ended the process after step 5: sys.exit(0)"
+    shown = failure.render()
+    assert "in _exit" in shown and "in run_recorded" not in shown and shown.endswith(failure.message)
 
 
 def test_the_first_failure_is_the_earliest_cause() -> None:
@@ -114,7 +128,6 @@ def test_the_first_failure_is_the_earliest_cause() -> None:
 def test_run_recorded_gives_the_code_and_leaves_a_record(tmp_path: Path) -> None:
     assert run_recorded(lambda: None, (), rank=0, folder=tmp_path) == 0
     assert run_recorded(lambda code: code, (130,), rank=0, folder=tmp_path) == 130
-    assert run_recorded(_exit, (0,), rank=0, folder=tmp_path) == 0
     assert read_failures(tmp_path) == []
     assert run_recorded(_exit, (4,), rank=2, folder=tmp_path) == 1
     (failure,) = read_failures(tmp_path)

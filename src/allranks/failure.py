@@ -49,12 +49,20 @@ PEER_LOST = (
     "got 0 bytes",
     "Software caused connection abort",
 )
+TRACEBACK = "Traceback (most recent call last):"
 TORCH_ERRORS = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
 NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
+# Who says so without having come to an end of the work is not believed: all was made, or saved.
+CLAIMS = (DONE, *STOPS)
+
 # Signals that a program brings on itself; the others come from outside: the kernel for want of memory, a scheduler.
 CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
+
+
+class AgreedStop(SystemExit):
+    """Ends a process whose loop has saved, because a stop was agreed: its code (75 or 130) is true."""
 
 
 @final
@@ -111,8 +119,8 @@ class Failure:
         return path
 
 
-def describe_error(error: BaseException, rank: int) -> Failure:
-    """The Failure of an exception that ended a worker."""
+def describe_error(error: BaseException, rank: int, step: int | None = None) -> Failure:
+    """The Failure of an exception that ended a worker; `step`: the last one that it has done, where it counts them."""
     message = "".join(traceback.format_exception_only(error)).strip()
     failure = Failure(rank, socket.gethostname(), os.getpid(), time.time(), RAISED, message.splitlines()[-1])
     if isinstance(error, AllranksError):
@@ -122,9 +130,12 @@ def describe_error(error: BaseException, rank: int) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return replace(failure, exit_code=INTERRUPTED, message="stopped by Ctrl-C")
     if isinstance(error, SystemExit):
-        code = error.code if error.code in KNOWN_CODES else RAISED
+        code = error.code if error.code in KNOWN_CODES and error.code not in CLAIMS else RAISED
         assert isinstance(code, int)
-        return replace(failure, exit_code=code, message=f"the user's code ended the process: sys.exit({error.code!r})")
+        given = "" if error.code is None else repr(error.code)
+        message = f"the user's code ended the process{_after(step)}: sys.exit({given})"
+        frames = "".join(traceback.format_tb(_without_our_frames(error).__traceback__))
+        return replace(failure, exit_code=code, message=message, traceback=f"{TRACEBACK}\n{frames}{message}\n")
     lost = _lost_a_peer(error)
     text = "".join(traceback.format_exception(_without_our_frames(error)))
     return replace(failure, exit_code=TRANSIENT if lost else RAISED, traceback=text, consequence=lost)
@@ -144,10 +155,22 @@ def describe_signal(number: int, *, rank: int, pid: int, when: float) -> Failure
     )
 
 
-def describe_exit(code: int, *, rank: int, pid: int, when: float) -> Failure:
-    """The Failure of a worker of this host that ended with a code and left no record."""
-    exit_code = code if code in KNOWN_CODES else RAISED
-    return Failure(rank, socket.gethostname(), pid, when, exit_code, f"ended with exit code {code} and no word why")
+def describe_exit(code: int, *, rank: int, pid: int, when: float, step: int | None = None) -> Failure:
+    """The Failure of a worker of this host that ended with a code and left no record.
+
+    Args:
+        step: the last one that it has done, where that is known.
+    """
+    exit_code = code if code in KNOWN_CODES and code not in CLAIMS else RAISED
+    why = "and no word why"
+    if code in CLAIMS:
+        why = "its work neither done nor saved: something in it called os._exit() or exit()"
+    message = f"ended with exit code {code}{_after(step)}, {why}"
+    return Failure(rank, socket.gethostname(), pid, when, exit_code, message)
+
+
+def _after(step: int | None) -> str:
+    return "" if step is None else f" after step {step}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -158,24 +181,31 @@ def is_out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ == "RuntimeError" and any(text in str(error) for text in NO_MEMORY)
 
 
-def run_recorded(entry: Callable[..., int | None], args: Sequence[Any], *, rank: int, folder: Path | None) -> int:
+def run_recorded(
+    entry: Callable[..., int | None],
+    args: Sequence[Any],
+    *,
+    rank: int,
+    folder: Path | None,
+    step: Callable[[], int | None] = lambda: None,
+) -> int:
     """Call `entry(*args)` as the whole of a worker; its exit code, or the code of the error that it raised.
 
-    An error is recorded in `folder` (None: only shown), in the rank's log there, and for torchrun where it asks.
+    An error is recorded in `folder` (None: only shown), in the rank's log there, and for torchrun where it asks. So is
+    every SystemExit: what the user's code calls in the middle is no end of the work.
+
+    Args:
+        step: gives the last step that is done, where steps are counted.
     """
     try:
         return entry(*args) or DONE
-    except SystemExit as error:
-        if error.code in (None, 0):
-            return DONE
-        return record_failure(error, rank=rank, folder=folder)
     except BaseException as error:
-        return record_failure(error, rank=rank, folder=folder)
+        return record_failure(error, rank=rank, folder=folder, step=step())
 
 
-def record_failure(error: BaseException, *, rank: int, folder: Path | None) -> int:
-    """Write down the error that ends this worker; the exit code to end with."""
-    failure = describe_error(error, rank)
+def record_failure(error: BaseException, *, rank: int, folder: Path | None, step: int | None = None) -> int:
+    """Write down the error that ends this worker; the exit code to end with. `step`: as of describe_error."""
+    failure = describe_error(error, rank, step)
     try:
         if folder is not None:
             failure.write(folder)

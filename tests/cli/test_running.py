@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from allranks.cli import running as module
 from allranks.cli.main import main
+from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.surviving import forkserver
 from tests.commands import (
@@ -28,6 +31,29 @@ from tests.commands import (
 from tests.free_port import free_port
 
 QUICK = ("train.steps=20", "train.global_batch=10", "optimizer.lr=0.05", "schedule.name=cosine", "schedule.warmup=3")
+
+
+@pytest.mark.parametrize("hindered", [False, True])
+def test_what_would_wait_for_ever_at_the_end_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hindered: bool
+) -> None:
+    """Also after a success: the thread of a call to a host that is lost, a worker that SIGKILL does not end."""
+
+    class Ended(Exception):
+        pass
+
+    def end(code: int) -> NoReturn:
+        raise Ended(code)
+
+    monkeypatch.setattr(module, "_train_here", lambda *_: (0, {"reason": "done"}))
+    monkeypatch.setattr(module, "hinders_the_end", lambda: hindered)
+    monkeypatch.setattr(module, "end_process", end)
+    if hindered:
+        with pytest.raises(Ended, match="0"):
+            module.train(TrainRequest(json=True))
+    else:
+        assert module.train(TrainRequest(json=True)) == 0
+    assert json.loads(capsys.readouterr().out) == {"reason": "done"}, "what was asked for is printed before"
 
 
 def test_a_run_from_start_to_report(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from allranks.observing.heartbeat import (
     ANSWERED,
     ASKED,
+    FINISHED,
     FIRST,
     LONGEST,
     MARK,
@@ -57,6 +58,15 @@ def test_the_first_step_is_told_apart_and_the_longest_other_one_is_kept(
     heart.begin_step()
     heart.finish_step(10)
     assert (fields[FIRST], fields[LONGEST], fields[STEP]) == (30 * 10**9, 2 * 10**9, 10)
+
+
+def test_the_end_of_the_work_is_shown_with_its_code(fields: memoryview) -> None:
+    heart = Heartbeat(fields)
+    heart.resumed(4)
+    heart.finish_step(5)
+    assert (heart.step, fields[FINISHED]) == (5, 0)
+    heart.finish(75)
+    assert fields[FINISHED] == 76
 
 
 def test_loading_is_a_phase_of_its_own_but_for_the_first_step(fields: memoryview) -> None:

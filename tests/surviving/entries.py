@@ -137,6 +137,26 @@ def steps(folder: str, fault: str, at_attempts: int = 1) -> int:
     return 0
 
 
+def leave(folder: str, fault: str, at_attempts: int = 1) -> int:
+    """Rank 1 leaves after its 7th step, by `fault`; its peer sees that its connection has ended."""
+    left = Path(folder, "left")
+    Path(folder, f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{_rank()}").touch()
+    heartbeat.current().finish_step(7)
+    if _rank() == 1:
+        left.touch()
+        sys.exit(0) if fault == "sys.exit" else os._exit(int(fault))
+    while not left.exists():
+        time.sleep(0.01)
+    raise RuntimeError("Connection closed by peer")
+
+
+def leave_silently(rank: int) -> None:
+    """Make three steps; one rank ends with 0 before it returns."""
+    heartbeat.current().finish_step(3)
+    if _rank() == rank:
+        os._exit(0)
+
+
 def meet_fault(fault: str) -> None:
     """What a hang or crash is made of."""
     if fault == "hang":

@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from allranks.process_environment import num_cores
-from allranks.surviving.agent import run_workers
+from allranks.surviving.agent import LocalAgent, run_workers
 from allranks.surviving.forkserver import StartMethod, choose_start_method
 from allranks.surviving.outcome import Outcome
 from allranks.verdict import Decision
@@ -193,6 +194,19 @@ def test_the_second_ctrl_c_means_now(tmp_path: Path, commands: list[Command]) ->
     assert command.process.poll() is None
     command.terminal_signal(signal.SIGINT)
     assert command.result() == (130, {"exit_code": 130, "failure": None})
+
+
+def test_the_second_request_does_not_wait_for_the_grace() -> None:
+    """Whom SIGKILL does not end is left behind then, and not when the first request's time is over."""
+    sent: list[signal.Signals] = []
+    agent: Any = object.__new__(LocalAgent)
+    agent.interrupts = SimpleNamespace(first=signal.SIGINT, urgent=False)
+    agent._workers, agent._kill_at, agent._stop_grace_seconds = SimpleNamespace(signal=sent.append), None, 600.0
+    agent._pass_on()
+    assert agent._kill_at > time.monotonic() + 500
+    agent.interrupts.urgent = True
+    agent._pass_on()
+    assert agent._kill_at <= time.monotonic() and sent == [signal.SIGINT, signal.SIGKILL]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 76)])

@@ -74,11 +74,14 @@ def test_nobody_waits_for_anybody() -> None:
     assert (cause.kind, cause.ranks) == ("stuck", (0,))
 
 
-def test_a_stopped_rank_comes_before_all_else() -> None:
-    verdict, ranks = diagnose(
-        [witness(0, WAITS), witness(1, BEFORE, state="T", **QUIET)], Alarm("stopped", (1,), 10.0, act=True), "x"
-    )
+@pytest.mark.parametrize("state", ["T", "t"])
+@pytest.mark.parametrize("alarm", [HUNG, Alarm("stopped", (1,), 10.0, act=True)])
+def test_a_stopped_rank_comes_before_all_else(state: str, alarm: Alarm) -> None:
+    found = [witness(0, WAITS), witness(1, BEFORE, state=state, pulse_seconds=20.0, **QUIET)]
+    verdict, ranks = diagnose(found, alarm, "x")
     assert (verdict.kind, ranks) == ("stopped", (1,)) and "kill -CONT 101" in verdict.next
+    assert "rank 1 (pid 101, stopped): in a step for 20.0 s, step 12 done" in verdict.evidence
+    assert not any("holds Python's lock" in line for line in verdict.evidence)
 
 
 def test_who_computes_on_is_not_blamed_beside_one_that_is_late() -> None:

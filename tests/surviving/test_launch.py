@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from allranks.errors import ConfigError, LayoutError, ProcessError
+from allranks.surviving import launch as module
 from allranks.surviving.launch import RemoteTraceback, launch
 from tests.processes import is_gone, wait_until
 
@@ -73,6 +74,28 @@ def test_the_first_failing_ranks_error_is_raised_once() -> None:
     assert "rank 1 on " in str(cause)
     assert "in work" in str(cause)
     assert "src/allranks" not in str(cause)
+
+
+@pytest.mark.parametrize("way", ["sys.exit()", "os._exit(0)", "os._exit(75)"])
+def test_who_ends_before_the_function_returns_is_named(way: str) -> None:
+    def work() -> None:
+        if os.environ["RANK"] == "1":
+            {"sys.exit()": sys.exit, "os._exit(0)": lambda: os._exit(0), "os._exit(75)": lambda: os._exit(75)}[way]()
+
+    with pytest.raises(ProcessError, match=r"rank 1 on .*") as caught:
+        launch(work, nproc=2)
+    if way == "sys.exit()":
+        assert "the user's code ended the process: sys.exit()" in str(caught.value)
+        assert "in work" in str(caught.value.__cause__)
+    else:
+        assert f"exit code {way[9:-1]}, its work neither done nor saved" in str(caught.value)
+
+
+def test_a_reply_that_is_no_value_is_never_returned() -> None:
+    assert module._value(0, module.VALUE + module.dumps(3)) == 3
+    for reply in (b"", module.ERROR + module.dumps(SystemExit(0))):
+        with pytest.raises(ProcessError, match="rank 1 ended, and the function had not returned there"):
+            module._value(1, reply)
 
 
 def test_an_error_that_cannot_travel_is_told() -> None:

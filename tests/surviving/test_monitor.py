@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 
 from allranks.config_guard import GuardConfig
-from allranks.observing.heartbeat import FIRST, LONGEST, MARK, NUM_FIELDS, PHASE, PHASES, PULSE, STEP
+from allranks.observing.heartbeat import FIRST, LONGEST, MARK, NUM_FIELDS, PHASE, PHASES, PULSE, STEP, Heartbeat
 from allranks.surviving import monitor as module
+from allranks.surviving.kernel import process_state
 from allranks.surviving.monitor import (
     LEAST_HANG_SECONDS,
     Alarm,
     Monitor,
     SharedBeats,
-    core_seconds,
     find_hung,
-    process_state,
 )
 from tests.processes import wait_until
 from tests.surviving.rows import row
@@ -205,11 +204,50 @@ def test_a_wait_for_a_core_that_lasts_is_no_hang_either(monkeypatch: pytest.Monk
     watch.beats.close()
 
 
-def test_the_kernel_tells_who_waits_for_a_core() -> None:
-    assert min(core_seconds(os.getpid())) > 0.0
-    assert core_seconds(2**22 + 1) == (0.0, 0.0)
+def test_where_no_wait_for_a_core_is_told_of_who_computes_for_ever_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel without /proc/PID/schedstat, and a loop that holds Python's lock."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(module, "core_seconds", lambda pid: None)
+    monkeypatch.setattr(module, "process_state", lambda pid: "R")
+    watch = Monitor(GuardConfig(hang_seconds=5.0), 1)
+    watch.begin_attempt()
+    watch.beats.slot(0)[PHASE] = PHASES.index("step")
+    assert clock.pass_seconds(watch, 5, 7) is None
+    assert clock.pass_seconds(watch, 1, 7) == Alarm("hung", (5,), 5.0, act=True)
+    watch.beats.close()
 
 
-def test_the_state_of_a_process_that_is_gone() -> None:
-    assert process_state(os.getpid()) == "R"
-    assert process_state(2**22 + 1) == ""
+@pytest.mark.parametrize(("state", "frozen"), [("t", False), ("D", True), ("S", True)])
+def test_who_is_held_by_a_debugger_or_frozen_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, state: str, frozen: bool
+) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(module, "process_state", lambda pid: state)
+    monkeypatch.setattr(module, "is_frozen", lambda pid: frozen)
+    watch = Monitor(GUARD, 1)
+    watch.begin_attempt()
+    watch.beats.slot(0)[PHASE] = PHASES.index("step")
+    assert clock.pass_seconds(watch, 10, 7) is None
+    assert clock.pass_seconds(watch, 3, 7) == Alarm("stopped", (5,), 10.0, act=True)
+    watch.beats.close()
+
+
+def test_who_is_traced_and_comes_further_is_not_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(module, "process_state", lambda pid: "t")
+    watch = Monitor(GUARD, 1)
+    watch.begin_attempt()
+    watch.beats.slot(0)[PHASE] = PHASES.index("step")
+    for _ in range(10):
+        assert clock.pass_seconds(watch, 3, 7) is None
+        watch.beats.slot(0)[MARK] = int(clock.now * 1e9)
+    watch.beats.close()
+
+
+def test_an_end_counts_only_with_the_code_that_was_said() -> None:
+    beats = SharedBeats(2)
+    Heartbeat(beats.slot(1)).finish(75)
+    assert [beats.has_finished(*one) for one in ((1, 75), (1, 0), (0, 0))] == [True, False, False]
+    beats.clear()
+    assert not beats.has_finished(1, 75)
+    beats.close()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from allranks.failure import Failure
-from allranks.surviving.outcome import Ended, conclude
+from allranks.surviving.outcome import UNKNOWN_CODE, Ended, Outcome, conclude, conclude_left
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 RAISED = Failure(1, "host", 101, 5.0, 1, "ValueError: no", traceback="...")
@@ -14,8 +14,11 @@ LOST = Failure(0, "host", 100, 4.0, 76, "Connection closed by peer", traceback="
 REFUSED = Failure(0, "host", 100, 4.5, 78, "no Task")
 
 
-def ends(*codes: int, killed: tuple[int, ...] = ()) -> list[Ended]:
-    return [Ended(rank, 100 + rank, code, 10.0 + rank, rank in killed) for rank, code in enumerate(codes)]
+def ends(*codes: int, killed: tuple[int, ...] = (), unfinished: tuple[int, ...] = ()) -> list[Ended]:
+    return [
+        Ended(rank, 100 + rank, code, 10.0 + rank, rank in killed, rank not in unfinished, 5)
+        for rank, code in enumerate(codes)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +41,14 @@ def ends(*codes: int, killed: tuple[int, ...] = ()) -> list[Ended]:
         (ends(-15, -15), [], TERM, 76, None),  # before they could handle it
         (ends(-10, -10), [], TERM, 76, None),  # SIGUSR1, which every process got
         (ends(76, -15), [LOST], TERM, 76, None),
-        (ends(255, 255), [], None, 76, 0),  # the fork server was killed
+        (ends(UNKNOWN_CODE, UNKNOWN_CODE), [], None, 76, 0),  # the fork server was killed
+        (ends(0, 255), [], None, 1, 1),  # a library's exit(-1)
+        (ends(0, 0, unfinished=(0, 1)), [], None, 1, 0),  # os._exit(0) at step 5
+        (ends(76, 0, unfinished=(0, 1)), [LOST], None, 1, 1),  # it is the cause, though the other one complains
+        (ends(75, 75, unfinished=(0, 1)), [], None, 1, 0),  # nobody has saved
+        (ends(75, 75, unfinished=(0, 1)), [], TERM, 1, 0),
+        (ends(130, 130, unfinished=(0, 1)), [], INT, 130, None),  # workers that the second Ctrl-C has met
+        (ends(75, 130, unfinished=(1,)), [], TERM, 75, None),
         (ends(0, 0), [], INT, 0, None),  # it had finished anyway
         (ends(0, -15), [], None, 76, 1),  # somebody else's SIGTERM
     ],
@@ -54,6 +64,23 @@ def test_the_run_ends_as_its_first_failure_or_its_agreed_stop(
 def test_a_record_of_another_process_does_not_count() -> None:
     stale = replace(RAISED, pid=7)
     assert conclude(ends(0, 0), [stale], None, {}).exit_code == 0
+
+
+def test_an_end_before_the_end_is_told_with_its_step() -> None:
+    failure = conclude(ends(0, 0, unfinished=(1,)), [], None, {}).first_failure
+    assert failure is not None
+    assert failure.message.startswith("ended with exit code 0 after step 5, its work neither done nor saved")
+
+
+def test_a_worker_that_cannot_be_killed_ends_the_run_on_this_host() -> None:
+    left = Failure(1, "host", 101, 9.0, 76, "pid 101 does not end, though it was killed: state D")
+    hung = replace(RAISED, hung=True, exit_code=93, traceback="", message="no progress for 15 s")
+    assert conclude_left(Outcome(0), left) == Outcome(76, left)
+    assert conclude_left(Outcome(75), left) == Outcome(75), "all have saved"
+    found = conclude_left(Outcome(93, hung), left)
+    assert found.exit_code == 76 and found.first_failure is not None
+    assert found.first_failure.render().splitlines()[1:] == [left.brief()]
+    assert conclude_left(Outcome(1, RAISED), left).exit_code == 1, "no restart helps"
 
 
 def test_replies_are_kept() -> None:

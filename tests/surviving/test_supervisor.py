@@ -14,7 +14,8 @@ from allranks.config_guard import GuardConfig
 from allranks.errors import RollbackError
 from allranks.failure import NO_PROGRESS, PREEMPTED, RAISED, TRANSIENT, Failure, describe_error
 from allranks.observing.heartbeat import MARK, PHASE, PHASES, STEP, Heartbeat
-from allranks.surviving import evidence
+from allranks.run import Run
+from allranks.surviving import evidence, unended, workers
 from allranks.surviving.agent import run_workers
 from allranks.surviving.forkserver import choose_start_method
 from allranks.surviving.monitor import Row
@@ -117,6 +118,48 @@ def test_an_error_of_the_users_is_not_tried_again(small_server: None, tmp_path: 
     outcome, told, attempts = train(tmp_path, "raise")
     assert (outcome.exit_code, told, attempts) == (RAISED, [], 1)
     assert outcome.first_failure is not None and "the user's own mistake" in outcome.first_failure.render()
+
+
+def test_a_hung_worker_that_cannot_be_killed_ends_the_run_and_nothing_starts_beside_it(
+    small_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = workers._wait_for_code
+
+    def wait(process: Any, seconds: float) -> int | None:
+        code = real(process, seconds)
+        return None if process.name == "allranks-worker-1" and code == -9 else code
+
+    monkeypatch.setattr(workers, "_wait_for_code", wait)
+    monkeypatch.setattr(unended, "_killed", [])
+    outcome, told, attempts = train(tmp_path, "hang")
+    assert (outcome.exit_code, attempts) == (TRANSIENT, 1)
+    assert [verdict.kind for verdict in told] == ["stuck"]
+    assert outcome.first_failure is not None
+    shown = outcome.first_failure.render()
+    assert "no progress for" in shown and "does not end, though it was killed" in shown.splitlines()[-1]
+
+
+@pytest.mark.parametrize("way", ["sys.exit", "0", "75"])
+def test_who_leaves_before_the_end_ends_the_run_and_is_named(small_server: None, tmp_path: Path, way: str) -> None:
+    outcome, told, attempts = train(tmp_path, way, entry="leave")
+    assert (outcome.exit_code, told, attempts) == (RAISED, [], 1)
+    assert outcome.first_failure is not None and outcome.first_failure.rank == 1
+    assert "after step 7" in outcome.first_failure.message
+    assert outcome.others == (0,), "which says that its connection was closed"
+
+
+def test_a_verdict_that_cannot_be_written_is_told_and_ends_nothing(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("allranks.observing.journal.os.write", refuse)
+    Supervision.of_run(run, GuardConfig()).tell(Verdict("stuck", "no progress for 15 s", (), "look"))
+    said = capsys.readouterr().err
+    assert "no progress for 15 s" in said
+    assert said.splitlines()[-1].startswith("warning: this verdict is not in the journal: ")
+    assert "No space left on device" in said
 
 
 def test_rollbacks_are_not_started_again_where_nothing_is(tmp_path: Path) -> None:

@@ -1,17 +1,23 @@
 """The worker processes of this host, seen from the agent."""
 
+import multiprocessing
 import os
 import signal
 import sys
 import time
+from dataclasses import replace
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from allranks.surviving import unended
+from allranks.surviving import workers as module
 from allranks.surviving.child import WorkerStart
 from allranks.surviving.forkserver import start
+from allranks.surviving.monitor import SharedBeats
 from allranks.surviving.workers import LocalWorkers
 from tests.processes import is_gone, wait_until
 
@@ -98,6 +104,68 @@ def test_a_lost_server_is_told_from_lost_workers(small_server: None, tmp_path: P
         workers.kill()
         for path in tmp_path.glob("started-*"):
             path.unlink()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fork servers are Linux's")
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_exit_code_255_is_one_like_any_other(small_server: None, tmp_path: Path, method: str) -> None:
+    start()
+    workers = LocalWorkers(method, starts(tmp_path, "code", 255, 1), replies=False)
+    wait_for_all(workers)
+    assert workers.exits[1].code == 255 and not workers.lost_their_server
+
+
+class Undying(ForkServerProcess):
+    """A worker in a system call that never returns."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._pipe = os.pipe()
+
+    pid = property(lambda self: self._pid)  # type: ignore[assignment]
+    sentinel = property(lambda self: self._pipe[0])  # type: ignore[assignment]
+    exitcode = None  # type: ignore[assignment]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def test_who_does_not_die_is_told_and_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "KILL_SECONDS", 0.05)
+    monkeypatch.setattr(module, "process_state", lambda pid: "D")
+    monkeypatch.setattr(module, "waits_in", lambda pid: "rpc_wait_bit_killable")
+    monkeypatch.setattr(unended, "_killed", [])
+    workers = LocalWorkers("spawn", [], replies=False)
+    workers._ranks = [4]
+    workers._processes[0] = undying = Undying(2**22 + 1)
+    multiprocessing.process._children.add(undying)  # type: ignore[attr-defined]
+    workers.kill()
+    assert workers.alive == [] and workers.left is not None
+    assert (workers.left.rank, workers.left.exit_code) == (4, 76)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"pid {2**22 + 1} does not end, though it was killed: state D" in line
+    assert "in the kernel's rpc_wait_bit_killable" in line
+    assert undying not in multiprocessing.process._children, "the interpreter's end waits for all of these"  # type: ignore[attr-defined]
+    assert unended.hinders_the_end()
+    (one,) = workers.ended(None)
+    assert one.killed and one.rank == 4
+    workers.kill()  # waits for it no second time
+    assert capsys.readouterr().err == ""
+    undying.exitcode = -9
+    assert not unended.hinders_the_end()
+
+
+def test_who_has_not_said_that_it_has_finished_has_not(small_server: None, tmp_path: Path) -> None:
+    beats = SharedBeats(2)
+    beats.clear()
+    both = [replace(one, beats=beats.path, slot=one.rank) for one in starts(tmp_path, "leave_silently", 1)]
+    workers = LocalWorkers("spawn", both, replies=False)
+    wait_for_all(workers)
+    found = {one.rank: (one.code, one.finished, one.step) for one in workers.ended(beats)}
+    assert found == {0: (0, True, 3), 1: (0, False, 3)}
+    beats.close()
 
 
 def test_kill_ends_all_at_once(small_server: None, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.surviving import forkserver
+from allranks.surviving.unended import hinders_the_end
 from allranks.verdict import Decision
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ def train(request: TrainRequest) -> int:
         code, told = _train_as_worker(request) if outside else _train_here(request, environment, secret)
     if request.json and told is not None:
         print_json(told)
-    if outside:
-        # A worker ends here, not through its destructors, which can wait for ever (see end_process).
+    if outside or hinders_the_end():
+        # This process ends here, not through its destructors, which can wait for ever (see end_process).
         end_process(code)
     return code
 
@@ -125,12 +126,14 @@ def _named_task(request: TrainRequest) -> str:
 def _train_as_worker(request: TrainRequest) -> tuple[int, Document | None]:
     from allranks.failure import run_recorded
     from allranks.lifeline import die_with_parent
+    from allranks.observing import heartbeat
     from allranks.training.worker import Assignment, work
 
     die_with_parent(os.getppid())
     rank = read_environment(os.environ).rank
     runs: list[Path] = []
-    code = run_recorded(work, (Assignment(request, announce=runs.append),), rank=rank, folder=None)
+    assignment = Assignment(request, announce=runs.append)
+    code = run_recorded(work, (assignment,), rank=rank, folder=None, step=lambda: heartbeat.current().step)
     return code, document(runs[0], code) if rank == 0 and runs else None
 
 

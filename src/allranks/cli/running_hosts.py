@@ -22,6 +22,7 @@ from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.surviving.hosts.secret import take_secret
 from allranks.surviving.interrupts import StoppedBeforeStart
+from allranks.surviving.unended import hinders_the_end
 from allranks.verdict import Decision, Verdict
 
 if TYPE_CHECKING:
@@ -135,12 +136,12 @@ def run_on_hosts(
             company.leave()
             run.release()
     except AllranksError as error:
-        if meeting.stuck:
+        if meeting.stuck or hinders_the_end():
             # The thread that waits for a host that says nothing would take an orderly exit for an accident.
             end_process(print_error(error, json=request.json))
         raise
     except StoppedBeforeStart:
-        if meeting.stuck:
+        if meeting.stuck or hinders_the_end():
             end_process(TRANSIENT)
         raise
     finally:

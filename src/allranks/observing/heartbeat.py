@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 PULSE_SECONDS = 0.5
-NUM_FIELDS = 9
+NUM_FIELDS = 10
 SLOT_BYTES = 8 * NUM_FIELDS
-PULSE, MARK, PHASE, STEP, FIRST, LONGEST, ASKED, ANSWERED, TIME_OVER = range(NUM_FIELDS)
+PULSE, MARK, PHASE, STEP, FIRST, LONGEST, ASKED, ANSWERED, TIME_OVER, FINISHED = range(NUM_FIELDS)
 """Fields of a slot, 64-bit whole numbers each; times in nanoseconds.
 
 PULSE: when the thread last ran. MARK: when the loop last came further. PHASE: what it does since, by its place in
 PHASES. STEP: optimizer steps done since the first start. FIRST: how long the first step of this attempt took. LONGEST:
 the longest later one. ASKED, ANSWERED: how often the agent has asked for the collectives, and was answered.
-TIME_OVER: when the run's time is over, or was agreed to be; 0: it has no end.
+TIME_OVER: when the run's time is over, or was agreed to be; 0: it has no end. FINISHED: 1 + the exit code with which
+the worker's work has come to its own end; 0: it has not.
 """
 
 STACK_SIGNAL = signal.SIGRTMIN + 10 if sys.platform == "linux" else signal.SIGUSR2
@@ -62,6 +63,15 @@ class Heartbeat:
         """So many steps are done, by earlier attempts."""
         self._fields[STEP] = step
         self.progress()
+
+    @property
+    def step(self) -> int:
+        """The last step that is done; 0 before the first."""
+        return self._fields[STEP]
+
+    def finish(self, code: int) -> None:
+        """The work has come to its own end, and this process ends with `code`: what ends so without this has not."""
+        self._fields[FINISHED] = 1 + code
 
     def begin_step(self) -> None:
         """An optimizer step begins."""

@@ -21,10 +21,10 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler
 
-from allranks.failure import DONE, RAISED, STOPS, TRANSIENT, Failure, clear_failures, read_failures
+from allranks.errors import ProcessError
+from allranks.failure import RAISED, TRANSIENT, Failure, clear_failures, read_failures
 from allranks.surviving.child import Entry, WorkerStart
 from allranks.surviving.forkserver import StartMethod, choose_start_method
 from allranks.surviving.hosts.company import Company
@@ -32,7 +32,7 @@ from allranks.surviving.hosts.ending import RunEnded
 from allranks.surviving.hosts.member import Member
 from allranks.surviving.interrupts import Interrupts
 from allranks.surviving.memory_kill import count_memory_kills, decode_kill
-from allranks.surviving.outcome import Ended, Outcome, conclude
+from allranks.surviving.outcome import Ended, Outcome, conclude, conclude_left
 from allranks.surviving.rendezvous import LocalRendezvous
 from allranks.surviving.supervisor import Supervision, Supervisor
 from allranks.surviving.worker_start import start_of
@@ -193,27 +193,23 @@ class LocalAgent(SimpleElasticAgent):
                 workers.kill()
         if workers.alive:
             return RunResult(WorkerState.HEALTHY)
-        codes = {worker.global_rank: workers.exits[worker.local_rank].code for worker in worker_group.workers}
         if self._member is not None:
             following = self._member.settle(self.outcome())
             if following == "wait":
                 return RunResult(WorkerState.HEALTHY)
+            if following == "again" and workers.left is not None:
+                raise ProcessError(workers.left.render())  # this host leaves the others
             self._remaining_restarts = int(following == "again")
             return RunResult(WorkerState.FAILED)  # torchelastic's word for all that is no end of one host alone
-        if not any(codes.values()):
-            return RunResult(WorkerState.SUCCEEDED, return_values=codes)
+        if not any(one.code or one.failed for one in self._ended()):
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.values()))
         self._remaining_restarts = self._restarts_left()
-        failures = {
-            worker.global_rank: ProcessFailure(worker.local_rank, worker.id, codes[worker.global_rank], error_file="")
-            for worker in worker_group.workers
-            if codes[worker.global_rank]
-        }
-        return RunResult(WorkerState.FAILED, failures=failures)
+        return RunResult(WorkerState.FAILED)
 
     def _restarts_left(self) -> int:
         """How often workers may be started again after they have failed now."""
         outcome = self.outcome()
-        if self.interrupts.first is not None:
+        if self.interrupts.first is not None or self._existing_workers().left is not None:
             return 0
         if self._supervisor is None:
             return self._remaining_restarts if outcome.exit_code in RESTARTABLE else 0
@@ -228,13 +224,12 @@ class LocalAgent(SimpleElasticAgent):
 
         Who was killed by a signal is the cause: what the others would say is its consequence.
         """
-        codes = {one.code for one in workers.exits.values()} - {DONE}
-        if min(codes, default=0) < 0 and self._supervisor is not None:
+        ended = self._ended()
+        if min((one.code for one in ended), default=0) < 0 and self._supervisor is not None:
             workers.kill()
-            return
-        if codes - set(STOPS):
+        elif any(one.failed for one in ended):
             self._hasten(LINGER_SECONDS)
-        elif codes:
+        elif any(one.code for one in ended):
             self._hasten(self._stop_grace_seconds)
 
     def _hasten(self, seconds: float) -> None:
@@ -247,6 +242,7 @@ class LocalAgent(SimpleElasticAgent):
             return
         if self.interrupts.urgent:
             self._workers.signal(signal.SIGKILL)
+            self._hasten(0.0)  # which waits for them, though not without end
         else:
             self._workers.signal(self.interrupts.first)
             self._hasten(self._stop_grace_seconds)
@@ -268,7 +264,7 @@ class LocalAgent(SimpleElasticAgent):
         if self._supervisor is None:
             return outcome
         self._supervisor.monitor.beats.close()
-        if self._member is not None:
+        if self._member is not None or self._existing_workers().left is not None:
             return outcome
         if outcome.first_failure is None or self.interrupts.first is not None:
             return outcome
@@ -279,14 +275,13 @@ class LocalAgent(SimpleElasticAgent):
         """How the workers of the last attempt ended."""
         workers = self._existing_workers()
         ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
-        ended = [
-            Ended(ranks[place], workers.pids[place], one.code, one.when, place in workers.killed)
-            for place, one in workers.exits.items()
-        ]
         replies = {ranks[place]: reply for place, reply in workers.replies.items()}
         records = [*read_failures(self._log_dir), *([] if self._hang is None else [self._hang])]
-        outcome = conclude(ended, records, self.interrupts.first, replies)
-        if outcome.first_failure is None:
-            return outcome
-        failure = decode_kill(outcome.first_failure, self._memory_kills, count_memory_kills())
-        return replace(outcome, first_failure=failure)
+        outcome = conclude(self._ended(), records, self.interrupts.first, replies)
+        if outcome.first_failure is not None:
+            failure = decode_kill(outcome.first_failure, self._memory_kills, count_memory_kills())
+            outcome = replace(outcome, first_failure=failure)
+        return outcome if workers.left is None else conclude_left(outcome, workers.left)
+
+    def _ended(self) -> list[Ended]:
+        return self._existing_workers().ended(None if self._supervisor is None else self._supervisor.monitor.beats)

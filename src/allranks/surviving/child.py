@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 from allranks import fault_points
-from allranks.failure import end_process, run_recorded
+from allranks.failure import DONE, AgreedStop, end_process, run_recorded
 from allranks.lifeline import die_with_parent
 from allranks.observing import heartbeat
 from allranks.surviving import preload
@@ -68,13 +68,21 @@ def run_worker(start: WorkerStart, reply: Connection | None) -> None:
 
         torch.set_num_threads(start.num_threads)
     args = start.args if reply is None else (*start.args, reply)
-    code = run_recorded(_call, (start.entry, args), rank=start.rank, folder=start.log_dir)
+    heart = heartbeat.current()
+    step = (lambda: heart.step) if start.beats else (lambda: None)
+    code = run_recorded(_call, (start.entry, args), rank=start.rank, folder=start.log_dir, step=step)
     end_process(code)
 
 
-def _call(entry: Entry, args: tuple[Any, ...]) -> int | None:
+def _call(entry: Entry, args: tuple[Any, ...]) -> int:
+    """The entry's exit code, of which the agent is told that the entry gave it."""
     if isinstance(entry, str):
         module, _, name = entry.partition(":")
         entry = getattr(importlib.import_module(module), name)
     assert callable(entry)
-    return entry(*args)
+    try:
+        code = entry(*args) or DONE
+    except AgreedStop as stop:
+        code = int(stop.code or DONE)
+    heartbeat.current().finish(code)
+    return code

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 from allranks.observing.heartbeat import STACK_SIGNAL, collectives_file
+from allranks.surviving.kernel import STOPPED
 from allranks.surviving.monitor import Row, SharedBeats
 
 ANSWER_SECONDS = 2.0
@@ -138,7 +139,7 @@ def question(rows: Sequence[Row], places: Mapping[int, int], beats: SharedBeats,
     """
     paths = {row.rank: logs / f"rank-{row.rank:05d}.log" for row in rows}
     before = {rank: _size(path) for rank, path in paths.items()}
-    asked = [row for row in rows if row.pulse_seconds is not None and not row.state.startswith("T")]
+    asked = [row for row in rows if row.pulse_seconds is not None and row.state not in STOPPED]
     beats.ask()
     for row in asked:
         with contextlib.suppress(ProcessLookupError):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from allranks.surviving.evidence import SHOWN_FRAMES, Collective, Testimony
+from allranks.surviving.kernel import STOPPED
 from allranks.surviving.monitor import Alarm
 from allranks.units import format_seconds
 from allranks.verdict import Verdict
@@ -99,9 +100,11 @@ def diagnose(
 def find_cause(found: Sequence[Testimony], alarm: Alarm, absent: Absent = ALL_HERE) -> Cause:
     """Who is in the way of whom."""
     hosts = {one.row.rank: one.host for one in found} | {rank: one.host for rank, one in absent.items()}
-    stopped = alarm.ranks if alarm.kind == "stopped" else tuple(one.row.rank for one in found if one.row.state == "T")
+    stopped = alarm.ranks if alarm.kind == "stopped" else _stopped(found)
     if stopped:
-        return Cause("stopped", stopped, f"{name_ranks(stopped, hosts)} stopped by a signal (SIGSTOP) or a freezer")
+        return Cause(
+            "stopped", stopped, f"{name_ranks(stopped, hosts)} stopped by a signal (SIGSTOP), a debugger or a freezer"
+        )
     by_rank = {one.row.rank: one for one in found}
     waits = {rank: one.waits_in for rank, one in by_rank.items() if one.waits_in is not None}
     free = tuple(rank for rank in by_rank if rank not in waits)
@@ -117,6 +120,10 @@ def find_cause(found: Sequence[Testimony], alarm: Alarm, absent: Absent = ALL_HE
         return Cause("network", tuple(missing), f"{name_ranks(missing, hosts)} waited for, and that host says nothing")
     late = tuple(rank for rank in free if by_rank[rank].row.quiet_seconds > alarm.limit_seconds / 2)
     return _find_occupied(by_rank, late or free or alarm.ranks, hosts, waited_for=bool(waits))
+
+
+def _stopped(found: Sequence[Testimony]) -> tuple[int, ...]:
+    return tuple(one.row.rank for one in found if one.row.state in STOPPED)
 
 
 def _find_occupied(
@@ -171,12 +178,12 @@ def _fit(one: Collective, other: Collective) -> bool:
 def describe(one: Testimony) -> list[str]:
     """One rank, in lines: how it is, what it waits for, where it stands."""
     row = one.row
-    state = {"T": "stopped", "D": "waiting for a disk", "R": "computing"}.get(row.state[:1], "waiting")
+    state = {"T": "stopped", "t": "stopped", "D": "waiting for a disk", "R": "computing"}.get(row.state[:1], "waiting")
     words = {"input": "loading data", "step": "in a step", "checkpoint": "saving", "evaluation": "evaluating"}
     doing = words.get(row.phase, f"in its {row.phase}")
     name, quiet = _name(row.rank, {row.rank: one.host}), format_seconds(row.quiet_seconds)
     lines = [f"rank {name} (pid {row.pid}, {state}): {doing} for {quiet}, step {row.step} done"]
-    if row.pulse_seconds is not None and row.pulse_seconds > PULSE_LATE_SECONDS and row.state != "T":
+    if row.pulse_seconds is not None and row.pulse_seconds > PULSE_LATE_SECONDS and row.state not in STOPPED:
         since = format_seconds(row.pulse_seconds)
         lines.append(f"  no thread of its Python has run for {since}: compiled code holds Python's lock")
     waits = one.waits_in

@@ -35,7 +35,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | None = None, l
 
     Raises:
         ConfigError, LayoutError: before anything starts.
-        ProcessError: a process was lost: killed, or ended without a word.
+        ProcessError: a process was lost: killed, or ended (sys.exit, os._exit) before the function returned.
         KeyboardInterrupt: stopped by Ctrl-C.
         Exception: the first failing rank's own, with its traceback there as the cause.
     """
@@ -67,7 +67,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | None = None, l
         _raise(outcome.first_failure, outcome.replies.get(outcome.first_failure.rank, b""))
     if outcome.exit_code:
         raise ProcessError(f"the processes were stopped from outside (exit code {outcome.exit_code})")
-    return [cloudpickle.loads(outcome.replies[rank][1:]) for rank in range(nproc)]
+    return [_value(rank, outcome.replies.get(rank, b"")) for rank in range(nproc)]
 
 
 def answer(payload: bytes, reply: Connection) -> int:
@@ -102,6 +102,12 @@ def _choose_nproc(nproc: int | None, layout: str | None) -> int:
     return chosen
 
 
+def _value(rank: int, reply: bytes) -> Any:
+    if reply[:1] != VALUE:
+        raise ProcessError(f"rank {rank} ended, and the function had not returned there")
+    return cloudpickle.loads(reply[1:])
+
+
 def _raise(failure: Failure, reply: bytes) -> None:
     """Raise the exception that the rank raised, or what says how the rank ended."""
     sent = None
@@ -111,6 +117,8 @@ def _raise(failure: Failure, reply: bytes) -> None:
         raise sent  # its message says all
     if not failure.traceback:
         raise ProcessError(failure.render())
+    if isinstance(sent, SystemExit):
+        raise ProcessError(failure.brief()) from RemoteTraceback(failure)
     raise (sent if isinstance(sent, Exception) else RuntimeError(failure.message)) from RemoteTraceback(failure)
 
 

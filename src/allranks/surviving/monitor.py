@@ -4,7 +4,7 @@ It reads the numbers that each worker keeps in shared memory (observing/heartbea
 process, on the monotonic clock alone, and tells apart
 
     dead       the kernel says so at once (workers.py)
-    stopped    the kernel shows the process as stopped (SIGSTOP, a frozen terminal), for `guard.stopped_seconds`
+    stopped    the kernel shows the process as stopped (SIGSTOP, a debugger) or frozen, for `guard.stopped_seconds`
     hung       nobody comes further for longer than steps take here
     slow       a rank loads data for longer than that: told, and left in peace until `guard.input_seconds`
 
@@ -26,6 +26,7 @@ from allranks.config_guard import GuardConfig
 from allranks.observing.heartbeat import (
     ANSWERED,
     ASKED,
+    FINISHED,
     FIRST,
     LONGEST,
     MARK,
@@ -37,11 +38,13 @@ from allranks.observing.heartbeat import (
     STEP,
     Phase,
 )
+from allranks.surviving.kernel import FROZEN, STOPPED, core_seconds, is_frozen, process_state
 
 LEAST_HANG_SECONDS = 15.0
 LEARNED_FACTOR = 5.0
 LOOK_SECONDS = 0.25
 SUSPENDED_SECONDS = 5.0  # between two looks: then this process itself did not run
+SILENT_SECONDS = 1.0  # without a sign: then it is looked whether a worker is frozen
 
 Kind = Literal["stopped", "hung", "slow"]
 
@@ -53,7 +56,7 @@ class Row:
 
     Attributes:
         rank, pid: which process.
-        state: the kernel's letter for its main thread (R, S, D, T ...); "" where the system does not tell.
+        state: the kernel's letter for its main thread (R, S, D, T ...), T of a frozen one; "" where it does not tell.
         phase: what it does.
         quiet_seconds: how long since it came further.
         pulse_seconds: how long since a thread of its Python ran; None: it cannot be asked yet.
@@ -133,6 +136,10 @@ class SharedBeats:
         """The last step that each worker of this attempt has finished."""
         return [self.slot(place)[STEP] for place in range(len(self._fields) // NUM_FIELDS)]
 
+    def has_finished(self, place: int, code: int) -> bool:
+        """Whether a worker has said that its work has come to an end with this exit code."""
+        return self.slot(place)[FINISHED] == 1 + code
+
     def close(self) -> None:
         """Let the memory go."""
         if self._descriptor >= 0:
@@ -160,7 +167,7 @@ class Monitor:
         self.delayed_seconds = 0.0
         self._guard = guard
         self._last_look = self._awake_since = time.monotonic()
-        self._stopped_since: dict[int, float] = {}
+        self._stopped_since: dict[int, tuple[int, float]] = {}  # by rank: its mark, and since when
         self._told: tuple[int, int] | None = None  # what was told of already: (rank, whether to act)
         self._delays: dict[int, _CoreTime] = {}  # by local rank
 
@@ -207,7 +214,10 @@ class Monitor:
 
     def _delayed_seconds(self, place: int, pid: int, now: float) -> float:
         """How long a worker has waited for a core since it came further."""
-        mark, (ran, waited) = self.beats.slot(place)[MARK], core_seconds(pid)
+        mark, told = self.beats.slot(place)[MARK], core_seconds(pid)
+        if told is None:
+            return 0.0  # nothing is known of waits: who computes for too long hangs
+        ran, waited = told
         before = self._delays.get(place)
         if before is None or before.mark != mark:
             before = self._delays[place] = _CoreTime(mark, waited, (ran, waited), now)
@@ -224,12 +234,13 @@ class Monitor:
     def _row(self, place: int, pid: int, rank: int, now: float) -> Row:
         slot = self.beats.slot(place)
         mark, pulse = max(slot[MARK] / 1e9, self._awake_since), slot[PULSE] / 1e9
+        quiet = max(0.0, now - mark)
         return Row(
             rank=rank,
             pid=pid,
-            state=process_state(pid),
+            state=FROZEN if quiet > SILENT_SECONDS and is_frozen(pid) else process_state(pid),
             phase=PHASES[slot[PHASE]],
-            quiet_seconds=max(0.0, now - mark),
+            quiet_seconds=quiet,
             pulse_seconds=max(0.0, now - max(pulse, self._awake_since)) if pulse else None,
             step=slot[STEP],
             first_seconds=slot[FIRST] / 1e9,
@@ -238,11 +249,14 @@ class Monitor:
         )
 
     def _find_stopped(self, rows: Sequence[Row], now: float) -> Alarm | None:
+        before, stopped = self._stopped_since, [row for row in rows if row.state in STOPPED]
+        # Who comes further was only seen between two stops, as under strace.
         self._stopped_since = {
-            row.rank: self._stopped_since.get(row.rank, now) for row in rows if row.state.startswith("T")
+            row.rank: before[row.rank] if before.get(row.rank, (None, now))[0] == row.mark else (row.mark, now)
+            for row in stopped
         }
         limit = self._guard.stopped_seconds
-        self.stopped = tuple(rank for rank, since in self._stopped_since.items() if now - since >= limit)
+        self.stopped = tuple(rank for rank, (_, since) in self._stopped_since.items() if now - since >= limit)
         return Alarm("stopped", self.stopped, limit, act=True) if self.stopped else None
 
 
@@ -278,23 +292,3 @@ def allowed_seconds(row: Row, rows: Sequence[Row], guard: GuardConfig) -> float:
             if longest == 0.0:  # the second step may compile what the first did not need
                 longest = max(other.first_seconds for other in rows)
             return max(LEAST_HANG_SECONDS, LEARNED_FACTOR * longest)
-
-
-def process_state(pid: int) -> str:
-    """The kernel's letter for the state of a process, as in ps; "" where it cannot be known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-
-
-def core_seconds(pid: int) -> tuple[float, float]:
-    """How long the main thread of a process has run, and has waited for a core; (0, 0) where the system does not tell.
-
-    Source: /proc/PID/schedstat (Documentation/scheduler/sched-stats.rst of Linux), nanoseconds.
-    """
-    try:
-        ran, waited, *_ = Path(f"/proc/{pid}/schedstat").read_text().split()
-        return int(ran) / 1e9, int(waited) / 1e9
-    except (OSError, ValueError):
-        return 0.0, 0.0

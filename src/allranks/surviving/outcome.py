@@ -2,10 +2,11 @@
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from allranks.failure import (
+    CLAIMS,
     DONE,
     INTERRUPTED,
     STOPS,
@@ -17,19 +18,34 @@ from allranks.failure import (
 )
 from allranks.surviving.interrupts import SIGNALS
 
-UNKNOWN_CODE = 255  # multiprocessing's, where the fork server that knows the code is gone
+UNKNOWN_CODE = 256  # no process's: the fork server that knew the code is gone
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One worker's end: its exit code (negative: the signal that killed it), when (Unix seconds), by our own kill."""
+    """One worker's end.
+
+    Attributes:
+        code: its exit code (negative: the signal that killed it).
+        when: in Unix seconds.
+        killed: whether by our own kill.
+        finished: whether it had said that its work has come to an end with this code; also where nobody could tell.
+        step: the last one that it has done, where that is known.
+    """
 
     rank: int
     pid: int
     code: int
     when: float
     killed: bool = False
+    finished: bool = True
+    step: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it neither did its work nor saved and stopped."""
+        return self.code not in CLAIMS or not self.finished
 
 
 @final
@@ -65,7 +81,7 @@ def conclude(
     if failure is not None and not (stop is not None and failure.consequence):
         others = sorted(one.rank for one in failures if one is not None and one.rank != failure.rank)
         return Outcome(failure.exit_code, failure, replies, tuple(others))
-    agreed = [one.code for one in sorted(ended, key=lambda one: one.when) if one.code in STOPS]
+    agreed = [one.code for one in sorted(ended, key=lambda one: one.when) if one.code in STOPS and one.finished]
     if agreed:
         return Outcome(agreed[0], None, replies)
     if stop is not None and any(one.code for one in ended):  # it ended without having saved
@@ -73,14 +89,29 @@ def conclude(
     return Outcome(DONE, None, replies)
 
 
+def conclude_left(outcome: Outcome, left: Failure) -> Outcome:
+    """The Outcome where a worker that was killed has not ended: workers cannot start again on this host.
+
+    Args:
+        left: says so, of that worker.
+    """
+    first = outcome.first_failure
+    if first is None:
+        return outcome if outcome.exit_code in STOPS else replace(outcome, exit_code=TRANSIENT, first_failure=left)
+    code = TRANSIENT if first.hung else first.exit_code
+    told = replace(first, exit_code=code, message=f"{first.message}\n{left.brief()}")
+    return replace(outcome, exit_code=code, first_failure=told)
+
+
 def _unrecorded(one: Ended, stop: signal.Signals | None) -> Failure | None:
     """What the exit of a worker without a record tells; None where it did as it was told."""
     told = one.killed and one.code == -signal.SIGKILL
-    obeyed = stop is not None and -one.code in SIGNALS  # it died of a request, before it could handle it
-    if told or obeyed or one.code in (DONE, *STOPS):
+    # It died of a request, before it could handle it, or of the second one, without saving.
+    obeyed = stop is not None and (-one.code in SIGNALS or one.code == INTERRUPTED)
+    if told or obeyed or not one.failed:
         return None
     if one.code < 0:
         return describe_signal(-one.code, rank=one.rank, pid=one.pid, when=one.when)
     if one.code == UNKNOWN_CODE:  # the end of the server is sent to its workers as a kill
         return describe_signal(signal.SIGKILL, rank=one.rank, pid=one.pid, when=one.when)
-    return describe_exit(one.code, rank=one.rank, pid=one.pid, when=one.when)
+    return describe_exit(one.code, rank=one.rank, pid=one.pid, when=one.when, step=one.step)

@@ -5,6 +5,7 @@ run that fails every hour goes on for ever, and one that fails at the same step 
 itself is not paid for: forwards of half as many samples, and rollbacks behind a spike.
 """
 
+import contextlib
 import socket
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import final
 
 from allranks.config_guard import GuardConfig
+from allranks.errors import RunError
 from allranks.failure import NO_PROGRESS, STOPS, TRANSIENT, Failure
 from allranks.observing.heartbeat import MARK, STEP, TIME_OVER
 from allranks.observing.journal import Journal
@@ -56,9 +58,11 @@ class Supervision:
 
         def tell(verdict: Verdict) -> None:
             print(f"\n{verdict}", file=sys.stderr, flush=True)
-            journal = Journal(run.journal())
-            journal.append([{"t": time.time(), "event": "verdict", **verdict.to_json()}])
-            journal.close()
+            try:
+                with contextlib.closing(Journal(run.journal())) as journal:
+                    journal.append([{"t": time.time(), "event": "verdict", **verdict.to_json()}])
+            except RunError as error:  # what the verdict is about ends the run, not this
+                print(f"warning: this verdict is not in the journal: {error}", file=sys.stderr, flush=True)
 
         def count() -> None:
             run.begin_attempt()

@@ -16,6 +16,7 @@ from allranks.errors import ConfigError, ProcessError
 from allranks.hosts_request import Endpoint
 from allranks.surviving.hosts.meeting import MeetingStore, open_meeting
 from allranks.surviving.hosts.place import StoreLostError
+from allranks.surviving.unended import hinders_the_end
 from tests.free_port import free_port
 from tests.processes import wait_until
 
@@ -149,6 +150,25 @@ time.sleep(100)
 """
 
 
+def test_a_call_that_lasts_is_not_forgotten_when_a_later_one_is_answered() -> None:
+    first = meet(Endpoint("127.0.0.1", free_port()))
+    asked, answer = threading.Event(), threading.Event()
+
+    def wait(store: object) -> str:
+        asked.set()
+        answer.wait()
+        return "late"
+
+    first._call_seconds = 0.1
+    with pytest.raises(StoreLostError):
+        first._call(wait)
+    first._lost, first._call_seconds = None, 30.0  # as where the call was made again on another connection
+    first.write("key", "x")
+    assert asked.is_set() and first.stuck and hinders_the_end()
+    answer.set()
+    wait_until(lambda: not first.stuck)
+
+
 def test_a_lost_store_is_told_of_in_time() -> None:
     endpoint = Endpoint("127.0.0.1", free_port())
     leader = subprocess.Popen([sys.executable, "-c", SERVE, str(endpoint.port)], stdout=subprocess.PIPE)
@@ -165,6 +185,7 @@ def test_a_lost_store_is_told_of_in_time() -> None:
         with pytest.raises(StoreLostError, match="no answer for 2 s"):
             one.write("key", "y")
         assert one.stuck and time.monotonic() - began < 60, "only the first call waits, and that not for ever"
+        assert hinders_the_end()
         leader.kill()
         leader.wait()
         with pytest.raises(StoreLostError) as caught:

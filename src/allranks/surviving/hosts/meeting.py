@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -23,6 +23,7 @@ from allranks.hosts_request import Endpoint
 from allranks.parallel.interface import ELSEWHERE
 from allranks.parallel.store import connect, listen, serve, wait_for_listener
 from allranks.surviving.hosts.place import MeetingPlace, StoreLostError
+from allranks.surviving.unended import CALL
 
 STORE_TIMEOUT = timedelta(minutes=5)  # of what torchelastic itself waits for in the store
 PATIENCE_SECONDS = 5.0  # then the user hears for whom this command waits
@@ -51,9 +52,14 @@ class MeetingStore(MeetingPlace):
         self.address = address
         self.reached_at = endpoint.host
         self.serves = serves
-        self.stuck = False
+        self._lasting: list[_Call[Any]] = []
         self._call_seconds = call_seconds
         self._lost: str | None = None
+
+    @property
+    def stuck(self) -> bool:
+        """As the interface says, of whichever call: a later one may be answered on another connection."""
+        return any(call.lasts for call in self._lasting)
 
     def read(self, key: str) -> str | None:
         """As the interface says."""
@@ -100,7 +106,7 @@ class MeetingStore(MeetingPlace):
             if self.store is not calls[-1].store:
                 calls.append(_Call(function, self.store))
             calls[-1].wait(GLANCE_SECONDS)
-        self.stuck = any(call.lasts for call in calls)
+        self._lasting = [call for call in (*self._lasting, *calls) if call.lasts]
         for call in calls:
             if call.answers:
                 return call.answers[0]
@@ -126,7 +132,7 @@ class _Call(Generic[Answer]):
         self.answers: list[Answer] = []
         self.errors: list[Exception] = []
         self._function = function
-        self._thread = threading.Thread(target=self._make, name="allranks-meeting", daemon=True)
+        self._thread = threading.Thread(target=self._make, name=CALL, daemon=True)
         self._thread.start()
 
     def _make(self) -> None:

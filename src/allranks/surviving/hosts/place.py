@@ -17,14 +17,17 @@ class MeetingPlace(ABC):
         scope: names this meeting among all that its keeper has had, in every seal; "" where it keeps only one.
         address: where this host listens for the others when it leads, as a number.
         reached_at: where the others reach that.
-        stuck: whether a thread still waits in a call: the process has to end without its destructors.
     """
 
     endpoint: Endpoint
     scope: str
     address: str
     reached_at: str
-    stuck: bool
+
+    @property
+    @abstractmethod
+    def stuck(self) -> bool:
+        """Whether a thread still waits in a call: the process has to end without its destructors."""
 
     @abstractmethod
     def read(self, key: str) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from allranks.data.loader import Loader
 from allranks.data.stream import DataStream
 from allranks.errors import ConfigError, TaskError
-from allranks.failure import INTERRUPTED, PREEMPTED
+from allranks.failure import INTERRUPTED, PREEMPTED, AgreedStop
 from allranks.observing.recorder import StepRecord, Value
 from allranks.training.own.banner import introduce
 from allranks.training.own.ground import Ground
@@ -297,4 +297,4 @@ def end(loop: OwnLoop | None, ground: Ground, error: BaseException | None, left:
             if ground.leave(failed=error is not None):
                 left()
     if error is None and loop is not None and loop.exit_code:
-        raise SystemExit(loop.exit_code)
+        raise AgreedStop(loop.exit_code)
