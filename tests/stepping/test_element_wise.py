@@ -191,13 +191,9 @@ class Counting(Made):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         before = self.count.clone()
-        counts = (
-            self.counts["all"][0],
-            self.counts["pair"][0],
-            self.counts["queue"][0],
-            self.param_groups[0]["counts"][0],
-        )
-        for count in (self.count, *counts):
+        counts: dict[str, Any] = self.counts
+        contained = counts["all"][0], counts["pair"][0], counts["queue"][0], self.param_groups[0]["counts"][0]
+        for count in (self.count, *contained):
             count.add_(1)
         assert self.again == before + 1, "what was one tensor is two"
         for parameter in (*self.held, *self.called):
@@ -209,7 +205,7 @@ def test_the_trial_counts_nothing_in_the_real_one() -> None:
     before = [p.detach().clone() for p in held]
     optimizer = Counting(held)
     assert find_scope(optimizer) == ("element", "")
-    counts = optimizer.counts
+    counts: dict[str, Any] = optimizer.counts
     tensors = [optimizer.count, counts["all"][0], counts["pair"][0], counts["queue"][0]]
     assert not any([*tensors, *(group["counts"][0] for group in optimizer.param_groups)])
     assert all(torch.equal(one, other) for one, other in zip(before, held, strict=True))
