@@ -75,6 +75,46 @@ def test_there_again_when_the_disk_has_room() -> None:
     assert disk.getvalue() == "kept"
 
 
+CLOSED = """
+import os, sys
+from allranks.standard_streams import steady_streams
+with steady_streams():
+    os.close(int(sys.argv[2]))
+    print("lost", flush=True, file=sys.stdout if sys.argv[2] == "1" else sys.stderr)
+    kept = open(sys.argv[1], "w")
+    kept.write(str(kept.fileno()))
+    kept.flush()
+    print("lost", flush=True)
+    print("lost", flush=True, file=sys.stderr)
+    os.system("echo lost; echo lost >&2")
+"""
+
+
+@pytest.mark.parametrize("descriptor", ["1", "2"])
+def test_no_file_gets_the_number_of_a_stream_that_the_user_closed(tmp_path: Path, descriptor: str) -> None:
+    """A journal would hold what is printed; child processes find a stream there, too."""
+    command = [sys.executable, "-c", CLOSED, str(tmp_path / "kept"), descriptor]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert int((tmp_path / "kept").read_text()) > 2
+    seen = ["", done.stdout, done.stderr]
+    assert (seen[int(descriptor)], seen[3 - int(descriptor)].split()) == ("", ["lost", "lost"])
+
+
+def test_it_is_set_as_the_other_stream_is() -> None:
+    under = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", errors="strict")
+    stream = SteadyStream(SteadyStream(under))
+    stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)
+    assert (stream.encoding, stream.errors, stream.line_buffering) == ("utf-8", "replace", True)
+    stream.write("\u20ac\n")
+    assert stream.buffer.getvalue() == "\u20ac\n".encode()
+    found: Any = SteadyStream(open(os.devnull, "w"))  # noqa: SIM115
+    with found.stream:
+        assert (found.name, found.mode) == (os.devnull, "w")
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = found.no_such_thing
+    assert not hasattr(SteadyStream.__new__(SteadyStream), "name")
+
+
 def test_other_errors_are_the_writers() -> None:
     stream = io.StringIO()
     stream.close()

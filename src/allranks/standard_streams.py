@@ -17,7 +17,7 @@ _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
 
 
 class OtherStream(io.TextIOBase):
-    """A text stream that is another one for whoever writes to it.
+    """A text stream that is another one for whoever writes to it, or sets how it is written (`reconfigure`).
 
     Attributes:
         stream: that other one.
@@ -25,6 +25,12 @@ class OtherStream(io.TextIOBase):
 
     def __init__(self, stream: "TextIO | OtherStream") -> None:
         self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the other stream has: reconfigure, line_buffering, name, mode ..."""
+        if name == "stream":  # before it is there
+            raise AttributeError(name)
+        return getattr(self.stream, name)
 
     def flush(self) -> None:
         """Flush the stream."""
@@ -56,6 +62,11 @@ class OtherStream(io.TextIOBase):
     def errors(self) -> str | None:  # type: ignore[override]
         """What the stream does with what it cannot encode."""
         return self.stream.errors
+
+    @property
+    def newlines(self) -> Any:  # type: ignore[override]
+        """The stream's ends of lines."""
+        return self.stream.newlines
 
 
 @final
@@ -113,6 +124,11 @@ def open_missing() -> None:
 def _send_nowhere(stream: TextIO | OtherStream) -> None:
     """So that neither what is written later nor what Python flushes at the end fails again."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor has nothing to send
+        descriptor = stream.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
+        if nowhere == descriptor:
+            # It was closed, and was the lowest number that is free: closed again, the next file would get it.
+            os.set_inheritable(nowhere, True)
+            return
+        os.dup2(nowhere, descriptor)
         os.close(nowhere)

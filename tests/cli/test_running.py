@@ -285,6 +285,15 @@ def test_show_starts_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_task_may_set_how_is_printed(tmp_path: Path) -> None:
+    """As scripts begin that are to print any letter anywhere."""
+    lines = "import sys\nsys.stdout.reconfigure(encoding='utf-8')\nprint(sys.stdout.name, '\u20ac')\n"
+    (tmp_path / "task.py").write_text(lines + Path(POINTS).read_text())
+    shown = allranks("train", "task.py", *QUICK, "--layout", "ddp", "--show", "--json", folder=tmp_path)
+    assert json.loads(shown.stdout)["config"]["train.steps"] == 20
+    assert "<stderr> \u20ac" in shown.stderr
+
+
 @pytest.fixture
 def no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(forkserver, "start", lambda *_, **__: None)

@@ -1,6 +1,10 @@
 import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +13,7 @@ from allranks.data.random_keys import (
     collate_key,
     epoch_key,
     evaluation_seed,
+    generators_kept,
     item_key,
     mix,
     random_key,
@@ -32,6 +37,19 @@ def test_seed_all_fixes_the_three_generators() -> None:
     seed_all(2**63 - 1)
     assert drawn() == first
     assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("fault", [nullcontext, partial(pytest.raises, ZeroDivisionError)])
+def test_draws_inside_are_nobodys(fault: Callable[[], AbstractContextManager[object]]) -> None:
+    """Nor where what draws them fails."""
+    seed_all(7)
+    expected = drawn()
+    seed_all(7)
+    with fault() as failing, generators_kept():
+        drawn()
+        if failing is not None:
+            raise ZeroDivisionError
+    assert drawn() == expected
 
 
 def test_every_argument_matters() -> None:

@@ -1,7 +1,9 @@
 """Compiled blocks: the same numbers up to rounding, one graph for equal blocks, nothing else changed."""
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +20,7 @@ from allranks.parallel.compiled import compile_forward, uncompiled
 from allranks.verifying.parity import record_run
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import SGD, config_of, processes_of
-from tests.distributed.tasks import MODELS, WIDTH, CountingTask, Tiny
+from tests.distributed.tasks import MODELS, CountingTask, Tiny
 
 pytestmark = pytest.mark.distributed
 
@@ -182,7 +184,7 @@ def run_uncompiled() -> tuple[int, int]:
     module.forward = compile_forward("it", module.forward)
     x = torch.ones(2, 5)
     counters.clear()
-    with uncompiled("block"):
+    with uncompiled():
         module(x)
     before = int(counters["stats"]["unique_graphs"])
     module(x)
@@ -191,5 +193,8 @@ def run_uncompiled() -> tuple[int, int]:
 
 def test_checks_at_the_start_compile_nothing(pool: Pools) -> None:
     assert pool(1).run(quickly, run_uncompiled) == [(0, 1)]
-    with uncompiled("none"):
-        assert WIDTH
+
+
+def test_the_compiler_is_not_loaded_for_what_nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    assert isinstance(uncompiled(), nullcontext)

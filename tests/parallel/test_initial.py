@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
@@ -113,6 +114,17 @@ def test_a_model_with_tensors_as_plain_attributes_is_built_in_full_and_they_are_
     assert none == [] and "because inner.masks is a tensor and neither parameter nor buffer" in str(decision)
     x = torch.ones(2)
     assert torch.equal(leader[""](x), follower[""](x))
+
+
+def test_what_a_tensor_consists_of_is_no_attribute_of_a_parameter() -> None:
+    def build() -> nn.Module:
+        module = nn.Linear(2, 2)
+        values = [torch.ones(2, 2), torch.ones(2, 2)]
+        module.weight = nn.Parameter(TwoTensor(*values))  # type: ignore[no-untyped-call]
+        return module
+
+    modules, decisions = build_modules(build, FOLLOWS, no_seed)
+    assert modules[""].weight.is_meta and not decisions
 
 
 def test_a_model_that_needs_values_is_built_in_full_and_that_is_said() -> None:

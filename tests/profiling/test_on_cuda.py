@@ -58,6 +58,53 @@ def test_attention_with_dropout_keeps_no_scores() -> None:
     assert kept(attend, gpu=False) > 2 * CELLS * 2 + 2 * ROWS * ROWS
 
 
+MATRIX, VECTOR = torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, dtype=torch.bfloat16)
+ROW = torch.ones(1, WIDTH)
+PLACES = torch.zeros(WIDTH, dtype=torch.int64)
+CAST: dict[str, tuple[Callable[[], torch.Tensor], torch.dtype]] = {
+    "mv": (lambda: torch.mv(MATRIX, VECTOR), torch.bfloat16),
+    "addmv": (lambda: torch.addmv(VECTOR, MATRIX, VECTOR), torch.bfloat16),
+    "addr": (lambda: torch.addr(MATRIX, VECTOR, VECTOR.float()), torch.bfloat16),
+    "convolution": (
+        lambda: torch.convolution(ROW[None], VECTOR[None, None], None, (1,), (0,), (1,), False, (0,), 1),
+        torch.bfloat16,
+    ),
+    "lstm_cell": (
+        lambda: torch.lstm_cell(ROW, (ROW, ROW.bfloat16()), MATRIX.repeat(4, 1), MATRIX.repeat(4, 1))[0],
+        torch.bfloat16,
+    ),
+    "layer_norm": (lambda: functional.layer_norm(MATRIX, (WIDTH,), VECTOR, VECTOR), torch.float32),
+    "group_norm": (lambda: functional.group_norm(MATRIX, 2, VECTOR, VECTOR), torch.float32),
+    "dot": (lambda: torch.dot(VECTOR.float(), VECTOR), torch.float32),
+    "bilinear": (lambda: functional.bilinear(MATRIX, MATRIX.bfloat16(), MATRIX[None]), torch.float32),
+    "index_put": (lambda: VECTOR.index_put((PLACES,), VECTOR.float()), torch.float32),
+    "atan2": (lambda: torch.atan2(VECTOR, VECTOR), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", CAST)
+def test_what_a_gpus_autocast_brings_to_one_type(name: str) -> None:
+    """By its lists."""
+    call, expected = CAST[name]
+    with as_on_cuda(), torch.autocast("cpu", torch.bfloat16):
+        assert call().dtype is expected
+
+
+def test_a_gpus_autocast_leaves_float64() -> None:
+    with as_on_cuda(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.mv(MATRIX.double(), VECTOR.double()).dtype is torch.float64
+        with pytest.raises(RuntimeError, match="same dtype"):
+            torch.mv(MATRIX.double(), VECTOR)
+
+
+def test_gradients_have_the_types_of_what_was_given() -> None:
+    matrix = MATRIX.clone().requires_grad_()
+    with as_on_cuda(), torch.autocast("cpu", torch.bfloat16):
+        torch.mv(matrix, VECTOR).float().sum().backward()
+    assert matrix.grad is not None and matrix.grad.dtype is torch.float32
+    assert torch.equal(matrix.grad, torch.ones(WIDTH, WIDTH))
+
+
 def test_afterwards_the_processor_is_itself_again() -> None:
     make, expected = CASES["dropout"]
     before = kept(make, gpu=False)

@@ -48,6 +48,22 @@ def test_a_thread_that_works_on_is_not_waited_for_for_ever(tasks: Path, monkeypa
         assert torch.ones(2).sum() == 2
 
 
+def test_a_thread_that_has_ended_rests(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is asked for its name, before its file is opened, and while that is open."""
+    (tasks / "0").mkdir()
+    ended, lasting = (thread(tasks, "pt_gloo_runloop", "R") for _ in range(2))
+    rest = GlooAtRest()
+    ended.unlink()
+
+    def read(stat: int, size: int, offset: int) -> bytes:
+        raise ProcessLookupError(3, "No such process")
+
+    monkeypatch.setattr(os, "pread", read)
+    with rest:
+        assert len(rest._stats) == 1 and lasting.exists()
+        assert torch.ones(2).sum() == 2
+
+
 def test_where_there_is_no_proc_nothing_is_waited_for(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_lag, "TASKS", tasks / "none")
     monkeypatch.setattr(os, "sched_yield", lambda: pytest.fail("it waited"))

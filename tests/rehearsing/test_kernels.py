@@ -169,6 +169,7 @@ def test_a_mix_that_its_kernel_refuses_is_found(
 
 @pytest.mark.parametrize(("name", "call", "given"), [case[:3] for case in MIXES], ids=[case[0] for case in MIXES])
 def test_so_is_it_for_gpus(name: str, call: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    """Where no autocast was there before."""
     with pytest.raises(RuntimeError, match=rf"^{name} refuses"):
         ask(call, *given, on_cuda=True)
 
@@ -275,3 +276,22 @@ def test_a_rehearsal_asks_for_its_own_devices() -> None:
     ):
         rehearsed(Crossing(), "single", 1)
     rehearsed(Crossing(), "single", 1, on_cuda=True)
+
+
+class Narrow(Layered):
+    """A norm, and a matrix times a vector, in two types."""
+
+    kind: str = "bfloat16"
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(self.width), super().model())
+
+    def middle(self) -> nn.Module:
+        return Calling(lambda x: x + torch.mv(x.float(), x[0].to(getattr(torch, self.kind)))[:, None].to(x.dtype))
+
+
+def test_what_a_gpus_autocast_brings_to_one_type_is_no_fault_there() -> None:
+    """FSDP gathers the norm's weight in bfloat16 there, and its input is of float32."""
+    rehearsed(Narrow(), "fsdp", 2, "train.precision=bfloat16", on_cuda=True)
+    with pytest.raises(TaskError, match="mv refuses"):
+        rehearsed(Narrow(kind="float64"), "single", 1, "train.precision=bfloat16", on_cuda=True)

@@ -1,5 +1,6 @@
 """What an optimizer's update looks at is found by trying it, and refused where processes have parts."""
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -88,6 +89,18 @@ class Wrapper(Optimizer):
         self.inner.step()
 
 
+class Several(Optimizer):
+    """Steps others that are in what `hold` makes of them."""
+
+    def __init__(self, inner: list[Optimizer], hold: Callable[[list[Optimizer]], Any]) -> None:
+        super().__init__([group for one in inner for group in one.param_groups], {})
+        self.inner, self.held = len(inner), hold(inner)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.held if not isinstance(self.held, dict) else self.held["all"][0]:
+            one.step()
+
+
 def parameters() -> list[nn.Parameter]:
     torch.manual_seed(0)
     return [nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(8, 4))]
@@ -123,22 +136,119 @@ def test_torchs_own_that_are_not_tried_are_what_they_are_taken_for(kind: Any) ->
     assert find_scope(type(f"My{kind.__name__}", (kind,), {})(parameters())) == ("element", "")
 
 
-class Grouped(Made):
-    """Looks at norms in one of its groups."""
+class Grouped(Optimizer):
+    """Updates each group in its own way."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            update = trust if group["normed"] else signs
-            for parameter, moved in zip(group["params"], update(group["params"]), strict=True):
+            for parameter, moved in zip(group["params"], group["update"](group["params"]), strict=True):
                 parameter.sub_(group["lr"] * moved)
 
 
-def test_every_group_is_tried_with_its_own_settings() -> None:
-    first, second = parameters()
-    for normed, scope in ((False, "element"), (True, "tensor")):
-        held = [{"params": [first], "normed": False}, {"params": [second], "normed": normed}]
-        assert find_scope(Grouped(held, signs)) == (scope, "")
+@pytest.mark.parametrize(
+    ("updates", "scope", "unknown"),
+    [
+        ((signs, signs), "element", ""),
+        ((signs, trust), "tensor", ""),
+        ((together, trust), "model", ""),
+        ((fails, trust), "tensor", "trying it on small tensors raised RuntimeError: only on Sundays"),
+        ((noise, trust), "tensor", "it draws random numbers, so that two equal updates differ"),
+        (
+            (nothing, fails, fails, signs),
+            "element",
+            "it did not move small tensors; trying it on small tensors raised RuntimeError: only on Sundays",
+        ),
+    ],
+)
+def test_every_group_is_tried_with_its_own_settings(updates: tuple[Update, ...], scope: str, unknown: str) -> None:
+    """What cannot be tried says nothing of the groups behind it."""
+    held = [{"params": [nn.Parameter(torch.ones(4, 4))], "update": update} for update in updates]
+    assert find_scope(Grouped(held)) == (scope, unknown)
+
+
+def test_a_group_without_parameters_is_none() -> None:
+    empty = {"params": [], "update": trust}
+    assert find_scope(Grouped([empty, {"params": parameters(), "update": signs}])) == ("element", "")
+    assert find_scope(Grouped([empty, {"params": parameters(), "update": trust}])) == ("tensor", "")
+
+
+class Counting(Made):
+    """Counts in tensors, of its own and of its groups, and holds parameters besides the groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        held = list(parameters)
+        super().__init__([{"params": [one], "counts": [torch.zeros(())]} for one in held], signs)
+        self.count = torch.zeros(())
+        self.again = self.count
+        self.counts = {"all": [torch.zeros(())], "pair": (torch.zeros(()), 1), "queue": deque([torch.zeros(())])}
+        self.held, self.called = held, {one: "name" for one in held}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        before = self.count.clone()
+        counts: dict[str, Any] = self.counts
+        contained = counts["all"][0], counts["pair"][0], counts["queue"][0], self.param_groups[0]["counts"][0]
+        for count in (self.count, *contained):
+            count.add_(1)
+        assert self.again == before + 1, "what was one tensor is two"
+        for parameter in (*self.held, *self.called):
+            parameter.add_(1)
+
+
+def test_the_trial_counts_nothing_in_the_real_one() -> None:
+    held = parameters()
+    before = [p.detach().clone() for p in held]
+    optimizer = Counting(held)
+    assert find_scope(optimizer) == ("element", "")
+    counts: dict[str, Any] = optimizer.counts
+    tensors = [optimizer.count, counts["all"][0], counts["pair"][0], counts["queue"][0]]
+    assert not any([*tensors, *(group["counts"][0] for group in optimizer.param_groups)])
+    assert all(torch.equal(one, other) for one, other in zip(before, held, strict=True))
+
+
+@pytest.mark.parametrize(
+    "hold", [list, tuple, lambda inner: {"all": [inner]}], ids=["list", "tuple", "dict with a list"]
+)
+def test_optimizers_in_containers_are_not_stepped(hold: Callable[[list[Optimizer]], Any]) -> None:
+    held = parameters()
+    for parameter in held:
+        parameter.grad = torch.ones_like(parameter)
+    before = [p.detach().clone() for p in held]
+    inner = [SGD(held[:1], lr=0.1), Lamb(held[1:])]
+    for one in inner:
+        one.register_step_post_hook(lambda *_: pytest.fail("the user's hook has run"))
+    said = "it steps another optimizer, and only that one was tried"
+    assert find_scope(Several(inner, hold)) == ("tensor", said)
+    assert find_scope(Several(inner[:1], hold)) == ("element", said)
+    assert all(torch.equal(one, other) for one, other in zip(before, held, strict=True))
+
+
+def test_optimizers_that_hold_each_other_end_the_search() -> None:
+    inner = Made(parameters(), trust)
+    outer = Wrapper(inner)
+    inner.outer = outer  # type: ignore[attr-defined]
+    assert find_scope(outer) == ("element", "it steps another optimizer, and only that one was tried")
+
+
+def test_small_tensors_are_on_the_processor_whatever_the_default_is() -> None:
+    optimizer = Made(parameters(), trust)
+    with torch.device("meta"):
+        assert find_scope(optimizer) == ("tensor", "")
+
+
+def test_a_compiled_update_is_tried_as_it_is_written() -> None:
+    """Nor is what the user compiled forgotten: a stance is left behind as it was."""
+
+    def refuse(graph: Any, inputs: Any) -> Any:
+        raise AssertionError("compiled for small tensors")
+
+    compiled = torch.compile(lambda one: one / one.norm(), backend=refuse)
+    assert find_scope(Made(parameters(), lambda p: [compiled(one) for one in gradients(p)])) == ("tensor", "")
 
 
 def test_the_trial_leaves_everything_as_it_is() -> None:
@@ -196,6 +306,14 @@ def test_what_would_differ_is_refused(update: Update, entry: Entry, layout: Layo
             check_scopes(optimizers, {id(parameter): entry}, layout)
     else:
         assert check_scopes(optimizers, {id(parameter): entry}, layout) == ()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_one_group_that_is_cut_is_enough(order: int) -> None:
+    whole, cut = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+    groups = [{"params": [whole], "update": fails}, {"params": [cut], "update": trust}][::order]
+    with pytest.raises(TaskError, match=r"Grouped looks at whole matrices .* a part of layer\.weight"):
+        check_scopes({"": Grouped(groups)}, {id(whole): WHOLE, id(cut): CUT}, Layout(tp=2))
 
 
 def test_what_cannot_be_told_is_said() -> None:

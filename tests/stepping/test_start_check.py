@@ -103,6 +103,37 @@ def test_unused_parameters_under_several_processes(
     assert pool(size).run(check_half, layout, overrides) == [(because, False, True)] * size
 
 
+class Compiled(Curve):
+    """Compiles its model itself, and counts how often."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**settings)
+        self.graphs: list[Any] = []
+
+    def model(self) -> Any:
+        return torch.compile(super().model(), backend=self._note)
+
+    def _note(self, graph: Any, inputs: Any) -> Any:
+        self.graphs.append(graph)
+        return graph.forward
+
+
+def count_graphs() -> tuple[int, int]:
+    """In a worker: of the checks, and of a step."""
+    task = Compiled()
+    session = session_of(task, config_of("single", *SMALL))
+    before = len(task.graphs)
+    list(step_through(session, 1))
+    torch._dynamo.reset()
+    return before, len(task.graphs)
+
+
+@pytest.mark.distributed
+def test_what_the_user_compiles_is_not_compiled_for_the_checks(pool: Pools) -> None:
+    ((before, after),) = pool(1).run(count_graphs)
+    assert before == 0 < after
+
+
 class Sides(IterableDataset[Any]):
     """Shards itself: even ranks see points on the one side, odd ranks on the other."""
 

@@ -50,6 +50,17 @@ def test_rank_0_keeps_the_terminal_and_a_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_a_program_may_set_how_is_printed(tmp_path: Path, rank: int) -> None:
+    setting = 'sys.stdout.reconfigure(encoding="utf-8"); print("\u20ac", sys.stdout.line_buffering, sys.stdout.name)'
+    program = PROGRAM.replace('print("from print")', setting)
+    environ = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-c", program, str(tmp_path / "log"), str(rank), ""]
+    done = subprocess.run(command, env=environ, capture_output=True, timeout=60, check=True)
+    line = f"\u20ac {bool(rank)} <stdout>".encode()
+    assert line in (tmp_path / "log").read_bytes() and done.stdout.count(line) == 1 - rank
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_program_that_writes_bytes_is_not_stopped(tmp_path: Path, rank: int) -> None:
     program = PROGRAM.replace('print("from print")', 'sys.stdout.buffer.write(b"in bytes\\n")')
     command = [sys.executable, "-c", program, str(tmp_path / "log"), str(rank), ""]

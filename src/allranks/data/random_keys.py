@@ -90,7 +90,9 @@ def generators_kept() -> Iterator[None]:
     """What is drawn inside, from the generators that `seed_all` seeds, is no draw of the caller's."""
     plain, arrays = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        yield
-    random.setstate(plain)
-    np.random.set_state(arrays)
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(plain)
+        np.random.set_state(arrays)

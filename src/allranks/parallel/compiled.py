@@ -5,6 +5,7 @@ entered) runs as without.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -64,13 +65,14 @@ def compile_forward(name: str, forward: Forward, *, whole: bool = False, budget:
     return call
 
 
-def uncompiled(mode: str) -> AbstractContextManager[object]:
-    """A context in which blocks run as they are written, where `layout.compile` is "block": for checks at the start.
+def uncompiled() -> AbstractContextManager[object]:
+    """A context in which what is compiled, by `layout.compile` or by the user, runs as it is written: for checks.
 
-    Their batches have sizes of their own, for which no graph is worth its compilation, and what counts operations sees
-    none in compiled code.
+    Their batches have sizes of their own, for which no graph is worth its compilation; what counts operations sees none
+    in compiled code, and what fixes draws would be compiled with it. Where torch's compiler was not loaded, nothing is
+    compiled yet, and it is not loaded for this.
     """
-    return nullcontext() if mode == "none" else torch.compiler.set_stance("force_eager")
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _within_budget(graph: Any, inputs: Any) -> Any:

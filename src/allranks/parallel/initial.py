@@ -207,7 +207,10 @@ def _by_name(built: object) -> dict[str, nn.Module]:
 def _find_stray(modules: Mapping[str, nn.Module]) -> str | None:
     """An attribute of a module or of a parameter that holds a tensor without memory, also in a list, tuple or dict."""
     for which, module in modules.items():
-        for name, owner in (*module.named_modules(prefix=which), *module.named_parameters(prefix=which)):
+        parameters = module.named_parameters(prefix=which)
+        # What a tensor of another class holds in attributes is what it consists of.
+        plain = ((name, one) for name, one in parameters if issubclass(type(one), nn.Parameter))
+        for name, owner in (*module.named_modules(prefix=which), *plain):
             for attribute, value in vars(owner).items():
                 if attribute not in ("_parameters", "_buffers", "_modules") and any(
                     isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(value)

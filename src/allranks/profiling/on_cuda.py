@@ -1,14 +1,16 @@
 """What a GPU's step keeps and a processor's does not, and the other way: the processor's step, run as a GPU would.
 
-Four things differ under the same model (torch 2.13). CUDA's autocast runs a list of operations in float32 (the lists in
-ATen/autocast_mode.h; a processor's is shorter and holds no norm and no softmax). Its dropout is one kernel, whose
-backward keeps a mask of one byte an element. Its RMSNorm is one kernel, which keeps its input and one number a row. Its
-attention is one kernel with dropout too. They are put in the place of the processor's for as long as the trace lasts.
+Four things differ under the same model (torch 2.13). CUDA's autocast brings the types of more operations together (the
+lists in ATen/autocast_mode.h; a processor's are shorter and hold no norm, no softmax, no matrix times a vector). Its
+dropout is one kernel, whose backward keeps a mask of one byte an element. Its RMSNorm is one kernel, which keeps its
+input and one number a row. Its attention is one kernel with dropout too. They are put in the place of the processor's
+for as long as the trace lasts.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -29,6 +31,16 @@ _FLOAT32: Final = (
 _FLOAT32_RESULT: Final = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "cumsum", "cumprod")
 """AT_FORALL_FP32_SET_OPT_DTYPE: where no type is asked for, float32 is."""
 
+_LOWERED: Final = (
+    *("convolution", "mv", "addmv", "addr", "chain_matmul", "linalg_multi_dot"),
+    *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+)
+"""Of AT_FORALL_LOWER_PRECISION_FP what the processor's list lacks: cast to autocast's type."""
+_PROMOTED: Final = (
+    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "tensordot", "index_put", "scatter_add"),
+)
+"""AT_FORALL_PROMOTE without grid_sampler, which the processor's has: cast to the widest type among them."""
+
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
@@ -36,7 +48,11 @@ def as_on_cuda() -> Iterator[None]:
     library = Library("aten", "IMPL")
     try:
         for name in _FLOAT32:
-            _replace(library, name, _lifted, "AutocastCPU")
+            _replace(library, name, partial(_cast, to=_lift_all), "AutocastCPU")
+        for name in _LOWERED:
+            _replace(library, name, partial(_cast, to=_lower_all), "AutocastCPU")
+        for name in _PROMOTED:
+            _replace(library, name, partial(_cast, to=_promote_all), "AutocastCPU")
         for name in _FLOAT32_RESULT:
             _replace(library, name, _lifted_result, "AutocastCPU")
         _replace(library, "dropout", _dropout, "AutogradCPU")
@@ -57,15 +73,32 @@ def _without_autocast() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 
-def _lift(value: Any) -> Any:
-    lower = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if lower else value
+_ELIGIBLE: Final = (torch.float32, torch.bfloat16, torch.float16)
+"""What autocast casts; float64 stays as it is."""
 
 
-def _lifted(func: Any) -> Callable[..., Any]:
+def _cast_all(tree: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.dtype in _ELIGIBLE else one, tree)
+
+
+def _lift_all(tree: Any) -> Any:
+    return _cast_all(tree, torch.float32)
+
+
+def _lower_all(tree: Any) -> Any:
+    return _cast_all(tree, torch.get_autocast_dtype("cpu"))
+
+
+def _promote_all(tree: Any) -> Any:
+    kinds = {leaf.dtype for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+    return _lift_all(tree) if torch.float32 in kinds else _lower_all(tree)
+
+
+def _cast(func: Any, to: Callable[[Any], Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with _without_autocast():
-            return func(*pytree.tree_map(_lift, args), **pytree.tree_map(_lift, kwargs))
+            args, kwargs = to((args, kwargs))
+            return func(*args, **kwargs)
 
     return run
 

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -19,6 +20,8 @@ THREADS = ("pt_gloo_runloop", "gloo_tcp_loop")
 LIMIT_SECONDS = 1.0  # a thread that runs for longer does not lag, it works
 MOST_BYTES = 256  # of what a thread says of itself: name and state stand at its beginning
 _RUNNABLE = b"R"
+_ENDED = (FileNotFoundError, ProcessLookupError)
+"""What reading of a thread raises that has ended, before its file is opened and afterwards: it rests."""
 
 
 @final
@@ -41,7 +44,10 @@ class GlooAtRest(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._of = threading.get_ident()
         # Kept open: all are read before every operator, and a process that has had many groups has hundreds of them.
-        self._stats = [os.open(thread, os.O_RDONLY) for thread in self._threads]
+        self._stats = []
+        for thread in self._threads:
+            with suppress(*_ENDED):
+                self._stats.append(os.open(thread, os.O_RDONLY))
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
@@ -68,8 +74,14 @@ class GlooAtRest(TorchDispatchMode):
 
 
 def _name(stat: Path) -> str:
-    return stat.read_text().partition("(")[2].rpartition(")")[0]
+    try:
+        return stat.read_text().partition("(")[2].rpartition(")")[0]
+    except _ENDED:
+        return ""
 
 
 def _state(stat: int) -> bytes:
-    return os.pread(stat, MOST_BYTES, 0).rpartition(b") ")[2][:1]
+    try:
+        return os.pread(stat, MOST_BYTES, 0).rpartition(b") ")[2][:1]
+    except _ENDED:
+        return b""

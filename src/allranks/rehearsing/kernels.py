@@ -27,13 +27,17 @@ _MIXED: Final = _BATCH_NORMS.union(
     ("multi_margin_loss", "multilabel_margin_loss_forward"),
     ("_embedding_bag", "_embedding_bag_forward_only", "complex", "polar", "heaviside"),
 )
-"""With their forms in place. Not every operator, because some kernels end the process on zeros that mean nothing."""
+"""With their forms in place. Not every operator, because some kernels end the process on zeros that mean nothing.
+
+What CUDA's autocast brings to one type (a norm, a matrix times a vector) it has brought there before: a rehearsal for
+GPUs runs its lists (profiling/on_cuda.py). What comes here in several types had them without it.
+"""
 _MIXED_ON_PROCESSORS: Final = {
     *("linalg_cross", "grid_sampler_2d", "grid_sampler_3d", "index_put"),
     "_softmax_backward_data",
 }
-"""CUDA's autocast brings the first ones to one type (AT_FORALL_PROMOTE, autocast_mode.h), and whether it is on is not
-known here; of the last one's CUDA kernel the refusals are not known."""
+"""CUDA's autocast brings forms of the first ones to one type (AT_FORALL_PROMOTE, autocast_mode.h); of the last one's
+CUDA kernel the refusals are not known."""
 _ALONE: Final = {
     *("_softmax", "_log_softmax", "relu"),
     *("linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_eigh", "_linalg_solve_ex", "_linalg_svd"),

@@ -6,8 +6,8 @@ shape tells: its state may have the part's own. One that looks at all parameters
 does so as well where a process has only some of them. FSDP2's parameters know that they are parts, and are not asked.
 """
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from allranks.data.random_keys import generators_kept
 from allranks.errors import TaskError
 from allranks.layout import Layout
+from allranks.parallel.compiled import uncompiled
 from allranks.parameter_map import Entry
 from allranks.verdict import Decision
 
@@ -33,6 +34,8 @@ KNOWN = frozenset((ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAd
 
 _ALIKE = 1e-3
 """Of the largest update: kernels for other shapes round otherwise, and Muon's parts differ by a half."""
+
+_SEVERAL = (list, tuple, set, frozenset, deque)
 
 _STEPS = 2  # the first step of many is the sign of the gradient
 
@@ -87,38 +90,66 @@ def find_scope(optimizer: Optimizer) -> tuple[Scope, str]:
     """
     if type(optimizer) in KNOWN:
         return "element", ""
-    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    inner = _find_inner(optimizer)
     if inner:
         # A copy of a wrapper would hold the real one, and move the model.
-        worst = max((find_scope(one)[0] for one in inner), key=ORDER.index)
+        tried = [one for one in inner if not _find_inner(one)]
+        worst: Scope = max((find_scope(one)[0] for one in tried), key=ORDER.index, default=ORDER[0])
         return worst, "it steps another optimizer, and only that one was tried"
     return _find_by_trial(optimizer)
 
 
+def _find_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that it holds, in attributes, groups and what contains others; and those that they hold."""
+    found: dict[int, Optimizer] = {}
+    seen = {id(optimizer)}
+    waiting: list[Any] = list(vars(optimizer).values())
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            found[id(value)] = value
+            waiting += vars(value).values()
+        elif isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, _SEVERAL):
+            waiting += value
+    return list(found.values())
+
+
 def _find_by_trial(optimizer: Optimizer) -> tuple[Scope, str]:
+    """The worst of all groups: one that cannot be tried says nothing of the next one."""
     worst: Scope = "element"
+    unknown: list[str] = []
+    stand_ins = _stand_in_for(tensor for group in optimizer.param_groups for tensor in group["params"])
     for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
         try:
-            with unset_fake_temporarily(), generators_kept():
-                found = _try(optimizer, group)
+            # A compiled update would be compiled for three shapes that no step has, and by a compiler of C++.
+            with unset_fake_temporarily(), generators_kept(), uncompiled():
+                found = _try(optimizer, group, stand_ins)
         except Exception as error:
             # Whatever the user's optimizer raised: it may want a closure, or a shape that no small tensor has.
-            return worst, f"trying it on small tensors raised {type(error).__name__}: {error}"
-        if found not in ORDER:
-            return worst, found
-        worst = max(worst, found, key=ORDER.index)
-    return worst, ""
+            found = f"trying it on small tensors raised {type(error).__name__}: {error}"
+        if found in ORDER:
+            worst = max(worst, found, key=ORDER.index)
+        else:
+            unknown.append(found)
+    return worst, "; ".join(dict.fromkeys(unknown))
 
 
-def _try(optimizer: Optimizer, group: dict[str, Any]) -> Scope | str:
+def _try(optimizer: Optimizer, group: dict[str, Any], stand_ins: Mapping[int, torch.Tensor]) -> Scope | str:
     """The scope under the settings of one group, or why there is none."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     # On the processor, whatever device the model is on, and not in half precision, where updates round to nothing.
     dtype = torch.float64 if group["params"][0].dtype is torch.float64 else torch.float32
-    matrix, other = torch.randn(2, _STEPS + 1, 8, 6, generator=generator, dtype=dtype)
+    matrix, other = torch.randn(2, _STEPS + 1, 8, 6, generator=generator, dtype=dtype, device="cpu")
 
     def update(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        return _update(optimizer, group, tensors)
+        return _update(lambda parameters: _copy(optimizer, group, parameters, stand_ins), tensors)
 
     whole = update(matrix, other)[0]
     if not whole.any():
@@ -134,11 +165,10 @@ def _try(optimizer: Optimizer, group: dict[str, Any]) -> Scope | str:
     return "element"
 
 
-def _update(optimizer: Optimizer, group: dict[str, Any], tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """By how much a fresh copy of `optimizer` moves parameters, each with its values and then its gradients."""
-    tensors = list(tensors)
+def _update(make: Callable[[Sequence[torch.Tensor]], Optimizer], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """By how much a fresh optimizer moves parameters, each with its values and then its gradients."""
     parameters = [nn.Parameter(one[0].clone()) for one in tensors]
-    twin = _copy(optimizer, group, parameters)
+    twin = make(parameters)
     for step in range(1, _STEPS + 1):
         for parameter, one in zip(parameters, tensors, strict=True):
             parameter.grad = one[step].clone()
@@ -146,21 +176,64 @@ def _update(optimizer: Optimizer, group: dict[str, Any], tensors: Iterable[torch
     return [parameter.detach() - one[0] for parameter, one in zip(parameters, tensors, strict=True)]
 
 
-def _copy(optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> Optimizer:
+def _stand_in_for(parameters: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """By id. Nothing is to move the model's own, which an optimizer may hold in attributes, nor to copy them all."""
+    return {id(one): nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"), False) for one in parameters}
+
+
+def _copy(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    parameters: Sequence[torch.Tensor],
+    stand_ins: Mapping[int, torch.Tensor],
+) -> Optimizer:
     # Not copy.copy: Optimizer's own way of pickling leaves out what its subclasses hold.
     twin = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        kept = OrderedDict() if name.startswith("_optimizer_") and isinstance(value, OrderedDict) else copy(value)
-        setattr(twin, name, kept)
     twin.state = defaultdict(dict)
-    twin.param_groups = [{**_on_processor(group), "params": list(parameters)}]
+    twin.param_groups = [{"params": list(parameters)}]
+    known = {
+        **stand_ins,
+        id(optimizer.state): twin.state,
+        id(optimizer.param_groups): twin.param_groups,
+        id(group): twin.param_groups[0],
+    }
+    settings = {key: _own(value, known) for key, value in group.items() if key != "params"}
+    twin.param_groups[0] |= _on_processor(settings)
+    for name, value in vars(optimizer).items():
+        hooks = name.startswith("_optimizer_") and isinstance(value, OrderedDict)
+        setattr(twin, name, OrderedDict() if hooks else _own(value, known))
     return twin
 
 
-def _on_processor(group: dict[str, Any]) -> dict[str, Any]:
+def _own(value: Any, known: dict[int, Any]) -> Any:
+    """A copy that shares no tensor and no container with what it is of; `known`: id of what was copied -> its copy."""
+    if id(value) in known:
+        return known[id(value)]
+    copied: Any
+    if isinstance(value, torch.Tensor):
+        tensor = value.detach() if value.is_meta else value.detach().cpu()
+        copied = nn.Parameter(tensor.clone(), value.requires_grad) if type(value) is nn.Parameter else tensor.clone()
+    elif isinstance(value, tuple | frozenset):
+        parts = [_own(part, known) for part in value]
+        copied = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    else:
+        copied = copy(value)
+    known[id(value)] = copied  # before its parts, which may hold it
+    if isinstance(value, dict):
+        copied.clear()
+        copied.update((_own(key, known), _own(part, known)) for key, part in value.items())
+    elif isinstance(value, list | deque):
+        copied.clear()
+        copied.extend(_own(part, known) for part in value)
+    elif isinstance(value, set):
+        copied.clear()
+        copied.update(_own(part, known) for part in value)
+    return copied
+
+
+def _on_processor(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings without what only a GPU does, and with a learning rate: a schedule may begin at none."""
-    kept = {key: value.cpu().clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-    kept |= {key: False for key in ("fused", "capturable") if kept.get(key)}
+    kept = settings | {key: False for key in ("fused", "capturable") if settings.get(key)}
     return kept | ({"lr": 1.0} if "lr" in kept and not float(kept["lr"]) else {})
 
 

@@ -65,7 +65,7 @@ def check_positions(forward: Forward, batch: Any, *, what: str) -> Decision:
         undisturbed(module),
         torch.no_grad(),
         rows_of(Alone()),
-        uncompiled(layout.compile),
+        uncompiled(),
     ):
         placed = forward.place(batch)
         with context.alone():

@@ -102,7 +102,7 @@ def check_at_start(
         raise TaskError(f"{what}: {type(task).__name__} needs a step(models, batch)")
     try:
         samples, seconds = first_samples(dataset, seed)
-        with uncompiled(spread.mesh.layout.compile):
+        with uncompiled():
             meeting = _meet(task, spread, samples, group if declared_order(dataset) == "sharded" else None, seed)
     except AllranksError:
         raise

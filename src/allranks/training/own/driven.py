@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from allranks.checkpointing.exchange import broadcast_bytes
 from allranks.errors import TaskError
+from allranks.parallel.compiled import uncompiled
 from allranks.parallel.spread import Spread
 from allranks.stepping.flops import count_flops
 from allranks.stepping.loss_check import generators_kept
@@ -24,7 +25,7 @@ from allranks.stepping.position_check import check_positions
 from allranks.stepping.sequence_loss import check_sequence_loss, check_sequence_metrics
 from allranks.stepping.whole_check import UNCOMPARED, compare_whole, pass_uncompared
 from allranks.training.own.forward import Loss, OwnTask, check_loss, check_number, make_forward
-from allranks.training.own.models import OwnModels
+from allranks.training.own.models import OwnModels, Start
 from allranks.verdict import Decision
 
 Metrics = Callable[[Any, Any], Mapping[str, tuple[Any, Any]]]
@@ -86,8 +87,11 @@ class Driven:
             LayoutError: on every rank, naming what differs.
         """
         start = self._models.take_start()
-        if start is None:
-            return
+        if start is not None:
+            with uncompiled():
+                self._compare(start, batch, loss)
+
+    def _compare(self, start: Start, batch: Any, loss: Loss) -> None:
         spread = self._models.trained
         if spread.context is not None:
             with self._models.driving():
