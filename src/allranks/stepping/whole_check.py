@@ -27,7 +27,7 @@ from allranks.parallel.spread import Spread
 from allranks.parallel.stage_transport import signature_of
 from allranks.parallel.whole import WholeGradients, square_of, whole_gradients
 from allranks.stepping.alike import everyones
-from allranks.stepping.loss_check import generators_kept
+from allranks.stepping.kept_state import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.sequence_loss import advise_loss
 from allranks.units import format_count
