@@ -68,8 +68,7 @@ class FixedDraws(TorchFunctionMode):
             return drawn.copy_(value) if isinstance(value, torch.Tensor) else drawn.fill_(value)
 
     def _choose(self, drawn: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A permutation of numbers, or what `torch.multinomial` chooses by weights: the heaviest ones, of a row from the
-        second on."""
+        """A permutation, or what `torch.multinomial` chooses: the heaviest, of a single row from the second on."""
         weights = args[0] if args else kwargs.get("input")
         if not isinstance(weights, torch.Tensor):
             return torch.arange(len(drawn), device=drawn.device).roll(1 + self._turn(len(drawn), len(drawn)))

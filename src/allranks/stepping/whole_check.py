@@ -231,7 +231,7 @@ def _backward(forward: Forward, placed: Any, module: torch.nn.Module) -> tuple[t
         return (loss * cp,)
 
     pipeline = spread.stages.pipeline
-    spread.stages.scheduler.run([signature_of(forward.inputs(placed))], compute, scheduled=False)
+    spread.stages.scheduler.run([signature_of(forward.inputs(placed), spread.bare())], compute, scheduled=False)
     spread.reduce_replicated()
     spread.stages.reduce_shared()
     return found[-1]
