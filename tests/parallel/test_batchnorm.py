@@ -48,6 +48,22 @@ def test_fixed_statistics_look_at_no_batch() -> None:
     assert model(x).mean(0).abs().max() < 1e-12
 
 
+def test_fixed_statistics_lie_where_their_layer_computes() -> None:
+    """On a later stage of a pipeline the first parameters are on meta; on several devices each layer has its own."""
+
+    def bare(**kwargs: Any) -> Any:
+        return nn.BatchNorm1d(2, track_running_stats=False, **kwargs)
+
+    own, behind, before = bare().half(), bare(affine=False), bare(affine=False)
+    elsewhere = nn.Linear(3, 2, device="meta")
+    model = nn.Sequential(elsewhere, own, elsewhere, before, elsewhere, nn.Linear(2, 2).double())
+    ahead = nn.Sequential(elsewhere, behind, nn.Linear(2, 2).double())
+    with statistics_fixed(model), statistics_fixed(ahead), statistics_fixed(nn.Sequential(alone := bare(affine=False))):
+        kinds = [(norm.running_mean.dtype, norm.running_var.device.type) for norm in (own, before, behind, alone)]
+    assert kinds == [(kind, "cpu") for kind in (torch.float16, torch.float16, torch.float64, torch.float32)]
+    assert before.running_mean is None
+
+
 def trained(layout: str, kind: str, count_fillers: bool) -> tuple[Parts, int]:
     """In a worker: what it holds after a few steps, and how many fillers it ran."""
     session = session_of(Tiny(kind=kind), config_of(layout, *SGD, *CUT))

@@ -7,7 +7,7 @@ from torch import nn
 from allranks.errors import LayoutError
 from allranks.layout import Layout
 from allranks.parallel.initial import Placer, Source, build_modules
-from allranks.parallel.marks import give_marks, note_marks
+from allranks.parallel.marks import check_hooks, give_marks, note_marks
 from tests.distributed.pool import Pools
 from tests.parallel.spreads import spread
 
@@ -48,6 +48,55 @@ def test_marks_are_there_under_every_layout(layout: Layout, pool: Pools) -> None
         assert all(set(of_model) == biases for of_model, _ in ranks)
 
 
+class Reading(nn.Module):
+    """Its forward reads the attributes of its parameters, one of which is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ReadingLayer(index) for index in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class ReadingLayer(nn.Linear):
+    """Pruned by a mask on its weight."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(4, 4)
+        self.weight.mask = (torch.arange(16).view(4, 4) % 3 > index).float()  # type: ignore[attr-defined]
+        if index:
+            self.bias.flag = True  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = nn.functional.linear(x, self.weight * self.weight.mask, self.bias)  # type: ignore[attr-defined]
+        return found * 2 if getattr(self.bias, "flag", False) else found
+
+
+def read_marks(layout: Layout | None) -> list[torch.Tensor]:
+    """What two forwards give, and one without gradients between them."""
+    found = spread(Reading) if layout is None else spread(Reading, layout)
+    model, outputs = found.modules[""], []
+    for number in range(3):
+        with torch.set_grad_enabled(number != 1):
+            outputs.append(model(torch.ones(2, 4) * number))
+        if number != 1:
+            outputs[-1].sum().backward()
+    return [output.detach() for output in outputs]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [TWO["fsdp"], Layout(dp_shard=2, gather="bfloat16")], ids=["fsdp", "bfloat16"])
+def test_a_forward_reads_marks_of_gathered_parameters(layout: Layout, pool: Pools) -> None:
+    expected = read_marks(None)
+    assert not torch.equal(expected[0], expected[2])
+    for found in pool(2).run(read_marks, layout):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.float(), other, rtol=0.02, atol=0.02)
+
+
 def masked() -> nn.Module:
     first, last = nn.Linear(4, 8), nn.Linear(8, 4)
     first.weight.register_hook(lambda gradient: gradient * 0.0)
@@ -61,6 +110,32 @@ def counted() -> nn.Module:
 
 
 HOOKED = {"hook": (masked, "0.weight"), "post-accumulate": (counted, "2.bias")}
+
+
+def frozen(kind: str) -> nn.Module:
+    """The same, frozen after it got its hook."""
+    return HOOKED[kind][0]().requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", HOOKED)
+def test_a_hook_on_what_is_frozen_is_no_reason_to_refuse(kind: str) -> None:
+    check_hooks("", frozen(kind), TWO["ddp"])
+    model = frozen(kind)
+    model.get_parameter(HOOKED[kind][1]).requires_grad_()
+    with pytest.raises(LayoutError, match=f"has put a gradient hook on {HOOKED[kind][1]}"):
+        check_hooks("", model, TWO["ddp"])
+
+
+@pytest.mark.parametrize("kind", HOOKED)
+def test_a_hook_on_what_is_frozen_stays_for_the_day_on_which_it_is_trained(kind: str) -> None:
+    with torch.device("meta"):
+        model = frozen(kind)
+    Placer(torch.device("cpu"), Source()).place(model)
+    parameter = model.get_parameter(HOOKED[kind][1])
+    assert not any(one.requires_grad for one in model.parameters())
+    nn.init.ones_(parameter.requires_grad_())
+    parameter.sum().backward()
+    assert parameter.grad is None or not parameter.grad.any()
 
 
 def refusal(kind: str, layout: Layout) -> str:

@@ -51,7 +51,7 @@ def run(schedule: str, rows: list[int]) -> Any:
         losses.append(float(loss.detach()))
         return (loss,)
 
-    signatures = [signature_of((inputs(index, number),)) for index, number in enumerate(rows)]
+    signatures = [signature_of((inputs(index, number),), pipeline.module) for index, number in enumerate(rows)]
     assert not any(map(scheduler.is_known, signatures))
     scheduler.forward(list(dict.fromkeys(signatures)), compute)
     assert all(map(scheduler.is_known, signatures))
@@ -106,7 +106,7 @@ def count_kept(schedule: str) -> int:
             found[0].register_hook(done)
         return found
 
-    counting, signature = False, signature_of((inputs(0),))
+    counting, signature = False, signature_of((inputs(0),), pipeline.module)
     scheduler.forward([signature], compute)
     counting = True
     scheduler.run([signature] * NUMBER, compute, scheduled=True)
@@ -127,7 +127,7 @@ def test_what_is_received_into_stays_from_step_to_step(pool: Pools) -> None:
             output: Any = pipeline.run(stage, (inputs(index),), received)
             return tuple(output) if stage < pipeline.last else (output.square().sum(),)
 
-        signature = signature_of((inputs(0),))
+        signature = signature_of((inputs(0),), pipeline.module)
         scheduler.forward([signature], compute)
         scheduler.run([signature] * NUMBER, compute, scheduled=True)
         return [tuple(buffer.shape) for buffer in scheduler.received_into]

@@ -34,13 +34,20 @@ def test_more_than_a_header_holds_is_refused() -> None:
 
 
 def test_a_signature_is_of_shapes_types_and_gradients() -> None:
-    one = {"x": torch.zeros(2, 3), "n": 4}
-    assert signature_of(one) == signature_of({"x": torch.ones(2, 3), "n": 5})
-    assert signature_of(one) != signature_of({"x": torch.zeros(3, 2), "n": 4})
-    assert signature_of(one) != signature_of({"x": torch.zeros(2, 3).double(), "n": 4})
+    one, model = {"x": torch.zeros(2, 3), "n": 4}, nn.Sequential(nn.Linear(3, 3))
+    assert signature_of(one, model) == signature_of({"x": torch.ones(2, 3), "n": 5}, model)
+    assert signature_of(one, model) != signature_of({"x": torch.zeros(3, 2), "n": 4}, model)
+    assert signature_of(one, model) != signature_of({"x": torch.zeros(2, 3).double(), "n": 4}, model)
     with torch.no_grad():
-        apart = signature_of(one)
-    assert apart != signature_of(one)
+        apart = signature_of(one, model)
+    assert apart != signature_of(one, model)
+
+
+def test_a_signature_is_of_the_models_mode() -> None:
+    one, model = (torch.zeros(2, 3),), nn.Sequential(nn.Linear(3, 3))
+    trains = signature_of(one, model)
+    model.training = False  # a frozen root, whose parts train
+    assert signature_of(one, model) == trains != signature_of(one, model.eval())
 
 
 def transport(schedule: str) -> Transport:
@@ -54,7 +61,7 @@ def there_and_back(schedule: str, stage: int) -> Any:
     """In a worker: activations to `stage`, twice, and a gradient of them back."""
     carrier = transport(schedule)
     layout = carrier._pipeline
-    signature = signature_of((torch.zeros(2),))
+    signature = signature_of((torch.zeros(2),), nn.Module())
     sends, receives = stage - 1 in layout.stages, stage in layout.stages
     if sends:
         layout.crossings[stage] = (0, 2)
@@ -94,7 +101,7 @@ def test_activations_go_and_their_gradients_come_back(pool: Pools, schedule: str
 
 def other_shape() -> str:
     """In a worker: the first rank sends another shape under the same signature."""
-    carrier, signature = transport("1f1b"), signature_of(())
+    carrier, signature = transport("1f1b"), signature_of((), nn.Module())
     if dist.get_rank() == 1:
         carrier.receive_on(1, signature)
         return ""
@@ -120,7 +127,7 @@ def other_kinds() -> list[str]:
     for tensor in (torch.zeros(2, dtype=torch.complex64), torch.eye(2).to_sparse()):
         carrier._pipeline.crossings[1] = (0,)
         try:
-            carrier.send_on(1, (tensor,), signature_of(()))
+            carrier.send_on(1, (tensor,), signature_of((), nn.Module()))
         except LayoutError as error:
             told.append(str(error))
     return told

@@ -48,6 +48,9 @@ ELEMENTS: list[tuple[Draw, float]] = [
     (lambda n: torch.poisson(like(n)), 1.0),
     (lambda n: torch.distributions.Normal(1.0, 4.0).sample((n,)), 3.0),
     (lambda n: torch.multinomial(torch.tensor([[0.2, 0.8]]).expand(n, 2), 4, replacement=True), 1),
+    (lambda n: torch.multinomial(torch.tensor([[0.2, 0.1, 0.4, 0.3]]).expand(n, 4), 3, replacement=True), 2),
+    (lambda n: torch.multinomial(torch.tensor([0.1, 0.1, 0.1, 0.4, 0.1, 0.2]), n, True), 3),
+    (lambda n: torch.tensor([0.1, 0.1, 0.1, 0.4, 0.1, 0.2]).multinomial(num_samples=n, replacement=True), 3),
 ]
 
 
@@ -66,6 +69,24 @@ def test_what_is_chosen_without_replacement_is_chosen_once() -> None:
         assert torch.multinomial(torch.tensor([[0.2, 0.5, 0.3]] * 2), 2).tolist() == [[1, 2], [1, 2]]
         assert torch.randperm(4).tolist() == [3, 0, 1, 2]
         assert torch.distributions.Beta(torch.tensor(1.0), torch.tensor(3.0)).sample().item() == 0.25
+
+
+def test_what_is_chosen_from_is_noted_and_may_be_turned_further() -> None:
+    weights = torch.tensor([0.0, 0.5, 0.3, 0.1, 0.2])
+
+    def choose() -> tuple[list[int], ...]:
+        rows = torch.multinomial(weights.expand(2, 5), 2).tolist()[0]
+        drawn = torch.multinomial(weights, 5, replacement=True), torch.rand(7), torch.randint(9, (9,))
+        assert drawn[0].tolist() == [1] * 5
+        return torch.randperm(4).tolist(), torch.randperm(n=6).tolist(), torch.multinomial(weights, 3).tolist(), rows
+
+    with FixedDraws() as draws:
+        assert choose() == ([3, 0, 1, 2], [5, 0, 1, 2, 3, 4], [2, 4, 3], [1, 2])
+    assert draws.lengths == {4, 5, 6}  # rows of weights choose for themselves
+    with FixedDraws({4, 5}) as draws:
+        # what has no weight is never chosen
+        assert choose() == ([1, 2, 3, 0], [5, 0, 1, 2, 3, 4], [3, 1, 2], [1, 2])
+    assert draws.lengths == {4, 5, 6}
 
 
 @pytest.mark.parametrize(

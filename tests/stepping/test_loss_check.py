@@ -1,8 +1,10 @@
 """examine_loss: sums pass, means are refused, coupled losses are reported, and nothing is disturbed."""
 
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from allranks.errors import TaskError
+from allranks.stepping import kept_state
 from allranks.stepping.loss_check import NUM_SAMPLES, LossNature, examine_loss
 from allranks.task import Task, resolve_inputs, resolve_targets
 
@@ -412,6 +415,55 @@ def test_what_draws_or_is_declared_is_not_accused(module: Callable[[], nn.Module
     assert nature.because.endswith("for 3 samples)")
 
 
+class Contrasting(nn.Module):
+    """Compares each sample with negatives of a vocabulary, in training."""
+
+    def __init__(self, draw: Callable[[int], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.table = nn.Linear(3, 6), nn.Linear(6, 4), nn.Embedding(40, 6)
+        self.draw = draw
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(value)
+        if self.training:
+            negatives = self.table(self.draw(2 * len(value)).view(len(value), 2))
+            hidden = hidden + (negatives * hidden[:, None]).sum(1)
+        found: torch.Tensor = self.last(hidden)
+        return found
+
+
+CHOOSES = (
+    "of training mode it is not known, as the loss depends on what is chosen there, by a permutation or by weights"
+)
+
+
+@pytest.mark.parametrize(
+    ("draw", "says"),
+    [
+        (lambda n: torch.multinomial(torch.ones(40), n, replacement=True), "samples)"),
+        (lambda n: torch.multinomial(torch.ones(40), n), CHOOSES),
+        (lambda n: torch.randperm(40)[:n], CHOOSES),
+        (lambda n: torch.randperm(40)[:2].repeat(n // 2), "samples)"),
+    ],
+)
+def test_negatives_of_a_table_are_no_coupling(draw: Callable[[int], torch.Tensor], says: str) -> None:
+    nature = examine(sum_loss, Contrasting(draw))
+    assert nature.kind == "sum"
+    assert nature.because.endswith(says)
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        lambda x: 0.7 * x + 0.3 * x.repeat(2, 1)[torch.randperm(2 * len(x))][: len(x)],
+        lambda x: x + x[torch.multinomial(torch.ones(len(x)), len(x))],
+        lambda x: x - x.mean(0) + 0 * torch.randperm(40).sum(),
+    ],
+)
+def test_a_choice_among_samples_or_of_no_weight_hides_no_coupling(does: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert examine(sum_loss, OnlyInTraining(does)).kind == "coupled"
+
+
 def failing(x: torch.Tensor) -> torch.Tensor:
     raise ValueError(len(x))
 
@@ -432,15 +484,21 @@ def test_what_cannot_be_told_in_training_mode_is_said(does: Callable[[torch.Tens
     assert f"; of training mode it is not known, {why}" in nature.because
 
 
-def test_a_failure_in_training_mode_is_raised_where_other_stages_wait() -> None:
+def no_memory(x: torch.Tensor) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_failure_in_training_mode_is_raised_where_other_ranks_wait() -> None:
     module = OnlyInTraining(failing)
     Given.given, Given.coupled = staticmethod(sum_loss), False
     some = samples(NUM_SAMPLES)
     count = resolve_targets(Given(), Given().collate(some)).call
     given: dict[str, Any] = {"inputs": lambda batch: (batch[0],), "targets": count}
     with pytest.raises(ValueError, match="5"):
-        examine_loss(Given(), module, some, **given, call=lambda batch: module(batch[0]))
+        examine_loss(Given(), module, some, **given, collective=True)
     assert examine_loss(Given(), module, some, **given, call=lambda batch: None).kind == "elsewhere"
+    with pytest.raises(torch.OutOfMemoryError):
+        examine(sum_loss, OnlyInTraining(no_memory))
 
 
 def test_attributes_that_training_changes_are_as_before() -> None:
@@ -454,3 +512,43 @@ def test_attributes_that_training_changes_are_as_before() -> None:
 
     assert examine(sum_loss, module).kind == "sum"
     assert (module.calls, module.seen, module.training) == (0, [], True)
+
+
+class Remembering(nn.Module):
+    """Keeps what it has seen, in either mode, in a bank of rows and in a centre that it moves in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bank, self.centre = nn.Linear(3, 4), deque[torch.Tensor](maxlen=9), torch.zeros(3)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.bank.extend(value)
+        self.centre += value.sum(0)
+        found: torch.Tensor = self.linear(value)
+        return found
+
+
+def test_what_forward_and_loss_remember_is_as_before() -> None:
+    def loss(output: Any, batch: Any) -> Any:
+        task.seen.append(len(output))
+        task.centre += output.detach().mean()
+        return sum_loss(output, batch)
+
+    module = Remembering()
+    task: Any = Given()
+    Given.given, Given.coupled = staticmethod(loss), False
+    task.seen, task.centre, some = [], torch.zeros(()), samples(NUM_SAMPLES)
+    count = resolve_targets(task, task.collate(some)).call
+    examine_loss(task, module, some, inputs=lambda batch: (batch[0],), targets=count)
+    assert (len(module.bank), module.centre.tolist()) == (0, [0, 0, 0])
+    assert (task.seen, task.centre.item()) == ([], 0)
+
+
+def test_what_is_too_large_to_be_put_back_is_named() -> None:
+    module = Remembering()
+    with patch.object(kept_state, "MOST_BYTES", 8):
+        nature = examine(sum_loss, module)
+    assert nature.because.endswith(
+        "; centre changes there and is too large to be put back: the run begins with it as these samples have left it"
+    )
+    assert module.centre.any() and not module.bank

@@ -12,6 +12,7 @@ from allranks.data.random_keys import mix
 from allranks.errors import LayoutError, TaskError
 from allranks.stepping.passes import PlainPasses
 from allranks.stepping.scheduled import ScheduledPasses
+from allranks.training.validate import validate
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, parts_of, session_of, step_through, together
 from tests.distributed.tasks import IGNORED, Tiny
@@ -70,6 +71,36 @@ def test_every_stage_draws_numbers_of_its_own(pool: Pools) -> None:
     assert len(first) == len(last) == 5 and first[0] == keys[0]
     assert other == [] and counted == also == 4
     assert len({*first, *last}) == 8
+
+
+class Narrowing(nn.Module):
+    """Drops some of what it hands on, in training alone."""
+
+    def __init__(self, drops: bool) -> None:
+        super().__init__()
+        self.linear, self.drops = nn.Linear(5, 5), drops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.tanh(nn.functional.linear(x, self.linear.weight[:, : x.shape[-1]], self.linear.bias))
+        return found[:, :3] if self.drops and self.training else found
+
+
+class Narrowed(Tiny):
+    """Two stages, between which a training step sends less than an evaluation."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Narrowing(True), Narrowing(False))
+
+
+def losses_of(layout: str) -> list[float]:
+    session = session_of(Narrowed(), config_of(layout, *CONFIG))
+    return [validate(session)["loss"], *(stepped.loss for stepped in step_through(session, 2))]
+
+
+def test_what_is_sent_may_have_another_shape_in_training(pool: Pools) -> None:
+    (alone,) = pool(1).run(losses_of, "single")
+    for found in pool(2).run(losses_of, "pp=2"):
+        assert found == pytest.approx(alone, rel=1e-12)
 
 
 def kinds() -> list[str]:

@@ -134,6 +134,43 @@ def test_what_the_user_compiles_is_not_compiled_for_the_checks(pool: Pools) -> N
     assert before == 0 < after
 
 
+class Failing(Curve):
+    """Fails in training mode where its draws are fixed, as they are while the loss is examined."""
+
+    def model(self) -> Any:
+        return FailingModel()
+
+
+class FailingModel(nn.Module):
+    """One layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and float(torch.rand(())) == 0.5:
+            raise ValueError("not so few samples")
+        found: torch.Tensor = self.layer(x)
+        return found
+
+
+def fails(layout: str) -> str:
+    """In a worker: what such a failure comes to."""
+    try:
+        return said(Failing(), layout)["the loss is a sum"]
+    except TaskError as error:
+        return str(error)
+
+
+@pytest.mark.distributed
+def test_a_failure_in_training_mode_ends_the_start_where_forwards_are_collective(pool: Pools) -> None:
+    for found in pool(2).run(fails, "ddp"):
+        assert found.endswith("of training mode it is not known, as it fails there (ValueError)")
+    for found in pool(2).run(fails, "fsdp"):
+        assert "fails on the first samples of its dataset" in found and "not so few samples" in found
+
+
 class Sides(IterableDataset[Any]):
     """Shards itself: even ranks see points on the one side, odd ranks on the other."""
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from allranks.stepping.training_mode import as_in_training, state_kept
+from allranks.stepping.kept_state import state_kept
+from allranks.stepping.training_mode import as_in_training
 
 
 class Writing(nn.Module):

@@ -255,9 +255,9 @@ def _describe(mode: Mode, number: int, mesh: Mesh, hint: Mode | None) -> Decisio
 @contextmanager
 def statistics_fixed(module: nn.Module) -> Iterator[None]:
     """Inside, a BatchNorm that keeps no running statistics looks at no batch in evaluation mode: mean 0, variance 1."""
-    like = next(((p.dtype, p.device) for p in module.parameters() if p.is_floating_point()), (None, None))
     without = [m for m in module.modules() if isinstance(m, BATCH_STATISTICS) and m.running_mean is None]
     for member in without:
+        like = _like(member, module)
         member.running_mean = torch.zeros(member.num_features, dtype=like[0], device=like[1])
         member.running_var = torch.ones(member.num_features, dtype=like[0], device=like[1])
     try:
@@ -265,3 +265,21 @@ def statistics_fixed(module: nn.Module) -> Iterator[None]:
     finally:
         for member in without:
             member.running_mean = member.running_var = None
+
+
+def _like(member: nn.Module, module: nn.Module) -> tuple[torch.dtype | None, torch.device | None]:
+    """Type and device of what `member` computes with: its own, or those of what stands before it, or behind.
+
+    What another stage of a pipeline holds is on meta, and so is a `member` that this rank never calls.
+    """
+    near: tuple[torch.dtype | None, torch.device | None] = (None, None)
+    passed = False
+    for part in module.modules():
+        own = [(p.dtype, p.device) for p in part.parameters(recurse=False) if p.is_floating_point()]
+        if part is member and own:
+            return own[0]
+        near = next((like for like in own if like[1].type != "meta"), near)
+        passed = passed or part is member
+        if passed and near[0] is not None:
+            break
+    return near

@@ -103,7 +103,7 @@ def parallelize(
     blocks_of = _find_blocks(modules, mesh, blocks, optional, None if stages is None else stages.pipeline, decisions)
     units = _place_by_units(modules, mesh, precision, placer, blocks_of, stages, path, decisions)
     entries, tensors = identify(modules, units, mesh, cuts, {} if stages is None else stages.pipeline.ranks)
-    give_marks(marks, tensors)
+    give_marks(marks, tensors, modules.values())
     if stages is not None:
         stages.tie(tensors, mesh)
         norms.keep_only(entries)

@@ -193,8 +193,10 @@ class View(nn.Module):
         """What the stage sends on, a single tensor bare; or the loss."""
         assert self.compute is not None
         found = self.compute(self.which(number), self.stage, received if self.stage else ())
+        if self.stage < self._pipeline.last:
+            return tuple(tensor.contiguous() for tensor in found)  # gloo sends no others
         # torch 2.11 wants of the loss the type that was declared; its backward begins with the same 1 in either type.
-        return found if self.stage < self._pipeline.last else found[0].float()
+        return found[0].float()
 
     def which(self, number: torch.Tensor) -> int:
         """The micro-step that comes next."""

@@ -1,7 +1,8 @@
 """What travels between the stages of a pipeline: activations on, their gradients back.
 
-Where two stages meet, both ranks know the shapes after the first time: they are a function of the shapes of the inputs,
-which both have, as they see the same samples. The first time a header goes ahead.
+Where two stages meet, both ranks know the shapes after the first time: they are a function of the shapes of the inputs
+and of the model's mode (one that drops tokens does so in training), which both have, as they see the same samples. The
+first time a header goes ahead.
 """
 
 from collections import defaultdict, deque
@@ -11,6 +12,7 @@ from typing import final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
@@ -24,11 +26,12 @@ _DTYPES = (*_FLOATING, torch.int64, torch.int32, torch.bool, torch.uint8, torch.
 Signature = tuple[object, ...]
 
 
-def signature_of(arguments: object) -> Signature:
-    """The shapes of a forward's arguments, on which those of its activations depend."""
+def signature_of(arguments: object, module: nn.Module) -> Signature:
+    """The shapes of a forward's arguments and whether `module` trains, on which those of its activations depend."""
     leaves = pytree.tree_leaves(arguments)
     shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return (torch.is_grad_enabled(), *shapes)
+    trains = any(part.training for part in module.modules())
+    return (torch.is_grad_enabled(), trains, *shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class Transport:
         if known != found:
             raise LayoutError(
                 f"the activations that begin stage {stage} of the pipeline have another shape than before, for inputs "
-                "of the same shape: a pipeline needs shapes that depend on the inputs' alone"
+                "of the same shape: a pipeline needs shapes that depend on the inputs' alone, and on the model's mode"
             )
         for tensor in payload:
             self._post(stage, tensor.detach(), back=False)

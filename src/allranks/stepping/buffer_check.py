@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from allranks.data.random_keys import seed_all
 from allranks.errors import LayoutError
-from allranks.stepping.loss_check import generators_kept
+from allranks.stepping.kept_state import generators_kept, state_kept
 from allranks.stepping.passes import Forward
-from allranks.stepping.training_mode import state_kept
 
 
 def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessGroup | None) -> None:

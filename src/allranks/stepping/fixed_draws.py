@@ -3,9 +3,14 @@
 Dropout leaves everything in, and every other draw gives one value for all of its elements. What such a model computes
 for a sample alone then depends on that sample alone, however many others stand beside it. A permutation is a turn by
 one: where it mixes the samples of a batch, the batch still differs from its parts.
+
+What is chosen once each (a permutation, weights without replacement) has places, and a batch takes other ones than its
+parts where it chooses for all samples from one table: negatives from a vocabulary, say. A table is as long for a part
+as for the batch, unlike what mixes samples. So lengths are noted, and tables can be turned further, to see whether the
+choice changes the loss.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -22,14 +27,24 @@ _ATTENTION = "scaled_dot_product_attention"
 _PLACE_OF_DROPOUT = 4  # among the arguments of attention
 
 Draw = Callable[[torch.Tensor, Sequence[Any], Mapping[str, Any]], Any]
+_CHOICES = ("randperm", "multinomial")
 
 
 @final
 class FixedDraws(TorchFunctionMode):
-    """Inside, what torch draws has one value. Python's and numpy's draws, and those inside of kernels, are as ever."""
+    """Inside, what torch draws has one value. Python's and numpy's draws, and those inside of kernels, are as ever.
 
-    def __init__(self) -> None:
+    Args:
+        turned: lengths of what another choice than usual is made from.
+
+    Attributes:
+        lengths: of all that was chosen from without replacement.
+    """
+
+    def __init__(self, turned: Collection[int] = ()) -> None:
         super().__init__()
+        self.lengths: set[int] = set()
+        self._turned = frozenset(turned)
         self._left = MOST_DRAWS
 
     def __torch_function__(
@@ -44,13 +59,33 @@ class FixedDraws(TorchFunctionMode):
             else:
                 kwargs["dropout_p"] = 0.0
         drawn = function(*args, **kwargs)
-        draw = _DRAWS.get(name)
+        draw = self._choose if name in _CHOICES else _DRAWS.get(name)
         if draw is None or not isinstance(drawn, torch.Tensor) or not self._left:
             return drawn
         self._left -= 1
         value = draw(drawn, args, kwargs)
         with torch.no_grad():
             return drawn.copy_(value) if isinstance(value, torch.Tensor) else drawn.fill_(value)
+
+    def _choose(self, drawn: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A permutation, or what `torch.multinomial` chooses: the heaviest, of a single row from the second on."""
+        weights = args[0] if args else kwargs.get("input")
+        if not isinstance(weights, torch.Tensor):
+            return torch.arange(len(drawn), device=drawn.device).roll(1 + self._turn(len(drawn), len(drawn)))
+        (replaced,) = _numbers(args[1:], kwargs, ("replacement",), (False,))
+        if replaced:
+            return weights.argmax(-1, keepdim=True).expand_as(drawn)
+        found = weights.sort(dim=-1, descending=True, stable=True).indices
+        if weights.numel() == weights.shape[-1]:  # several rows choose for themselves
+            able = weights.numel() if weights.is_meta else int((weights > 0).sum())
+            turned = found[..., :able].roll(-1 - self._turn(weights.numel(), able), -1)
+            found = torch.cat([turned, found[..., able:]], -1)
+        return found[..., : drawn.shape[-1]]
+
+    def _turn(self, length: int, able: int) -> int:
+        """By how much more than usual a choice from so many is turned: by half, after which it is another one."""
+        self.lengths.add(length)
+        return max(1, able // 2) if length in self._turned else 0
 
 
 def _numbers(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str], default: Sequence[Any]) -> list[Any]:
@@ -90,17 +125,6 @@ def _integer(drawn: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
     return kwargs.get("low", kwargs.get("from", limits[0] if len(limits) > 1 else 0))
 
 
-def _permutation(drawn: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return torch.arange(len(drawn), device=drawn.device).roll(1)
-
-
-def _choice(drawn: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    weights, number = args[0] if args else kwargs["input"], drawn.shape[-1]
-    if number <= weights.shape[-1]:
-        return weights.sort(dim=-1, descending=True, stable=True).indices[..., :number]
-    return weights.argmax(-1, keepdim=True).expand_as(drawn)
-
-
 def _shares(drawn: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The mean of what is drawn: no share is 0 or all."""
     return args[0] / args[0].sum(-1, keepdim=True)
@@ -126,6 +150,4 @@ _DRAWS: dict[str, Draw] = {
     "normal": _normal,
     "bernoulli": _bernoulli,
     "bernoulli_": _bernoulli_in_place,
-    "randperm": _permutation,
-    "multinomial": _choice,
 }

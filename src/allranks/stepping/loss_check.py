@@ -10,9 +10,8 @@ BatchNorm looks at its batch. Where numbers are drawn all the same, nothing can 
 """
 
 import math
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,7 +21,8 @@ from torch.utils import _pytree as pytree
 
 from allranks.data.random_keys import seed_all
 from allranks.errors import AllranksError, TaskError
-from allranks.parallel.batchnorm import statistics_fixed
+from allranks.stepping.fixed_draws import FixedDraws
+from allranks.stepping.kept_state import KeptState, generators_kept, undisturbed
 from allranks.stepping.training_mode import as_in_training
 from allranks.task import Task
 from allranks.task_loading import describe, user_line
@@ -30,6 +30,7 @@ from allranks.task_world import Alone, rows_of
 
 NUM_SAMPLES = 5  # cut into 2 and 3: unequal, and no part of one sample, which some models cannot take
 
+MOVED = " changes there and is too large to be put back: the run begins with it as these samples have left it"
 SUM_ADVICE = "return the SUM over targets, e.g. reduction='sum' (allranks divides once, by the global number)"
 
 
@@ -65,8 +66,9 @@ def examine_loss(
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     compute: torch.dtype | None = None,
     call: Callable[[Any], Any] | None = None,
+    collective: bool = False,
 ) -> LossNature:
-    """Find out what `task.loss` is, leaving module, gradients, buffers and generators as they were.
+    """Find out what `task.loss` is, leaving module, Task, gradients, buffers and generators as they were.
 
     The module runs in evaluation mode, so that neither dropout nor batch statistics blur the answer, and then in its
     own modes. On each rank it runs equally often, whatever is found: a forward may be collective.
@@ -81,9 +83,11 @@ def examine_loss(
         autocast: the context of the forward.
         compute: the lower type of that context, or None; the output reaches the loss in float32.
         call: placed batch -> output, in place of the module's own call; it gives None where another rank has it.
+        collective: whether other ranks wait in this one's forwards, so that none may leave one out.
 
     Raises:
         TaskError: the loss is a mean, not a scalar tensor, not finite or without gradient; or a smaller batch fails.
+        Exception: the module's own, of training mode: it has no memory, or its forwards are collective.
     """
     assert samples, "an empty dataset is refused before its loss is asked for"
     samples = [samples[index % len(samples)] for index in range(max(3, len(samples)))]
@@ -102,43 +106,56 @@ def examine_loss(
 
     alone = Alone()
     with undisturbed(module), rows_of(alone):
-        whole, again = run(samples), run(samples)
+        state = KeptState(module, task)
+
+        def run_kept(some: Sequence[Any]) -> _Part | None:
+            with state.kept():
+                return run(some)
+
+        whole, again = run_kept(samples), run_kept(samples)
         if task.coupled:
             says = LossNature("coupled", f"{type(task).__name__} says so (coupled = True)", alone.asked)
             return LossNature("elsewhere", "") if whole is None else says
-        found = [_run_part(task, run, part, len(samples)) for part in (samples[:cut], samples[cut:])]
+        found = [_run_part(task, run_kept, part, len(samples)) for part in (samples[:cut], samples[cut:])]
         relative = _relative_tolerance(module, compute)
         nature = _judge(task, [part for part in (whole, again, *found) if part is not None], relative)
     with generators_kept(module), rows_of(Alone()):
-        return _examine_in_training(nature, module, run, samples, cut, relative, alone=call is None)
+        state = KeptState(module, task)
+        parts = samples[:cut], samples[cut:]
+        nature = _examine_in_training(nature, module, state, run, (samples, *parts), relative, collective=collective)
+    moved = ", ".join(sorted(state.moved))
+    return replace(nature, because=f"{nature.because}; {moved}{MOVED}") if moved else nature
 
 
 def _examine_in_training(
     nature: LossNature,
     module: nn.Module,
+    state: KeptState,
     run: Callable[..., _Part | None],
-    samples: Sequence[Any],
-    cut: int,
+    batches: Sequence[Sequence[Any]],
     relative: float,
     *,
-    alone: bool,
+    collective: bool,
 ) -> LossNature:
-    """`nature`, or what is found in training mode; `alone`: no other stage of a pipeline waits for this rank."""
+    """`nature`, or what is found in training mode of `batches`: the samples, and their two parts."""
     found: list[_Part] = []
-    # Under a second key the whole batch shows whether numbers are still drawn.
-    for some, key in ((samples, 0), (samples, 1), (samples[:cut], 0), (samples[cut:], 0)):
+    lengths: list[set[int]] = []
+    # Once more under a second key, and with other choices from tables: it shows whether the loss changes with those.
+    for some, key in (*((batch, 0) for batch in batches), (batches[0], 1)):
         seed_all(key)
+        draws = FixedDraws(set.intersection(*lengths) if key else ())
         try:
-            with as_in_training(module):
+            with as_in_training(module, state, draws):
                 part = run(some, finite=False)
-        except AllranksError:
+        except (AllranksError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if not alone:
+            if collective:
                 raise
             return _without_training(nature, f"it fails there ({type(error).__name__})")
+        lengths.append(draws.lengths)
         found += [] if part is None else [part]
-    return _judge_training(nature, found, relative)
+    return _judge_training(nature, found, relative, chooses=bool(set.intersection(*lengths)))
 
 
 def _call(module: nn.Module, arguments: Any, autocast: Callable[[], AbstractContextManager[object]]) -> Any:
@@ -170,20 +187,28 @@ def _judge(task: Task, found: Sequence[_Part], relative: float) -> LossNature:
     return LossNature("coupled", _describe_coupling((whole, first, second)))
 
 
-def _judge_training(nature: LossNature, found: Sequence[_Part], relative: float) -> LossNature:
-    """`found`: a batch under two seeds, and its parts under the first; nothing on a rank that has no output."""
+def _judge_training(nature: LossNature, found: Sequence[_Part], relative: float, *, chooses: bool) -> LossNature:
+    """Of a batch, its parts, and the batch with other draws; nothing is found on a rank that has no output.
+
+    `chooses`: from a table that is as long for a part as for the batch. Of such a table a batch takes other places than
+    its parts, so that these prove nothing where the loss depends on which.
+    """
     if nature.kind != "sum" or not found:
         return nature
-    whole, again, first, second = (part.loss for part in found)
+    whole, first, second, again = (part.loss for part in found)
     if not all(map(math.isfinite, (whole, again, first, second))):
         return _without_training(nature, "the loss of so few samples is not finite there")
     noise = abs(whole - again)
-    if noise > relative * (abs(whole) + abs(again)):
+    drawn = noise > relative * (abs(whole) + abs(again))
+    tolerance = relative * (abs(whole) + abs(first) + abs(second)) + (0.0 if drawn else 8 * noise)
+    adds_up = abs(whole - (first + second)) <= tolerance
+    if drawn and not chooses:
         return _without_training(nature, "random numbers are drawn there by other means than torch's functions")
-    tolerance = relative * (abs(whole) + abs(first) + abs(second)) + 8 * noise
-    if abs(whole - (first + second)) <= tolerance:
+    if adds_up:
         return nature
-    return LossNature("coupled", f"in training mode {_describe_coupling([found[0], *found[2:]])}")
+    if drawn:
+        return _without_training(nature, "the loss depends on what is chosen there, by a permutation or by weights")
+    return LossNature("coupled", f"in training mode {_describe_coupling(found[:3])}")
 
 
 def _without_training(nature: LossNature, why: str) -> LossNature:
@@ -251,35 +276,3 @@ def _relative_tolerance(module: nn.Module, compute: torch.dtype | None) -> float
     kinds = {parameter.dtype for parameter in module.parameters() if parameter.dtype.is_floating_point}
     kinds |= {compute} if compute is not None else set()
     return math.sqrt(max(torch.finfo(kind).eps for kind in kinds or {torch.float32}))
-
-
-@contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; modes, buffers and the global generators as before afterwards."""
-    modes = [(part, part.training) for part in module.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    module.eval()
-    try:
-        with generators_kept(module), statistics_fixed(module), torch.enable_grad():
-            yield
-    finally:
-        for part, training in modes:
-            part.training = training
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-
-
-@contextmanager
-def generators_kept(module: nn.Module) -> Iterator[None]:
-    """The generators of python, numpy, torch and the module's devices are afterwards where they were before."""
-    import numpy
-
-    devices = {parameter.device for parameter in module.parameters() if parameter.is_cuda}
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)

@@ -118,7 +118,7 @@ class Forward:
             found.append(output)
             return ()
 
-        stages.scheduler.forward([signature_of(self.inputs(batch))], compute)
+        stages.scheduler.forward([signature_of(self.inputs(batch), self.spread.bare())], compute)
         return found[0] if found else None
 
 

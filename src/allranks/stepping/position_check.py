@@ -24,7 +24,7 @@ from allranks.errors import LayoutError
 from allranks.layout import Layout
 from allranks.parallel.compiled import uncompiled
 from allranks.parallel.sequences import repeat_last
-from allranks.stepping.loss_check import undisturbed
+from allranks.stepping.kept_state import undisturbed
 from allranks.stepping.passes import Forward
 from allranks.task_world import Alone, rows_of
 from allranks.verdict import Decision

@@ -28,7 +28,7 @@ from allranks.errors import ConfigError
 from allranks.layout import Layout
 from allranks.parallel.spread import Spread
 from allranks.stepping.alike import everyones
-from allranks.stepping.loss_check import generators_kept
+from allranks.stepping.kept_state import generators_kept
 from allranks.stepping.passes import Forward, PlainPasses, buffers_kept
 from allranks.stepping.swapping import Parcel
 from allranks.stepping.world import Processes

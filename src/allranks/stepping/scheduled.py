@@ -51,7 +51,7 @@ class ScheduledPasses(Passes):
         """As `Passes.run`; `losses`: one for each micro-step, where they are not the Task's."""
         own = [self._forward.task.loss] * len(batch.micro_steps) if losses is None else losses
         placed = self._place(batch.micro_steps)
-        signatures = [signature_of(self._forward.inputs(one)) for one in placed]
+        signatures = [signature_of(self._forward.inputs(one), self._spread.bare()) for one in placed]
         fits, known = self._decide(signatures)
         if fits and not known:
             self._make_known(batch.micro_steps[0], placed[0], signatures[0], own[0])

@@ -25,7 +25,7 @@ from allranks.parallel.context import Context
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.sequences import shorten
 from allranks.stepping.alike import everyones
-from allranks.stepping.loss_check import undisturbed
+from allranks.stepping.kept_state import undisturbed
 from allranks.stepping.passes import Forward
 from allranks.stepping.sequence_metrics import (
     Joined,

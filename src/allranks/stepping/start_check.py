@@ -130,6 +130,7 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
         autocast=forward.autocast,
         compute=spread.precision.compute,
         call=None if spread.stages is None else lambda placed: forward.raw(placed, module),
+        collective=spread.mesh.layout.cuts_model or spread.mesh.layout.fully_sharded,
     )
     nature = _from_last_stage(nature, spread)
     # A forward whose backward never came leaves gathered parameters behind.

@@ -6,7 +6,7 @@ from typing import Any, final
 
 from allranks.data.cut import Cut
 from allranks.parallel.transfers import Transfer
-from allranks.stepping.loss_check import generators_kept
+from allranks.stepping.kept_state import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.units import format_bytes
 from allranks.verdict import Decision

@@ -27,7 +27,7 @@ from allranks.parallel.spread import Spread
 from allranks.parallel.stage_transport import signature_of
 from allranks.parallel.whole import WholeGradients, square_of, whole_gradients
 from allranks.stepping.alike import everyones
-from allranks.stepping.loss_check import generators_kept
+from allranks.stepping.kept_state import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.sequence_loss import advise_loss
 from allranks.units import format_count
@@ -231,7 +231,7 @@ def _backward(forward: Forward, placed: Any, module: torch.nn.Module) -> tuple[t
         return (loss * cp,)
 
     pipeline = spread.stages.pipeline
-    spread.stages.scheduler.run([signature_of(forward.inputs(placed))], compute, scheduled=False)
+    spread.stages.scheduler.run([signature_of(forward.inputs(placed), spread.bare())], compute, scheduled=False)
     spread.reduce_replicated()
     spread.stages.reduce_shared()
     return found[-1]

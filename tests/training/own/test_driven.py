@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,7 @@ from torch import nn
 import allranks
 from allranks.run import Run
 from allranks.training.door import World
+from allranks.training.own.driven import _code_of
 from allranks.verifying.parity import RecordedStep, compare
 from allranks.verifying.reference import ReferenceStep
 from tests.distributed.pool import Pools
@@ -313,6 +315,34 @@ def test_a_loss_that_is_no_number_is_refused_where_it_is_computed(pool: Pools, t
 
     for found in pool(2).run(case):
         assert found.startswith("TaskError: world.run(shape [2, 3, 11]): the loss has to be one number, the SUM")
+
+
+def unlike(folder: str) -> str:
+    """In a worker: two evaluations; rank 0 gives two functions, whose second is none of positions, and rank 1 one."""
+    with allranks.join(layout="cp=2", run=folder) as world:
+        world.parallelize(model_of("transformer"))
+
+        def whole(output: Any, batch: Any, name: str = "exact") -> dict[str, tuple[Any, Any]]:
+            return {name: (0, len(output))}
+
+        second = partial(whole, name="exact") if world.rank == 0 else partial(words_metrics)
+
+        def loop() -> None:
+            for metrics in (partial(words_metrics), second):
+                world.evaluate(Words(), metrics=metrics, batch=8)
+
+        return refusal(loop)
+
+
+def test_ranks_agree_on_whether_metrics_are_new(pool: Pools, tmp_path: Path) -> None:
+    for found in pool(2).run(unlike, str(tmp_path / "run")):
+        assert found.startswith("LayoutError") and "metrics() gives exact as 0 of" in found
+
+
+def test_the_code_of_metrics_is_that_of_what_is_bound() -> None:
+    loop: Any = [lambda output, batch: {} for _ in range(2)]
+    assert _code_of(loop[0]) is _code_of(loop[1]) is _code_of(partial(partial(loop[0]), 3))
+    assert _code_of(partial(words_metrics)) is not _code_of(partial(loop[0]))
 
 
 def test_values_that_were_loaded_after_spreading_are_not_compared(pool: Pools, tmp_path: Path) -> None:

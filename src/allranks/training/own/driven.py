@@ -19,7 +19,7 @@ from allranks.errors import TaskError
 from allranks.parallel.compiled import uncompiled
 from allranks.parallel.spread import Spread
 from allranks.stepping.flops import count_flops
-from allranks.stepping.loss_check import generators_kept
+from allranks.stepping.kept_state import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.position_check import check_positions
 from allranks.stepping.sequence_loss import check_sequence_loss, check_sequence_metrics
@@ -71,8 +71,9 @@ class Driven:
             forward = self.forward(batch)
             placed = forward.place(batch)
             output = forward(placed)
-            code = getattr(metrics, "__code__", type(metrics))  # a loop may make the same function anew each time
-            if forward.spread.context is not None and code not in self._compared:
+            code = _code_of(metrics)
+            # A rank that has compared its own may have given another function than the one that has not.
+            if forward.spread.context is not None and not _on_all(code in self._compared, forward.spread):
                 self._compared.add(code)
                 check_sequence_metrics(forward, output, batch, metrics)
         return metrics(output, placed) if forward.spread.mesh.has_output else {}
@@ -118,6 +119,14 @@ class Driven:
         if self._models.trained.context is not None:
             with self._models.driving():
                 self._decide(check_positions(self.forward(batch), batch, what="the first micro-batch"))
+
+
+def _code_of(metrics: Metrics) -> object:
+    """By what it is the same function, which a loop may make anew each time, and bind other arguments to."""
+    function: Any = metrics
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__code__", type(function))
 
 
 def _number(loss: Loss, output: Any, batch: Any) -> torch.Tensor:
