@@ -122,9 +122,9 @@ class Undying(ForkServerProcess):
         self._pid = pid
         self._pipe = os.pipe()
 
-    pid = property(lambda self: self._pid)  # type: ignore[assignment]
-    sentinel = property(lambda self: self._pipe[0])  # type: ignore[assignment]
-    exitcode = None  # type: ignore[assignment]
+    pid = property(lambda self: self._pid)
+    sentinel = property(lambda self: self._pipe[0])
+    exitcode: int | None = None
 
     def __hash__(self) -> int:
         return id(self)
