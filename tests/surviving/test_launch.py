@@ -11,6 +11,7 @@ import pytest
 
 from allranks.errors import ConfigError, LayoutError, ProcessError
 from allranks.surviving import launch as module
+from allranks.surviving.by_value import dumps
 from allranks.surviving.launch import RemoteTraceback, launch
 from tests.processes import is_gone, wait_until
 
@@ -80,7 +81,7 @@ def test_the_first_failing_ranks_error_is_raised_once() -> None:
 def test_who_ends_before_the_function_returns_is_named(way: str) -> None:
     def work() -> None:
         if os.environ["RANK"] == "1":
-            {"sys.exit()": sys.exit, "os._exit(0)": lambda: os._exit(0), "os._exit(75)": lambda: os._exit(75)}[way]()
+            sys.exit() if way == "sys.exit()" else os._exit(int(way[9:-1]))
 
     with pytest.raises(ProcessError, match=r"rank 1 on .*") as caught:
         launch(work, nproc=2)
@@ -92,8 +93,8 @@ def test_who_ends_before_the_function_returns_is_named(way: str) -> None:
 
 
 def test_a_reply_that_is_no_value_is_never_returned() -> None:
-    assert module._value(0, module.VALUE + module.dumps(3)) == 3
-    for reply in (b"", module.ERROR + module.dumps(SystemExit(0))):
+    assert module._value(0, module.VALUE + dumps(3)) == 3
+    for reply in (b"", module.ERROR + dumps(SystemExit(0))):
         with pytest.raises(ProcessError, match="rank 1 ended, and the function had not returned there"):
             module._value(1, reply)
 
