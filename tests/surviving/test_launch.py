@@ -81,9 +81,7 @@ def test_the_first_failing_ranks_error_is_raised_once() -> None:
 def test_who_ends_before_the_function_returns_is_named(way: str) -> None:
     def work() -> None:
         if os.environ["RANK"] == "1":
-            if way == "sys.exit()":
-                sys.exit()
-            os._exit(int(way[9:-1]))
+            sys.exit() if way == "sys.exit()" else os._exit(int(way[9:-1]))
 
     with pytest.raises(ProcessError, match=r"rank 1 on .*") as caught:
         launch(work, nproc=2)

@@ -118,13 +118,19 @@ def test_exit_code_255_is_one_like_any_other(small_server: None, tmp_path: Path,
 class Undying(ForkServerProcess):
     """A worker in a system call that never returns."""
 
+    exitcode: int | None = None
+
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._pipe = os.pipe()
 
-    pid = property(lambda self: self._pid)
-    sentinel = property(lambda self: self._pipe[0])
-    exitcode: int | None = None
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    @property
+    def sentinel(self) -> int:
+        return self._pipe[0]
 
     def __hash__(self) -> int:
         return id(self)
