@@ -104,27 +104,41 @@ def examine_loss(
             sizes["elements of the output"] = float(output.numel())
         return _Part(_checked(task, module, task.loss(output, batch), sizes, finite=finite), sizes)
 
-    alone = Alone()
-    with undisturbed(module), rows_of(alone):
+    batches, relative = (samples, samples[:cut], samples[cut:]), _relative_tolerance(module, compute)
+    with undisturbed(module):
         state = KeptState(module, task)
+        nature = _examine_in_evaluation(task, state, run, batches, relative)
+    moved = state.moved
+    if not task.coupled:
+        with generators_kept(module), rows_of(Alone()):
+            state = KeptState(module, task)
+            nature = _examine_in_training(nature, module, state, run, batches, relative, collective=collective)
+        moved = moved | state.moved
+    return replace(nature, because=f"{nature.because}; {', '.join(sorted(moved))}{MOVED}") if moved else nature
 
-        def run_kept(some: Sequence[Any]) -> _Part | None:
-            with state.kept():
-                return run(some)
 
+def _examine_in_evaluation(
+    task: Task,
+    state: KeptState,
+    run: Callable[..., _Part | None],
+    batches: Sequence[Sequence[Any]],
+    relative: float,
+) -> LossNature:
+    """What the samples say, twice, and their two parts: `batches`."""
+    samples, *parts = batches
+
+    def run_kept(some: Sequence[Any]) -> _Part | None:
+        with state.kept():
+            return run(some)
+
+    alone = Alone()
+    with rows_of(alone):
         whole, again = run_kept(samples), run_kept(samples)
         if task.coupled:
             says = LossNature("coupled", f"{type(task).__name__} says so (coupled = True)", alone.asked)
             return LossNature("elsewhere", "") if whole is None else says
-        found = [_run_part(task, run_kept, part, len(samples)) for part in (samples[:cut], samples[cut:])]
-        relative = _relative_tolerance(module, compute)
-        nature = _judge(task, [part for part in (whole, again, *found) if part is not None], relative)
-    with generators_kept(module), rows_of(Alone()):
-        state = KeptState(module, task)
-        parts = samples[:cut], samples[cut:]
-        nature = _examine_in_training(nature, module, state, run, (samples, *parts), relative, collective=collective)
-    moved = ", ".join(sorted(state.moved))
-    return replace(nature, because=f"{nature.because}; {moved}{MOVED}") if moved else nature
+        found = [_run_part(task, run_kept, part, len(samples)) for part in parts]
+    return _judge(task, [part for part in (whole, again, *found) if part is not None], relative)
 
 
 def _examine_in_training(
