@@ -120,7 +120,7 @@ def test_what_a_tensor_consists_of_is_no_attribute_of_a_parameter() -> None:
     def build() -> nn.Module:
         module = nn.Linear(2, 2)
         values = [torch.ones(2, 2), torch.ones(2, 2)]
-        module.weight = nn.Parameter(TwoTensor(*values))  # type: ignore[no-untyped-call]
+        module.weight = nn.Parameter(TwoTensor(*values))
         return module
 
     modules, decisions = build_modules(build, FOLLOWS, no_seed)
