@@ -1,6 +1,7 @@
 """`world.run` under every layout: what one device computes (law 4), and what else a loop asks for."""
 
 import importlib
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 import allranks
 from allranks.run import Run
 from allranks.training.door import World
-from allranks.training.own.driven import _code_of
+from allranks.training.own.driven import Driven, _code_of
 from allranks.verifying.parity import RecordedStep, compare
 from allranks.verifying.reference import ReferenceStep
 from tests.distributed.pool import Pools
@@ -388,3 +389,35 @@ def test_copies_by_themselves_whatever_is_inside(
         ]
         differences = compare([ranks[rank] for rank in members], whole)
         assert not differences, "; ".join(map(str, differences[:5]))
+
+
+def test_what_the_loop_compiles_is_not_compiled_for_the_comparison(pool: Pools, tmp_path: Path) -> None:
+    def case() -> list[int]:
+        graphs: list[Any] = []
+        counted: list[int] = []
+        compare = Driven.compare
+
+        def note(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        def count(driven: Driven, batch: Any, loss: Any) -> None:
+            compare(driven, batch, loss)
+            counted.append(len(graphs))
+
+        compiled = torch.compile(lambda one: one * 1.0, backend=note)
+        with (
+            warnings.catch_warnings(),
+            patch.object(Driven, "compare", count),
+            allranks.join(layout="cp=2", run=str(tmp_path / "run")) as world,
+        ):
+            warnings.simplefilter("ignore")  # torch warns while it compiles
+            optimizer = world.optimizer(world.parallelize(model_of("transformer")), sgd)
+            for batch in world.stream(Words(), global_batch=BATCH, steps=1):
+                world.run(batch, lambda output, own: compiled(words_loss(output, own)))
+                world.step(optimizer)
+        torch._dynamo.reset()
+        return [*counted, len(graphs)]
+
+    for before, after in pool(2).run(case):
+        assert before == 0 < after
