@@ -141,6 +141,37 @@ def test_every_group_is_tried_with_its_own_settings() -> None:
         assert find_scope(Grouped(held, signs)) == (scope, "")
 
 
+def test_a_group_of_whole_matrices_beside_one_of_parts_is_right() -> None:
+    """Muon on matrices that are whole, and AdamW on an embedding that tp cuts, in one object."""
+    whole, part = parameters()
+    entries = {id(whole): WHOLE, id(part): CUT}
+    for normed, refused in ((whole, False), (part, True)):
+        held = [{"params": [one], "normed": one is normed} for one in (whole, part)]
+        optimizers = {"": Grouped(held, signs)}
+        if refused:
+            with pytest.raises(TaskError, match=r"Grouped looks at whole matrices .* a part of layer\.weight"):
+                check_scopes(optimizers, entries, Layout(tp=2))
+        else:
+            assert check_scopes(optimizers, entries, Layout(tp=2)) == ()
+    apart = Made([{"params": [whole]}, {"params": [part]}], together)
+    with pytest.raises(TaskError, match="Made looks at all parameters together"):
+        check_scopes({"": apart}, entries, Layout(tp=2))
+
+
+def test_a_group_that_cannot_be_tried_hides_no_other() -> None:
+    whole, part = parameters()
+
+    class Odd(Grouped):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if any(group["odd"] for group in self.param_groups):
+                raise RuntimeError("only on Sundays")
+            super().step()
+
+    held = [{"params": [whole], "normed": False, "odd": True}, {"params": [part], "normed": True, "odd": False}]
+    with pytest.raises(TaskError, match="Odd looks at whole matrices"):
+        check_scopes({"": Odd(held, signs)}, {id(whole): WHOLE, id(part): CUT}, Layout(tp=2))
+
+
 def test_the_trial_leaves_everything_as_it_is() -> None:
     held = parameters()
     optimizer = Made(held, signs)
