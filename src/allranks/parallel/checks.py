@@ -84,7 +84,7 @@ def _check_tied_tables(module: nn.Module, pp: int) -> None:
     owners: dict[int, str] = {}
     rescaled: dict[int, str] = {}
     for name, member in module.named_modules():
-        for parameter in filter(None, member._parameters.values()):
+        for parameter in (p for p in member._parameters.values() if p is not None):
             first = owners.setdefault(id(parameter), name)
             if isinstance(member, nn.Embedding | nn.EmbeddingBag) and member.max_norm is not None:
                 rescaled[id(parameter)] = name

@@ -56,7 +56,7 @@ def check_scopes(
         if not any(cuts) and layout.pp == 1:
             continue
         scopes, unknown = find_scopes(optimizer)
-        scope = max(scopes, key=ORDER.index)
+        scope: Scope = max(scopes, key=ORDER.index, default="element")
         # Who looks at all parameters may look at those of other groups, which the trial of one does not show.
         looking = scopes if scope == "tensor" else [scope] * len(scopes)
         cut = next((cut for cut, its in zip(cuts, looking, strict=True) if cut and its != "element"), "")
@@ -92,7 +92,7 @@ def _is_part(parameter: torch.Tensor, entry: Entry) -> bool:
 def find_scope(optimizer: Optimizer) -> tuple[Scope, str]:
     """The most that an update of any group looks at, and why that is not known for certain ("": it is)."""
     scopes, unknown = find_scopes(optimizer)
-    return max(scopes, key=ORDER.index), unknown
+    return max(scopes, key=ORDER.index, default="element"), unknown
 
 
 def find_scopes(optimizer: Optimizer) -> tuple[list[Scope], str]:
