@@ -74,10 +74,10 @@ def test_no_style_cuts_it(change: Change) -> None:
     stack[3] = change(stack[3])
     with pytest.raises(LayoutError, match="tp finds nothing to cut"):
         plan_tensor({"": stack}, {}, 2)
-    layer = nn.TransformerEncoderLayer(4, 2, 6)
-    assert has_feed_forward(layer)
-    layer.linear2 = change(layer.linear2)
-    assert not has_feed_forward(layer)
+    encoder = nn.TransformerEncoderLayer(4, 2, 6)
+    assert has_feed_forward(encoder)
+    encoder.linear2 = change(encoder.linear2)
+    assert not has_feed_forward(encoder)
 
 
 def test_nor_is_attention_cut_whose_projections_are_made_anew() -> None:

@@ -4,10 +4,7 @@ A sharded unit is gathered by all ranks together, when a forward enters it. A mo
 of its own, therefore, but part of the next one around it that every forward enters. And it gets a gradient in every
 backward, of zeros where it was left out: the reductions of DDP and FSDP2 then always find the same parameters.
 
-What the ranks do together inside of such a module cannot be mended so: a rank that passes it by would wait for none, or
-join what another module does. That is refused (`check_alone`). Ranks of one tp group see the same samples and the same
-whole activations, to the bit, and leave out the same: what tp cuts may be optional, but not where activations are cut
-along the sequence.
+What the ranks do together inside of such a module cannot be mended so: that is refused (`alone`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError, TaskError
-from allranks.parallel.batchnorm import BatchNorms, uses_batch_statistics
 from allranks.parallel.blocks import nearest_to
-from allranks.parallel.context import forbid_attention
-from allranks.parallel.expert import is_experts
-from allranks.parallel.mesh import Mesh
 
 
 def find_optional(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> dict[str, list[str]]:
@@ -71,55 +64,6 @@ def check_entered(points: Sequence[str], optional: Sequence[str]) -> None:
                 f"hints().optional: a forward may leave out {point}, with which a stage of the pipeline begins: cut "
                 "the model elsewhere with hints().split_before"
             )
-
-
-def check_alone(
-    modules: Mapping[str, nn.Module], optional: Mapping[str, Sequence[str]], mesh: Mesh, norms: BatchNorms
-) -> None:
-    """Refuse modules that a forward may leave out, and inside of which ranks work together.
-
-    Args:
-        optional: as of `find_optional`.
-        norms: the BatchNorms, as they are taken over.
-
-    Raises:
-        LayoutError: here, for synchronised statistics and cut experts; for attention over cut sequences when it is
-            called.
-    """
-    for which, names in optional.items():
-        for name in names:
-            shown = f"{which}.{name}" if which else name
-            for below, member in modules[which].get_submodule(name).named_modules(prefix=shown):
-                if norms.synchronises and uses_batch_statistics(member):
-                    together = f"all {mesh.layout.gradient_ranks} ranks take the statistics of {below} together"
-                    raise LayoutError(_say_alone(shown, together, "say layout.batchnorm=local (or broadcast)"))
-                if mesh.layout.ep > 1 and is_experts(member):
-                    together = f"ep={mesh.layout.ep} ranks exchange the tokens of {below} together"
-                    raise LayoutError(_say_alone(shown, together, "leave ep out"))
-            if mesh.layout.cp > 1:
-                together = f"cp={mesh.layout.cp} ranks attend to each other's positions in it together"
-                forbid_attention(modules[which].get_submodule(name), _say_alone(shown, together, "leave cp out"))
-
-
-def _say_alone(name: str, together: str, remedy: str) -> str:
-    return (
-        f"hints().optional: a forward may leave out {name}, and {together}: {remedy}, or take {name} out of "
-        "hints().optional and have every forward enter it"
-    )
-
-
-def check_whole_positions(optional: Sequence[str], tp: int) -> None:
-    """Refuse what a forward may leave out where each tp rank would decide by positions of its own. Raises LayoutError.
-
-    Args:
-        optional: patterns of `hints().optional`.
-    """
-    if optional:
-        raise LayoutError(
-            f"hints().optional: tp={tp} cuts activations along the sequence, and each rank would decide by its own "
-            f"positions whether a forward leaves out {optional[0]}: give hints().tensor without the style sequence, or "
-            "leave tp out"
-        )
 
 
 def give_zeros(module: nn.Module, optional: Sequence[str], blocks: Sequence[str], *, apart: bool = False) -> None:

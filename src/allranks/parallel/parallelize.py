@@ -7,6 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from allranks.parallel.alone import check_alone, check_whole_positions
 from allranks.parallel.balance import find_balances
 from allranks.parallel.batchnorm import BatchNorms, Mode, take_over
 from allranks.parallel.block_modes import change_blocks, changes_blocks
@@ -23,14 +24,7 @@ from allranks.parallel.initial import Build, Placer, Source, build_modules, chec
 from allranks.parallel.marks import check_hooks, give_marks, note_marks
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.optimizer_shard import RowShards
-from allranks.parallel.optional import (
-    check_alone,
-    check_entered,
-    check_whole_positions,
-    find_optional,
-    give_zeros,
-    never_left_out,
-)
+from allranks.parallel.optional import check_entered, find_optional, give_zeros, never_left_out
 from allranks.parallel.path import Path
 from allranks.parallel.placement_plan import begin_placement
 from allranks.parallel.precision import Precision
