@@ -49,8 +49,8 @@ def over_ranks(parts: list[torch.Tensor], aside: tuple[int, ...]) -> Any:
     mean, var = torch.zeros(CHANNELS, dtype=torch.float64), torch.ones(CHANNELS, dtype=torch.float64)
     counts = rank not in aside
     noted = list[str]()
-    how: Any = {"group": world(), "counts": counts, "note": lambda: noted.append("together")}
-    output = normalise(rows, mean, var, **given, momentum=0.3, eps=EPS, **how)
+    how: dict[str, Any] = {"group": world(), "counts": counts, "note": lambda: noted.append("together"), **given}
+    output = normalise(rows, mean, var, momentum=0.3, eps=EPS, **how)
     (pulled(output) * counts).backward()
     assert noted == ["together"] * 2, "once in the forward, once in the backward"
     return output.detach(), mean, var, rows.grad, given["weight"].grad, given["bias"].grad
