@@ -48,8 +48,11 @@ def over_ranks(parts: list[torch.Tensor], aside: tuple[int, ...]) -> Any:
     rows, given = parts[rank].clone().requires_grad_(), parameters()
     mean, var = torch.zeros(CHANNELS, dtype=torch.float64), torch.ones(CHANNELS, dtype=torch.float64)
     counts = rank not in aside
-    output = normalise(rows, mean, var, **given, momentum=0.3, eps=EPS, group=world(), counts=counts)
+    noted = list[str]()
+    how: dict[str, Any] = {"group": world(), "counts": counts, "note": lambda: noted.append("together"), **given}
+    output = normalise(rows, mean, var, momentum=0.3, eps=EPS, **how)
     (pulled(output) * counts).backward()
+    assert noted == ["together"] * 2, "once in the forward, once in the backward"
     return output.detach(), mean, var, rows.grad, given["weight"].grad, given["bias"].grad
 
 

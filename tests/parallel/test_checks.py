@@ -124,6 +124,26 @@ def test_tables_that_look_at_a_rank_s_own_samples_are_refused_where_ranks_have_o
     assert pool(1).run(refusal, build, Layout()) == [""]
 
 
+def tied(*, pairs: int = 1, **options: Any) -> nn.Module:
+    """An embedding that is the last layer, too, around blocks."""
+    model = nn.Sequential(nn.Embedding(4, 2, **options), *(nn.Linear(2, 2) for _ in range(4)), nn.Linear(2, 4))
+    if pairs:
+        model[5].weight = model[0].weight
+    return model
+
+
+@pytest.mark.distributed
+def test_a_tied_table_that_one_stage_rescales_is_refused(pool: Pools) -> None:
+    """The copy of the last stage would keep rows that the first has made shorter."""
+    layout = Layout(pp=2)
+    for one in pool(2).run(refusal, lambda: tied(max_norm=1.0), layout):
+        assert one.startswith(
+            "LayoutError: 0 has max_norm, which rescales rows in forward, and shares its weight with 5"
+        )
+    for build in (tied, lambda: tied(pairs=0, max_norm=1.0)):
+        assert pool(2).run(refusal, build, layout) == [""] * 2
+
+
 def partly_frozen() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     model[1].eval()

@@ -190,3 +190,28 @@ def test_it_is_said(pool: Pools) -> None:
     ring, cut = pool(2).run(describe)[0]
     assert ring.startswith("attention joins the positions of 2 processes, because layout.context=ring: keys and values")
     assert cut.startswith("each sequence is cut over cp=2: x, because they have the 8 positions")
+
+
+def enter_optional() -> tuple[str, str]:
+    """In a worker: what attention says in the second of two modules, of which the forward may leave out that one."""
+    found = spread(lambda: nn.Sequential(Mixing(), Mixing()), Layout(cp=2), "float64", optional=["1"])
+    assert found.context is not None
+    found.context.meet({"x": WHOLE}, (WHOLE,), {})
+    mine = found.context.cut({"x": WHOLE})["x"]
+    found.bare().get_submodule("0")(mine)  # outside of the model's forward attention is torch's own
+    said = []
+    for module in (found.modules[""], copy.deepcopy(found.bare())):
+        try:
+            module(mine)
+        except LayoutError as error:
+            said.append(str(error))
+    first, second = said
+    return first, second
+
+
+def test_attention_in_what_a_forward_may_leave_out_is_refused(pool: Pools) -> None:
+    words = (
+        "hints().optional: a forward may leave out 1, and cp=2 ranks attend to each other's positions in it together: "
+        "leave cp out, or take 1 out of hints().optional and have every forward enter it"
+    )
+    assert pool(2).run(enter_optional) == [(words, words)] * 2

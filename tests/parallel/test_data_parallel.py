@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import scatter_gather
 
 from allranks.errors import LayoutError
 from allranks.layout import Layout
@@ -48,35 +49,72 @@ def test_the_gathered_outputs_are_counted() -> None:
     assert "take 4,008 B on the first GPU" in str(describe_gathering(output, 4, 2))
 
 
+class Scatter:
+    """In place of torch's move of pieces to several devices: the pieces stay where they are."""
+
+    @staticmethod
+    def apply(devices: Sequence[int], _: Any, dim: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
+        return value.chunk(len(devices), dim)
+
+
+class Gather:
+    """In place of torch's move of pieces to one device."""
+
+    @staticmethod
+    def apply(device: int, dim: int, *pieces: torch.Tensor) -> torch.Tensor:
+        assert device == 0, "the first one"
+        return torch.cat(pieces, dim)
+
+
+class Told(nn.Module):
+    """Takes and returns tensors in containers, and notes what each call gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.calls: list[tuple[int, int, str]] = []
+
+    def forward(self, batch: dict[str, Any], *, scale: torch.Tensor, word: str) -> dict[str, Any]:
+        self.calls.append((len(batch["x"]), len(scale), word))
+        found = self.linear(batch["x"]) * scale
+        return {"logits": found, "more": [found.sum(1), None]}
+
+
 def test_what_it_splits_and_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's forward over two devices, of which only the moves between them are made up: here is no second one."""
-    linear = nn.Linear(3, 2)
-    called: Any = split_over_devices({"": linear}, 2, [])[""]
-    seen: list[tuple[int, ...]] = []
-    linear.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape)))
+    """Torch's forward, and its ways through containers, over two devices: only moves are made up, as there is no other.
 
-    def scatter(inputs: Any, kwargs: Any, devices: Sequence[int]) -> Any:
-        pieces = torch.chunk(inputs[0], len(devices), dim=called.dim)
-        return [(piece,) for piece in pieces], [{}] * len(pieces)
-
+    Torch's own replicate, parallel_apply, Scatter and Gather refuse a processor; `test_it_splits_and_gathers` has them.
+    """
+    model, said = Told(), list[Decision]()
+    called: Any = split_over_devices({"": model}, 2, said)[""]
+    assert type(called) is nn.DataParallel and called.module is model and len(said) == 1
+    monkeypatch.setattr(scatter_gather, "Scatter", Scatter)
+    monkeypatch.setattr(scatter_gather, "Gather", Gather)
     moves = {
         "device_ids": [0, 1],
         "output_device": 0,
         "src_device_obj": torch.device("cpu"),
         "dim": 0,
-        "scatter": scatter,
         "replicate": lambda module, devices: [module] * len(devices),
-        "parallel_apply": lambda copies, inputs, _: [copy(*given) for copy, given in zip(copies, inputs, strict=True)],
-        "gather": lambda outputs, device: torch.cat(outputs, called.dim),
+        "parallel_apply": lambda copies, inputs, more: [
+            c(*i, **k) for c, i, k in zip(copies, inputs, more, strict=True)
+        ],
     }
     for name, move in moves.items():
         monkeypatch.setitem(vars(called), name, move)
-    x = torch.arange(15.0).reshape(5, 3)
-    output = called(x)
-    assert seen == [(3, 2), (2, 2)]
-    assert torch.equal(output, linear(x))
-    output.sum().backward()
-    assert linear.weight.grad is not None and torch.equal(linear.weight.grad, x.sum(0).expand(2, 3))
+    x, scale = torch.arange(15.0).reshape(5, 3), torch.arange(1.0, 6.0).unsqueeze(1)
+    output = called({"x": x}, scale=scale, word="w")
+    assert model.calls == [(3, 3, "w"), (2, 2, "w")]
+    expected = model.linear(x) * scale
+    assert torch.equal(output["logits"], expected)
+    assert torch.equal(output["more"][0], expected.sum(1)) and output["more"][1] is None
+    assert "take 12 B on the first GPU" in str(describe_gathering(output, 5, 2))
+    output["logits"].sum().backward()
+    weight = model.linear.weight.grad
+    assert weight is not None and torch.equal(weight, (x * scale).sum(0).expand(2, 3))
+    model.calls.clear()
+    called({"x": x[:1]}, scale=scale[:1], word="w")
+    assert model.calls == [(1, 1, "w")], "one sample, one device"
 
 
 @pytest.mark.gpu

@@ -250,3 +250,16 @@ def starved() -> float:
 @pytest.mark.distributed
 def test_a_rank_that_gets_no_token_takes_part(pool: Pools) -> None:
     assert max(pool(2).run(starved)) < 1e-13
+
+
+def entered(layout: Layout) -> tuple[str, ...]:
+    found = spread(build, layout, "float64")
+    found.modules[""](X).sum().backward()
+    return found.path.take()
+
+
+@pytest.mark.distributed
+def test_what_all_ranks_exchange_is_noted_and_compared(pool: Pools) -> None:
+    """Not what a few of them do: groups with samples of their own may each go their own way."""
+    assert pool(2).run(entered, Layout(dp_replicate=2, ep=2)) == [("the experts experts",)] * 2
+    assert pool(4).run(entered, Layout(dp_replicate=4, ep=2)) == [()] * 4

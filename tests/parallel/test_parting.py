@@ -50,6 +50,20 @@ def test_the_lower_rank_comes_first() -> None:
     assert describe_parting((2, 0), ("a", "b")).startswith("rank 0 b, rank 2 a. A sharded layout gathers")
 
 
+@pytest.mark.parametrize(
+    ("entered", "why", "remedy"),
+    [
+        ("the statistics of a", "A synchronised BatchNorm takes its statistics", "say layout.batchnorm=local"),
+        ("the experts a", "Under ep all ranks exchange the tokens", "leave ep out"),
+        ("a", "A sharded layout gathers", "hints().optional"),
+    ],
+)
+def test_the_reason_and_the_remedy_are_those_of_what_was_mixed(entered: str, why: str, remedy: str) -> None:
+    for pair in ((entered, "nothing more"), ("nothing more", entered)):
+        told = describe_parting((0, 1), pair)
+        assert f". {why}" in told and remedy in told.partition("nothing of this step is saved; ")[2]
+
+
 class Late:
     """A collective that ends between the last slice and the look at it."""
 

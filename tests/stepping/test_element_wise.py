@@ -251,6 +251,20 @@ def test_a_compiled_update_is_tried_as_it_is_written() -> None:
     assert find_scope(Made(parameters(), lambda p: [compiled(one) for one in gradients(p)])) == ("tensor", "")
 
 
+def test_a_group_of_whole_matrices_beside_one_of_parts_is_right() -> None:
+    """Muon on matrices that are whole, and AdamW on an embedding that tp cuts, in one object."""
+    whole, part = parameters()
+    entries = {id(whole): WHOLE, id(part): CUT}
+    right = Grouped([{"params": [whole], "update": trust}, {"params": [part], "update": signs}])
+    assert check_scopes({"": right}, entries, Layout(tp=2)) == ()
+    wrong = Grouped([{"params": [whole], "update": signs}, {"params": [part], "update": trust}])
+    with pytest.raises(TaskError, match=r"Grouped looks at whole matrices .* a part of layer\.weight"):
+        check_scopes({"": wrong}, entries, Layout(tp=2))
+    apart = Made([{"params": [whole]}, {"params": [part]}], together)
+    with pytest.raises(TaskError, match="Made looks at all parameters together"):
+        check_scopes({"": apart}, entries, Layout(tp=2))
+
+
 def test_the_trial_leaves_everything_as_it_is() -> None:
     held = parameters()
     optimizer = Made(held, signs)

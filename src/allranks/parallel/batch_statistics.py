@@ -4,9 +4,12 @@ Each rank reduces its own rows to a count, means and sums of squared distances, 
 them in the same order (Chan, Golub, LeVeque 1979): no difference of large sums in low precision, no mean of means, and
 the same bits everywhere. A rank may stand aside: its rows are normalised like the others', and count for nothing.
 
+What the ranks do together is noted, forward and backward: ranks that pass by another one would mix their statistics.
+
 The backward (Ioffe, Szegedy, arXiv 1502.03167, section 3) sums two numbers a channel over the ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +48,7 @@ def normalise(
     *,
     group: dist.ProcessGroup,
     counts: bool = True,
+    note: Callable[[], object] = lambda: None,
 ) -> torch.Tensor:
     """`torch.nn.functional.batch_norm` in training, over the rows of all ranks of `group`; collective, backward too.
 
@@ -53,6 +57,7 @@ def normalise(
         running_mean, running_var: (channels), updated in place on every rank alike, by the unbiased variance.
         weight, bias: (channels).
         counts: whether this rank's rows are part of the statistics; else they give no gradient to the others either.
+        note: called just before each collective.
 
     Raises:
         ValueError: the world has one row only, or `value` has another number of channels than the parameters.
@@ -62,6 +67,7 @@ def normalise(
             raise ValueError(f"batch normalisation of {known.numel()} channels got an input of {list(value.shape)}")
     own_rows = value.numel() // value.shape[1] if counts else 0
     with torch.no_grad():
+        note()
         found = _combine(_reduce_own(value, own_rows), value.shape[1], group)
         # Only a rank with a row of its own, or none, has to ask: the host does not wait for the device otherwise.
         total = int(found.count) if own_rows <= 1 else own_rows
@@ -75,7 +81,7 @@ def normalise(
         variance = found.squares / found.count if total else torch.ones_like(found.squares)
         inverse = torch.rsqrt(variance + eps)
     normalised: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-        value, weight, bias, found.mean, inverse, found.count, group, counts
+        value, weight, bias, found.mean, inverse, found.count, group, counts, note
     )
     return normalised
 
@@ -124,9 +130,10 @@ class _Normalise(Function):
         count: torch.Tensor,
         group: dist.ProcessGroup,
         counts: bool,
+        note: Callable[[], object],
     ) -> torch.Tensor:
         ctx.save_for_backward(value, weight, mean, inverse, count)
-        ctx.group, ctx.counts = group, counts
+        ctx.group, ctx.counts, ctx.note = group, counts, note
         ctx.bias_dtype = None if bias is None else bias.dtype
         factor = inverse if weight is None else inverse * weight
         found = (value - _along_channels(mean, value)) * _along_channels(factor, value)
@@ -148,10 +155,11 @@ class _Normalise(Function):
         if ctx.needs_input_grad[0]:
             # Through the statistics the loss of every rank depends on the rows of every rank that counts.
             everyones = sums.clone() if ctx.counts else torch.zeros_like(sums)
+            ctx.note()
             dist.all_reduce(everyones, group=ctx.group)
             if ctx.counts:
                 of_mean, of_variance = everyones[0] / count, everyones[1] * inverse.square() / count
                 gradient = gradient - _along_channels(of_mean, value) - centred * _along_channels(of_variance, value)
             factor = inverse if weight is None else inverse * weight
             to_value = (gradient * _along_channels(factor, value)).to(value.dtype)
-        return to_value, to_weight, to_bias, None, None, None, None, None
+        return to_value, to_weight, to_bias, None, None, None, None, None, None

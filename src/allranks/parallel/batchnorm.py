@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from allranks.errors import LayoutError, TaskError
 from allranks.parallel.batch_statistics import normalise
 from allranks.parallel.mesh import Mesh
+from allranks.parallel.path import STATISTICS, Path
 from allranks.parallel.running_statistics import ByRank, follow_first, gather_by_rank, mean_of_ranks
 from allranks.verdict import Decision
 
@@ -68,11 +70,13 @@ class BatchNorms:
         group: the data-parallel ranks, and those that have other positions of the same samples; of local_sgd those of
             one copy, None where that is one rank.
         owners: logical name of a buffer -> the BatchNorm that owns it.
+        path: notes which statistics are taken together; None where copies train by themselves, and may part.
     """
 
     mode: Mode | None = None
     group: dist.ProcessGroup | None = None
     owners: Mapping[str, nn.Module] = field(default_factory=dict)
+    path: Path | None = None
 
     @property
     def counts(self) -> bool:
@@ -128,8 +132,13 @@ class BatchNorms:
             _COUNTS.reset(before)
 
 
-def take_over(modules: Mapping[str, nn.Module], mesh: Mesh, hint: Mode | None, decisions: list[Decision]) -> BatchNorms:
+def take_over(
+    modules: Mapping[str, nn.Module], mesh: Mesh, hint: Mode | None, decisions: list[Decision], path: Path | None = None
+) -> BatchNorms:
     """Let every BatchNorm of `modules` mean what the layout says, else the hint, else sync; said in `decisions`.
+
+    Args:
+        path: notes the statistics that all ranks take together.
 
     Raises:
         LayoutError: each rank is to take its own samples' statistics, and has some of their positions only.
@@ -161,6 +170,7 @@ def take_over(modules: Mapping[str, nn.Module], mesh: Mesh, hint: Mode | None, d
     }
     # Copies of local_sgd are by themselves; what each rank has learnt is told to all, where it is told.
     norms = BatchNorms(mode, mesh.sample_group if mode == "local" else mesh.gradient_group, owners)
+    norms.path = path if mesh.layout.local_sgd is None else None
     # What FSDP2 gathers in a lower type is not of the statistics' own, and torch's kernels on the CPU want one.
     for member, name in members.items() if norms.synchronises or mesh.layout.fully_sharded else ():
         _take_over(member, name, norms)
@@ -175,7 +185,7 @@ def _take_over(member: Any, name: str, norms: BatchNorms) -> None:
     own_forward = given is not None or type(member).forward is not BATCH_STATISTICS.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _Synchronised(norms) as seen:
+        with _Synchronised(norms, name) as seen:
             # Looked up in the class: a copy of the module (an average of the weights, say) computes with its own.
             output = type(self).forward(self, *args, **kwargs) if given is None else given(*args, **kwargs)
         if norms.synchronises and own_forward and not seen.called and uses_batch_statistics(self):
@@ -191,10 +201,10 @@ def _take_over(member: Any, name: str, norms: BatchNorms) -> None:
 class _Synchronised(TorchFunctionMode):
     """Inside, `functional.batch_norm` in training takes its statistics over all ranks, where these are synchronised."""
 
-    def __init__(self, norms: BatchNorms) -> None:
+    def __init__(self, norms: BatchNorms, name: str) -> None:
         super().__init__()
         self.called = False
-        self._norms = norms
+        self._norms, self._name = norms, name
 
     def __torch_function__(
         self, function: Callable[..., Any], kinds: object, args: Sequence[Any] = (), kwargs: Any = None
@@ -220,7 +230,10 @@ class _Synchronised(TorchFunctionMode):
         if not training or not self._norms.synchronises:
             return functional.batch_norm(*tensors, training, momentum, eps)
         assert self._norms.group is not None
-        return normalise(*tensors, momentum, eps, group=self._norms.group, counts=self._norms.counts)
+        how: dict[str, Any] = {"group": self._norms.group, "counts": self._norms.counts}
+        if self._norms.path is not None:
+            how["note"] = partial(self._norms.path.note, STATISTICS + (self._name or "the model"))
+        return normalise(*tensors, momentum, eps, **how)
 
 
 def _in_type_of(statistic: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:

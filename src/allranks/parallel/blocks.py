@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from allranks.errors import LayoutError
+from allranks.verdict import Decision
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -69,6 +70,16 @@ def group_units(module: nn.Module, blocks: Sequence[str]) -> list[Unit]:
     for block in blocks:
         members.setdefault(root_of(block), []).append(block)
     return [tuple(group) for head, group in members.items() if head != ""]
+
+
+def describe_units(which: str, units: Sequence[Unit], hinted: bool) -> Decision:
+    """What is gathered of a module one at a time, and because of what; `hinted`: `hints().blocks` names it."""
+    model = f"model {which}" if which else "the model"
+    why = "hints().blocks names them" if hinted else "these modules repeat"
+    if not units:
+        return Decision(f"{model} is gathered as one unit", "no block stands apart from the rest")
+    some = ", ".join("+".join(unit) for unit in units[:_SHOWN]) + " ..." * (len(units) > _SHOWN)
+    return Decision(f"{len(units)} units and the root of {model} are gathered one at a time", f"{why}: {some}")
 
 
 def nearest_to(pattern: str, names: Iterable[str]) -> str:

@@ -57,7 +57,12 @@ def check_kinds(module: nn.Module) -> None:
 
 
 def check_tables(module: nn.Module, mesh: Mesh) -> None:
-    """No row may depend on which samples a rank has: no sum over ranks is then what one device has."""
+    """No row may depend on which samples a rank has: no sum over ranks is then what one device has.
+
+    Nor may a table be rescaled by one stage of a pipeline, where another one computes with the same weight.
+    """
+    if mesh.layout.pp > 1:
+        _check_tied_tables(module, mesh.layout.pp)
     if mesh.layout.dp * mesh.layout.cp == 1:
         return
     why = {
@@ -73,6 +78,23 @@ def check_tables(module: nn.Module, mesh: Mesh) -> None:
             raise LayoutError(
                 f"{name or 'the model'} has {key}, which {why[key]}, or use a layout without data and context parallel"
             )
+
+
+def _check_tied_tables(module: nn.Module, pp: int) -> None:
+    owners: dict[int, str] = {}
+    rescaled: dict[int, str] = {}
+    for name, member in module.named_modules():
+        for parameter in (p for p in member._parameters.values() if p is not None):
+            first = owners.setdefault(id(parameter), name)
+            if isinstance(member, nn.Embedding | nn.EmbeddingBag) and member.max_norm is not None:
+                rescaled[id(parameter)] = name
+            if first != name and (table := rescaled.get(id(parameter))) is not None:
+                other = first if table == name else name
+                raise LayoutError(
+                    f"{table} has max_norm, which rescales rows in forward, and shares its weight with {other}, of "
+                    f"which another of pp={pp} stages may have a copy of its own: rescale them after the step, untie "
+                    "them, or use a layout without pp"
+                )
 
 
 def check_apart(modules: Mapping[str, nn.Module], mesh: Mesh) -> None:

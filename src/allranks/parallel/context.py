@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from allranks.errors import LayoutError
 from allranks.parallel.context_ops import Call, attend_alone, swap_heads
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.regions import Regions
@@ -115,6 +116,7 @@ class Context:
 
 # A context variable, because a block that is recomputed in the backward runs in the context of its forward.
 _CURRENT: ContextVar[Context | None] = ContextVar("context", default=None)
+_FORBIDDEN: ContextVar[str] = ContextVar("forbidden", default="")
 
 
 def share_sequences(modules: Mapping[str, nn.Module], mesh: Mesh, decisions: list[Decision]) -> Context | None:
@@ -165,6 +167,27 @@ class _InContext:
         return found if ndim == 1 else found.unsqueeze(0)
 
 
+def forbid_attention(module: nn.Module, why: str) -> None:
+    """From now on attention over sequences that are cut raises LayoutError(`why`) inside the forward of `module`."""
+    module.forward = _WithoutAttention(module.forward, why)
+
+
+@final
+class _WithoutAttention:
+    """A callable in place of a module's forward, as `_InContext`."""
+
+    def __init__(self, forward: Callable[..., Any], why: str) -> None:
+        self._forward, self._why = forward, why
+        self.__signature__ = inspect.signature(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = _FORBIDDEN.set(self._why)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            _FORBIDDEN.reset(before)
+
+
 def _autocast(value: torch.Tensor) -> torch.Tensor:
     """In the type that autocast would give attention: the ring's kernels lie below it, and it halves the traffic."""
     kind = value.device.type
@@ -187,4 +210,6 @@ def _attention(
     context = _CURRENT.get()
     if context is None:
         return _TORCHS_OWN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if why := _FORBIDDEN.get():
+        raise LayoutError(why)
     return context.attend(Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))

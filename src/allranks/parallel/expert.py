@@ -12,6 +12,7 @@ the tokens of the whole ep group already, and is added up over those ranks only 
 import inspect
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -23,6 +24,7 @@ from allranks.errors import LayoutError
 from allranks.parallel.average import take_back, tell_gradients
 from allranks.parallel.expert_ops import exchange, exchange_counts, order_by_expert
 from allranks.parallel.mesh import Mesh
+from allranks.parallel.path import EXPERTS, Path
 from allranks.parallel.tensor import Cut
 from allranks.verdict import Decision
 
@@ -75,10 +77,16 @@ class ExpertCutter:
             for name, p in _own(member)
         }
 
-    def install(self, modules: Mapping[str, nn.Module]) -> Decision:
-        """Let every module of experts exchange tokens, and DDP leave its parameters alone; said in words."""
-        for member in self.members.values():
-            _exchange_around(member, self._mesh.group("ep"))
+    def install(self, modules: Mapping[str, nn.Module], path: Path) -> Decision:
+        """Let every module of experts exchange tokens, and DDP leave its parameters alone; said in words.
+
+        Args:
+            path: notes what all ranks exchange together; groups of a few may each go their own way.
+        """
+        together = self._mesh.twin_group is None and self._mesh.layout.local_sgd is None
+        for name, member in self.members.items():
+            note = partial(path.note, EXPERTS + (name or "of the model")) if together else lambda: None
+            _exchange_around(member, self._mesh.group("ep"), note)
         for module in modules.values():
             # torch has no public way to say it to DDP.
             names = [name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in self._cut]
@@ -190,11 +198,15 @@ def count_rows(tokens: torch.Tensor, mine: torch.Tensor, theirs: torch.Tensor) -
     return mine.sum(1).tolist(), theirs.sum(1).tolist()
 
 
-def _exchange_around(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let `module.forward`, which computes this rank's experts, be given the tokens of all of the group's ranks."""
+def _exchange_around(module: nn.Module, group: dist.ProcessGroup, note: Callable[[], object] = lambda: None) -> None:
+    """Let `module.forward`, which computes this rank's experts, be given the tokens of all of the group's ranks.
+
+    `note` is called before each exchange.
+    """
     compute: Callable[..., torch.Tensor] = module.forward
 
     def forward(self: nn.Module, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        note()
         theirs = exchange_counts(tokens_per_expert, group)
         # Dropless experts get as many rows as they get: the host has to know how many, and waits for the device.
         sent, received = count_rows(tokens, tokens_per_expert.view(len(theirs), -1), theirs)

@@ -3,6 +3,8 @@
 A sharded unit is gathered by all ranks together, when a forward enters it. A module that some ranks pass by is no unit
 of its own, therefore, but part of the next one around it that every forward enters. And it gets a gradient in every
 backward, of zeros where it was left out: the reductions of DDP and FSDP2 then always find the same parameters.
+
+What the ranks do together inside of such a module cannot be mended so: that is refused (`alone`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,12 +6,12 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from allranks.parallel.alone import check_alone, check_whole_positions
 from allranks.parallel.balance import find_balances
 from allranks.parallel.batchnorm import BatchNorms, Mode, take_over
 from allranks.parallel.block_modes import change_blocks, changes_blocks
-from allranks.parallel.blocks import Unit, find_blocks, group_units
+from allranks.parallel.blocks import Unit, describe_units, find_blocks, group_units
 from allranks.parallel.checks import cast, check_apart, check_kinds, check_tables, start_training
 from allranks.parallel.context import Context, share_sequences
 from allranks.parallel.data_parallel import split_over_devices
@@ -26,11 +26,10 @@ from allranks.parallel.mesh import Mesh
 from allranks.parallel.optimizer_shard import RowShards
 from allranks.parallel.optional import check_entered, find_optional, give_zeros, never_left_out
 from allranks.parallel.path import Path
-from allranks.parallel.pipeline import Pipeline
 from allranks.parallel.placement_plan import begin_placement
 from allranks.parallel.precision import Precision
 from allranks.parallel.replicate import replicate
-from allranks.parallel.shard import shard
+from allranks.parallel.shard import find_scalars, shard
 from allranks.parallel.spread import Spread
 from allranks.parallel.stage_plan import Count
 from allranks.parallel.stages import Stages, count_for_all, cut_stages
@@ -95,12 +94,12 @@ def parallelize(
     check_same_structure(modules, source, device)
     hear_of_full_builds(decisions, source, device)
     stages = cut_stages(modules, mesh, device, blocks, split_before, decisions, count_for_all(count, source, device))
-    marks, (norms, context) = note_marks(modules), _join_ranks(modules, mesh, batchnorm, decisions)
     placer, path = Placer(device, source, contiguous=mesh.layout.fully_sharded), path or Path()
-    cuts = _cut_tensors(modules, mesh, tensor, placer, decisions, loss_parallel) if mesh.layout.tp > 1 else {}
-    experts = _cut_experts(modules, mesh, placer, cuts, decisions) if mesh.layout.ep > 1 else None
+    marks, (norms, context) = note_marks(modules), _join_ranks(modules, mesh, batchnorm, decisions, path)
+    cuts = _cut_tensors(modules, mesh, tensor, placer, decisions, loss_parallel, optional) if mesh.layout.tp > 1 else {}
+    experts = _cut_experts(modules, mesh, placer, cuts, decisions, path) if mesh.layout.ep > 1 else None
     balances = find_balances(modules, mesh.gradient_group)
-    blocks_of = _find_blocks(modules, mesh, blocks, optional, None if stages is None else stages.pipeline, decisions)
+    blocks_of = _find_blocks(modules, mesh, blocks, optional, stages, norms, decisions)
     units = _place_by_units(modules, mesh, precision, placer, blocks_of, stages, path, decisions)
     entries, tensors = identify(modules, units, mesh, cuts, {} if stages is None else stages.pipeline.ranks)
     give_marks(marks, tensors, modules.values())
@@ -112,7 +111,7 @@ def parallelize(
     hook = make_hook(modules, mesh, entries, tensors, decisions) if mesh.layout.ddp_hook != "none" else None
     cut_over = {id(tensors[name]): (mesh.group(cut.axis),) for name, cut in cuts.items() if name in entries}
     who = ParameterMap(entries), tensors, tuple(decisions), find_unused, path, cut_over, norms, stages
-    spread = Spread(modules, mesh, precision, device, *who, context=context, _scalars=_find_scalars(tensors, mesh))
+    spread = Spread(modules, mesh, precision, device, *who, context=context, _scalars=find_scalars(tensors, mesh))
     spread.balances, spread.experts, spread.hook, spread.placement = balances, experts, hook, placer.placement
     spread.row_shards = _share_rows(spread, mesh, experts)
     return spread
@@ -166,7 +165,8 @@ def _find_blocks(
     mesh: Mesh,
     hints: Sequence[str],
     optional: Sequence[str],
-    pipeline: Pipeline | None,
+    stages: Stages | None,
+    norms: BatchNorms,
     decisions: list[Decision],
 ) -> Blocks:
     """What is gathered, recomputed or compiled as one; what a forward may leave out gets its zeros from here on."""
@@ -175,11 +175,12 @@ def _find_blocks(
     found = find_blocks(modules, hints) if needed else {which: [] for which in modules}
     left_out = find_optional(modules, optional)
     entered = {which: never_left_out(names, left_out[which]) for which, names in found.items()}
-    if pipeline is not None:
-        check_entered(pipeline.plan.points, left_out[""])
+    if stages is not None:
+        check_entered(stages.pipeline.plan.points, left_out[""])
     if optional:
+        check_alone(modules, left_out, mesh, norms)
         for which, module in modules.items():
-            give_zeros(module, left_out[which], entered[which], apart=pipeline is not None)
+            give_zeros(module, left_out[which], entered[which], apart=stages is not None)
         number = sum(map(len, left_out.values()))
         what = f"{number} modules get zero gradients where a forward leaves them out"
         decisions.append(Decision(what, "hints().optional names them"))
@@ -210,7 +211,7 @@ def _place_by_units(
     decisions += change_blocks(modules, changed, layout, placer.device)
     if layout.fully_sharded:
         units = _shard_all(modules, mesh, precision, placer, gathered, path)
-        decisions += [_describe_units(name, cut, bool(blocks.hints)) for name, cut in units.items()]
+        decisions += [describe_units(name, cut, bool(blocks.hints)) for name, cut in units.items()]
         decisions += describe_offload(layout)
     for module in modules.values():
         placer.place(module)
@@ -220,13 +221,13 @@ def _place_by_units(
 
 
 def _join_ranks(
-    modules: Mapping[str, nn.Module], mesh: Mesh, batchnorm: Mode | None, decisions: list[Decision]
+    modules: Mapping[str, nn.Module], mesh: Mesh, batchnorm: Mode | None, decisions: list[Decision], path: Path
 ) -> tuple[BatchNorms, Context | None]:
     """Let what looks at other samples, or at other positions, look at those of other ranks, or refuse it."""
     for which, module in modules.items():
         check_tables(module, mesh)
         check_hooks(which, module, mesh.layout)
-    return take_over(modules, mesh, batchnorm, decisions), share_sequences(modules, mesh, decisions)
+    return take_over(modules, mesh, batchnorm, decisions, path), share_sequences(modules, mesh, decisions)
 
 
 def _shard_all(
@@ -252,12 +253,15 @@ def _cut_tensors(
     placer: Placer,
     decisions: list[Decision],
     loss_parallel: bool,
+    optional: Sequence[str],
 ) -> dict[str, Cut]:
     plan = plan_tensor(modules, hints, mesh.layout.tp, loss_parallel=loss_parallel)
     if mesh.layout.pp > 1 and plan.sequence:
         # What passes from stage to stage is whole.
         plan = replace(plan, styles={name: style for name, style in plan.styles.items() if style != "sequence"})
         decisions.append(Decision("activations are not cut along the sequence", "pp passes whole ones on"))
+    if plan.sequence:
+        check_whole_positions(optional, mesh.layout.tp)
     cutter = TensorCutter(modules, plan, mesh.group("tp"))
     cutter.install()
     num_cut = sum(style in CUT for style in plan.styles.values())
@@ -269,28 +273,17 @@ def _cut_tensors(
 
 
 def _cut_experts(
-    modules: Mapping[str, nn.Module], mesh: Mesh, placer: Placer, cuts: dict[str, Cut], decisions: list[Decision]
+    modules: Mapping[str, nn.Module],
+    mesh: Mesh,
+    placer: Placer,
+    cuts: dict[str, Cut],
+    decisions: list[Decision],
+    path: Path,
 ) -> ExpertGradients:
     """Cut them after what else cuts parameters; how goes into `cuts`."""
     cutter = ExpertCutter(modules, mesh)
-    decisions.append(cutter.install(modules))
+    decisions.append(cutter.install(modules, path))
     cut_before, placer.apart = placer.cut, list(cutter.members.values())
     placer.cut = lambda built, placed: cutter(built, cut_before(built, placed))
     cuts |= cutter.find_cuts()
     return ExpertGradients(placer.apart, mesh)
-
-
-def _describe_units(which: str, units: Sequence[Unit], hinted: bool) -> Decision:
-    model = f"model {which}" if which else "the model"
-    why = "hints().blocks names them" if hinted else "these modules repeat"
-    if not units:
-        return Decision(f"{model} is gathered as one unit", "no block stands apart from the rest")
-    some = ", ".join("+".join(unit) for unit in units[:3]) + " ..." * (len(units) > 3)
-    return Decision(f"{len(units)} units and the root of {model} are gathered one at a time", f"{why}: {some}")
-
-
-def _find_scalars(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> tuple[torch.Tensor, ...]:
-    if not mesh.layout.fully_sharded:
-        return ()
-    found = {id(t): t for t in tensors.values() if isinstance(t, nn.Parameter) and t.dim() == 0 and t.requires_grad}
-    return tuple(t for t in found.values() if not isinstance(t, DTensor))

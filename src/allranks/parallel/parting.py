@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from allranks.errors import TaskError
-from allranks.parallel.path import Path
+from allranks.parallel.path import EXPERTS, STATISTICS, Path
 
 SLICE_SECONDS: Final = 5.0
 """After so long the ranks begin to tell each other, and so often they look."""
@@ -158,8 +158,15 @@ def name_entered(names: Sequence[str], place: int) -> str:
 def describe_parting(ranks: tuple[int, int], entered: tuple[str, str]) -> str:
     """Who entered what, why that cannot be, and what to do."""
     (first, here), (second, there) = sorted(zip(ranks, entered, strict=True))
+    why = "A sharded layout gathers a module's parameters on all ranks together, and adds up their gradients"
+    remedy = "name what a forward may leave out in hints().optional (world.parallelize(optional=)), or use --layout ddp"
+    if any(words.startswith(STATISTICS) for words in entered):
+        why = "A synchronised BatchNorm takes its statistics on all ranks together"
+        remedy = "say layout.batchnorm=local (or broadcast), or have every forward enter it"
+    elif any(words.startswith(EXPERTS) for words in entered):
+        why = "Under ep all ranks exchange the tokens of a module of experts together"
+        remedy = "have every forward enter it, or leave ep out"
     return (
-        f"rank {first} {here}, rank {second} {there}. A sharded layout gathers a module's parameters on all ranks "
-        "together, and adds up their gradients, so these were mixed: nothing of this step is saved; name what a "
-        "forward may leave out in hints().optional (world.parallelize(optional=)), or use --layout ddp"
+        f"rank {first} {here}, rank {second} {there}. {why}, so these were mixed: nothing of this step is saved; "
+        f"{remedy}"
     )

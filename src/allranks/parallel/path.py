@@ -1,8 +1,9 @@
 """Which units this rank's forwards have entered and its backwards have reduced, in order.
 
 Under FSDP entering a unit is a collective: ranks that enter different units gather parts of different parameters into
-one, and compute with the mixture without a word; likewise they add up gradients of different parameters. So the ranks
-compare their paths, one step after the other; those of a pipeline within each stage.
+one, and compute with the mixture without a word; likewise they add up gradients of different parameters. So are the
+statistics of a synchronised BatchNorm and the tokens of cut experts, under every layout. So the ranks compare their
+paths, one step after the other; those of a pipeline within each stage.
 """
 
 import zlib
@@ -13,6 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 DIGEST_BITS = 16
+
+STATISTICS: Final = "the statistics of "
+"""Before the name of a BatchNorm, where the ranks take its statistics, or their gradients, together."""
+
+EXPERTS: Final = "the experts "
+"""Before the name of a module of experts, where the ranks exchange its tokens."""
 
 
 @final
@@ -38,7 +45,7 @@ class Path:
             module.register_forward_hook(lambda *_: self._noted[2].append(self.END))
 
     def note(self, reduced: str) -> None:
-        """Note what a backward is about to reduce."""
+        """Note what the ranks are about to reduce together."""
         self._noted[2].append(reduced)
 
     def take(self) -> tuple[str, ...]:

@@ -1,11 +1,12 @@
 """The dp_shard axis: FSDP2 (`torch.distributed.fsdp.fully_shard`) unit by unit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from allranks.parallel.blocks import Unit
@@ -73,6 +74,14 @@ def _give_own_memory(module: nn.Module, arguments: Any, output: Any) -> Any:
     return pytree.tree_map_only(
         torch.Tensor, lambda t: t if t._base is None or not t.requires_grad else t.clone(), output
     )
+
+
+def find_scalars(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> tuple[torch.Tensor, ...]:
+    """The trainable parameters among `tensors` that have no dims, each once; () where none is cut."""
+    if not mesh.layout.fully_sharded:
+        return ()
+    found = {id(t): t for t in tensors.values() if isinstance(t, nn.Parameter) and t.dim() == 0 and t.requires_grad}
+    return tuple(t for t in found.values() if not isinstance(t, DTensor))
 
 
 def reshard_all(module: nn.Module) -> None:

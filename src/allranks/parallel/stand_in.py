@@ -61,6 +61,11 @@ def on_meta(module: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    # What a hook makes of parameters anew in each forward has a history, with which torch copies nothing.
+    plain = (value for member in module.modules() for value in vars(member).values())
+    for value in plain:
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            memo[id(value)] = torch.empty_like(value, device="meta", requires_grad=False)
     return copy.deepcopy(module, memo)
 
 

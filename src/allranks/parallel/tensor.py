@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
 from allranks.losses import ChunkedHead
+from allranks.parallel.anew import made_before_forward
 from allranks.parallel.tensor_attention import PACKED, attend_with_heads, leave_fused_path
 from allranks.parallel.tensor_flow import CHANNELS, Flow
 from allranks.parallel.tensor_ops import enter, part_bounds, split
@@ -238,6 +239,11 @@ def _unplanned(module: nn.Module, flow: Flow, *args: Any, original: Callable[...
     """Inside a cut region (a norm over a head's channels) each rank has a partial sum of its gradients."""
     if not flow.regions.inside:
         return original(*args, **kwargs)
+    if reason := made_before_forward(module):
+        raise LayoutError(
+            f"tp: a {type(module).__name__} between a colwise and a rowwise layer {reason}, before its gradients can "
+            "be summed over tp: build it without, or cut other layers with hints().tensor"
+        )
     with _gradients_summed(module, flow.group):
         return original(*args, **kwargs)
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from allranks.parallel.anew import ATTENTION, made_anew
 from allranks.parallel.tensor_flow import Flow
 from allranks.parallel.tensor_ops import enter, gather, leave
 
@@ -32,6 +33,10 @@ def why_not_heads(module: nn.Module) -> str:
         return f"is {type(module).__name__}"
     if type(module).forward is not nn.MultiheadAttention.forward:
         return f"is {type(module).__name__}, which has a forward of its own"
+    if reason := made_anew(module, ATTENTION):
+        return reason
+    if reason := made_anew(module.out_proj):
+        return f"has an out_proj that {reason}"
     if type(module.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
         return f"has an out_proj of its own, {type(module.out_proj).__name__}"
     if module.bias_k is not None:
@@ -47,9 +52,10 @@ def has_feed_forward(module: nn.Module) -> bool:
     for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
         if isinstance(module, kind) and type(module)._ff_block is kind._ff_block:
             activation: Any = module.activation
-            plain = isinstance(activation, nn.ReLU | nn.GELU | nn.SiLU | nn.Tanh | nn.ELU | nn.LeakyReLU | nn.Mish)
-            known = plain or getattr(activation, "__name__", "") in _ELEMENTWISE
-            return known and type(module.linear1) is type(module.linear2) is nn.Linear
+            common = isinstance(activation, nn.ReLU | nn.GELU | nn.SiLU | nn.Tanh | nn.ELU | nn.LeakyReLU | nn.Mish)
+            known = common or getattr(activation, "__name__", "") in _ELEMENTWISE
+            plain = not made_anew(module.linear1) and not made_anew(module.linear2)
+            return known and plain and type(module.linear1) is type(module.linear2) is nn.Linear
     return False
 
 

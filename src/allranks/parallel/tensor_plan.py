@@ -23,6 +23,7 @@ from torch import nn
 
 from allranks.errors import LayoutError
 from allranks.losses import ChunkedHead
+from allranks.parallel.anew import made_anew, made_before_forward
 from allranks.parallel.blocks import CONTAINERS
 from allranks.parallel.tensor_attention import has_feed_forward, why_not_heads
 from allranks.parallel.tensor_own_plan import read_own_plan, tie_embeddings
@@ -176,7 +177,7 @@ def _find_pairs(prefix: str, module: nn.Module) -> Iterator[tuple[str, TensorSty
         return
     for name, child in module.named_children():
         logical = f"{prefix}.{name}" if prefix else name
-        if type(child) is nn.Linear:
+        if type(child) is nn.Linear and not made_anew(child):
             if first is not None and child.in_features == width:
                 yield first, "colwise"
                 yield logical, "rowwise"
@@ -209,6 +210,16 @@ def _check_kind(name: str, module: nn.Module, style: TensorStyle) -> None:
         raise LayoutError(f"heads cuts nn.MultiheadAttention, and {name or 'the model'} {reason}: replicate it")
     fit = {"colwise": (nn.Linear,), "rowwise": (nn.Linear,), "vocab": (nn.Linear, nn.Embedding)}.get(style)
     chunked = style == "vocab" and isinstance(module, ChunkedHead)
+    if style in CUT and (reason := made_anew(module)):
+        raise LayoutError(
+            f"{style} cuts parameters, and {name} {reason}: leave its rule out (it stays whole), or build it without"
+        )
+    inside = (below for below in module.modules() if style in ("sequence", "part"))
+    if reason := next(filter(None, map(made_before_forward, inside)), ""):
+        raise LayoutError(
+            f"{name} is {style}, where gradients of its parameters are summed over tp, and a layer of it {reason}: "
+            "build it without"
+        )
     if fit is not None and type(module) not in fit and not chunked:
         kinds = " or ".join(f"nn.{kind.__name__}" for kind in fit)
         advice = "name the layers themselves"

@@ -45,6 +45,8 @@ def check_scopes(
 ) -> tuple[Decision, ...]:
     """Refuse what would compute something else on the parts that this process has; say where that cannot be told.
 
+    What looks at whole matrices (Muon) may do so in a group whose parameters are whole, beside a group of parts.
+
     Args:
         entries: id of a parameter -> who it is.
 
@@ -53,13 +55,16 @@ def check_scopes(
     """
     decisions = []
     for which, optimizer in optimizers.items():
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        cut = next((entries[id(one)].name for one in held if _is_part(one, entries[id(one)])), None)
-        if cut is None and layout.pp == 1:
+        cuts = [_find_part(group["params"], entries) for group in optimizer.param_groups]
+        if not any(cuts) and layout.pp == 1:
             continue
-        scope, unknown = find_scope(optimizer)
+        scopes, unknown = find_scopes(optimizer)
+        scope: Scope = max(scopes, key=ORDER.index, default="element")
+        # Who looks at all parameters may look at those of other groups, which the trial of one does not show.
+        looking = scopes if scope == "tensor" else [scope] * len(scopes)
+        cut = next((cut for cut, its in zip(cuts, looking, strict=True) if cut and its != "element"), "")
         kind = f"{type(optimizer).__name__}{f' ({which})' * bool(which)}"
-        if scope != "element" and cut is not None:
+        if cut:
             looks = "whole matrices" if scope == "tensor" else "all parameters together"
             raise TaskError(
                 f"{kind} looks at {looks} (tried on small ones), and layout {layout} leaves each process a part of "
@@ -76,6 +81,11 @@ def check_scopes(
     return tuple(decisions)
 
 
+def _find_part(parameters: Sequence[torch.Tensor], entries: Mapping[int, Entry]) -> str:
+    """The name of the first of `parameters` that is a part; empty where none is."""
+    return next((entries[id(one)].name for one in parameters if _is_part(one, entries[id(one)])), "")
+
+
 def _is_part(parameter: torch.Tensor, entry: Entry) -> bool:
     """Whether it is a part and does not know it: a DTensor does, of all but what was cut before it became one."""
     before = any(entry.placements.get(axis, "replicate") != "replicate" for axis in ("tp", "ep"))
@@ -83,20 +93,29 @@ def _is_part(parameter: torch.Tensor, entry: Entry) -> bool:
 
 
 def find_scope(optimizer: Optimizer) -> tuple[Scope, str]:
-    """What an update looks at, and why that is not known for certain ("": it is).
+    """The most that an update of any group looks at, and why that is not known for certain ("": it is)."""
+    scopes, unknown = find_scopes(optimizer)
+    return max(scopes, key=ORDER.index, default="element"), unknown
+
+
+def find_scopes(optimizer: Optimizer) -> tuple[list[Scope], str]:
+    """What an update of each group looks at ("element" where nobody knows), and why one is not known ("": all are).
 
     A copy of the optimizer with its settings, but without its state and hooks, updates a matrix and a neighbour: both
     together, the matrix alone, and its halves each as a process of its own would.
     """
     if type(optimizer) in KNOWN:
-        return "element", ""
+        return ["element"] * len(optimizer.param_groups), ""
     inner = _find_inner(optimizer)
     if inner:
         # A copy of a wrapper would hold the real one, and move the model.
         tried = [one for one in inner if not _find_inner(one)]
-        worst: Scope = max((find_scope(one)[0] for one in tried), key=ORDER.index, default=ORDER[0])
-        return worst, "it steps another optimizer, and only that one was tried"
-    return _find_by_trial(optimizer)
+        worst: Scope = max((find_scope(one)[0] for one in tried), key=ORDER.index, default="element")
+        return [worst] * len(optimizer.param_groups), "it steps another optimizer, and only that one was tried"
+    stand_ins = _stand_in_for(tensor for group in optimizer.param_groups for tensor in group["params"])
+    found = [_find_by_trial(optimizer, group, stand_ins) for group in optimizer.param_groups]
+    unknown = dict.fromkeys(because for _, because in found if because)
+    return [scope for scope, _ in found], "; ".join(unknown)
 
 
 def _find_inner(optimizer: Optimizer) -> list[Optimizer]:
@@ -119,26 +138,20 @@ def _find_inner(optimizer: Optimizer) -> list[Optimizer]:
     return list(found.values())
 
 
-def _find_by_trial(optimizer: Optimizer) -> tuple[Scope, str]:
-    """The worst of all groups: one that cannot be tried says nothing of the next one."""
-    worst: Scope = "element"
-    unknown: list[str] = []
-    stand_ins = _stand_in_for(tensor for group in optimizer.param_groups for tensor in group["params"])
-    for group in optimizer.param_groups:
-        if not group["params"]:
-            continue
-        try:
-            # A compiled update would be compiled for three shapes that no step has, and by a compiler of C++.
-            with unset_fake_temporarily(), generators_kept(), uncompiled():
-                found = _try(optimizer, group, stand_ins)
-        except Exception as error:
-            # Whatever the user's optimizer raised: it may want a closure, or a shape that no small tensor has.
-            found = f"trying it on small tensors raised {type(error).__name__}: {error}"
-        if found in ORDER:
-            worst = max(worst, found, key=ORDER.index)
-        else:
-            unknown.append(found)
-    return worst, "; ".join(dict.fromkeys(unknown))
+def _find_by_trial(
+    optimizer: Optimizer, group: dict[str, Any], stand_ins: Mapping[int, torch.Tensor]
+) -> tuple[Scope, str]:
+    """Of one group: one that cannot be tried says nothing of the next one."""
+    if not group["params"]:
+        return "element", ""
+    try:
+        # A compiled update would be compiled for three shapes that no step has, and by a compiler of C++.
+        with unset_fake_temporarily(), generators_kept(), uncompiled():
+            found = _try(optimizer, group, stand_ins)
+    except Exception as error:
+        # Whatever the user's optimizer raised: it may want a closure, or a shape that no small tensor has.
+        found = f"trying it on small tensors raised {type(error).__name__}: {error}"
+    return (found, "") if found in ORDER else ("element", found)
 
 
 def _try(optimizer: Optimizer, group: dict[str, Any], stand_ins: Mapping[int, torch.Tensor]) -> Scope | str:
