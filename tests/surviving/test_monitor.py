@@ -70,6 +70,16 @@ def test_long_loading_is_told_of_and_left_in_peace_for_its_own_limit() -> None:
     assert find_hung(rows(quiet(601), quiet(601, "input")), GUARD) == Alarm("hung", (1,), 600.0, act=True)
 
 
+def test_where_loading_takes_long_it_may_and_who_waits_for_it_is_patient() -> None:
+    always = {"loading_seconds": 20.0}
+    assert find_hung(rows(quiet(99, "input", **always)), GUARD) is None
+    assert find_hung(rows(quiet(101, "input", **always)), GUARD) == Alarm("slow", (0,), 100.0, act=False)
+    assert find_hung(rows(quiet(99), quiet(0, **always)), GUARD) is None, "it has waited until now"
+    assert find_hung(rows(quiet(16, **always)), GUARD) is not None, "it loads no more, and there is no other"
+    assert find_hung(rows(quiet(16), quiet(14, "input")), GUARD) is None, "that began to load a little later"
+    assert find_hung(rows(quiet(17), quiet(16, "input")), GUARD) == Alarm("slow", (1,), LEAST_HANG_SECONDS, act=False)
+
+
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:

@@ -27,6 +27,7 @@ from allranks.observing.heartbeat import (
     ANSWERED,
     ASKED,
     FIRST,
+    LOADED,
     LONGEST,
     MARK,
     NUM_FIELDS,
@@ -58,7 +59,9 @@ class Row:
         quiet_seconds: how long since it came further.
         pulse_seconds: how long since a thread of its Python ran; None: it cannot be asked yet.
         step, mark: optimizer steps done; a number that changes whenever it comes further.
-        first_seconds, longest_seconds: its first step of this attempt, the longest later one; 0.0 where there is none.
+        first_seconds, longest_seconds: its first step of this attempt, and how long later ones take, without loading;
+            0.0 where there is none.
+        loading_seconds: how long it loads data in later steps.
     """
 
     rank: int
@@ -71,6 +74,7 @@ class Row:
     first_seconds: float
     longest_seconds: float
     mark: int = 0
+    loading_seconds: float = 0.0
 
 
 @final
@@ -235,6 +239,7 @@ class Monitor:
             first_seconds=slot[FIRST] / 1e9,
             longest_seconds=slot[LONGEST] / 1e9,
             mark=slot[MARK],
+            loading_seconds=slot[LOADED] / 1e9,
         )
 
     def _find_stopped(self, rows: Sequence[Row], now: float) -> Alarm | None:
@@ -250,7 +255,7 @@ def find_hung(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
     """Who has not come further for too long; None: all is well, or somebody does what may take longer."""
     limits = {row.rank: allowed_seconds(row, rows, guard) for row in rows}
     late = [row for row in rows if row.quiet_seconds > limits[row.rank]]
-    patient = [row for row in rows if row.phase not in ("step", "input") and row not in late]
+    patient = [row for row in rows if row.phase != "step" and row not in late]
     if not late or (patient and all(row.phase in ("step", "input") for row in late)):
         return None
     # The first of all is who is in the way of the others: who waits in a step waits for somebody.
@@ -277,6 +282,9 @@ def allowed_seconds(row: Row, rows: Sequence[Row], guard: GuardConfig) -> float:
             longest = max(other.longest_seconds for other in rows)
             if longest == 0.0:  # the second step may compile what the first did not need
                 longest = max(other.first_seconds for other in rows)
+            # Where loading always takes long, it may; and who is in a step may have waited for another that loads.
+            loads = [other.loading_seconds for other in rows if row.phase == "input" or other is not row]
+            longest = max([longest, *loads])
             return max(LEAST_HANG_SECONDS, LEARNED_FACTOR * longest)
 
 
