@@ -71,7 +71,7 @@ def test_long_loading_is_told_of_and_left_in_peace_for_its_own_limit() -> None:
 
 
 def test_where_loading_takes_long_it_may_and_who_waits_for_it_is_patient() -> None:
-    always = {"loading_seconds": 20.0}
+    always: dict[str, Any] = {"loading_seconds": 20.0}
     assert find_hung(rows(quiet(99, "input", **always)), GUARD) is None
     assert find_hung(rows(quiet(101, "input", **always)), GUARD) == Alarm("slow", (0,), 100.0, act=False)
     assert find_hung(rows(quiet(99), quiet(0, **always)), GUARD) is None, "it has waited until now"
