@@ -29,7 +29,6 @@ from allranks.training.mirroring import Mirroring
 from allranks.training.snapshot import Contents, check_state
 from allranks.verdict import Decision
 
-
 READ_BYTES = 1 << 30  # takes a second or two, for which a training may wait at each save
 READ_BESIDE_BYTES = 1 << 33
 
