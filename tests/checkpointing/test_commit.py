@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from allranks import durable
 from allranks.checkpointing import commit as commit_module
 from allranks.checkpointing.checkpoint import Checkpoint, Header, collect_leftovers
 from allranks.checkpointing.commit import Share, check_target, commit, explain
@@ -78,7 +79,7 @@ def test_what_cannot_be_settled_is_not_there_and_what_was_there_is(
     save_alone(tmp_path, 100)
     if there:
         save_alone(tmp_path, state={"attempt": 1})
-    before, real = tree(tmp_path), commit_module.sync
+    before, real = tree(tmp_path), durable.sync
 
     def sync(path: Path) -> None:
         if path == tmp_path:

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from allranks.config_guard import GuardConfig
-from allranks.observing.heartbeat import FIRST, LONGEST, MARK, NUM_FIELDS, PHASE, PHASES, PULSE, STEP
+from allranks.observing.heartbeat import FIRST, LONGEST, MARK, PHASE, PHASES, PULSE, STEP
 from allranks.surviving import monitor as module
 from allranks.surviving.monitor import (
     LEAST_HANG_SECONDS,
     Alarm,
     Monitor,
-    SharedBeats,
     core_seconds,
     find_hung,
     process_state,
@@ -168,19 +167,6 @@ def test_a_new_attempt_begins_with_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert (watch.beats.steps(), watch.furthest_step) == ([0, 0], 7)
     assert [one.pulse_seconds for one in watch.look({0: os.getpid()}, {0: 0})[0]] == [None]
     watch.beats.close()
-
-
-def test_the_memory_is_shared_by_its_path_and_leaves_nothing() -> None:
-    beats = SharedBeats(2)
-    with open(beats.path, "r+b") as file:
-        file.seek(8 * (NUM_FIELDS + STEP))
-        file.write((41).to_bytes(8, sys.byteorder))
-    assert beats.steps() == [0, 41]
-    beats.ask()
-    assert not beats.answered(0)
-    beats.close()
-    beats.close()
-    assert not os.path.exists(beats.path)
 
 
 def test_a_wait_for_a_core_is_no_hang_of_anybodys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,9 +187,15 @@ class Saver:
             return
         try:
             leased = self._mirroring.leased() if self._mirroring is not None else ()
-            of_run = (self._directory, self._config.keep, self._run)
-            checks = {"check": self._check, "check_oldest": self._check_oldest}
-            prune(*of_run, generation=self._generation, leased=leased, **checks)
+            prune(
+                self._directory,
+                self._config.keep,
+                self._run,
+                generation=self._generation,
+                leased=leased,
+                check=self._check,
+                check_oldest=self._check_oldest,
+            )
         except (CheckpointError, OSError) as error:
             if not self._warned:
                 self._warn(f"{error}; the run goes on, and tries again at every save")
