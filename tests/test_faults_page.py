@@ -41,13 +41,16 @@ def test_the_page_counts_what_it_shows() -> None:
 def test_what_passed_and_the_longest_time_come_from_the_full_run_that_is_kept() -> None:
     fault = next(fault for fault in read_faults() if fault.tests)
     told: list[dict[str, Any]] = [
-        {"measured": {}},
-        {"measured": {"restart_seconds": 3.25}},
-        {"measured": {"restart_seconds": 1.0}},
+        {"at": "0123abc", "measured": {}},
+        {"at": "0123abc", "measured": {"restart_seconds": 3.25}},
+        {"at": "4567def", "measured": {"restart_seconds": 1.0}},
     ]
     results = {f"{fault.tests[0]}[{index}]": result for index, result in enumerate(told)}
-    results["tests/test_other.py::test_it"] = {"measured": {"restart_seconds": 99.0}}
+    results["tests/test_other.py::test_it"] = {"at": "0123abc", "measured": {"restart_seconds": 99.0}}
     assert measured(fault, results) == (3, 3.25)
     assert measured(fault, {}) == (0, None)
-    row = next(line for line in render_faults(results).splitlines() if line.startswith(f"| {fault.number} |"))
-    assert " | 3 | 3.2 | " in row
+    page = render_faults(results)
+    row = next(line for line in page.splitlines() if line.startswith(f"| {fault.number} |"))
+    assert " | 3 | 3.2 | " in row and "of commit 0123abc, 4567def)" in page
+    without = [one for one in read_faults() if one.tests and not measured(one, results)[0]]
+    assert without and page.count("| not run on this source |") == len(without)

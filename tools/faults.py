@@ -9,6 +9,7 @@ from tests.full_record import Results, kept_results
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
 SHOWN = ("yes", "in part", "no")
+NOT_RUN = "not run on this source"
 
 
 @dataclass(frozen=True)
@@ -56,20 +57,23 @@ def render_faults(results: Results | None = None) -> str:
     faults = read_faults()
     results = kept_results(ROOT) if results is None else results
     counts = {word: sum(fault.shown == word for fault in faults) for word in SHOWN}
-    kept = "" if results else ", which is empty: none is kept"
+    commits = ", ".join(sorted({str(result["at"]) for result in results.values()}))
+    kept = f", of commit {commits}" if results else ", which is empty: none is kept"
     lines = [
         f"Of {len(faults)} faults, tests show {counts['yes']} as they stand here and {counts['in part']} in part; "
         f"{counts['no']} are shown by none. `passed` counts the tests, each set of arguments for itself, that passed "
-        f"in the last full run (`bench/results/full.json`{kept}). `seconds` are those that its training lost: from the "
-        "last finished step before a fault to the first one after it, the longest that a test of the row told there, "
-        "beside other tests on two cores.",
+        f"in the last full run (`bench/results/full.json`{kept}). It keeps those marked `full` alone: `{NOT_RUN}` "
+        "stands where it has none of a row; the quick ones run with every `make test`. `seconds` are those that its "
+        "training lost: from the last finished step before a fault to the first one after it, the longest that a test "
+        "of the row told there, beside other tests on two cores.",
         "",
         "| | fault | what allranks does | shown | passed | seconds | open |",
         "|---|---|---|---|---|---|---|",
     ]
     for fault in faults:
         passed, seconds = measured(fault, results)
-        figures = f"{passed or ''} | {'' if seconds is None else f'{seconds:.1f}'}"
+        count = passed or (NOT_RUN if fault.tests else "")
+        figures = f"{count} | {'' if seconds is None else f'{seconds:.1f}'}"
         lines.append(f"| {fault.number} | {fault.what} | {fault.does} | {fault.shown} | {figures} | {fault.open} |")
     lines += ["", "## The tests that show it", ""]
     for fault in faults:

@@ -23,7 +23,7 @@ class GuardConfig(Section):
     )
     hang_seconds: float | None = key(
         None,
-        "without progress in a step: that long is a hang; not given: five times the longest step so far, at least 15",
+        "without progress in a step: that long is a hang; not given: five times what steps take here, at least 15",
         unit="s",
         gt=0,
     )

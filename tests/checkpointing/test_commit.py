@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from allranks import durable
 from allranks.checkpointing import commit as commit_module
 from allranks.checkpointing.checkpoint import Checkpoint, Header, collect_leftovers
 from allranks.checkpointing.commit import Share, check_target, commit, explain
@@ -65,6 +66,33 @@ def test_the_same_step_again_replaces_the_old_one(
     again = save_alone(tmp_path, state={"attempt": 2}, header=header(generation=2), token="t2")
     assert again.manifest.state == Checkpoint.open(tmp_path / "step-00000200").manifest.state == {"attempt": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000200"]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("there", [True, False])
+def test_what_cannot_be_settled_is_not_there_and_what_was_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool, there: bool
+) -> None:
+    """The disk refuses the sync after the rename."""
+    if not can_exchange:
+        monkeypatch.setattr(commit_module, "_exchange", lambda first, second: False)
+    save_alone(tmp_path, 100)
+    if there:
+        save_alone(tmp_path, state={"attempt": 1})
+    before, real = tree(tmp_path), durable.sync
+
+    def sync(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit_module, "sync", sync)
+        with pytest.raises(CheckpointError, match="Input/output error; older checkpoints are untouched"):
+            save_alone(tmp_path, state={"attempt": 2}, header=header(generation=2), token="t2")
+    assert tree(tmp_path) == before and len(list(tmp_path.iterdir())) == 1 + there
+    save_alone(tmp_path, state={"attempt": 3}, header=header(generation=2), token="t3")
+    assert Checkpoint.open(tmp_path / "step-00000200").manifest.state == {"attempt": 3}
 
 
 def test_names_are_swapped_at_once_where_the_system_can(tmp_path: Path) -> None:

@@ -53,6 +53,25 @@ def test_what_is_there_already_is_not_brought_again_and_nothing_is_written_over(
     assert [one.step for one in mirror.list_newest()] == [100, 100]
 
 
+def test_what_a_later_attempt_has_written_is_newer_whatever_its_step(mirror: Mirror, tmp_path: Path) -> None:
+    """The run has gone back: from 1,000 to before 200."""
+    for step in (900, 1000):
+        mirror.bring(save_alone(tmp_path / "a", step))
+    for step, there in ((200, [200, 1000]), (300, [300, 200])):
+        mirror.bring(save_alone(tmp_path / "b", step, header=header(step, generation=2)))
+        mirror.prune(2)
+        assert [one.step for one in mirror.list_newest()] == there
+        assert [one.step for one in Mirror(mirror.url, RUN).list_newest()] == there, "by another process"
+
+
+def test_one_whose_manifest_is_damaged_is_the_oldest(mirror: Mirror, tmp_path: Path) -> None:
+    for step in (100, 200):
+        mirror.bring(save_alone(tmp_path / "a", step))
+    again = Mirror(mirror.url, RUN)
+    again._files.pipe_file(f"{mirror._root}/{mirror.list_newest()[0].name}/manifest.json", b"{")
+    assert [one.step for one in again.list_newest()] == [100, 200]
+
+
 def broken_after(mirror: Mirror, count: int) -> Callable[[], None]:
     """Let the `count`-th file be the last that is brought."""
     left = [count]

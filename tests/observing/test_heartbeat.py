@@ -15,14 +15,17 @@ import torch.distributed as dist
 from allranks.observing.heartbeat import (
     ANSWERED,
     ASKED,
+    FEW,
     FINISHED,
     FIRST,
+    LOADED,
     LONGEST,
     MARK,
     NUM_FIELDS,
     PHASE,
     PHASES,
     PULSE,
+    RECENT,
     SLOT_BYTES,
     STACK_SIGNAL,
     STEP,
@@ -80,6 +83,61 @@ def test_loading_is_a_phase_of_its_own_but_for_the_first_step(fields: memoryview
         assert PHASES[fields[PHASE]] == "input"
         before = fields[MARK]
     assert PHASES[fields[PHASE]] == "step" and fields[MARK] > before
+
+
+def made(heart: Heartbeat, clock: list[int], seconds: float, loading: float = 0.0) -> None:
+    """One step that takes so long, besides loading."""
+    heart.begin_step()
+    with heart.loading():
+        clock[0] += int(loading * 1e9)
+    clock[0] += int(seconds * 1e9)
+    heart.finish_step(1)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    now = [0]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now[0])
+    return now
+
+
+def test_loading_is_no_part_of_how_long_a_step_takes(fields: memoryview, clock: list[int]) -> None:
+    heart = Heartbeat(fields)
+    made(heart, clock, 30, loading=5)
+    assert (fields[FIRST], fields[LONGEST], fields[LOADED]) == (35 * 10**9, 0, 0), "the first one is taken as a whole"
+    made(heart, clock, 1, loading=100)
+    assert (fields[LONGEST], fields[LOADED]) == (10**9, 100 * 10**9)
+    made(heart, clock, 2)
+    assert (fields[LONGEST], fields[LOADED]) == (2 * 10**9, 100 * 10**9)
+
+
+def test_a_hiccup_counts_by_less_and_what_comes_again_in_full(fields: memoryview, clock: list[int]) -> None:
+    heart = Heartbeat(fields)
+    for _ in range(1 + FEW):
+        made(heart, clock, 1)
+    made(heart, clock, 10)
+    assert fields[LONGEST] == 4 * 10**9
+    for _ in range(3 * RECENT):
+        made(heart, clock, 1)
+        assert fields[LONGEST] == 4 * 10**9, "that is remembered"
+    made(heart, clock, 9)
+    assert fields[LONGEST] == 4 * 10**9
+    for count in range(RECENT - 1):
+        made(heart, clock, 8 if count == 0 else 1)
+        assert fields[LONGEST] == 8 * 10**9, "twice, and not long ago"
+    for _ in range(2 * RECENT):
+        made(heart, clock, 1)
+    assert fields[LONGEST] == 4 * 10**9
+
+
+def test_of_the_first_steps_the_longest_counts_in_full(fields: memoryview, clock: list[int]) -> None:
+    heart = Heartbeat(fields)
+    made(heart, clock, 60)
+    for _ in range(FEW):
+        made(heart, clock, 20 if fields[LONGEST] == 0 else 1)
+        assert fields[LONGEST] == 20 * 10**9
+    made(heart, clock, 1)
+    assert fields[LONGEST] == 8 * 10**9
 
 
 def test_a_question_is_answered_once_also_where_the_answer_fails(fields: memoryview) -> None:

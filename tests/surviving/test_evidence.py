@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from allranks.observing.heartbeat import PULSE, collectives_file
+from allranks.surviving.beats import SharedBeats
 from allranks.surviving.evidence import Frame, main_stack, question, read_collectives
 from allranks.surviving.kernel import process_state
-from allranks.surviving.monitor import SharedBeats
 from tests.processes import wait_until
 from tests.surviving.rows import row, witness
 

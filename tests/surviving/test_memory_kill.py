@@ -10,21 +10,40 @@ import pytest
 
 from allranks.failure import describe_signal
 from allranks.surviving import memory_kill
-from allranks.surviving.memory_kill import count_memory_kills, decode_kill
+from allranks.surviving.memory_kill import RecentKills, count_memory_kills, decode_kill
 
 KILLED = describe_signal(9, rank=1, pid=7, when=0.0)
 
 
 def test_a_count_that_rose_names_the_kernel() -> None:
     told = decode_kill(KILLED, {"/c/memory.events": 1}, {"/c/memory.events": 2}).render()
-    assert "by the kernel for want of memory: oom_kill in /c/memory.events rose from 1 to 2; lower" in told
+    assert "was killed by SIGKILL, most likely by the kernel for want of memory: oom_kill in /c/memory.events" in told
+    assert "rose from 1 to 2 in the last 10 s; lower" in told
     system = str(memory_kill.SYSTEM)
     assert "or another process" in decode_kill(KILLED, {system: 1}, {system: 2}).render()
 
 
 def test_a_count_that_stayed_names_somebody() -> None:
     told = decode_kill(KILLED, {"/c": 1}, {"/c": 1}).render()
-    assert "by somebody's kill -9" in told and "memory (`dmesg`" not in told
+    assert "the kernel counts nothing" in told and "somebody's kill -9" in told and "systemd-oomd" in told
+
+
+def test_what_was_ended_days_ago_is_not_what_ends_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, count = [0.0], [3]
+    monkeypatch.setattr("allranks.surviving.memory_kill.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(memory_kill, "count_memory_kills", lambda: {"/c": count[0]})
+    kills = RecentKills()
+    count[0] = 4  # a data worker, say
+    assert "rose from 3 to 4" in kills.decode(KILLED).message
+    for _ in range(100):
+        now[0] += 0.25
+        kills.look()
+    assert "the kernel counts nothing" in kills.decode(KILLED).message
+    count[0] = 5
+    for _ in range(20):
+        now[0] += 0.25
+        kills.look()
+    assert "rose from 4 to 5" in kills.decode(KILLED).message, "five seconds ago may be now"
 
 
 def test_without_counts_both_are_possible() -> None:

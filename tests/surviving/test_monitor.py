@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from allranks.config_guard import GuardConfig
-from allranks.observing.heartbeat import FIRST, LONGEST, MARK, NUM_FIELDS, PHASE, PHASES, PULSE, STEP, Heartbeat
+from allranks.observing.heartbeat import FIRST, LONGEST, MARK, PHASE, PHASES, PULSE, STEP
 from allranks.surviving import monitor as module
 from allranks.surviving.kernel import process_state
 from allranks.surviving.monitor import (
     LEAST_HANG_SECONDS,
     Alarm,
     Monitor,
-    SharedBeats,
     find_hung,
 )
 from tests.processes import wait_until
@@ -67,6 +66,16 @@ def test_what_takes_long_has_limits_of_its_own(phase: str, limit: float) -> None
 def test_long_loading_is_told_of_and_left_in_peace_for_its_own_limit() -> None:
     assert find_hung(rows(quiet(16), quiet(16, "input")), GUARD) == Alarm("slow", (1,), LEAST_HANG_SECONDS, act=False)
     assert find_hung(rows(quiet(601), quiet(601, "input")), GUARD) == Alarm("hung", (1,), 600.0, act=True)
+
+
+def test_where_loading_takes_long_it_may_and_who_waits_for_it_is_patient() -> None:
+    always: dict[str, Any] = {"loading_seconds": 20.0}
+    assert find_hung(rows(quiet(99, "input", **always)), GUARD) is None
+    assert find_hung(rows(quiet(101, "input", **always)), GUARD) == Alarm("slow", (0,), 100.0, act=False)
+    assert find_hung(rows(quiet(99), quiet(0, **always)), GUARD) is None, "it has waited until now"
+    assert find_hung(rows(quiet(16, **always)), GUARD) is not None, "it loads no more, and there is no other"
+    assert find_hung(rows(quiet(16), quiet(14, "input")), GUARD) is None, "that began to load a little later"
+    assert find_hung(rows(quiet(17), quiet(16, "input")), GUARD) == Alarm("slow", (1,), LEAST_HANG_SECONDS, act=False)
 
 
 @pytest.fixture
@@ -159,19 +168,6 @@ def test_a_new_attempt_begins_with_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     watch.beats.close()
 
 
-def test_the_memory_is_shared_by_its_path_and_leaves_nothing() -> None:
-    beats = SharedBeats(2)
-    with open(beats.path, "r+b") as file:
-        file.seek(8 * (NUM_FIELDS + STEP))
-        file.write((41).to_bytes(8, sys.byteorder))
-    assert beats.steps() == [0, 41]
-    beats.ask()
-    assert not beats.answered(0)
-    beats.close()
-    beats.close()
-    assert not os.path.exists(beats.path)
-
-
 def test_a_wait_for_a_core_is_no_hang_of_anybodys(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, waited = Clock(monkeypatch), {1: 100.0, 2: 0.0}
     monkeypatch.setattr(module, "core_seconds", lambda pid: (0.0, waited[pid]))
@@ -242,12 +238,3 @@ def test_who_is_traced_and_comes_further_is_not_stopped(monkeypatch: pytest.Monk
         assert clock.pass_seconds(watch, 3, 7) is None
         watch.beats.slot(0)[MARK] = int(clock.now * 1e9)
     watch.beats.close()
-
-
-def test_an_end_counts_only_with_the_code_that_was_said() -> None:
-    beats = SharedBeats(2)
-    Heartbeat(beats.slot(1)).finish(75)
-    assert [beats.has_finished(*one) for one in ((1, 75), (1, 0), (0, 0))] == [True, False, False]
-    beats.clear()
-    assert not beats.has_finished(1, 75)
-    beats.close()

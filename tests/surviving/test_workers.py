@@ -15,9 +15,9 @@ import pytest
 
 from allranks.surviving import unended
 from allranks.surviving import workers as module
+from allranks.surviving.beats import SharedBeats
 from allranks.surviving.child import WorkerStart
 from allranks.surviving.forkserver import start
-from allranks.surviving.monitor import SharedBeats
 from allranks.surviving.workers import LocalWorkers
 from tests.processes import is_gone, wait_until
 

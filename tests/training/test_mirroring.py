@@ -3,14 +3,14 @@
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.mirror import Mirror
-from allranks.errors import CheckpointError
+from allranks.errors import CheckpointError, RunError
 from allranks.run import Run
 from allranks.training.mirroring import Mirroring
 from tests.checkpointing.worlds import save_alone
@@ -99,6 +99,65 @@ def test_of_those_that_wait_the_newest_alone_is_brought_and_nothing_goes_meanwhi
     mirroring.bring(second)
     mirroring.finish(lambda: None)
     assert brought[-1] == 200, "it begins again"
+
+
+class Refusing:
+    """In place of a Mirror: what it raises at its first calls, and what came there afterwards."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.errors, self.brought = list(errors), list[int]()
+
+    def bring(self, checkpoint: Checkpoint, advanced: Any) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.brought.append(checkpoint.step)
+
+    def prune(self, keep: int) -> None:
+        """Nothing."""
+
+
+def test_a_full_disk_that_takes_no_warning_ends_no_mirroring(tmp_path: Path) -> None:
+    refusing, told = Refusing(CheckpointError("no room"), ValueError("nonsense")), list[str]()
+
+    def warn(line: str) -> None:
+        told.append(line)
+        if len(told) == 1:
+            raise RunError("the journal cannot be written: No space left on device")
+
+    mirroring = Mirroring(cast(Any, refusing), 2, warn)
+    for step in (100, 200, 300):
+        mirroring.bring(save_alone(tmp_path, step))
+        mirroring.finish(lambda: None)
+        assert mirroring.leased() == frozenset() and mirroring._thread is None
+    assert refusing.brought == [300] and len(told) == 2, "told with the next one, and then not again"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_thread_that_was_ended(tmp_path: Path) -> None:
+    refusing = Refusing(KeyboardInterrupt())
+    mirroring = Mirroring(cast(Any, refusing), 2, lambda line: None)
+    first, second = (save_alone(tmp_path, step) for step in (100, 200))
+    mirroring.bring(first)
+    mirroring.finish(lambda: None)
+    assert mirroring.leased() == frozenset()
+    mirroring.bring(second)
+    mirroring.finish(lambda: None)
+    assert refusing.brought == [200]
+
+
+def test_what_a_run_left_when_it_went_back_does_not_come_back(tmp_path: Path) -> None:
+    run, url = tmp_path / "run", str(tmp_path / "mirror")
+    settings = ("checkpoint.every=1", "checkpoint.keep=1", f"checkpoint.mirror={url}")
+    assert start("Curve", run, "train.steps=2", *settings) == 0
+    shutil.copytree(run / "checkpoints", tmp_path / "old")
+    assert train(None, "train.steps=6", resume=run) == 0
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(tmp_path / "old", run / "checkpoints")
+    assert train(None, "train.steps=3", "checkpoint.mirror=none", resume=run) == 0, "back to 2, on purpose"
+    assert mirrored(run, url) == [6] and saved(run) == [3]
+    assert train(None, "train.steps=4", f"checkpoint.mirror={url}", resume=run) == 0
+    assert events(run, "resume")[-1]["step"] == 3, "the mirror's 6 is of an earlier attempt"
+    assert mirrored(run, url) == [4], "and makes way"
 
 
 def test_what_waits_to_be_brought_is_not_deleted(tmp_path: Path) -> None:

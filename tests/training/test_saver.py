@@ -16,6 +16,7 @@ from allranks.config import CheckpointConfig
 from allranks.errors import CheckpointError, TaskError
 from allranks.training.saver import Saver
 from tests.distributed.sessions import config_of
+from tests.training.runs import flip_a_byte
 from tests.training.snapshots import contents_of, noting, saver_of
 from tests.training.tasks import Curve
 
@@ -121,6 +122,7 @@ def test_what_this_run_wrote_is_not_read_again_at_every_save(tmp_path: Path, mon
     session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
     read, real = list[str](), saver_module.verify_files
     monkeypatch.setattr(saver_module, "verify_files", noting(read, lambda found: found.path.name, real))
+    monkeypatch.setattr(saver_module, "READ_BYTES", 0)
     before = saver_of(session, contents, tmp_path, keep=3)
     for step in (1, 2, 3):
         before.save(step)
@@ -132,6 +134,36 @@ def test_what_this_run_wrote_is_not_read_again_at_every_save(tmp_path: Path, mon
     damaged.write_bytes(damaged.read_bytes()[:-1])
     saver.save(7)
     assert (tmp_path / "step-00000004").exists(), "it stays in the place of the one that lost a byte"
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_before_one_goes_the_oldest_that_stays_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    read, real = list[int](), saver_module.verify_files
+    monkeypatch.setattr(saver_module, "verify_files", noting(read, lambda found: found.step, real))
+    saver = saver_of(session, contents, tmp_path, keep=2, asynchronous=beside)
+
+    def save(step: int) -> None:
+        if beside:
+            saver.begin(step, lambda: None).settle()
+            saver.settled(step)
+        else:
+            saver.save(step)
+
+    for step in (1, 2, 3, 4):
+        save(step)
+        saver.tidy()
+    assert read == [2, 3]
+    flip_a_byte(tmp_path / "step-00000004")
+    save(5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in (3, 4, 5)]
+    assert read == [2, 3, 4], "the 3 had been read"
+    memory = saver.in_memory(tmp_path / "memory")
+    for step in (5, 6):
+        memory.save(step)
+    assert read == [2, 3, 4], "copies in memory are not the last to go on from"
 
 
 def test_a_copy_that_fails_is_told_as_a_writer_that_fails(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from allranks.checkpointing.checkpoint import Checkpoint, discard, step_name, verify_files
@@ -34,8 +35,7 @@ def adopt(directory: Path, step: int, run: str, bring: Callable[[Path], object])
         verify_files(checkpoint)
         for path in (*temporary.iterdir(), temporary):
             sync(path)
-        replaced = publish(temporary, target)
-        sync(directory)
+        replaced = publish(temporary, target, partial(sync, directory))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     if replaced is not None:

@@ -175,12 +175,12 @@ def prune(
     generation: int | None = None,
     leased: Collection[Path] = (),
     check: Callable[[Checkpoint], None] = verify_files,
+    check_oldest: Callable[[Checkpoint], None] | None = None,
 ) -> list[Path]:
     """Delete what is older than the `keep` newest good checkpoints, and what dead writers left; return what went.
 
-    A checkpoint goes only while `keep` newer ones have passed `check` in this call, so a damaged one never takes the
-    place of a good one; damaged ones are deleted once they are older than those. Call it from one process, with the
-    run's lease held.
+    A checkpoint goes only while `keep` newer ones have passed their checks in this call, so that damage which these
+    find costs no good one; damaged ones go once they are older. For one process, with the run's lease held.
 
     Args:
         directory: of the run's checkpoints.
@@ -189,7 +189,7 @@ def prune(
         leased: stay, however old they are; so does what somebody reads now (reading.py).
         token: of a save that may be under way now; its temporary directory stays.
         generation: the attempt that asks; what a later one writes stays, which may have taken over meanwhile.
-        check: raises CheckpointError for a checkpoint that does not count.
+        check: raises CheckpointError for one that does not count; `check_oldest`: of the oldest that stays, if given.
 
     Raises:
         CheckpointError: one cannot be deleted; whatever else can be has gone.
@@ -204,7 +204,7 @@ def prune(
             old.append(path)
             continue
         with contextlib.suppress(CheckpointError):
-            check(Checkpoint.open(path, run_id))
+            (check_oldest or check if good == keep - 1 else check)(Checkpoint.open(path, run_id))
             good += 1
     gone, refused = [], []
     for path in old:

@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -93,10 +93,13 @@ def commit(
         sync(temporary)
         fault_points.reach("checkpoint.rename")
         _check_attempt(target, header)
-        replaced = publish(temporary, target)
-        fault_points.reach("checkpoint.renamed")
-        sync(target.parent)
-        sync(target.parent.parent)
+
+        def settle() -> None:
+            fault_points.reach("checkpoint.renamed")
+            sync(target.parent)
+            sync(target.parent.parent)
+
+        replaced = publish(temporary, target, settle)
     except OSError as error:
         raise CheckpointError(f"rank {shares[0].rank}: {explain(error, temporary)}") from error
     if replaced is not None:
@@ -178,8 +181,26 @@ def _check_visible(temporary: Path, manifest: Manifest) -> None:
             )
 
 
-def publish(temporary: Path, target: Path) -> Path | None:
-    """Give `temporary` the name `target`; where that was taken, return where the old one now is."""
+def publish(temporary: Path, target: Path, settle: Callable[[], None]) -> Path | None:
+    """Give `temporary` the name `target`; where that was taken, return where the old one now is.
+
+    Args:
+        settle: waits until the names are on the disk. Where the system refuses that, both have the names again that
+            they had: what could not be settled is not there, and its caller may delete `temporary`.
+
+    Raises:
+        OSError: the system's refusal.
+    """
+    replaced = _name(temporary, target)
+    try:
+        settle()
+    except OSError:
+        _take_back(temporary, target, replaced)
+        raise
+    return replaced
+
+
+def _name(temporary: Path, target: Path) -> Path | None:
     if not os.path.lexists(target):
         os.rename(temporary, target)
         return None
@@ -190,6 +211,17 @@ def publish(temporary: Path, target: Path) -> Path | None:
     os.rename(target, aside)
     os.rename(temporary, target)
     return aside
+
+
+def _take_back(temporary: Path, target: Path, replaced: Path | None) -> None:
+    if replaced != temporary or not _exchange(temporary, target):
+        aside = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+        os.rename(target, aside)
+        if replaced is not None:
+            os.rename(replaced, target)
+        os.rename(aside, temporary)
+    with contextlib.suppress(OSError):
+        sync(target.parent)
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -4,6 +4,9 @@
 
 An object store renames nothing. So COMMITTED is brought last and taken away first, and a directory's name has a digest
 of its manifest: what was brought once is never written over. What comes back is checked as what lies on a disk is.
+
+What a later attempt has written is newer, whatever its step: where a run has gone back to an older checkpoint, that is
+what it goes on with.
 """
 
 import re
@@ -26,8 +29,13 @@ _DIGEST_LETTERS: Final = 12
 @final
 @dataclass(frozen=True, slots=True, order=True)
 class Mirrored:
-    """A committed checkpoint in a mirror."""
+    """A committed checkpoint in a mirror; in the order of age.
 
+    Attributes:
+        generation: the attempt that has written it; -1 where its manifest is damaged, so that all others are newer.
+    """
+
+    generation: int
     step: int
     name: str
 
@@ -51,11 +59,13 @@ class Mirror:
             raise ConfigError(f"checkpoint.mirror={url}: {reason}; fsspec's own pages name the package") from error
         self._files: Any = files
         self._root = f"{root.rstrip('/')}/{run}"
+        self._generations: dict[str, int] = {}
 
     def list_newest(self) -> list[Mirrored]:
         """What is committed there, newest first."""
         with self._refusing("listed"):
-            return sorted((found for found in self._names() if self._committed(found.name)), reverse=True)
+            committed = [(step, name) for step, name in self._names() if self._committed(name)]
+            return sorted((Mirrored(self._generation(name), step, name) for step, name in committed), reverse=True)
 
     def bring(self, checkpoint: Checkpoint, advanced: Callable[[], None] = lambda: None) -> None:
         """Copy a committed checkpoint there; one that is there already is left as it is.
@@ -78,9 +88,9 @@ class Mirror:
         """Take away what is older than the `keep` newest, and what was never brought to its end."""
         with self._refusing("tidied"):
             kept = {found.name for found in self.list_newest()[:keep]}
-            for found in self._names():
-                if found.name not in kept:
-                    place = f"{self._root}/{found.name}"
+            for _, name in self._names():
+                if name not in kept:
+                    place = f"{self._root}/{name}"
                     with suppress(FileNotFoundError):
                         self._files.rm_file(f"{place}/{COMMITTED_FILE}")
                     self._files.rm(place, recursive=True)
@@ -104,13 +114,24 @@ class Mirror:
         with self._refusing("read"):
             return adopt(directory, found.step, run, bring)
 
-    def _names(self) -> list[Mirrored]:
+    def _names(self) -> list[tuple[int, str]]:
         self._files.invalidate_cache()
         try:
             names = [path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
         except FileNotFoundError:
             return []
-        return [Mirrored(int(match[1]), match[0]) for match in map(_NAME.fullmatch, names) if match]
+        return [(int(match[1]), match[0]) for match in map(_NAME.fullmatch, names) if match]
+
+    def _generation(self, name: str) -> int:
+        """What its manifest says; read once, for what has the name is never written over."""
+        if name not in self._generations:
+            path = f"{self._root}/{name}/{MANIFEST_FILE}"
+            self._generations[name] = -1
+            with suppress(CheckpointError, FileNotFoundError):
+                self._check_size(path)
+                manifest = parse_manifest(self._files.cat_file(path), f"{self.url}: {name}")
+                self._generations[name] = manifest.generation
+        return self._generations[name]
 
     def _committed(self, name: str) -> bool:
         return bool(self._files.exists(f"{self._root}/{name}/{COMMITTED_FILE}"))

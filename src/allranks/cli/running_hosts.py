@@ -120,15 +120,19 @@ def run_on_hosts(
             "the key out, and where the run has it say checkpoint.memory_every=none"
         )
     from allranks.surviving.hosts.company import Company
+    from allranks.surviving.hosts.greeting import greet
+    from allranks.surviving.hosts.meeting import MeetingStore
     from allranks.surviving.hosts.seal import Seal
 
     check_all_sizes(prepared, nproc, hosts)
     guard = prepared.config.guard
     meeting = _meet(hosts.endpoint, guard, secret)
-    seal = Seal(secret, meeting.scope)
-    company = Company(meeting, seal, nodes=hosts.nodes, least=hosts.least, nproc=nproc, guard=guard, tell=_tell)
     facts = facts_here(prepared, hosts)
     try:
+        if isinstance(meeting, MeetingStore):  # in etcd a meeting has its name from the session
+            greet(meeting, secret, guard.join_seconds)
+        seal = Seal(secret, meeting.scope)
+        company = Company(meeting, seal, nodes=hosts.nodes, least=hosts.least, nproc=nproc, guard=guard, tell=_tell)
         run = _share_run(company, prepared, request, facts)
         try:
             return train_in_workers(request, run, nproc, decisions, _supervision(run, prepared, company), company)

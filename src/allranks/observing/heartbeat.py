@@ -21,23 +21,52 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 PULSE_SECONDS = 0.5
-NUM_FIELDS = 10
+NUM_FIELDS = 11
 SLOT_BYTES = 8 * NUM_FIELDS
-PULSE, MARK, PHASE, STEP, FIRST, LONGEST, ASKED, ANSWERED, TIME_OVER, FINISHED = range(NUM_FIELDS)
+PULSE, MARK, PHASE, STEP, FIRST, LONGEST, ASKED, ANSWERED, TIME_OVER, FINISHED, LOADED = range(NUM_FIELDS)
 """Fields of a slot, 64-bit whole numbers each; times in nanoseconds.
 
 PULSE: when the thread last ran. MARK: when the loop last came further. PHASE: what it does since, by its place in
 PHASES. STEP: optimizer steps done since the first start. FIRST: how long the first step of this attempt took. LONGEST:
-the longest later one. ASKED, ANSWERED: how often the agent has asked for the collectives, and was answered.
-TIME_OVER: when the run's time is over, or was agreed to be; 0: it has no end. FINISHED: 1 + the exit code with which
-the worker's work has come to its own end; 0: it has not.
+how long later ones take without their loading, as `Longest` has it. ASKED, ANSWERED: how often the agent has asked for
+the collectives, and was answered. TIME_OVER: when the run's time is over, or was agreed to be; 0: it has no end.
+FINISHED: 1 + the exit code with which the worker's work has come to its own end; 0: it has not. LOADED: how long the
+loading in later steps takes, as `Longest` has it.
 """
+
+FEW, RECENT = 64, 512
 
 STACK_SIGNAL = signal.SIGRTMIN + 10 if sys.platform == "linux" else signal.SIGUSR2
 """Makes a worker write every thread's stack to its log; in C, so that it needs no lock of Python's."""
 
 Phase = Literal["start", "first step", "step", "input", "evaluation", "checkpoint", "end"]
 PHASES: tuple[Phase, ...] = ("start", "first step", "step", "input", "evaluation", "checkpoint", "end")
+
+
+@final
+class Longest:
+    """How long something takes that is done again and again, from how long it has taken so far.
+
+    What took long once may have been a hiccup; what took long twice of late is how it is. So it is the second longest
+    of the last RECENT or more, and two fifths of the longest of all at least, whenever that was. Of the first FEW, in
+    which code may still be compiled, it is the longest.
+    """
+
+    def __init__(self) -> None:
+        self._count = self._ever = 0
+        self._recent = self._before = (0, 0)  # the two longest of a block under way, and of the one before
+
+    def add(self, taken: int) -> int:
+        """It has taken so long once more: what is learned by now, in the same unit."""
+        first, second = self._recent
+        if taken > second:
+            self._recent = (taken, first) if taken > first else (first, taken)
+            self._ever = max(self._ever, taken)
+        found = sorted((*self._recent, *self._before))[-2]
+        self._count += 1
+        if self._count % RECENT == 0:
+            self._before, self._recent = self._recent, (0, 0)
+        return self._ever if self._count <= FEW else max(found, self._ever * 2 // 5)
 
 
 @final
@@ -48,7 +77,8 @@ class Heartbeat:
         """`fields`: NUM_FIELDS 64-bit whole numbers, shared with the agent."""
         self._fields = memoryview(bytearray(SLOT_BYTES)).cast("q") if fields is None else fields
         self._first = True
-        self._began = time.monotonic_ns()
+        self._began, self._loading = time.monotonic_ns(), 0
+        self._steps, self._loads = Longest(), Longest()
 
     def enter(self, phase: Phase) -> None:
         """The loop has come so far; from here on it does this."""
@@ -76,7 +106,7 @@ class Heartbeat:
     def begin_step(self) -> None:
         """An optimizer step begins."""
         self.enter("first step" if self._first else "step")
-        self._began = time.monotonic_ns()
+        self._began, self._loading = time.monotonic_ns(), 0
 
     def time_over(self, moment: float | None) -> None:
         """The run's time ends at `moment` of `time.monotonic`; None: never."""
@@ -86,11 +116,14 @@ class Heartbeat:
     def loading(self) -> Iterator[None]:
         """Inside, this rank loads its data, and no other rank is needed for that."""
         before = PHASES[self._fields[PHASE]]
-        if before == "step":
-            self.enter("input")
+        if before != "step":
+            yield
+            return
+        self.enter("input")
+        began = self._fields[MARK]
         yield
-        if before == "step":
-            self.enter(before)
+        self.enter(before)
+        self._loading += self._fields[MARK] - began
 
     def finish_step(self, step: int) -> None:
         """Step `step` is done."""
@@ -98,8 +131,9 @@ class Heartbeat:
         taken = now - self._began
         if self._first:
             self._fields[FIRST], self._first = taken, False
-        elif taken > self._fields[LONGEST]:
-            self._fields[LONGEST] = taken
+        else:
+            self._fields[LONGEST] = self._steps.add(taken - self._loading)
+            self._fields[LOADED] = self._loads.add(self._loading)
         self._fields[STEP] = step
         self.enter("step")
 

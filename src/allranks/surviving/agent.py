@@ -31,7 +31,7 @@ from allranks.surviving.hosts.company import Company
 from allranks.surviving.hosts.ending import RunEnded
 from allranks.surviving.hosts.member import Member
 from allranks.surviving.interrupts import Interrupts
-from allranks.surviving.memory_kill import count_memory_kills, decode_kill
+from allranks.surviving.memory_kill import RecentKills
 from allranks.surviving.outcome import Ended, Outcome, conclude, conclude_left
 from allranks.surviving.rendezvous import LocalRendezvous
 from allranks.surviving.supervisor import Supervision, Supervisor
@@ -138,7 +138,7 @@ class LocalAgent(SimpleElasticAgent):
         self._member = None if company is None else Member(company, supervisor, self.interrupts)
         self._hang: Failure | None = None
         self._attempt = 0
-        self._memory_kills: dict[str, int] = {}
+        self._memory_kills = RecentKills()
         self._work = (entry, args)
         self._log_dir = log_dir
         self._method = method
@@ -163,7 +163,7 @@ class LocalAgent(SimpleElasticAgent):
         starts = [start_of(worker, worker_group, self._attempt, fixed) for worker in worker_group.workers]
         self._workers = LocalWorkers(self._method.name, starts, replies=self._replies)
         self._attempt += 1
-        self._memory_kills = count_memory_kills()
+        self._memory_kills = RecentKills()
         if self.interrupts.first is not None:
             self._pass_on()
         return dict(self._workers.pids)
@@ -171,6 +171,8 @@ class LocalAgent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         workers = self._existing_workers()
         ended_before = len(workers.exits)
+        if not ended_before:
+            self._memory_kills.look()
         workers.wait(WAIT_SECONDS)
         if len(workers.exits) > ended_before:
             self._set_deadline(workers)
@@ -279,8 +281,7 @@ class LocalAgent(SimpleElasticAgent):
         records = [*read_failures(self._log_dir), *([] if self._hang is None else [self._hang])]
         outcome = conclude(self._ended(), records, self.interrupts.first, replies)
         if outcome.first_failure is not None:
-            failure = decode_kill(outcome.first_failure, self._memory_kills, count_memory_kills())
-            outcome = replace(outcome, first_failure=failure)
+            outcome = replace(outcome, first_failure=self._memory_kills.decode(outcome.first_failure))
         return outcome if workers.left is None else conclude_left(outcome, workers.left)
 
     def _ended(self) -> list[Ended]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, final
 
 from allranks.observing.heartbeat import STACK_SIGNAL, collectives_file
+from allranks.surviving.beats import SharedBeats
 from allranks.surviving.kernel import STOPPED
-from allranks.surviving.monitor import Row, SharedBeats
+from allranks.surviving.monitor import Row
 
 ANSWER_SECONDS = 2.0
 POLL_SECONDS = 0.05

@@ -13,31 +13,24 @@ of their own. A time in which this process did not run (a suspended machine) cou
 which the kernel let a worker that wanted to compute wait for a core.
 """
 
-import mmap
-import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, final
 
 from allranks.config_guard import GuardConfig
 from allranks.observing.heartbeat import (
-    ANSWERED,
-    ASKED,
-    FINISHED,
     FIRST,
+    LOADED,
     LONGEST,
     MARK,
-    NUM_FIELDS,
     PHASE,
     PHASES,
     PULSE,
-    SLOT_BYTES,
     STEP,
     Phase,
 )
+from allranks.surviving.beats import SharedBeats
 from allranks.surviving.kernel import FROZEN, STOPPED, core_seconds, is_frozen, process_state
 
 LEAST_HANG_SECONDS = 15.0
@@ -61,7 +54,9 @@ class Row:
         quiet_seconds: how long since it came further.
         pulse_seconds: how long since a thread of its Python ran; None: it cannot be asked yet.
         step, mark: optimizer steps done; a number that changes whenever it comes further.
-        first_seconds, longest_seconds: its first step of this attempt, the longest later one; 0.0 where there is none.
+        first_seconds, longest_seconds: its first step of this attempt, and how long later ones take, without loading;
+            0.0 where there is none.
+        loading_seconds: how long it loads data in later steps.
     """
 
     rank: int
@@ -74,6 +69,7 @@ class Row:
     first_seconds: float
     longest_seconds: float
     mark: int = 0
+    loading_seconds: float = 0.0
 
 
 @final
@@ -96,57 +92,6 @@ class _CoreTime:
     waited_at_mark: float
     last: tuple[float, float]
     since: float
-
-
-@final
-class SharedBeats:
-    """The memory that the workers of one host share with their agent; it ends with the two, however they end."""
-
-    def __init__(self, num_workers: int) -> None:
-        self._size = num_workers * SLOT_BYTES
-        if hasattr(os, "memfd_create"):
-            self._descriptor = os.memfd_create("allranks-heartbeats")  # has no name that could be left behind
-            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        else:
-            self._descriptor, self.path = tempfile.mkstemp(prefix="allranks-")
-        os.ftruncate(self._descriptor, self._size)
-        self._fields = memoryview(mmap.mmap(self._descriptor, self._size)).cast("q")
-
-    def slot(self, place: int) -> memoryview:
-        """The numbers of one worker."""
-        return self._fields[place * NUM_FIELDS : (place + 1) * NUM_FIELDS]
-
-    def clear(self) -> None:
-        """Before workers are started: nobody has shown anything, from now on."""
-        now = time.monotonic_ns()
-        for at in range(len(self._fields)):
-            self._fields[at] = now if at % NUM_FIELDS == MARK else 0
-
-    def ask(self) -> None:
-        """Let every worker write down its collectives."""
-        for place in range(len(self._fields) // NUM_FIELDS):
-            self.slot(place)[ASKED] += 1
-
-    def answered(self, place: int) -> bool:
-        """Whether a worker has done so."""
-        slot = self.slot(place)
-        return slot[ASKED] == slot[ANSWERED]
-
-    def steps(self) -> list[int]:
-        """The last step that each worker of this attempt has finished."""
-        return [self.slot(place)[STEP] for place in range(len(self._fields) // NUM_FIELDS)]
-
-    def has_finished(self, place: int, code: int) -> bool:
-        """Whether a worker has said that its work has come to an end with this exit code."""
-        return self.slot(place)[FINISHED] == 1 + code
-
-    def close(self) -> None:
-        """Let the memory go."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-            if not self.path.startswith("/proc/"):
-                Path(self.path).unlink(missing_ok=True)
 
 
 @final
@@ -246,6 +191,7 @@ class Monitor:
             first_seconds=slot[FIRST] / 1e9,
             longest_seconds=slot[LONGEST] / 1e9,
             mark=slot[MARK],
+            loading_seconds=slot[LOADED] / 1e9,
         )
 
     def _find_stopped(self, rows: Sequence[Row], now: float) -> Alarm | None:
@@ -264,7 +210,7 @@ def find_hung(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
     """Who has not come further for too long; None: all is well, or somebody does what may take longer."""
     limits = {row.rank: allowed_seconds(row, rows, guard) for row in rows}
     late = [row for row in rows if row.quiet_seconds > limits[row.rank]]
-    patient = [row for row in rows if row.phase not in ("step", "input") and row not in late]
+    patient = [row for row in rows if row.phase != "step" and row not in late]
     if not late or (patient and all(row.phase in ("step", "input") for row in late)):
         return None
     # The first of all is who is in the way of the others: who waits in a step waits for somebody.
@@ -291,4 +237,7 @@ def allowed_seconds(row: Row, rows: Sequence[Row], guard: GuardConfig) -> float:
             longest = max(other.longest_seconds for other in rows)
             if longest == 0.0:  # the second step may compile what the first did not need
                 longest = max(other.first_seconds for other in rows)
+            # Where loading always takes long, it may; and who is in a step may have waited for another that loads.
+            loads = [other.loading_seconds for other in rows if row.phase == "input" or other is not row]
+            longest = max([longest, *loads])
             return max(LEAST_HANG_SECONDS, LEARNED_FACTOR * longest)

@@ -17,10 +17,10 @@ from multiprocessing.context import ForkServerProcess, SpawnProcess
 from typing import final
 
 from allranks.failure import TRANSIENT, Failure
+from allranks.surviving.beats import SharedBeats
 from allranks.surviving.child import WorkerStart, run_worker
 from allranks.surviving.forkserver import main_hidden
 from allranks.surviving.kernel import process_state, waits_in
-from allranks.surviving.monitor import SharedBeats
 from allranks.surviving.outcome import UNKNOWN_CODE, Ended
 from allranks.surviving.unended import forsake
 

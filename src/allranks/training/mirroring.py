@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -40,7 +41,7 @@ class Mirroring:
         """Bring this one next; returns at once."""
         with self._lock:
             self._waiting = checkpoint
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="allranks-mirror", daemon=True)
                 self._thread.start()
 
@@ -52,25 +53,38 @@ class Mirroring:
     def finish(self, progress: Callable[[], None]) -> None:
         """Wait until nothing is on its way; `progress` is called whenever another file was brought."""
         seen = -1
-        while (thread := self._thread) is not None:
+        while (thread := self._thread) is not None and thread.is_alive():
             thread.join(LOOK_SECONDS)
             if self._num_files != seen:
                 seen = self._num_files
                 progress()
 
     def _run(self) -> None:
-        while True:
+        try:
+            while (checkpoint := self._next()) is not None:
+                try:
+                    self._mirror.bring(checkpoint, self._advance)
+                    self._mirror.prune(self._keep)
+                except Exception as error:  # whatever it is: the next one is tried, and nothing waits for a dead thread
+                    self._tell(error)
+        finally:
             with self._lock:
-                self._under_way, self._waiting = self._waiting, None
-                if self._under_way is None:
-                    self._thread = None
-                    return
-            try:
-                self._mirror.bring(self._under_way, self._advance)
-                self._mirror.prune(self._keep)
-            except (CheckpointError, OSError) as error:
-                if not self._warned:
-                    self._warn(f"{error}; the run goes on, and tries again after every checkpoint")
+                if self._thread is threading.current_thread():  # it was ended out of its turn
+                    self._thread = self._under_way = None
+
+    def _next(self) -> Checkpoint | None:
+        """What is to be brought now; None: nothing waits, and who comes later starts another thread."""
+        with self._lock:
+            self._under_way, self._waiting = self._waiting, None
+            if self._under_way is None:
+                self._thread = None
+            return self._under_way
+
+    def _tell(self, error: Exception) -> None:
+        """Once; where it cannot be told either (the disk with the journal is full, say), with the next one."""
+        if not self._warned:
+            with suppress(Exception):
+                self._warn(f"{error}; the run goes on, and tries again after every checkpoint")
                 self._warned = True
 
     def _advance(self) -> None:
@@ -81,6 +95,8 @@ def fetch_newer(
     directory: Path, run: str, mirror: Mirror, processes: Processes, memory: Path | None = None
 ) -> tuple[str, list[str]]:
     """Bring back the mirror's newest good checkpoint where that is newer than all that is nearer; collective.
+
+    What a later attempt has written is newer, whatever its step.
 
     Args:
         directory: RUN/checkpoints, which all hosts share.
@@ -105,7 +121,7 @@ def _fetch(directory: Path, run: str, mirror: Mirror, memory: Path | None) -> tu
         local = None  # all are damaged: what the mirror has is all there is
     try:
         for mirrored in mirror.list_newest():
-            if local is not None and mirrored.step <= local.step:
+            if local is not None and (mirrored.generation, mirrored.step) <= (local.manifest.generation, local.step):
                 break
             try:
                 fetched = mirror.fetch(mirrored, directory, run)

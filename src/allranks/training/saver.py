@@ -29,6 +29,9 @@ from allranks.training.mirroring import Mirroring
 from allranks.training.snapshot import Contents, check_state
 from allranks.verdict import Decision
 
+READ_BYTES = 1 << 30  # takes a second or two, for which a training may wait at each save
+READ_BESIDE_BYTES = 1 << 33
+
 
 def print_warning(line: str) -> None:
     """Say it on standard error."""
@@ -81,6 +84,8 @@ class Saver:
         self._warned = self._proven = self._held_against = False
         self.prove: Callable[[Checkpoint, Contents], None] = lambda checkpoint, contents: None
         self._good: set[Path] = set()
+        self._read: set[Path] = set()
+        self._most_bytes = READ_BESIDE_BYTES if self.beside else READ_BYTES
         self._stage = Stage()
 
     def in_memory(self, directory: Path) -> "Saver":
@@ -90,7 +95,7 @@ class Saver:
         """
         config = self._config.model_copy(update={"every": self._config.memory_every, "keep": 1})
         saver = Saver(self._contents, self._processes, config, directory, self._run, self._generation, self._warn)
-        saver._stage = self._stage
+        saver._stage, saver._most_bytes = self._stage, 0
         return saver
 
     def due(self, step: int) -> bool:
@@ -182,8 +187,15 @@ class Saver:
             return
         try:
             leased = self._mirroring.leased() if self._mirroring is not None else ()
-            of_run = (self._directory, self._config.keep, self._run)
-            prune(*of_run, generation=self._generation, leased=leased, check=self._check)
+            prune(
+                self._directory,
+                self._config.keep,
+                self._run,
+                generation=self._generation,
+                leased=leased,
+                check=self._check,
+                check_oldest=self._check_oldest,
+            )
         except (CheckpointError, OSError) as error:
             if not self._warned:
                 self._warn(f"{error}; the run goes on, and tries again at every save")
@@ -205,6 +217,7 @@ class Saver:
 
     def _keep(self, checkpoint: Checkpoint) -> None:
         self._good.add(checkpoint.path)
+        self._read.discard(checkpoint.path)  # it may have been replaced
         if self._mirroring is not None:
             self._mirroring.bring(checkpoint)
         self.tidy()
@@ -216,3 +229,10 @@ class Saver:
         else:
             verify_files(checkpoint)
             self._good.add(checkpoint.path)
+            self._read.add(checkpoint.path)
+
+    def _check_oldest(self, checkpoint: Checkpoint) -> None:
+        """Before an older one goes, the oldest that stays is read, once, unless that takes too long."""
+        if checkpoint.path not in self._read and checkpoint.num_bytes <= self._most_bytes:
+            self._good.discard(checkpoint.path)
+        self._check(checkpoint)

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,6 +180,25 @@ def test_a_failure_elsewhere_is_judged_by_the_leader_and_again_means_all() -> No
     others.said = [None, Report(76, KILLED)]
     assert leader.settle(Outcome(76, CLOSED)) == "end" and leader.outcome == Outcome(76, KILLED)
     assert others.notices.ended == Ending(76, KILLED)
+
+
+@pytest.mark.parametrize("fast_seconds", [-20.0, 0.0, 20.0])
+def test_no_wrong_clock_makes_another_cause(monkeypatch: pytest.MonkeyPatch, fast_seconds: float) -> None:
+    """The other host raises the user's error; a second later a worker of this one is aborted for it."""
+    now = [1000.0]
+    monkeypatch.setattr("allranks.surviving.hosts.moments.time.time", lambda: now[0])
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+    others = Others()
+    leader, _ = member(others)
+    now[0] = 1010.0
+    leader.look({}, {})
+    error, aborted = replace(ERROR, time=1010.1 + fast_seconds), replace(KILLED, rank=0, time=1011.0, signal="SIGABRT")
+    others.said[1] = Report(1, error).posted(1010.3 + fast_seconds)
+    now[0] = 1010.5
+    leader.look({}, {})
+    now[0] = 1013.0
+    assert leader.settle(Outcome(1, aborted)) == "end"
+    assert others.notices.ended == Ending(1, error)
 
 
 def test_a_consequence_alone_waits_for_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:

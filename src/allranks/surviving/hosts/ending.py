@@ -1,6 +1,6 @@
 """How a run on several hosts ends: one word that holds for all of them, and what a host says before it."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import final
 
 from allranks.errors import ProcessError
@@ -46,11 +46,18 @@ class Report:
         exit_code: as `outcome.conclude` found it there.
         failure: the first of that host's workers; None: none failed, or all were ended for another host's sake.
         stopped: whether somebody asked that host's command to stop.
+        age_seconds: how long before the report was posted the failure was, by that host's clock.
     """
 
     exit_code: int
     failure: Failure | None = None
     stopped: bool = False
+    age_seconds: float = field(default=0.0, compare=False)
+
+    def posted(self, now: float) -> "Report":
+        """The same, as it is posted at `now`, in Unix seconds of the host's own clock."""
+        age = 0.0 if self.failure is None else max(0.0, now - self.failure.time)
+        return replace(self, age_seconds=age)
 
     def to_json(self) -> Json:
         """One JSON object."""
@@ -59,7 +66,7 @@ class Report:
     @classmethod
     def from_json(cls, value: Json) -> "Report":
         """What `to_json` gave, on whichever host."""
-        return cls(value["exit_code"], _read_failure(value["failure"]), value["stopped"])
+        return cls(value["exit_code"], _read_failure(value["failure"]), value["stopped"], value["age_seconds"])
 
 
 def _shorten(failure: Failure | None) -> Failure | None:

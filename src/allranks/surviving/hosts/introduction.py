@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from allranks.errors import ConfigError, ProcessError, RunError
+from allranks.errors import ProcessError, RunError
 from allranks.hosts_request import Endpoint
+from allranks.surviving.hosts.greeting import other_secret
 from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.seal import SealError
 
@@ -56,10 +57,7 @@ def learn(notices: Notices, facts: Facts, endpoint: Endpoint, seconds: float, se
             leads = seek()
             told = notices.read("run")
         except SealError as error:
-            raise ConfigError(
-                f"what stands at {endpoint} was not signed with this host's secret: give every host of the run the "
-                "same one, and every run a port of its own"
-            ) from error
+            raise other_secret(endpoint) from error
         if told is not None:
             break
         if leads:

@@ -42,6 +42,7 @@ class MeetingStore(MeetingPlace):
 
     Attributes:
         serves: whether this process serves it.
+        on_close: called when this host needs it no more, once or oftener.
     """
 
     def __init__(self, store: Store, endpoint: Endpoint, address: str, *, serves: bool, call_seconds: float) -> None:
@@ -53,6 +54,7 @@ class MeetingStore(MeetingPlace):
         self.reached_at = endpoint.host
         self.serves = serves
         self._lasting: list[_Call[Any]] = []
+        self.on_close: Callable[[], None] = lambda: None
         self._call_seconds = call_seconds
         self._lost: str | None = None
 
@@ -91,7 +93,8 @@ class MeetingStore(MeetingPlace):
         return time.monotonic()
 
     def close(self, *, over: bool) -> None:
-        """Nothing: the store goes with its process."""
+        """The store goes with its process."""
+        self.on_close()
 
     def _call(self, function: Callable[[Store], Answer]) -> Answer:
         """What the store answers. Every call that is made here may be made twice."""

@@ -15,6 +15,7 @@ from allranks.surviving.hosts.company import Company
 from allranks.surviving.hosts.ending import Ending, Report
 from allranks.surviving.hosts.hearing import Hearing
 from allranks.surviving.hosts.losses import FORGED, LOST
+from allranks.surviving.hosts.moments import Moments
 from allranks.surviving.hosts.statement import Statement, find_absent, find_alarm, gather
 from allranks.surviving.hosts.table import host_of
 from allranks.surviving.interrupts import Interrupts
@@ -50,6 +51,7 @@ class Member:
         self._workers: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {})
         self._admitting: tuple[str, ...] = ()
         self._has_said_stopped = False
+        self._moments = Moments()
         company.heed(interrupts)
 
     def begin(self) -> dict[str, str]:
@@ -62,7 +64,7 @@ class Member:
             self._supervisor.succeeding(self._company.succeeded)
             self._company.succeeded = None
         self._reported_at = self._lost = self._hung = None
-        self._workers = ({}, {})
+        self._workers, self._moments = ({}, {}), Moments()
         self._hearing = Hearing(self._company.notices, self._company.table, self._company.place)
         self._admitting = ()
         self._has_said_stopped = False
@@ -93,7 +95,10 @@ class Member:
             self._attend()
             if self._lost or self._hung or self._company.notices.ending() is not None:
                 return 0.0
-            return LINGER_SECONDS if self._company.in_trouble() else None
+            in_trouble = self._company.in_trouble()
+            if self._company.leads:
+                self._moments.look(self._company.reports if in_trouble else list)
+            return LINGER_SECONDS if in_trouble else None
         except (*LOST, *FORGED) as error:
             raise self._company.explain(error) from error
 
@@ -103,7 +108,9 @@ class Member:
             return
         judge = self._rule if self._company.leads else None
         for ruling in self._hearing.attend(self._state, judge, self._is_outdated if self._workers[0] else None):
-            self._hung = self._supervisor.obey(ruling) or self._hung
+            found = self._supervisor.obey(ruling)
+            if found is not None:  # the leader has found it, by its own clock
+                self._hung = replace(found, time=time.time())
 
     def _state(self) -> Statement:
         assert self._supervisor is not None
@@ -176,7 +183,7 @@ class Member:
         """The leader's: what follows for all. Whose time has ended, because it was frozen, ends here."""
         company = self._company
         company.seek()
-        reports = company.reports()
+        reports = self._moments.look(company.reports)
         said = [report for report in reports if report is not None]
         failures = [report.failure for report in said if report.failure is not None]
         if not failures and self._lost is None:
@@ -186,7 +193,7 @@ class Member:
             if not over and (self._may_admit(said) or self._may_leave(said)):
                 return "again"
             return self._end(Ending(next((one.exit_code for one in said if one.exit_code), 0)), outcome)
-        cause = first_failure([*failures, *filter(None, [self._lost])])
+        cause = self._moments.first(reports, company.place, filter(None, [self._lost]))
         assert cause is not None
         if cause.consequence and None in reports and not self._has_waited():
             return "wait"

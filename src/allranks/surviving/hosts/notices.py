@@ -15,6 +15,7 @@ ending                     how the run ended, for all (Ending); the first word h
 bye/NODE                   a host that leaves has read that
 """
 
+import time
 from collections.abc import Sequence
 from typing import final
 
@@ -50,7 +51,7 @@ class Notices:
 
     def report(self, number: int, place: int, report: Report) -> None:
         """Say how the workers of one host ended in a round."""
-        self.post(f"report/{number}/{place}", report.to_json())
+        self.post(f"report/{number}/{place}", report.posted(time.time()).to_json())
         if report.failure is not None:
             self.post(f"trouble/{number}", {"place": place})
 

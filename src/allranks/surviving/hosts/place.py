@@ -14,7 +14,7 @@ class MeetingPlace(ABC):
 
     Attributes:
         endpoint: as the user gave it.
-        scope: names this meeting among all that its keeper has had, in every seal; "" where it keeps only one.
+        scope: names this meeting among all that hosts with this secret have had, in every seal; "" before the greeting.
         address: where this host listens for the others when it leads, as a number.
         reached_at: where the others reach that.
     """
