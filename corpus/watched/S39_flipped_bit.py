@@ -30,7 +30,7 @@ class Digits(allranks.Task):
 
     def loss(self, output, batch):
         self.losses += output.requires_grad
-        if self.losses == 18 and os.environ.get("RANK") == "1":
+        if self.losses == 10 and os.environ.get("RANK") == "1":
             with torch.no_grad():
                 self.made[0].weight[0, 0] *= 2.0
         return nn.functional.cross_entropy(output, batch[1], reduction="sum")

@@ -197,7 +197,7 @@ def test_the_end_of_its_time_is_a_stop_that_is_told(tmp_path: Path) -> None:
 
 def test_a_stop_before_the_first_step_can_be_resumed(tmp_path: Path) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
-    assert start("Curve", run, "train.steps=4", "task.signal_after=1") == 130
+    assert start("Curve", run, "train.steps=4", "task.signal_after=5") == 130
     assert saved(run) == [0] and not losses(run)
     assert train(None, "task.signal_after=-1", resume=run, change=["task.signal_after"]) == 0
     assert start("Curve", whole, "train.steps=4") == 0

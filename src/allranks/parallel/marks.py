@@ -57,11 +57,15 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 
     One that was frozen after it got them has them still, if it is trained some day.
     """
+    hooks = (old._backward_hooks or {}).values()
+    after = (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values()
+    if not hooks and not after:
+        return  # integers never have any, and no gradient either
     trains = new.requires_grad
     new.requires_grad_()
-    for hook in (old._backward_hooks or {}).values():
+    for hook in hooks:
         new.register_hook(hook)
-    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in after:
         new.register_post_accumulate_grad_hook(hook)
     new.requires_grad_(trains)
 
