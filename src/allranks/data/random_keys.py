@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import nn
 
 _WORD: Final = (1 << 64) - 1
 _POSITIVE: Final = (1 << 63) - 1
@@ -86,10 +87,16 @@ def last_key() -> int:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """What is drawn inside, from the generators that `seed_all` seeds, is no draw of the caller's."""
+def generators_kept(module: nn.Module | None = None) -> Iterator[None]:
+    """What is drawn inside, from the generators that `seed_all` seeds, is no draw of the caller's.
+
+    Args:
+        module: those of the devices on which its parameters are, too.
+    """
     plain, arrays = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    devices = {torch.cuda.current_device()} if torch.cuda.is_initialized() else set()
+    parameters = () if module is None else module.parameters()
+    devices |= {parameter.device.index for parameter in parameters if parameter.is_cuda}
     try:
         with torch.random.fork_rng(devices):
             yield

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allranks.data.random_keys import seed_all
+from allranks.data.random_keys import generators_kept, seed_all
 from allranks.errors import LayoutError
-from allranks.stepping.kept_state import generators_kept, state_kept
+from allranks.stepping.kept_state import state_kept
 from allranks.stepping.passes import Forward
 
 

@@ -5,7 +5,6 @@ code can reach and write is looked at once, and written back after each run: att
 objects of the user's own classes. What is too large to be copied is watched, and named where it has moved.
 """
 
-import random
 import sys
 import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from allranks.data.random_keys import generators_kept
 from allranks.parallel.batchnorm import statistics_fixed
 
 MOST_BYTES = 1 << 30  # of tensors that are copied
@@ -183,19 +183,6 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-
-
-@contextmanager
-def generators_kept(module: nn.Module) -> Iterator[None]:
-    """The generators of python, numpy, torch and the module's devices are afterwards where they were before."""
-    devices = {parameter.device for parameter in module.parameters() if parameter.is_cuda}
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
 
 
 def _room(module: nn.Module) -> int:

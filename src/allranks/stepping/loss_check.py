@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from allranks.data.random_keys import seed_all
+from allranks.data.random_keys import generators_kept, seed_all
 from allranks.errors import AllranksError, TaskError
 from allranks.stepping.fixed_draws import FixedDraws
-from allranks.stepping.kept_state import KeptState, generators_kept, undisturbed
+from allranks.stepping.kept_state import KeptState, undisturbed
 from allranks.stepping.training_mode import as_in_training
 from allranks.task import Task
 from allranks.task_loading import describe, user_line

@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from allranks.checkpointing.parts import tensor_digest
 from allranks.config import Config
 from allranks.data.micro_step import MicroStep, StepBatch
+from allranks.data.random_keys import generators_kept
 from allranks.errors import ConfigError
 from allranks.layout import Layout
 from allranks.parallel.spread import Spread
 from allranks.stepping.alike import everyones
-from allranks.stepping.kept_state import generators_kept
 from allranks.stepping.passes import Forward, PlainPasses, buffers_kept
 from allranks.stepping.swapping import Parcel
 from allranks.stepping.world import Processes

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from allranks.data.cut import Cut
+from allranks.data.random_keys import generators_kept
 from allranks.parallel.transfers import Transfer
-from allranks.stepping.kept_state import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.units import format_bytes
 from allranks.verdict import Decision

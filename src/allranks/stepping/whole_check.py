@@ -20,14 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allranks.data.random_keys import seed_all
+from allranks.data.random_keys import generators_kept, seed_all
 from allranks.errors import LayoutError
 from allranks.parallel.pipeline import Payload
 from allranks.parallel.spread import Spread
 from allranks.parallel.stage_transport import signature_of
 from allranks.parallel.whole import WholeGradients, square_of, whole_gradients
 from allranks.stepping.alike import everyones
-from allranks.stepping.kept_state import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.sequence_loss import advise_loss
 from allranks.units import format_count

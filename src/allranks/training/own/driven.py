@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from allranks.checkpointing.exchange import broadcast_bytes
+from allranks.data.random_keys import generators_kept
 from allranks.errors import TaskError
 from allranks.parallel.compiled import uncompiled
 from allranks.parallel.spread import Spread
 from allranks.stepping.flops import count_flops
-from allranks.stepping.kept_state import generators_kept
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.position_check import check_positions
 from allranks.stepping.sequence_loss import check_sequence_loss, check_sequence_metrics
