@@ -56,7 +56,8 @@ def kill(run: Path, command: "subprocess.Popen[str]") -> tuple[Path, str]:
     """Kill the command; the newest copy that it leaves, and the name of the newest that the disk has."""
     command.send_signal(signal.SIGKILL)
     wait_for(lambda: not any(map(alive, worker_pids(run))), "the end of the workers", seconds=10.0)
-    (newest,) = list_checkpoints(memory_of(run))
+    newest, *older = list_checkpoints(memory_of(run))
+    assert len(older) <= 1, "the one whose place it was about to take"
     return newest, list_checkpoints(run / "checkpoints")[0].name
 
 
