@@ -1,6 +1,8 @@
 """One rank's step without its world: what repeats is traced once, and nothing else differs from the full trace."""
 
+import gc
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from allranks.errors import ConfigError
 from allranks.rehearsal import RankRehearsal
+from allranks.rehearsing.dryrun import collecting_new
 from tests.rehearsing.tasks import Experts, Tokens, rehearsed
 
 EVERY_AXIS = [
@@ -158,3 +161,19 @@ def test_the_last_stage_has_the_logits() -> None:
     sent, received = totals(first)["pp", "send"], totals(last)["pp", "receive"]
     assert sent == received and sent[1] == first.micro_steps == 4
     assert totals(first)["pp", "receive"] == totals(last)["pp", "send"]
+
+
+def test_collections_of_a_traced_step_look_at_what_it_makes() -> None:
+    class Ring:
+        def __init__(self) -> None:
+            self.itself = self
+
+    earlier = Ring()
+    with collecting_new():
+        assert gc.get_freeze_count() > 0
+        made, kept = weakref.ref(Ring()), weakref.ref(earlier)
+        del earlier
+        gc.collect()
+        assert made() is None and kept() is not None
+    gc.collect()
+    assert kept() is None and gc.get_freeze_count() == 0
