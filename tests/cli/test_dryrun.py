@@ -117,7 +117,7 @@ def test_the_predicted_step_is_written_for_perfetto(capsys: pytest.CaptureFixtur
 
 
 def test_ranks_that_would_hang_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (f"{FINDINGS}:Lopsided", "--cluster", "4:a100-80g", "--layout", "fsdp")
+    words = ("tests.rehearsing.parting:Lopsided", "--cluster", "4:a100-80g", "--layout", "fsdp")
     code, out, err = run(capsys, *words)
     assert code == 1, err
     assert "would fail: see Found" in out.splitlines()[1]

@@ -1,33 +1,16 @@
 """What would have failed on the cluster is found, and each message names the move that mends it."""
 
-import re
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from allranks.errors import ConfigError, LayoutError, TaskError
-from allranks.planning.hardware import find_cluster
-from allranks.rehearsing.findings import compare_ranks
 from allranks.rehearsing.refusals import Unrehearsable
-from allranks.rehearsing.whole import Question, rehearse
 from allranks.rehearsing.world_of_ranks import choose_ranks
 from allranks.task import Hints, TensorStyle
-from tests.rehearsing.parting import (
-    apart,
-    by_barrier,
-    by_environment,
-    by_root,
-    by_rows,
-    by_size,
-    by_type,
-    calling,
-    in_pairs,
-)
-from tests.rehearsing.tasks import Calling, Layered, Tokens, branch, configured, lopsided, mixed, rehearsed, unequal
+from tests.rehearsing.tasks import Calling, Layered, Tokens, branch, configured, mixed, rehearsed
 
 
 class Branching(Layered):
@@ -50,29 +33,6 @@ class ShortLabels(Layered):
     def dataset(self, split: str) -> Any:
         short = torch.tensor(3, dtype=torch.int32)
         return [(row, short) for row, _ in super().dataset(split)] if split == "train" else None
-
-
-class Lopsided(Layered):
-    """Rank 0 calls a collective that the others do not."""
-
-    def middle(self) -> nn.Module:
-        return Calling(lopsided)
-
-
-class LopsidedLoss(Tokens):
-    """Every other rank calls a collective in its loss, which the last stage alone computes."""
-
-    def loss(self, output: Any, batch: Any) -> torch.Tensor:
-        if dist.get_rank() % 2:
-            dist.all_reduce(output.detach().clone())
-        return super().loss(output, batch)
-
-
-class Unequal(Layered):
-    """The first rank sums a part of what the others sum."""
-
-    def middle(self) -> nn.Module:
-        return Calling(unequal)
 
 
 class Misshapen(Layered):
@@ -204,63 +164,6 @@ def test_a_broken_layout_or_task_is_caught(
 ) -> None:
     with pytest.raises(error, match=message):
         rehearsed(kind(), layout, world, *words)
-
-
-def test_a_rank_that_takes_another_way_is_found() -> None:
-    first, last = (rehearsed(Lopsided(), "fsdp", 4, rank=rank) for rank in (0, 3))
-    (found,) = compare_ranks({0: first, 3: last})
-    assert found.fails and found.kind == "hang"
-    assert re.search(r"ranks 0 and 3 part at collective \d+ of the step: rank 0 executes all-reduce", found.what)
-    assert re.search(r"over dp_shard \(.* asked for by tasks.py:\d+ lopsided\), rank 3 .*would hang", found.what)
-    assert "nothing in them may depend on the rank" in found.next
-    same = rehearsed(Layered(), "fsdp", 4), rehearsed(Layered(), "fsdp", 4, rank=3)
-    assert compare_ranks(dict(enumerate(same))) == []
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("way", "message"),
-    [
-        (by_environment, r"rank 0 executes all-reduce over dp_replicate \(float32.* by_environment\), rank 3"),
-        (by_barrier, r"rank 0 executes barrier over dp_replicate \(asked for by .* by_barrier\), rank 3"),
-        (by_size, r"rank 0 executes all-gather .* by_size\), rank 3 all-gather .* by_size\)"),
-        (by_type, r"rank 0 executes all-reduce .*\(int32, .* rank 3 all-reduce .*\(float32, "),
-        (by_root, r"broadcast .*\(float32 from member 0 of its group, .* rank 3 .*from member 3 of its group"),
-        (by_rows, r"rank 0 executes all-gather .* by_rows\), rank 3 all-gather .* by_rows\)"),
-    ],
-)
-def test_what_ranks_have_to_say_alike_is_compared(way: Callable[..., Any], message: str) -> None:
-    words = "train.global_batch=10"  # 3, 3, 2 and 2 samples
-    first, last = (rehearsed(calling(way), "ddp", 4, words, rank=rank) for rank in (0, 3))
-    (found,) = compare_ranks({0: first, 3: last})
-    assert found.fails and re.search(message, found.what)
-
-
-def test_a_group_of_the_users_own_is_compared_among_its_members() -> None:
-    two = {rank: rehearsed(calling(in_pairs), "dp_shard=2,dp_replicate=2", 4, rank=rank) for rank in (0, 3)}
-    assert compare_ranks(two) == []
-    three = {rank: rehearsed(calling(apart), "ddp", 4, rank=rank) for rank in (0, 2, 3)}
-    assert compare_ranks({rank: three[rank] for rank in (0, 3)}) == []
-    (found,) = compare_ranks(three)
-    assert re.search(
-        r"2 and 3 part at collective 1 of the group \[2, 3\] .*rank 2 executes none, rank 3 all-r", found.what
-    )
-
-
-def test_an_all_reduce_of_ranks_that_bring_unequal_sizes_is_found() -> None:
-    first, last = (rehearsed(Unequal(), "ddp", 4, rank=rank) for rank in (0, 3))
-    (found,) = compare_ranks({0: first, 3: last})
-    assert re.search(r"all-reduce over dp_replicate \(.* unequal\), rank 3 all-reduce over dp_replicate", found.what)
-
-
-@pytest.mark.full
-def test_a_loss_of_the_last_stage_is_compared_too() -> None:
-    task, cluster = LopsidedLoss(layers=4), find_cluster("1x4:cpu")
-    config, layout = configured(task, "pp=2,dp_shard=2", 4, "train.micro_batch=2")
-    ranks = choose_ranks("kinds", layout)
-    (found,) = rehearse(Question("lopsided", task, config, cluster, layout, ranks)).findings
-    assert found.kind == "hang" and found.what.startswith("ranks 2 and 3 part at collective")
-    assert re.search(r"rank 3 all-reduce over \w+ \(.*test_findings.py:\d+ loss\)", found.what)
 
 
 def test_a_parameter_that_stays_whole_is_found() -> None:

@@ -1,11 +1,9 @@
-"""What a rehearsal finds that would have failed on the cluster, or hung there, or wasted memory."""
+"""What the rehearsal of one rank finds that wastes memory, or learns nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from allranks.parallel.spread import Spread
-from allranks.rehearsal import Finding, RankRehearsal
-from allranks.rehearsed_messages import Message
-from allranks.units import format_bytes
+from allranks.rehearsal import Finding
 
 LARGE_BYTES = 1 << 20
 """What is smaller may lie whole on every rank."""
@@ -46,59 +44,3 @@ def without_gradient(names: Sequence[str]) -> list[Finding]:
             "no gradient", what, "leave them out of the model, freeze them, or name their modules in hints().optional"
         )
     ]
-
-
-def compare_ranks(ranks: Mapping[int, RankRehearsal]) -> list[Finding]:
-    """Ranks of one stage have to execute one sequence of collectives; in a group of the user's own, its members."""
-    found: list[Finding] = []
-    by_stage: dict[int, list[RankRehearsal]] = {}
-    for told in ranks.values():
-        by_stage.setdefault(told.stage, []).append(told)
-    for peers in by_stage.values():
-        first = peers[0]
-        found += filter(None, (_compare(first, other) for other in peers[1:]))
-        groups = dict.fromkeys(message.only for told in peers for message in told.sequence if message.only)
-        for only in groups:
-            members = [told for told in peers if told.rank in only]
-            if first not in members:
-                found += filter(None, (_compare(members[0], other, only) for other in members[1:]))
-    return found
-
-
-def _compare(one: RankRehearsal, other: RankRehearsal, only: tuple[int, ...] | None = None) -> Finding | None:
-    """`only`: look at the calls of this group alone; None: at all that both ranks have to execute."""
-    ways = [_common(told, other.rank if told is one else one.rank, only) for told in (one, other)]
-    pairs = list(zip(*ways, strict=False))
-    place = next((i for i, (a, b) in enumerate(pairs) if not _agree(a, b)), None)
-    if place is None and len(ways[0]) == len(ways[1]):
-        return None
-    place = len(pairs) if place is None else place
-    mine, theirs = (_say(way[place] if place < len(way) else None) for way in ways)
-    among = "" if only is None else f" of the group {list(only)}"
-    what = (
-        f"ranks {one.rank} and {other.rank} part at collective {place + 1}{among} of the step: rank {one.rank} "
-        f"executes {mine}, rank {other.rank} {theirs}; the run would hang there"
-    )
-    advice = "let model, loss and data take the same way on every rank: nothing in them may depend on the rank"
-    return Finding("hang", what, advice, fails=True)
-
-
-def _common(told: RankRehearsal, with_rank: int, only: tuple[int, ...] | None) -> list[Message]:
-    """The collectives of a rank that another one has to execute, too."""
-    if only is not None:
-        return [message for message in told.sequence if message.only == only]
-    return [message for message in told.sequence if not message.only or with_rank in message.only]
-
-
-def _agree(one: Message, other: Message) -> bool:
-    """Whether they can be one collective; in a group of both ranks even parts are of one size, too."""
-    if (one.axis, one.op, one.terms) != (other.axis, other.op, other.terms):
-        return False
-    return one.uneven or one.members != other.members or one.even_bytes == other.even_bytes
-
-
-def _say(message: Message | None) -> str:
-    if message is None:
-        return "none"
-    of = [f"{message.terms}, {format_bytes(message.num_bytes)}"] if message.travels else []
-    return f"{message.op} over {message.axis} ({', '.join([*of, f'asked for by {message.line}'])})"
