@@ -65,6 +65,40 @@ class Hinting(Tokens):
         return Hints(blocks=("blocks.*",))
 
 
+class Row(nn.Module):
+    """A large parameter whose first dim has few rows."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.zeros(rows, 8192 // rows, width))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.row.sum((0, 1))
+
+
+class Rowed(Layered):
+    """Has such a parameter."""
+
+    rows: int = 1
+
+    def middle(self) -> nn.Module:
+        return Row(self.rows, self.width)
+
+
+class Misled(Layered):
+    """Its hints are for another model."""
+
+    def hints(self) -> Hints:
+        return Hints(tensor={"layers.*.up": "colwise"}, split_before=("blocks.3",), sequence_dims={"z": 1})
+
+
+class Led(Layered):
+    """Its hints match."""
+
+    def hints(self) -> Hints:
+        return Hints(tensor={"0": "colwise", "2": "rowwise"}, split_before=("2",), sequence_dims={"0": 1})
+
+
 class Idle(Layered):
     """Keeps a layer that the loss does not reach."""
 
@@ -172,6 +206,37 @@ def test_a_parameter_that_stays_whole_is_found() -> None:
     assert found[0].what == "layers.0.feed_forward.gate.weight ([1024, 256]) lies whole on each of tp=2 ranks"
     assert "hints().tensor" in found[0].next
     assert rehearsed(Tokens(hidden=256), "tp=2", 2).findings == ()
+
+
+def test_a_parameter_that_tp_forgot_is_found_where_dp_shard_cuts_it() -> None:
+    found = rehearsed(Whole(layers=1, hidden=256), "tp=2,dp_shard=2", 4).findings
+    assert [one.kind for one in found] == ["unsharded"] * 3
+    assert found[0].what == (
+        "layers.0.feed_forward.gate.weight ([1024, 256]) is cut over dp_shard alone: each of tp=2 ranks gathers it "
+        "whole, and uses all of it"
+    )
+    assert "hints().tensor" in found[0].next
+    assert rehearsed(Tokens(layers=1, hidden=256), "tp=2,dp_shard=2", 4).findings == ()
+
+
+def test_a_parameter_that_fsdp_cannot_cut_is_found() -> None:
+    (found,) = rehearsed(Rowed(), "fsdp", 4).findings
+    assert found.what == (
+        "1.row ([1, 8192, 32]) lies whole on this rank: dp_shard=4 ranks share its first dim, which is 1"
+    )
+    assert rehearsed(Rowed(rows=8192), "fsdp", 4).findings == ()
+
+
+def test_hints_that_match_nothing_are_found_where_the_layout_does_not_use_them() -> None:
+    found = rehearsed(Misled(), "ddp", 2).findings
+    assert [str(one).partition("; the ")[0] for one in found] == [
+        "hints().tensor: 'layers.*.up' matches no module",
+        "hints().split_before: 'blocks.3' matches no module",
+        "hints().sequence_dims names 'z', which no tensor of the batch has",
+    ]
+    assert "nearest are" in found[1].what and found[1].next == "mend it: a layout with pp is refused by it"
+    assert {one.kind for one in found} == {"hint"} and not any(one.fails for one in found)
+    assert rehearsed(Led(), "ddp", 2).findings == ()
 
 
 def test_parameters_that_the_loss_does_not_reach_are_found() -> None:

@@ -1,35 +1,69 @@
-"""What the rehearsal of one rank finds that wastes memory, or learns nothing."""
+"""What the rehearsal of one rank finds that wastes memory, learns nothing, or fails under another layout."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
 
+from torch import nn
+
+from allranks.errors import LayoutError
+from allranks.layout import Layout
+from allranks.parallel.blocks import nearest_to
+from allranks.parallel.sequences import find_sequences
 from allranks.parallel.spread import Spread
+from allranks.parameter_map import Entry
 from allranks.rehearsal import Finding
+from allranks.task import Hints
 
 LARGE_BYTES = 1 << 20
 """What is smaller may lie whole on every rank."""
 
 
 def unsharded(spread: Spread) -> list[Finding]:
-    """Parameters that every rank of a cut layout holds whole."""
-    layout = spread.mesh.layout
-    found = []
+    """Large parameters that lie, or are gathered, whole where the layout cuts others."""
+    found: list[Finding] = []
     for name, entry in spread.map.items():
         tensor = spread.tensors[name]
         if entry.kind != "parameter" or entry.alias_of is not None or tensor.is_meta:
             continue
-        num_bytes = tensor.numel() * tensor.element_size()
-        if num_bytes < LARGE_BYTES or entry.sharded:
-            continue
-        if layout.fully_sharded and layout.dp_shard > 1:
-            what = f"{name} ({list(entry.shape)}) lies whole on each of dp_shard={layout.dp_shard} ranks"
-            found.append(
-                Finding("unsharded", what, "make it a parameter of a module that FSDP gathers (at least 1 dim)")
-            )
-        elif layout.tp > 1 and not layout.fully_sharded:
-            what = f"{name} ({list(entry.shape)}) lies whole on each of tp={layout.tp} ranks"
-            found.append(
-                Finding("unsharded", what, 'name its module in hints().tensor ("colwise", "rowwise", "vocab")')
-            )
+        if tensor.numel() * tensor.element_size() >= LARGE_BYTES:
+            found += _uncut(f"{name} ({list(entry.shape)})", entry, spread.mesh.layout)
+    return found
+
+
+def _uncut(which: str, entry: Entry, layout: Layout) -> list[Finding]:
+    gathered = layout.fully_sharded and layout.dp_shard > 1
+    if gathered and not entry.sharded:
+        why = f"dp_shard={layout.dp_shard} ranks share its first dim, which is {entry.shape[0]}"
+        return [Finding("unsharded", f"{which} lies whole on this rank: {why}", "let its first dim be a long one")]
+    cut = {axis for axis, how in entry.placements.items() if how != "replicate"}
+    if layout.tp == 1 or cut & {"tp", "ep"} or (entry.sharded and not gathered):
+        return []
+    what = f"{which} lies whole on each of tp={layout.tp} ranks"
+    if gathered:
+        what = f"{which} is cut over dp_shard alone: each of tp={layout.tp} ranks gathers it whole, and uses all of it"
+    return [Finding("unsharded", what, 'name its module in hints().tensor ("colwise", "rowwise", "vocab")')]
+
+
+def unmatched(hints: Hints, layout: Layout, modules: Mapping[str, nn.Module], batch: Any) -> list[Finding]:
+    """Hints of axes that the layout lacks, and that match nothing; those that it uses are refused where they are used.
+
+    Args:
+        modules: the user's, by name; batch: of a micro-step.
+    """
+    members = [(which, name) for which, module in modules.items() for name, _ in module.named_modules() if name]
+    names = {name for _, name in members} | {f"{which}.{name}" for which, name in members if which}
+    found = []
+    for axis, field, patterns in (("tp", "tensor", hints.tensor), ("pp", "split_before", hints.split_before)):
+        for pattern in patterns if getattr(layout, axis) == 1 else ():
+            if not any(fnmatchcase(name, pattern) for name in names):
+                what = f"hints().{field}: {pattern!r} matches no module; {nearest_to(pattern, names)}"
+                found.append(Finding("hint", what, f"mend it: a layout with {axis} is refused by it"))
+    if hints.sequence_dims and layout.cp == 1:
+        try:
+            find_sequences(batch, (), hints.sequence_dims)
+        except LayoutError as error:
+            found.append(Finding("hint", str(error), "mend it: a layout with cp is refused by it"))
     return found
 
 
