@@ -8,11 +8,13 @@ fake process group stands for a world of them. docs/explanation/scale.md says wh
 
 import argparse
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,11 +30,15 @@ from allranks.data.cut import Cut
 from allranks.data.permutation import permute
 from allranks.layout import Layout
 from allranks.named_models import find_model
+from allranks.observing.journal import Journal
 from allranks.parallel.mesh import build_mesh
+from allranks.parameter_map import Box, Entry
 from allranks.planning.answer import make_plan
 from allranks.planning.hardware import find_cluster
 from allranks.planning.question import Question
 from allranks.stepping.agreement import Agreement, Ballot
+from allranks.stepping.replicas import differ, sum_copies
+from allranks.stepping.shards import LOOKED_AT
 from allranks.surviving.hosts.backend import KEY
 from allranks.surviving.hosts.seal import Seal
 from allranks.surviving.hosts.state import StateReader
@@ -126,6 +132,40 @@ def start(ranks: tuple[int, ...]) -> Iterator[Row]:
         yield Row("start: every rank's settings, gathered by the first rank", "ranks", number, None, settings * number)
 
 
+def journal(samples: tuple[int, ...]) -> Iterator[Row]:
+    """The line of a step, which rank 0 alone writes."""
+    fields = {"loss": 2.345678901234567, "lr": 3e-4, "grad_norm": 0.98765432109876, "seconds": 12.345678}
+    for number in samples:
+        with tempfile.TemporaryDirectory() as folder:
+            kept = Journal(Path(folder) / "rank-00000.jsonl")
+            write = partial(kept.write, "step", step=number // 4096, samples=number, ledger=f"{number:016x}", **fields)
+            took = timed(write, 200)
+            kept.close()
+            size = kept.path.stat().st_size // 200
+        yield Row("journal: the line of a step", "samples", number, took, size)
+
+
+def digests(ranks: tuple[int, ...]) -> Iterator[Row]:
+    """What ranks tell of their copies and of their parts (the sentinels replicas and shards): all of it, on every rank.
+
+    As of a model whose parameters and states are cut over eight ranks, and whose counters are on all.
+    """
+    parts = [[f"model.layers.{n}.feed_forward.gate.weight", [8192, 0], (1 << 32) - 1] for n in range(LOOKED_AT)]
+    for number in ranks:
+        sets = {"parameters": range(0, number, 8), "states": range(0, number, 8), "counters": range(number)}
+        entries = [Entry(kind, (4,), "float32", Box.whole((4,)), tuple(held)) for kind, held in sets.items()]
+        sums = sum_copies([(entry.name, entry, torch.ones(4)) for entry in entries])
+        one = json.dumps({"replicas": {"sums": sums, "fed_nothing": False}, "shards": parts})
+        text = "[" + ",".join([one] * number) + "]"
+
+        def look(text: str = text) -> bool:
+            return differ([told["replicas"]["sums"] for told in json.loads(text)])
+
+        yield Row(
+            "digests of copies and parts: all ranks', read by every rank", "ranks", number, timed(look), len(text)
+        )
+
+
 def meeting(hosts: tuple[int, ...]) -> Iterator[Row]:
     """What hosts that meet keep in their store: each reads and writes all of it with every sign of life."""
     for number in hosts:
@@ -168,6 +208,8 @@ def measure(quick: bool) -> list[Row]:
         *cut((64, 4096) if quick else (64, 4096, 131072)),
         *agreement((64, 131072)),
         *start((64, 4096, 131072)),
+        *journal((10**6, 10**15)),
+        *digests((64, 4096) if quick else (64, 4096, 131072)),
         *manifest(ranks, 20 if quick else 200),
         *meeting((8, 64) if quick else (8, 512, 16384)),
         *mesh(ranks),

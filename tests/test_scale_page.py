@@ -54,6 +54,17 @@ def test_the_state_of_a_rendezvous_grows_with_the_hosts(rows: list[dict[str, Any
     assert extrapolate([*rows, *met])["meeting_hosts"] == str(met[-1]["number"])
 
 
+def test_what_ranks_tell_of_their_digests_grows_with_the_ranks_alone(rows: list[dict[str, Any]]) -> None:
+    few, many = (row for row in rows if row["part"].startswith("digests"))
+    assert many["size_bytes"] / few["size_bytes"] == pytest.approx(many["number"] / few["number"], rel=0.01)
+    assert extrapolate(rows)["digest_ranks"] == f"{many['number']:,}"
+
+
+def test_the_line_of_a_step_does_not_grow_with_the_samples(rows: list[dict[str, Any]]) -> None:
+    few, many = sizes(rows, "journal")
+    assert few <= many <= few + 20
+
+
 def test_the_position_is_one_number(rows: list[dict[str, Any]]) -> None:
     assert max(sizes(rows, "order")) <= 20
 

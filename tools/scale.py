@@ -48,6 +48,8 @@ def extrapolate(rows: list[dict[str, Any]]) -> dict[str, str]:
     times = 16384 / last["number"] * tensors / measured
     met = [row for row in rows if row["part"].startswith("rendezvous")]
     most = met[-1] if met else {"number": 0, "size_bytes": 0}
+    told = [row for row in rows if row["part"].startswith("digests")]
+    digest = told[-1] if told else {"number": 0, "size_bytes": 0, "microseconds": 0.0}
     limit = MANIFEST_BYTES_CAP / BYTES_PER_CHUNK * CHUNK_BYTES
     return {
         "measured_ranks": f"{last['number']:,}",
@@ -57,6 +59,9 @@ def extrapolate(rows: list[dict[str, Any]]) -> dict[str, str]:
         "meeting_hosts": f"{most['number']:,}",
         "meeting_bytes": format_bytes(most["size_bytes"]),
         "meeting_rate": format_bytes(2 * most["number"] * most["size_bytes"]),
+        "digest_ranks": f"{digest['number']:,}",
+        "digest_bytes": format_bytes(digest["size_bytes"]),
+        "digest_seconds": format_seconds(digest["microseconds"] / 1e6),
         "manifest_cap": format_bytes(MANIFEST_BYTES_CAP),
         "limit_bytes": format_bytes(limit),
         "limit_parameters": f"{limit / BYTES_PER_PARAMETER / 1e12:.0f}",

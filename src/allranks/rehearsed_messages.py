@@ -40,6 +40,9 @@ class Message:
         even_bytes: of what is of one size on every rank of the group; None: of nothing.
         only: the ranks that have to execute it, where these are not all of a stage: of a group that is none of the
             layout's; of a send or receive that is not between stages or parts of a sequence, the rank itself.
+        across: the ranks of its group, where these run several stages of a pipeline; () of one stage's, and of a send
+            or receive.
+        waits: whether the rank goes on only when the others have come.
     """
 
     axis: str
@@ -53,6 +56,8 @@ class Message:
     terms: str = ""
     even_bytes: int | None = None
     only: tuple[int, ...] = ()
+    across: tuple[int, ...] = ()
+    waits: bool = False
 
     @property
     def travels(self) -> bool:

@@ -89,6 +89,7 @@ def test_a_name_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
         ((f"{FINDINGS}:Hinting", "--cluster", "2:a100-80g", "--layout", "fsdp"), "the nearest are layers."),
         ((f"{FINDINGS}:Misshapen", "--cluster", "2:a100-80g", "--layout", "ddp"), "(in 2); mend it there"),
         ((f"{FINDINGS}:Forgetful", "--cluster", "2:a100-80g", "--layout", "tp=2"), "say in hints().tensor sequence"),
+        ((NAME, "--cluster", "4:a100-80g", "--layout", "pp=4"), "use fewer stages"),
         ((NAME, "--cluster", "4:a100-80g", "--ranks", "4"), "ranks are 0 to 3"),
         ((NAME, "--cluster", "4:a100-80g", "--layout", "ddp", "layout.ddp_hook=bfloat16"), "is not rehearsed"),
         ((NAME, "--cluster", "1x4:cpu", "--layout", "fsdp,offload=parameters"), "this device is the CPU"),
@@ -117,7 +118,7 @@ def test_the_predicted_step_is_written_for_perfetto(capsys: pytest.CaptureFixtur
 
 
 def test_ranks_that_would_hang_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (f"{FINDINGS}:Lopsided", "--cluster", "4:a100-80g", "--layout", "fsdp")
+    words = ("tests.rehearsing.parting:Lopsided", "--cluster", "4:a100-80g", "--layout", "fsdp")
     code, out, err = run(capsys, *words)
     assert code == 1, err
     assert "would fail: see Found" in out.splitlines()[1]

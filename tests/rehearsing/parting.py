@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.rehearsing.tasks import Calling, Layered
+from allranks.models.transformer import Transformer
+from tests.rehearsing.tasks import Calling, Layered, Tokens, lopsided
 
 
 def calling(way: Callable[[torch.Tensor], torch.Tensor]) -> Layered:
@@ -18,6 +20,86 @@ def calling(way: Callable[[torch.Tensor], torch.Tensor]) -> Layered:
             return Calling(way)
 
     return Parting()
+
+
+def in_loss(way: Callable[[torch.Tensor], torch.Tensor], **settings: object) -> Tokens:
+    """Calls a function in its loss, which under a pipeline the last stage alone computes."""
+
+    class Losing(Tokens):
+        def loss(self, output: Any, batch: Any) -> torch.Tensor:
+            return super().loss(way(output), batch)
+
+    return Losing(**settings)
+
+
+def in_blocks(way: Callable[[torch.Tensor], torch.Tensor], **settings: object) -> Tokens:
+    """Calls a function after each block, as many times on every stage where these are alike."""
+
+    class Blocked(Tokens):
+        def model(self) -> nn.Module:
+            model = super().model()
+            for block in model.get_submodule("layers").children():
+                block.register_forward_hook(lambda block, args, output: way(output))
+            return model
+
+    return Blocked(**settings)
+
+
+class Lopsided(Layered):
+    """Rank 0 calls a collective that the others do not."""
+
+    def middle(self) -> nn.Module:
+        return Calling(lopsided)
+
+
+class Tied(Tokens):
+    """Its first and its last layer share their weights."""
+
+    def model(self) -> nn.Module:
+        sizes: Any = {"ffn": 4 * self.hidden, "max_seq": self.seq}
+        return Transformer(self.vocab, self.layers, self.hidden, 4, tied=True, **sizes)
+
+
+class Summing(torch.optim.SGD):
+    """Its update sums something over all ranks, which every stage passes."""
+
+    def step(self, closure: Any = None) -> Any:
+        dist.all_reduce(torch.zeros(1))
+        return super().step(closure)
+
+
+class SummingInUpdate(Tokens):
+    """Has an optimizer of its own."""
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return Summing(parameters, lr=0.1)
+
+
+def over_all(value: torch.Tensor) -> torch.Tensor:
+    """Sums over the default group."""
+    dist.all_reduce(value.detach().clone())
+    return value
+
+
+def wait_for_all(value: torch.Tensor) -> torch.Tensor:
+    """Waits for the default group."""
+    dist.barrier()
+    return value
+
+
+def on_odd_ranks(value: torch.Tensor) -> torch.Tensor:
+    """Every other rank sums."""
+    if dist.get_rank() % 2:
+        dist.all_reduce(value.detach().clone())
+    return value
+
+
+def over_first_and_last(value: torch.Tensor) -> torch.Tensor:
+    """Sums over a group of the user's own, of which one rank runs the first stage."""
+    group = dist.new_group([0, dist.get_world_size() - 1])
+    if dist.get_rank() == dist.get_world_size() - 1:
+        dist.all_reduce(value.detach().clone(), group=group)
+    return value
 
 
 def by_environment(value: torch.Tensor) -> torch.Tensor:

@@ -1,33 +1,16 @@
 """What would have failed on the cluster is found, and each message names the move that mends it."""
 
-import re
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from allranks.errors import ConfigError, LayoutError, TaskError
-from allranks.planning.hardware import find_cluster
-from allranks.rehearsing.findings import compare_ranks
 from allranks.rehearsing.refusals import Unrehearsable
-from allranks.rehearsing.whole import Question, rehearse
 from allranks.rehearsing.world_of_ranks import choose_ranks
 from allranks.task import Hints, TensorStyle
-from tests.rehearsing.parting import (
-    apart,
-    by_barrier,
-    by_environment,
-    by_root,
-    by_rows,
-    by_size,
-    by_type,
-    calling,
-    in_pairs,
-)
-from tests.rehearsing.tasks import Calling, Layered, Tokens, branch, configured, lopsided, mixed, rehearsed, unequal
+from tests.rehearsing.tasks import Calling, Layered, Tokens, branch, configured, mixed, rehearsed
 
 
 class Branching(Layered):
@@ -50,29 +33,6 @@ class ShortLabels(Layered):
     def dataset(self, split: str) -> Any:
         short = torch.tensor(3, dtype=torch.int32)
         return [(row, short) for row, _ in super().dataset(split)] if split == "train" else None
-
-
-class Lopsided(Layered):
-    """Rank 0 calls a collective that the others do not."""
-
-    def middle(self) -> nn.Module:
-        return Calling(lopsided)
-
-
-class LopsidedLoss(Tokens):
-    """Every other rank calls a collective in its loss, which the last stage alone computes."""
-
-    def loss(self, output: Any, batch: Any) -> torch.Tensor:
-        if dist.get_rank() % 2:
-            dist.all_reduce(output.detach().clone())
-        return super().loss(output, batch)
-
-
-class Unequal(Layered):
-    """The first rank sums a part of what the others sum."""
-
-    def middle(self) -> nn.Module:
-        return Calling(unequal)
 
 
 class Misshapen(Layered):
@@ -103,6 +63,40 @@ class Hinting(Tokens):
 
     def hints(self) -> Hints:
         return Hints(blocks=("blocks.*",))
+
+
+class Row(nn.Module):
+    """A large parameter whose first dim has few rows."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.zeros(rows, 8192 // rows, width))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.row.sum((0, 1))
+
+
+class Rowed(Layered):
+    """Has such a parameter."""
+
+    rows: int = 1
+
+    def middle(self) -> nn.Module:
+        return Row(self.rows, self.width)
+
+
+class Misled(Layered):
+    """Its hints are for another model."""
+
+    def hints(self) -> Hints:
+        return Hints(tensor={"layers.*.up": "colwise"}, split_before=("blocks.3",), sequence_dims={"z": 1})
+
+
+class Led(Layered):
+    """Its hints match."""
+
+    def hints(self) -> Hints:
+        return Hints(tensor={"0": "colwise", "2": "rowwise"}, split_before=("2",), sequence_dims={"0": 1})
 
 
 class Idle(Layered):
@@ -206,69 +200,43 @@ def test_a_broken_layout_or_task_is_caught(
         rehearsed(kind(), layout, world, *words)
 
 
-def test_a_rank_that_takes_another_way_is_found() -> None:
-    first, last = (rehearsed(Lopsided(), "fsdp", 4, rank=rank) for rank in (0, 3))
-    (found,) = compare_ranks({0: first, 3: last})
-    assert found.fails and found.kind == "hang"
-    assert re.search(r"ranks 0 and 3 part at collective \d+ of the step: rank 0 executes all-reduce", found.what)
-    assert re.search(r"over dp_shard \(.* asked for by tasks.py:\d+ lopsided\), rank 3 .*would hang", found.what)
-    assert "nothing in them may depend on the rank" in found.next
-    same = rehearsed(Layered(), "fsdp", 4), rehearsed(Layered(), "fsdp", 4, rank=3)
-    assert compare_ranks(dict(enumerate(same))) == []
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("way", "message"),
-    [
-        (by_environment, r"rank 0 executes all-reduce over dp_replicate \(float32.* by_environment\), rank 3"),
-        (by_barrier, r"rank 0 executes barrier over dp_replicate \(asked for by .* by_barrier\), rank 3"),
-        (by_size, r"rank 0 executes all-gather .* by_size\), rank 3 all-gather .* by_size\)"),
-        (by_type, r"rank 0 executes all-reduce .*\(int32, .* rank 3 all-reduce .*\(float32, "),
-        (by_root, r"broadcast .*\(float32 from member 0 of its group, .* rank 3 .*from member 3 of its group"),
-        (by_rows, r"rank 0 executes all-gather .* by_rows\), rank 3 all-gather .* by_rows\)"),
-    ],
-)
-def test_what_ranks_have_to_say_alike_is_compared(way: Callable[..., Any], message: str) -> None:
-    words = "train.global_batch=10"  # 3, 3, 2 and 2 samples
-    first, last = (rehearsed(calling(way), "ddp", 4, words, rank=rank) for rank in (0, 3))
-    (found,) = compare_ranks({0: first, 3: last})
-    assert found.fails and re.search(message, found.what)
-
-
-def test_a_group_of_the_users_own_is_compared_among_its_members() -> None:
-    two = {rank: rehearsed(calling(in_pairs), "dp_shard=2,dp_replicate=2", 4, rank=rank) for rank in (0, 3)}
-    assert compare_ranks(two) == []
-    three = {rank: rehearsed(calling(apart), "ddp", 4, rank=rank) for rank in (0, 2, 3)}
-    assert compare_ranks({rank: three[rank] for rank in (0, 3)}) == []
-    (found,) = compare_ranks(three)
-    assert re.search(
-        r"2 and 3 part at collective 1 of the group \[2, 3\] .*rank 2 executes none, rank 3 all-r", found.what
-    )
-
-
-def test_an_all_reduce_of_ranks_that_bring_unequal_sizes_is_found() -> None:
-    first, last = (rehearsed(Unequal(), "ddp", 4, rank=rank) for rank in (0, 3))
-    (found,) = compare_ranks({0: first, 3: last})
-    assert re.search(r"all-reduce over dp_replicate \(.* unequal\), rank 3 all-reduce over dp_replicate", found.what)
-
-
-@pytest.mark.full
-def test_a_loss_of_the_last_stage_is_compared_too() -> None:
-    task, cluster = LopsidedLoss(layers=4), find_cluster("1x4:cpu")
-    config, layout = configured(task, "pp=2,dp_shard=2", 4, "train.micro_batch=2")
-    ranks = choose_ranks("kinds", layout)
-    (found,) = rehearse(Question("lopsided", task, config, cluster, layout, ranks)).findings
-    assert found.kind == "hang" and found.what.startswith("ranks 2 and 3 part at collective")
-    assert re.search(r"rank 3 all-reduce over \w+ \(.*test_findings.py:\d+ loss\)", found.what)
-
-
 def test_a_parameter_that_stays_whole_is_found() -> None:
     found = [one for one in rehearsed(Whole(hidden=256), "tp=2", 2).findings if one.kind == "unsharded"]
     assert len(found) == 3 * 3
     assert found[0].what == "layers.0.feed_forward.gate.weight ([1024, 256]) lies whole on each of tp=2 ranks"
     assert "hints().tensor" in found[0].next
     assert rehearsed(Tokens(hidden=256), "tp=2", 2).findings == ()
+
+
+def test_a_parameter_that_tp_forgot_is_found_where_dp_shard_cuts_it() -> None:
+    found = rehearsed(Whole(layers=1, hidden=256), "tp=2,dp_shard=2", 4).findings
+    assert [one.kind for one in found] == ["unsharded"] * 3
+    assert found[0].what == (
+        "layers.0.feed_forward.gate.weight ([1024, 256]) is cut over dp_shard alone: each of tp=2 ranks gathers it "
+        "whole, and uses all of it"
+    )
+    assert "hints().tensor" in found[0].next
+    assert rehearsed(Tokens(layers=1, hidden=256), "tp=2,dp_shard=2", 4).findings == ()
+
+
+def test_a_parameter_that_fsdp_cannot_cut_is_found() -> None:
+    (found,) = rehearsed(Rowed(), "fsdp", 4).findings
+    assert found.what == (
+        "1.row ([1, 8192, 32]) lies whole on this rank: dp_shard=4 ranks share its first dim, which is 1"
+    )
+    assert rehearsed(Rowed(rows=8192), "fsdp", 4).findings == ()
+
+
+def test_hints_that_match_nothing_are_found_where_the_layout_does_not_use_them() -> None:
+    found = rehearsed(Misled(), "ddp", 2).findings
+    assert [str(one).partition("; the ")[0] for one in found] == [
+        "hints().tensor: 'layers.*.up' matches no module",
+        "hints().split_before: 'blocks.3' matches no module",
+        "hints().sequence_dims names 'z', which no tensor of the batch has",
+    ]
+    assert "nearest are" in found[1].what and found[1].next == "mend it: a layout with pp is refused by it"
+    assert {one.kind for one in found} == {"hint"} and not any(one.fails for one in found)
+    assert rehearsed(Led(), "ddp", 2).findings == ()
 
 
 def test_parameters_that_the_loss_does_not_reach_are_found() -> None:

@@ -24,6 +24,17 @@ def test_axes_and_what_is_put_together() -> None:
         assert names.only(own) == (0, 4) and names.axis(own) == "dp_shard"
 
 
+def test_groups_over_several_stages() -> None:
+    with fake_world(1, 8, "gloo"):
+        mesh = build_mesh(Layout(pp=2, dp_shard=4), "cpu")
+        names = GroupNames(mesh)
+        assert names.across(mesh.group("pp")) == (1, 5) and names.across(mesh.group("dp_shard")) == ()
+        assert names.across(dist.group.WORLD) == tuple(range(8))  # type: ignore[arg-type]
+        assert names.across(dist.new_group([1, 3])) == () and names.across(dist.new_group([1, 4])) == (1, 4)
+    with fake_world(0, 2, "gloo"):
+        assert GroupNames(build_mesh(Layout(dp_shard=2), "cpu")).across(dist.group.WORLD) == ()  # type: ignore[arg-type]
+
+
 def test_experts() -> None:
     with fake_world(5, 8, "gloo"):
         mesh = build_mesh(Layout(dp_shard=8, ep=4), "cpu")

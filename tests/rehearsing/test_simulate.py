@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from statistics import fmean, stdev
 
 import pytest
 
@@ -13,18 +14,25 @@ from allranks.simulation import DAY, Component, FailureModel, Operation, Outcome
 
 def operate(nodes: int, every: float, model: FailureModel, **changes: float) -> Operation:
     """With enough spares, and a save that costs nothing, if nothing else is said."""
-    tier = Tier("storage", Scope.RACK, every, changes.get("save", 0.0))
+    costs = (changes.get(name, 0.0) for name in ("save", "lag", "load"))
+    tier = Tier("storage", Scope.RACK, every, *costs)
     days = changes.get("days", 54.0)
     spares = int(changes.get("spares", enough_spares(nodes, model)))
-    return Operation(nodes, spares, days * DAY, (tier,), 0.0, changes.get("restart", 300.0))
+    return Operation(nodes, spares, days * DAY, (tier,), changes.get("detect", 0.0), changes.get("restart", 300.0))
 
 
-@pytest.mark.parametrize(("every", "published"), [(3600.0, 0.70), (300.0, 0.93)])
-def test_the_published_points_of_rsc_1_are_met_within_two_points(every: float, published: float) -> None:
-    """arXiv 2410.21680: 16,000 GPUs, 2,000 nodes, 5 minutes to restart, saves that cost nothing."""
-    found = run_all([operate(2000, every, NAMED["rsc-1"])], NAMED["rsc-1"], 100, seed=0)[0]
+@pytest.mark.parametrize(("every", "published", "num_runs"), [(3600.0, 0.70, 2000), (300.0, 0.93, 25)])
+def test_the_published_points_of_rsc_1_are_met_within_two_points(every: float, published: float, num_runs: int) -> None:
+    """arXiv 2410.21680: 16,000 GPUs, 2,000 nodes, 5 minutes to restart, saves that cost nothing.
 
-    assert found.goodput.mean == pytest.approx(published, abs=0.02)
+    The first is 1.96 points above what is published (its closed form is of first order): of 60 runs the mean moves by
+    0.14 points with the seed, of these by 0.012.
+    """
+    operation, model = operate(2000, every, NAMED["rsc-1"]), NAMED["rsc-1"]
+    means = [run_all([operation], model, num_runs, seed)[0].goodput.mean for seed in range(4)]
+
+    assert fmean(means) == pytest.approx(published, abs=0.02)
+    assert stdev(means) / 2 < 0.001  # whatever the seed, it is the same answer
 
 
 def test_llama_3s_run_is_met() -> None:
@@ -36,26 +44,32 @@ def test_llama_3s_run_is_met() -> None:
     assert found.goodput.low >= 0.90
 
 
-@pytest.mark.parametrize("nodes", [64, 2000])
-@pytest.mark.parametrize(("every", "save"), [(300.0, 0.0), (900.0, 10.0), (1800.0, 60.0)])
-def test_formula_and_simulation_agree_within_a_point_where_it_holds(nodes: int, every: float, save: float) -> None:
-    model = FailureModel("x", (Component("process", 6.5, Scope.PROCESS, 0.0),))
-    operation = operate(nodes, every, model, save=save)
-    formula, because = closed_form(operation, model)
-
-    if formula is None:
-        assert "quarter of the time" in because
-        return
-    assert run_all([operation], model, 60, seed=0)[0].goodput.mean == pytest.approx(formula, abs=0.01)
+PROCESSES = FailureModel("x", (Component("process", 6.5, Scope.PROCESS, 0.0),))
 
 
-def test_the_formula_holds_in_most_of_the_cases_above() -> None:
-    model = FailureModel("x", (Component("process", 6.5, Scope.PROCESS, 0.0),))
-    held = [
-        closed_form(operate(nodes, every, model), model)[0] for nodes in (64, 512, 2000) for every in (300, 900, 1800)
-    ]
+@pytest.mark.parametrize(
+    ("nodes", "every", "changes", "num_runs"),
+    [
+        (64, 900.0, {"save": 10.0}, 60),
+        (2000, 300.0, {}, 60),
+        (2000, 900.0, {"save": 10.0}, 60),
+        (2000, 2640.0, {}, 60),  # a quarter of the time is lost, by one cause after the other
+        (2000, 600.0, {"restart": 1300.0}, 60),
+        (2000, 600.0, {"lag": 1200.0}, 60),
+        (2000, 900.0, {"save": 300.0, "restart": 600.0}, 60),
+        (2000, 600.0, {"lag": 600.0, "load": 300.0, "detect": 60.0, "save": 300.0}, 60),
+        (2000, 7200.0, {"save": 300.0, "restart": 1800.0}, 120),  # more is lost than done
+        (64, 1.59 * DAY, {}, 1000),  # just inside the limit, which a run's end sets
+    ],
+)
+def test_formula_and_simulation_agree_within_a_point_where_it_holds(
+    nodes: int, every: float, changes: dict[str, float], num_runs: int
+) -> None:
+    operation = operate(nodes, every, PROCESSES, **changes)
+    formula, _ = closed_form(operation, PROCESSES)
 
-    assert sum(one is not None for one in held) >= 8
+    assert formula is not None
+    assert run_all([operation], PROCESSES, num_runs, seed=0)[0].goodput.mean == pytest.approx(formula, abs=0.01)
 
 
 def test_the_best_interval_is_the_formulas() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.parallel.step_record import Collectives
 from allranks.parallel.tensor_ops import all_gather_single, reduce_scatter_single
-from allranks.rehearsing.terms import even_bytes, terms_of
+from allranks.rehearsing.terms import even_bytes, terms_of, waits_of
 from allranks.rehearsing.world import fake_world
 
 NUMBERS = torch.zeros(4)
@@ -37,3 +38,21 @@ def test_terms_of_a_call(call: Callable[[], Any], terms: str, num_bytes: int | N
     with fake_world(0, 2, "gloo"), Collectives(note):
         call()
     assert seen == [(terms, num_bytes)]
+
+
+def test_what_is_asked_for_without_waiting_does_not_wait() -> None:
+    seen: list[bool] = []
+
+    class Dispatched(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "c10d::" in func._schema.name:
+                seen.append(waits_of(func, args))
+            return func(*args, **(kwargs or {}))
+
+    with fake_world(0, 2, "gloo"), Dispatched():  # type: ignore[no-untyped-call]
+        dist.all_reduce(NUMBERS.clone())
+        dist.barrier()
+        dist.all_reduce(NUMBERS.clone(), async_op=True)
+        dist.barrier(async_op=True)
+        dist.send(NUMBERS, 1)
+    assert seen == [True, True, False, False, False]

@@ -4,7 +4,7 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 from allranks.rehearsal import Finding, Remedy
-from allranks.rehearsed_messages import Transfer
+from allranks.rehearsed_messages import Collective, Transfer
 from allranks.reporting.rehearsal_text import draw_moments, render_moments, render_rehearsal, render_verdict
 from tests.test_rehearsal import rank, rehearsal
 
@@ -63,6 +63,15 @@ def test_all_of_it() -> None:
         *("kernels of CUDA", "4 of 10 blocks were traced"),
     ):
         assert part in text
+
+
+def test_collectives_that_are_not_shown_are_counted() -> None:
+    many = tuple(Collective("tp", "all-reduce", 100 - n, 2, 4, f"task.py:{n} forward") for n in range(27))
+    text = render_rehearsal(rehearsal(replace(rank(), collectives=many)))
+    assert "task.py:23 forward" in text and "task.py:24" not in text
+    (line,) = [line.split() for line in text.splitlines() if " more " in line]
+    assert line == ["3", "more", "6", "225", "B", "all", "of", "them:", "--json"]
+    assert "more" not in render_rehearsal(rehearsal(replace(rank(), collectives=many[:24])))
 
 
 def test_the_next_move_comes_last() -> None:

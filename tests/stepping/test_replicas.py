@@ -1,12 +1,14 @@
 """A bit that flips on one rank is found, with rank and tensor, along whichever axis copies lie."""
 
+import json
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from allranks.stepping.replicas import Comparison, Difference, explain, find_differences
+from allranks.parameter_map import Box, Entry
+from allranks.stepping.replicas import Comparison, Difference, differ, explain, find_differences, sum_copies
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of, step_through
 from tests.distributed.tasks import CountingTask, Tiny
@@ -107,6 +109,18 @@ def go_alone() -> Any:
 @pytest.mark.distributed
 def test_of_copies_that_meet_from_time_to_time_parameters_are_compared(pool: Pools) -> None:
     assert pool(2).run(go_alone) == [[], []]
+
+
+def test_what_a_rank_tells_stays_short_however_many_hold_a_part() -> None:
+    def told(num_holders: int, value: float = 1.0, first: int = 0) -> list[list[Any]]:
+        holders = tuple(range(first, first + num_holders))
+        entry = Entry("w", (2,), "float32", Box.whole((2,)), holders)
+        return sum_copies([("parameters", entry, torch.full((2,), value))])
+
+    assert len(json.dumps(told(2))) == len(json.dumps(told(4096))) < 100
+    assert not differ([told(3), told(3), told(3)])
+    assert differ([told(3), told(3, 2.0), told(3)])
+    assert not differ([told(3), told(3, 2.0, first=3)]), "other ranks hold another part"
 
 
 def test_votes() -> None:

@@ -15,10 +15,10 @@ from allranks.layout import Layout
 from allranks.parallel.step_record import StepRecord
 from allranks.profiling.fakes import fake_mode
 from allranks.profiling.on_cuda import as_on_cuda
-from allranks.rehearsal import RankRehearsal
+from allranks.rehearsal import Finding, RankRehearsal
 from allranks.rehearsing.crossings import Crossings
 from allranks.rehearsing.eight_bits import multiplying_in_eight_bits
-from allranks.rehearsing.findings import unsharded, without_gradient
+from allranks.rehearsing.findings import unmatched, unsharded, without_gradient
 from allranks.rehearsing.host_memory import Noted, beside_host
 from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.micro_steps import FewMicroSteps, fewer_micro_steps, list_each
@@ -152,7 +152,7 @@ def _watch(
         collectives=add_messages(ledger.stretches, repeats),
         sequence=tuple(message for stretch in ledger.stretches for message in stretch.messages),
         flops=add_flops(ledger.stretches, repeats),
-        findings=(*unsharded(spread), *without_gradient(told.passes.unreached)),
+        findings=_find(task, told),
         moments=list_moments(resting, ledger.stretches, repeats),
         works=list_works(ledger.stretches, repeats),
         micro_steps=len(told.batch.micro_steps) + few.number - few.traced,
@@ -162,6 +162,13 @@ def _watch(
         host_by_category=on_host.by_category,
         transfers=add_transfers(ledger.stretches, repeats),
     )
+
+
+def _find(task: Task, told: RankStep) -> tuple[Finding, ...]:
+    spread, batch = told.spread, told.batch.micro_steps[0].batch
+    modules = {which: spread.bare(which) for which in spread.modules}
+    idle = unmatched(task.hints(), spread.mesh.layout, modules, batch)
+    return (*unsharded(spread), *without_gradient(told.passes.unreached), *idle)
 
 
 def _record_step(task: Task, told: RankStep, watch: Watch, ledger: Ledger, blocks: Sequence[str]) -> None:

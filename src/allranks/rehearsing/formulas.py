@@ -2,10 +2,6 @@
 
 import math
 
-HOLDS = 0.25
-"""The closed form of goodput counts half an interval lost by every failure and no failure during a restart; beyond
-this share of the time lost that is off by more than a point (test_formulas.py compares)."""
-
 
 def young_interval(save_seconds: float, mean_seconds: float) -> float:
     """The interval that loses least, first order: sqrt(2 * save * MTBF).
@@ -29,14 +25,23 @@ def daly_interval(save_seconds: float, mean_seconds: float) -> float:
 
 
 def expected_goodput(per_second: float, down_seconds: float, every_seconds: float, save_seconds: float) -> float:
-    """The share of the time that is training which the end still has (ETTR).
+    """The share of the time that is training which the end still has (ETTR), in a run without end.
+
+    Failures come at a constant rate 1 / M, at any time: within an interval, and again while the run is down, which
+    begins that anew. An interval of t and a save of d are kept only if nothing fails meanwhile; trying until that is so
+    takes M exp(R / M) (exp((t + d) / M) - 1) in the mean, all orders of it, with R from a failure until training goes
+    on. A save that counts only L after it has begun is as if R were longer by L.
 
     Args:
-        per_second: failures of the whole run in a second.
-        down_seconds: from a failure until training goes on.
-        every_seconds: between two saves; save_seconds: that each stops the step for.
+        per_second: failures of the whole run in a second; 0: nothing fails.
+        down_seconds: from a failure until training goes on, and how late a save counts.
+        every_seconds: of training between two saves; save_seconds: that each stops the step for.
 
-    Source: A. Kokolis et al., Revisiting reliability in large-scale machine learning research clusters, HPCA 2025
-    (arXiv 2410.21680): (1 - N r (u0 + dt / 2)) / (1 + w / dt).
+    Source: J. T. Daly (as above), the complete cost function, from which equation 37 comes. To first order it is that
+    of A. Kokolis et al., HPCA 2025 (arXiv 2410.21680): (1 - (R + t / 2) / M) / (1 + d / t).
     """
-    return (1 - per_second * (down_seconds + every_seconds / 2)) / (1 + save_seconds / every_seconds)
+    if not per_second:
+        return every_seconds / (every_seconds + save_seconds)
+    alive = per_second * (every_seconds + save_seconds)
+    # exp(x) - 1 as exp(x) (1 - exp(-x)): where hardly anything gets through, nothing overflows.
+    return every_seconds * per_second * math.exp(-per_second * down_seconds - alive) / -math.expm1(-alive)

@@ -19,8 +19,10 @@ class GroupNames:
     def __init__(self, mesh: Mesh) -> None:
         self._by_ranks: dict[tuple[int, ...], str] = {}
         self._members: dict[str, str] = {}
+        self._across: dict[str, tuple[int, ...]] = {}
         self._of_layout: set[str] = set()
         layout = mesh.layout
+        self._num_stages = layout.pp
         axes = [axis for axis in MESH_AXES if getattr(layout, axis) > 1]
         for axis in axes:
             self._add(mesh.group(axis), axis)
@@ -52,6 +54,16 @@ class GroupNames:
         if group.group_name in self._of_layout or group.size() == dist.get_world_size():
             return ()
         return tuple(sorted(dist.get_process_group_ranks(group)))
+
+    def across(self, group: dist.ProcessGroup) -> tuple[int, ...]:
+        """The ranks of a group that run several stages of a pipeline; () of one within a stage."""
+        found = self._across.get(group.group_name)
+        if found is None:
+            ranks = sorted(dist.get_process_group_ranks(group))
+            each = dist.get_world_size() // self._num_stages  # pp is the outermost axis
+            found = tuple(ranks) if ranks[0] // each < ranks[-1] // each else ()
+            self._across[group.group_name] = found
+        return found
 
     def _add(self, group: dist.ProcessGroup | None, name: str) -> None:
         if group is not None:

@@ -57,6 +57,7 @@ class Lanes:
         self.survives = np.array([tier.survives for tier in operations[0].tiers])
         stalls = np.stack([each([o.tiers[place].stall_seconds for o in operations]) for place in places])
         self.training_share = 1 / (1 + (stalls / self.every).sum(axis=0))
+        self.lag = self.lag * self.training_share  # in training, as the intervals are
         num_lanes = len(self.runs)
         self.now, self.known, self.ready, self.work, self.out = np.zeros((5, num_lanes))
         self.kept = np.zeros_like(self.every)

@@ -1,5 +1,7 @@
 """What every rank has to say alike of a collective: its type, its root, and its size where ranks bring equal parts.
 
+Beside it, whether the call waits for the others.
+
 Arguments are those with which torch dispatches it (torch/csrc/distributed/c10d/Ops.cpp, torch 2.13).
 """
 
@@ -36,3 +38,11 @@ def even_bytes(name: str, args: Sequence[Any]) -> int | None:
     if place is None:
         return None
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(args[place]) if isinstance(leaf, torch.Tensor))
+
+
+def waits_of(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the call returns only when the others have come: it was made without `async_op=True`."""
+    schema = getattr(func, "_schema", None)
+    names = [] if schema is None else [argument.name for argument in schema.arguments]
+    place = names.index("async_op") if "async_op" in names else None
+    return place is not None and place < len(args) and not args[place]  # left out of what is dispatched: its default

@@ -26,7 +26,7 @@ from allranks.rehearsing.groups import GroupNames
 from allranks.rehearsing.kernels import Kernels
 from allranks.rehearsing.ledger import Ledger
 from allranks.rehearsing.places import LOSS, UPDATE, Places, asked_by_engine, line_that_asked, starred
-from allranks.rehearsing.terms import even_bytes, terms_of
+from allranks.rehearsing.terms import even_bytes, terms_of, waits_of
 
 
 @final
@@ -83,7 +83,7 @@ class Watch(TorchDispatchMode):
         if name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor) and asked_by_engine():
             return 1.0 if args[0].dtype.is_floating_point else 1
         if name.startswith(("c10d::", "_c10d_functional::")):
-            self._tell(name, args)
+            self._tell(name, func, args)
         self._kernels.check(name, func, args, kwargs)
         found = run_kernel(func, tuple(args), kwargs)
         self._note(name, func, args, kwargs, found)
@@ -112,7 +112,7 @@ class Watch(TorchDispatchMode):
         of_loss = now is not None and (module == LOSS or module in self._chunked)
         return module, "logits" if of_loss else None
 
-    def _tell(self, name: str, args: Sequence[Any]) -> None:
+    def _tell(self, name: str, func: Any, args: Sequence[Any]) -> None:
         now = self._ledger.now
         boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
         if now is None or boxed is None:
@@ -132,7 +132,8 @@ class Watch(TorchDispatchMode):
         axis, members = self._names.axis(group), self._names.members(group)
         alone = short in ("send", "recv_") and axis not in ("pp", "cp")  # the user's: one rank's with another one
         only = (dist.get_rank(),) if alone else self._names.only(group)
-        alike = terms_of(short, args), even_bytes(short, args), only
+        across = () if short in ("send", "recv_") else self._names.across(group)
+        alike = terms_of(short, args), even_bytes(short, args), only, across, waits_of(func, args)
         message = Message(axis, collective_name(short), num_bytes, group.size(), line, once, members, uneven, *alike)
         now.messages.append(message)
 

@@ -9,9 +9,9 @@ from allranks.config import Config
 from allranks.layout import Layout
 from allranks.planning.host_traffic import host_capacity_bytes, vendors_host
 from allranks.rehearsal import RankRehearsal, Rehearsal
+from allranks.rehearsing.comparing import compare_ranks
 from allranks.rehearsing.crossings import Crossings
 from allranks.rehearsing.dryrun import World, rehearse_rank
-from allranks.rehearsing.findings import compare_ranks
 from allranks.task import Task
 
 CONTEXT_BYTES = 2.0e9

@@ -180,8 +180,12 @@ def _host(told: Rehearsal) -> list[RenderableType]:
 
 def _collectives(found: Sequence[Collective]) -> Table:
     table = _table(("axis", "collective", "times", "bytes", "ranks", "asked for by"), right=2, last_left=True)
-    for one in sorted(found, key=lambda c: -c.bytes)[: 2 * SHOWN]:
+    largest = sorted(found, key=lambda c: -c.bytes)
+    for one in largest[: 2 * SHOWN]:
         table.add_row(one.axis, one.op, str(one.count), format_bytes(one.bytes), str(one.ranks), one.line)
+    if rest := largest[2 * SHOWN :]:
+        times, num_bytes = sum(one.count for one in rest), sum(one.bytes for one in rest)
+        table.add_row(f"{len(rest)} more", "", str(times), format_bytes(num_bytes), "", "all of them: --json")
     return table
 
 

@@ -6,6 +6,7 @@ ranks is exchanged; single tensors only where these differ. What all copies have
 gradients were reduced, in the data, or in the only copy.
 """
 
+import hashlib
 import socket
 import zlib
 from collections import Counter
@@ -97,11 +98,11 @@ class Replicas(StepSentinel, RoundSentinel):
         self.fed_nothing = self.fed_nothing or any(not micro_step.weight for micro_step in batch.micro_steps)
 
     def tell(self) -> dict[str, Any]:
-        return {"sums": _sums(self._copies()), "fed_nothing": self.fed_nothing}
+        return {"sums": sum_copies(self._copies()), "fed_nothing": self.fed_nothing}
 
     def judge(self, told: Sequence[Any], step: int) -> Verdict | None:
         without = BUFFERS if any(one["fed_nothing"] for one in told) else ""
-        if not _differ([[row for row in one["sums"] if row[0] != without] for one in told]):
+        if not differ([[row for row in one["sums"] if row[0] != without] for one in told]):
             self._alike_at = step
             return None
         digests = [
@@ -185,21 +186,28 @@ def _outvoted(digests: Mapping[int, str]) -> tuple[int, ...]:
     return tuple(rank for rank, other in digests.items() if other != digest)
 
 
-def _differ(told: Sequence[Sequence[Sequence[Any]]]) -> bool:
-    seen: dict[tuple[str, tuple[int, ...]], str] = {}
-    return any(
-        seen.setdefault((kind, tuple(holders)), total) != total for sums in told for kind, holders, total in sums
-    )
+def differ(told: Sequence[Sequence[Sequence[Any]]]) -> bool:
+    """Whether what the ranks tell by `sum_copies` is not alike where it has to be."""
+    seen: dict[tuple[str, str], str] = {}
+    return any(seen.setdefault((kind, holders), total) != total for sums in told for kind, holders, total in sums)
 
 
-def _sums(copies: Copies) -> list[list[Any]]:
-    """[kind, holders, one number of all these parts], of each kind and set of holders."""
+def sum_copies(copies: Copies) -> list[list[Any]]:
+    """[kind, name of the holders, one number of all these parts], of each kind and set of holders.
+
+    By name: every rank is told what all tell, which with n holders in each would grow with the square of n.
+    """
     sums: dict[tuple[str, tuple[int, ...]], int] = {}
     for kind, entry, tensor in copies:
         # An odd key for each name: two errors cannot cancel each other by being equal.
         term = _digest(entry, tensor) * (mix(zlib.crc32(entry.name.encode())) | 1)
         sums[kind, entry.holders] = (sums.get((kind, entry.holders), 0) + term) & MASK
-    return [[kind, list(holders), f"{total:016x}"] for (kind, holders), total in sums.items()]
+    return [[kind, _name_set(holders), f"{total:016x}"] for (kind, holders), total in sums.items()]
+
+
+def _name_set(holders: tuple[int, ...]) -> str:
+    """Short, however many they are, and the same for the same ranks alone."""
+    return hashlib.blake2b(",".join(map(str, holders)).encode(), digest_size=8).hexdigest()
 
 
 def _digest(entry: Entry, tensor: torch.Tensor) -> int:
