@@ -1,6 +1,5 @@
 """`allranks verify TASK`: right under its layouts; and mistakes in allranks itself are each found."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,8 +132,9 @@ def test_near_ties_of_a_router_hide_nothing_and_accuse_nobody() -> None:
     assert answer.exit_code == 1 and answer.findings[0].tensor == "2.weight", str(answer)
 
 
+SMALL = "train.global_batch=9"
 NOISY = """
-import random
+import os, random
 import numpy as np, torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
@@ -147,37 +147,68 @@ class Part(IterableDataset):
 
 class Noisy(allranks.Task):
     noise: str = "python"
+    scale: float = 1.0
     def dataset(self, split):
-        x = torch.arange(40.0).view(20, 2) / 40
+        x = torch.arange(40.0).view(20, 2) / 40 + 0 * torch.randn(20, 2)
         return Part() if self.noise == "sharded" else TensorDataset(x, x[:, :1])
     def model(self):
         return nn.Linear(2, 1)
     def loss(self, output, batch):
-        noise = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(()), "": float}
-        return ((output - batch[1]) ** 2).sum() * (1 + noise[self.noise]())
+        noise = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(()), "": float,
+                 "system": lambda: os.urandom(1)[0] / 255, "own": lambda: np.random.default_rng().random()}
+        return ((output - batch[1]) ** 2).sum() * (1 + self.scale * noise[self.noise]())
 """
 
 
 @pytest.mark.parametrize(
-    ("noise", "told"), [("python", "python's random"), ("numpy", "numpy.random"), ("torch", "rand"), ("", "")]
-)
-def test_a_task_that_draws_is_told_with_whose_numbers_it_draws(noise: str, told: str, tmp_path: Path) -> None:
+    ("noise", "told", "runs"),
+    [
+        ("python", "it draws random numbers: python's random", "two runs with other seeds differ"),
+        ("numpy", "it draws random numbers: numpy.random", "two runs with other seeds differ"),
+        # Not what dataset() draws: that is the same each time.
+        ("torch", "it draws random numbers: rand", "two runs with other seeds differ"),
+        ("system", "no seed reaches what it draws from: os.urandom", "two runs with the same seeds differ"),
+        ("own", "no seed reaches what it draws from: numpy.random.default_rng() without a seed",
+         "two runs with the same seeds differ"),
+        ("", "", ""),
+    ],
+)  # fmt: skip
+def test_a_task_that_draws_is_told_with_whose_numbers_it_draws(
+    noise: str, told: str, runs: str, tmp_path: Path
+) -> None:
     (tmp_path / "task.py").write_text(NOISY)
     asked = TrainRequest(task_spec=str(tmp_path / "task.py"), layout="ddp", overrides=(f"task.noise={noise}",))
-    one = run_task_alone(Errand(plan_run(asked, 2).request, 2, str(tmp_path / "checkpoints")))
-    stopped = hindrance(one)
+    stopped = hindrance(run_task_alone(Errand(plan_run(asked, 2).request, 2, str(tmp_path / "checkpoints"))))
     if not told:
-        assert stopped is None and one.random == ()
+        assert stopped is None
         return
-    assert stopped is not None and stopped.exit_code == 3 and one.random == (told,)
-    assert f"not deterministic on one device\n  it draws random numbers: {told};" in str(stopped)
-    silent = hindrance(replace(one, random=()))
-    assert silent is not None and "two equal runs differ" in str(silent)
+    assert stopped is not None and stopped.exit_code == 3
+    said = f"the Task is not deterministic on one device\n  {told}\n  {runs}: step 0: the gradient of "
+    assert said in str(stopped) and "over dp" not in str(stopped)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("scale", [1.0, 0.05, 1e-3])
+def test_noise_from_nowhere_ends_a_task_before_its_ranks_are_judged(scale: float, tmp_path: Path) -> None:
+    """It was refused for a loss that couples samples, or accused of S17, or called equal."""
+    (tmp_path / "task.py").write_text(NOISY)
+    answer = verify(str(tmp_path / "task.py"), "ddp", "task.noise=system", f"task.scale={scale}", SMALL)
+    assert answer.exit_code == 3 and "the Task is not deterministic on one device" in str(answer), str(answer)
+
+
+@pytest.mark.distributed
+def test_noise_with_a_row_for_each_sample_is_no_hindrance(tmp_path: Path) -> None:
+    """One device has a step in one forward, each of the ranks in three: whoever draws, a sample has the same noise."""
+    (tmp_path / "task.py").write_text(
+        NOISY.replace("(output - batch[1])", "(output + torch.randn_like(output) - batch[1])")
+    )
+    answer = verify(str(tmp_path / "task.py"), "ddp", "task.noise=", SMALL)
+    assert answer.equal and "in 3 micro-steps" in str(answer), str(answer)
 
 
 def test_too_little_data_and_data_without_an_order_cannot_be_verified(tmp_path: Path) -> None:
     short = run_of([[0, 1]])
-    stopped = hindrance(OneDevice(short, again=short))
+    stopped = hindrance(OneDevice(short))
     assert stopped is not None and stopped.exit_code == 3
     assert "the data is too small for two steps\n  it gives 1" in str(stopped)
     answer = verify(POINTS, "ddp", "task.num_points=3", "train.global_batch=8")

@@ -20,13 +20,15 @@ from allranks.surviving.launch import launch
 from allranks.task import Task, has_step
 from allranks.training.prepare import prepare, resolve_layout
 from allranks.verifying import observation as look
-from allranks.verifying.answer import UNKNOWN_NOISE, Answer, cannot
+from allranks.verifying.answer import Answer, cannot
+from allranks.verifying.determinism import find_noise, incomparable
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
 from allranks.verifying.judge import judge
-from allranks.verifying.low_precision import judge_low_precision
+from allranks.verifying.low_precision import judge_low_precision, say_noisy
 from allranks.verifying.lowered import LOWERED, run_lowered
 from allranks.verifying.own_loop import default_dtype
+from allranks.verifying.random_sources import RandomOperations, Unseeded
 from allranks.verifying.recording import OneDevice, RunRecord
 from allranks.verifying.shrinking import Room, Size, choose_size, shrink
 from allranks.verifying.task_alone import TaskAlone, Variation
@@ -37,7 +39,6 @@ MOST_PROCESSES = 8  # what a small machine runs without its ranks waiting for ea
 DEFAULT_PROCESSES = 2
 SAMPLES_A_RANK = 4
 NUM_VARIANTS = 2
-OTHER_SEED = 977
 PLAIN = Variation()
 TOO_LARGE = "return settings that make it small in hints().small, or take a machine with more memory"
 EXACT = "train.precision=float64"
@@ -120,8 +121,8 @@ def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
             findings = _resharded(plan, errand, one)
         notes = notes_of(plan)
         if not findings and plan.precision in LOWERED:
-            findings, note = _in_low_precision(plan, errand)
-            notes = (*notes, note)
+            findings, lowered = _in_low_precision(plan, errand)
+            notes = (*notes, *lowered)
     return Answer(tuple(findings), one, tuple(record.run for record in ranks), evidence.world, notes=notes)
 
 
@@ -215,14 +216,7 @@ def hindrance(one: OneDevice) -> Answer | None:
         return cannot("the Task fails on one device", one.run.error, "make it train alone first: --layout single")
     if len(one.run.steps) < 2:
         return cannot("the data is too small for two steps", f"it gives {len(one.run.steps)}", "give more samples")
-    assert one.again is not None
-    alone = Evidence(replace(one, again=None), [one.again], WorldView((0,)))
-    differs = judge(alone)
-    if differs:
-        drawn = f"it draws random numbers: {', '.join(one.random)}" if one.random else UNKNOWN_NOISE
-        advice = "make the noise a function of the sample, or part of it, for the time of the comparison"
-        return cannot("the Task is not deterministic on one device", f"{drawn}; {differs[0].verdict.what}", advice)
-    return None
+    return incomparable(one, "the Task")
 
 
 def evidence_of(one: OneDevice, ranks: Sequence[TaskRecord]) -> Evidence:
@@ -233,7 +227,7 @@ def evidence_of(one: OneDevice, ranks: Sequence[TaskRecord]) -> Evidence:
 
 
 def run_task_alone(errand: Errand) -> OneDevice:
-    """One device: the run, the run with other random numbers, and with another rounding; in a process of `launch`."""
+    """One device: the run, and with another rounding; or why it is not the same again. In a process of `launch`."""
     prepared = prepare(errand.request)
     observer = look.Observer()
     with observer.watching(), default_dtype(torch.float64):
@@ -243,15 +237,20 @@ def run_task_alone(errand: Errand) -> OneDevice:
         def run(variation: Variation = PLAIN) -> RunRecord:
             return TaskAlone(prepared.task, prepared.config, errand.num_steps, observer, variation).run()
 
+        def drawing(seeded: bool) -> Sequence[str]:
+            operations, unseeded = RandomOperations(observer), Unseeded()
+            with unseeded.watching(), operations:
+                TaskAlone(prepared.task, prepared.config, 1, observer, operations=operations).run()
+            return operations.names if seeded else (*operations.own, *unseeded.names)
+
         first = run()
         if first.error:
             return OneDevice(first)
-        again = run(Variation(seed=OTHER_SEED))
+        noise = find_noise(first, lambda seed: run(replace(PLAIN, seed=PLAIN.seed + seed)), drawing)
+        if noise is not None:
+            return OneDevice(first, noise=noise)
         variants = [run(Variation(shake=number, shuffled=True)) for number in range(1, NUM_VARIANTS + 1)]
-        operations = look.RandomOperations()
-        with operations:
-            TaskAlone(prepared.task, prepared.config, 1, observer, operations=operations).run()
-        return OneDevice(first, [v for v in variants if not v.error], again=again, random=tuple(operations.names))
+        return OneDevice(first, [v for v in variants if not v.error])
 
 
 def _resharded(plan: Plan, errand: Errand, one: OneDevice) -> list[Finding]:
@@ -269,11 +268,13 @@ def _resharded(plan: Plan, errand: Errand, one: OneDevice) -> list[Finding]:
     ]
 
 
-def _in_low_precision(plan: Plan, errand: Errand) -> tuple[list[Finding], str]:
+def _in_low_precision(plan: Plan, errand: Errand) -> tuple[list[Finding], tuple[str, ...]]:
     """Findings on the first step in the run's own precision, and what was compared there, in words."""
     words = (*plan.request.overrides, f"train.precision={plan.precision}")
     low = run_lowered(replace(plan.request, overrides=words), errand, plan.nproc)
-    return judge_low_precision(evidence_of(low.one, low.ranks)) if low.comparable else [], low.note
+    if not low.comparable:
+        return [], (low.note,)
+    return judge_low_precision(evidence_of(low.one, low.ranks)), (low.note, *say_noisy(low.one, plan.precision))
 
 
 def replace_steps(one: OneDevice, first: int) -> OneDevice:
