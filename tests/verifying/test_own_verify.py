@@ -139,6 +139,23 @@ def test_what_one_device_cannot_be_compared_with() -> None:
     assert hindrance(OneDevice(one_device())) is None
 
 
+def test_data_that_is_too_small_to_be_split_is_told() -> None:
+    """And not as an error of the program, which has nothing to compute a loss of."""
+
+    def step(model: Any, optimizer: Any, some: Any) -> float:
+        for x, y in some:
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+        return loss.item()
+
+    answer = allranks.verify(build, step, [tuple(part[:1] for part in batch) for batch in batches()])
+    assert answer.exit_code == 3 and str(answer).startswith(
+        "could not be verified: the data is too small to be split\n"
+        "  step 0 of data has 1 sample, for 2 processes: some have none\n  rank 1:"
+    )
+    assert str(answer).endswith("next: give each step at least 2 samples, one for each process")
+
+
 def half_step(factor: float, *, exact: bool) -> Callable[[Any, Any, Any], float]:
     """A step whose forward autocasts, with a gradient that the ranks have so many times too large."""
 

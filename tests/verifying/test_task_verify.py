@@ -14,7 +14,7 @@ from allranks.verifying.answer import Answer
 from allranks.verifying.recording import OneDevice
 from allranks.verifying.shrinking import Room
 from allranks.verifying.task_ranks import Errand
-from allranks.verifying.task_verify import hindrance, nearest, notes_of, plan_run, run_task_alone, verify_task
+from allranks.verifying.task_verify import hindrance, notes_of, plan_run, run_task_alone, verify_task
 from tests.commands import POINTS, PROGRAMS
 from tests.programs import law_mutants, mutants
 from tests.verifying.mistakes import DEEP_BLOCKS, EXPERT_BLOCKS, LAWS, LOAD, OURS, START, UNSEEN, Mistake
@@ -217,6 +217,14 @@ def test_too_little_data_and_data_without_an_order_cannot_be_verified(tmp_path: 
         "  TensorDataset has 3 samples, fewer than train.global_batch(8): set train.global_batch=3 or less, or bring "
         "more data\n  next: the run itself would be refused for it"
     )
+    request = TrainRequest(
+        task_spec=POINTS, layout="ddp", nproc=4, overrides=("task.num_points=3", "train.global_batch=2"), device="cpu"
+    )
+    assert str(verify_task(request, 2)) == (
+        "could not be verified: the data is too small to be split\n"
+        "  TensorDataset has 3 samples; a step that 4 data-parallel ranks share has 5 here\n"
+        "  next: give at least 5 samples, or fewer data ranks"
+    )
     (tmp_path / "task.py").write_text(NOISY)
     answer = verify(str(tmp_path / "task.py"), "ddp", "task.noise=sharded")
     assert answer.exit_code == 3 and "there is no order to compare" in str(answer), str(answer)
@@ -266,28 +274,6 @@ def test_float16_with_a_step_of_its_own_is_refused_at_once() -> None:
 def test_the_batch_is_small_and_uneven() -> None:
     plan = plan_run(TrainRequest(task_spec=POINTS, layout="ddp", nproc=3), 4)
     assert {"train.precision=float64", "train.global_batch=13", "train.micro_steps=2"} <= set(plan.request.overrides)
-    assert nearest(plan.layout) == "dp_replicate=2"
-
-
-@pytest.mark.parametrize(
-    ("layout", "nproc", "words", "small"),
-    [
-        ("dp_shard=4,pp=4,schedule=interleaved", 16, (), "dp_shard=2,pp=2,schedule=interleaved"),
-        ("fsdp,sharding=grad_op,recompute=full", 16, (), "dp_shard=2,sharding=grad_op,recompute=full"),
-        ("fsdp,sharding=none", 12, (), "dp_replicate=2,sharding=none"),
-        ("dp_shard=*,sharding=optimizer,batchnorm=local", 16, (), "dp_shard=2,sharding=optimizer,batchnorm=local"),
-        ("cp=16,compile=block", 16, ("layout.context=ring",), "cp=2,compile=block layout.context=ring"),
-        ("fsdp,offload=all", 9, ("layout.gather=bfloat16",), "dp_shard=2,offload=all layout.gather=bfloat16"),
-        ("dp_shard=16,ep=8", 16, ("layout.static_graph=true",), "dp_shard=2,ep=2 layout.static_graph=true"),
-    ],
-)
-def test_the_nearest_layout_keeps_the_modes(layout: str, nproc: int, words: tuple[str, ...], small: str) -> None:
-    with pytest.raises(LayoutError) as refused:
-        plan_run(TrainRequest(task_spec=POINTS, layout=layout, nproc=nproc, overrides=words), 4)
-    assert str(refused.value).endswith(f"exercises every axis: --layout {small}")
-    proposed, *keys = small.split()
-    plan = plan_run(TrainRequest(task_spec=POINTS, layout=proposed, overrides=(*keys,)), 4)
-    assert nearest(plan.layout) == small, "and is accepted"
 
 
 def test_a_layout_that_no_smaller_one_mends_is_refused_for_its_modes() -> None:

@@ -39,7 +39,8 @@ def run_alone(source: Source, setting: Setting, num_ranks: int) -> OneDevice:
     with observer_of(setting) as observer, process_group():
         os.makedirs(setting.folder, exist_ok=True)
         try:
-            program = _one_batch_a_step(read_program(source), setting, observer)
+            own = read_program(source)
+            program, short = _one_batch_a_step(own, setting, observer), own.too_small(setting.num_steps, num_ranks)
         except AllranksError:
             raise
         except Exception as error:  # the user's data may raise anything
@@ -59,13 +60,13 @@ def run_alone(source: Source, setting: Setting, num_ranks: int) -> OneDevice:
             relative=relative_of(setting),
         )
         if noise is not None:
-            return OneDevice(first, noise=noise)
+            return OneDevice(first, noise=noise, too_small=short)
         # Autocast leaves float64 as it is.
         lowered = _operations(program, setting, observer).lowered if setting.dtype is None else None
         moved = {"shuffled": True, "resume": False, "lowered": lowered}
         variants = [run(shake=number, **moved) for number in range(1, NUM_VARIANTS + 1)]
         right = [variant for variant in variants if not variant.error]
-        return OneDevice(first, right, lowered=lowered)
+        return OneDevice(first, right, lowered=lowered, too_small=short)
 
 
 def relative_of(setting: Setting) -> float:

@@ -96,6 +96,9 @@ def _verified(source: Source, setting: Setting, nproc: int) -> Answer:
     try:
         ranks = launch(run_rank, source, _of_ranks(setting), nproc=nproc)
     except RankFailed as error:
+        if stopped is None and one.too_small:
+            advice = f"give each step at least {nproc} samples, one for each process"
+            return cannot("the data is too small to be split", f"{one.too_small}\n{error}", advice)
         return stopped or cannot(f"the program fails on one of {nproc} processes", str(error), RUN_IT)
     if stopped is not None:
         findings = judge_ranks(Evidence(one, ranks, view_of(ranks)))

@@ -153,6 +153,7 @@ class OneDevice:
             moved by an ulp.
         shares: step -> rank -> micro-batch -> gradients of it alone, from the parameters before that step.
         noise: why it is nothing to compare with; None where the run is the same again, with other random numbers too.
+        too_small: which step of an own loop has fewer samples than ranks, in words; "" where none has.
         lowered: a low precision in which an own loop computes that runs in its own precision alone; None: in none.
     """
 
@@ -160,4 +161,5 @@ class OneDevice:
     variants: Sequence[RunRecord] = ()
     shares: Mapping[int, Sequence[Sequence[Mapping[str, torch.Tensor]]]] = field(default_factory=dict)
     noise: Noise | None = None
+    too_small: str = ""
     lowered: torch.dtype | None = None

@@ -14,7 +14,6 @@ from allranks.data.stream import checked_len, declared_order
 from allranks.errors import AllranksError, ConfigError, DataError, LayoutError
 from allranks.layout import Layout, num_processes, render_layout
 from allranks.layout_refusals import refuse_unsupported
-from allranks.layout_string import TOML_ONLY
 from allranks.request import TrainRequest
 from allranks.surviving.launch import launch
 from allranks.task import Task, has_step
@@ -25,6 +24,7 @@ from allranks.verifying.determinism import find_noise, incomparable
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
 from allranks.verifying.judge import judge
+from allranks.verifying.local_layouts import refuse_too_many
 from allranks.verifying.low_precision import judge_low_precision, say_noisy
 from allranks.verifying.lowered import LOWERED, run_lowered
 from allranks.verifying.own_loop import default_dtype
@@ -35,7 +35,6 @@ from allranks.verifying.task_alone import TaskAlone, Variation
 from allranks.verifying.task_ranks import Errand, TaskRecord, run_task_rank, shorten_validation
 from allranks.verifying.world_view import WorldView
 
-MOST_PROCESSES = 8  # what a small machine runs without its ranks waiting for each other past their time limits
 DEFAULT_PROCESSES = 2
 SAMPLES_A_RANK = 4
 NUM_VARIANTS = 2
@@ -46,7 +45,6 @@ NOT_IN_FLOAT8 = (
     "not compared in float8, because each process scales by the largest value of its own share: what is computed then "
     "depends on the layout (docs/explanation/exceptions.md says by how much)"
 )
-AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
 
 
 @final
@@ -86,7 +84,7 @@ def verify_task(request: TrainRequest, num_steps: int) -> Answer:
     if order == "sharded":
         because = 'the dataset declares order="sharded": which samples a step has depends on the number of ranks'
         return cannot("there is no order to compare", because, 'verify it with order="global"')
-    if order == "map" and (stopped := too_small(dataset, plan.global_batch)) is not None:
+    if order == "map" and (stopped := too_small(dataset, plan)) is not None:
         return stopped
 
     def with_settings(words: Sequence[str]) -> Plan:
@@ -137,11 +135,7 @@ def plan_run(request: TrainRequest, num_steps: int) -> Plan:
     # Before another layout is proposed, which would be refused for the same.
     refuse_unsupported(layout)
     _refuse_exceptions(layout)
-    if nproc > MOST_PROCESSES:
-        raise LayoutError(
-            f"{render_layout(config.layout)} takes {nproc} processes, more than the {MOST_PROCESSES} that run on one "
-            f"machine; the nearest that exercises every axis: --layout {nearest(layout)}"
-        )
+    refuse_too_many(layout, nproc, render_layout(config.layout))
     if config.train.precision == "float16" and has_step(prepared.task):
         raise ConfigError("train.precision=float16 does not go with a step() of the Task's own: verify it in bfloat16")
     # Ranges that are left out begin where the run's own steps do.
@@ -162,17 +156,6 @@ def _refuse_exceptions(layout: Layout) -> None:
             f"{' and '.join(asked)}: computes something else than one device by design, so that there is nothing to "
             "compare (docs/explanation/exceptions.md has what it is held to): verify without it"
         )
-
-
-def nearest(layout: Layout) -> str:
-    """The layout with every degree above 2 made 2, and its modes; then, as words, those that no layout string takes.
-
-    What goes with the degrees goes with these, too: none that is above 1 becomes 1.
-    """
-    small = replace(layout, **{axis: min(2, getattr(layout, axis)) for axis in AXES})
-    rules = "placement"  # the user's own, which stay where they were given
-    beside = {name: value for name, value in small.differing() if name in TOML_ONLY and name != rules}
-    return " ".join([str(small), *(f"layout.{name}={str(value).lower()}" for name, value in beside.items())])
 
 
 def cut_words(task: Task, config: Config, layout: Layout) -> list[str]:
@@ -201,13 +184,19 @@ def cut_words(task: Task, config: Config, layout: Layout) -> list[str]:
     return [*words, f"train.micro_batch={smaller}"]
 
 
-def too_small(dataset: Any, global_batch: int) -> Answer | None:
-    """Why a map-style dataset gives no step of the user's own `global_batch`; None where it does."""
+def too_small(dataset: Any, plan: Plan) -> Answer | None:
+    """Why a map-style dataset gives no step: of the user's own global batch, or one to be split; None where it does."""
     try:
-        checked_len(dataset, global_batch)
+        size = checked_len(dataset, plan.global_batch)
     except DataError as error:
         return cannot("the data is too small for a step", str(error), "the run itself would be refused for it")
-    return None
+    needed, ranks = plan.config.train.global_batch, plan.layout.dp
+    if size >= needed:
+        return None
+    said = (
+        f"{type(dataset).__name__} has {size} samples; a step that {ranks} data-parallel ranks share has {needed} here"
+    )
+    return cannot("the data is too small to be split", said, f"give at least {needed} samples, or fewer data ranks")
 
 
 def hindrance(one: OneDevice) -> Answer | None:
