@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from allranks.parameter_map import Box
-from allranks.verifying.assembly import compare_parts, fit, locate, put_together, rounding
+from allranks.verifying.assembly import allowance, compare_parts, fit, locate, moved_by, put_together
 from allranks.verifying.recording import Part
 
 WHOLE = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(4, 3)
@@ -67,7 +67,28 @@ def test_rounding_widens_the_bound() -> None:
     moved[0, 0] += 1e-6
     ranks = [{"w": Part(None, WHOLE + 2e-5)}]
     assert compare_parts(ranks, {"w": Part(None, WHOLE)}, [{"w": Part(None, moved)}], {}) == []
-    assert rounding(WHOLE, [moved, None]) == pytest.approx(32e-6)
+    assert moved_by(WHOLE, [moved, None]) == pytest.approx(1e-6) and moved_by(WHOLE, [WHOLE * math.nan]) == 0.0
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 7 / 8, 9 / 8, 2.0, -1.0])
+def test_no_rounding_excuses_a_factor(factor: float) -> None:
+    """Whatever moves a tensor by as much as it is large is not rounding."""
+    wild = [{"w": Part(None, WHOLE * -3)}, {"w": Part(None, WHOLE * 0.4)}]
+    (mismatch,) = compare_parts([{"w": Part(None, WHOLE * factor)}], {"w": Part(None, WHOLE)}, wild, {}, largest=12.0)
+    assert mismatch.bound == pytest.approx(1.2)
+    assert compare_parts([{"w": Part(None, WHOLE)}], {"w": Part(None, WHOLE)}, wild, {}) == []
+    # Of a parameter the way counts that it has gone, not how large it is.
+    sizes = {"w": 1e-3}
+    (mismatch,) = compare_parts([{"w": Part(None, WHOLE + 5e-4)}], {"w": Part(None, WHOLE)}, wild, {}, sizes=sizes)
+    assert mismatch.bound == pytest.approx(1e-4)
+
+
+def test_what_rounding_turns_around_and_is_small_beside_others_is_as_good_as_zero() -> None:
+    assert allowance(1e-8, 1e-8, 1.0) == pytest.approx(32e-8)
+    assert allowance(1e-8, 1e-8) == pytest.approx(1e-9)  # nothing says that it is small
+    assert allowance(0.5, 0.5, 1.0) == pytest.approx(0.05)  # nor is this
+    assert allowance(1e-10, 1e-8, 1.0) == pytest.approx(1e-9)  # rounding does not turn it around
+    assert allowance(1e-12, 1e-8, 1.0) == pytest.approx(32e-12)
 
 
 def test_elements_that_do_not_count_are_left_out() -> None:

@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from allranks.verifying.low_precision import around_first, around_mean, distance, judge_low_precision
+from allranks.verifying.evidence import Evidence
+from allranks.verifying.low_precision import (
+    Factor,
+    around_first,
+    around_mean,
+    compare_noisy,
+    distance,
+    judge_low_precision,
+    say_noisy,
+)
 from allranks.verifying.recording import OneDevice, Part, Parts, RunRecord
 from tests.verifying.records import VALUES, evidence, one_device, scale
 
@@ -116,3 +125,41 @@ def test_an_own_loop_is_allowed_a_multiple_of_its_largest_shake(own_types: bool,
     first = one_device().steps[0].raw
     assert around_first("bias", first, [run.steps[0].raw for run in shakes]).allowed == pytest.approx(0.032)
     assert torch.equal(around_first("bias", first, []).of, VALUES["bias"] * 0.25)
+
+
+def moved(factor: float, off: float) -> Evidence:
+    """Ranks with a gradient that is so many times too large; one device whose rounding moves it by the part `off`."""
+
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            scale(run.steps[0].raw, factor, ["bias"])
+
+    found = evidence(change)
+    variants = [one_device() for _ in range(3)]
+    for sign, run in zip((1, -1, 1), variants, strict=True):
+        value = run.steps[0].raw["bias"].value
+        # Across it, so that it is no factor.
+        across = torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64)
+        run.steps[0].raw["bias"] = Part(None, value + sign * off * across * value.norm() / across.norm())
+    return replace(found, one=OneDevice(one_device(), variants))
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, -1.0])
+def test_no_rounding_excuses_a_factor_of_two(factor: float) -> None:
+    (finding,) = judge_low_precision(moved(factor, 0.19))
+    assert finding.tensor == "bias" and judge_low_precision(moved(1.0, 0.19)) == []
+    wide = moved(factor, 0.19)
+    expected, held = wide.one.run.steps[0].raw, [run.steps[0].raw for run in wide.ranks]
+    variants = [run.steps[0].raw for run in wide.one.variants]
+    anything = Factor(expected["bias"].value, 9.0)
+    mismatch = compare_noisy("bias", expected, held, variants, anything, wide)
+    assert mismatch is not None and mismatch.bound == pytest.approx(0.4 * mismatch.size), "whatever factors were seen"
+
+
+def test_what_rounding_moves_too_far_is_told_and_accuses_nobody() -> None:
+    (note,) = say_noisy(moved(1.0, 0.3).one, "bfloat16")
+    assert note == (
+        "rounding in bfloat16 alone moves these gradients by more than a fifth, so that a factor is not seen in them: "
+        "bias"
+    )
+    assert say_noisy(moved(1.0, 0.19).one, "bfloat16") == () and judge_low_precision(moved(1.0, 0.3)) == []

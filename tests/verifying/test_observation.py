@@ -1,8 +1,5 @@
 """Looking from outside: logical names, digests of samples, dropouts, noise by sample, clipping."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -113,6 +110,18 @@ def test_noise_of_a_generator_of_its_own_belongs_to_the_sample_too_and_is_noted(
     assert none == [] and torch.equal(after, moved) and not torch.equal(plain[0], whole[0])
 
 
+def test_noise_is_counted_from_the_beginning_of_each_forward() -> None:
+    observer = look.Observer()
+    with observer.watching():
+        observer.feed(lambda: [11, 12])
+        first, second = torch.randn(2, 3), torch.randn(2, 3)
+        observer.begin_forward()
+        again = torch.randn(2, 3)
+        observer.begin_forward([12])
+        other = torch.randn(1, 3)
+    assert torch.equal(first, again) and not torch.equal(first, second) and torch.equal(first[1:], other)
+
+
 def test_clipping_tells_before_it_scales() -> None:
     told: list[float] = []
     observer = look.Observer(on_clip=lambda held, norm: told.append(float(norm) + float(held[0].grad.sum())))  # type: ignore[union-attr]
@@ -121,29 +130,6 @@ def test_clipping_tells_before_it_scales() -> None:
     with observer.watching():
         nn.utils.clip_grad_norm_([parameter], 1.0)
     assert told == [pytest.approx(4.0 + 8.0)] and float(parameter.grad.norm()) == pytest.approx(1.0)
-
-
-def test_random_operations_are_named() -> None:
-    mode = look.RandomOperations()
-    with mode:
-        torch.bernoulli(torch.full((3,), 0.5))
-        torch.ones(3) + 1
-    assert mode.names == ["bernoulli"]
-
-
-def test_generators_that_move_within_a_step_are_named() -> None:
-    mode = look.RandomOperations()
-    for draw, names in (
-        (random.random, ["python's random"]),
-        (lambda: np.random.rand(2), ["numpy.random"]),
-        (lambda: torch.randn(3), ["randn"]),
-        (lambda: torch.ones(3), []),
-    ):
-        with mode:
-            torch.rand(2)  # initial values, for one: before the step
-        random.random()
-        mode.around(draw)()
-        assert mode.names == names
 
 
 def test_shaking_moves_by_ulps() -> None:

@@ -1,5 +1,6 @@
 """`allranks.verify`: real processes, raw torch.distributed, right and wrong."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import allranks
 from allranks.errors import ConfigError
 from allranks.verifying.own_verify import hindrance, verify_program
-from allranks.verifying.recording import OneDevice, RunRecord
-from tests.verifying.records import one_device, scale
+from allranks.verifying.recording import Noise, OneDevice, RunRecord
+from tests.verifying.records import one_device
 
 pytestmark = pytest.mark.distributed
 
@@ -106,15 +107,53 @@ def test_a_loop_that_draws_by_itself_cannot_be_verified() -> None:
     assert "not deterministic on one device" in str(answer) and "randn" in str(answer)
 
 
-def test_no_data_and_noise_of_unknown_origin_cannot_be_verified() -> None:
+def noise_of(scale: float, *, wrong: bool) -> Callable[[Any, Any, Any], float]:
+    """A step with noise that no seed reaches; a wrong one goes past the wrapper besides."""
+
+    def step(model: Any, optimizer: Any, some: Any) -> float:
+        inner = model.module if wrong and hasattr(model, "module") else model
+        loss = train(inner, optimizer, [(x * (1 + scale * os.urandom(1)[0] / 255), y) for x, y in some])
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize(("scale", "wrong"), [(1.0, True), (0.05, True), (1e-3, True), (1e-3, False)])
+def test_noise_from_nowhere_is_told_and_nothing_is_judged_by_it(scale: float, wrong: bool) -> None:
+    """It moves the runs that show what rounding does, too: a wrong loop was called equal."""
+    answer = allranks.verify(build, noise_of(scale, wrong=wrong), batches(), num_steps=2)
+    assert answer.exit_code == 3 and not answer.equal, str(answer)
+    assert str(answer).startswith(
+        "could not be verified: the program is not deterministic on one device\n"
+        "  no seed reaches what it draws from: os.urandom\n"
+        "  two runs with the same seeds differ: step 0: the gradient of"
+    )
+    assert "or draw it by torch.randn or rand with one row for each sample" in str(answer)
+
+
+def test_what_one_device_cannot_be_compared_with() -> None:
     nothing = hindrance(OneDevice(RunRecord()))
     assert nothing is not None and nothing.exit_code == 3 and "there is no data on one device" in str(nothing)
-    one, again = one_device(), one_device()
-    scale(again.steps[0].raw, 1.5)
-    for random, told in ((("numpy.random",), "it draws random numbers: numpy.random"), ((), "two equal runs differ")):
-        stopped = hindrance(OneDevice(one, again=again, random=random))
-        assert stopped is not None and stopped.exit_code == 3 and told in str(stopped)
-    assert hindrance(OneDevice(one, again=one_device())) is None
+    stopped = hindrance(OneDevice(one_device(), noise=Noise("step 0: ...", seeded=True)))
+    assert stopped is not None and "the program is not deterministic on one device" in str(stopped)
+    assert hindrance(OneDevice(one_device())) is None
+
+
+def test_data_that_is_too_small_to_be_split_is_told() -> None:
+    """And not as an error of the program, which has nothing to compute a loss of."""
+
+    def step(model: Any, optimizer: Any, some: Any) -> float:
+        for x, y in some:
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+        return loss.item()
+
+    answer = allranks.verify(build, step, [tuple(part[:1] for part in batch) for batch in batches()])
+    assert answer.exit_code == 3 and str(answer).startswith(
+        "could not be verified: the data is too small to be split\n"
+        "  step 0 of data has 1 sample, for 2 processes: some have none\n  rank 1:"
+    )
+    assert str(answer).endswith("next: give each step at least 2 samples, one for each process")
 
 
 def half_step(factor: float, *, exact: bool) -> Callable[[Any, Any, Any], float]:

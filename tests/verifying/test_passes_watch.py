@@ -3,12 +3,28 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from allranks import fault_points
+from allranks.data.micro_step import MicroStep, StepBatch
+from allranks.data.random_keys import mix, seed_all
+from allranks.digest import sample_hash
 from allranks.stepping.passes import StepSums
 from allranks.stepping.scaler import Scaler
-from allranks.verifying.passes_watch import WatchedPasses, gradients_of, scaler_of
+from allranks.training import validate as validating
+from allranks.verifying.passes_watch import (
+    WatchedPasses,
+    evaluation_told,
+    forwards_told,
+    gradients_of,
+    rows_in_work,
+    rows_of_step,
+    scaler_of,
+)
+
+X = torch.arange(3.0)
 
 
 def session(*beside: Any) -> Any:
@@ -47,3 +63,34 @@ def test_every_update_is_recorded_before_what_follows() -> None:
     watched.session = session()
     for number, _ in enumerate(watched.run(SimpleNamespace(), 1.0), 1):  # type: ignore[arg-type]
         assert watched.step.updates == number and list(watched.step.raw) == ["held"]
+
+
+def micro_step(key: int, *samples: int) -> MicroStep:
+    numbers = np.array(samples, dtype=np.int64)
+    return MicroStep(None, int(bool(samples)), len(samples), key, numbers + 100, numbers)
+
+
+def test_the_samples_in_work_are_known_by_what_seeds_their_forward() -> None:
+    batch = StepBatch(0, 0, 3, (micro_step(11, 1, 2), micro_step(12, 3), micro_step(13)))
+    first, second = [sample_hash(101, 1), sample_hash(102, 2)], [sample_hash(103, 3)]
+    assert rows_of_step(batch) == first + second
+    rows = rows_in_work(batch, num_stages=2)
+    for key, due in ((12, second), (11, first), (mix(11, 1), first), (13, []), (99, []), (mix(11, 2), [])):
+        seed_all(key)
+        assert rows() == due
+
+
+def test_the_samples_of_an_evaluation_are_told_forward_by_forward() -> None:
+    told: list[list[int]] = []
+    with evaluation_told(told.append):
+        sizes = [len(m.samples) for m in validating.evaluation_batches(torch.utils.data.TensorDataset(X), batch_size=2)]
+    assert sizes == [2, 1] and told == [[sample_hash(0, 0), sample_hash(1, 1)], [sample_hash(2, 2)]]
+
+
+def test_every_forward_is_told() -> None:
+    told: list[int] = []
+    with forwards_told(lambda: told.append(1)):
+        for point in ("forward", "backward", "forward"):
+            fault_points.reach(point)
+    fault_points.reach("forward")
+    assert len(told) == 2

@@ -94,3 +94,10 @@ def test_rows_follow_their_samples() -> None:
     assert in_order(rows, order) == [10 + int(x) for x in shuffled(batch, 3)[0]] != rows
     assert order_of((torch.ones(2), torch.ones(3)), 3) is None
     assert in_order(rows, None) == rows and in_order([7], order) == [7]
+
+
+def test_a_step_with_fewer_samples_than_processes_is_told() -> None:
+    few = program([torch.ones(4, 2), torch.ones(1, 2)])
+    assert few.too_small(2, 2) == "step 1 of data has 1 sample, for 2 processes: some have none"
+    assert few.too_small(2, 8) == "step 0 of data has 4 samples, for 8 processes: some have none"
+    assert few.too_small(1, 4) == "" == program(lambda rank, size: [[]]).too_small(2, 2)

@@ -60,6 +60,17 @@ def test_noise_goes_with_its_sample_when_samples_are_shuffled(monkeypatch: pytes
         assert torch.allclose(part.value, moved.steps[0].raw[name].value, rtol=1e-12, atol=1e-14), name
 
 
+def test_noise_goes_with_its_sample_in_whichever_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a forward for each sample, which shows what rounding does in a low precision, would show noise."""
+
+    def noisy(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x + torch.randn_like(x), layer.weight, layer.bias)
+
+    monkeypatch.setattr(nn.Linear, "forward", noisy)
+    plain, apart = run(), run(Variation(apart=True, seed=7))
+    assert torch.allclose(plain.steps[0].raw["0.weight"].value, apart.steps[0].raw["0.weight"].value, rtol=1e-11)
+
+
 def test_each_sample_in_a_forward_of_its_own() -> None:
     plain, apart = run(), run(Variation(apart=True))
     assert (plain.steps[0].num_batches, apart.steps[0].num_batches) == (1, 9)

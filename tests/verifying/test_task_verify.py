@@ -1,6 +1,5 @@
 """`allranks verify TASK`: right under its layouts; and mistakes in allranks itself are each found."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from allranks.verifying.answer import Answer
 from allranks.verifying.recording import OneDevice
 from allranks.verifying.shrinking import Room
 from allranks.verifying.task_ranks import Errand
-from allranks.verifying.task_verify import hindrance, nearest, notes_of, plan_run, run_task_alone, verify_task
+from allranks.verifying.task_verify import hindrance, notes_of, plan_run, run_task_alone, verify_task
 from tests.commands import POINTS, PROGRAMS
 from tests.programs import law_mutants, mutants
 from tests.verifying.mistakes import DEEP_BLOCKS, EXPERT_BLOCKS, LAWS, LOAD, OURS, START, UNSEEN, Mistake
@@ -133,8 +132,9 @@ def test_near_ties_of_a_router_hide_nothing_and_accuse_nobody() -> None:
     assert answer.exit_code == 1 and answer.findings[0].tensor == "2.weight", str(answer)
 
 
+SMALL = "train.global_batch=9"
 NOISY = """
-import random
+import os, random
 import numpy as np, torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
@@ -147,37 +147,68 @@ class Part(IterableDataset):
 
 class Noisy(allranks.Task):
     noise: str = "python"
+    scale: float = 1.0
     def dataset(self, split):
-        x = torch.arange(40.0).view(20, 2) / 40
+        x = torch.arange(40.0).view(20, 2) / 40 + 0 * torch.randn(20, 2)
         return Part() if self.noise == "sharded" else TensorDataset(x, x[:, :1])
     def model(self):
         return nn.Linear(2, 1)
     def loss(self, output, batch):
-        noise = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(()), "": float}
-        return ((output - batch[1]) ** 2).sum() * (1 + noise[self.noise]())
+        noise = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(()), "": float,
+                 "system": lambda: os.urandom(1)[0] / 255, "own": lambda: np.random.default_rng().random()}
+        return ((output - batch[1]) ** 2).sum() * (1 + self.scale * noise[self.noise]())
 """
 
 
 @pytest.mark.parametrize(
-    ("noise", "told"), [("python", "python's random"), ("numpy", "numpy.random"), ("torch", "rand"), ("", "")]
-)
-def test_a_task_that_draws_is_told_with_whose_numbers_it_draws(noise: str, told: str, tmp_path: Path) -> None:
+    ("noise", "told", "runs"),
+    [
+        ("python", "it draws random numbers: python's random", "two runs with other seeds differ"),
+        ("numpy", "it draws random numbers: numpy.random", "two runs with other seeds differ"),
+        # Not what dataset() draws: that is the same each time.
+        ("torch", "it draws random numbers: rand", "two runs with other seeds differ"),
+        ("system", "no seed reaches what it draws from: os.urandom", "two runs with the same seeds differ"),
+        ("own", "no seed reaches what it draws from: numpy.random.default_rng() without a seed",
+         "two runs with the same seeds differ"),
+        ("", "", ""),
+    ],
+)  # fmt: skip
+def test_a_task_that_draws_is_told_with_whose_numbers_it_draws(
+    noise: str, told: str, runs: str, tmp_path: Path
+) -> None:
     (tmp_path / "task.py").write_text(NOISY)
     asked = TrainRequest(task_spec=str(tmp_path / "task.py"), layout="ddp", overrides=(f"task.noise={noise}",))
-    one = run_task_alone(Errand(plan_run(asked, 2).request, 2, str(tmp_path / "checkpoints")))
-    stopped = hindrance(one)
+    stopped = hindrance(run_task_alone(Errand(plan_run(asked, 2).request, 2, str(tmp_path / "checkpoints"))))
     if not told:
-        assert stopped is None and one.random == ()
+        assert stopped is None
         return
-    assert stopped is not None and stopped.exit_code == 3 and one.random == (told,)
-    assert f"not deterministic on one device\n  it draws random numbers: {told};" in str(stopped)
-    silent = hindrance(replace(one, random=()))
-    assert silent is not None and "two equal runs differ" in str(silent)
+    assert stopped is not None and stopped.exit_code == 3
+    said = f"the Task is not deterministic on one device\n  {told}\n  {runs}: step 0: the gradient of "
+    assert said in str(stopped) and "over dp" not in str(stopped)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("scale", [1.0, 0.05, 1e-3])
+def test_noise_from_nowhere_ends_a_task_before_its_ranks_are_judged(scale: float, tmp_path: Path) -> None:
+    """It was refused for a loss that couples samples, or accused of S17, or called equal."""
+    (tmp_path / "task.py").write_text(NOISY)
+    answer = verify(str(tmp_path / "task.py"), "ddp", "task.noise=system", f"task.scale={scale}", SMALL)
+    assert answer.exit_code == 3 and "the Task is not deterministic on one device" in str(answer), str(answer)
+
+
+@pytest.mark.distributed
+def test_noise_with_a_row_for_each_sample_is_no_hindrance(tmp_path: Path) -> None:
+    """One device has a step in one forward, each of the ranks in three: whoever draws, a sample has the same noise."""
+    (tmp_path / "task.py").write_text(
+        NOISY.replace("(output - batch[1])", "(output + torch.randn_like(output) - batch[1])")
+    )
+    answer = verify(str(tmp_path / "task.py"), "ddp", "task.noise=", SMALL)
+    assert answer.equal and "in 3 micro-steps" in str(answer), str(answer)
 
 
 def test_too_little_data_and_data_without_an_order_cannot_be_verified(tmp_path: Path) -> None:
     short = run_of([[0, 1]])
-    stopped = hindrance(OneDevice(short, again=short))
+    stopped = hindrance(OneDevice(short))
     assert stopped is not None and stopped.exit_code == 3
     assert "the data is too small for two steps\n  it gives 1" in str(stopped)
     answer = verify(POINTS, "ddp", "task.num_points=3", "train.global_batch=8")
@@ -185,6 +216,14 @@ def test_too_little_data_and_data_without_an_order_cannot_be_verified(tmp_path: 
         "could not be verified: the data is too small for a step\n"
         "  TensorDataset has 3 samples, fewer than train.global_batch(8): set train.global_batch=3 or less, or bring "
         "more data\n  next: the run itself would be refused for it"
+    )
+    request = TrainRequest(
+        task_spec=POINTS, layout="ddp", nproc=4, overrides=("task.num_points=3", "train.global_batch=2"), device="cpu"
+    )
+    assert str(verify_task(request, 2)) == (
+        "could not be verified: the data is too small to be split\n"
+        "  TensorDataset has 3 samples; a step that 4 data-parallel ranks share has 5 here\n"
+        "  next: give at least 5 samples, or fewer data ranks"
     )
     (tmp_path / "task.py").write_text(NOISY)
     answer = verify(str(tmp_path / "task.py"), "ddp", "task.noise=sharded")
@@ -235,28 +274,6 @@ def test_float16_with_a_step_of_its_own_is_refused_at_once() -> None:
 def test_the_batch_is_small_and_uneven() -> None:
     plan = plan_run(TrainRequest(task_spec=POINTS, layout="ddp", nproc=3), 4)
     assert {"train.precision=float64", "train.global_batch=13", "train.micro_steps=2"} <= set(plan.request.overrides)
-    assert nearest(plan.layout) == "dp_replicate=2"
-
-
-@pytest.mark.parametrize(
-    ("layout", "nproc", "words", "small"),
-    [
-        ("dp_shard=4,pp=4,schedule=interleaved", 16, (), "dp_shard=2,pp=2,schedule=interleaved"),
-        ("fsdp,sharding=grad_op,recompute=full", 16, (), "dp_shard=2,sharding=grad_op,recompute=full"),
-        ("fsdp,sharding=none", 12, (), "dp_replicate=2,sharding=none"),
-        ("dp_shard=*,sharding=optimizer,batchnorm=local", 16, (), "dp_shard=2,sharding=optimizer,batchnorm=local"),
-        ("cp=16,compile=block", 16, ("layout.context=ring",), "cp=2,compile=block layout.context=ring"),
-        ("fsdp,offload=all", 9, ("layout.gather=bfloat16",), "dp_shard=2,offload=all layout.gather=bfloat16"),
-        ("dp_shard=16,ep=8", 16, ("layout.static_graph=true",), "dp_shard=2,ep=2 layout.static_graph=true"),
-    ],
-)
-def test_the_nearest_layout_keeps_the_modes(layout: str, nproc: int, words: tuple[str, ...], small: str) -> None:
-    with pytest.raises(LayoutError) as refused:
-        plan_run(TrainRequest(task_spec=POINTS, layout=layout, nproc=nproc, overrides=words), 4)
-    assert str(refused.value).endswith(f"exercises every axis: --layout {small}")
-    proposed, *keys = small.split()
-    plan = plan_run(TrainRequest(task_spec=POINTS, layout=proposed, overrides=(*keys,)), 4)
-    assert nearest(plan.layout) == small, "and is accepted"
 
 
 def test_a_layout_that_no_smaller_one_mends_is_refused_for_its_modes() -> None:

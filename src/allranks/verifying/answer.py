@@ -108,10 +108,6 @@ def largest_error(one: OneDevice, ranks: Sequence[RunRecord], what: str, places:
     return worst
 
 
-UNKNOWN_NOISE = "two equal runs differ, and neither torch nor the generators of numpy and python were seen to draw"
-"""Of a program that is not deterministic: a generator of its own, for one, or something else than random numbers."""
-
-
 def cannot(what: str, evidence: str, next: str) -> Answer:
     """An answer that says why nothing can be said."""
     return Answer(unverified=Verdict(UNVERIFIED, what, tuple(evidence.splitlines()), next))

@@ -13,6 +13,8 @@ from allranks.verifying.recording import Part, Parts
 RELATIVE = 1e-12
 OF_LARGEST = 1e-14
 TIMES_ROUNDING = 32.0  # how much further than what rounding was seen to do a right program may be off
+MOST = 0.1  # of the largest value, and no further: a factor of 9/8, one rank of 9 counted as 8, is never rounding
+AS_ZERO = 0.01  # of the largest of all tensors: less than that may be zero but for rounding
 
 
 @final
@@ -77,10 +79,26 @@ def locate(name: str, whole: torch.Tensor, part: Part) -> Box | None:
     return None
 
 
-def rounding(expected: torch.Tensor, variants: Iterable[torch.Tensor | None]) -> float:
+def moved_by(expected: torch.Tensor, variants: Iterable[torch.Tensor | None]) -> float:
     """How far what changes nothing but rounding has moved a tensor."""
     moved = [float((v - expected).abs().max()) for v in variants if v is not None and v.numel()]
-    return TIMES_ROUNDING * max((m for m in moved if math.isfinite(m)), default=0.0)
+    return max((m for m in moved if math.isfinite(m)), default=0.0)
+
+
+def allowance(moved: float, size: float, largest: float = 0.0) -> float:
+    """How far off something may be because of rounding, at most a part of its size.
+
+    What moves by more is either not rounding, and excuses nothing; or it is as good as zero: small beside the others,
+    and turned around by rounding.
+
+    Args:
+        moved: by what changes nothing but rounding.
+        size: its largest value.
+        largest: that of all that it stands among.
+    """
+    times = TIMES_ROUNDING * moved
+    as_zero = size <= min(times, AS_ZERO * largest)
+    return times if as_zero else min(times, MOST * size)
 
 
 def compare_parts(
@@ -92,6 +110,8 @@ def compare_parts(
     floor: float = 0.0,
     counted: Mapping[str, torch.Tensor] | None = None,
     relative: float = RELATIVE,
+    sizes: Mapping[str, float] | None = None,
+    largest: float = 0.0,
 ) -> list[Mismatch]:
     """What is off, in the order of `expected`.
 
@@ -103,12 +123,14 @@ def compare_parts(
         floor: the least bound.
         counted: name -> which elements are compared; all where it is not there.
         relative: of a tensor's largest value that is allowed.
+        sizes: name -> what rounding may take a part of; a tensor's largest value where it is not there.
+        largest: the largest of those, for `allowance`.
     """
     found = []
     for name, (_, whole) in expected.items():
-        moved = rounding(whole, (variant[name].value if name in variant else None for variant in variants))
+        moved = moved_by(whole, (variant[name].value if name in variant else None for variant in variants))
         size = float(whole.abs().max()) if whole.numel() else 0.0
-        bound = max(relative * size, floor, moved)
+        bound = max(relative * size, floor, allowance(moved, (sizes or {}).get(name, size), largest))
         mismatch = _compare(name, whole, ranks, places, bound, size, (counted or {}).get(name))
         if mismatch is not None:
             found.append(mismatch)

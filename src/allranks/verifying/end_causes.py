@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from allranks.verifying.assembly import Mismatch, compare_parts, put_together
+from allranks.verifying.assembly import Mismatch, allowance, compare_parts, put_together
 from allranks.verifying.evidence import Evidence, describe, few
 from allranks.verifying.findings import OTHER, Finding, found
 from allranks.verifying.recording import Parts, RunRecord, StepRecord
@@ -40,7 +40,8 @@ def judge_evaluation(evidence: Evidence) -> list[Finding]:
 
 def _allowed(evidence: Evidence, name: str, due: float) -> float:
     moved = [abs((run.evaluation or {}).get(name, due) - due) for run in evidence.one.variants]
-    return max(1e-9 * abs(due), 1e-12, 32 * max(moved, default=0.0))
+    largest = max(abs(value) for value in (evidence.one.run.evaluation or {name: due}).values())
+    return max(1e-9 * abs(due), 1e-12, allowance(max(moved, default=0.0), abs(due), largest))
 
 
 def _coverage(evidence: Evidence) -> tuple[str, str] | None:

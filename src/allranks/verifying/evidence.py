@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from allranks.verifying.assembly import OF_LARGEST, RELATIVE, Mismatch, Places, compare_parts, rounding
+from allranks.verifying.assembly import OF_LARGEST, RELATIVE, Mismatch, Places, allowance, compare_parts, moved_by
 from allranks.verifying.recording import OneDevice, Parts, RunRecord, StepRecord
 from allranks.verifying.world_view import WorldView
 
@@ -51,11 +51,14 @@ class Evidence:
         one, ranks = self.step(index)
         variants = [getattr(run.steps[index], what) for run in self.one.variants if len(run.steps) > index]
         expected: Parts = getattr(one, what)
-        floor, counted = 0.0, None
+        floor, counted, sizes, most = 0.0, None, None, largest(expected)
         if what in ("raw", "gradients"):
-            floor = OF_LARGEST * largest(expected) * (self.relative / RELATIVE)
+            floor = OF_LARGEST * most * (self.relative / RELATIVE)
         elif what == "parameters":
-            counted = self._significant(index)
+            counted, sizes = self._significant(index), self._ways(index)
+            most = max(sizes.values(), default=0.0)
+        else:
+            most = max(most, largest(one.parameters))
         return compare_parts(
             [getattr(step, what) for step in ranks],
             expected,
@@ -64,7 +67,15 @@ class Evidence:
             floor=floor,
             counted=counted,
             relative=self.relative,
+            sizes=sizes,
+            largest=most,
         )
+
+    def _ways(self, index: int) -> dict[str, float]:
+        """How far parameters have gone by the end of a step: an update that is twice as large is never rounding."""
+        start = self.one.run.start.parameters
+        now = self.one.run.steps[index].parameters
+        return {name: moved_by(part.value, [now[name].value]) for name, part in start.items() if name in now}
 
     def _significant(self, index: int) -> dict[str, torch.Tensor]:
         """Which elements of parameters are compared: what divides noise by noise (Adam) is not, from then on."""
@@ -78,17 +89,18 @@ class Evidence:
                 size = part.value.abs()
                 own = float(size.max()) if size.numel() else 0.0
                 # An element that rounding may turn around is as good as zero, however large rounding is here.
-                least = max(ZERO_OF_TENSOR * own, ZERO_OF_MODEL * most, self._rounding(place, name, part.value))
+                least = max(ZERO_OF_TENSOR * own, ZERO_OF_MODEL * most, self._rounding(place, name, part.value, most))
                 # A gradient of exactly 0 everywhere moves nothing, and what moves there has no excuse.
                 counts = size > least if own else torch.ones_like(size) > 0
                 found[name] = found.get(name, torch.tensor(True)) & counts
         return found
 
-    def _rounding(self, index: int, name: str, gradient: torch.Tensor) -> float:
+    def _rounding(self, index: int, name: str, gradient: torch.Tensor, most: float) -> float:
         """How far off a gradient of a step may be by what rounding was seen to do; 0 of a step before the first."""
         records = [run.steps[index] for run in self.one.variants if 0 <= index < len(run.steps)]
         moved = [(record.gradients or record.raw).get(name) for record in records]
-        return rounding(gradient, (part.value for part in moved if part is not None))
+        size = float(gradient.abs().max()) if gradient.numel() else 0.0
+        return allowance(moved_by(gradient, (part.value for part in moved if part is not None)), size, most)
 
 
 def largest(parts: Parts) -> float:

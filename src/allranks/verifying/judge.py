@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from allranks.verifying.assembly import Mismatch
+from allranks.verifying.assembly import Mismatch, allowance
 from allranks.verifying.data_causes import judge_draws, judge_epochs, judge_samples, judge_seeds
 from allranks.verifying.end_causes import judge_evaluation, judge_resume
 from allranks.verifying.evidence import Evidence, describe, few
@@ -106,7 +106,7 @@ def _norms(evidence: Evidence, step: int) -> list[Finding]:
         return []
     moved = [run.steps[step].norm for run in evidence.one.variants if len(run.steps) > step]
     apart = max((abs(norm - one.norm) for norm in moved if norm is not None), default=0.0)
-    allowed = max(evidence.relative * abs(one.norm), 32 * apart)
+    allowed = max(evidence.relative * abs(one.norm), allowance(apart, abs(one.norm)))
     off = {rank: record.norm for rank, record in enumerate(ranks) if not _near(record.norm, one.norm, allowed)}
     if not off:
         return []
@@ -184,7 +184,8 @@ def _reported(evidence: Evidence) -> list[Finding]:
 def _loss_allowed(evidence: Evidence, step: int, due: float) -> float:
     moved = [run.steps[step].loss for run in evidence.one.variants if len(run.steps) > step]
     apart = max((abs(loss - due) for loss in moved if loss is not None and math.isfinite(loss)), default=0.0)
-    return max(evidence.relative * abs(due), 32 * apart, 1e-15)
+    losses = [abs(step.loss) for step in evidence.one.run.steps if step.loss is not None]
+    return max(evidence.relative * abs(due), allowance(apart, abs(due), max(losses)), 1e-15)
 
 
 def _own_shares(evidence: Evidence, step: int, values: Sequence[float], due: float, allowed: float) -> bool:

@@ -14,10 +14,10 @@ from typing import Final, final
 import torch
 
 from allranks.verifying.assembly import Mismatch, put_together
-from allranks.verifying.evidence import Evidence
+from allranks.verifying.evidence import Evidence, few
 from allranks.verifying.findings import Finding
 from allranks.verifying.gradient_causes import explain_gradients
-from allranks.verifying.recording import Parts
+from allranks.verifying.recording import OneDevice, Parts
 
 TIMES_ERROR: Final = 4.0  # of the largest error of a variant
 TIMES_FACTOR: Final = 8.0  # of the largest deviation of a variant's factor, of an own loop
@@ -26,6 +26,9 @@ POOLED_RUNS: Final = 3  # as many runs of a tensor's own do all tensors together
 MOST_POOLED: Final = 9.0  # of the median: a gradient of nothing but rounding has no factor, and says none of others
 LEAST_FACTOR: Final = 0.004  # half an ulp of bfloat16: a factor nearer to 1 than that is not seen
 LEAST_ERROR: Final = 0.008
+MOST_ERROR: Final = 0.4  # however far rounding goes: half of a gradient, or twice as much, is off by more
+MOST_NOISE: Final = 0.2  # of the 2-norm; what rounding alone moves by more than that says little, and is told
+NOISY = "rounding in {} alone moves these gradients by more than a fifth, so that a factor is not seen in them: {}"
 
 
 def judge_low_precision(evidence: Evidence) -> list[Finding]:
@@ -122,14 +125,39 @@ def compare_noisy(
         return Mismatch(name, (), size, 0.0, size, {}, agree=True, missing=True)
     if not size:
         return None
-    noise = [distance(v[name].value.double(), whole)[0] for v in variants if name in v]
-    error, times = distance(value, whole)[0], _factor(value, factor.of)
-    allowed = max([LEAST_ERROR, *(TIMES_ERROR * e for e in noise)])
+    noise, error, times = _noise(name, expected, variants), distance(value, whole)[0], _factor(value, factor.of)
+    allowed = max(LEAST_ERROR, TIMES_ERROR * noise)
+    if noise <= MOST_NOISE:
+        allowed, factor = min(allowed, MOST_ERROR), Factor(factor.of, min(factor.allowed, MOST_ERROR))
     if error <= allowed and abs(times - 1) <= factor.allowed:
         return None
     factors = {0: times} if abs(times - 1) > factor.allowed else {0: math.nan}
     everyone = tuple(range(len(ranks)))
     return Mismatch(name, everyone, error * size, allowed * size, size, factors, agree=True)
+
+
+def noisy_gradients(one: OneDevice) -> list[str]:
+    """Names of the gradients of the first step which rounding alone moves so far that little is found in them."""
+    found: list[str] = []
+    for what in ("raw", "gradients"):
+        expected: Parts = getattr(one.run.steps[0], what)
+        variants = [getattr(run.steps[0], what) for run in one.variants]
+        found += [name for name in expected if _noise(name, expected, variants) > MOST_NOISE]
+    return list(dict.fromkeys(found))
+
+
+def say_noisy(one: OneDevice, precision: str) -> tuple[str, ...]:
+    """A note on `noisy_gradients`; none where there are none."""
+    names = noisy_gradients(one)
+    return (NOISY.format(precision, few(names)),) if names else ()
+
+
+def _noise(name: str, expected: Parts, variants: Sequence[Parts]) -> float:
+    """The largest relative error of what changes nothing but the rounding."""
+    if name not in expected or not bool(expected[name].value.any()):
+        return 0.0
+    whole = expected[name].value.double()
+    return max((distance(v[name].value.double(), whole)[0] for v in variants if name in v), default=0.0)
 
 
 def distance(value: torch.Tensor, whole: torch.Tensor) -> tuple[float, float]:

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 from unittest.mock import patch
 
@@ -14,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.parameter_map import Box
 from allranks.verifying.loader_watch import LoaderWatch, torch_digest
@@ -139,56 +139,6 @@ def shake(parameters: Mapping[str, torch.Tensor], seed: int, dtype: torch.dtype 
             parameter.mul_(1 + noise.to(parameter.dtype) * torch.finfo(dtype or parameter.dtype).eps)
 
 
-class RandomOperations(TorchDispatchMode):
-    """Inside, what draws random numbers is noted: torch's operations by their own tag, and others' generators.
-
-    Of numpy and python those generators are seen which everybody shares; not one that a program makes for itself.
-
-    Attributes:
-        names: theirs.
-        lowered: bfloat16 or float16, where an operation gives numbers of that type; else None.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-        self.lowered: torch.dtype | None = None
-        self._before = generator_digests()
-
-    def begin(self) -> None:
-        """Here a step begins: what was drawn before it, for initial values, does not count."""
-        self.names.clear()
-        self._before = generator_digests()
-
-    def end(self) -> None:
-        """Here it ends: note whose generators have moved."""
-        moved = [a != b for a, b in zip(self._before, generator_digests(), strict=True)]
-        others = [name for name, drew in zip(("numpy.random", "python's random"), moved[1:], strict=True) if drew]
-        self.names += [name for name in others if name not in self.names]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute, and note what draws, and in which type."""
-        name = str(func.overloadpacket).removeprefix("aten.")
-        if torch.Tag.nondeterministic_seeded in func.tags and name not in self.names:
-            self.names.append(name)
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor) and found.dtype in (torch.bfloat16, torch.float16):
-            self.lowered = found.dtype
-        return found
-
-    def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step inside of it."""
-
-        def watched(*arguments: Any) -> Any:
-            self.begin()
-            with self:
-                found = step(*arguments)
-            self.end()
-            return found
-
-        return watched
-
-
 @final
 @dataclass
 class Observer:
@@ -197,19 +147,21 @@ class Observer:
     Attributes:
         drops: whether dropouts drop; if not, they are recorded, draw their numbers, and let everything pass.
         draws: the dropouts so far.
-        rows: digests of the samples in work; noise with a row for each of them (torch.randn and the like) is then a
-            function of the sample, so that it does not depend on who draws it.
+        rows: gives digests of the samples in work; noise with a row for each of them (torch.randn and the like) is then
+            a function of the sample, so that it does not depend on who draws it.
         own_noise: whether that holds of generators of the program's own, too; these draws are recorded.
         on_clip: called with (parameters, norm) before torch's clipping scales gradients.
         loaders: what torch's loaders and samplers do.
+        drawing: whether it draws itself at this moment, in place of the program and without any effect on it.
     """
 
     drops: bool = False
     draws: list[Draw] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    rows: Callable[[], Sequence[int]] = lambda: ()
     on_clip: Callable[[Sequence[torch.Tensor], torch.Tensor], None] = lambda parameters, norm: None
     loaders: LoaderWatch = field(default_factory=LoaderWatch)
     own_noise: bool = False
+    drawing: bool = False
     _calls: int = 0
 
     @contextmanager
@@ -248,10 +200,16 @@ class Observer:
                 stack.enter_context(patch.object(torch, name, self._by_sample(getattr(torch, name))))
             yield
 
-    def feed(self, rows: Sequence[int], draws: list[Draw] | None = None) -> None:
+    def feed(self, rows: Sequence[int] | Callable[[], Sequence[int]], draws: list[Draw] | None = None) -> None:
         """Samples with these digests are in work from now on, and dropouts are noted in `draws`."""
-        self.rows, self._calls = list(rows), 0
+        self.begin_forward(rows)
         self.draws = [] if draws is None else draws
+
+    def begin_forward(self, rows: Sequence[int] | Callable[[], Sequence[int]] | None = None) -> None:
+        """A forward begins: noise is counted from the first on. `rows`: its samples, where they are others."""
+        self._calls = 0
+        if rows is not None:
+            self.rows = rows if callable(rows) else partial(list, rows)
 
     def _by_sample(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         plain: Any = {"randn_like": torch.randn, "rand_like": torch.rand}.get(original.__name__, original)
@@ -260,10 +218,12 @@ class Observer:
             like = args[0] if args and isinstance(args[0], torch.Tensor) else None
             sizes = like.shape if like is not None else args[0] if args and not isinstance(args[0], int) else args
             shape = tuple(options.get("size", sizes))
-            by_row = bool(self.rows) and len(shape) > 1 and shape[0] == len(self.rows)
+            rows = self.rows()
+            by_row = len(rows) > 0 and len(shape) > 1 and shape[0] == len(rows)
             own = options.get("generator")
             if not by_row or (own is not None and not self.own_noise):
                 return original(*args, **options)
+            self.drawing = True
             if own is not None:
                 self._note(shape, own)
                 original(*args, **options)  # what it draws next is what it would have been
@@ -271,9 +231,11 @@ class Observer:
                 options = {"dtype": like.dtype, "device": like.device} | options
             options = {k: value for k, value in options.items() if k not in ("size", "memory_format", "generator")}
             self._calls += 1
-            keys = [(row + self._calls * 0x9E3779B97F4A7C15) % (1 << 63) for row in self.rows]
+            keys = [(row + self._calls * 0x9E3779B97F4A7C15) % (1 << 63) for row in rows]
             seeded = (torch.Generator().manual_seed(key) for key in keys)
-            return torch.stack([plain(shape[1:], generator=generator, **options) for generator in seeded])
+            made = torch.stack([plain(shape[1:], generator=generator, **options) for generator in seeded])
+            self.drawing = False
+            return made
 
         return drawn
 
@@ -291,7 +253,9 @@ class Observer:
 
     def _draw(self, input: torch.Tensor) -> None:
         self._note(input.shape)
+        self.drawing = True
         torch.rand(input.numel())
+        self.drawing = False
 
     def _note(self, shape: Sequence[int], own: torch.Generator | None = None) -> None:
         again = bool(torch._C._current_graph_task_id() != -1)

@@ -2,40 +2,33 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from allranks.errors import AllranksError, ConfigError
+from allranks.errors import ConfigError
 from allranks.surviving.launch import launch
-from allranks.task_loading import user_line
-from allranks.verifying import observation as look
-from allranks.verifying.answer import UNKNOWN_NOISE, Answer, cannot
+from allranks.verifying.answer import Answer, cannot
 from allranks.verifying.data_causes import judge_samples
+from allranks.verifying.determinism import incomparable
 from allranks.verifying.end_causes import judge_reshard
 from allranks.verifying.evidence import Evidence
-from allranks.verifying.gradient_causes import is_sum_of
 from allranks.verifying.judge import judge, judge_ranks
-from allranks.verifying.low_precision import judge_low_precision
-from allranks.verifying.own_loop import OwnLoop, Setting, default_dtype, process_group
-from allranks.verifying.program import Program, load_program, merge
+from allranks.verifying.low_precision import judge_low_precision, noisy_gradients, say_noisy
+from allranks.verifying.own_alone import Source, observer_of, read_program, relative_of, run_alone, run_shares
+from allranks.verifying.own_loop import OwnLoop, Setting, process_group
+from allranks.verifying.program import Program
 from allranks.verifying.recording import OneDevice, RunRecord
 from allranks.verifying.start_causes import judge_start, places_of, unplaced
 from allranks.verifying.world_view import view_of
 
-NUM_VARIANTS = 2
-OTHER_SEED = 977
 LOWERED = (
     "it runs in its own precision alone, and computes in {}: compared are how it begins, and the samples and gradients "
     "of the first step, as far as rounding in that precision allows"
 )
 RUN_IT = "make it run on several processes first: torchrun"
-Source = Program | str
 
 
 class RankFailed(RuntimeError):
@@ -98,11 +91,14 @@ def _verified(source: Source, setting: Setting, nproc: int) -> Answer:
         setting = replace(setting, dtype=None)  # written for one precision: compared in that
         one = launch(run_alone, source, setting, nproc, nproc=1)[0]
     stopped = hindrance(one)
-    if stopped is not None and one.again is None:
+    if stopped is not None and not (one.noise is not None and one.noise.seeded):
         return stopped
     try:
         ranks = launch(run_rank, source, _of_ranks(setting), nproc=nproc)
     except RankFailed as error:
+        if stopped is None and one.too_small:
+            advice = f"give each step at least {nproc} samples, one for each process"
+            return cannot("the data is too small to be split", f"{one.too_small}\n{error}", advice)
         return stopped or cannot(f"the program fails on one of {nproc} processes", str(error), RUN_IT)
     if stopped is not None:
         findings = judge_ranks(Evidence(one, ranks, view_of(ranks)))
@@ -116,17 +112,7 @@ def hindrance(one: OneDevice) -> Answer | None:
         return cannot("the program fails on one device", one.run.error, "make it run alone first: build(False)")
     if not one.run.steps:
         return cannot("there is no data on one device", "", "data(0, 1), or the list, has to give a step")
-    assert one.again is not None
-    alone = Evidence(replace(one, again=None), [one.again], view_of([one.again]), places_of(one.run, [one.again]))
-    differs = judge(alone)
-    if differs:
-        drawn = f"it draws random numbers: {', '.join(one.random)}" if one.random else UNKNOWN_NOISE
-        return cannot(
-            "the program is not deterministic on one device",
-            f"{drawn}; {differs[0].verdict.what}",
-            "make its noise part of data, or a function of the sample, for the time of the comparison",
-        )
-    return None
+    return incomparable(one, "the program")
 
 
 def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[RunRecord]) -> Answer:
@@ -140,16 +126,27 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
     def shares(step: int) -> Any:
         return launch(run_shares, source, setting, step, one.run, len(ranks), nproc=1)[0]
 
-    evidence = Evidence(one, ranks, world, places, relative=1e-12 if setting.dtype else 1e-6, shares=shares)
+    evidence = Evidence(one, ranks, world, places, relative=relative_of(setting), shares=shares)
     lengths = {len(record.steps) for record in (one.run, *ranks)}  # of several, that is what is wrong
     if one.lowered is not None and len(lengths) == 1 and evidence.num_steps:
-        found = judge_start(evidence) or judge_samples(evidence, 0) or judge_low_precision(evidence)
-        notes = (LOWERED.format(str(one.lowered).removeprefix("torch.")),)
-        return Answer((*found, *judge_ranks(evidence)), one, tuple(ranks), world, notes=notes)
+        return _in_its_own_precision(evidence)
     findings = judge(evidence)
     if not findings and all(run.resumed is not None for run in ranks):
         findings = judge_reshard(evidence, launch(run_load, source, _of_ranks(setting), nproc=1)[0])
     return Answer(tuple(findings), one, tuple(ranks), world)
+
+
+def _in_its_own_precision(evidence: Evidence) -> Answer:
+    """Of a program that computes in a low precision alone."""
+    one, name = evidence.one, str(evidence.one.lowered).removeprefix("torch.")
+    found = judge_start(evidence) or judge_samples(evidence, 0) or judge_low_precision(evidence)
+    notes = (LOWERED.format(name), *say_noisy(one, name))
+    findings = (*found, *judge_ranks(evidence))
+    if not findings and set(noisy_gradients(one)) >= one.run.steps[0].gradients.keys():
+        return cannot(
+            f"rounding in {name} hides what is computed", notes[-1], "verify it in float32, or with more samples"
+        )
+    return Answer(findings, one, tuple(evidence.ranks), evidence.world, notes=notes)
 
 
 def _of_ranks(setting: Setting) -> Setting:
@@ -158,8 +155,8 @@ def _of_ranks(setting: Setting) -> Setting:
 
 def run_load(source: Source, setting: Setting) -> RunRecord:
     """One process that is built as a rank is, and loads what the ranks have saved."""
-    with _observer(setting) as observer, process_group():
-        program = _program(source)
+    with observer_of(setting) as observer, process_group():
+        program = read_program(source)
 
         def build(distributed: bool) -> Any:
             assert program.load is not None
@@ -174,122 +171,11 @@ def run_load(source: Source, setting: Setting) -> RunRecord:
         return OwnLoop(alone, replace(setting, num_steps=0, resume=False), 0, 1, True, observer).run()
 
 
-@contextmanager
-def _observer(setting: Setting) -> Iterator[look.Observer]:
-    """One that is watching."""
-    observer = look.Observer(drops=setting.drops, own_noise=setting.own_noise)
-    with observer.watching():
-        yield observer
-
-
 def run_rank(source: Source, setting: Setting) -> RunRecord:
     """One of the ranks; runs in a process that `launch` has started."""
-    with _observer(setting) as observer, process_group() as (rank, size):
+    with observer_of(setting) as observer, process_group() as (rank, size):
         os.makedirs(setting.folder, exist_ok=True)
-        record = OwnLoop(_program(source), setting, rank, size, True, observer).run()
+        record = OwnLoop(read_program(source), setting, rank, size, True, observer).run()
         if record.error:  # the others wait for this rank: the launcher ends them
             raise RankFailed(f"rank {rank}: {record.error}")
         return record
-
-
-def run_alone(source: Source, setting: Setting, num_ranks: int) -> OneDevice:
-    """One device: the run, the run again, and with another rounding."""
-    with _observer(setting) as observer, process_group():
-        os.makedirs(setting.folder, exist_ok=True)
-        try:
-            program = _one_batch_a_step(_program(source), setting, observer)
-        except AllranksError:
-            raise
-        except Exception as error:  # the user's data may raise anything
-            return OneDevice(RunRecord(error=user_line(error)))
-
-        def run(**changes: Any) -> RunRecord:
-            torch.use_deterministic_algorithms(False)
-            return OwnLoop(program, replace(setting, **changes), 0, 1, False, observer).run()
-
-        first = run(resume=False)
-        if first.error:
-            return OneDevice(first)
-        again = run(seed=OTHER_SEED, resume=False)
-        operations = _operations(program, setting, observer)
-        lowered = operations.lowered if setting.dtype is None else None  # autocast leaves float64 as it is
-        moved = {"shuffled": True, "resume": False, "lowered": lowered}
-        variants = [run(shake=number, **moved) for number in range(1, NUM_VARIANTS + 1)]
-        right = [variant for variant in variants if not variant.error]
-        return OneDevice(first, right, again=again, random=tuple(operations.names), lowered=lowered)
-
-
-def _operations(program: Program, setting: Setting, observer: look.Observer) -> look.RandomOperations:
-    """Those of the first step that draw random numbers, and the low precision in which it computes."""
-    mode = look.RandomOperations()
-    short = replace(setting, num_steps=1, resume=False)
-    loop = OwnLoop(replace(program, step=mode.around(program.step)), short, 0, 1, False, observer)
-    loop.run()
-    return mode
-
-
-def run_shares(source: Source, setting: Setting, step: int, one: RunRecord, num_ranks: int) -> Any:
-    """Gradients of each rank's micro-batches alone, from one device's parameters before `step`."""
-    before = one.steps[step - 1].parameters if step else one.start.parameters
-    found: list[list[dict[str, torch.Tensor]]] = []
-    with _observer(setting) as observer, process_group():
-        program = _program(source)
-        for rank in range(num_ranks):
-            steps = list(_upto(program.steps(rank, num_ranks), step + 1))
-            found.append([_gradients(program, setting, observer, before, batch) for batch in steps[step]])
-    return found
-
-
-def _upto(steps: Any, number: int) -> Any:
-    for _, batches in zip(range(number), steps, strict=False):
-        yield batches
-
-
-def _gradients(
-    program: Program, setting: Setting, observer: look.Observer, before: Any, batch: Any
-) -> dict[str, torch.Tensor]:
-    def build(distributed: bool) -> Any:
-        model, optimizer = program.build(False)
-        with torch.no_grad():
-            for name, parameter in look.logical_parameters(model).items():
-                parameter.copy_(before[name].value)
-        return model, optimizer
-
-    alone = replace(program, build=build, data=lambda rank, size: [[batch]], evaluate=None, state=None)
-    with default_dtype(setting.dtype):
-        record = OwnLoop(alone, replace(setting, num_steps=1, resume=False), 0, 1, False, observer).run()
-    if record.error or not record.steps:
-        return {}
-    step = record.steps[0]
-    return {name: part.value for name, part in (step.raw or step.gradients).items()}
-
-
-def _one_batch_a_step(program: Program, setting: Setting, observer: look.Observer) -> Program:
-    """One device takes all samples of a step at once, where they can be one batch and no layer or loss couples them.
-
-    A mean over micro-batches is then compared with the mean over their samples.
-    """
-    short = replace(setting, num_steps=1, resume=False)
-    whole = replace(program, data=_merged(program)) if callable(program.data) else replace(program, micro_batches=1)
-    steps = list(_upto(program.steps(0, 1), 1))
-    if not steps or len(steps[0]) < 2:
-        return whole
-    first = OwnLoop(replace(whole, evaluate=None), short, 0, 1, False, observer).run()
-    if first.error or not first.steps or first.start.statistics:
-        return program
-    before = first.start.parameters
-    own = [_gradients(program, short, observer, before, batch) for batch in steps[0]]
-    return whole if is_sum_of(first.steps[0].raw or first.steps[0].gradients, own) else program
-
-
-def _merged(program: Program) -> Callable[[int, int], Any]:
-    def data(rank: int, size: int, first: int = 0) -> Any:
-        for batches in program.steps(rank, size, first):
-            whole = merge(batches) if len(batches) > 1 else None
-            yield batches if whole is None else [whole]
-
-    return data
-
-
-def _program(source: Source) -> Program:
-    return load_program(source) if isinstance(source, str) else source

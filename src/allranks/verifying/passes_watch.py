@@ -1,14 +1,20 @@
 """The passes of a run, watched: what they leave in the gradients is copied before anybody clips it."""
 
-from collections.abc import Iterator
-from typing import final
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+from unittest.mock import patch
 
 from torch.distributed.tensor import DTensor
 
-from allranks.data.micro_step import StepBatch
+from allranks import fault_points
+from allranks.data.micro_step import MicroStep, StepBatch
+from allranks.data.random_keys import last_key, mix
+from allranks.digest import sample_hash
 from allranks.stepping.passes import Passes, Scale, StepSums
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.session import Session
+from allranks.training import validate as validating
 from allranks.verifying.recording import Part, Parts, StepRecord
 
 
@@ -27,6 +33,54 @@ class WatchedPasses(Passes):
             self.step.raw |= gradients_of(self.session, sums)
             self.step.updates += 1
             yield sums
+
+
+def rows_of_step(batch: StepBatch) -> list[int]:
+    """Digests of the samples that count."""
+    return [row for micro_step in batch.micro_steps for row in rows_of_forward(micro_step)]
+
+
+def rows_in_work(batch: StepBatch, num_stages: int) -> Callable[[], list[int]]:
+    """Gives those of the micro-step whose forward runs, by the numbers with which it was seeded; [] of none of them."""
+    found = {}
+    for micro_step in batch.micro_steps:
+        key = micro_step.random_key
+        for seeded in (key, *(mix(key, stage) for stage in range(1, num_stages))):
+            found[seeded] = rows_of_forward(micro_step)
+    return lambda: found.get(last_key(), [])
+
+
+def rows_of_forward(micro_step: MicroStep) -> list[int]:
+    """Digests of its samples that count, in their order."""
+    return [sample_hash(int(p), int(s)) for p, s in zip(micro_step.positions, micro_step.samples, strict=True)]
+
+
+@contextmanager
+def forwards_told(begin: Callable[[], None]) -> Iterator[None]:
+    """Inside, it is called before every forward of a micro-step, one whose gradients are discarded, too."""
+    reach = fault_points.reach
+
+    def reached(point: str) -> None:
+        reach(point)
+        if point == "forward":
+            begin()
+
+    with patch.object(fault_points, "reach", reached):
+        yield
+
+
+@contextmanager
+def evaluation_told(begin: Callable[[list[int]], None]) -> Iterator[None]:
+    """Inside, it is called before every forward of an evaluation, with digests of its samples."""
+    made = validating.evaluation_batches
+
+    def batches(*arguments: Any, **options: Any) -> Iterator[MicroStep]:
+        for micro_step in made(*arguments, **options):
+            begin(rows_of_forward(micro_step))
+            yield micro_step
+
+    with patch.object(validating, "evaluation_batches", batches):
+        yield
 
 
 def gradients_of(session: Session, sums: StepSums) -> Parts:

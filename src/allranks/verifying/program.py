@@ -63,6 +63,14 @@ class Program:
         for batch in islice(_iterate(self.data, "data"), first, None):
             yield cut(_share(batch, rank, world_size), self.micro_batches)
 
+    def too_small(self, num_steps: int, world_size: int) -> str:
+        """Which step of a list leaves a rank without a sample, in words; "" where none does, or where none is known."""
+        for step, batch in enumerate(islice([] if callable(self.data) else self.data, num_steps)):
+            if (size := num_samples(batch)) < world_size:
+                samples = f"{size} sample" if size == 1 else f"{size} samples"
+                return f"step {step} of data has {samples}, for {world_size} processes: some have none"
+        return ""
+
     def evaluation_batches(self, rank: int, world_size: int) -> list[Any]:
         """What this rank measures on."""
         if callable(self.validation):

@@ -128,6 +128,22 @@ class RunRecord:
 
 @final
 @dataclass(frozen=True)
+class Noise:
+    """That one device does not compute the same twice.
+
+    Attributes:
+        difference: the first one between two runs, in words.
+        seeded: whether runs with the same seeds are equal, and only those with other seeds differ.
+        operations: what was seen to draw random numbers, or to give others each time; empty where nothing was.
+    """
+
+    difference: str
+    seeded: bool
+    operations: tuple[str, ...] = ()
+
+
+@final
+@dataclass(frozen=True)
 class OneDevice:
     """What one process computes alone, and how far rounding alone moves it.
 
@@ -136,14 +152,14 @@ class OneDevice:
         variants: the same run again, with what changes nothing but the rounding: samples in another order, parameters
             moved by an ulp.
         shares: step -> rank -> micro-batch -> gradients of it alone, from the parameters before that step.
-        again: the run with other random numbers and dropout off; it differs where the model draws some itself.
-        random: the operations that draw them.
+        noise: why it is nothing to compare with; None where the run is the same again, with other random numbers too.
+        too_small: which step of an own loop has fewer samples than ranks, in words; "" where none has.
         lowered: a low precision in which an own loop computes that runs in its own precision alone; None: in none.
     """
 
     run: RunRecord
     variants: Sequence[RunRecord] = ()
     shares: Mapping[int, Sequence[Sequence[Mapping[str, torch.Tensor]]]] = field(default_factory=dict)
-    again: RunRecord | None = None
-    random: tuple[str, ...] = ()
+    noise: Noise | None = None
+    too_small: str = ""
     lowered: torch.dtype | None = None

@@ -15,9 +15,9 @@ from allranks.config import Config, OptimizerConfig
 from allranks.data.cut import cut_step
 from allranks.data.evaluation import evaluation_batches
 from allranks.data.loader import Loader
-from allranks.data.micro_step import StepBatch
+from allranks.data.micro_step import MicroStep
 from allranks.data.stream import DataStream
-from allranks.digest import ledger_sum, sample_hash
+from allranks.digest import ledger_sum
 from allranks.errors import DataError
 from allranks.layout import Layout
 from allranks.stepping.session import draws, make_schedule
@@ -27,7 +27,9 @@ from allranks.verifying import observation as look
 from allranks.verifying.choosing import Choosing
 from allranks.verifying.one_device import evaluate_on_one_device, train_on_one_device
 from allranks.verifying.own_loop import statistics_of, unique
+from allranks.verifying.passes_watch import rows_of_forward, rows_of_step
 from allranks.verifying.program import call, cast_floats, in_order, order_of, shuffled
+from allranks.verifying.random_sources import RandomOperations
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord
 from allranks.verifying.task_ranks import ledger
 
@@ -73,12 +75,12 @@ class TaskAlone:
     lowered: torch.dtype | None = None
     scale: float = 1.0
     choosing: Choosing | None = None
-    operations: look.RandomOperations | None = None
+    operations: RandomOperations | None = None
     record: RunRecord = field(default_factory=RunRecord)
     _models: dict[str, nn.Module] = field(default_factory=dict)
     _optimizers: dict[str, Optimizer] = field(default_factory=dict)
-    _batch: StepBatch | None = None
     _step: StepRecord = field(default_factory=StepRecord)
+    _fed: list[list[int]] = field(default_factory=list)
 
     def run(self) -> RunRecord:
         """Train and evaluate."""
@@ -156,30 +158,27 @@ class TaskAlone:
             )
 
     def _steps(self, loader: Loader) -> Iterator[list[Any]]:
-        for index in range(self.num_steps):
-            batch = next(loader, None)
-            if batch is None:
-                return
+        for index, batch in zip(range(self.num_steps), loader, strict=False):
             loader.stream.take(batch)
-            self._batch, self._step = batch, StepRecord(num_batches=len(batch.micro_steps))
+            self._step = StepRecord(num_batches=len(batch.micro_steps))
             pairs = [(int(p), int(s)) for m in batch.micro_steps for p, s in zip(m.positions, m.samples, strict=True)]
-            self._step.rows = [sample_hash(*pair) for pair in pairs]
+            self._step.rows = rows_of_step(batch)
             value = ledger_sum([p for p, _ in pairs], [s for _, s in pairs])
             self._step.kept = {"ledger": Part(None, ledger(f"{value:016x}"))}
-            self.observer.feed(self._fed(batch, index), self._step.draws)
+            self._fed = [self._in_order(m, index) for m in batch.micro_steps]
+            self.observer.feed(self._fed[0] if len(self._fed) == 1 else [], self._step.draws)
             look.seed_everything(self.variation.seed + index)
             if self.operations is not None:
                 self.operations.begin()
             yield [self._prepared(m.batch, index) for m in batch.micro_steps]
 
-    def _fed(self, batch: StepBatch, index: int) -> list[int]:
-        """Digests of the samples in the order in which they are fed; [] of several micro-steps."""
-        order = order_of(batch.micro_steps[0].batch, index) if self.variation.shuffled else None
-        return in_order(self._step.rows, order) if len(batch.micro_steps) == 1 else []
+    def _in_order(self, micro_step: MicroStep, index: int) -> list[int]:
+        """Digests of the samples of a forward in the order in which they are fed."""
+        rows = rows_of_forward(micro_step)
+        return in_order(rows, order_of(micro_step.batch, index) if self.variation.shuffled else None)
 
     def _prepared(self, batch: Any, index: int) -> Any:
-        cast = self._cast(batch)
-        return shuffled(cast, index) if self.variation.shuffled else cast
+        return shuffled(self._cast(batch), index) if self.variation.shuffled else self._cast(batch)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -202,11 +201,15 @@ class TaskAlone:
                 yield turn[0][0], torch.stack([loss for _, loss, _ in turn]).sum(), sum(int(n) for _, _, n in turn)
             return
         count = resolve_targets(self.task, batches[0]).call
-        losses = [self.task.loss(self._output(models[""], batch), batch) for batch in batches]
+        losses = [self._loss(models[""], batch, rows) for batch, rows in zip(batches, self._fed, strict=True)]
         total = torch.stack(losses).sum()
         if self.scale != 1.0:
             total.register_hook(lambda gradient: gradient * self.scale)
         yield "", total, sum(count(batch) for batch in batches)
+
+    def _loss(self, model: nn.Module, batch: Any, rows: list[int]) -> torch.Tensor:
+        self.observer.begin_forward(rows)
+        return self.task.loss(self._output(model, batch), batch)
 
     @torch.no_grad()
     def _unscale(self, parameter: torch.Tensor) -> None:
@@ -214,23 +217,20 @@ class TaskAlone:
             parameter.grad /= self.scale
 
     def _before_update(self, step: int, which: str, loss: float, norm: float) -> None:
-        if self.operations is not None:
-            self.operations.end()
         held = {id(p) for group in self._optimizers[which].param_groups for p in group["params"]}
-        if self._step.loss is None:
-            self._step.loss = loss
-        self._step.norm = norm
+        self._step.loss, self._step.norm = loss if self._step.loss is None else self._step.loss, norm
         self._step.updates += 1
         for name, parameter in look.logical_parameters(self._models).items():
             if parameter.grad is not None and id(parameter) in held and name in self.record.start.parameters:
                 self._step.raw[name] = look.part_of(parameter.grad)
 
     def _after_step(self, step: int) -> None:
-        for module in self._models.values():
-            for part in module.modules():
-                move: Any = getattr(part, "update_balance", None)
-                if hasattr(part, "tokens_per_expert") and callable(move):
-                    move()
+        if self.operations is not None:
+            self.operations.end()
+        for part in (part for module in self._models.values() for part in module.modules()):
+            move: Any = getattr(part, "update_balance", None)
+            if hasattr(part, "tokens_per_expert") and callable(move):
+                move()
         named = look.logical_parameters(self._models)
         self._step.parameters = self._unaliased(named)
         self._step.buffers = look.parts_of(look.logical_buffers(self._models))
@@ -271,17 +271,17 @@ class TaskAlone:
             collate=self.task.collate,
             draws=draws(validation),
         )
-        return evaluate_on_one_device(self._terms(model, self._cast(m.batch)) for m in batches)
+        return evaluate_on_one_device(self._terms(model, m) for m in batches)
 
-    def _terms(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+    def _terms(self, model: nn.Module, micro_step: MicroStep) -> Mapping[str, tuple[Any, Any]]:
+        self.observer.begin_forward(rows_of_forward(micro_step))
+        batch = self._cast(micro_step.batch)
         output = self._output(model, batch)
         loss = self.task.loss(output, batch), resolve_targets(self.task, batch).call(batch)
         return {"loss": loss, **self.task.metrics(output, batch)}
 
     def _unaliased(self, named: Mapping[str, nn.Parameter]) -> Parts:
-        first: dict[int, str] = {}
-        for name, parameter in named.items():
-            first.setdefault(id(parameter), name)
+        first = {id(parameter): name for name, parameter in reversed(named.items())}
         return {name: look.part_of(p) for name, p in named.items() if first[id(p)] == name}
 
     def _tied(self, named: Mapping[str, nn.Parameter]) -> list[tuple[str, ...]]:

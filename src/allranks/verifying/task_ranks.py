@@ -13,7 +13,6 @@ from torch.utils.data import Subset
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.config import Config
 from allranks.data.micro_step import StepBatch
-from allranks.digest import sample_hash
 from allranks.launching.environment import read_environment
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.backend import choose_device, start, stop
@@ -22,7 +21,7 @@ from allranks.request import TrainRequest
 from allranks.stepping.passes import Passes
 from allranks.stepping.session import Session, assemble
 from allranks.stepping.world import Processes, gather_processes
-from allranks.task import Task
+from allranks.task import Task, has_step
 from allranks.training.prepare import prepare, resolve_layout
 from allranks.training.saver import Saver
 from allranks.training.snapshot import Contents, find_checkpoint, kept_schedule, schedule_state
@@ -30,7 +29,14 @@ from allranks.training.validate import validate
 from allranks.verifying import observation as look
 from allranks.verifying.choosing import Choosing
 from allranks.verifying.own_loop import default_dtype
-from allranks.verifying.passes_watch import WatchedPasses, scaler_of
+from allranks.verifying.passes_watch import (
+    WatchedPasses,
+    evaluation_told,
+    forwards_told,
+    rows_in_work,
+    rows_of_step,
+    scaler_of,
+)
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord
 from allranks.verifying.routing import Recorded, Replayer
 from allranks.verifying.shrinking import shrink
@@ -181,10 +187,12 @@ class _Run:
         if scaler is not None and self._errand.scale is not None:
             scaler.scale.fill_(self._errand.scale)
         choosing = None if self._replayer is None else Choosing(self._replayer.decide)
-        with nullcontext() if choosing is None else choosing.within(session.spread.modules):
+        told = nullcontext() if has_step(self._task) else forwards_told(self._observer.begin_forward)
+        with told, nullcontext() if choosing is None else choosing.within(session.spread.modules):
             self._step_through(session, watching[0], contents, record, resume)
         if self._errand.evaluate:
-            record.evaluation = validate(session) or None
+            with evaluation_told(self._observer.begin_forward):
+                record.evaluation = validate(session) or None
         return record
 
     def _step_through(
@@ -200,8 +208,8 @@ class _Run:
                 if batch is None:
                     break
                 watching.step = step = StepRecord(num_batches=len(batch.micro_steps))
-                step.rows = _rows(batch)
-                self._observer.feed(step.rows if len(batch.micro_steps) == 1 else [], step.draws)
+                step.rows = rows_of_step(batch)
+                self._observer.feed(self._in_work(batch, step.rows), step.draws)
                 outcome = session.step.run(batch, before, lambda: next(loader, None))
                 session.stream.take(batch)
                 _finish(session, step, batch, outcome, before)
@@ -209,6 +217,12 @@ class _Run:
                 before, batch = outcome.pending, outcome.upcoming
                 if save_after == index + 1:
                     self._save(session, contents, index + 1)
+
+    def _in_work(self, batch: StepBatch, rows: list[int]) -> Any:
+        """The samples in work. Generators of a Task's own advance in turn: then these are the whole step's, or none."""
+        if has_step(self._task):
+            return rows if len(batch.micro_steps) == 1 else []
+        return rows_in_work(batch, self._processes.mesh.layout.num_stages)
 
     def _save(self, session: Session, contents: Contents, step: int) -> Checkpoint:
         folder = Path(self._errand.folder)
@@ -253,11 +267,6 @@ def _parts(session: Session, kind: str) -> Parts:
         for name, entry in spread.map.items()
         if entry.kind == kind and entry.alias_of is None
     }
-
-
-def _rows(batch: StepBatch) -> list[int]:
-    pairs = [(int(p), int(s)) for m in batch.micro_steps for p, s in zip(m.positions, m.samples, strict=True)]
-    return [sample_hash(*pair) for pair in pairs]
 
 
 def _finish(session: Session, step: StepRecord, batch: StepBatch, outcome: Any, before: Any) -> None:

@@ -14,30 +14,30 @@ from allranks.data.stream import checked_len, declared_order
 from allranks.errors import AllranksError, ConfigError, DataError, LayoutError
 from allranks.layout import Layout, num_processes, render_layout
 from allranks.layout_refusals import refuse_unsupported
-from allranks.layout_string import TOML_ONLY
 from allranks.request import TrainRequest
 from allranks.surviving.launch import launch
 from allranks.task import Task, has_step
 from allranks.training.prepare import prepare, resolve_layout
 from allranks.verifying import observation as look
-from allranks.verifying.answer import UNKNOWN_NOISE, Answer, cannot
+from allranks.verifying.answer import Answer, cannot
+from allranks.verifying.determinism import find_noise, incomparable
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
 from allranks.verifying.judge import judge
-from allranks.verifying.low_precision import judge_low_precision
+from allranks.verifying.local_layouts import refuse_too_many
+from allranks.verifying.low_precision import judge_low_precision, say_noisy
 from allranks.verifying.lowered import LOWERED, run_lowered
 from allranks.verifying.own_loop import default_dtype
+from allranks.verifying.random_sources import RandomOperations, Unseeded
 from allranks.verifying.recording import OneDevice, RunRecord
 from allranks.verifying.shrinking import Room, Size, choose_size, shrink
 from allranks.verifying.task_alone import TaskAlone, Variation
 from allranks.verifying.task_ranks import Errand, TaskRecord, run_task_rank, shorten_validation
 from allranks.verifying.world_view import WorldView
 
-MOST_PROCESSES = 8  # what a small machine runs without its ranks waiting for each other past their time limits
 DEFAULT_PROCESSES = 2
 SAMPLES_A_RANK = 4
 NUM_VARIANTS = 2
-OTHER_SEED = 977
 PLAIN = Variation()
 TOO_LARGE = "return settings that make it small in hints().small, or take a machine with more memory"
 EXACT = "train.precision=float64"
@@ -45,7 +45,6 @@ NOT_IN_FLOAT8 = (
     "not compared in float8, because each process scales by the largest value of its own share: what is computed then "
     "depends on the layout (docs/explanation/exceptions.md says by how much)"
 )
-AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
 
 
 @final
@@ -85,7 +84,7 @@ def verify_task(request: TrainRequest, num_steps: int) -> Answer:
     if order == "sharded":
         because = 'the dataset declares order="sharded": which samples a step has depends on the number of ranks'
         return cannot("there is no order to compare", because, 'verify it with order="global"')
-    if order == "map" and (stopped := too_small(dataset, plan.global_batch)) is not None:
+    if order == "map" and (stopped := too_small(dataset, plan)) is not None:
         return stopped
 
     def with_settings(words: Sequence[str]) -> Plan:
@@ -120,8 +119,8 @@ def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
             findings = _resharded(plan, errand, one)
         notes = notes_of(plan)
         if not findings and plan.precision in LOWERED:
-            findings, note = _in_low_precision(plan, errand)
-            notes = (*notes, note)
+            findings, lowered = _in_low_precision(plan, errand)
+            notes = (*notes, *lowered)
     return Answer(tuple(findings), one, tuple(record.run for record in ranks), evidence.world, notes=notes)
 
 
@@ -136,11 +135,7 @@ def plan_run(request: TrainRequest, num_steps: int) -> Plan:
     # Before another layout is proposed, which would be refused for the same.
     refuse_unsupported(layout)
     _refuse_exceptions(layout)
-    if nproc > MOST_PROCESSES:
-        raise LayoutError(
-            f"{render_layout(config.layout)} takes {nproc} processes, more than the {MOST_PROCESSES} that run on one "
-            f"machine; the nearest that exercises every axis: --layout {nearest(layout)}"
-        )
+    refuse_too_many(layout, nproc, render_layout(config.layout))
     if config.train.precision == "float16" and has_step(prepared.task):
         raise ConfigError("train.precision=float16 does not go with a step() of the Task's own: verify it in bfloat16")
     # Ranges that are left out begin where the run's own steps do.
@@ -161,17 +156,6 @@ def _refuse_exceptions(layout: Layout) -> None:
             f"{' and '.join(asked)}: computes something else than one device by design, so that there is nothing to "
             "compare (docs/explanation/exceptions.md has what it is held to): verify without it"
         )
-
-
-def nearest(layout: Layout) -> str:
-    """The layout with every degree above 2 made 2, and its modes; then, as words, those that no layout string takes.
-
-    What goes with the degrees goes with these, too: none that is above 1 becomes 1.
-    """
-    small = replace(layout, **{axis: min(2, getattr(layout, axis)) for axis in AXES})
-    rules = "placement"  # the user's own, which stay where they were given
-    beside = {name: value for name, value in small.differing() if name in TOML_ONLY and name != rules}
-    return " ".join([str(small), *(f"layout.{name}={str(value).lower()}" for name, value in beside.items())])
 
 
 def cut_words(task: Task, config: Config, layout: Layout) -> list[str]:
@@ -200,13 +184,19 @@ def cut_words(task: Task, config: Config, layout: Layout) -> list[str]:
     return [*words, f"train.micro_batch={smaller}"]
 
 
-def too_small(dataset: Any, global_batch: int) -> Answer | None:
-    """Why a map-style dataset gives no step of the user's own `global_batch`; None where it does."""
+def too_small(dataset: Any, plan: Plan) -> Answer | None:
+    """Why a map-style dataset gives no step: of the user's own global batch, or one to be split; None where it does."""
     try:
-        checked_len(dataset, global_batch)
+        size = checked_len(dataset, plan.global_batch)
     except DataError as error:
         return cannot("the data is too small for a step", str(error), "the run itself would be refused for it")
-    return None
+    needed, ranks = plan.config.train.global_batch, plan.layout.dp
+    if size >= needed:
+        return None
+    said = (
+        f"{type(dataset).__name__} has {size} samples; a step that {ranks} data-parallel ranks share has {needed} here"
+    )
+    return cannot("the data is too small to be split", said, f"give at least {needed} samples, or fewer data ranks")
 
 
 def hindrance(one: OneDevice) -> Answer | None:
@@ -215,14 +205,7 @@ def hindrance(one: OneDevice) -> Answer | None:
         return cannot("the Task fails on one device", one.run.error, "make it train alone first: --layout single")
     if len(one.run.steps) < 2:
         return cannot("the data is too small for two steps", f"it gives {len(one.run.steps)}", "give more samples")
-    assert one.again is not None
-    alone = Evidence(replace(one, again=None), [one.again], WorldView((0,)))
-    differs = judge(alone)
-    if differs:
-        drawn = f"it draws random numbers: {', '.join(one.random)}" if one.random else UNKNOWN_NOISE
-        advice = "make the noise a function of the sample, or part of it, for the time of the comparison"
-        return cannot("the Task is not deterministic on one device", f"{drawn}; {differs[0].verdict.what}", advice)
-    return None
+    return incomparable(one, "the Task")
 
 
 def evidence_of(one: OneDevice, ranks: Sequence[TaskRecord]) -> Evidence:
@@ -233,7 +216,7 @@ def evidence_of(one: OneDevice, ranks: Sequence[TaskRecord]) -> Evidence:
 
 
 def run_task_alone(errand: Errand) -> OneDevice:
-    """One device: the run, the run with other random numbers, and with another rounding; in a process of `launch`."""
+    """One device: the run, and with another rounding; or why it is not the same again. In a process of `launch`."""
     prepared = prepare(errand.request)
     observer = look.Observer()
     with observer.watching(), default_dtype(torch.float64):
@@ -243,15 +226,20 @@ def run_task_alone(errand: Errand) -> OneDevice:
         def run(variation: Variation = PLAIN) -> RunRecord:
             return TaskAlone(prepared.task, prepared.config, errand.num_steps, observer, variation).run()
 
+        def drawing(seeded: bool) -> Sequence[str]:
+            operations, unseeded = RandomOperations(observer), Unseeded()
+            with unseeded.watching(), operations:
+                TaskAlone(prepared.task, prepared.config, 1, observer, operations=operations).run()
+            return operations.names if seeded else (*operations.own, *unseeded.names)
+
         first = run()
         if first.error:
             return OneDevice(first)
-        again = run(Variation(seed=OTHER_SEED))
+        noise = find_noise(first, lambda seed: run(replace(PLAIN, seed=PLAIN.seed + seed)), drawing)
+        if noise is not None:
+            return OneDevice(first, noise=noise)
         variants = [run(Variation(shake=number, shuffled=True)) for number in range(1, NUM_VARIANTS + 1)]
-        operations = look.RandomOperations()
-        with operations:
-            TaskAlone(prepared.task, prepared.config, 1, observer, operations=operations).run()
-        return OneDevice(first, [v for v in variants if not v.error], again=again, random=tuple(operations.names))
+        return OneDevice(first, [v for v in variants if not v.error])
 
 
 def _resharded(plan: Plan, errand: Errand, one: OneDevice) -> list[Finding]:
@@ -269,11 +257,13 @@ def _resharded(plan: Plan, errand: Errand, one: OneDevice) -> list[Finding]:
     ]
 
 
-def _in_low_precision(plan: Plan, errand: Errand) -> tuple[list[Finding], str]:
+def _in_low_precision(plan: Plan, errand: Errand) -> tuple[list[Finding], tuple[str, ...]]:
     """Findings on the first step in the run's own precision, and what was compared there, in words."""
     words = (*plan.request.overrides, f"train.precision={plan.precision}")
     low = run_lowered(replace(plan.request, overrides=words), errand, plan.nproc)
-    return judge_low_precision(evidence_of(low.one, low.ranks)) if low.comparable else [], low.note
+    if not low.comparable:
+        return [], (low.note,)
+    return judge_low_precision(evidence_of(low.one, low.ranks)), (low.note, *say_noisy(low.one, plan.precision))
 
 
 def replace_steps(one: OneDevice, first: int) -> OneDevice:

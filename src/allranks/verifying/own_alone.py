@@ -1,0 +1,154 @@
+"""One process that runs an own loop as one device does: whether it is the same again, and how far rounding moves it."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from allranks.errors import AllranksError
+from allranks.task_loading import user_line
+from allranks.verifying import observation as look
+from allranks.verifying.determinism import find_noise
+from allranks.verifying.gradient_causes import is_sum_of
+from allranks.verifying.own_loop import OwnLoop, Setting, default_dtype, process_group
+from allranks.verifying.program import Program, load_program, merge
+from allranks.verifying.random_sources import RandomOperations, Unseeded
+from allranks.verifying.recording import OneDevice, RunRecord
+
+NUM_VARIANTS = 2
+Source = Program | str
+
+
+def read_program(source: Source) -> Program:
+    return load_program(source) if isinstance(source, str) else source
+
+
+@contextmanager
+def observer_of(setting: Setting) -> Iterator[look.Observer]:
+    """One that is watching."""
+    observer = look.Observer(drops=setting.drops, own_noise=setting.own_noise)
+    with observer.watching():
+        yield observer
+
+
+def run_alone(source: Source, setting: Setting, num_ranks: int) -> OneDevice:
+    """One device: the run, and with another rounding; or why it is not the same again."""
+    with observer_of(setting) as observer, process_group():
+        os.makedirs(setting.folder, exist_ok=True)
+        try:
+            own = read_program(source)
+            program, short = _one_batch_a_step(own, setting, observer), own.too_small(setting.num_steps, num_ranks)
+        except AllranksError:
+            raise
+        except Exception as error:  # the user's data may raise anything
+            return OneDevice(RunRecord(error=user_line(error)))
+
+        def run(**changes: Any) -> RunRecord:
+            torch.use_deterministic_algorithms(False)
+            return OwnLoop(program, replace(setting, **changes), 0, 1, False, observer).run()
+
+        first = run(resume=False)
+        if first.error:
+            return OneDevice(first)
+        noise = find_noise(
+            first,
+            lambda seed: run(seed=seed, resume=False),
+            lambda seeded: _drawing(program, setting, observer, seeded),
+            relative=relative_of(setting),
+        )
+        if noise is not None:
+            return OneDevice(first, noise=noise, too_small=short)
+        # Autocast leaves float64 as it is.
+        lowered = _operations(program, setting, observer).lowered if setting.dtype is None else None
+        moved = {"shuffled": True, "resume": False, "lowered": lowered}
+        variants = [run(shake=number, **moved) for number in range(1, NUM_VARIANTS + 1)]
+        right = [variant for variant in variants if not variant.error]
+        return OneDevice(first, right, lowered=lowered, too_small=short)
+
+
+def relative_of(setting: Setting) -> float:
+    """Of a tensor's largest value that may differ without a reason."""
+    return 1e-12 if setting.dtype else 1e-6
+
+
+def _operations(program: Program, setting: Setting, observer: look.Observer) -> RandomOperations:
+    """Those of the first step that draw random numbers, and the low precision in which it computes."""
+    mode = RandomOperations(observer)
+    short = replace(setting, num_steps=1, resume=False)
+    loop = OwnLoop(replace(program, step=mode.around(program.step)), short, 0, 1, False, observer)
+    loop.run()
+    return mode
+
+
+def _drawing(program: Program, setting: Setting, observer: look.Observer, seeded: bool) -> Sequence[str]:
+    """What is seen to draw: with numbers that seeds decide, or with others."""
+    unseeded = Unseeded()
+    with unseeded.watching():
+        operations = _operations(program, setting, observer)
+    return operations.names if seeded else (*operations.own, *unseeded.names)
+
+
+def run_shares(source: Source, setting: Setting, step: int, one: RunRecord, num_ranks: int) -> Any:
+    """Gradients of each rank's micro-batches alone, from one device's parameters before `step`."""
+    before = one.steps[step - 1].parameters if step else one.start.parameters
+    found: list[list[dict[str, torch.Tensor]]] = []
+    with observer_of(setting) as observer, process_group():
+        program = read_program(source)
+        for rank in range(num_ranks):
+            steps = list(_upto(program.steps(rank, num_ranks), step + 1))
+            found.append([_gradients(program, setting, observer, before, batch) for batch in steps[step]])
+    return found
+
+
+def _upto(steps: Any, number: int) -> Any:
+    for _, batches in zip(range(number), steps, strict=False):
+        yield batches
+
+
+def _gradients(
+    program: Program, setting: Setting, observer: look.Observer, before: Any, batch: Any
+) -> dict[str, torch.Tensor]:
+    def build(distributed: bool) -> Any:
+        model, optimizer = program.build(False)
+        with torch.no_grad():
+            for name, parameter in look.logical_parameters(model).items():
+                parameter.copy_(before[name].value)
+        return model, optimizer
+
+    alone = replace(program, build=build, data=lambda rank, size: [[batch]], evaluate=None, state=None)
+    with default_dtype(setting.dtype):
+        record = OwnLoop(alone, replace(setting, num_steps=1, resume=False), 0, 1, False, observer).run()
+    if record.error or not record.steps:
+        return {}
+    step = record.steps[0]
+    return {name: part.value for name, part in (step.raw or step.gradients).items()}
+
+
+def _one_batch_a_step(program: Program, setting: Setting, observer: look.Observer) -> Program:
+    """One device takes all samples of a step at once, where they can be one batch and no layer or loss couples them.
+
+    A mean over micro-batches is then compared with the mean over their samples.
+    """
+    short = replace(setting, num_steps=1, resume=False)
+    whole = replace(program, data=_merged(program)) if callable(program.data) else replace(program, micro_batches=1)
+    steps = list(_upto(program.steps(0, 1), 1))
+    if not steps or len(steps[0]) < 2:
+        return whole
+    first = OwnLoop(replace(whole, evaluate=None), short, 0, 1, False, observer).run()
+    if first.error or not first.steps or first.start.statistics:
+        return program
+    before = first.start.parameters
+    own = [_gradients(program, short, observer, before, batch) for batch in steps[0]]
+    return whole if is_sum_of(first.steps[0].raw or first.steps[0].gradients, own) else program
+
+
+def _merged(program: Program) -> Callable[[int, int], Any]:
+    def data(rank: int, size: int, first: int = 0) -> Any:
+        for batches in program.steps(rank, size, first):
+            whole = merge(batches) if len(batches) > 1 else None
+            yield batches if whole is None else [whole]
+
+    return data
