@@ -239,6 +239,11 @@ class CheckpointConfig(Section):
 
     every: Count | None = key(None, "steps between checkpoints; not given: one at the end", unit="steps")
     keep: Count = key(2, "newest checkpoints that are kept", unit="checkpoints")
+    failures: CountOrZero = key(
+        2,
+        "saves in a row that may fail while the run goes on; one more ends it with 78, and so does the last one",
+        unit="saves",
+    )
     asynchronous: bool | Literal["auto"] = key(
         "auto",
         "steps go on while a copy of the state in the host's memory is written; auto: on CUDA, where that copy takes "

@@ -51,6 +51,7 @@ class Saver:
 
     Attributes:
         beside: whether those that come at an interval are written beside the training.
+        failures: saves in a row that may fail while the training goes on.
         saved_step: of the newest checkpoint that is committed, or that the run has begun from; -1: none.
         prove: called after the first save that the training waits for, with the checkpoint and what it is of;
             collective.
@@ -72,6 +73,7 @@ class Saver:
     ) -> None:
         check_state(contents)
         self.beside = config.beside(processes.device.type)
+        self.failures = config.failures
         self.saved_step = -1
         self._contents = contents
         self._processes = processes
