@@ -196,6 +196,14 @@ def test_the_last_save_is_made_again_where_it_failed_at_its_interval(
     assert len(tried) == 3 and saved(run) == [2, 4] and len(events(run, "verdict")) == 1
 
 
+@pytest.mark.parametrize("grace", [0.001, 60.0])
+def test_a_save_that_would_outlast_a_request_to_stop_is_told_of_once(tmp_path: Path, grace: float) -> None:
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=6", "checkpoint.every=2", f"guard.stop_seconds={grace}") == 0
+    told = [event["what"] for event in events(run, "verdict") if "guard.stop_seconds" in event["what"]]
+    assert len(told) == (grace < 1) and all("more than the 0.001 s after which" in what for what in told)
+
+
 def test_a_stop_that_cannot_save_is_no_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     refused(monkeypatch, *range(3, 99))

@@ -102,6 +102,11 @@ class Heartbeat:
         """The last step that is done; 0 before the first."""
         return self._fields[STEP]
 
+    @property
+    def step_seconds(self) -> float:
+        """How long steps take, without loading and behind the first; 0.0: there was none yet."""
+        return self._fields[LONGEST] / 1e9
+
     def finish(self, code: int) -> None:
         """The work has come to its own end, and this process ends with `code`: what ends so without this has not."""
         self._fields[FINISHED] = 1 + code

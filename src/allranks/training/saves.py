@@ -9,6 +9,7 @@ run, because the checkpoints on the disk are what counts. Of those a few in a ro
 last one may not.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from allranks.observing.heartbeat import Heartbeat
 from allranks.observing.recorder import Recorder
 from allranks.stepping.agreement import NOTHING, Agreed, Pending, Saving
 from allranks.training.failed_saves import FailedSaves
+from allranks.training.grace import Grace
 from allranks.training.memory_copies import MemoryCopies
 from allranks.training.saver import Saver
 from allranks.verdict import Verdict
@@ -63,6 +65,7 @@ class Saves:
         tell: says a verdict about a step, on rank 0.
         memory: copies between those that the saver writes; None: none.
         begun: the step that this process goes on from.
+        grace: how long after a request to stop workers are killed; inf: nobody kills them.
 
     Attributes:
         newest: (step, position in the order of samples) of the newest checkpoint or copy, or of where this process
@@ -79,6 +82,7 @@ class Saves:
         tell: Callable[[Verdict, int], None],
         memory: MemoryCopies | None = None,
         begun: int = 0,
+        grace: float = math.inf,
     ) -> None:
         self._saver = saver
         self._position = position
@@ -92,6 +96,7 @@ class Saves:
         self._took = 0.0
         self._memory = memory
         self._failed = FailedSaves(saver.failures)
+        self._grace = Grace(grace, beside=saver.beside, in_memory=memory is not None)
 
     def at_boundary(self, step: int, judge: Callable[[], object], check: Callable[[], object]) -> None:
         """Save after `step` steps, if the config asks for it: on the disk, or else in memory; collective.
@@ -282,6 +287,8 @@ class Saves:
         if saver is self._saver:
             self._took = took
             self._failed.saved()
+            if verdict := self._grace.judge(took, self._heart.step_seconds):
+                self._tell(verdict, step)
         if self._recorder is None:
             return
         seconds = round(took if waited is None else waited, 6)

@@ -96,7 +96,7 @@ class Trainer:
         self._heart.order(session.stream.num_samples if session.stream.order == "map" else None)
         told = (stopwatch, self._heart, recorder, self._tell)
         stream = session.stream
-        self._saves = Saves(saver, lambda: stream.position, *told, memory, stream.step)
+        self._saves = Saves(saver, lambda: stream.position, *told, memory, stream.step, guard.stop_seconds)
         session.step.saving = self._saves.standing
         self._rollbacks = Rollbacks(session, self._saves, leave_out, self._tell)
         # On CUDA the host runs ahead of the device and reads an agreement a step later; on the CPU it is there already.
