@@ -44,7 +44,8 @@ class Poisoned(Task):
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         if not self.loading and (batch[1] == self.bad).any():
             os.kill(os.getpid(), signal.SIGKILL)
-        return (output[:, 0] - batch[0][:, 0]).square().sum()
+        loss: torch.Tensor = (output[:, 0] - batch[0][:, 0]).square().sum()
+        return loss
 
     def targets(self, batch: Any) -> int:
         return len(batch[1])

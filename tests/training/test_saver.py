@@ -68,7 +68,7 @@ def test_some_stay_for_ever_and_a_quota_takes_of_the_others(tmp_path: Path, besi
     session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
     one = bytes_in(saver_of(session, contents, tmp_path / "one").save(1))
     told, most = list[str](), list[int]()
-    room = {"quota_gb": 4.5 * one / 1e9, "keep": 3, "keep_every": 4, "asynchronous": beside}
+    room: dict[str, Any] = {"quota_gb": 4.5 * one / 1e9, "keep": 3, "keep_every": 4, "asynchronous": beside}
     saver = Saver(contents, session.processes, CheckpointConfig(**room), tmp_path / "run", "run", 1, told.append)
     kept = []
     for step in range(1, 10):

@@ -32,9 +32,9 @@ class Grace:
         if self._told or saving + step <= self._seconds:
             return None
         self._told = True
-        took = f"a last checkpoint takes {format_seconds(saving)} here, after a step of up to {format_seconds(step)}"
+        says = f"a last checkpoint takes {format_seconds(saving)} here, after a step of up to {format_seconds(step)}"
         what = (
-            f"{took}: more than the {self._seconds:g} s after which workers that were asked to stop are killed "
+            f"{says}: more than the {self._seconds:g} s after which workers that were asked to stop are killed "
             "(guard.stop_seconds)"
         )
         lost = "such a stop would cut the save off and leave the checkpoint before it, with the steps since then undone"
