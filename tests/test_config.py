@@ -49,7 +49,8 @@ BAD_ARGUMENTS = [
     ("optimiser.lr=1", "unknown key 'optimiser.lr'; did you mean 'optimizer.lr=1'?"),
     (
         "checkpoint.qqqq=1",
-        "unknown key 'checkpoint.qqqq'; the keys of checkpoint are every, keep, asynchronous, mirror, memory_every",
+        "unknown key 'checkpoint.qqqq'; the keys of checkpoint are every, keep, keep_every, quota_gb, failures, "
+        "asynchronous, mirror, memory_every",
     ),
     (
         "guard.qqqq=1",
@@ -347,6 +348,9 @@ def test_what_a_resume_may_change_is_frozen() -> None:
         "checkpoint.mirror",
         "checkpoint.memory_every",
         "checkpoint.keep",
+        "checkpoint.failures",
+        "checkpoint.keep_every",
+        "checkpoint.quota_gb",
         "track.tensorboard",
         *(name for name in config_keys() if name.startswith("guard.")),
     }

@@ -239,6 +239,21 @@ class CheckpointConfig(Section):
 
     every: Count | None = key(None, "steps between checkpoints; not given: one at the end", unit="steps")
     keep: Count = key(2, "newest checkpoints that are kept", unit="checkpoints")
+    keep_every: Count | None = key(
+        None, "steps between checkpoints that stay for ever, beside the newest; not given: none stays", unit="steps"
+    )
+    quota_gb: float | None = key(
+        None,
+        "what RUN/checkpoints may take, the one being written too: of the newest, down to the last good one, as many "
+        "go as have to; not given: no limit",
+        unit="GB",
+        gt=0,
+    )
+    failures: CountOrZero = key(
+        2,
+        "saves in a row that may fail while the run goes on; one more ends it with 78, and so does the last one",
+        unit="saves",
+    )
     asynchronous: bool | Literal["auto"] = key(
         "auto",
         "steps go on while a copy of the state in the host's memory is written; auto: on CUDA, where that copy takes "
@@ -256,6 +271,11 @@ class CheckpointConfig(Section):
         "none",
         unit="steps",
     )
+
+    @property
+    def quota_bytes(self) -> int | None:
+        """What `quota_gb` says."""
+        return None if self.quota_gb is None else round(self.quota_gb * 1e9)
 
     def beside(self, device_type: str) -> bool:
         """Whether checkpoints are written beside the training on devices of that type."""

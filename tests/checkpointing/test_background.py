@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from allranks.checkpointing import commit
 from allranks.checkpointing.background import BackgroundSave
-from allranks.checkpointing.checkpoint import Checkpoint, newest_good, prune, verify_files
+from allranks.checkpointing.checkpoint import Checkpoint, newest_good, verify_files
+from allranks.checkpointing.retention import prune
 from allranks.checkpointing.stage import Stage
 from allranks.checkpointing.writing import write_file
 from allranks.errors import CheckpointError

@@ -12,8 +12,9 @@ import pytest
 
 from allranks import durable
 from allranks.checkpointing import commit as commit_module
-from allranks.checkpointing.checkpoint import Checkpoint, Header, collect_leftovers
+from allranks.checkpointing.checkpoint import Checkpoint, Header
 from allranks.checkpointing.commit import Share, check_target, commit, explain
+from allranks.checkpointing.retention import collect_leftovers
 from allranks.errors import CheckpointError
 from tests.checkpointing.worlds import flip, header, save_alone
 

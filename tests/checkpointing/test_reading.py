@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, prune
+from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints
 from allranks.checkpointing.reading import held, unless_read
+from allranks.checkpointing.retention import prune
 from allranks.errors import CheckpointError
 from tests.checkpointing.worlds import save_alone
 from tests.processes import wait_until

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from allranks.checkpointing import commit
 from allranks.checkpointing.checking import check_digests, check_files
-from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, newest_good, prune, verify_files
+from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, newest_good, verify_files
 from allranks.checkpointing.restore import restore
+from allranks.checkpointing.retention import prune
 from allranks.errors import CheckpointError
 from tests.checkpointing.worlds import blank, header, parts, save_alone, save_together, whole_tensors
 from tests.distributed.pool import Pools

@@ -116,6 +116,17 @@ def test_i4_counts_what_was_done_again() -> None:
     assert bounded_work([replace(GOOD, redone=11)], 5, 100, beside=True).holds is False
 
 
+def test_i4_allows_for_saves_that_faults_have_kept_from_counting() -> None:
+    unsaved = replace(GOOD, recovery="went on", causes=("step-5 was not saved",), redone=0)
+    assert bounded_work([unsaved, replace(GOOD, redone=10)], 5, 100, failures=2).holds
+    assert bounded_work([unsaved, replace(GOOD, redone=11)], 5, 100, failures=2).holds is False
+    assert bounded_work([*[unsaved] * 9, replace(GOOD, redone=15)], 5, 100, failures=2).holds
+    assert bounded_work([*[unsaved] * 9, replace(GOOD, redone=16)], 5, 100, failures=2).holds is False
+    assert bounded_work([unsaved, replace(GOOD, redone=6)], 5, 100).holds is False
+    undone = replace(unsaved, causes=())
+    assert bounded_work([undone, replace(GOOD, redone=6)], 5, 100, failures=2).holds is False, "it was saved"
+
+
 def test_i4_wants_copies_in_memory_to_be_gone_on_from() -> None:
     two, three, six = (replace(GOOD, redone=number) for number in (2, 3, 6))
     assert bounded_work([two], 5, 100, memory_every=1).holds and bounded_work([two], None, 100, memory_every=1).holds

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from allranks.checkpointing.retention import bytes_in
 from allranks.checkpointing.stage import Stage
 from allranks.config import CheckpointConfig
 from allranks.errors import CheckpointError, TaskError
@@ -21,7 +22,7 @@ from tests.training.snapshots import contents_of, noting, saver_of
 from tests.training.tasks import Curve
 
 # Their names are replaced below, which a type checker would only allow for names that they export.
-checkpoint_module: Any = importlib.import_module("allranks.checkpointing.checkpoint")
+retention_module: Any = importlib.import_module("allranks.checkpointing.retention")
 saver_module: Any = importlib.import_module("allranks.training.saver")
 portion_module: Any = importlib.import_module("allranks.checkpointing.portion")
 
@@ -62,6 +63,53 @@ def test_the_newest_few_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_some_stay_for_ever_and_a_quota_takes_of_the_others(tmp_path: Path, beside: bool) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
+    one = bytes_in(saver_of(session, contents, tmp_path / "one").save(1))
+    told, most = list[str](), list[int]()
+    room: dict[str, Any] = {"quota_gb": 4.5 * one / 1e9, "keep": 3, "keep_every": 4, "asynchronous": beside}
+    saver = Saver(contents, session.processes, CheckpointConfig(**room), tmp_path / "run", "run", 1, told.append)
+    kept = []
+    for step in range(1, 10):
+        if beside:
+            saver.begin(step, lambda: most.append(bytes_in(tmp_path / "run"))).settle()
+            saver.settled(step)
+        else:
+            saver.save(step)
+        kept.append([int(path.name[-2:]) for path in sorted((tmp_path / "run").iterdir())])
+    assert kept[2] == [1, 2, 3] and kept[3] == [2, 3, 4] and kept[4] == [3, 4, 5] and kept[5] == [4, 5, 6]
+    assert kept[6:] == [[4, 5, 6, 7], [4, 6, 7, 8], [4, 7, 8, 9]], "before 8 is written 5 goes"
+    assert all(bytes_taken <= 4.5 * one for bytes_taken in most) and not told
+
+
+def test_what_a_quota_cannot_hold_is_told_and_saved_and_the_last_good_one_stays(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
+    told = list[str]()
+    config = CheckpointConfig(quota_gb=1e-8, keep=3)
+    saver = Saver(contents, session.processes, config, tmp_path, "run", 1, told.append)
+    for step in (1, 2, 3):
+        saver.save(step)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert len(told) == 3 and "with the checkpoint of step 3 " in told[2] and "checkpoint.quota_gb=1e-08" in told[2]
+    flip_a_byte(tmp_path / "step-00000003")
+    for step in (4, 5):
+        saver_of(session, contents, tmp_path, quota_gb=1e-6, keep=3).save(step)
+        assert (tmp_path / f"step-{step:08d}").is_dir()
+
+
+def test_before_a_save_a_quota_takes_none_for_a_damaged_one(tmp_path: Path) -> None:
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
+    for step in (1, 2):
+        saver_of(session, contents, tmp_path, keep=3).save(step)
+    flip_a_byte(tmp_path / "step-00000002")
+    saver = saver_of(session, contents, tmp_path, keep=3, quota_gb=1e-6)
+    refusal = CheckpointError("step-00000003 was not saved")
+    with mock.patch.object(saver_module, "save", side_effect=refusal), pytest.raises(CheckpointError):
+        saver.save(3)
+    assert (tmp_path / "step-00000001").is_dir(), "it is the last good one"
+
+
 def test_what_a_dead_writer_left_goes_without_a_save(tmp_path: Path) -> None:
     session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
     saver = saver_of(session, contents, tmp_path, keep=2)
@@ -93,7 +141,7 @@ def test_what_cannot_be_deleted_does_not_end_the_run(
         raise CheckpointError(f"{path} cannot be deleted: Operation not permitted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module, "discard", refuse)
+        patch.setattr(retention_module, "discard", refuse)
         assert [saver.save(step).name for step in (1, 2, 3)] == [f"step-{step:08d}" for step in (1, 2, 3)]
         assert len(told) == 1 and "step-00000001 cannot be deleted" in told[0] and "the run goes on" in told[0]
         saver_of(session, contents, tmp_path, keep=1).save(4)  # without anybody to tell, as in an own loop
@@ -216,7 +264,7 @@ def test_what_one_takes_is_known_before_it_is_written(tmp_path: Path) -> None:
 
 def test_copies_in_memory_are_the_same_runs_with_a_rhythm_of_their_own(tmp_path: Path) -> None:
     session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
-    disk = saver_of(session, contents, tmp_path / "disk", every=10, keep=5, memory_every=3)
+    disk = saver_of(session, contents, tmp_path / "disk", every=10, keep=5, keep_every=1, quota_gb=1.0, memory_every=3)
     memory = disk.in_memory(tmp_path / "memory")
     assert [step for step in range(1, 13) if memory.due(step)] == [3, 6, 9, 12] and disk.due(10)
     ours, theirs = (json.loads((saver.save(1) / "manifest.json").read_text()) for saver in (memory, disk))

@@ -4,6 +4,7 @@ import errno
 import importlib
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -120,32 +121,138 @@ def test_what_a_resume_will_not_do_again_stands_in_the_journal(tmp_path: Path, m
     assert set(seen) == {1, 2, 3, 4, 5, 6} and all(last >= step for step, last in seen.items())
 
 
-def test_an_error_of_the_writer_ends_the_run_at_a_later_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tmp_path / "run"
+NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """The disk is full whenever a checkpoint of these steps is written."""
 
     def refuse(path: Path) -> None:
-        if path.parent.name.startswith("step-00000004"):
-            raise OSError(errno.ENOSPC, "No space left on device")
+        if int(path.parent.name.partition(".")[0].removeprefix("step-")) in steps:
+            raise NO_ROOM
 
     slowed(monkeypatch, refuse)
-    with pytest.raises(CheckpointError, match=r"step-00000004 was not saved: rank 0: .*No space left") as told:
-        start("Curve", run, "train.steps=40", "checkpoint.every=2", BESIDE)
-    assert told.value.exit_code == 78 and "older checkpoints are untouched" in str(told.value)
-    assert saved(run) == [2] and 4 <= max(losses(run)) <= 6
+
+
+WAYS = pytest.mark.parametrize("way", ["checkpoint.asynchronous=false", BESIDE])
+
+
+@WAYS
+def test_a_run_goes_on_when_saves_fail_and_says_so_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    refused(monkeypatch, 4, 6, 10)
+    assert start("Curve", run, "train.steps=13", "checkpoint.every=2", way) == 0
+    told = [event for event in events(run, "verdict") if event["kind"] == "checkpoint"]
+    assert [event["what"].partition(" was not saved")[0][-1:] for event in told] == ["4", "6", "0"]
+    assert all("rank 0: " in event["what"] and "No space left" in event["what"] for event in told)
+    assert "the newest stays that of step 2" in told[1]["evidence"][0]
+    assert [event["step"] for event in events(run, "checkpoint")] == [2, 8, 12, 13] and saved(run) == [12, 13]
+    assert not writers() and not [path.name for path in (run / "checkpoints").iterdir() if ".tmp" in path.name]
+    monkeypatch.undo()
+    assert start("Curve", whole, "train.steps=13", "checkpoint.every=2") == 0
+    same_run(whole, run, 13)
+
+
+@WAYS
+def test_one_failed_save_too_many_ends_the_run_with_the_writers_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    refused(monkeypatch, *range(4, 99))
+    with pytest.raises(CheckpointError, match=r"step-00000008 was not saved: rank 0: .*No space left") as told:
+        start("Curve", run, "train.steps=40", "checkpoint.every=2", way)
+    assert told.value.exit_code == 78 and "failed save 3 in a row, 2 are borne" in str(told.value)
+    assert saved(run) == [2] and 8 <= max(losses(run)) <= 10
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"] and not writers()
     monkeypatch.undo()
-    whole = tmp_path / "whole"
-    assert train(None, "train.steps=8", resume=run) == 0
-    assert start("Curve", whole, "train.steps=8", "checkpoint.every=2") == 0
-    same_run(whole, run, 8)
+    assert train(None, "train.steps=10", resume=run) == 0
+    assert start("Curve", whole, "train.steps=10", "checkpoint.every=2") == 0
+    same_run(whole, run, 10)
+
+
+@WAYS
+def test_the_last_save_may_not_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    run = tmp_path / "run"
+    refused(monkeypatch, 6)
+    with pytest.raises(CheckpointError, match="step-00000006 was not saved"):
+        start("Curve", run, "train.steps=6", "checkpoint.every=4", "checkpoint.failures=9", way)
+    assert saved(run) == [4]
+
+
+def test_the_last_save_is_made_again_where_it_failed_at_its_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, tried = tmp_path / "run", list[str]()
+
+    def refuse_once(path: Path) -> None:
+        tried.append(path.parent.name)
+        if len(tried) == 2:
+            raise NO_ROOM
+
+    slowed(monkeypatch, refuse_once)
+    assert start("Curve", run, "train.steps=4", "checkpoint.every=2") == 0
+    assert len(tried) == 3 and saved(run) == [2, 4] and len(events(run, "verdict")) == 1
+
+
+@pytest.mark.parametrize("grace", [0.001, 60.0])
+def test_a_save_that_would_outlast_a_request_to_stop_is_told_of_once(tmp_path: Path, grace: float) -> None:
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=6", "checkpoint.every=2", f"guard.stop_seconds={grace}") == 0
+    told = [event["what"] for event in events(run, "verdict") if "guard.stop_seconds" in event["what"]]
+    assert len(told) == (grace < 1) and all("more than the 0.001 s after which" in what for what in told)
+
+
+def test_a_stop_that_cannot_save_is_no_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    refused(monkeypatch, *range(3, 99))
+    signal_them = ("task.signal_after=9", "task.signal_name=SIGTERM")
+    with pytest.raises(CheckpointError, match=r"step-0000000\d was not saved"):
+        start("Curve", run, "train.steps=40", "checkpoint.every=2", *signal_them)
+    assert saved(run) == [2] and max(losses(run)) < 10
+
+
+def test_a_disk_that_is_really_full_is_borne_until_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a tmpfs here")
+    run, ballast = small / "run", small / "ballast"
+
+    def fill_or_empty(path: Path) -> None:
+        step = int(path.parent.name.partition(".")[0].removeprefix("step-"))
+        if step == 4:
+            disk = os.statvfs(small)
+            ballast.write_bytes(bytes(disk.f_bavail * disk.f_frsize - 100_000))  # it takes twice as much
+        elif step == 6:
+            ballast.unlink()
+
+    slowed(monkeypatch, fill_or_empty)
+    try:
+        assert start("Curve", run, "train.steps=8", "checkpoint.every=2", "task.width=3000") == 0
+        (told,) = [event for event in events(run, "verdict") if event["kind"] == "checkpoint"]
+        assert told["step"] == 4 and "No space left on device (this rank needs" in told["what"]
+        assert saved(run) == [6, 8]
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_save_that_fails_at_once_ends_a_run_that_bears_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    refused(monkeypatch, 4)
+    with pytest.raises(CheckpointError, match=r"step-00000004 was not saved: .*older checkpoints are untouched$"):
+        start("Curve", run, "train.steps=40", "checkpoint.every=2", "checkpoint.failures=0", BESIDE)
+    assert saved(run) == [2] and max(losses(run)) <= 6
 
 
 def work_beside_a_full_disk(request: TrainRequest) -> str:
-    """In a worker: train; rank 1 cannot write its part of step 4."""
+    """In a worker: train; rank 1 cannot write its part of step 4, nor of later ones."""
     real = portion.write_file
 
     def write(path: Path, *rest: Any) -> Any:
-        if path.name.startswith("rank-00001") and path.parent.name.startswith("step-00000004"):
+        if path.name.startswith("rank-00001") and path.parent.name >= "step-00000004":
             raise OSError(errno.EIO, "Input/output error")
         return real(path, *rest)
 
@@ -161,12 +268,14 @@ def work_beside_a_full_disk(request: TrainRequest) -> str:
 @pytest.mark.distributed
 def test_an_error_on_one_rank_is_raised_by_all(pool: Pools, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    overrides = (*QUICK, "train.steps=40", "checkpoint.every=2", BESIDE)
+    overrides = (*QUICK, "train.steps=40", "checkpoint.every=2", "checkpoint.failures=1", BESIDE)
     request = TrainRequest(task_spec=f"{TASKS}:Curve", overrides=overrides, run=run, layout="ddp")
     first, second = pool(2).run_alone(work_beside_a_full_disk, request, timeout=120.0)
     assert first == second and first.startswith("CheckpointError: ")
-    assert "step-00000004 was not saved: rank 1: " in first and "Input/output error" in first
-    assert saved(run) == [2] and max(losses(run)) <= 6
+    assert "step-00000006 was not saved: rank 1: " in first and "Input/output error" in first
+    assert saved(run) == [2] and max(losses(run)) <= 8
+    (told,) = events(run, "verdict")
+    assert "step-00000004 was not saved: rank 1: " in told["what"] and told["step"] in (4, 5, 6)
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
@@ -234,7 +343,7 @@ class Noted:
 class NotedSaver:
     """In place of a Saver."""
 
-    beside, saved_step = True, -1
+    beside, saved_step, failures = True, -1, 0
 
     def __init__(self) -> None:
         self.begun: list[Noted] = []

@@ -1,4 +1,4 @@
-"""A checkpoint's directory: which are there, which is good, which may go. No torch.
+"""A checkpoint's directory: which are there, and which is good. No torch.
 
     checkpoints/step-00000200/               committed: it is whole, and stays
         manifest.json  rank-00000.safetensors ...  COMMITTED
@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +25,18 @@ from typing import Final
 from allranks import fault_points
 from allranks.checkpointing.index import read_index
 from allranks.checkpointing.manifest import MANIFEST_BYTES_CAP, Manifest, parse_manifest, sha256_hex
-from allranks.checkpointing.reading import COMMITTED_FILE, unless_read
+from allranks.checkpointing.reading import COMMITTED_FILE
 from allranks.checkpointing.tensor_file import OpenFile, open_regular
 from allranks.durable import sync
 from allranks.errors import CheckpointError
 
-__all__ = ["Checkpoint", "Header", "Manifest", "Skipped", "list_checkpoints", "newest_good", "prune", "verify_files"]
+__all__ = ["Checkpoint", "Header", "Manifest", "Skipped", "list_checkpoints", "newest_good", "verify_files"]
 
 MANIFEST_FILE: Final = "manifest.json"
 _COMMITTED_BYTES_CAP = 4096
 _STEP = re.compile(r"step-(\d{8,18})")
-_TEMPORARY = re.compile(r"step-\d{8,18}\.tmp-(?P<token>\w+_(?P<attempt>\d+)|\w+)")  # as training/saver.py names them
-_TRASH = ".trash-"
+TEMPORARY = re.compile(r"step-\d{8,18}\.tmp-(?P<token>\w+_(?P<attempt>\d+)|\w+)")  # as training/saver.py names them
+TRASH = ".trash-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Checkpoint:
                 under the name of another step, in one line.
         """
         path = Path(path)
-        manifest = _read_manifest(path)
+        manifest = read_manifest(path)
         if run_id is not None and manifest.run != run_id:
             raise CheckpointError(
                 f"{path} belongs to run {manifest.run!r:.80}, not to {run_id!r}; resume that run, or start a new one"
@@ -107,6 +107,13 @@ def seal(manifest: bytes) -> bytes:
 def step_name(step: int) -> str:
     """The name of the directory of optimizer step `step`."""
     return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's directory is named after."""
+    match = _STEP.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
 
 
 def list_checkpoints(directory: Path | str) -> list[Path]:
@@ -166,59 +173,6 @@ def newest_good(
     return None, skipped
 
 
-def prune(
-    directory: Path | str,
-    keep: int,
-    run_id: str | None = None,
-    *,
-    token: str | None = None,
-    generation: int | None = None,
-    leased: Collection[Path] = (),
-    check: Callable[[Checkpoint], None] = verify_files,
-    check_oldest: Callable[[Checkpoint], None] | None = None,
-) -> list[Path]:
-    """Delete what is older than the `keep` newest good checkpoints, and what dead writers left; return what went.
-
-    A checkpoint goes only while `keep` newer ones have passed their checks in this call, so that damage which these
-    find costs no good one; damaged ones go once they are older. For one process, with the run's lease held.
-
-    Args:
-        directory: of the run's checkpoints.
-        keep: at least 1.
-        run_id: of the run; those of another neither count nor go.
-        leased: stay, however old they are; so does what somebody reads now (reading.py).
-        token: of a save that may be under way now; its temporary directory stays.
-        generation: the attempt that asks; what a later one writes stays, which may have taken over meanwhile.
-        check: raises CheckpointError for one that does not count; `check_oldest`: of the oldest that stays, if given.
-
-    Raises:
-        CheckpointError: one cannot be deleted; whatever else can be has gone.
-    """
-    directory = Path(directory)
-    if keep < 1:
-        raise ValueError(f"keep={keep}: at least one checkpoint stays")
-    good, old = 0, []
-    candidates = list_checkpoints(directory)
-    for path in candidates if len(candidates) > keep else ():
-        if good == keep:
-            old.append(path)
-            continue
-        with contextlib.suppress(CheckpointError):
-            (check_oldest or check if good == keep - 1 else check)(Checkpoint.open(path, run_id))
-            good += 1
-    gone, refused = [], []
-    for path in old:
-        if path not in leased and (run_id is None or not _is_of_another(path, run_id)):
-            try:
-                gone += unless_read(path, discard)
-            except CheckpointError as error:
-                refused.append(error)
-    gone += collect_leftovers(directory, token, generation)
-    if refused:
-        raise refused[0]
-    return gone
-
-
 def discard(path: Path) -> None:
     """Delete a checkpoint so that no crash leaves half of one under its name: rename first, then delete.
 
@@ -226,48 +180,22 @@ def discard(path: Path) -> None:
         CheckpointError: it cannot be renamed or deleted.
     """
     try:
-        trash = _set_aside(path)
+        trash = set_aside(path)
         fault_points.reach("checkpoint.remove")
         shutil.rmtree(trash)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be deleted: {error.strerror or error}") from error
 
 
-def _set_aside(path: Path) -> Path:
-    trash = path.with_name(f"{_TRASH}{path.name}-{secrets.token_hex(4)}")
+def set_aside(path: Path) -> Path:
+    """Take a directory's name away, and see that this is on the disk; what it is called now. Raises OSError."""
+    trash = path.with_name(f"{TRASH}{path.name}-{secrets.token_hex(4)}")
     path.rename(trash)
     sync(path.parent)
     return trash
 
 
-def _is_of_another(path: Path, run_id: str) -> bool:
-    """Whether it says that it is of another run; what cannot be read says nothing."""
-    with contextlib.suppress(CheckpointError):
-        return _read_manifest(path).run != run_id
-    return False
-
-
-def collect_leftovers(directory: Path, token: str | None = None, generation: int | None = None) -> list[Path]:
-    """Delete what dead or deposed writers have begun to write; return what went.
-
-    All but the save of this token, and what attempts after `generation` write. It loses its name first: a writer that
-    wakes meanwhile commits all of it, or nothing.
-    """
-    gone = []
-    for path in directory.iterdir() if directory.is_dir() else ():
-        match = _TEMPORARY.fullmatch(path.name)
-        is_later = match and generation is not None and int(match["attempt"] or 0) > generation
-        if is_later or not (path.name.startswith(_TRASH) or (match and match["token"] != token)):
-            continue
-        with contextlib.suppress(OSError):  # its writer was faster, or nobody may delete it
-            trash = _set_aside(path) if match else path
-            shutil.rmtree(trash, ignore_errors=True)
-            if not trash.exists():
-                gone.append(path)
-    return gone
-
-
-def _read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
     """The manifest that was committed. Raises CheckpointError: it is none, or is damaged."""
     if not path.is_dir():
         raise CheckpointError(

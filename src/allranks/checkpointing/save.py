@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from allranks.checkpointing.manifest import parse_manifest, render_manifest
 from allranks.checkpointing.parts import Parts
 from allranks.checkpointing.portion import Place, Portion, failed_share, place_of, portion_of, write_portion
 from allranks.errors import CheckpointError
+
+NOT_SAVED: Final = "was not saved"
+"""In the error of a checkpoint of which nothing is there: errors travel between ranks as their words."""
 
 
 def save(
@@ -92,4 +95,4 @@ def save(
 
 def refusal(place: Place, reason: str) -> str:
     """What every rank raises where a checkpoint could not be saved."""
-    return f"{place.target} was not saved: {reason}; older checkpoints are untouched"
+    return f"{place.target} {NOT_SAVED}: {reason}; older checkpoints are untouched"

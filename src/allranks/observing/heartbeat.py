@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 PULSE_SECONDS = 0.5
-NUM_FIELDS = 11
+NUM_FIELDS = 15
 SLOT_BYTES = 8 * NUM_FIELDS
-PULSE, MARK, PHASE, STEP, FIRST, LONGEST, ASKED, ANSWERED, TIME_OVER, FINISHED, LOADED = range(NUM_FIELDS)
+PULSE, MARK, PHASE, STEP, FIRST, LONGEST, ASKED, ANSWERED, TIME_OVER, FINISHED, LOADED, *_HELD = range(NUM_FIELDS)
+HELD_STEP, HELD_FROM, HELD_SIZE, DATASET = _HELD
 """Fields of a slot, 64-bit whole numbers each; times in nanoseconds.
 
 PULSE: when the thread last ran. MARK: when the loop last came further. PHASE: what it does since, by its place in
@@ -31,7 +32,9 @@ PHASES. STEP: optimizer steps done since the first start. FIRST: how long the fi
 how long later ones take without their loading, as `Longest` has it. ASKED, ANSWERED: how often the agent has asked for
 the collectives, and was answered. TIME_OVER: when the run's time is over, or was agreed to be; 0: it has no end.
 FINISHED: 1 + the exit code with which the worker's work has come to its own end; 0: it has not. LOADED: how long the
-loading in later steps takes, as `Longest` has it.
+loading in later steps takes, as `Longest` has it. HELD_STEP, HELD_FROM, HELD_SIZE: the step (from 1) whose samples
+the loop has in hand, in a step or while it loads them, its first position and its number of samples; HELD_STEP 0:
+none. DATASET: samples of the training data, as far as an index names one; 0: it does not.
 """
 
 FEW, RECENT = 64, 512
@@ -99,6 +102,11 @@ class Heartbeat:
         """The last step that is done; 0 before the first."""
         return self._fields[STEP]
 
+    @property
+    def step_seconds(self) -> float:
+        """How long steps take, without loading and behind the first; 0.0: there was none yet."""
+        return self._fields[LONGEST] / 1e9
+
     def finish(self, code: int) -> None:
         """The work has come to its own end, and this process ends with `code`: what ends so without this has not."""
         self._fields[FINISHED] = 1 + code
@@ -107,6 +115,22 @@ class Heartbeat:
         """An optimizer step begins."""
         self.enter("first step" if self._first else "step")
         self._began, self._loading = time.monotonic_ns(), 0
+
+    def order(self, num_samples: int | None) -> None:
+        """An order over so many samples is fed; None: no index names a sample."""
+        self._fields[DATASET] = num_samples or 0
+
+    def hold(self, step: int, first: int, size: int) -> None:
+        """From here to its end the loop has the samples of `step` in hand: `size` from position `first` on."""
+        self._fields[HELD_FROM], self._fields[HELD_SIZE], self._fields[HELD_STEP] = first, size, step
+
+    @contextmanager
+    def holding(self, step: int, first: int, size: int) -> Iterator[None]:
+        """As `hold`, inside alone; an error leaves it standing."""
+        before = (self._fields[HELD_STEP], self._fields[HELD_FROM], self._fields[HELD_SIZE])
+        self.hold(step, first, size)
+        yield
+        self.hold(*before)
 
     def time_over(self, moment: float | None) -> None:
         """The run's time ends at `moment` of `time.monotonic`; None: never."""
@@ -135,6 +159,7 @@ class Heartbeat:
             self._fields[LONGEST] = self._steps.add(taken - self._loading)
             self._fields[LOADED] = self._loads.add(self._loading)
         self._fields[STEP] = step
+        self._fields[HELD_STEP] = 0
         self.enter("step")
 
     def pulse(self, answer: Callable[[], None]) -> None:

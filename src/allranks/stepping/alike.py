@@ -1,9 +1,11 @@
-"""What every process must have alike (law 11: no rank decides alone): settings, the data's length, and the way taken.
+"""What every process must have alike (law 11: no rank decides alone): code, settings, the data's length, the way taken.
 
-Unequal settings would train on in silence, and unequal lengths leave some ranks in a step that others never begin.
+Unequal code or settings would train on in silence, and unequal lengths leave some ranks in a step that others never
+begin.
 """
 
 import json
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +16,30 @@ from allranks.checkpointing.exchange import broadcast_bytes, gather_bytes
 from allranks.config import same_value
 from allranks.errors import AllranksError, ConfigError, DataError, TaskError
 from allranks.parallel.parting import describe_parting, first_difference, name_entered
+from allranks.stepping.same_code import code_of, digest_of, find_other_code
 
 NAMED = 3
+
+
+def check_same_code(task: type, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Compare the code that every process runs; collective.
+
+    Args:
+        task: the class of the user's Task.
+        group: all processes; None for one.
+        device: where the group's backend wants its tensors.
+
+    Raises:
+        TaskError: on every rank, naming the first rank and the files and versions that differ from rank 0's.
+    """
+    if group is None:
+        return
+    code = code_of(task)
+    if len(set(everyones(digest_of(json.dumps(code).encode()), group, device))) == 1:
+        return  # of thousands of ranks that all are alike none says more
+    error = find_other_code(everyones([socket.gethostname(), code], group, device))
+    if error is not None:
+        raise error
 
 
 def check_same_start(

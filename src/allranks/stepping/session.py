@@ -21,7 +21,7 @@ from allranks.parallel.parallelize import parallelize
 from allranks.parallel.precision import choose_precision
 from allranks.parallel.spread import Spread
 from allranks.stepping.agreement import Agreement
-from allranks.stepping.alike import check_same_start
+from allranks.stepping.alike import check_same_code, check_same_start
 from allranks.stepping.alternating import AlternatingPasses
 from allranks.stepping.ema import Ema
 from allranks.stepping.guards import StepGuard
@@ -125,7 +125,7 @@ def assemble(
         kept_schedule: that of the first start, where this is a resume.
         observe: wraps the passes, to look at gradients as they are made.
     """
-    dataset = _open_dataset(task, config, processes.device)
+    dataset = _open_dataset(task, config, processes)
     spread = spread_task(task, config, processes, dataset)
     optimizers = build_optimizers(spread, config.optimizer, task.optimizer)
     outer = make_outer(spread, order=declared_order(dataset))
@@ -186,9 +186,10 @@ def _make_beside(
     return ema, scaler, make_judge(task, config, processes), make_window(task, config, processes)
 
 
-def _open_dataset(task: Task, config: Config, device: torch.device) -> Any:
+def _open_dataset(task: Task, config: Config, processes: Processes) -> Any:
+    check_same_code(type(task), processes.world_group, processes.device)
     if config.train.deterministic:
-        be_deterministic(device)
+        be_deterministic(processes.device)
     dataset = task.dataset("train")
     declared_order(dataset)
     return dataset

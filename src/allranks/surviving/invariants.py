@@ -104,14 +104,17 @@ def bounded_work(
     *,
     beside: bool = False,
     memory_every: int | None = None,
+    failures: int = 0,
 ) -> Invariant:
     """I4: steps done again are at most those between two checkpoints, twice as many where these are written `beside`
-    the steps: the one under way does not count yet.
+    the steps: the one under way does not count yet. So many more as faults have kept from being saved while the run
+    went on, at most `failures` in a row.
 
     With copies in memory every so many steps they are at most those between three of them, because a copy may fail;
     not where they are written beside the steps, which leave out as many copies as come due meanwhile.
     """
-    limit = num_steps if every is None else every * (2 if beside else 1)
+    unsaved = sum(incident.recovery == "went on" and bool(incident.causes) for incident in incidents)
+    limit = num_steps if every is None else every * ((2 if beside else 1) + min(failures, unsaved))
     if memory_every is not None and not beside:
         limit = min(limit, 2 * memory_every)
     most = max((incident.redone for incident in incidents), default=0)
@@ -204,7 +207,14 @@ def judge(
         same_state(reference, broken),
         same_samples(reference, broken),
         sound_checkpoints(broken, commands),
-        bounded_work(incidents, saving.every, num_steps, beside=beside, memory_every=saving.memory_every),
+        bounded_work(
+            incidents,
+            saving.every,
+            num_steps,
+            beside=beside,
+            memory_every=saving.memory_every,
+            failures=saving.failures,
+        ),
         recovered(
             incidents,
             numbers["fired"],

@@ -14,14 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
+from allranks.config import Config
 from allranks.config_guard import GuardConfig
-from allranks.errors import RunError
+from allranks.errors import AllranksError, RunError
 from allranks.failure import NO_PROGRESS, STOPS, TRANSIENT, Failure
 from allranks.observing.heartbeat import MARK, STEP, TIME_OVER
 from allranks.observing.journal import Journal
 from allranks.run import Run
 from allranks.surviving.evidence import Testimony, question
 from allranks.surviving.hang import ALL_HERE, Absent, diagnose
+from allranks.surviving.in_hand import InHand, explain_ends
 from allranks.surviving.monitor import Alarm, Monitor, Row
 from allranks.surviving.ruling import Ruling
 from allranks.verdict import Verdict
@@ -45,12 +47,14 @@ class Supervision:
         next_attempt: called before workers are started again.
         halve: called when memory ran out in a step: has the next attempt make it in forwards of half as many samples,
             and says so; None where it cannot.
+        config: the run's, as it is now.
     """
 
     guard: GuardConfig
     tell: Callable[[Verdict], None]
     next_attempt: Callable[[], None]
     halve: Callable[[], str | None] = lambda: None
+    config: Callable[[], Config] = Config
 
     @classmethod
     def of_run(cls, run: Run, guard: GuardConfig, halve: Callable[[], str | None] = lambda: None) -> "Supervision":
@@ -67,7 +71,7 @@ class Supervision:
         def count() -> None:
             run.begin_attempt()
 
-        return cls(guard, tell, count, halve)
+        return cls(guard, tell, count, halve, run.config)
 
 
 @final
@@ -89,6 +93,8 @@ class Supervisor:
         self._told: Ruling | None = None
         self._doubted_at: float | None = None
         self._halved: str | None = None
+        self._places: Mapping[int, int] = {}  # global rank -> local rank, as far as they have been seen
+        self._ends: list[InHand | None] = []  # of the attempts that have finished no further step
 
     def time_is_over(self) -> bool:
         """Whether the run's time has passed (train.max_seconds), by this host's clock or as all ranks have agreed."""
@@ -99,6 +105,7 @@ class Supervisor:
         """Workers are about to be started, for the first time or again."""
         self.monitor.begin_attempt()
         self._told = self._doubted_at = None
+        self._places = {}
 
     def look(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> Failure | None:
         """See how the living workers do; the failure for which all of them have to be ended now, or None.
@@ -118,6 +125,7 @@ class Supervisor:
         if self._doubted_at is not None and time.monotonic() - self._doubted_at > DOUBT_SECONDS:
             self._doubted_at = None
             self.monitor.forget()
+        self._places = {rank: place for place, rank in ranks.items()}
         rows, alarm = self.monitor.look(pids, ranks)
         if alarm is None:
             self._see_whether_it_goes_on(rows)
@@ -193,9 +201,10 @@ class Supervisor:
             return False
         self.monitor.note_steps()
         if self.monitor.furthest_step > self._furthest:
-            self._furthest, self._paid = self.monitor.furthest_step, 0
+            self._furthest, self._paid, self._ends = self.monitor.furthest_step, 0, []
         if failure.goes_back and guard.restarts:
             return True  # paid for by the samples that are left out: guard.spike_times ends that
+        self._ends.append(self._in_hand(failure))
         if self._paid >= guard.restarts:
             return False
         self._paid += 1
@@ -244,8 +253,19 @@ class Supervisor:
         if not _can_pass(failure, self._supervision.guard) or self.restarts == 0:
             return failure
         step = self.monitor.furthest_step
-        words = f"\nno progress: {self._paid + 1} attempts in a row ended without a step after step {step}"
-        return replace(failure, exit_code=NO_PROGRESS, message=failure.message + words)
+        number = self._paid + 1
+        words = [failure.message, f"no progress: {number} attempts in a row ended without a step after step {step}"]
+        with contextlib.suppress(AllranksError):  # a config that cannot be read keeps nobody from the end
+            words += [f"  {line}" for line in explain_ends(self._ends, self._supervision.config()).splitlines()]
+        return replace(failure, exit_code=NO_PROGRESS, message="\n".join(words))
+
+    def _in_hand(self, failure: Failure) -> InHand | None:
+        """What who failed had in hand; where that is a rank of another host, what those here had."""
+        beats = self.monitor.beats
+        if failure.rank in self._places:
+            return InHand.read(beats.slot(self._places[failure.rank]))
+        held = (InHand.read(beats.slot(place)) for place in range(self._num_workers))
+        return max((one for one in held if one is not None), key=lambda one: one.step, default=None)
 
 
 def _describe(culprits: Sequence[int], found: Sequence[Testimony], absent: Absent, verdict: Verdict) -> Failure:

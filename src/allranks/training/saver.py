@@ -13,12 +13,12 @@ from allranks.checkpointing.checkpoint import (
     Header,
     check_sizes,
     discard,
-    prune,
     step_name,
     verify_files,
 )
 from allranks.checkpointing.commit import explain
 from allranks.checkpointing.portion import place_of, portion_of
+from allranks.checkpointing.retention import bytes_in, prune
 from allranks.checkpointing.save import save
 from allranks.checkpointing.stage import Stage
 from allranks.config import CheckpointConfig
@@ -27,6 +27,7 @@ from allranks.stepping.alike import everyones
 from allranks.stepping.world import Processes
 from allranks.training.mirroring import Mirroring
 from allranks.training.snapshot import Contents, check_state
+from allranks.units import format_bytes
 from allranks.verdict import Decision
 
 READ_BYTES = 1 << 30  # takes a second or two, for which a training may wait at each save
@@ -51,6 +52,7 @@ class Saver:
 
     Attributes:
         beside: whether those that come at an interval are written beside the training.
+        failures: saves in a row that may fail while the training goes on.
         saved_step: of the newest checkpoint that is committed, or that the run has begun from; -1: none.
         prove: called after the first save that the training waits for, with the checkpoint and what it is of;
             collective.
@@ -72,6 +74,7 @@ class Saver:
     ) -> None:
         check_state(contents)
         self.beside = config.beside(processes.device.type)
+        self.failures = config.failures
         self.saved_step = -1
         self._contents = contents
         self._processes = processes
@@ -86,6 +89,7 @@ class Saver:
         self._good: set[Path] = set()
         self._read: set[Path] = set()
         self._most_bytes = READ_BESIDE_BYTES if self.beside else READ_BYTES
+        self._newest_bytes = 0
         self._stage = Stage()
 
     def in_memory(self, directory: Path) -> "Saver":
@@ -93,7 +97,8 @@ class Saver:
 
         Only one of the two may be writing beside the training at a time: they copy what is live into the same memory.
         """
-        config = self._config.model_copy(update={"every": self._config.memory_every, "keep": 1})
+        rhythm = {"every": self._config.memory_every, "keep": 1, "keep_every": None, "quota_gb": None}
+        config = self._config.model_copy(update=rhythm)
         saver = Saver(self._contents, self._processes, config, directory, self._run, self._generation, self._warn)
         saver._stage, saver._most_bytes = self._stage, 0
         return saver
@@ -113,6 +118,7 @@ class Saver:
     def save(self, step: int) -> Path:
         """Write a checkpoint after `step` steps, prove the first one, keep the newest few; collective."""
         contents, processes = self._contents, self._processes
+        self._make_room(step)
         checkpoint = save(
             self._directory,
             header=self._header(step),
@@ -146,6 +152,7 @@ class Saver:
             before_commit: as of a BackgroundSave.
         """
         contents, processes = self._contents, self._processes
+        self._make_room(step)
         place = place_of(self._directory, self._header(step), self._token)
         world = World(processes.world_group, processes.rank, processes.size, processes.device)
         parts, aliases, state = contents.parts(), contents.aliases(), contents.state()
@@ -183,23 +190,8 @@ class Saver:
 
     def tidy(self) -> None:
         """Let old ones go, and what dead writers left. What stays costs room, not the run: the next one tries again."""
-        if self._processes.rank != 0:
-            return
-        try:
-            leased = self._mirroring.leased() if self._mirroring is not None else ()
-            prune(
-                self._directory,
-                self._config.keep,
-                self._run,
-                generation=self._generation,
-                leased=leased,
-                check=self._check,
-                check_oldest=self._check_oldest,
-            )
-        except (CheckpointError, OSError) as error:
-            if not self._warned:
-                self._warn(f"{error}; the run goes on, and tries again at every save")
-            self._warned = True
+        if self._processes.rank == 0:
+            self._free(0)
 
     def finish(self, progress: Callable[[], None]) -> None:
         """Wait until all that was committed is in the mirror too; `progress` is called as it comes further."""
@@ -215,9 +207,60 @@ class Saver:
         layout, samples = str(self._processes.mesh.layout), self._contents.stream.position
         return Header(run=self._run, generation=self._generation, layout=layout, step=step, samples=samples)
 
+    def _make_room(self, step: int) -> None:
+        """Let older ones go before their time where the checkpoint of `step` would not fit into the quota beside them;
+        collective. Where that is not enough it is written all the same, and told: none at all would be worse.
+        """
+        quota, processes = self._config.quota_bytes, self._processes
+        if quota is None:
+            return
+        coming = max(self.num_bytes(), self._newest_bytes)
+        if processes.rank == 0:
+            taken = self._free(coming) + coming
+            if taken > quota:
+                self._warn(
+                    f"with the checkpoint of step {step} {self._directory} takes {format_bytes(taken)}, and "
+                    f"checkpoint.quota_gb={self._config.quota_gb:g}: the last good one stays, and what is kept for "
+                    "ever (checkpoint.keep_every), read, or on its way to a mirror; delete some by hand, or give it "
+                    "more"
+                )
+        processes.share(None)  # nobody writes before there is room
+
+    def _free(self, coming: int) -> int:
+        """Let go what is not kept, and of the newest as many as it takes for `coming` bytes more; what is left, in
+        bytes where there is a quota.
+        """
+        quota, keep = self._config.quota_bytes, self._config.keep
+        self._prune(keep)
+        if quota is None:
+            return 0
+        while (taken := bytes_in(self._directory)) + coming > quota and keep > 1:
+            keep -= 1
+            self._prune(keep)
+        return taken
+
+    def _prune(self, keep: int) -> None:
+        try:
+            leased = self._mirroring.leased() if self._mirroring is not None else ()
+            prune(
+                self._directory,
+                keep,
+                self._run,
+                generation=self._generation,
+                leased=leased,
+                check=self._check,
+                check_oldest=self._check_oldest,
+                keep_every=self._config.keep_every,
+            )
+        except (CheckpointError, OSError) as error:
+            if not self._warned:
+                self._warn(f"{error}; the run goes on, and tries again at every save")
+            self._warned = True
+
     def _keep(self, checkpoint: Checkpoint) -> None:
         self._good.add(checkpoint.path)
         self._read.discard(checkpoint.path)  # it may have been replaced
+        self._newest_bytes = bytes_in(checkpoint.path) if self._config.quota_gb is not None else 0
         if self._mirroring is not None:
             self._mirroring.bring(checkpoint)
         self.tidy()

@@ -5,9 +5,11 @@ fault never costs more than two intervals, however slow the disk is, and a disk 
 
 A copy in the memory of this host waits for nothing, and nothing waits for it: one that comes due while anything is
 being written is left out, one that is being written when the disk's turn comes is given up, and one that fails ends no
-run, because the checkpoints on the disk are what counts.
+run, because the checkpoints on the disk are what counts. Of those a few in a row may fail, too (failed_saves.py); the
+last one may not.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +24,8 @@ from allranks.observing.counters import Stopwatch
 from allranks.observing.heartbeat import Heartbeat
 from allranks.observing.recorder import Recorder
 from allranks.stepping.agreement import NOTHING, Agreed, Pending, Saving
+from allranks.training.failed_saves import FailedSaves
+from allranks.training.grace import Grace
 from allranks.training.memory_copies import MemoryCopies
 from allranks.training.saver import Saver
 from allranks.verdict import Verdict
@@ -61,6 +65,7 @@ class Saves:
         tell: says a verdict about a step, on rank 0.
         memory: copies between those that the saver writes; None: none.
         begun: the step that this process goes on from.
+        grace: how long after a request to stop workers are killed; inf: nobody kills them.
 
     Attributes:
         newest: (step, position in the order of samples) of the newest checkpoint or copy, or of where this process
@@ -77,6 +82,7 @@ class Saves:
         tell: Callable[[Verdict, int], None],
         memory: MemoryCopies | None = None,
         begun: int = 0,
+        grace: float = math.inf,
     ) -> None:
         self._saver = saver
         self._position = position
@@ -89,6 +95,8 @@ class Saves:
         self._told_of_slowness = self._told_of_memory = False
         self._took = 0.0
         self._memory = memory
+        self._failed = FailedSaves(saver.failures)
+        self._grace = Grace(grace, beside=saver.beside, in_memory=memory is not None)
 
     def at_boundary(self, step: int, judge: Callable[[], object], check: Callable[[], object]) -> None:
         """Save after `step` steps, if the config asks for it: on the disk, or else in memory; collective.
@@ -109,21 +117,24 @@ class Saves:
             self.begin(step, check, saver)
         else:
             check()
-            self.save(step, saver)
+            self.wait()
+            with self._bearing(saver, step):
+                self._save(step, saver)
         self._heart.enter("step")
 
-    def save(self, step: int, saver: Saver | None = None) -> None:
-        """Save while the training waits, by default on the disk; collective."""
-        saver = saver or self._saver
+    def save(self, step: int) -> None:
+        """Save on the disk while the training waits; collective. Raises CheckpointError: it could not be saved."""
         self.wait()
+        self._save(step, self._saver)
+
+    def _save(self, step: int, saver: Saver) -> None:
         if saver.saved_step == step:
             return
         started = time.perf_counter()
         self._heart.enter("checkpoint")
         self.flush()
-        with self._bearing(saver, step):
-            path = saver.save(step)
-            self._record(saver, path, step, self._position(), started)
+        path = saver.save(step)
+        self._record(saver, path, step, self._position(), started)
         self._stopwatch.mark("checkpoint")
 
     def save_last(self, step: int) -> None:
@@ -171,7 +182,7 @@ class Saves:
         """Act upon what the ranks have told of the one under way; collective where one has failed.
 
         Raises:
-            CheckpointError: on every rank: it could not be saved.
+            CheckpointError: on every rank: it could not be saved, once too often.
         """
         under_way = self._under_way
         if under_way is None or pending.saving != under_way.save.step:
@@ -230,16 +241,20 @@ class Saves:
 
     @contextmanager
     def _bearing(self, saver: Saver, step: int) -> Iterator[None]:
-        """What cannot be saved ends the run, on every rank; of a copy in memory it is told once, unless it shows that
-        this attempt is not the newest one.
+        """What cannot be saved is told of, on the disk each time, and ends the run when there are too many; of a copy
+        in memory it is told once, unless it shows that this attempt is not the newest one. The same on every rank.
         """
         try:
             yield
         except CheckpointError as error:
-            if saver is self._saver or TAKEN_OVER in str(error):
+            self._stopwatch.mark("checkpoint")
+            if saver is self._saver:
+                self._tell(self._failed.bear(error, step, self.newest[0]), step)
+            elif TAKEN_OVER in str(error):
                 raise
-            saver.forget(step)
-            self._tell_of_memory(step, str(error))
+            else:
+                saver.forget(step)
+                self._tell_of_memory(step, str(error))
 
     def _may_copy(self, memory: MemoryCopies, step: int) -> bool:
         """Whether nothing is in the way of a copy of `step`; what is, is told once. Collective."""
@@ -271,6 +286,9 @@ class Saves:
         took = time.perf_counter() - started
         if saver is self._saver:
             self._took = took
+            self._failed.saved()
+            if verdict := self._grace.judge(took, self._heart.step_seconds):
+                self._tell(verdict, step)
         if self._recorder is None:
             return
         seconds = round(took if waited is None else waited, 6)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, final
 
 from allranks import fault_points
@@ -92,9 +93,10 @@ class Trainer:
         self._sentinels = Sentinels(session, self._tell)
         saver.prove = self._sentinels.prove
         self._heart = heartbeat.current()
+        self._heart.order(session.stream.num_samples if session.stream.order == "map" else None)
         told = (stopwatch, self._heart, recorder, self._tell)
         stream = session.stream
-        self._saves = Saves(saver, lambda: stream.position, *told, memory, stream.step)
+        self._saves = Saves(saver, lambda: stream.position, *told, memory, stream.step, guard.stop_seconds)
         session.step.saving = self._saves.standing
         self._rollbacks = Rollbacks(session, self._saves, leave_out, self._tell)
         # On CUDA the host runs ahead of the device and reads an agreement a step later; on the CPU it is there already.
@@ -116,7 +118,7 @@ class Trainer:
         session = self._session
         self._stopwatch.mark("other")
         with session.loader() as loader:
-            batch = self._load(loader)
+            batch = self._load(loader, None)
             before = session.step.agree_first(batch) if batch is not None else None
             older = before
             done = session.stream.step
@@ -129,11 +131,12 @@ class Trainer:
                 if reason is not None:
                     return self._end(reason, batch.step)
                 started = time.perf_counter()
+                self._heart.hold(batch.step + 1, batch.position, batch.size)
                 self._heart.begin_step()
                 fault_points.begin_step(batch.step + 1)
                 self._skips.remember(batch, before)
                 self._rollbacks.remember(batch)
-                outcome = session.step.run(batch, before, lambda: self._load(loader))
+                outcome = session.step.run(batch, before, partial(self._load, loader, batch))
                 session.stream.take(batch)
                 self._record(batch, before, outcome, started)
                 done = batch.step + 1
@@ -146,10 +149,17 @@ class Trainer:
                 self._guard(self._read(pending, done - lag + 1), done - lag, done)
         return self._end("done", done)
 
-    def _load(self, loader: Loader) -> StepBatch | None:
-        fault_points.reach("data.next")
-        with self._heart.loading():
-            return next(loader, None)
+    def _load(self, loader: Loader, fed: StepBatch | None) -> StepBatch | None:
+        """The batch behind `fed`, or the first one."""
+        stream = self._session.stream
+        size = stream.cut.global_batch
+        coming = (stream.step + 1, stream.position, size)
+        if fed is not None:
+            coming = (fed.step + 2, stream.left_out.beyond(fed.position + fed.size), size)
+        with self._heart.holding(*coming):
+            fault_points.reach("data.next")
+            with self._heart.loading():
+                return next(loader, None)
 
     def _read(self, pending: Pending, step: int) -> Agreed:
         """What was agreed in step `step` (from 1), which all ranks made alike: else nothing of it may be saved."""

@@ -1,5 +1,6 @@
 """The first words between hosts: the same code and config everywhere, or a refusal that names what differs."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,21 @@ def test_of_a_task_in_a_file_the_content_counts(tmp_path: Path) -> None:
     assert facts_of(f"{here}:Name", "abc", "2", {}) == facts_of(str(there), "abc", "2", {})
     there.write_text("x = 2")
     assert facts_of(str(here), "abc", "2", {})["task"] != facts_of(str(there), "abc", "2", {})["task"]
+
+
+def test_of_a_task_in_a_module_the_content_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "mine_to_introduce"
+    package.mkdir()
+    for name in ("__init__.py", "digits.py"):
+        (package / name).write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = "mine_to_introduce.digits:Digits"
+    before = facts_of(spec, "abc", "2", {})["task"]
+    assert before == facts_of(str(package / "digits.py"), "abc", "2", {})["task"]
+    (package / "digits.py").write_text("x = 2\n")
+    assert facts_of(spec, "abc", "2", {})["task"] != before
+    assert facts_of("no_such_package.digits:Digits", "abc", "2", {})["task"] == "no_such_package.digits:Digits"
+    sys.modules.pop("mine_to_introduce")
 
 
 @pytest.mark.parametrize("name", sorted(FACTS))

@@ -1,6 +1,7 @@
 """The first words between hosts: what they have to have alike, and where the run is that they share."""
 
 import hashlib
+import importlib.util
 import os
 import socket
 import time
@@ -22,12 +23,24 @@ def facts_of(task: str, config_digest: str, nodes: str, versions: Facts) -> dict
     """What all hosts have to have alike.
 
     Args:
-        task: a task's spec; of a file, its content counts.
+        task: a task's spec; the content of its file counts, also where it is a module that can be found here.
         versions: of what else they run.
     """
-    file = Path(task.partition(":")[0])
-    content = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else task
+    place = task.partition(":")[0]
+    file = Path(place) if place.endswith(".py") else _file_of(place)
+    content = task
+    if file is not None and file.is_file():
+        content = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     return {"config": config_digest, "task": content, "--nodes": nodes, **versions}
+
+
+def _file_of(module: str) -> Path | None:
+    """Where a module lies; None: it is not found, or lies in no file."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None or not spec.has_location or spec.origin is None else Path(spec.origin)
 
 
 def introduce(notices: Notices, facts: Facts, run: Path) -> None:

@@ -13,7 +13,7 @@ import os
 import socket
 import time
 
-from allranks.checkpointing.checkpoint import collect_leftovers
+from allranks.checkpointing.retention import collect_leftovers
 from allranks.failure import TRANSIENT, Failure
 from allranks.observing import journal
 from allranks.run import Run
