@@ -83,7 +83,8 @@ def test_the_samples_in_work_are_known_by_what_seeds_their_forward() -> None:
 def test_the_samples_of_an_evaluation_are_told_forward_by_forward() -> None:
     told: list[list[int]] = []
     with evaluation_told(told.append):
-        sizes = [len(m.samples) for m in validating.evaluation_batches(torch.utils.data.TensorDataset(X), batch_size=2)]
+        batches = vars(validating)["evaluation_batches"](torch.utils.data.TensorDataset(X), batch_size=2)
+        sizes = [len(m.samples) for m in batches]
     assert sizes == [2, 1] and told == [[sample_hash(0, 0), sample_hash(1, 1)], [sample_hash(2, 2)]]
 
 

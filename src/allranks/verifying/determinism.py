@@ -120,9 +120,9 @@ def _numbers(one: StepRecord, other: StepRecord, relative: float) -> Iterator[st
         for key, value in mine.items():
             if not _near(value, due.get(key), relative):
                 yield f"{key} is {value} in one and {due.get(key)} in the other"
-    for name, value, again in (("norm", one.norm, other.norm), ("loss", one.loss, other.loss)):
-        if not _near(value, again, relative):
-            yield f"the {name} is {value} in one and {again} in the other"
+    for name, first, second in (("norm", one.norm, other.norm), ("loss", one.loss, other.loss)):
+        if not _near(first, second, relative):
+            yield f"the {name} is {first} in one and {second} in the other"
 
 
 def not_finite(run: RunRecord) -> str:

@@ -8,6 +8,7 @@ from unittest.mock import patch
 from torch.distributed.tensor import DTensor
 
 from allranks import fault_points
+from allranks.data.evaluation import evaluation_batches
 from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import last_key, mix
 from allranks.digest import sample_hash
@@ -72,7 +73,7 @@ def forwards_told(begin: Callable[[], None]) -> Iterator[None]:
 @contextmanager
 def evaluation_told(begin: Callable[[list[int]], None]) -> Iterator[None]:
     """Inside, it is called before every forward of an evaluation, with digests of its samples."""
-    made = validating.evaluation_batches
+    made = evaluation_batches
 
     def batches(*arguments: Any, **options: Any) -> Iterator[MicroStep]:
         for micro_step in made(*arguments, **options):

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Final, final
 from unittest.mock import patch
@@ -38,7 +37,7 @@ _NOT_THE_PROGRAM: Final = (
     *(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     str(Path(__file__).parents[1]),
 )
-_SHARED: Final = (id(np.random.mtrand._rand), id(random._inst))  # type: ignore[attr-defined]
+_SHARED: Final = (id(np.random.mtrand._rand), id(random._inst))
 
 
 class RandomOperations(TorchDispatchMode):
@@ -165,9 +164,14 @@ class Unseeded:
 def _states() -> list[tuple[Any, str, str]]:
     """(generator, its name, its state) of all that programs have made for themselves."""
     # By type: an instance may answer isinstance() with whatever its __class__ says, and do anything for it.
-    name_of = cache(lambda kind: next((name for own, name in OWN.items() if issubclass(kind, own)), ""))
-    every = [one for one in gc.get_objects() if name_of(type(one)) and id(one) not in _SHARED]
-    return [(one, name_of(type(one)), _state(one)) for one in every if type(one) is not random.SystemRandom]
+    names, found = dict[type, str](), []
+    for one in gc.get_objects():
+        kind = type(one)
+        if kind not in names:
+            names[kind] = next((name for own, name in OWN.items() if issubclass(kind, own)), "")
+        if names[kind] and kind is not random.SystemRandom and id(one) not in _SHARED:
+            found.append((one, names[kind], _state(one)))
+    return found
 
 
 def _state(generator: Any) -> str:

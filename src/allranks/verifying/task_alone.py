@@ -281,7 +281,7 @@ class TaskAlone:
         return {"loss": loss, **self.task.metrics(output, batch)}
 
     def _unaliased(self, named: Mapping[str, nn.Parameter]) -> Parts:
-        first = {id(parameter): name for name, parameter in reversed(named.items())}
+        first = {id(parameter): name for name, parameter in reversed(list(named.items()))}
         return {name: look.part_of(p) for name, p in named.items() if first[id(p)] == name}
 
     def _tied(self, named: Mapping[str, nn.Parameter]) -> list[tuple[str, ...]]:
