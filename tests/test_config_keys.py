@@ -67,7 +67,7 @@ def test_the_keys_are_frozen() -> None:
         "track": "tensorboard",
         "guard": "hang hang_seconds stopped_seconds input_seconds first_step_seconds evaluation_seconds "
         "checkpoint_seconds stop_seconds restarts host_seconds join_seconds nonfinite nonfinite_limit digest_every "
-        "recompute_every on_finding mute spike spike_threshold spike_window spike_times spike_after",
+        "recompute_every on_finding data mute spike spike_threshold spike_window spike_times spike_after",
     }
     assert {name: key.default for name, key in config_keys().items() if key.default is not None} == {
         "train.global_batch": 32,
@@ -118,6 +118,7 @@ def test_the_keys_are_frozen() -> None:
         "guard.nonfinite_limit": 10,
         "guard.digest_every": 200,
         "guard.recompute_every": 0,
+        "guard.data": "stop",
         "guard.mute": "",
         "guard.spike": "log",
         "guard.spike_threshold": 10.0,

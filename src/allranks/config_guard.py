@@ -73,6 +73,11 @@ class GuardConfig(Section):
         "what follows a finding of a sentinel: end with 93 before more is saved, or a warning; not given: stop where "
         "the state of the run is wrong already, else warn",
     )
+    data: Literal["stop", "warn", "off"] = key(
+        "stop",
+        "what follows where one of a few samples is another one than on rank 0, or than when a checkpoint was written: "
+        "refused, a warning, or nobody looks",
+    )
     mute: str = key("", f"sentinels that look at nothing, with commas between: {_NAMES}")
     spike: Literal["off", "log", "skip", "rollback"] = key(
         "log",

@@ -163,7 +163,7 @@ def test_what_cannot_be_deleted_is_said_once_and_the_run_goes_on(
     def refuse(path: Path) -> None:
         raise CheckpointError(f"{path} cannot be deleted: Operation not permitted")
 
-    monkeypatch.setattr("allranks.checkpointing.checkpoint.discard", refuse)
+    monkeypatch.setattr("allranks.checkpointing.retention.discard", refuse)
     run = tmp_path / "run"
     assert start("Curve", run, "train.steps=4", "checkpoint.every=1", "checkpoint.keep=1") == 0
     (verdict,) = report(Run.open(run)).verdicts

@@ -1,7 +1,7 @@
 """Everything that matters, into a checkpoint and back (law 8)."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ from allranks.stepping.alike import everyones
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.outer import OuterOptimizer
 from allranks.stepping.schedule import Schedule
+from allranks.stepping.session import Session
 from allranks.stepping.world import Processes
 from allranks.training.beside import PREFIXES, Beside, Stateful, compare_beside
 from allranks.training.kept_state import check_kept, read_schedule
 from allranks.training.newest import newest_of_run
+from allranks.training.same_data import KEPT
 from allranks.verdict import Decision
 
 Parts = list[tuple[Entry, torch.Tensor]]
@@ -44,6 +46,7 @@ class Contents:
         task: whose own state is kept; None for an own loop.
         outer: of local_sgd; None without.
         beside: what has tensors besides model and optimizer.
+        fingerprint: of the data (data/fingerprint.py); {} of none.
     """
 
     spread: Spread
@@ -53,6 +56,21 @@ class Contents:
     task: Stateful | None = None
     outer: OuterOptimizer | None = None
     beside: Sequence[Beside] = ()
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_session(cls, session: Session, config: ScheduleConfig, fingerprint: Mapping[str, str]) -> "Contents":
+        """Those of a training."""
+        return cls(
+            session.spread,
+            session.optimizers,
+            session.stream,
+            extra=schedule_state(session.schedule, config),
+            task=session.task,
+            outer=session.outer,
+            beside=session.beside,
+            fingerprint=fingerprint,
+        )
 
     def parts(self, stored: Collection[str] | None = None) -> Parts:
         """Every tensor under its name in the checkpoint, as this rank holds it; collective where ranks learn their own.
@@ -80,7 +98,7 @@ class Contents:
         """Everything that is no tensor."""
         return {
             "stream": self.stream.state_dict(),
-            "dataset": circumstances(self.stream),
+            "dataset": circumstances(self.stream) | ({KEPT: dict(self.fingerprint)} if self.fingerprint else {}),
             "optimizer": self._numbers(),
             "task": {} if self.task is None else self.task.state_dict(),
             **self.extra,

@@ -31,10 +31,11 @@ from allranks.training.memory_copies import MemoryCopies, forsake, lies_in, tell
 from allranks.training.mirroring import Mirroring, fetch_newer
 from allranks.training.prepare import Prepared, open_run, prepare, resolve_layout
 from allranks.training.rollbacks import add_range, told_at_start
+from allranks.training.same_data import compare_data, tell_data
 from allranks.training.saver import Saver
 from allranks.training.screen import Screen
 from allranks.training.shortage import explain_shortage
-from allranks.training.snapshot import Contents, find_checkpoint, kept_schedule, schedule_state
+from allranks.training.snapshot import Contents, find_checkpoint, kept_schedule
 from allranks.training.stop import StopRequests
 from allranks.training.trainer import Ending, Trainer
 from allranks.verdict import Decision
@@ -108,6 +109,7 @@ class _Training:
         self._processes, self._run = processes, run
         self._stops, self._stopwatch = stops, Stopwatch()
         self._resumed_otherwise: tuple[Decision, ...] = ()
+        self._about_data: tuple[Decision, ...] = ()
         self._memory = assignment.memory
         self._first = processes.rank == 0
         self._journal = Journal(run.journal(processes.rank), processes.rank)
@@ -138,15 +140,9 @@ class _Training:
                 self._stops.seen,
                 kept_schedule=kept_schedule(checkpoint, config.schedule),
             )
-            contents = Contents(
-                session.spread,
-                session.optimizers,
-                session.stream,
-                extra=schedule_state(session.schedule, config.schedule),
-                task=session.task,
-                outer=session.outer,
-                beside=session.beside,
-            )
+            found = compare_data(session.stream, checkpoint, self._processes, config.guard.data)
+            self._about_data = tell_data(found, self._warn)
+            contents = Contents.of_session(session, config.schedule, found.fingerprint)
             ending = self._loop(session, contents, self._resume(contents, checkpoint, skipped), checkpoint)
         except BaseException as error:
             self._tell_end("failed", error)
@@ -181,7 +177,7 @@ class _Training:
         recorder = progress = None
         if self._screen is not None:
             told = (*self._prepared.decisions, *self._assignment.decisions)
-            decisions = (*told, *session.decisions, *self._resumed_otherwise, *saver.decisions)
+            decisions = (*told, *session.decisions, *self._resumed_otherwise, *self._about_data, *saver.decisions)
             for decision in decisions:
                 self._journal.write("decision", what=decision.what, because=decision.because)
             if config.train.steps is None:

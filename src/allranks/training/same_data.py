@@ -1,0 +1,115 @@
+"""Whether all ranks, and a run and its resume, see the same data: a few samples are compared (data/fingerprint.py)."""
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.data.fingerprint import UNREADABLE, Fingerprint, digest_at, find_others, take_fingerprint
+from allranks.data.stream import DataStream
+from allranks.errors import AllranksError, CheckpointError, DataError
+from allranks.stepping.alike import everyones
+from allranks.stepping.world import Processes
+from allranks.verdict import Decision
+
+KEPT = "fingerprint"
+"""Its key in what a checkpoint keeps of the dataset."""
+
+GO_ON = "guard.data=warn goes on with it"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SameData:
+    """What was found.
+
+    Attributes:
+        fingerprint: rank 0's, the same on every rank; {} where nobody looks, or nothing can be looked at.
+        warnings: what is not alike, where that ends nothing.
+        decisions: why something was not looked at.
+    """
+
+    fingerprint: Fingerprint = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+
+
+def compare_data(
+    stream: DataStream, checkpoint: Checkpoint | None, processes: Processes, follows: Literal["stop", "warn", "off"]
+) -> SameData:
+    """Compare the data of all ranks, and then with what the checkpoint was written from; collective.
+
+    Args:
+        follows: guard.data.
+
+    Raises:
+        DataError: on every rank, naming the first sample that another rank has otherwise, and that rank.
+        CheckpointError: on every rank, naming the first sample that is not what it was.
+    """
+    if follows == "off":
+        return SameData()
+    told = everyones([socket.gethostname(), take_fingerprint(stream)], processes.world_group, processes.device)
+    now: Fingerprint = told[0][1]
+    kept = {} if checkpoint is None else _kept(checkpoint, stream)
+    found: list[tuple[str, AllranksError]] = []
+    for rank, (host, theirs) in enumerate(told):
+        if others := find_others(now, theirs):
+            found.append((others[0], DataError(_of_ranks(others, theirs, rank, host, len(now)))))
+            break
+    if checkpoint is not None and (others := find_others(kept, now)):
+        found.append((others[0], CheckpointError(_of_before(others, now, checkpoint))))
+    for number, error in found:
+        if not _is_the_same_twice(stream, int(number), processes):
+            what = "samples are not compared with other ranks' or earlier ones"
+            because = f"dataset('train')[{number}] is another one each time it is loaded"
+            return SameData(decisions=(Decision(what, because),))
+        if follows == "stop":
+            raise error
+    return SameData(now, tuple(str(error) for _, error in found))
+
+
+def _kept(checkpoint: Checkpoint, stream: DataStream) -> Fingerprint:
+    """What the checkpoint has of it; {} where it has none, or is of another length, which is refused elsewhere."""
+    before = checkpoint.manifest.state.get("dataset", {})
+    same = isinstance(before, Mapping) and before.get("num_samples") == stream.num_samples
+    kept = before.get(KEPT, {}) if same else {}
+    return {str(one): str(digest) for one, digest in kept.items()} if isinstance(kept, Mapping) else {}
+
+
+def _of_ranks(others: list[str], theirs: Fingerprint, rank: int, host: str, looked_at: int) -> str:
+    return (
+        f"{_name(others[0], theirs)} on rank {rank} ({host}) than on rank 0, {_count(others, looked_at)}: every "
+        f"process has to see the same data; compare the copies on the hosts ({GO_ON})"
+    )
+
+
+def _of_before(others: list[str], now: Fingerprint, checkpoint: Checkpoint) -> str:
+    return (
+        f"{_name(others[0], now)} than when {checkpoint.path.name} was written, {_count(others, len(now))}: the data "
+        f"was damaged or replaced meanwhile; bring the old data back, or start a new run ({GO_ON})"
+    )
+
+
+def _name(number: str, digests: Fingerprint) -> str:
+    why = digests[number]
+    if why.startswith(UNREADABLE):
+        return f"dataset('train')[{number}] cannot be read ({why.removeprefix(UNREADABLE)}), other"
+    return f"dataset('train')[{number}] is another sample"
+
+
+def _count(others: list[str], looked_at: int) -> str:
+    return f"{len(others)} of {looked_at} that were looked at"
+
+
+def _is_the_same_twice(stream: DataStream, number: int, processes: Processes) -> bool:
+    """Whether every rank loads the same sample two times running; collective."""
+    same = digest_at(stream, number) == digest_at(stream, number)
+    return all(everyones(same, processes.world_group, processes.device))
+
+
+def tell_data(found: SameData, warn: Callable[[str, str], None]) -> tuple[Decision, ...]:
+    """Say what is not alike; the decisions."""
+    for line in found.warnings:
+        warn(line, "see where the copy comes from that a run should read; guard.data=off looks no more")
+    return found.decisions
