@@ -38,6 +38,11 @@ def test_the_same_data_is_gone_on_with(begun: Path) -> None:
     assert not events(begun, "verdict") and len(losses(begun)) == 6
 
 
+def test_under_another_seed_samples_that_draw_are_others(begun: Path, tmp_path: Path) -> None:
+    write(tmp_path / "data.npy", *range(47))
+    assert train(None, "train.steps=6", "train.seed=5", resume=begun, change=("train.seed",)) == 0
+
+
 def test_other_data_is_refused_with_the_first_sample_that_differs(begun: Path, tmp_path: Path) -> None:
     first, second, unseen = ORDER[3], ORDER[9], ORDER[30]
     write(tmp_path / "data.npy", second, first, unseen)

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Any, Literal, final
 
 from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.data.fingerprint import UNREADABLE, Fingerprint, digest_at, find_others, take_fingerprint
@@ -13,8 +13,8 @@ from allranks.stepping.alike import everyones
 from allranks.stepping.world import Processes
 from allranks.verdict import Decision
 
-KEPT = "fingerprint"
-"""Its key in what a checkpoint keeps of the dataset."""
+KEPT, SEED = "fingerprint", "fingerprint_seed"
+"""Their keys in what a checkpoint keeps of the dataset: the digests, and the seed under which samples were drawn."""
 
 GO_ON = "guard.data=warn goes on with it"
 
@@ -69,10 +69,18 @@ def compare_data(
     return SameData(now, tuple(str(error) for _, error in found))
 
 
+def keep(fingerprint: Fingerprint, stream: DataStream) -> dict[str, Any]:
+    """What a checkpoint keeps of it; {} of none."""
+    return {KEPT: dict(fingerprint), SEED: stream.seed} if fingerprint else {}
+
+
 def _kept(checkpoint: Checkpoint, stream: DataStream) -> Fingerprint:
-    """What the checkpoint has of it; {} where it has none, or is of another length, which is refused elsewhere."""
+    """What the checkpoint has of it; {} where it has none, where samples that draw are others by their seed, or where
+    the dataset is of another length, which is refused elsewhere.
+    """
     before = checkpoint.manifest.state.get("dataset", {})
-    same = isinstance(before, Mapping) and before.get("num_samples") == stream.num_samples
+    alike = {"num_samples": stream.num_samples, SEED: stream.seed}
+    same = isinstance(before, Mapping) and all(before.get(name) == value for name, value in alike.items())
     kept = before.get(KEPT, {}) if same else {}
     return {str(one): str(digest) for one, digest in kept.items()} if isinstance(kept, Mapping) else {}
 

@@ -31,7 +31,7 @@ from allranks.stepping.world import Processes
 from allranks.training.beside import PREFIXES, Beside, Stateful, compare_beside
 from allranks.training.kept_state import check_kept, read_schedule
 from allranks.training.newest import newest_of_run
-from allranks.training.same_data import KEPT
+from allranks.training.same_data import keep
 from allranks.verdict import Decision
 
 Parts = list[tuple[Entry, torch.Tensor]]
@@ -98,7 +98,7 @@ class Contents:
         """Everything that is no tensor."""
         return {
             "stream": self.stream.state_dict(),
-            "dataset": circumstances(self.stream) | ({KEPT: dict(self.fingerprint)} if self.fingerprint else {}),
+            "dataset": circumstances(self.stream) | keep(self.fingerprint, self.stream),
             "optimizer": self._numbers(),
             "task": {} if self.task is None else self.task.state_dict(),
             **self.extra,
