@@ -92,7 +92,7 @@ def test_what_is_drawn_is_the_same_and_no_draw_of_the_callers() -> None:
 
 
 def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, *(0.4 * number for number in range(1, 99))])
+    clock = iter([0.0, *(2.0 * number for number in range(1, 99))])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     assert len(take_fingerprint(stream_of(Samples(*range(50))))) == 3
 

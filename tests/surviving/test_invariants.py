@@ -2,9 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,9 @@ KILL = Fault(0, "forward", 1, 8, 1, "kill")
 GOOD = Incident(KILL, "restarted", ("rank 1 on h was killed",), 5, 2, 0.5)
 
 
-def make_run(path: Path, values: float = 1.0, steps: tuple[int, ...] = (1, 2, 3)) -> Run:
+def make_run(
+    path: Path, values: float = 1.0, steps: tuple[int, ...] = (1, 2, 3), state: Mapping[str, Any] | None = None
+) -> Run:
     run = Run.create(path.parent, "points", Config(), {}, directory=path)
     lines = [{"t": 1.0, "event": "step", "step": n, "samples": 8 * n, "ledger": f"{n:016x}"} for n in steps]
     run.journal().write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -43,7 +46,7 @@ def make_run(path: Path, values: float = 1.0, steps: tuple[int, ...] = (1, 2, 3)
         header=Header(run.id, 1, "single", 3, 24),
         parts=[(entry, torch.full((4,), values))],
         aliases={},
-        state={"stream": 24},
+        state=state or {"stream": 24},
         group=None,
         rank=0,
         world_size=1,
@@ -69,6 +72,16 @@ def test_i1_sees_one_other_number(pair: tuple[Run, Run], tmp_path: Path) -> None
     shutil.rmtree(pair[1].checkpoints)
     assert same_state(*pair).holds is False
     assert same_state(pair[1], pair[0]).holds is None
+
+
+def test_i1_sees_other_facts_but_not_how_many_samples_there_was_time_for(tmp_path: Path) -> None:
+    told = [
+        {"stream": 24, "dataset": {"num_samples": n, "fingerprint": {"1": "a"} | m}}
+        for n, m in ((9, {}), (9, {"2": "b"}), (8, {}))
+    ]
+    one, slower, other = (make_run(tmp_path / str(at), state=state) for at, state in enumerate(told))
+    assert same_state(one, slower).holds
+    assert same_state(one, other).holds is False and "state" in same_state(one, other).what
 
 
 @pytest.mark.parametrize(

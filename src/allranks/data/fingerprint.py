@@ -16,7 +16,7 @@ from allranks.data.random_keys import generators_kept, item_key, seed_all
 from allranks.data.stream import DataStream
 
 NUM_SAMPLES: Final = 16
-SECONDS: Final = 1.0
+SECONDS: Final = 5.0
 UNREADABLE: Final = "unreadable: "
 _LETTERS: Final = 16
 
