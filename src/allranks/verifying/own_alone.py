@@ -23,6 +23,7 @@ Source = Program | str
 
 
 def read_program(source: Source) -> Program:
+    """The program that is given, or that lies at this place."""
     return load_program(source) if isinstance(source, str) else source
 
 
