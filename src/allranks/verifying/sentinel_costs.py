@@ -127,6 +127,7 @@ class NoSaver:
 
     saved_step = -1
     beside = False
+    failures = 0
 
     def due(self, step: int) -> bool:
         """Never."""
