@@ -1,5 +1,6 @@
 """Whether all ranks, and a run and its resume, see the same data: a few samples are compared (data/fingerprint.py)."""
 
+import json
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from allranks.data.fingerprint import UNREADABLE, Fingerprint, digest_at, find_o
 from allranks.data.stream import DataStream
 from allranks.errors import AllranksError, CheckpointError, DataError
 from allranks.stepping.alike import everyones
+from allranks.stepping.same_code import digest_of
 from allranks.stepping.world import Processes
 from allranks.verdict import Decision
 
@@ -49,7 +51,7 @@ def compare_data(
     """
     if follows == "off":
         return SameData()
-    told = everyones([socket.gethostname(), take_fingerprint(stream)], processes.world_group, processes.device)
+    told = _tell_each_other(take_fingerprint(stream), processes)
     now: Fingerprint = told[0][1]
     kept = {} if checkpoint is None else _kept(checkpoint, stream)
     found: list[tuple[str, AllranksError]] = []
@@ -67,6 +69,17 @@ def compare_data(
         if follows == "stop":
             raise error
     return SameData(now, tuple(str(error) for _, error in found))
+
+
+def _tell_each_other(mine: Fingerprint, processes: Processes) -> list[tuple[str, Fingerprint]]:
+    """By rank, its host and what it has found, on every rank; rank 0's alone where all have found the same: of
+    thousands of ranks none says more than one digest then. Collective.
+    """
+    host = socket.gethostname()
+    whole = digest_of(json.dumps(mine, sort_keys=True).encode())
+    if len(set(everyones(whole, processes.world_group, processes.device))) == 1:
+        return [(host, mine)]
+    return [(host, found) for host, found in everyones([host, mine], processes.world_group, processes.device)]
 
 
 def keep(fingerprint: Fingerprint, stream: DataStream) -> dict[str, Any]:
