@@ -59,6 +59,7 @@ heartbeat.last_collectives = lambda: [dict(group="0", axis="tp", ranks=[4], name
                                            sizes=[[2, 3]], waits=True)]
 heartbeat.join({beats.path!r}, 0, Path({str(log)!r}))
 def waiting():
+    Path({str(tmp_path / "waits")!r}).touch()
     time.sleep(600)
 waiting()
 """
@@ -69,6 +70,7 @@ waiting()
     ):
         try:
             wait_until(lambda: beats.slot(0)[PULSE])
+            wait_until((tmp_path / "waits").exists)
             wait_until(lambda: process_state(able.pid) == "S")
             asked = [replace(row(4), pid=able.pid), replace(row(5, pulse_seconds=None), pid=dumb.pid)]
             answers, silent = question(asked, {4: 0, 5: 1}, beats, tmp_path)

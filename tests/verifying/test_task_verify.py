@@ -155,7 +155,8 @@ class Noisy(allranks.Task):
         return nn.Linear(2, 1)
     def loss(self, output, batch):
         noise = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(()), "": float,
-                 "system": lambda: os.urandom(1)[0] / 255, "own": lambda: np.random.default_rng().random()}
+                 "system": lambda: int.from_bytes(os.urandom(6), "big") / 2**48,
+                 "own": lambda: np.random.default_rng().random()}
         return ((output - batch[1]) ** 2).sum() * (1 + self.scale * noise[self.noise]())
 """
 
