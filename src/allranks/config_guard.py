@@ -27,6 +27,10 @@ class GuardConfig(Section):
         unit="s",
         gt=0,
     )
+    slow_rank: Literal["warn", "off"] = key(
+        "warn",
+        "what follows where one rank of a host keeps the others waiting in every step: a verdict, or nobody looks",
+    )
     stopped_seconds: float = key(10.0, "how long a process may be stopped (SIGSTOP)", unit="s", gt=0)
     input_seconds: float = key(
         600.0, "without a batch of data: that long is a hang; it is told of as early as others", unit="s", gt=0

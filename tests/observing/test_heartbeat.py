@@ -1,6 +1,5 @@
-"""A worker's numbers: what the loop writes, what the thread answers, and the collectives of torch's recorder."""
+"""A worker's numbers: what the loop writes, and what the thread answers."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,8 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from allranks.observing.heartbeat import (
     ANSWERED,
@@ -30,10 +27,7 @@ from allranks.observing.heartbeat import (
     STACK_SIGNAL,
     STEP,
     Heartbeat,
-    last_collectives,
-    name_axis,
 )
-from tests.distributed.pool import Pools
 from tests.processes import wait_until
 
 
@@ -183,35 +177,3 @@ in_compiled_code()
             wait_until(lambda: "in in_compiled_code" in log.read_text())
         finally:
             process.send_signal(signal.SIGKILL)
-
-
-@pytest.mark.distributed
-def test_the_collective_that_a_rank_waits_in_is_known(pool: Pools) -> None:
-    def case() -> list[dict[str, object]]:
-        group = dist.new_group([0, 1], group_desc="mesh_dp_shard")
-        dist.all_reduce(torch.ones(3), group=group)
-        work = None
-        if dist.get_rank() == 0:
-            work = dist.all_reduce(torch.ones(5, 2), group=group, async_op=True)
-            time.sleep(0.1)
-            found = json.loads(json.dumps(last_collectives()))
-        dist.barrier()
-        if work is None:
-            found = json.loads(json.dumps(last_collectives()))
-            dist.all_reduce(torch.ones(5, 2), group=group)
-        else:
-            work.wait()
-        return [one for one in found if one["axis"] == "dp_shard"]
-
-    (first,), (second,) = pool(2).run(case)
-    assert first["waits"] and not second["waits"]
-    assert (first["name"], first["sizes"], first["ranks"]) == ("all_reduce", [[5, 2]], [0, 1])
-    assert first["group"] == second["group"] and first["seq"] == int(second["seq"]) + 1
-
-
-def test_without_a_world_there_are_no_collectives() -> None:
-    assert last_collectives() == []
-
-
-def test_axes_by_their_names() -> None:
-    assert [name_axis(text) for text in ("default_pg", "mesh_tp", "agreement")] == ["all ranks", "tp", "agreement"]

@@ -55,6 +55,8 @@ class Faulty(allranks.Task):
         """Summed cross-entropy."""
         self._calls = getattr(self, "_calls", 0) + 1
         time.sleep(0.01)
+        if self.fault == "slow" and os.environ.get("RANK") == "1":
+            time.sleep(0.1)
         if self._calls == 15 and os.environ.get("RANK") == "1" and first_attempt():
             meet(self.fault)
         return nn.functional.cross_entropy(output, batch[1], reduction="sum")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from allranks.observing.heartbeat import PULSE, collectives_file
+from allranks.observing.collectives import collectives_file
+from allranks.observing.heartbeat import PULSE
 from allranks.surviving.beats import SharedBeats
 from allranks.surviving.evidence import Frame, main_stack, question, read_collectives
 from allranks.surviving.kernel import process_state
@@ -54,9 +55,9 @@ def test_workers_answer_and_one_that_cannot_keeps_nobody(tmp_path: Path) -> None
     script = f"""
 import time
 from pathlib import Path
-from allranks.observing import heartbeat
-heartbeat.last_collectives = lambda: [dict(group="0", axis="tp", ranks=[4], name="all_gather", seq=5, p2p=False,
-                                           sizes=[[2, 3]], waits=True)]
+from allranks.observing import collectives, heartbeat
+collectives.last_collectives = lambda *_: [dict(group="0", axis="tp", ranks=[4], name="all_gather", seq=5, p2p=False,
+                                                sizes=[[2, 3]], waits=True)]
 heartbeat.join({beats.path!r}, 0, Path({str(log)!r}))
 def waiting():
     Path({str(tmp_path / "waits")!r}).touch()
@@ -87,7 +88,7 @@ waiting()
 
 def test_what_cannot_be_read_is_nothing(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
-    for text in ("", "{", "[{}]", json.dumps([{"group": 1}]), "3"):
+    for text in ("", "{", "[{}]", json.dumps({"groups": [{"group": 1}]}), "3"):
         path.write_text(text)
         assert read_collectives(path) == ()
     assert read_collectives(tmp_path / "absent") == ()

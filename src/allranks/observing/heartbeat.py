@@ -8,7 +8,6 @@ and answers when the agent asks for the collectives.
 
 import contextlib
 import faulthandler
-import json
 import mmap
 import os
 import signal
@@ -18,7 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Literal, final
+
+from allranks.observing.collectives import collectives_file, write_collectives
 
 PULSE_SECONDS = 0.5
 NUM_FIELDS = 15
@@ -211,54 +212,3 @@ def _beat(heartbeat: Heartbeat, answer_to: Path) -> None:
     while True:
         heartbeat.pulse(lambda: write_collectives(answer_to))
         time.sleep(PULSE_SECONDS)
-
-
-def collectives_file(log: Path) -> Path:
-    """Where the worker with this log writes its collectives."""
-    return log.with_suffix(".collectives.json")
-
-
-def write_collectives(path: Path) -> None:
-    """Write what torch's flight recorder knows of this process, as JSON, whole or not at all."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(last_collectives()), encoding="utf-8")
-    temporary.replace(path)
-
-
-def last_collectives() -> list[dict[str, object]]:
-    """The collective at which each process group of this process stands: the oldest that has not ended, or the last.
-
-    Each with `group` (its name), `axis`, `ranks`, `name`, `seq`, `p2p`, `sizes` and `waits`: whether it has not ended.
-    Torch's flight recorder keeps the last 2000 of every backend, unless TORCH_FR_BUFFER_SIZE=0.
-    """
-    if "torch" not in sys.modules:
-        return []
-    import torch.distributed as dist
-    from torch._C import _distributed_c10d
-
-    recorder: Any = _distributed_c10d
-    if not dist.is_initialized():
-        return []
-    groups = {group.group_name: dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}
-    found: dict[str, dict[str, object]] = {}
-    for entry in json.loads(recorder._dump_fr_trace_json()).get("entries", []):
-        name, axis = entry["process_group"]
-        before = found.get(name)
-        if before is not None and before["waits"]:
-            continue
-        found[name] = {
-            "group": name,
-            "axis": name_axis(axis),
-            "ranks": groups.get(name, []),
-            "name": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
-            "seq": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
-            "p2p": entry["is_p2p"],
-            "sizes": entry["input_sizes"],
-            "waits": not entry["retired"] and entry["state"] != "completed",
-        }
-    return list(found.values())
-
-
-def name_axis(description: str) -> str:
-    """The axis of a process group, from torch's description of it; "all ranks" for the world."""
-    return "all ranks" if description in ("", "default_pg", "undefined") else description.removeprefix("mesh_")

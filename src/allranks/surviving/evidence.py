@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
-from allranks.observing.heartbeat import STACK_SIGNAL, collectives_file
+from allranks.observing.collectives import collectives_file
+from allranks.observing.heartbeat import STACK_SIGNAL
 from allranks.surviving.beats import SharedBeats
 from allranks.surviving.kernel import STOPPED
 from allranks.surviving.monitor import Row
@@ -57,7 +58,7 @@ class Frame:
 @final
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """The place of a rank in the collectives of one group; fields as `heartbeat.last_collectives` gives them."""
+    """The place of a rank in the collectives of one group; fields as `collectives.last_collectives` gives them."""
 
     group: str
     axis: str
@@ -139,7 +140,7 @@ def question(rows: Sequence[Row], places: Mapping[int, int], beats: SharedBeats,
         logs: the folder with the ranks' logs.
     """
     paths = {row.rank: logs / f"rank-{row.rank:05d}.log" for row in rows}
-    before = {rank: _size(path) for rank, path in paths.items()}
+    before = {rank: size_of(path) for rank, path in paths.items()}
     asked = [row for row in rows if row.pulse_seconds is not None and row.state not in STOPPED]
     beats.ask()
     for row in asked:
@@ -148,7 +149,7 @@ def question(rows: Sequence[Row], places: Mapping[int, int], beats: SharedBeats,
     deadline, last = time.monotonic() + ANSWER_SECONDS, before
     while asked and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-        sizes = {rank: _size(path) for rank, path in paths.items()}
+        sizes = {rank: size_of(path) for rank, path in paths.items()}
         # A stack is written in many small pieces: it is whole when nothing more comes.
         if all(
             before[row.rank] < last[row.rank] == sizes[row.rank] and beats.answered(places[row.rank]) for row in asked
@@ -157,7 +158,7 @@ def question(rows: Sequence[Row], places: Mapping[int, int], beats: SharedBeats,
         last = sizes
     found = []
     for row in rows:
-        stack = main_stack(_tail(paths[row.rank], before[row.rank])) if row in asked else ()
+        stack = main_stack(tail(paths[row.rank], before[row.rank])) if row in asked else ()
         told = read_collectives(collectives_file(paths[row.rank])) if beats.answered(places[row.rank]) else ()
         found.append(Testimony(row, stack, told if row in asked else ()))
     return found
@@ -177,21 +178,23 @@ def main_stack(text: str) -> tuple[Frame, ...]:
 def read_collectives(path: Path) -> tuple[Collective, ...]:
     """What a worker wrote of itself; nothing where it cannot be read. The file goes."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        told = json.loads(path.read_text(encoding="utf-8"))
         path.unlink(missing_ok=True)
-        return tuple(map(Collective.from_json, entries))
+        return tuple(map(Collective.from_json, told["groups"]))
     except (OSError, ValueError, KeyError, TypeError):
         return ()
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 where there is none."""
     try:
         return path.stat().st_size
     except OSError:
         return 0
 
 
-def _tail(path: Path, offset: int) -> str:
+def tail(path: Path, offset: int) -> str:
+    """What a file holds from `offset` on; nothing where there is none."""
     try:
         with path.open("rb") as file:
             file.seek(offset)

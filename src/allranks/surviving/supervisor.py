@@ -26,6 +26,7 @@ from allranks.surviving.hang import ALL_HERE, Absent, diagnose
 from allranks.surviving.in_hand import InHand, explain_ends
 from allranks.surviving.monitor import Alarm, Monitor, Row
 from allranks.surviving.ruling import Ruling
+from allranks.surviving.slow_rank import SlowRank
 from allranks.verdict import Verdict
 
 FOLLOWS = {
@@ -88,6 +89,7 @@ class Supervisor:
         self.restarts = 0
         self._supervision, self._num_workers = supervision, num_workers
         self._logs = logs
+        self._slow = SlowRank(self.monitor.beats, logs) if supervision.guard.slow_rank == "warn" else None
         self._paid = 0
         self._furthest = 0
         self._told: Ruling | None = None
@@ -104,6 +106,8 @@ class Supervisor:
     def begin_attempt(self) -> None:
         """Workers are about to be started, for the first time or again."""
         self.monitor.begin_attempt()
+        if self._slow is not None:
+            self._slow.begin_attempt()
         self._told = self._doubted_at = None
         self._places = {}
 
@@ -129,6 +133,8 @@ class Supervisor:
         rows, alarm = self.monitor.look(pids, ranks)
         if alarm is None:
             self._see_whether_it_goes_on(rows)
+            if self._slow is not None and (verdict := self._slow.look(rows, self._places)) is not None:
+                self._supervision.tell(verdict)
         return alarm
 
     def question(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> list[Testimony]:

@@ -1,0 +1,79 @@
+"""The collectives of torch's recorder, as a rank tells them."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from allranks.observing.collectives import (
+    collectives_file,
+    find_arrivals,
+    last_collectives,
+    name_axis,
+    recorded,
+    write_collectives,
+)
+from tests.distributed.pool import Pools
+
+
+@pytest.mark.distributed
+def test_the_collective_that_a_rank_waits_in_is_known(pool: Pools) -> None:
+    def case() -> list[dict[str, object]]:
+        group = dist.new_group([0, 1], group_desc="mesh_dp_shard")
+        dist.all_reduce(torch.ones(3), group=group)
+        work = None
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(torch.ones(5, 2), group=group, async_op=True)
+            time.sleep(0.1)
+            found = json.loads(json.dumps(last_collectives(*recorded())))
+        dist.barrier()
+        if work is None:
+            found = json.loads(json.dumps(last_collectives(*recorded())))
+            dist.all_reduce(torch.ones(5, 2), group=group)
+        else:
+            work.wait()
+        return [one for one in found if one["axis"] == "dp_shard"]
+
+    (first,), (second,) = pool(2).run(case)
+    assert first["waits"] and not second["waits"]
+    assert (first["name"], first["sizes"], first["ranks"]) == ("all_reduce", [[5, 2]], [0, 1])
+    assert first["group"] == second["group"] and first["seq"] == int(second["seq"]) + 1
+
+
+def test_without_a_world_there_are_no_collectives() -> None:
+    assert recorded() == ((), {}) and last_collectives((), {}) == [] == find_arrivals((), {})
+
+
+def test_axes_by_their_names() -> None:
+    assert [name_axis(text) for text in ("default_pg", "mesh_tp", "agreement")] == ["all ranks", "tp", "agreement"]
+
+
+@pytest.mark.distributed
+def test_when_a_rank_came_to_a_collective_is_told_and_sends_are_not(pool: Pools, tmp_path: Path) -> None:
+    def case(folder: str) -> tuple[float, float, list[tuple[str, int, int]], list[object]]:
+        group = dist.new_group([0, 1], group_desc="mesh_dp_shard")
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        dist.barrier()
+        before = time.time()
+        time.sleep(0.2 * dist.get_rank())
+        dist.all_reduce(torch.ones(3), group=group)
+        dist.all_reduce(torch.ones(3), group=alone)
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(1), 1)
+        else:
+            dist.recv(torch.ones(1), 0)
+        entries, groups = recorded()
+        path = collectives_file(Path(folder) / f"rank-{dist.get_rank()}.log")
+        write_collectives(path)
+        told = [entry for entry in find_arrivals(entries, groups) if entry[2] >= before * 1e9]
+        return before, time.time(), told, json.loads(path.read_text())["arrivals"]
+
+    (begun, _, first, written), (_, ended, second, _) = pool(2).run(case, str(tmp_path))
+    (_, number, at), (_, same, later) = first[-1], second[-1]
+    assert len(first) == len(second) == 1 and number == same == 1
+    assert begun * 1e9 <= at <= later - 0.15e9 and later <= ended * 1e9
+    assert written[-1] == list(first[-1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.collectives.json", "rank-1.collectives.json"]
