@@ -2,6 +2,7 @@
 .PHONY: demo test test-full check docs fix
 PYTHON_BIN := .venv/bin/python
 JOBS ?= 2# test files at a time; each has processes of its own
+COMPILE := $(PYTHON_BIN) -m compileall -q src# once, where PYTHONDONTWRITEBYTECODE would have every process do it again
 
 demo: ## train on real text on all local devices, and end in a report
 	@tools/setup.sh
@@ -9,10 +10,12 @@ demo: ## train on real text on all local devices, and end in a report
 
 test: ## the tests that a change must pass; JOBS=0 runs one after the other
 	@tools/setup.sh dev
+	@$(COMPILE)
 	@$(PYTHON_BIN) -m pytest -n $(JOBS) --dist loadfile
 
 test-full: ## the long tests too; PART=i/n runs one of n parts; what passed on this very source is not run again
 	@tools/setup.sh dev
+	@$(COMPILE)
 	@$(PYTHON_BIN) -m pytest -n $(JOBS) --dist loadfile --full $(if $(PART),--part $(PART))
 
 check: ## style, types, and a docs build in which a warning is an error

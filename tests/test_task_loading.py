@@ -143,7 +143,12 @@ def test_siblings_import_and_the_module_keeps_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("plain_name.py", "fork"), ("plain_name.py", "spawn"), ("my-task.py", "spawn"), ("random.py", "spawn")],
+    [
+        ("plain_name.py", "fork"),
+        pytest.param("plain_name.py", "spawn", marks=pytest.mark.full),
+        ("my-task.py", "spawn"),
+        pytest.param("random.py", "spawn", marks=pytest.mark.full),
+    ],
 )
 def test_worker_processes_of_a_dataloader_can_read_the_users_dataset(tmp_path: Path, name: str, method: str) -> None:
     file = write(tmp_path, name, f"{SQUARES}\nclass Mine(Task):{BODY}\n")

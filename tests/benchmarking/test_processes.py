@@ -41,6 +41,7 @@ def test_compiled_too() -> None:
     assert row.loss_difference < 1e-6
 
 
+@pytest.mark.full
 def test_fsdp_takes_turns_with_ddp_whatever_else_is_measured() -> None:
     chosen = ["ddp", "fsdp", "fsdp,sharding=grad_op"]
     rows = {row.strategy: row for row in summarise(measure_all(plan_cases(chosen, [2]), 2, "tiny"))}

@@ -42,6 +42,7 @@ def test_the_config_is_the_tasks() -> None:
         ask_config((POINTS, "train.speed=3"), "cpu")
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_task_that_fails_is_its_last_line_and_its_code() -> None:
     command = Command((POINTS, "task.boom_rank=0"), 30, "cpu", 1)

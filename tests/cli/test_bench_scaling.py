@@ -102,7 +102,7 @@ def test_bad_input_is_one_line_and_2(arguments: list[str], told: str, capsys: py
     "arguments, told",
     [
         (["no_such_task.py"], "no_such_task.py"),
-        ([DIGITS, "--nproc", "64"], "train.global_batch(32) <"),
+        pytest.param([DIGITS, "--nproc", "64"], "train.global_batch(32) <", marks=pytest.mark.full),
     ],
 )
 def test_what_the_task_does_not_allow_is_refused_too(

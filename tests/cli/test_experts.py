@@ -32,6 +32,7 @@ def test_a_run_is_that_of_one_process_and_goes_on_as_one(tmp_path: Path) -> None
             assert found[step][name] == pytest.approx(event[name], rel=1e-10, abs=0)
 
 
+@pytest.mark.full
 def test_what_has_no_experts_or_an_odd_number_is_refused(tmp_path: Path) -> None:
     layout = ("--layout", "dp_replicate=2,ep=2")
     ran = allranks("train", POINTS, "train.steps=2", *layout, folder=tmp_path, check=78)

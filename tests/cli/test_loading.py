@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.commands import POINTS, PROGRAMS, allranks, steps
 
 QUICK = ("train.steps=6", "train.global_batch=10", "train.seed=3")
 
 
+@pytest.mark.full
 def test_processes_that_load_change_nothing(tmp_path: Path) -> None:
     for workers in (0, 2):
         allranks("train", POINTS, *QUICK, "--run", f"w{workers}", f"data.workers={workers}", folder=tmp_path)

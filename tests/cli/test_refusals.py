@@ -59,7 +59,7 @@ def show(*arguments: str, capsys: Capture) -> list[str]:
             ("state_dict().mean: a torch.Tensor cannot be kept", "tensor.tolist()"),
             marks=pytest.mark.full,
         ),
-        ("task.num_points=0", ("TensorDataset is empty",)),
+        pytest.param("task.num_points=0", ("TensorDataset is empty",), marks=pytest.mark.full),
         ("task.num_points=7", ("7 samples, fewer than train.global_batch(8)", "train.global_batch=7")),
     ],
 )
@@ -121,6 +121,7 @@ def test_a_torn_checkpoint_is_passed_over_for_an_older_one(torn: Path, tmp_path:
     assert "resumed at step 2" in ran.stdout and max(steps(tmp_path / "run")) == 5
 
 
+@pytest.mark.full
 def test_a_torn_checkpoint_without_an_older_one_is_refused_and_kept(torn: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.rmtree(run / "checkpoints" / "step-00000002")

@@ -81,6 +81,7 @@ def test_a_run_from_start_to_report(tmp_path: Path) -> None:
     assert checkpoints
 
 
+@pytest.mark.full
 def test_who_reads_the_first_line_alone_does_not_end_the_run(tmp_path: Path) -> None:
     """As `allranks train ... 2>&1 | head -1`: what nobody reads stands in the log of the rank."""
     with running("train", POINTS, *QUICK, "--run", "run", folder=tmp_path) as process:
@@ -229,6 +230,7 @@ def test_under_torchrun_a_schedulers_warning_saves(tmp_path: Path) -> None:
     assert [Run.open(run).events(rank)[-1]["reason"] for rank in (0, 1)] == ["stopped", "stopped"]
 
 
+@pytest.mark.full
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with running("train", POINTS, "train.steps=1000", "task.pause=0.05", "--run", "run", folder=tmp_path):
@@ -269,6 +271,7 @@ def test_torchrun_with_two_agents_on_one_machine(tmp_path: Path) -> None:
     assert run.ranks() == [0, 1, 2, 3] and list(steps(run.path)) == list(range(1, 21))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)")
 def test_mpirun_starts_the_processes(tmp_path: Path) -> None:
     launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "3"]

@@ -41,6 +41,7 @@ def test_each_process_has_half_of_every_sequence(tmp_path: Path) -> None:
     assert list(steps(tmp_path / "swapped")) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.full
 def test_a_length_that_does_not_divide_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("x y z " * 400)
     given = [*TINY, "task.seq=33", "--layout", "cp=2", "--run", "run"]

@@ -25,7 +25,7 @@ def tidy(text: str) -> list[str]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("index", range(2))
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_the_page_shows_what_is_printed(tmp_path: Path, index: int) -> None:
     arguments, output = shown()[index]
     ran = allranks(*arguments, folder=tmp_path)
@@ -34,6 +34,7 @@ def test_the_page_shows_what_is_printed(tmp_path: Path, index: int) -> None:
     assert list(tmp_path.iterdir()) == [], "no run was begun"
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_json_is_the_same_as_one_document(tmp_path: Path) -> None:
     arguments = ("train", POINTS, "train.global_batch=8", "--nproc", "2", "--layout", "fsdp", "--show-sharding")
@@ -44,6 +45,7 @@ def test_json_is_the_same_as_one_document(tmp_path: Path) -> None:
     assert all(row["bytes_total"] == 2 * row["bytes_per_rank"] for row in rows)
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_task_that_raises_has_no_rows(tmp_path: Path) -> None:
     raises = tmp_path / "raises.py"

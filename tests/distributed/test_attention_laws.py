@@ -123,6 +123,7 @@ def test_it_computes_what_one_device_does(pool: Pools, name: str, optimizer: Seq
     check(pool, name, optimizer, ruled=False)
 
 
+@pytest.mark.full
 def test_by_hints_it_does_too(pool: Pools) -> None:
     check(pool, "tp-fsdp", SGD, ruled=True)
 

@@ -93,6 +93,7 @@ def reference(task: Task, ranks: Sequence[Sequence[RecordedStep]], data_ranks: S
     return plain_loop(model, optimizer, batches, lambda m, batch: task.loss(m(**task.inputs(batch)), batch))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(("layout", "world_size"), [("tp=2", 2), ("tp=2,dp_shard=2", 4)])
 def test_their_own_plan_cuts_them(pool: Pools, family: str, layout: str, world_size: int) -> None:

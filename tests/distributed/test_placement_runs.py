@@ -68,6 +68,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(folder: Path) -> None:
     assert tensor_digests(folder / "halves", 6) == tensor_digests(folder / "whole", 6)
 
 
+@pytest.mark.full
 def test_a_rule_that_fits_nothing_is_one_line(folder: Path) -> None:
     for rule, words in {
         '{"block.3" = "cpu:1"}': ("'block.3' matches no parameter", "the nearest are blocks.3"),

@@ -53,6 +53,7 @@ def test_what_another_run_has_learnt_stays_and_the_corrections_learn(tmp_path: P
     assert learnt.keys() == {name for name, value in sideways.model().named_parameters() if value.requires_grad}  # type: ignore[union-attr]
 
 
+@pytest.mark.full
 def test_without_the_other_run_it_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"runs/digits"):
         train(FINE_TUNING, "--layout", "single", folder=tmp_path)

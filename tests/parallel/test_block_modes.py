@@ -124,6 +124,7 @@ LAYOUTS = [
 
 @pytest.mark.sample(2)
 @pytest.mark.distributed
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("layout", "world_size", "kinds"), LAYOUTS, ids=[layout for layout, *_ in LAYOUTS])
 def test_recomputing_changes_no_bit(pool: Pools, layout: str, world_size: int, kinds: Sequence[str]) -> None:
     """Gradients, loss and norm of models of the laws, and of one that drops and counts in its blocks."""

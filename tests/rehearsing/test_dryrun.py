@@ -153,6 +153,7 @@ def test_a_gpu_gathers_in_bfloat16() -> None:
     assert sizes[0] == 2 * sizes[1] > 0
 
 
+@pytest.mark.full
 def test_the_last_stage_has_the_logits() -> None:
     task = Tokens(layers=4)
     first, last = (rehearsed(task, "pp=2", 2, rank=rank) for rank in (0, 1))

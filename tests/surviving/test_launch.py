@@ -155,7 +155,7 @@ def test_not_inside_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
         launch(rank, nproc=2)
 
 
-@pytest.mark.parametrize("way", ["script", "stdin"])
+@pytest.mark.parametrize("way", ["script", pytest.param("stdin", marks=pytest.mark.full)])
 def test_a_program_without_a_main_guard_or_a_file(tmp_path: Path, way: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(NO_FILE)

@@ -96,7 +96,7 @@ class Compared:
         return found
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float16"])
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float16", marks=pytest.mark.full)])
 def compared(request: pytest.FixtureRequest) -> Compared:
     return Compared(request.param)
 
