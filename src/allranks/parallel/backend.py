@@ -13,6 +13,7 @@ from allranks.errors import ConfigError, ProcessError
 from allranks.layout import Layout
 from allranks.parallel.heap import keep_heap
 from allranks.parallel.interface import choose_interface
+from allranks.parallel.reachable import check_reachable
 from allranks.parallel.share import Share, share_of
 from allranks.parallel.store import open_store
 from allranks.process_environment import ProcessEnvironment
@@ -148,7 +149,7 @@ def start(
         connect_seconds: how long to wait for rank 0's store.
 
     Raises:
-        ProcessError: the port is in use, or a peer cannot be reached; names host and port.
+        ProcessError: the port is in use, or a host or peer cannot be reached; names host and port.
     """
     _take_device(choice.device)
     if environment.world_size == 1:
@@ -162,6 +163,7 @@ def start(
         return
     connect_seconds = min(connect_seconds, timeout_seconds)
     store = open_store(environment, connect_seconds=connect_seconds, timeout_seconds=timeout_seconds)
+    check_reachable(store, environment, choice.interface, arrive_seconds=connect_seconds)
     name = "cuda:nccl,cpu:gloo" if choice.backend == "nccl" else choice.backend
     try:
         dist.init_process_group(

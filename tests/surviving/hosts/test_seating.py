@@ -33,7 +33,7 @@ def test_all_find_the_table_that_the_leader_has_opened(pair: tuple[Seating, Seat
     table = leader.open(5, (A, B))
     assert table is not None and (table.number, table.members, table.workers) == (5, (B, A), (2, 3)), "it comes first"
     assert other.find(5, (A, B)) == table and table.address == "127.0.0.1"
-    assert table.attempt == 7
+    assert table.attempt == 7 and table.first, "a leader that opens its first one has all hosts look around"
     listening = {
         one.laddr.ip
         for one in psutil.Process().net_connections()
@@ -42,3 +42,16 @@ def test_all_find_the_table_that_the_leader_has_opened(pair: tuple[Seating, Seat
     assert listening == {"127.0.0.1"}, "at the address of the endpoint alone"
     leader.announce(6, (A, B))
     assert leader.open(6, (A, B)) is None, "another round has another table"
+
+
+def test_who_has_sat_in_a_round_opens_no_first_one(pair: tuple[Seating, Seating]) -> None:
+    leader, other = pair
+    for number in (5, 6):
+        leader.announce(number, (A, B))
+        other.announce(number, (A, B))
+        opened = leader.open(number, (A, B))
+        assert opened is not None and opened == other.find(number, (A, B)) and opened.first == (number == 5)
+    for one in pair:
+        one.announce(7, (A, B))
+    successor = other.open(7, (A, B))
+    assert successor is not None and not successor.first

@@ -4,6 +4,8 @@ run                        what all hosts have to have alike, and where the Run 
 heirs                      [host, pid] of all who have led, or were about to                     (by the leader)
 member/ROUND/NUMBER        a host's number of workers
 meet/ROUND                 the attempt, the address of the workers' store, the hosts' order and workers  (by the leader)
+door/ROUND/PLACE           where a host listens for a moment, in a first round (Door)
+row/ROUND/PLACE            which of these it does not reach, and why
 inquiry/ROUND              something is wrong: the number of the question what (hearing.py)
 statement/ROUND/NUMBER/PLACE  where a host's workers stand (Statement)
 ruling/ROUND               what that means, for all (Ruling)                                     (by the leader)

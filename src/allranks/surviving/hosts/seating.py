@@ -30,6 +30,7 @@ class Seating:
         self._node = node
         self._nproc = nproc
         self._workers_store: Store | None = None
+        self._has_sat = False
         self.attempt: Callable[[], int] = lambda: 0
 
     def announce(self, number: int, nodes: Nodes) -> None:
@@ -47,14 +48,18 @@ class Seating:
         leader = nodes.index(self._node)
         order = [leader, *(place for place in range(len(nodes)) if place != leader)]
         workers = tuple(int(told[place]["workers"]) for place in order)
-        place, attempt = {"address": self._meeting.reached_at, "port": port}, self.attempt()
-        self._notices.post(f"meet/{number}", {"order": order, "workers": workers, "attempt": attempt, **place})
-        return Table(number, tuple(nodes[place] for place in order), self._meeting.address, port, workers, attempt)
+        attempt, first, self._has_sat = self.attempt(), not self._has_sat, True
+        told = {"order": order, "workers": workers, "attempt": attempt, "first": first, "port": port}
+        self._notices.post(f"meet/{number}", {**told, "address": self._meeting.reached_at})
+        members = tuple(nodes[place] for place in order)
+        return Table(number, members, self._meeting.address, port, workers, attempt, first)
 
     def find(self, number: int, nodes: Nodes) -> Table | None:
         """The others': what the leader has told; None: nothing yet."""
         found = self._notices.read(f"meet/{number}")
         if found is None:
             return None
+        self._has_sat = True
         members = tuple(nodes[place] for place in found["order"])
-        return Table(number, members, found["address"], found["port"], tuple(found["workers"]), found["attempt"])
+        place = (found["address"], found["port"])
+        return Table(number, members, *place, tuple(found["workers"]), found["attempt"], found["first"])
