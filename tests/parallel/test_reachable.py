@@ -95,8 +95,9 @@ def test_what_is_told() -> None:
     assert explain(doors, [{}, {}, {}, {}]) == ""
     told = explain(doors, [{"1": "timed out"}, {}, {"1": "timed out", "0": "Connection refused"}, {}])
     assert told.startswith(
-        "3 of 12 ways between 4 hosts are closed: host0 does not reach host1 at 10.0.0.1:4001 (timed out); host2 does "
-        "not reach host1 at 10.0.0.1:4001 (timed out); host2 does not reach host0 at 10.0.0.0:4000 (Connection refused); "
+        "3 of 12 ways between 4 hosts are closed: host0 does not reach host1 at 10.0.0.1:4001 (timed out); host2 "
+        "does not reach host1 at 10.0.0.1:4001 (timed out); host2 does not reach host0 at 10.0.0.0:4000 "
+        "(Connection refused); "
     )
     everybody = [{str(there): "timed out" for there in range(4) if there != here} for here in range(4)]
     assert explain(doors, everybody).count(" does not reach ") == 4 and "; and 8 more; see " in explain(

@@ -393,12 +393,12 @@ def test_who_leads_after_another_says_so_once() -> None:
 @pytest.mark.parametrize("leads", [True, False])
 def test_hosts_that_do_not_reach_each_other_start_no_worker(monkeypatch: pytest.MonkeyPatch, leads: bool) -> None:
     others = Others(leads=leads)
-    others.table = replace(others.table, first=True)
     one, _ = member(others)
+    others.table = replace(others.table, first=True)
     monkeypatch.setattr(module, "look_around", lambda *words: "")
     assert one.begin() == {"ALLRANKS_ATTEMPT": "3"}
     monkeypatch.setattr(module, "look_around", lambda *words: "1 of 2 ways is closed")
-    with pytest.raises(ProcessError, match="^1 of 2 ways is closed$"):
+    with pytest.raises(ProcessError, match=r"^1 of 2 ways is closed$"):
         one.begin()
     ended = Ending(TRANSIENT, message="1 of 2 ways is closed")
     assert others.notices.ended == (ended if leads else None), "the leader ends the run for all"
