@@ -95,6 +95,23 @@ def test_a_fault_before_the_next_step_leaves_no_time() -> None:
     assert (last.recovery, last.seconds) == ("restarted", 1.56) and last.names_rank()
 
 
+def test_two_ranks_that_are_lost_at_the_same_time_have_one_restart() -> None:
+    """One in a step, one in its thread that saves: the supervisor names who was lost first, and starts all once more."""
+    second = Fault(1, "checkpoint.renamed", 0, 6, 1, "kill")
+    fired = {0: FIRED, 1: Fired(1, 100.1, 9, 6)}
+    found = read_incidents([KILL, second], fired, [*BEFORE, RESTART, *AFTER], ())
+    assert [(one.recovery, one.causes, one.resumed_step, one.redone) for one in found] == [
+        ("restarted", (CAUSE,), 5, 2)
+    ] * 2
+    assert [one.beside for one in found] == [(0,), (1,)] and all(one.recovered and one.names_rank() for one in found)
+    assert [one.seconds for one in found] == [1.06, 0.96]
+    # A restart between them is the first one's, and one that does not restart is nobody's company.
+    (first, last) = read_incidents([KILL, second], {**fired, 1: Fired(1, 100.3, 9, 6)}, [*BEFORE, RESTART, *AFTER], ())
+    assert (first.recovery, last.recovery, first.beside, last.beside) == ("restarted", "went on", (), ())
+    disk = replace(second, kind="enospc")
+    assert [one.beside for one in read_incidents([KILL, disk], fired, [*BEFORE, RESTART, *AFTER], ())] == [(), ()]
+
+
 @pytest.mark.parametrize("causes", [(), (CAUSE, CAUSE), ("restart 1: rank 11 on h was killed",)])
 def test_a_cause_is_one_line_with_the_rank(causes: tuple[str, ...]) -> None:
     assert not Incident(KILL, "restarted", causes, 5, 2, 1.0).names_rank()

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, final
 
 from allranks.fault_points import Fault, Fired
@@ -26,6 +26,7 @@ class Incident:
         resumed_step: from where it went on; None: nothing was started again.
         redone: steps that had been finished and were done again.
         seconds: from the fault to the next finished step; None: there was none, or another fault came before.
+        beside: ranks that were lost at the same time, by other faults: one restart is the recovery from all of them.
     """
 
     fault: Fault
@@ -34,6 +35,7 @@ class Incident:
     resumed_step: int | None
     redone: int
     seconds: float | None
+    beside: tuple[int, ...] = ()
 
     @property
     def recovered(self) -> bool:
@@ -42,8 +44,9 @@ class Incident:
         return self.recovery in wanted
 
     def names_rank(self) -> bool:
-        """Whether there is one cause, and it names the rank of the fault."""
-        return len(self.causes) == 1 and re.search(rf"\brank {self.fault.rank}\b", self.causes[0]) is not None
+        """Whether there is one cause, and it names the rank of the fault, or one that was lost with it."""
+        ranks = "|".join(map(str, (self.fault.rank, *self.beside)))
+        return len(self.causes) == 1 and re.search(rf"\brank ({ranks})\b", self.causes[0]) is not None
 
     def to_json(self) -> dict[str, object]:
         """One JSON object."""
@@ -62,11 +65,33 @@ def read_incidents(
     """
     by_number = {fault.number: fault for fault in faults}
     order = sorted(fired.values(), key=lambda one: one.time)
-    ends = [*(one.time for one in order[1:]), float("inf")]
-    return [
-        _read_incident(by_number[one.number], one, until, events, commands)
-        for one, until in zip(order, ends, strict=True)
-    ]
+    found: list[Incident] = []
+    for together in _at_the_same_time(order, by_number, events, commands):
+        until = next((one.time for one in order if one.time > together[-1].time), float("inf"))
+        ranks = [by_number[one.number].rank for one in together]
+        for place, one in enumerate(together):
+            incident = _read_incident(by_number[one.number], one, until, events, commands)
+            found.append(replace(incident, beside=(*ranks[:place], *ranks[place + 1 :])))
+    return found
+
+
+def _at_the_same_time(
+    order: Sequence[Fired], faults: Mapping[int, Fault], events: Sequence[Event], commands: Sequence[Command]
+) -> list[list[Fired]]:
+    """The faults, those together between which nothing was started again: a thread that saves may meet its own while
+    another rank meets the next one in a step.
+    """
+    found: list[list[Fired]] = []
+    for one in order:
+        before = found[-1][-1] if found else None
+        if before is not None and faults[before.number].kind in RESTARTED and faults[one.number].kind in RESTARTED:
+            within = [event for event in events if before.time < event["t"] <= one.time]
+            ended = any(before.time <= command.ended <= one.time for command in commands)
+            if not (ended or restarts_after_faults(within)):
+                found[-1].append(one)
+                continue
+        found.append([one])
+    return found
 
 
 def _read_incident(
