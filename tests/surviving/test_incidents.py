@@ -96,7 +96,7 @@ def test_a_fault_before_the_next_step_leaves_no_time() -> None:
 
 
 def test_two_ranks_that_are_lost_at_the_same_time_have_one_restart() -> None:
-    """One in a step, one in its thread that saves: the supervisor names who was lost first, and starts all once more."""
+    """One in a step, one in its thread that saves: the supervisor names who was lost first, and starts all again."""
     second = Fault(1, "checkpoint.renamed", 0, 6, 1, "kill")
     fired = {0: FIRED, 1: Fired(1, 100.1, 9, 6)}
     found = read_incidents([KILL, second], fired, [*BEFORE, RESTART, *AFTER], ())
