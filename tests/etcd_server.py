@@ -71,6 +71,12 @@ class EtcdServer:
         if number in (signal.SIGKILL, signal.SIGTERM):
             self._process.wait()
 
+    def stands_still(self) -> bool:
+        """Whether every thread of it has stopped: one that had begun to answer may still do so after the signal."""
+        assert self._process is not None
+        tasks = Path(f"/proc/{self._process.pid}/task").glob("*/stat")
+        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
     def close(self) -> None:
         """End it."""
         if self._process is not None:

@@ -5,7 +5,6 @@ The recorder keeps the last 2000 of every backend, unless TORCH_FR_BUFFER_SIZE=0
 
 import json
 import os
-import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,8 +42,7 @@ def recorded() -> tuple[Sequence[Entry], Mapping[str, Sequence[int]]]:
     if not dist.is_initialized():
         return (), {}
     groups = {group.group_name: dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}
-    # Pickled by this process itself, and now; as JSON it would keep the interpreter's lock for twice as long.
-    return pickle.loads(recorder._dump_fr_trace(True, False, False)).get("entries", []), groups
+    return json.loads(recorder._dump_fr_trace_json()).get("entries", []), groups
 
 
 def last_collectives(entries: Sequence[Entry], groups: Mapping[str, Sequence[int]]) -> list[dict[str, object]]:

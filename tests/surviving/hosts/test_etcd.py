@@ -61,6 +61,7 @@ def test_a_server_that_says_nothing_and_one_that_is_gone(tmp_path: Path) -> None
     with etcd_server(tmp_path) as server:
         quick = Etcd([("127.0.0.1", server.port)], 0.5)
         server.signal(signal.SIGSTOP)
+        wait_until(server.stands_still)
         began = time.monotonic()
         with pytest.raises(EtcdSilentError, match="timed out"):
             quick.read("key")
