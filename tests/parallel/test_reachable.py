@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -109,7 +110,7 @@ def test_the_address_of_an_interface() -> None:
     assert address_on("lo") == "127.0.0.1" and address_on("nosuch0") is None
 
 
-def rank(number: int, **changes: object) -> ProcessEnvironment:
+def rank(number: int, **changes: Any) -> ProcessEnvironment:
     """Two hosts with two processes each, which some scheduler has started."""
     plain = ProcessEnvironment("slurm", number, number % 2, 4, 2, number // 2, 2, "127.0.0.1", 29500)
     return replace(plain, **changes)
@@ -147,7 +148,7 @@ def test_who_does_not_come_is_for_the_backend_to_tell() -> None:
     ("changes", "interface"),
     [({"num_nodes": 1}, "lo"), ({"agent_store": True, "launcher": "torchrun"}, "lo"), ({}, None), ({}, "nosuch0")],
 )
-def test_nobody_looks_where_that_says_nothing(changes: dict[str, object], interface: str | None) -> None:
+def test_nobody_looks_where_that_says_nothing(changes: dict[str, Any], interface: str | None) -> None:
     store = HashStore()
     check_reachable(store, rank(0, **changes), interface, arrive_seconds=60.0)
     assert store.num_keys() == 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -40,8 +41,8 @@ class Company:
         self.watch = SlowRank(beats, logs)
         self.step, self.late, self.stages = 0, 0.5, (0, 0)
         self.now = 1000.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(module.time, "time_ns", lambda: 0)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "time_ns", lambda: 0)
         monkeypatch.setattr(module, "_signal", self._answer_with_a_stack)
 
     def log(self, rank: int) -> Path:

@@ -41,7 +41,8 @@ def recorded() -> tuple[Sequence[Entry], Mapping[str, Sequence[int]]]:
     recorder: Any = _distributed_c10d
     if not dist.is_initialized():
         return (), {}
-    groups = {group.group_name: dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}
+    known = dist.distributed_c10d._world.pg_map
+    groups = {str(group.group_name): dist.get_process_group_ranks(group) for group in known}
     return json.loads(recorder._dump_fr_trace_json()).get("entries", []), groups
 
 

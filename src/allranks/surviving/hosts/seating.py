@@ -49,8 +49,8 @@ class Seating:
         order = [leader, *(place for place in range(len(nodes)) if place != leader)]
         workers = tuple(int(told[place]["workers"]) for place in order)
         attempt, first, self._has_sat = self.attempt(), not self._has_sat, True
-        told = {"order": order, "workers": workers, "attempt": attempt, "first": first, "port": port}
-        self._notices.post(f"meet/{number}", {**told, "address": self._meeting.reached_at})
+        seats = {"order": order, "workers": workers, "attempt": attempt, "first": first}
+        self._notices.post(f"meet/{number}", {**seats, "address": self._meeting.reached_at, "port": port})
         members = tuple(nodes[place] for place in order)
         return Table(number, members, self._meeting.address, port, workers, attempt, first)
 
