@@ -17,7 +17,7 @@ HUNDRED = "docs/how-to/plan-100b.md"
 # Question -> what the answer has to have in it.
 ANSWERS: dict[int, tuple[str, ...]] = {
     1: (r"peak memory +[\d.]+ GB \([\d.]+ GB to [\d.]+ GB\)", "What fills the memory"),
-    2: (r"unit=2 +\+0 B, ", r"unit=4 +\+[\d.]+ [MG]B, "),
+    2: (r"unit=2 +\+0 B, ", r"unit=8 +\+[\d.]+ [MG]B, "),
     3: (r"FITS: dp_shard=8, micro_batch \d", r"global_batch=128 +[+-][\d.]+ [kMG]?B, [+-]\d+% speed"),
     4: (r"\(8.0B parameters, \d+ positions\)", r"positions are the most \(in steps of 1024\)"),
     5: (r"gpus=8 +\+[\d.]+ GB", r"gpus=32 +-[\d.]+ GB"),

@@ -17,10 +17,11 @@ FIGURES: dict[str, tuple[tuple[str, str], ...]] = {
         ("against 2.8 s)", r"fsdp alone +2\.8 s "),
     ),
     "allranks plan llama3-8b --cluster 4:a100-40g": (
-        ("it finds `dp_shard=2,tp=2,recompute=full`", r"FITS: dp_shard=2,tp=2,recompute=full,"),
-        ("41.0 GB in use of 42.3,", r"41\.0 GB in use of\s42\.3 GB"),
-        ("FSDP alone is not sure to fit", r"fsdp alone .*\n +not sure to fit"),
-        ("would free 31.5 GB for 60% of the speed", r"offload=parameters +-31\.5 GB, -60% speed"),
+        ("it finds `tp=4,recompute=selective`", r"FITS: tp=4,recompute=selective,"),
+        ("40.7 GB in use of 42.3,", r"40\.7 GB in use of\s42\.3 GB"),
+        ("FSDP alone does not fit (47.9 GB)", r"fsdp alone .* 47\.9 GB .*\n +does not fit"),
+        ("would free 2.6 GB more", r"offload=activations +-2\.6 GB, "),
+        ("at the price of 11.0 GB in the host's memory", r"\+0% speed, 11\.0 GB in each host's memory"),
     ),
     "allranks plan llama3-70b --cluster 8x8:h100@400g": (
         ("6.89 samples a second at 400 Gbit/s a device", r"8x8:h100@400g +6\.89 "),

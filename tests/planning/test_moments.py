@@ -40,9 +40,18 @@ def has(moment: Moment, *where: tuple[Setting, Held]) -> bool:
 def test_no_gradients_are_there_at_the_first_loss() -> None:
     shards = replace(HELD, gradient_bytes=200)
     assert has(Moment(0, 1000, 600, 60), (setting(dp_shard=2), shards))  # what is around the blocks, in 2 bytes each
-    assert has(Moment(200, 1000, 600, 60), (setting(2, dp_shard=2), shards))
     assert has(Moment(0, 1000, 600, 120), (setting(dp_shard=2, precision="float32"), shards))
     assert has(Moment(0, 1000, 600, 200), (setting(dp_shard=2, sharding="grad_op"), shards))
+
+
+def test_what_was_reduced_last_is_kept_for_the_next_micro_step() -> None:
+    """So that its forward need not wait: FSDP2 drops it when the next backward reduces its first block."""
+    shards = replace(HELD, gradient_bytes=200)
+    assert has(Moment(200, 1000, 600, 60, 30 * 4), (setting(2, dp_shard=2), shards))
+    assert has(Moment(200, 0, 0, (30 + 7) * 2, 30 * 4 + (30 + 7) * 2), (setting(2, dp_shard=2), shards))
+    assert has(Moment(200 + (20 + 2) * 2, 1050, 0, 60 + 14, 30 * 4 + 14), (setting(2, dp_shard=2), shards))
+    alone = Moment(0, 1000, 600, 60)
+    assert has(alone, (setting(dp_shard=2), shards)) and not has(alone, (setting(2, dp_shard=2), shards))
 
 
 def test_a_block_works_while_its_neighbours_travel() -> None:
@@ -99,6 +108,7 @@ FIRST = [
     (TASK, "tp=4,dp_shard=2", ()),
     (SMALL, "ddp", ("train.global_batch=16", "train.micro_batch=1")),
     (SMALL, "fsdp,recompute=full", ("train.global_batch=16", "train.micro_batch=2")),
+    (SMALL, "fsdp,recompute=full", ("train.global_batch=16", "train.micro_batch=1")),
     (SMALL, "tp=8", ("train.global_batch=1",)),
 ]
 OTHERS = [
@@ -114,6 +124,10 @@ OTHERS = [
     (SMALL, "ddp,recompute=selective", ("train.global_batch=8",)),
     (SMALL, "fsdp", ("train.global_batch=8", "train.precision=float32")),
     (SMALL, "fsdp,sharding=grad_op", ("train.global_batch=16", "train.micro_batch=1")),
+    (SMALL, "fsdp", ("train.global_batch=16", "train.micro_batch=1")),
+    (SMALL, "fsdp", ("train.global_batch=24", "train.micro_batch=1", "train.precision=float32")),
+    (SMALL, "dp_replicate=2,dp_shard=4", ("train.global_batch=16", "train.micro_batch=1")),
+    (SMALL, "tp=2,dp_shard=4", ("train.global_batch=16", "train.micro_batch=1")),
     (SMALL, "dp_shard=8,sharding=optimizer", ("train.global_batch=8",)),
     (SMALL, "dp_replicate=2,dp_shard=4", ("train.global_batch=8",)),
     (SMALL, "tp=8,recompute=full", ("train.global_batch=4",)),

@@ -149,17 +149,24 @@ def _of_shards(setting: Setting, held: Held) -> Iterator[Moment]:
     how, shard = setting.mechanisms, max(1, setting.shard)
     wide, reduces, others = how.gather_bytes, how.reduce_bytes, held.kept_bytes - held.one_kept_bytes
     earlier = held.gradients if setting.micro_steps > 1 else 0.0
+    # What the micro-step before has reduced last, the rest, FSDP2 keeps until the next one reduces its first block, so
+    # that the next forward need not wait for it (FSDPCommContext.reduce_scatter_states).
+    late = held.around * reduces if setting.micro_steps > 1 and setting.pp == 1 else 0.0
     whole = held.whole if setting.keeps_gathered else held.around
     # The shards of two on their way from the host, and of one's gradients on their way there.
     moved = held.block / shard * (2 * how.weight_bytes + how.gradient_bytes)
     waits = moved if waits_on_host(setting) else 0.0
-    yield Moment(earlier, held.kept_bytes, held.logits_bytes, whole * wide + waits)  # the loss
-    yield Moment(earlier + held.head * wide, held.kept_bytes + held.head_bytes, 0.0, whole * wide + waits)
+    # The first block begins: what was gathered for the rest is there as it came and as parameters; the next one comes.
+    begun = (held.around + held.block) * wide
+    yield Moment(earlier, 0.0, 0.0, begun + waits, late + begun)
+    yield Moment(earlier, held.kept_bytes, held.logits_bytes, whole * wide + waits, late)  # the loss
+    yield Moment(earlier + held.head * wide, held.kept_bytes + held.head_bytes, 0.0, whole * wide + waits, late)
     # One block before: its gradients are being reduced, while this one works, and the next one is gathered ahead.
     made, coming = (held.head + held.last) * wide, 0.0 if setting.keeps_gathered else held.block * wide
     one = held.block * wide + waits
     underway = held.block * reduces + coming
     gathered = whole * wide + (waits if setting.keeps_gathered else one)
+    yield Moment(earlier + made, held.kept_bytes + held.working_bytes, 0.0, gathered, late + coming)  # the last one
     yield Moment(earlier + made, held.kept_bytes + held.working_bytes, 0.0, gathered, underway)
     around, shares = held.around * wide, held.gradient_bytes / held.whole if held.whole else 0.0
     reduced = held.gradients - shares * held.around

@@ -5,7 +5,7 @@ block next to them did stands for each of them (`Shortened.times`): in the middl
 The ends of a run are no measure, since FSDP gathers ahead there, or has nothing more to gather.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from allranks.parallel.blocks import find_blocks
+from allranks.parallel.held_back import parameter_groups
 from allranks.parallel.spread import Spread
 
 KEPT_FIRST, KEPT_LAST = 2, 2
@@ -53,6 +54,7 @@ def shorten(spread: Spread, hints: Sequence[str], *, full: bool) -> Shortened:
         for run in [] if full or len(modules) > 1 else equal_runs(modules[which], own, begins):
             _leave_out(modules[which], run, found)
         names += [f"{which}.{name}" if which else name for name in own]
+    _let_be(modules.values(), found.absent)
     found.blocks = tuple(names)
     return found
 
@@ -102,6 +104,21 @@ def _leave_out(module: nn.Module, run: Sequence[str], found: Shortened) -> None:
     found.absent -= kept
     found.times |= {("forward", forward): 1 + len(middle), ("backward", backward): 1 + len(middle)}
     found.left_out += tuple(middle)
+
+
+def _let_be(modules: Iterable[nn.Module], absent: Collection[int]) -> None:
+    """Have FSDP2's units without a forward end no backward, either.
+
+    It ends that of every unit that has had none, and drops by that what the last one still reduces: in the full trace
+    that is there until the next micro-step reduces something.
+    """
+    for group in parameter_groups(modules):
+        if all(id(parameter.sharded_param) in absent for parameter in group.fsdp_params):
+            group.post_backward = _nothing
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 class _Shape:
