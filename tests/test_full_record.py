@@ -102,6 +102,7 @@ def test_only_what_passed_on_the_same_source_counts(tmp_path: Path) -> None:
     assert passed_on(Tree(tmp_path), [results]) == {}
 
 
+@pytest.mark.full
 def test_what_is_kept_with_the_source_counts_in_another_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

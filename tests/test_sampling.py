@@ -46,6 +46,7 @@ def test_one(): pass
 """
 
 
+@pytest.mark.full
 def test_what_it_leaves_is_full(tmp_path: Path) -> None:
     first = run_pytest(tmp_path, PROGRAM)
     assert "4 passed, 5 deselected" in first.stdout, first.stdout + first.stderr

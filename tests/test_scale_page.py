@@ -27,6 +27,7 @@ def sizes(rows: list[dict[str, Any]], part: str) -> list[int]:
     return [row["size_bytes"] for row in rows if row["part"].startswith(part)]
 
 
+@pytest.mark.full
 def test_the_program_measures_the_parts_of_the_page(rows: list[dict[str, Any]]) -> None:
     stored = json.loads(RESULTS.read_text())["rows"]
 
@@ -37,6 +38,7 @@ def test_the_program_measures_the_parts_of_the_page(rows: list[dict[str, Any]]) 
     assert len(list(table(stored))) == len(stored) + 2
 
 
+@pytest.mark.full
 def test_the_vector_of_a_step_is_the_same_for_any_number_of_ranks(rows: list[dict[str, Any]]) -> None:
     assert set(sizes(rows, "agreement")) == {128}
 

@@ -49,6 +49,7 @@ def test_fsdp_takes_turns_with_ddp_whatever_else_is_measured() -> None:
     assert rows["fsdp"].to_json()["of_ddp"] == rows["fsdp"].of_ddp and (rows["fsdp"].of_ddp or 0) > 0
 
 
+@pytest.mark.full
 def test_a_case_that_fails_is_named_and_all_processes_end() -> None:
     case = Case("tp=3", Layout(tp=3))  # of four heads
     with pytest.raises(ProcessError, match=r"tp=3 on 3 processes could not be measured: .*"):

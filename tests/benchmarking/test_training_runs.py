@@ -143,6 +143,7 @@ train_once(ONE, Command(({POINTS!r}, "task.pause=1.0"), 600, "cpu", 1))
 """
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's promise")
 def test_a_killed_benchmark_leaves_no_training_behind(tmp_path: Path) -> None:

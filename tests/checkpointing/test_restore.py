@@ -40,6 +40,7 @@ def check_restored(path: Path) -> None:
         assert same_bits(tensor, right), entry
 
 
+@pytest.mark.sample(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_what_a_world_saves_every_other_restores_bit_by_bit(pool: Pools, tmp_path: Path, world_size: int) -> None:

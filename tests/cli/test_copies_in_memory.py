@@ -71,6 +71,7 @@ def cleared(run: Path) -> Iterator[None]:
             shutil.rmtree(memory_of(run), ignore_errors=True)
 
 
+@pytest.mark.full
 def test_killed_workers_and_a_killed_command_go_on_from_memory(tmp_path: Path, whole: dict[str, str]) -> None:
     run = tmp_path / "run"
     living, dead = HostMemory(os.urandom(8).hex()), HostMemory(os.urandom(8).hex())
@@ -113,6 +114,7 @@ def test_a_damaged_copy_is_passed_over_loudly(tmp_path: Path, whole: dict[str, s
     assert tensor_digests(run, 40) == whole
 
 
+@pytest.mark.full
 def test_an_error_that_ends_the_run_loses_no_step_of_memory(tmp_path: Path) -> None:
     run, alone = tmp_path / "run", ("checkpoint.every=1000", "checkpoint.memory_every=1", "task.boom_rank=0")
     with cleared(run):

@@ -88,6 +88,7 @@ def test_what_could_not_be_measured_is_3_and_changes_nothing(error: Exception, t
     assert str(error).splitlines()[0] in err and kept.read_text() == "as it was"
 
 
+@pytest.mark.full
 def test_two_processes_are_measured_and_local_takes_it(tmp_path: Path, clusters: Path) -> None:
     words = ("doctor", "--calibrate", "--quick", "--nproc", "2", "--device", "cpu")
     ran = allranks(*words, "--json", folder=tmp_path)

@@ -65,6 +65,7 @@ def test_what_waits_on_the_host_is_told_apart(capsys: pytest.CaptureFixture[str]
     assert "copies to and from the host: here each ends at once" in out
 
 
+@pytest.mark.full
 def test_a_name_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("llama3-8b", "task.layers=6", "train.global_batch=64", "task.seq=4096")
     code, out, _ = run(capsys, *words, "--cluster", "8:a100-40g", "--layout", "ddp", "--ranks", "5", "--json")

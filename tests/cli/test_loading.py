@@ -19,6 +19,7 @@ def test_processes_that_load_change_nothing(tmp_path: Path) -> None:
     assert len(alone) == 6 and loaded == alone
 
 
+@pytest.mark.full
 def test_an_item_that_raises_is_shown_with_its_own_traceback(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     source = (PROGRAMS / "points.py").read_text()

@@ -79,6 +79,7 @@ def train_alone(task: Task, *, steps: int) -> None:
     assert hits / count > 0.95
 
 
+@pytest.mark.full
 def test_the_template_learns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))  # torch sets it at the first optimizer's step
     main(["new", "mine.py"])

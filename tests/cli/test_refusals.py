@@ -46,6 +46,7 @@ def show(*arguments: str, capsys: Capture) -> list[str]:
     return [decision["what"] for decision in json.loads(capsys.readouterr().out)["decisions"]]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -73,6 +74,7 @@ def test_what_only_a_worker_sees_is_refused_and_binds_nobody(
     assert "begins anew" in anew
 
 
+@pytest.mark.full
 def test_a_corrected_command_begins_anew_until_a_step_was_made(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +132,7 @@ def test_a_torn_checkpoint_without_an_older_one_is_refused_and_kept(torn: Path, 
     assert listing(run / "checkpoints") == before and torn.read_bytes() == content and len(steps(run)) == 4
 
 
+@pytest.mark.full
 def test_a_file_in_the_way_is_refused(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "runs").write_text("mine")
@@ -155,6 +158,7 @@ def read_only(trained: Path, tmp_path: Path) -> Iterator[list[str]]:
     yield prefix
 
 
+@pytest.mark.full
 def test_a_read_only_place_is_refused(read_only: list[str], tmp_path: Path) -> None:
     before = listing(tmp_path)
     for arguments in ((WRONG, *GOOD, "--run", "place/new"), ("--resume", "place/run", "train.steps=5")):

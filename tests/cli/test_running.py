@@ -182,6 +182,7 @@ def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path: Path) -> None:
     assert json.loads(allranks("report", "run", "--json", folder=tmp_path).stdout)["state"] == "stopped"
 
 
+@pytest.mark.full
 def test_a_schedulers_warning_to_all_and_the_end_of_the_time_save(tmp_path: Path) -> None:
     """What Slurm sends to every process of a job step; and where it sends nothing, the run's own limit."""
     run = tmp_path / "run"

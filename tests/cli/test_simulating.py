@@ -30,6 +30,7 @@ def test_what_the_user_gives_comes_before_the_plan() -> None:
     assert costs.write_seconds == pytest.approx(101.6e9 * 12 / (8 * STORAGE_PER_NODE), rel=0.01)
 
 
+@pytest.mark.full
 def test_the_interval_is_no_shorter_than_a_save_takes() -> None:
     request = SimulationRequest(CLUSTER, ("100b",), storage=1.0)
     cluster = find_cluster(CLUSTER)

@@ -116,7 +116,7 @@ def record(
     return steps, validate(fresh), [str(decision) for decision in fresh.spread.decisions]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_computes_what_one_device_does(pool: Pools, name: str, optimizer: Sequence[str]) -> None:
@@ -177,7 +177,8 @@ def alone(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, to
     return together(pool(1).run(saved_parts, directory, Translation(), config_of("single", *OVERRIDES, *ADAMW), 2))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.full
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
 def test_one_layout_loads_what_another_saved(
     pool: Pools, tmp_path: Path, alone: dict[str, torch.Tensor], one: str, other: str
@@ -193,6 +194,7 @@ def test_one_layout_loads_what_another_saved(
         torch.testing.assert_close(exchanged[name], alone[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
+@pytest.mark.full
 def test_copies_that_train_by_themselves_go_on_from_their_mean(pool: Pools, tmp_path: Path) -> None:
     """Of what each keeps, a packed matrix is cut like any other, with a row for the copy in front."""
     apart = config_of("dp_replicate=2,tp=2", *OVERRIDES, *SGD, "layout.local_sgd=3")

@@ -81,7 +81,7 @@ def cases() -> list[Any]:
     return [pytest.param(*c, marks=[pytest.mark.full] * (c in long), id=f"{c[0]}-{ids[c[1]]}") for c in every]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("name", "tied"), cases())
 def test_it_computes_what_one_device_does_with_whole_logits(pool: Pools, name: str, tied: bool) -> None:
     layout, size = LAYOUTS[name]

@@ -208,7 +208,7 @@ def check(pool: Pools, case: Case) -> None:
     assert not differences, "; ".join(map(str, differences[:5]))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equal_to_one_device(pool: Pools, case: Case) -> None:
     check(pool, case)

@@ -109,6 +109,7 @@ def plain(ranks: list[list[RecordedStep]], data_ranks: list[int], micro_steps: i
     return plain_loop(model, make, batches, forward, max_norm=0.5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "layout", "world_size", "global_batch", "micro_steps"),
     CASES,

@@ -101,7 +101,7 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return Tiny().loss(model(batch["x"]), batch)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_average_is_that_of_one_device(pool: Pools, name: str) -> None:
     ranks = pool(LAYOUTS[name][1]).run(follow, name)
@@ -127,6 +127,7 @@ def load(directory: Path, name: str) -> Parts:
     return averages(contents)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_one_layout_loads_the_average_that_another_saved(pool: Pools, tmp_path: Path, one: str, other: str) -> None:
     before = together(pool(LAYOUTS[one][1]).run(save, tmp_path, one))
@@ -143,6 +144,7 @@ def resume(directory: Path, layout: str, overrides: Sequence[str]) -> tuple[list
     return [decision.what for decision in decisions], averages(contents), own
 
 
+@pytest.mark.full
 def test_an_average_may_begin_and_end_at_a_resume(pool: Pools, tmp_path: Path) -> None:
     without = OVERRIDES[1:]
     pool(3).run(save, tmp_path / "with", "fsdp")

@@ -83,6 +83,7 @@ def batch_of(samples: list[int]) -> Any:
     return batch | {"x": batch["x"].double()}
 
 
+@pytest.mark.full
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["local", "broadcast"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
@@ -152,7 +153,7 @@ def resumed(directory: Path, layout: str) -> bool:
     return all(torch.equal(whole[name][2], parts[name][2]) for name in whole)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("mode", ["sync", "local", "broadcast"])
 @pytest.mark.parametrize("layout", ["ddp", "dp_replicate=2,dp_shard=2"])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(pool: Pools, tmp_path: Path, layout: str, mode: str) -> None:

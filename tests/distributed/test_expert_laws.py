@@ -141,7 +141,7 @@ def check(pool: Pools, case: Case) -> None:
             assert torch.equal(bias, model.get_buffer(name)) and bias.abs().max() > 0
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equal_to_one_device(pool: Pools, case: Case) -> None:
     check(pool, case)
@@ -153,6 +153,7 @@ def test_equal_to_one_device_in_every_case(pool: Pools, case: Case) -> None:
     check(pool, case)
 
 
+@pytest.mark.full
 def test_without_the_balance_the_reference_would_compute_something_else(pool: Pools) -> None:
     """The bias moves which experts are chosen within these steps: a wrong one cannot hide."""
     case = CASES[0]
@@ -201,6 +202,7 @@ def resumed(directory: Path, layout: str) -> bool:
     return all(torch.equal(whole[name][2], parts[name][2]) for name in whole)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["dp_replicate=4,ep=2", "dp_replicate=2,dp_shard=2,ep=2"])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(pool: Pools, tmp_path: Path, layout: str) -> None:
     assert pool(4).run(resumed, tmp_path, layout) == [True] * 4

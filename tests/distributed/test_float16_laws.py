@@ -106,7 +106,7 @@ def data_ranks(name: str) -> range:
     return range(0, LAYOUTS[name][1], 2 if name in ("tp", "pp") else 1)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_ranks_skip_together_and_train_on(pool: Pools, name: str, optimizer: Sequence[str]) -> None:
@@ -131,6 +131,7 @@ def test_all_ranks_skip_together_and_train_on(pool: Pools, name: str, optimizer:
                 assert (found[key] - value).abs().max() <= TOLERANCE.get(name, 1e-6) * size, (step, key)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "optimizer"])
 def test_a_skipped_step_leaves_everything_as_it_was(pool: Pools, name: str) -> None:
     for optimizer in (SGD, ADAM):
@@ -143,6 +144,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(pool: Pools, name: str) -> N
                 assert (same, same_average) == (("skipped" in told[step][0]),) * 2 or first
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "optimizer"])
 def test_kernels_that_skip_by_themselves_come_to_the_same(pool: Pools, name: str) -> None:
     host, device = (pool(LAYOUTS[name][1]).run(run, name, "mlp", ADAM, on_device) for on_device in (False, True))

@@ -152,6 +152,7 @@ def everything(session: Session) -> dict[str, torch.Tensor]:
     return kept | {name: part for name, (_, _, part) in parts_of(session).items()}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(pool: Pools, tmp_path: Path, hook: str, size: int) -> None:
@@ -182,6 +183,7 @@ def test_another_number_of_ranks_goes_on_from_the_mean_of_what_was_not_sent(pool
             torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.full
 def test_a_run_may_begin_and_end_with_it(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(saved, tmp_path / "whole", "ddp")
     said = pool(2).run(gone_on, tmp_path / "whole", "ddp", *POWERSGD)[0][1]

@@ -105,6 +105,7 @@ def test_their_own_plan_cuts_them(pool: Pools, family: str, layout: str, world_s
     assert (box.offset, box.shape) == ((4, 0), (4, 16)) if world_size == 2 else box.offset[0] in (0, 2, 4, 6)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("family", ["gemma2", "phi3", "mixtral"])
 @pytest.mark.parametrize(
     ("layout", "world_size"), [("tp=2", 2), pytest.param("tp=2,dp_shard=2", 4, marks=pytest.mark.full)]

@@ -58,7 +58,7 @@ PAIRS = [
 SMALL = ("train.global_batch=10", "optimizer.lr=0.01")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
 def test_one_layout_loads_what_another_saved(pool: Pools, tmp_path: Path, one: str, other: str) -> None:
     both = [(config_of(layout, *SMALL), size) for layout, size in (LAYOUTS[one], LAYOUTS[other])]
@@ -71,6 +71,8 @@ PASSED_ON = ("train.global_batch=24", "train.micro_steps=4", "optimizer.lr=0.01"
 ONES = [one if one in ("interleaved", "zbv") else pytest.param(one, marks=pytest.mark.full) for one in SCHEDULES]
 
 
+@pytest.mark.full
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("schedule", ONES)
 def test_stages_of_every_schedule_to_and_from_one_device(pool: Pools, tmp_path: Path, schedule: str) -> None:
     """Some give each process two stages, which do not lie next to each other."""

@@ -103,7 +103,7 @@ def check(
         assert not differences, "; ".join(map(str, differences[:5]))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("case", "kind"),
     [(case, kind) for case in LAYOUTS for kind in ("transformer", "scalars") if not case.startswith("ep")]
@@ -120,6 +120,7 @@ def test_copies_are_what_a_loop_over_copies_computes(pool: Pools, case: str, kin
     assert any(not torch.equal(last[0][name], last[1][name]) for name in last[0]), "the copies are never apart"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("overrides", "outer"),
     [
@@ -160,6 +161,7 @@ def with_buffers(layout: str) -> tuple[list[RecordedStep], dict[str, torch.Tenso
     return recording, {name: session.spread.local(name).clone() for name, entry in kinds if entry.kind == "buffer"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", ["single", "three", "shard"])
 def test_a_copy_has_statistics_of_its_own_and_then_the_mean(pool: Pools, case: str) -> None:
     """In a copy BatchNorm sees the copy's samples; what it remembers becomes the mean where the copies become one."""
@@ -281,7 +283,7 @@ def resumed(directory: Path, kind: str, layout: str, at: int) -> tuple[bool, lis
     return alike, [str(decision) for decision in decisions], apart
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("at", [EVERY, EVERY + 1])
 @pytest.mark.parametrize(
     ("case", "kind"),

@@ -64,6 +64,7 @@ CASES = [*((name, "transformer") for name in LAYOUTS), ("tp", "encoder"), ("tp",
 LONG = [("tp-ddp", "transformer"), ("tp-pp", "transformer"), ("tp-cp", "transformer"), ("tp", "moe")]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "kind"), [pytest.param(*case, marks=[pytest.mark.full] * (case in LONG)) for case in CASES]
 )

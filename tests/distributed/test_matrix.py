@@ -215,6 +215,7 @@ def refused(cells: Sequence[tuple[str, str]]) -> list[str]:
     return found
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", REFUSING)
 def test_what_makes_no_sense_is_refused_by_name(pool: Pools, name: str) -> None:
     cells = [cell for cell in REFUSED if cell[0] == name]

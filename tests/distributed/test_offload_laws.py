@@ -120,6 +120,7 @@ def train(layout: str, precision: str) -> tuple[Parts, list[dict[str, float]], l
     return parts, told, waits
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
 def test_it_is_the_same_run_to_the_bit(pool: Pools, precision: str) -> None:
     """With clipping, an average and, in float16, a scaler."""
@@ -147,6 +148,7 @@ def go_on(directory: Path, layout: str) -> Parts:
     return parts_of(session)
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_both_ways(pool: Pools, tmp_path: Path) -> None:
     """Resumed in the same layout to the bit, with offload or without, and in others as law 4 says."""
     offloaded = "fsdp,offload=parameters"

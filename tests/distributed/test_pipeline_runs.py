@@ -65,6 +65,7 @@ def test_the_short_last_batch_of_an_epoch_goes_through_in_turn(tmp_path: Path) -
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-10)
 
 
+@pytest.mark.full
 def test_the_users_own_error_is_shown_as_it_is(tmp_path: Path) -> None:
     """It is raised in the last stage, inside torch's schedule."""
     ran = allranks(
@@ -77,7 +78,7 @@ def test_the_users_own_error_is_shown_as_it_is(tmp_path: Path) -> None:
     assert "After it failed rank 0: what they say is in runs/" in ran.stderr
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("code", "words", "arguments"),
     [

@@ -29,9 +29,9 @@ SIZES: dict[str, Any] = {"hidden": 128, "seq": 128, "vocab": 512, "layers": 4}
 ACCUMULATED = ("train.micro_batch=1",)
 FIRST = [
     (Tokens, "ddp", 2, ()),
-    (Tokens, "tp=2,recompute=selective", 2, ()),
 ]
 OTHERS = [
+    (Tokens, "tp=2,recompute=selective", 2, ()),
     (Tokens, "fsdp,sharding=grad_op", 2, ACCUMULATED),
     (Tokens, "single", 1, ()),
     (Tokens, "ddp,recompute=full", 2, ACCUMULATED),

@@ -129,6 +129,7 @@ def compare(pool: Pools, layout: str, world: int, words: tuple[str, ...]) -> Non
         assert math.isclose(told.host_peak_bytes, state + rest, rel_tol=0.001), (told.host_peak_bytes, state, rest)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "world", "words"), CASES[:1])
 def test_a_dry_run_is_the_real_step(pool: Pools, layout: str, world: int, words: tuple[str, ...]) -> None:
     compare(pool, layout, world, words)

@@ -55,6 +55,7 @@ def run_idle(kind: str, layout: str) -> Any:
     return parts_of(session)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("layout", "world_size", "kind"),
     [

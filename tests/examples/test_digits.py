@@ -9,6 +9,7 @@ from tests.examples.commands import EXAMPLES, last, train
 NUM_VALIDATION = 360
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_digits_on_two_processes(tmp_path: Path) -> None:
     events = train(str(EXAMPLES / "digits" / "task.py"), "--layout", "ddp", "--nproc", "2", folder=tmp_path)

@@ -59,6 +59,7 @@ SHORT = "migrate-from-ddp-script"
 RUN = [page if page == SHORT else pytest.param(page, marks=pytest.mark.full) for page in CASES]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize("page", RUN)
 def test_both_scripts_train_the_same(page: str, tmp_path: Path) -> None:

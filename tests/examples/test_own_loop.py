@@ -18,6 +18,7 @@ def result(output: str) -> tuple[float, int]:
     return float(found[1]), int(found[2])
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_the_same_script_alone_and_under_torchrun(tmp_path: Path) -> None:
     for name in ("alone", "two"):

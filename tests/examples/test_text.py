@@ -28,6 +28,7 @@ def test_ones_own_text(tmp_path: Path) -> None:
     assert next(entry["loss"] for entry in events if entry["event"] == "step") > 4.5
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_the_demo_with_ones_own_text(tmp_path: Path) -> None:
     write_notes(tmp_path)

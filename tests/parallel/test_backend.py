@@ -198,6 +198,8 @@ def test_processes_start_with_our_timeout_and_interface() -> None:
     assert launch(work, nproc=3) == [(3.0, 17.0, True, True, False, False)] * 3
 
 
+@pytest.mark.full
+@pytest.mark.sample(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_failing_rank_does_not_wait_for_its_collectives(monkeypatch: pytest.MonkeyPatch, method: str) -> None:

@@ -86,6 +86,7 @@ def far(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [name for name in tensors if not torch.allclose(one[name], other[name], rtol=1e-11, atol=1e-13)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("layout", "size"),

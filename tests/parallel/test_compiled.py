@@ -65,6 +65,7 @@ def count_graphs(numbers: Sequence[int]) -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.full
 def test_equal_blocks_share_a_graph_and_many_different_ones_are_all_compiled(pool: Pools) -> None:
     assert pool(1).run(quickly, count_graphs, [1] * 6) == [1]
     assert pool(1).run(quickly, count_graphs, list(range(12))) == [12], "torch gives up after 8"
@@ -134,6 +135,7 @@ QUICK_CASES = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("kind", "layout", "modes"), QUICK_CASES)
 def test_compiled_blocks_compute_the_same(pool: Pools, kind: str, layout: str, modes: str) -> None:
     check(pool, kind, layout, modes, QUICK)

@@ -245,7 +245,7 @@ SPREADS: list[tuple[str, int, int | None]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.distributed
 @pytest.mark.parametrize(("layout", "world_size", "local_size"), SPREADS)
 def test_every_layout_starts_from_the_same_bits(

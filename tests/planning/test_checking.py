@@ -73,6 +73,7 @@ def test_nobody_rehearses_without_being_asked() -> None:
     assert checked == () and search.found.best is not None and search.found.best.choice == leading(1)[0]
 
 
+@pytest.mark.full
 def test_what_does_not_fit_after_all_drops_and_the_next_takes_its_turn() -> None:
     rehearsals = Rehearsals(lambda number, found: replace(as_planned(found), peak_bytes=1e12 if number == 0 else 1e9))
     plan = make_plan(replace(QUESTION, rehearse=rehearsals))

@@ -148,7 +148,7 @@ def check_against_a_dry_run(model: tuple[str, ...], layout: str, words: tuple[st
     assert memory.total - memory.framework == pytest.approx(told, rel=NEAR)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("model", "layout", "words"), FIRST)
 def test_a_plan_holds_what_the_program_holds(model: tuple[str, ...], layout: str, words: tuple[str, ...]) -> None:
     check_against_a_dry_run(model, layout, words)

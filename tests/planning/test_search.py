@@ -45,6 +45,7 @@ def assert_same_best(space: Space) -> tuple[Found, Found]:
     return found, every
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("memory", [16e9, 40e9, 80e9])
 @pytest.mark.parametrize(
     ("name", "where", "batch", "seq"),
@@ -70,6 +71,7 @@ def test_the_best_of_all_is_found_on_64_devices(name: str, where: str) -> None:
     assert_same_best(Space({"bfloat16": find_model(name).profile(4096)}, find_cluster(where), 128))
 
 
+@pytest.mark.full
 @given(
     layers=st.sampled_from([2, 3, 8, 12]),
     heads=st.sampled_from([4, 6, 8]),

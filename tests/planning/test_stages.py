@@ -49,6 +49,7 @@ def blocks_of_engine(tied: bool, pp: int, schedule: str, seq: int, counted: bool
     return counts
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("seq", "counted"), [(8, True), (512, True), (512, False)])
 @pytest.mark.parametrize(

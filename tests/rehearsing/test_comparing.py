@@ -67,6 +67,7 @@ def test_what_ranks_have_to_say_alike_is_compared(way: Callable[..., Any], messa
     assert found.fails and re.search(message, found.what)
 
 
+@pytest.mark.full
 def test_a_group_of_the_users_own_is_compared_among_its_members() -> None:
     two = {rank: rehearsed(calling(in_pairs), "dp_shard=2,dp_replicate=2", 4, rank=rank) for rank in (0, 3)}
     assert compare_ranks(two) == []
@@ -101,6 +102,7 @@ def test_ranks_of_the_last_stage_are_compared_in_the_loss() -> None:
     assert re.search(r"rank 3 all-reduce over \w+ \(.*parting.py:\d+ on_odd_ranks\)", found.what)
 
 
+@pytest.mark.full
 def test_a_loss_that_sums_over_all_ranks_hangs_the_other_stages() -> None:
     (found,) = findings_of(in_loss(over_all, **SMALL), "pp=2,dp_shard=2", 4, *CUT, ranks="0,2")
     assert found.fails and found.kind == "hang" and OF_ONE_STAGE in found.next
@@ -111,6 +113,7 @@ def test_a_loss_that_sums_over_all_ranks_hangs_the_other_stages() -> None:
     )
 
 
+@pytest.mark.full
 def test_a_loss_that_waits_for_all_ranks_does_too() -> None:
     (found,) = findings_of(in_loss(wait_for_all, **SMALL), "pp=2", 2, *CUT)
     assert re.search(r"rank 0 executes all-reduce over pp .*norm.py.*rank 1 barrier .* wait_for_all\)", found.what)
@@ -122,6 +125,7 @@ def test_so_does_one_that_sums_over_a_group_of_its_own_with_ranks_of_another_sta
     assert re.search(r"ranks 0 and 3 .* of the group 0,3 of .*rank 0 executes none, rank 3 all-reduce", found.what)
 
 
+@pytest.mark.full
 def test_as_many_barriers_on_every_stage_hang_where_one_waits_before_it_sends() -> None:
     (found,) = findings_of(in_blocks(wait_for_all, **SMALL), "pp=2", 2, *CUT)
     assert re.search(
@@ -132,6 +136,7 @@ def test_as_many_barriers_on_every_stage_hang_where_one_waits_before_it_sends() 
     assert found.fails and OF_ONE_STAGE in found.next
 
 
+@pytest.mark.full
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("kind", "layout", "world", "words"),

@@ -90,6 +90,7 @@ class ReadingTask(Tokens):
         return Hints(blocks=("blocks.*",))
 
 
+@pytest.mark.full
 def test_what_frozen_layers_and_masks_send_is_rehearsed() -> None:
     """Of each micro-step: two streams in float32 and a byte a token go on, the gradient of one comes back."""
     task = ReadingTask()

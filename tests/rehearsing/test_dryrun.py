@@ -37,6 +37,7 @@ def totals(told: RankRehearsal) -> dict[tuple[str, str], tuple[int, int]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "layout", "world"), EVERY_AXIS[5:6])
 def test_a_short_trace_agrees_with_the_full_one(kind: type[Tokens], layout: str, world: int) -> None:
     check_short(kind, layout, world)
@@ -73,6 +74,7 @@ def test_what_a_micro_step_reduces_last_is_in_a_short_trace_too(layout: str) -> 
     assert alone.peak_bytes * 1.05 < full.peak_bytes == pytest.approx(short.peak_bytes, rel=0.01)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_copies_of_autocast_are_dropped_in_a_short_trace_too(recompute: str) -> None:
     words = (f"single,recompute={recompute}", 1, "train.precision=bfloat16")
@@ -87,6 +89,7 @@ def test_what_ddp_sums_before_its_last_micro_step_is_gradients() -> None:
     assert told.by_category["gradients"] == pytest.approx(told.by_category["optimizer"], rel=1e-3)
 
 
+@pytest.mark.full
 def test_micro_steps_that_are_alike_are_counted() -> None:
     task, words = Tokens(layers=1), ("train.global_batch=10", "train.micro_batch=1")
     short, full = (rehearsed(task, "fsdp", 2, *words, full=full) for full in (False, True))
@@ -130,6 +133,7 @@ class InBfloat16(Tokens):
         return super().model().to(torch.bfloat16)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "precision", "times"), [(Tokens, "float64", 2), (InBfloat16, "float32", 1)])
 def test_a_model_in_another_type_than_the_precisions(kind: type[Tokens], precision: str, times: int) -> None:
     told = rehearsed(kind(), "fsdp", 2, f"train.precision={precision}")

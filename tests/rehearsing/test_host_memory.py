@@ -71,6 +71,7 @@ def told(
     return rehearsed(Squares(layers=layers, width=width), layout, world, *cut, full=full, on_cuda=on_cuda)
 
 
+@pytest.mark.full
 def test_parameters_gradients_and_the_optimizers_state_wait_on_the_host() -> None:
     found, plain = told("fsdp,offload=parameters", 2), told("fsdp", 2)
     shards = 4 * MIB // 2
@@ -122,6 +123,7 @@ def test_what_the_device_keeps_of_activations_does_not_grow_with_depth() -> None
     assert deep.peak_bytes - shallow.peak_bytes == pytest.approx(4 * 4 * MIB, abs=4 * 512)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("layout", "world"), [("fsdp,offload=all", 2), ("fsdp,offload=all,recompute=full", 2)])
 def test_a_short_trace_agrees_with_the_full_one(layout: str, world: int) -> None:
     short, full = (told(layout, world, 9, full=full) for full in (False, True))

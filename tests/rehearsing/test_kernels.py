@@ -257,6 +257,7 @@ def test_grouped_products_are_of_one_type() -> None:
     ask(operator, of(BF16, 24, 16), of(BF16, 3, 16, 8), ends)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("on_cuda", [False, True], ids=["cpu", "cuda"])
 @pytest.mark.parametrize(("layout", "world"), [("single", 1), ("dp_replicate=2,ep=2", 2)])
 def test_a_sound_mixture_of_experts_in_bfloat16_has_no_fault(layout: str, world: int, on_cuda: bool) -> None:

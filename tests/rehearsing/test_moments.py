@@ -83,6 +83,7 @@ HSDP = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("layout", "world", "unit", "deeds"),
     [
@@ -112,6 +113,7 @@ def test_buckets_of_ddp_and_moves_of_tp() -> None:
     assert max(m.highest_bytes for m in tp.moments) == tp.peak_bytes
 
 
+@pytest.mark.full
 def test_every_micro_step_goes_forward_and_back() -> None:
     """DDP's update sends nothing, so that it is no moment."""
     for layout, end in (("fsdp", ["update"]), ("ddp", [])):

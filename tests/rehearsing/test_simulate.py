@@ -21,6 +21,7 @@ def operate(nodes: int, every: float, model: FailureModel, **changes: float) -> 
     return Operation(nodes, spares, days * DAY, (tier,), changes.get("detect", 0.0), changes.get("restart", 300.0))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("every", "published", "num_runs"), [(3600.0, 0.70, 2000), (300.0, 0.93, 25)])
 def test_the_published_points_of_rsc_1_are_met_within_two_points(every: float, published: float, num_runs: int) -> None:
     """arXiv 2410.21680: 16,000 GPUs, 2,000 nodes, 5 minutes to restart, saves that cost nothing.
@@ -72,6 +73,7 @@ def test_formula_and_simulation_agree_within_a_point_where_it_holds(
     assert run_all([operation], PROCESSES, num_runs, seed=0)[0].goodput.mean == pytest.approx(formula, abs=0.01)
 
 
+@pytest.mark.full
 def test_the_best_interval_is_the_formulas() -> None:
     """Daly's interval and the one that the simulation finds best are within a step of the grid of each other."""
     model = FailureModel("x", (Component("process", 40.0, Scope.PROCESS, 0.0),))

@@ -13,6 +13,7 @@ def question(cluster: str, layout: str, *ranks: int, layers: int = 3) -> Questio
     return Question("tokens", task, config, found, spread, ranks)
 
 
+@pytest.mark.full
 def test_on_gpus_there_is_a_margin() -> None:
     lines: list[str] = []
     told = rehearse(question("2x2:a100-80g", "fsdp", 0, 3, layers=7), lines.append)

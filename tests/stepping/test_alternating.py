@@ -120,6 +120,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize(("layout", "world_size", "global_batch", "micro_steps"), CASES)
 def test_a_gan_is_the_plain_loop(

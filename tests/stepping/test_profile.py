@@ -47,7 +47,7 @@ def kept(profile: ModelProfile, num_samples: int) -> float:
     return activations + profile.facts["saved_constant_bytes"] + profile.facts["weight_copy_bytes"]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_trace_says_what_a_real_step_keeps_and_computes(name: str, precision: str) -> None:
@@ -272,6 +272,7 @@ print(profile.parameters, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_ma
 """
 
 
+@pytest.mark.full
 def test_a_model_larger_than_the_machine_takes_no_memory() -> None:
     """8.6 thousand million parameters: 34 GB of them, and as much again of gradients."""
     paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))

@@ -212,6 +212,7 @@ ALIKE_OF_FOUR = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("kind", "layout", "size", "swaps"),

@@ -39,6 +39,7 @@ def started(task: Any, layout: str, *overrides: str, precision: str = "float32",
         return start(task, layout, "train.global_batch=8", *overrides, precision=precision)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("layout", "overrides"), LAYOUTS)
 def test_a_shift_is_refused_and_a_sum_over_positions_passes(
     pool: Pools, layout: str, overrides: tuple[str, ...]

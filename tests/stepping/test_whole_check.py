@@ -97,6 +97,7 @@ def start(task: Any, layout: str, precision: str) -> Any:
         return str(error)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["tp=2", "tp=2,dp_replicate=2", "tp=2,dp_shard=2"])
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 def test_what_is_right_passes(pool: Pools, layout: str, precision: str) -> None:
@@ -142,6 +143,7 @@ class WrongExperts(Tiny):
         return model
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["dp_replicate=2,ep=2", "dp_shard=2,ep=2"])
 def test_experts_are_compared_too(pool: Pools, layout: str, precision: str) -> None:

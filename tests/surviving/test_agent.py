@@ -164,6 +164,7 @@ def commands() -> Iterator[list[Command]]:
         command.kill()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("number", "to_all", "code"),
     [
@@ -209,6 +210,7 @@ def test_the_second_request_does_not_wait_for_the_grace() -> None:
     assert agent._kill_at <= time.monotonic() and sent == [signal.SIGINT, signal.SIGKILL]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 76)])
 def test_the_grace_ends(tmp_path: Path, commands: list[Command], number: signal.Signals, code: int) -> None:
     commands.append(command := Command(tmp_path, "never_mind", str(tmp_path), stop_grace_seconds=0.5))
@@ -225,6 +227,7 @@ def test_a_killed_command_leaves_nothing(tmp_path: Path, commands: list[Command]
     wait_until(lambda: all(is_gone(pid) for pid in family), 10.0)
 
 
+@pytest.mark.full
 def test_a_killed_fork_server_takes_its_workers_along(tmp_path: Path, commands: list[Command]) -> None:
     commands.append(command := Command(tmp_path, "never_mind", str(tmp_path), spawn=False))
     (server,) = {psutil.Process(int(path.read_text())).ppid() for path in tmp_path.glob("started-*")}

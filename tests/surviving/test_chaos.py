@@ -137,6 +137,7 @@ def test_what_is_refused_before_anything_starts(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.full
 def test_what_train_refuses_is_refused_in_its_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'train\.stepss'"):
         ask(tmp_path / "new", POINTS, "train.stepss=3")

@@ -155,6 +155,7 @@ def test_not_inside_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
         launch(rank, nproc=2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", ["script", pytest.param("stdin", marks=pytest.mark.full)])
 def test_a_program_without_a_main_guard_or_a_file(tmp_path: Path, way: str) -> None:
     script = tmp_path / "script.py"
@@ -166,6 +167,7 @@ def test_a_program_without_a_main_guard_or_a_file(tmp_path: Path, way: str) -> N
     assert done.stdout == "[10, 15]\n", done.stderr
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("background", [False, True])
 def test_ctrl_c_ends_the_processes_and_reaches_the_caller(tmp_path: Path, background: bool) -> None:
     """Also where a shell has started the program in its background, and so with SIGINT ignored."""

@@ -166,6 +166,7 @@ def told_by(run: Path) -> list[Mapping[str, object]]:
     return [event for event in Run.open(run).events() if event["event"] == "verdict"]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_the_command_names_the_slow_rank_and_its_line_within_fifty_steps(tmp_path: Path) -> None:
     faulty = str(PROGRAMS / "faulty.py")

@@ -45,7 +45,7 @@ def plain_steps(max_norm: float | None, cutting: dict[str, Any]) -> list[Referen
     return plain(max_norm, **cutting)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("size", "layout", "cutting"), CASES, ids=str)
 @pytest.mark.parametrize("max_norm", [None, 0.3])
 def test_it_computes_what_one_device_computes(
@@ -206,6 +206,7 @@ def test_one_script_alone_under_torchrun_and_launched(script: Path) -> None:
     assert [Run.open(script.parent / name).name for name in started] == ["mine", "mine", "own-loop"]
 
 
+@pytest.mark.full
 @pytest.mark.sample(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(

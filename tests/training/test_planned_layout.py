@@ -212,6 +212,7 @@ def test_a_model_that_uses_a_gpu_while_it_builds_is_left_to_another_process(tmp_
     assert asked == [("allranks.training.planned_layout:plan_layout", 2, False)]
 
 
+@pytest.mark.full
 def test_a_process_that_dies_over_a_plan_leaves_the_default() -> None:
     found, _ = decide(POINTS, aside=lambda *given: call_aside("os:_exit", 3))
     assert found.overrides == () and "ended first (exit code 3)" in found.decisions[0].because
@@ -243,6 +244,7 @@ def test_what_cannot_be_traced_is_not_traced_again(tmp_path: Path) -> None:
     assert decide("reads.py", aside=nobody)[0] == found
 
 
+@pytest.mark.full
 def test_a_run_without_a_layout_is_compared_and_goes_on(tmp_path: Path) -> None:
     words = ["train", POINTS, "train.global_batch=8", "train.steps=3", "--device", "cpu", "--run", "run"]
     assert main(words) == 0

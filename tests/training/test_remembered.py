@@ -54,6 +54,7 @@ def work_ratio(found: Report, run: str) -> float:
     return (step.measured - loads) / (step.expected - loads)
 
 
+@pytest.mark.full
 def test_the_second_prediction_is_nearer_and_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     first = report(train("first"))
     said = capfd.readouterr().out

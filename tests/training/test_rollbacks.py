@@ -248,6 +248,7 @@ def test_ranks_go_back_together_and_under_another_layout(pool: Pools, tmp_path: 
     assert [event["samples"] for event in Run.open(run).steps()][9:12] == [100, 140, 150]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_the_command_goes_back_by_itself_and_kills_change_nothing(
     pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -144,6 +144,7 @@ def test_alone_it_finds_what_comes_and_goes(tmp_path: Path) -> None:
     assert start("Corrupting", tmp_path / "steady", *steady) == 0, "a device that checks itself agrees with itself"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize(("layout", "task"), [("ddp", "Curve"), ("fsdp", "Curve"), ("ddp", "Normed")])
 def test_a_run_is_bitwise_what_it_is_without_a_look(pool: Pools, tmp_path: Path, layout: str, task: str) -> None:

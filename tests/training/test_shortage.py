@@ -68,6 +68,7 @@ def test_a_worker_says_whether_its_step_can_be_divided() -> None:
     assert samples_per_forward(Cut(24, 2, 5)) == 4
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_run_goes_on_with_smaller_forwards_and_the_same_samples(tmp_path: Path) -> None:
     allranks("train", HUNGRY, "--nproc", "2", "--run", "calm", *QUICK, folder=tmp_path)

@@ -42,6 +42,7 @@ TASKS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("task", TASKS)
 def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(tmp_path: Path, task: str) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -74,6 +74,7 @@ def test_a_right_loop_is_equal() -> None:
     )
 
 
+@pytest.mark.full
 def test_uneven_targets_are_found_with_the_weights_of_the_ranks() -> None:
     answer = allranks.verify(build, train, batches(ignored=3))
     (finding,) = answer.findings

@@ -99,6 +99,7 @@ def test_in_the_stored_run_all_are_caught_in_time() -> None:
     assert_due({row["name"]: (row["sentinels"], row["step"]) for row in rows if row["kind"] != "clean"})
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_scheduler_of_its_own_is_caught_by_the_real_command() -> None:
     entry = read_entry(CORPUS / "watched" / "S22_scheduler_of_its_own.py")

@@ -16,7 +16,7 @@ from tests.training.own.cases import Samples, built, count, crashing, loss_of, r
 WIDE = 400  # more than one of DDP's buckets
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("size", "layout", "settings"),
     [

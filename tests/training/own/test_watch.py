@@ -420,6 +420,7 @@ def test_a_right_loop_hears_nothing(pool: Pools, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == len(LAYOUTS) + 1
 
 
+@pytest.mark.full
 def test_a_right_loop_that_the_world_drives_hears_nothing(pool: Pools, tmp_path: Path) -> None:
     def case() -> None:
         for layout in ("pp=2", "cp=2"):
