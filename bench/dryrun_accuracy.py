@@ -1,6 +1,6 @@
 """Dry runs against real processes: peak memory of a step and what travels in it, layout by layout.
 
-    python bench/dryrun_accuracy.py [--quick] [--json] [--layout LAYOUT] [--device cpu|cuda]
+    python bench/dryrun_accuracy.py [--quick | --large] [--json] [--layout LAYOUT] [--device cpu|cuda]
 
 Each configuration is trained by 1, 2 or 4 real processes over gloo; after two steps torch's allocator tells the peak of
 the next, and of one more the messages are counted. The dry run of the first and of the last rank is beside it.
@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from local_steps import task_of
@@ -51,6 +52,13 @@ CASES: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("pp=2,recompute=selective", 2, ()), ("tp=2,dp_shard=2,recompute=selective", 4, ()),
 )  # fmt: skip
 QUICK = ("ddp", "fsdp")
+LARGE = tuple(
+    (layout, 1, ("train.precision=bfloat16", f"train.micro_batch={micro_batch}"))
+    for layout, micro_batch in (
+        ("single", 1), ("single", 4), ("single,recompute=full", 4), ("single,recompute=selective", 4),
+    )
+)  # fmt: skip
+"""With --large: of what bench/gpu trains, 1.06 billion parameters, at 4,096 tokens a sample."""
 
 Real = tuple[int, int, Mapping[str, tuple[int, int]]]
 """(bytes at most, reserved, messages)."""
@@ -80,7 +88,17 @@ def config_of(layout: str, keys: tuple[str, ...]) -> Config:
     return resolve_config(task_defaults={}, toml=None, overrides=[*fixed, *keys], layout=layout)
 
 
-def real_step(layout: str, keys: tuple[str, ...], device: str) -> Real:
+def subject(model: str) -> allranks.Task:
+    """What is trained: the "transformer" of ten million parameters, or the "1b" of bench/gpu."""
+    if model == "transformer":
+        return task_of(model)
+    sys.path.append(str(Path(__file__).with_name("gpu")))
+    from language import Language
+
+    return Language(size=model)
+
+
+def real_step(layout: str, keys: tuple[str, ...], device: str, model: str) -> Real:
     """In one of the processes."""
     environment, config = read_environment(os.environ), config_of(layout, keys)
     found = resolve_layout(config, environment.world_size)
@@ -88,19 +106,19 @@ def real_step(layout: str, keys: tuple[str, ...], device: str) -> Real:
     start(environment, choice, timeout_seconds=TIMEOUT_SECONDS)
     processes = gather_processes(environment, choice, found)
     measure = measure_step if device == "cpu" else measure_cuda_step
-    measured = measure(assemble(task_of("transformer"), config, processes, Stopwatch(), lambda: (False, False)))
+    measured = measure(assemble(subject(model), config, processes, Stopwatch(), lambda: (False, False)))
     processes.barrier()
     stop()
     return measured.peak_bytes, measured.reserved_bytes, dict(measured.collectives)
 
 
-def compare(layout: str, world: int, keys: tuple[str, ...], device: str) -> list[Row]:
+def compare(layout: str, world: int, keys: tuple[str, ...], device: str, model: str) -> list[Row]:
     """Real processes, then the dry run of the first and the last of them."""
-    everyones: list[Real] = allranks.launch(real_step, layout, keys, device, nproc=world)
+    everyones: list[Real] = allranks.launch(real_step, layout, keys, device, model, nproc=world)
     config, rows = config_of(layout, keys), []
     found = resolve_layout(config, world)
     for rank in sorted({0, world - 1}):
-        told = rehearse_rank(task_of("transformer"), config, World(found, world, on_cuda=device == "cuda"), rank)
+        told = rehearse_rank(subject(model), config, World(found, world, on_cuda=device == "cuda"), rank)
         peak, reserved, messages = everyones[rank]
         same = totals(told) == dict(messages)
         error, taken = told.peak_bytes / peak - 1.0, round(told.peak_bytes + fragment_bytes(told)) if reserved else 0
@@ -140,11 +158,13 @@ def main() -> None:
     """Compare, and print a table or one JSON document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two layouts")
+    parser.add_argument("--large", action="store_true", help="a model of a billion parameters, on one GPU")
     parser.add_argument("--layout", help="this one only")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--device", choices=tuple(TARGETS), default="cpu", help="what the processes compute on")
     options = parser.parse_args()
-    cases = [case for case in CASES if options.layout in (None, case[0]) and (not options.quick or case[0] in QUICK)]
+    listed, model = (LARGE, "1b") if options.large else (CASES, "transformer")
+    cases = [case for case in listed if options.layout in (None, case[0]) and (not options.quick or case[0] in QUICK)]
     if options.device == "cuda":
         there = torch.cuda.device_count()
         for layout, world, _ in (case for case in cases if case[1] > there):
@@ -152,7 +172,7 @@ def main() -> None:
         cases = [case for case in cases if case[1] <= there]
         if not cases:
             raise SystemExit("nothing to compare: no GPU of this machine can be seen")
-    rows = [row for case in cases for row in compare(*case, options.device)]
+    rows = [row for case in cases for row in compare(*case, options.device, model)]
     if options.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2))
     else:

@@ -86,10 +86,10 @@ def test_the_program_works_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_mode_that_learns_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(GPU))
-    one_gpu = importlib.import_module("one_gpu")
+    modes = importlib.import_module("modes")
     checks = {"float32": (), "learns nothing": ("schedule.warmup=1000000",)}
-    monkeypatch.setattr(one_gpu, "CHECKS", checks)
-    rows = list(one_gpu.check_modes(one_gpu.torch.device("cpu"), 20))
+    monkeypatch.setattr(modes, "CHECKS", checks)
+    rows = list(modes.check_modes(modes.torch.device("cpu"), 20, 1))
     assert [row["ok"] for row in rows[:2]] == [True, False], rows
     assert "from float32, which fell by" in rows[1]["said"]
 

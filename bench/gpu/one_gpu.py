@@ -6,7 +6,7 @@ token (PaLM, arXiv 2204.02311, appendix B) over the device's dense bfloat16 peak
 under each mode, held to the loss of the same run in float32; then the tests marked gpu, and the smoke subset. What all
 of it is held to stands in verdicts.py; exit code 1: something is not.
 
-    python bench/gpu/one_gpu.py [--rounds 2] [--steps 20] [--only speed,checks,tests] [--json FILE]
+    python bench/gpu/one_gpu.py [--rounds 2] [--steps 20] [--only speed,checks,tests] [--jobs 1] [--json FILE]
     python bench/gpu/one_gpu.py --device cpu --tiny      that the program itself works
 """
 
@@ -25,10 +25,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 from language import SIZES, Language, Size, Tokens
-from ring_kernels import check_ring
+from modes import check_modes, read_losses
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from verdicts import judge_mode, judge_speed, row
+from verdicts import judge_speed, row
 
 from allranks.config import resolve_config
 from allranks.data.micro_step import StepBatch
@@ -39,7 +38,6 @@ from allranks.observing.counters import Stopwatch
 from allranks.observing.journal import Journal
 from allranks.observing.recorder import Recorder
 from allranks.parallel.backend import DeviceChoice
-from allranks.run import Run
 from allranks.stepping.passes import Passes, Scale, StepSums
 from allranks.stepping.session import assemble
 from allranks.stepping.world import gather_processes
@@ -135,11 +133,6 @@ def train_ours(task: Language, size: Size, device: torch.device, steps: int, clo
     return read_losses(folder / "journal.jsonl")
 
 
-def read_losses(journal: Path) -> list[float]:
-    """The loss of each step."""
-    return [line["loss"] for line in map(json.loads, journal.read_text().splitlines()) if line["event"] == "step"]
-
-
 def measure(kind: str, name: str, device: torch.device, steps: int) -> dict[str, Any]:
     """One process: seconds a step, the peak of what torch has allocated, and the losses."""
     size, task, total = SIZES[name], Language(size=name), steps + WARM_STEPS
@@ -187,73 +180,6 @@ def compare_speed(name: str, device: torch.device, rounds: int, steps: int) -> d
     }
 
 
-WIDE = ("task.size=wide", "optimizer.lr=0.003")
-CHECKS: Mapping[str, tuple[str, ...]] = {
-    "float32": (),
-    "bfloat16": ("train.precision=bfloat16",),
-    "float16": ("train.precision=float16",),
-    "float8": ("train.precision=float8", "layout.compile=block"),
-    "compile=block": ("train.precision=bfloat16", "layout.compile=block"),
-    "recompute=full": ("layout.recompute=full",),
-    "float32, wide": (*WIDE,),
-    "offload=activations": ("layout.offload=activations", *WIDE),
-    # Two processes on the one GPU, which speak through gloo: shards need a second one.
-    "offload=parameters": ("--layout", "fsdp,offload=parameters", "--nproc", "2", *WIDE),
-    "offload=all, float16": ("--layout", "fsdp,offload=all", "--nproc", "2", "train.precision=float16", *WIDE),
-    "ema": ("train.ema=0.9",),
-    "placement on cuda and cpu": ("placed.toml",),
-}
-SETTINGS = ("task.size=tiny", "train.global_batch=8", "optimizer.lr=0.01")
-PLACED = '[layout.placement]\n"layers.0" = "{device}:0"\n"layers.1" = "cpu"\n'
-
-
-def check_modes(device: torch.device, steps: int) -> Iterator[dict[str, Any]]:
-    """A short run under each mode: whether it ended well, near the loss of float32 at its size."""
-    plain: dict[bool, tuple[list[float], int]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "placed.toml").write_text(PLACED.format(device=device.type))
-        for index, (what, arguments) in enumerate(CHECKS.items()):
-            if what.startswith("offload") and device.type == "cpu":
-                yield row(what, None, None, "needs an accelerator")
-                continue
-            losses, memory, said = train_mode(Path(folder), f"run-{index}", device, steps, arguments)
-            # Of float32, which is the first of its size.
-            expected, without = plain.setdefault(WIDE[0] in arguments, (losses, memory))
-            yield judge_mode(what, losses, expected) if losses and expected else row(what, False, None, said)
-            if what == "offload=activations" and losses:
-                yield row(f"{what} takes less memory", memory < without, None, f"{memory:,} of {without:,} bytes")
-    yield check_ring(device)
-    if device.type == "cuda":
-        yield check_flash(device)
-
-
-def train_mode(
-    folder: Path, run: str, device: torch.device, steps: int, arguments: tuple[str, ...]
-) -> tuple[list[float], int, str]:
-    """`allranks train` in `folder`: (the loss of each step, bytes at its peak, ""), or ([], 0, the last line said)."""
-    command = [sys.executable, "-m", "allranks", "train", str(Path(__file__).with_name("language.py").resolve())]
-    command += ["--device", device.type, "--run", run, *([] if "--nproc" in arguments else ["--nproc", "1"])]
-    command += [*SETTINGS, *arguments, f"train.steps={steps}"]
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        return [], 0, (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]
-    (end,) = (event for event in Run.open(folder / run).events(0) if event["event"] == "end")
-    return read_losses(folder / run / "journal" / "rank-00000.jsonl"), int(end["memory_bytes"] or 0), ""
-
-
-def check_flash(device: torch.device) -> dict[str, Any]:
-    """Whether the transformer's attention runs where flash attention is the only kernel."""
-    what = "flash attention takes the model's shapes"
-    model = Language(size="tiny").model().to(device)
-    tokens = torch.zeros(2, SIZES["tiny"].seq, dtype=torch.int64, device=device)
-    try:
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]), torch.autocast("cuda", torch.bfloat16):
-            model(tokens).float().sum().backward()
-    except RuntimeError as error:
-        return row(what, False, None, str(error).splitlines()[0])
-    return row(what, True)
-
-
 def run_tests() -> Iterator[dict[str, Any]]:
     """The tests marked gpu, and the smoke subset (tests/smoke.py), which says whether this torch is one that works."""
     root = Path(__file__).parents[2]
@@ -271,6 +197,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of two narrow layers: whether the program works")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=1, help="modes that are checked at a time")
     parser.add_argument("--only", default="speed,checks,tests")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--one", choices=("raw", "ours"), help=argparse.SUPPRESS)
@@ -287,7 +214,7 @@ def main() -> None:
             print(f"{name:16} {value}", flush=True)
     rows = document["checks"] = list[dict[str, Any]]()
     found = [judge_speed(document["speed"])] if "speed" in parts else []
-    found += [check_modes(device, options.steps)] if "checks" in parts else []
+    found += [check_modes(device, options.steps, options.jobs)] if "checks" in parts else []
     found += [run_tests()] if "tests" in parts else []
     for judged in itertools.chain.from_iterable(found):
         rows.append(judged)
