@@ -79,10 +79,7 @@ def commit(
     Raises:
         CheckpointError: a rank has failed, the shares make up no whole, or the file system refuses.
     """
-    errors = [share.error for share in shares if share.error]
-    if errors:
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise CheckpointError(errors[0] + more)
+    check_errors(shares)
     manifest = merge(header, shares, state, torch_version, str(target))
     try:
         _check_visible(temporary, manifest)
@@ -92,7 +89,7 @@ def commit(
         write_synced(temporary / COMMITTED_FILE, seal(text.encode()).decode())
         sync(temporary)
         fault_points.reach("checkpoint.rename")
-        _check_attempt(target, header)
+        check_attempt(target, header.run, header.generation)
 
         def settle() -> None:
             fault_points.reach("checkpoint.renamed")
@@ -108,7 +105,15 @@ def commit(
     return manifest
 
 
-def _check_attempt(target: Path, header: Header) -> None:
+def check_errors(shares: Sequence[Share]) -> None:
+    """See that every rank has written its share. Raises CheckpointError: one could not."""
+    errors = [share.error for share in shares if share.error]
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise CheckpointError(errors[0] + more)
+
+
+def check_attempt(target: Path, run: str, attempt: int) -> None:
     """See that no later attempt of this run has begun, under a leader that has taken over from this one's.
 
     Whoever takes over counts the attempt first and then deletes what others have begun to write: so who passes here
@@ -123,9 +128,9 @@ def _check_attempt(target: Path, header: Header) -> None:
         return  # a checkpoint of no Run directory
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{record} cannot be read: {error}") from error
-    if isinstance(told, dict) and told.get("id") == header.run and told.get("attempts", 0) > header.generation:
+    if isinstance(told, dict) and told.get("id") == run and told.get("attempts", 0) > attempt:
         raise CheckpointError(
-            f"attempt {told['attempts']} of this run has begun, this is attempt {header.generation}: {TAKEN_OVER}"
+            f"attempt {told['attempts']} of this run has begun, this is attempt {attempt}: {TAKEN_OVER}"
         )
 
 

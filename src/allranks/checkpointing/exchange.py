@@ -10,7 +10,7 @@ from allranks.errors import ProcessError
 
 
 @contextmanager
-def _peers(what: str) -> Iterator[None]:
+def among_peers(what: str) -> Iterator[None]:
     """Turn the backend's error at a lost peer into ours."""
     try:
         yield
@@ -27,7 +27,7 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None, device: torch.dev
     """
     if group is None:
         return [data]
-    with _peers("a checkpoint's parts were collected"):
+    with among_peers("a checkpoint's parts were collected"):
         first = dist.get_rank(group) == 0
         size = torch.tensor([len(data)], device=device)
         sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
@@ -45,7 +45,7 @@ def broadcast_bytes(data: bytes, group: dist.ProcessGroup | None, device: torch.
     """The first rank's `data`, on every rank; others' is not looked at. As `gather_bytes` otherwise."""
     if group is None:
         return data
-    with _peers("a checkpoint was committed"):
+    with among_peers("a checkpoint was committed"):
         size = torch.tensor([len(data)], device=device)
         dist.broadcast(size, group=group, group_src=0)
         first = dist.get_rank(group) == 0

@@ -4,6 +4,7 @@
     /dev/shm/allranks-run-<id>/record.json       whose copies they are: RUN's path, and the attempts that know of them
     /dev/shm/allranks-run-<id>/step-00000200/    a checkpoint like any other (checkpoint.py)
     /dev/shm/allranks-run-<id>/distrusted        a guard has ended the run: no copy that lies here counts
+    /dev/shm/allranks-part-<id>-0/               of a run on several hosts: what this one has (peers.py)
 
 The system drops the lock with its process, however that dies: what nobody holds is of a dead run. The next start of
 that run takes it over; the next start of another one on this host removes it where nobody would miss it.
@@ -30,7 +31,9 @@ SHARED_MEMORY: Final = Path("/dev/shm")
 KEEP_IT: Final = "a logout may take it along: `loginctl enable-linger`, or RemoveIPC=no in systemd's logind.conf"
 _PREFIX: Final = "allranks-run-"
 _GONE: Final = ".gone-"
-_DIRECTORY = re.compile(r"allranks-run-[0-9a-f]{16}(\.gone-[0-9a-f]{8})?")
+_PART: Final = "allranks-part-"
+_MOST_PARTS: Final = 64  # commands of one run that keep copies on one machine, as tests start them
+_DIRECTORY = re.compile(r"allranks-(run-[0-9a-f]{16}|part-[0-9a-f]{16}-\d+)(\.gone-[0-9a-f]{8})?")
 _LEASE, _RECORD, _DISTRUSTED = "lease", "record.json", "distrusted"
 _TRIES = 10  # to take a directory that starts of other runs remove as dead before it is leased
 
@@ -66,6 +69,14 @@ def read_record(directory: Path) -> Record | None:
         return None
 
 
+def write_record(directory: Path, record: Record) -> None:
+    """Replace the record, at once. Raises RunError: the system refuses."""
+    path, draft = directory / _RECORD, directory / f".{_RECORD}.tmp"
+    with refusing(directory):
+        draft.write_text(json.dumps({"run": str(record.run), "attempts": record.attempts}), encoding="utf-8")
+        draft.replace(path)
+
+
 @final
 class HostMemory:
     """The directory of one run, for the process that supervises it.
@@ -74,9 +85,23 @@ class HostMemory:
         directory: where the copies lie.
     """
 
-    def __init__(self, run_id: str, root: Path = SHARED_MEMORY) -> None:
-        self.directory = root / f"{_PREFIX}{run_id}"
+    def __init__(self, run_id: str, root: Path = SHARED_MEMORY, part: int | None = None) -> None:
+        self.directory = root / (f"{_PREFIX}{run_id}" if part is None else f"{_PART}{run_id}-{part}")
         self._lease = Lease(self.directory / _LEASE)
+
+    @classmethod
+    def open_part(cls, run_id: str, root: Path = SHARED_MEMORY) -> "HostMemory":
+        """The first that no other command of this machine holds, for what it has of a run on several hosts.
+
+        Raises:
+            RunError: the system refuses.
+        """
+        for number in range(_MOST_PARTS):
+            memory = cls(run_id, root, number)
+            if memory._lease.holder() is None:
+                memory.open()
+                return memory
+        raise RunError(f"{root} has {_MOST_PARTS} directories of this run that others hold")
 
     def open(self) -> None:
         """Take it, take it over, or make it again where it has vanished.
@@ -103,10 +128,7 @@ class HostMemory:
 
     def note(self, record: Record) -> None:
         """Replace the record, at once. Raises RunError: the system refuses."""
-        path, draft = self.directory / _RECORD, self.directory / f".{_RECORD}.tmp"
-        with refusing(self.directory):
-            draft.write_text(json.dumps({"run": str(record.run), "attempts": record.attempts}), encoding="utf-8")
-            draft.replace(path)
+        write_record(self.directory, record)
 
     def close(self) -> None:
         """Remove it, with all that is in it, if it is there. Raises RunError: the system refuses."""
@@ -149,7 +171,12 @@ def is_distrusted(directory: Path) -> bool:
 
 def left_of(run_id: str, root: Path = SHARED_MEMORY) -> list[Path]:
     """What is there of one run, half removed or not."""
-    return sorted(root.glob(f"{_PREFIX}{run_id}*"))
+    return sorted(path for prefix in (_PREFIX, _PART) for path in root.glob(f"{prefix}{run_id}*"))
+
+
+def parts_of(run_id: str, root: Path = SHARED_MEMORY) -> list[Path]:
+    """What commands have left here of a run on several hosts."""
+    return sorted(path for path in root.glob(f"{_PART}{run_id}-*") if _GONE not in path.name)
 
 
 def remove_dead(spared: Path, missed: Callable[[Path], bool], root: Path = SHARED_MEMORY) -> list[Path]:
@@ -160,7 +187,7 @@ def remove_dead(spared: Path, missed: Callable[[Path], bool], root: Path = SHARE
         missed: whether somebody would miss a directory that nobody holds: it stays then. Asked while it is leased.
     """
     gone = []
-    for path in sorted(root.glob(f"{_PREFIX}*")):
+    for path in sorted(path for prefix in (_PREFIX, _PART) for path in root.glob(f"{prefix}*")):
         if path == spared or not _DIRECTORY.fullmatch(path.name) or not _is_own(path):
             continue
         lease = Lease(path / _LEASE)

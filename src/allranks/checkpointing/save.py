@@ -70,12 +70,8 @@ def save(
     device = device or torch.device("cpu")
     place = place_of(directory, header, token)
     first = group is None or dist.get_rank(group) == 0
-    try:
-        portion = portion_of(parts, rank, aliases, state, tells=first if tells is None else tells)
-        share = write_portion(place, portion)
-    except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
-        portion, share = Portion(rank), failed_share(place, rank, error)
-    shares = [Share(**json.loads(data)) for data in gather_bytes(json.dumps(asdict(share)).encode(), group, device)]
+    portion, share = write_own(place, parts, rank, aliases, state, tells=first if tells is None else tells)
+    shares = gather_shares(share, group, device)
     answer = b""
     if first:
         try:
@@ -91,6 +87,22 @@ def save(
         raise CheckpointError(answer.decode())
     manifest = parse_manifest(answer.removeprefix(b"saved"), str(place.target / MANIFEST_FILE))
     return Checkpoint(place.target, manifest)
+
+
+def write_own(
+    place: Place, parts: Parts, rank: int, aliases: Mapping[str, str], state: Mapping[str, Any], *, tells: bool
+) -> tuple[Portion, Share]:
+    """Write this rank's portion of a checkpoint; arguments as of `save`. Raises no Exception: the Share tells."""
+    try:
+        portion = portion_of(parts, rank, aliases, state, tells=tells)
+        return portion, write_portion(place, portion)
+    except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
+        return Portion(rank), failed_share(place, rank, error)
+
+
+def gather_shares(share: Share, group: dist.ProcessGroup | None, device: torch.device) -> list[Share]:
+    """Every rank's Share on the group's first rank; an empty list elsewhere. As `gather_bytes`."""
+    return [Share(**json.loads(data)) for data in gather_bytes(json.dumps(asdict(share)).encode(), group, device)]
 
 
 def refusal(place: Place, reason: str) -> str:

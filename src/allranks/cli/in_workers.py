@@ -12,6 +12,7 @@ from allranks.verdict import Decision
 if TYPE_CHECKING:
     from allranks.surviving.hosts.company import Company
     from allranks.surviving.memory_tier import MemoryTier
+    from allranks.surviving.peer_memory import PeerMemory
     from allranks.surviving.supervisor import Supervision
 
 DEMO = "allranks.training.demo:Text"
@@ -25,7 +26,7 @@ def train_in_workers(
     decisions: Sequence[Decision],
     supervision: "Supervision",
     company: "Company | None" = None,
-    memory: "MemoryTier | None" = None,
+    memory: "MemoryTier | PeerMemory | None" = None,
 ) -> tuple[int, Document]:
     """Train in `nproc` processes, beside those of `company`'s other hosts; the exit code and what `--json` prints.
 
@@ -39,7 +40,13 @@ def train_in_workers(
     directory = None if memory is None else memory.directory
     told = (*decisions, method.decision)
     assignment = Assignment(
-        request, run.path.resolve(), told, memory=directory, first_attempt=run.attempts, began=started_at()
+        request,
+        run.path.resolve(),
+        told,
+        memory=directory,
+        peers=directory is not None and company is not None,
+        first_attempt=run.attempts,
+        began=started_at(),
     )
     try:
         outcome = run_workers(

@@ -114,16 +114,16 @@ def run_on_hosts(
     Raises:
         AllranksError: the hosts did not meet, or have not the same code; one line.
     """
-    if prepared.config.checkpoint.memory_every is not None:
-        raise ConfigError(
-            "checkpoint.memory_every with --nodes: a copy in the memory of hosts would be lost with one of them; leave "
-            "the key out, and where the run has it say checkpoint.memory_every=none"
-        )
+    from allranks.checkpointing.host_memory import check_there
     from allranks.surviving.hosts.company import Company
     from allranks.surviving.hosts.greeting import greet
     from allranks.surviving.hosts.meeting import MeetingStore
     from allranks.surviving.hosts.seal import Seal
+    from allranks.surviving.peer_memory import open_peer_memory
 
+    copies = prepared.config.checkpoint.memory_every is not None
+    if copies:
+        check_there()
     check_all_sizes(prepared, nproc, hosts)
     guard = prepared.config.guard
     meeting = _meet(hosts.endpoint, guard, secret)
@@ -135,7 +135,9 @@ def run_on_hosts(
         company = Company(meeting, seal, nodes=hosts.nodes, least=hosts.least, nproc=nproc, guard=guard, tell=_tell)
         run = _share_run(company, prepared, request, facts)
         try:
-            return train_in_workers(request, run, nproc, decisions, _supervision(run, prepared, company), company)
+            memory = open_peer_memory(run, wanted=copies)
+            supervision = _supervision(run, prepared, company)
+            return train_in_workers(request, run, nproc, decisions, supervision, company, memory)
         finally:
             company.leave()
             run.release()

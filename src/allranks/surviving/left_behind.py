@@ -1,5 +1,6 @@
 """What a dead run has left in this host's memory: whether somebody would miss it. No torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -47,9 +48,23 @@ def left_behind(directory: Path) -> LeftBehind | None:
     return LeftBehind(record.run, copies[0]) if is_newer(copies[0], run) else None
 
 
+def telling(say: Callable[[str], None]) -> Callable[[Path], bool]:
+    """Whether a directory would be missed, and what stays for that reason is said."""
+
+    def missed(directory: Path) -> bool:
+        found = left_behind(directory)
+        if found is not None:
+            say(f"note: {found}")
+        return found is not None
+
+    return missed
+
+
 def counts_for(run: Run, record: Record, directory: Path) -> bool:
-    """Whether the copies are this run's, and its newest attempt knows of them."""
-    return directory.name.endswith(run.id) and run.attempt in record.attempts
+    """Whether the copies are this run's, and its newest attempt knows of them: by its name, or of several hosts' by its
+    number.
+    """
+    return run.id in directory.name and bool({run.attempt, str(run.attempts)} & {*record.attempts})
 
 
 def is_newer(copy: Path, run: Run) -> bool:

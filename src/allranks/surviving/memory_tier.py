@@ -24,11 +24,12 @@ from allranks.checkpointing.host_memory import (
 )
 from allranks.errors import CheckpointError, RunError
 from allranks.run import Run
-from allranks.surviving.left_behind import counts_for, is_newer, left_behind
+from allranks.surviving.left_behind import counts_for, is_newer, left_behind, telling
 from allranks.surviving.supervisor import Supervision
 
 
-def _say(line: str) -> None:
+def say_line(line: str) -> None:
+    """To this host's user."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -40,7 +41,7 @@ class MemoryTier:
         directory: where they lie.
     """
 
-    def __init__(self, run: Run, memory: HostMemory, say: Callable[[str], None] = _say) -> None:
+    def __init__(self, run: Run, memory: HostMemory, say: Callable[[str], None] = say_line) -> None:
         self.directory = memory.directory
         self._run = run
         self._memory = memory
@@ -130,7 +131,7 @@ class MemoryTier:
 
 
 def open_memory(
-    run: Run, *, wanted: bool, root: Path = SHARED_MEMORY, say: Callable[[str], None] = _say
+    run: Run, *, wanted: bool, root: Path = SHARED_MEMORY, say: Callable[[str], None] = say_line
 ) -> MemoryTier | None:
     """The copies of a run whose attempt has yet to begin, to be closed at its end. What dead runs have left here goes,
     but for what one of them has nowhere else: of that it is said.
@@ -144,15 +145,8 @@ def open_memory(
     Raises:
         RunError: they cannot be kept here.
     """
-
-    def missed(directory: Path) -> bool:
-        found = left_behind(directory)
-        if found is not None:
-            say(f"note: {found}")
-        return found is not None
-
     memory = HostMemory(run.id, root)
-    remove_dead(memory.directory, missed, root)
+    remove_dead(memory.directory, telling(say), root)
     if not wanted and not memory.directory.is_dir():
         return None
     tier = MemoryTier(run, memory, say)

@@ -12,6 +12,7 @@ from typing import final
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints
 from allranks.checkpointing.free_memory import free_bytes
 from allranks.checkpointing.host_memory import KEEP_IT, distrust, is_open
+from allranks.checkpointing.peers import Hosts, first_word
 from allranks.errors import ConfigError
 from allranks.stepping.world import Processes
 from allranks.training.saver import Saver
@@ -23,10 +24,11 @@ USABLE = 0.9
 
 @final
 class MemoryCopies:
-    """Those of one training, all of whose ranks are on this host.
+    """Those of one training: whole in the memory of one host, or on several each file in that of two (peers.py).
 
     Args:
         saver: that writes to the disk.
+        hosts: which ranks share a memory; None: all.
         directory: that the run's supervisor has leased for them.
         resumed: what the run goes on from. If it is a copy it stays until there is another; all other copies go now,
             because they are older, damaged or half-written.
@@ -38,15 +40,24 @@ class MemoryCopies:
     """
 
     def __init__(
-        self, saver: Saver, processes: Processes, directory: Path, resumed: Checkpoint | None, *, refuses: bool
+        self,
+        saver: Saver,
+        processes: Processes,
+        directory: Path,
+        resumed: Checkpoint | None,
+        hosts: Hosts | None = None,
+        *,
+        refuses: bool,
     ) -> None:
-        self.saver = saver.in_memory(directory)
+        self.saver = saver.in_memory(directory, hosts)
         self._processes = processes
         self._directory = directory
         self._kept_bytes = resumed.num_bytes if resumed is not None and lies_in(directory, resumed) else 0
         self._refuses = refuses
+        self._hosts = hosts
         self._copy_bytes: int | None = None
-        if processes.rank == 0:
+        self._looks = processes.rank == 0 if hosts is None else hosts.first
+        if self._looks:
             _clear(directory, None if resumed is None else resumed.path)
 
     def due(self, step: int) -> bool:
@@ -58,14 +69,19 @@ class MemoryCopies:
             ConfigError: on every rank: there is none.
         """
         if self._copy_bytes is None:
-            self._copy_bytes = self.saver.num_bytes()
+            of_ranks = self.saver.bytes_of_ranks()
+            self._copy_bytes = sum(of_ranks) if self._hosts is None else self._hosts.bytes_beside(of_ranks)
             if self._refuses:
                 self._check_room(self._copy_bytes)
         return self.saver.due(step)
 
     def obstacle(self) -> str:
         """Why the copy that is due cannot be made, in words; "": it can. Collective, after `due`."""
-        return str(self._processes.share(self._look() if self._processes.rank == 0 else ""))
+        return self._say(self._look() if self._looks else "")
+
+    def _say(self, word: str) -> str:
+        """What the first of the ranks that look has to say, on every rank; collective."""
+        return first_word(word, self._processes.world_group, self._processes.device)
 
     def _look(self) -> str:
         assert self._copy_bytes is not None
@@ -82,28 +98,36 @@ class MemoryCopies:
         return 3 if self.saver.beside else 2  # the one that stays, the next one, and what a thread writes that from
 
     def _check_room(self, copy_bytes: int) -> None:
-        here = self._processes.rank == 0 and is_open(self._directory)
-        free = self._processes.share(free_bytes(self._directory) + self._kept_bytes if here else None)
-        if free is None:
-            return  # it has vanished, which `obstacle` tells
-        if self._num_copies * copy_bytes > USABLE * free:
-            raise ConfigError(
-                f"checkpoint.memory_every: {self._num_copies} copies of {format_bytes(copy_bytes)} are there at a "
-                f"time, and {format_bytes(free)} are free in {self._directory.parent} and in the memory of this host; "
-                "make room (docker: --shm-size or --ipc=host), or leave the key out"
-            )
+        refusal = self._say(self._refuse(copy_bytes) if self._looks and is_open(self._directory) else "")
+        if refusal:
+            raise ConfigError(refusal)
+
+    def _refuse(self, copy_bytes: int) -> str:
+        """Why copies of so many bytes do not fit on this host; "": they do."""
+        free = free_bytes(self._directory) + self._kept_bytes
+        if self._num_copies * copy_bytes <= USABLE * free:
+            return ""
+        return (
+            f"checkpoint.memory_every: {self._num_copies} copies of {format_bytes(copy_bytes)} are there at a time, "
+            f"and {format_bytes(free)} are free in {self._directory.parent} and in the memory of this host; make room "
+            "(docker: --shm-size or --ipc=host), or leave the key out"
+        )
 
 
-def forsake(memory: Path | None, rank: int) -> None:
+def forsake(memory: Path | None, rank: int, hosts: Hosts | None, checkpoints: Path) -> None:
     """A guard has ended the run: what it has found wrong may be in every copy, and the disk's are older.
 
     For every rank: the first that ends takes the others with it, which may be writing still.
+
+    Args:
+        checkpoints: RUN's, where hosts learn that have no rank which could tell them any more.
     """
     if memory is None:
         return
-    with suppress(FileNotFoundError):
-        distrust(memory)
-    if rank == 0:
+    for directory in (memory,) if hosts is None else (memory, checkpoints):
+        with suppress(OSError):
+            distrust(directory)
+    if rank == 0 if hosts is None else hosts.first:
         _clear(memory, None)
 
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -17,6 +18,7 @@ from allranks.checkpointing.checkpoint import (
     verify_files,
 )
 from allranks.checkpointing.commit import explain
+from allranks.checkpointing.peers import Hosts, save_on_hosts
 from allranks.checkpointing.portion import place_of, portion_of
 from allranks.checkpointing.retention import bytes_in, prune
 from allranks.checkpointing.save import save
@@ -91,9 +93,12 @@ class Saver:
         self._most_bytes = READ_BESIDE_BYTES if self.beside else READ_BYTES
         self._newest_bytes = 0
         self._stage = Stage()
+        self._hosts: Hosts | None = None
 
-    def in_memory(self, directory: Path) -> "Saver":
+    def in_memory(self, directory: Path, hosts: Hosts | None = None) -> "Saver":
         """The Saver of the same run into the memory of this host: every `checkpoint.memory_every` steps, and one stays.
+
+        With `hosts` it writes into that of each, and never beside the training.
 
         Only one of the two may be writing beside the training at a time: they copy what is live into the same memory.
         """
@@ -101,6 +106,7 @@ class Saver:
         config = self._config.model_copy(update=rhythm)
         saver = Saver(self._contents, self._processes, config, directory, self._run, self._generation, self._warn)
         saver._stage, saver._most_bytes = self._stage, 0
+        saver._hosts, saver.beside = hosts, saver.beside and hosts is None
         return saver
 
     def due(self, step: int) -> bool:
@@ -119,7 +125,8 @@ class Saver:
         """Write a checkpoint after `step` steps, prove the first one, keep the newest few; collective."""
         contents, processes = self._contents, self._processes
         self._make_room(step)
-        checkpoint = save(
+        write = save if self._hosts is None else partial(save_on_hosts, hosts=self._hosts)
+        checkpoint = write(
             self._directory,
             header=self._header(step),
             parts=contents.parts(),
@@ -132,6 +139,14 @@ class Saver:
             device=processes.device,
             tells=processes.mesh.first_of_stage,
         )
+        if self._hosts is None:
+            self._prove(checkpoint)
+        self.saved_step = step
+        return checkpoint.path
+
+    def _prove(self, checkpoint: Checkpoint) -> None:
+        """See that the first one can be read, as a resume would, and let old ones go; collective."""
+        contents, processes = self._contents, self._processes
         if not self._proven:
             check_files(checkpoint, processes.world_group, processes.device)
             self._proven = True
@@ -140,8 +155,6 @@ class Saver:
             self.prove(checkpoint, contents)
         if processes.rank == 0:
             self._keep(checkpoint)
-        self.saved_step = step
-        return checkpoint.path
 
     def begin(self, step: int, before_commit: Callable[[], None]) -> BackgroundSave:
         """Copy what a checkpoint after `step` steps holds, and begin to write it; collective where contents are.
@@ -176,15 +189,15 @@ class Saver:
         """What was begun for `step` is committed, and all ranks know it."""
         self.saved_step, self._proven = step, True
 
-    def num_bytes(self) -> int:
-        """Of the tensors of one checkpoint, all ranks' together; collective."""
+    def bytes_of_ranks(self) -> list[int]:
+        """Of the tensors of one checkpoint, what each rank writes; collective."""
         contents, processes = self._contents, self._processes
         portion = portion_of(contents.parts(), processes.rank, {}, {}, tells=False)
-        return sum(everyones(portion.num_bytes, processes.world_group, processes.device))
+        return everyones(portion.num_bytes, processes.world_group, processes.device)
 
     def forget(self, step: int) -> None:
         """Let go what may have been written of that step: it is not to be trusted."""
-        if self._processes.rank == 0:
+        if self._processes.rank == 0 if self._hosts is None else self._hosts.first:
             with suppress(CheckpointError):
                 discard(self._directory / step_name(step))
 
@@ -214,7 +227,7 @@ class Saver:
         quota, processes = self._config.quota_bytes, self._processes
         if quota is None:
             return
-        coming = max(self.num_bytes(), self._newest_bytes)
+        coming = max(sum(self.bytes_of_ranks()), self._newest_bytes)
         if processes.rank == 0:
             taken = self._free(coming) + coming
             if taken > quota:

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,24 +28,25 @@ from allranks.stepping.world import Processes, gather_processes
 from allranks.training.load import task_of_run
 from allranks.training.logs import log_of_rank
 from allranks.training.memory_copies import MemoryCopies, forsake, lies_in, tell_tier
-from allranks.training.mirroring import Mirroring, fetch_newer
+from allranks.training.mirroring import Mirroring
+from allranks.training.peer_copies import hosts_of
 from allranks.training.prepare import Prepared, open_run, prepare, resolve_layout
 from allranks.training.rollbacks import add_range, told_at_start
 from allranks.training.same_data import compare_data, tell_data
 from allranks.training.saver import Saver
 from allranks.training.screen import Screen
 from allranks.training.shortage import explain_shortage
-from allranks.training.snapshot import Contents, find_checkpoint, kept_schedule
+from allranks.training.snapshot import Contents, kept_schedule
+from allranks.training.starting_point import OPEN_MIRROR, find_starting_point
 from allranks.training.stop import StopRequests
 from allranks.training.trainer import Ending, Trainer
 from allranks.verdict import Decision
 
 BACKEND_TIMEOUT_SECONDS = 600.0
-OPEN_MIRROR = "see that the place that checkpoint.mirror names is there, and that this user may read and write there"
 FREE_CHECKPOINTS = "delete what is left in checkpoints/ by hand, or give this user the right to"
 NEEDS_SUPERVISOR = (
     "copies in a host's memory are kept by the command that starts all workers on it: take `allranks train --nproc N`, "
-    "without another launcher or --nodes, or leave the key out (where the run has it: checkpoint.memory_every=none)"
+    "without another launcher, or leave the key out (where the run has it: checkpoint.memory_every=none)"
 )
 EXIT_CODES = {"done": 0, "interrupted": 130, "terminated": 75}
 
@@ -60,6 +61,7 @@ class Assignment:
         decisions: what the command chose, for the banner.
         announce: told where the Run is, once it is there.
         memory: the directory in this host's memory that the command has leased for copies of the state; None: none.
+        peers: whether other hosts have such directories, too, and each a part of every copy.
         first_attempt: the command's first one, by the run's count: later ones go on where it would have refused; None:
             this one.
         began: when the command was started, by the clock of `time.monotonic`; None: it is this process.
@@ -70,6 +72,7 @@ class Assignment:
     decisions: tuple[Decision, ...] = ()
     announce: Callable[[Path], None] | None = None
     memory: Path | None = None
+    peers: bool = False
     first_attempt: int | None = None
     began: float | None = None
 
@@ -111,6 +114,7 @@ class _Training:
         self._resumed_otherwise: tuple[Decision, ...] = ()
         self._about_data: tuple[Decision, ...] = ()
         self._memory = assignment.memory
+        self._hosts = hosts_of(processes) if assignment.peers else None
         self._first = processes.rank == 0
         self._journal = Journal(run.journal(processes.rank), processes.rank)
         url = prepared.config.checkpoint.mirror
@@ -131,7 +135,8 @@ class _Training:
         config = self._prepared.config
         self._tell_start()
         try:
-            checkpoint, skipped = self._find_checkpoint()
+            near = (self._memory, self._hosts, self._mirror)
+            checkpoint, skipped = find_starting_point(self._run, self._processes, *near, self._tell_of)
             session = assemble(
                 self._prepared.task,
                 config,
@@ -150,16 +155,11 @@ class _Training:
         self._tell_end("done" if ending.reason == "done" else "stopped", None)
         return ending
 
-    def _find_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
-        """As `find_checkpoint`, with what a mirror has, where that is newer."""
-        run, memory = self._run, self._memory
-        if self._mirror is not None:
-            fetched, wrong = fetch_newer(run.checkpoints, run.id, self._mirror, self._processes, memory)
-            for reason in wrong:
-                self._warn(reason, OPEN_MIRROR)
-            if fetched and self._screen is not None:
-                self._screen.say(fetched)
-        return find_checkpoint(run.checkpoints, run.id, self._processes, memory)
+    def _tell_of(self, brought: str, wrong: Sequence[str], remedy: str) -> None:
+        for reason in wrong:
+            self._warn(reason, remedy)
+        if brought and self._screen is not None:
+            self._screen.say(brought)
 
     def _loop(self, session: Session, contents: Contents, resumed_step: int, checkpoint: Checkpoint | None) -> Ending:
         config, run = self._prepared.config, self._run
@@ -173,7 +173,8 @@ class _Training:
         memory = None
         if self._memory is not None and config.checkpoint.memory_every is not None:
             refuses = self._assignment.first_attempt in (None, run.attempts)
-            memory = MemoryCopies(saver, self._processes, self._memory, checkpoint, refuses=refuses)
+            near = (self._memory, checkpoint, self._hosts)
+            memory = MemoryCopies(saver, self._processes, *near, refuses=refuses)
         recorder = progress = None
         if self._screen is not None:
             told = (*self._prepared.decisions, *self._assignment.decisions)
@@ -198,7 +199,7 @@ class _Training:
             kept = (recorder, progress, leave_out, memory, self._assignment.began)
             return Trainer(session, saver, self._stopwatch, *kept).train()
         except GuardError:
-            forsake(self._memory, self._processes.rank)
+            forsake(self._memory, self._processes.rank, self._hosts, self._run.checkpoints)
             raise
         except Exception as error:
             if is_out_of_memory(error):

@@ -1,0 +1,39 @@
+"""What a training goes on from: what is newer and lies farther is brought near, and the newest good one is taken."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.mirror import Mirror
+from allranks.checkpointing.peers import Hosts
+from allranks.run import Run
+from allranks.stepping.world import Processes
+from allranks.training.mirroring import fetch_newer
+from allranks.training.peer_copies import bring_copies
+from allranks.training.snapshot import find_checkpoint
+
+OPEN_MIRROR = "see that the place that checkpoint.mirror names is there, and that this user may read and write there"
+SEE_MEMORY = "the run goes on from the newest that is whole; see which hosts are missing, or what fills their memory"
+
+
+def find_starting_point(
+    run: Run,
+    processes: Processes,
+    memory: Path | None,
+    hosts: Hosts | None,
+    mirror: Mirror | None,
+    tell: Callable[[str, Sequence[str], str], None],
+) -> tuple[Checkpoint | None, list[str]]:
+    """As `find_checkpoint`, with what other hosts' memories and a mirror have, where that is newer; collective.
+
+    Args:
+        memory: where copies lie in the memory of this host: whole, or with `hosts` this one's part; None: nowhere.
+        hosts: which ranks share a memory, where there are several.
+        tell: takes what was brought, what was wrong with newer ones, and the remedy.
+    """
+    if memory is not None and hosts is not None:
+        tell(*bring_copies(memory, run, processes, hosts), SEE_MEMORY)
+        memory = None
+    if mirror is not None:
+        tell(*fetch_newer(run.checkpoints, run.id, mirror, processes, memory), OPEN_MIRROR)
+    return find_checkpoint(run.checkpoints, run.id, processes, memory)
