@@ -150,19 +150,20 @@ def _copy_checked(source: Path, record: FileRecord, target: Path) -> None:
 
 
 def _commit(part: HostPart, own: Path, common: Path, target: Path) -> None:
-    """Give it its name; nothing where another host does so at the same time, with the same files."""
+    """Give it its name; nothing where another host is about to: who makes COMMITTED does it alone."""
     text = render_manifest(part.manifest)
-    for name, content in ((MANIFEST_FILE, text), (COMMITTED_FILE, seal(text.encode()).decode())):
-        write_synced(own / name, content)
+    write_synced(own / MANIFEST_FILE, text)
     try:
-        for name in (MANIFEST_FILE, COMMITTED_FILE):
-            os.replace(own / name, common / name)
-        sync(common)
-        replaced = publish(common, target, partial(sync, target.parent))
-    except FileNotFoundError:
-        if not _is_there(target, part):
-            raise
+        os.replace(own / MANIFEST_FILE, common / MANIFEST_FILE)
+        descriptor = os.open(common / COMMITTED_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except (FileExistsError, FileNotFoundError):
         return
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(seal(text.encode()))
+        file.flush()
+        os.fsync(file.fileno())
+    sync(common)
+    replaced = publish(common, target, partial(sync, target.parent))
     if replaced is not None:
         with suppress(CheckpointError):
             discard(replaced)

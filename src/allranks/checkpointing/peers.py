@@ -30,7 +30,7 @@ from allranks.checkpointing.manifest import FileRecord, Manifest, parse_manifest
 from allranks.checkpointing.parts import Parts
 from allranks.checkpointing.portion import Place, file_name, place_of
 from allranks.checkpointing.reading import COMMITTED_FILE
-from allranks.checkpointing.save import gather_shares, refusal, write_own
+from allranks.checkpointing.save import NOT_SAVED, gather_shares, write_own
 from allranks.checkpointing.tensor_file import OpenFile
 from allranks.durable import sync, write_synced
 from allranks.errors import CheckpointError
@@ -112,14 +112,15 @@ def save_on_hosts(
             manifest = merge(header, shares, portion.state, torch.__version__, str(place.target))
             answer = b"written" + render_manifest(manifest).encode()
         except Exception as error:
-            answer = refusal(place, explain(error, place.temporary)).encode()
+            answer = _refusal(place, explain(error, place.temporary)).encode()
     answer = broadcast_bytes(answer, group, device)
     try:
         if not answer.startswith(b"written"):
             raise CheckpointError(answer.decode())
         text = answer.removeprefix(b"written")
         manifest = parse_manifest(text, str(place.target / MANIFEST_FILE))
-        _agree(place, _pass_on(place.temporary, manifest, hosts, group, device), group, device)
+        for error in _pass_on(place.temporary, manifest, hosts, group, device):
+            _agree(place, error, group, device)
         _agree(place, _name(place, text, hosts) if hosts.first else "", group, device, named=hosts.first)
     finally:
         shutil.rmtree(place.temporary, ignore_errors=True)
@@ -146,13 +147,18 @@ def _agree(
         if named:
             with suppress(CheckpointError):
                 discard(place.target)
-        raise CheckpointError(refusal(place, wrong))
+        raise CheckpointError(_refusal(place, wrong))
+
+
+def _refusal(place: Place, reason: str) -> str:
+    """The same on every host, whatever its directory is called."""
+    return f"{place.target.name} {NOT_SAVED} in the memory of hosts: {reason}; the one before is untouched"
 
 
 def _pass_on(
     folder: Path, manifest: Manifest, hosts: Hosts, group: dist.ProcessGroup | None, device: torch.device
-) -> str:
-    """Send this rank's file to its keeper, and write those that it keeps itself; why that failed, or "".
+) -> tuple[str, str]:
+    """Send this rank's file to its keeper, and write those that it keeps itself; why either failed, or "".
 
     Who meets an error goes on sending and receiving: the others wait for it.
     """
@@ -176,8 +182,12 @@ def _pass_on(
                 kept[rank].write(number, buffer)
     for file in kept.values():
         file.close()
-    error = next((error for error in (sent.error, *(file.error for file in kept.values())) if error), "")
-    return f"rank {hosts.rank}: {error}" if error else ""
+    lost = next((file.error for file in kept.values() if file.error), "")
+    return _of_rank(hosts.rank, sent.error), _of_rank(hosts.rank, lost)
+
+
+def _of_rank(rank: int, error: str) -> str:
+    return f"rank {rank}: {error}" if error else ""
 
 
 @final

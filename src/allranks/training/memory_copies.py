@@ -14,6 +14,7 @@ from allranks.checkpointing.free_memory import free_bytes
 from allranks.checkpointing.host_memory import KEEP_IT, distrust, is_open
 from allranks.checkpointing.peers import Hosts, first_word
 from allranks.errors import ConfigError
+from allranks.stepping.alike import everyones
 from allranks.stepping.world import Processes
 from allranks.training.saver import Saver
 from allranks.units import format_bytes
@@ -53,7 +54,8 @@ class MemoryCopies:
         self._processes = processes
         self._directory = directory
         self._kept_bytes = resumed.num_bytes if resumed is not None and lies_in(directory, resumed) else 0
-        self._refuses = refuses
+        # A host that joins may not refuse what the others have gone on with.
+        self._refuses = refuses if hosts is None else all(everyones(refuses, processes.world_group, processes.device))
         self._hosts = hosts
         self._copy_bytes: int | None = None
         self._looks = processes.rank == 0 if hosts is None else hosts.first
