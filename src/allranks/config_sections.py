@@ -267,8 +267,8 @@ class CheckpointConfig(Section):
     )
     memory_every: Count | None = key(
         None,
-        "steps between copies in the memory of this host, from the newest of which killed workers go on; not given: "
-        "none",
+        "steps between copies in the memory of this host (of several hosts: each file in that of two), from the newest "
+        "of which killed workers go on; not given: none",
         unit="steps",
     )
 

@@ -12,7 +12,7 @@ import pytest
 
 from allranks import durable
 from allranks.checkpointing import commit as commit_module
-from allranks.checkpointing.checkpoint import Checkpoint, Header
+from allranks.checkpointing.checkpoint import Checkpoint
 from allranks.checkpointing.commit import Share, check_target, commit, explain
 from allranks.checkpointing.retention import collect_leftovers
 from allranks.errors import CheckpointError
@@ -151,13 +151,13 @@ def test_a_copy_in_a_hosts_memory_asks_nobodys_record(tmp_path: Path) -> None:
 def test_who_takes_over_between_the_check_and_the_rename_leaves_nothing_to_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints, check = tmp_path / "checkpoints", commit_module._check_attempt
+    checkpoints, check = tmp_path / "checkpoints", commit_module.check_attempt
 
-    def check_and_lose(target: Path, described: Header) -> None:
-        check(target, described)
+    def check_and_lose(target: Path, run: str, attempt: int) -> None:
+        check(target, run, attempt)
         collect_leftovers(checkpoints)
 
-    monkeypatch.setattr(commit_module, "_check_attempt", check_and_lose)
+    monkeypatch.setattr(commit_module, "check_attempt", check_and_lose)
     with pytest.raises(CheckpointError, match="No such file or directory"):
         save_alone(checkpoints)
     assert list(checkpoints.iterdir()) == []

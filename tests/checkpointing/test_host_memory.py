@@ -16,6 +16,7 @@ from allranks.checkpointing.host_memory import (
     Record,
     check_there,
     left_of,
+    parts_of,
     read_record,
     remove_dead,
 )
@@ -81,6 +82,18 @@ def test_what_is_held_stays_and_what_a_killed_holder_has_left_goes(tmp_path: Pat
     assert len(left_of(OTHER, tmp_path)) == 1
     remove_dead(mine.directory, lambda directory: True, tmp_path)
     assert list(tmp_path.iterdir()) == [mine.directory]
+
+
+def test_each_command_of_a_run_on_several_hosts_has_a_part_of_its_own(tmp_path: Path) -> None:
+    first, second = (HostMemory.open_part(MINE, tmp_path) for _ in range(2))
+    names = [f"allranks-part-{MINE}-{number}" for number in range(3)]
+    assert [part.directory.name for part in (first, second)] == names[:2]
+    first.release()  # its command is killed
+    assert HostMemory.open_part(MINE, tmp_path).directory == first.directory, "who comes next takes it over"
+    assert parts_of(MINE, tmp_path) == left_of(MINE, tmp_path) == [first.directory, second.directory]
+    second.release()
+    assert remove_dead(tmp_path / "none", lambda directory: True, tmp_path) == []
+    assert remove_dead(tmp_path / "none", nobody, tmp_path) == [second.directory]
 
 
 def test_what_is_noted_is_read_and_never_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,24 +19,25 @@ from tests.distributed.pool import Pools
 TWO_HOSTS = ((0, 1), (2, 3))
 
 
-def save_here(root: Path, hosts: tuple[tuple[int, ...], ...], step: int = 200) -> Checkpoint:
+def save_here(root: Path, hosts: tuple[tuple[int, ...], ...], step: int = 200, **options: Any) -> Checkpoint:
     """Save in the pool's world; each host has a directory of its own below `root`."""
     rank, size = dist.get_rank(), dist.get_world_size()
     number = next(number for number, ranks in enumerate(hosts) if rank in ranks)
-    return save_on_hosts(
-        root / str(number),
-        header=header(step),
-        parts=parts(whole_tensors(), rank, size),
-        aliases={"model.head.weight": "model.embedding.weight"},
-        state={"position": 1600},
-        group=dist.group.WORLD,
-        rank=rank,
-        world_size=size,
-        token="t_1",
-        device=torch.device("cpu"),
-        tells=rank == 0,
-        hosts=Hosts(rank, hosts),
-    )
+    arguments: dict[str, Any] = {
+        "directory": root / str(number),
+        "header": header(step),
+        "parts": parts(whole_tensors(), rank, size),
+        "aliases": {"model.head.weight": "model.embedding.weight"},
+        "state": {"position": 1600},
+        "group": dist.group.WORLD,
+        "rank": rank,
+        "world_size": size,
+        "token": "t_1",
+        "device": torch.device("cpu"),
+        "tells": rank == 0,
+        "hosts": Hosts(rank, hosts),
+    }
+    return save_on_hosts(**(arguments | options))
 
 
 def names(directory: Path) -> list[str]:

@@ -39,6 +39,7 @@ def test_workers_get_the_run_and_why_and_the_end_is_told(
     assert (seen["supervision"], seen["company"], seen["stop_grace_seconds"]) == (supervision, None, 7.0)
     assignment = seen["assignment"]
     assert 0 < assignment.began < time.monotonic()
+    assert assignment.memory is None and not assignment.peers
     assert assignment.run.is_absolute() and assignment.run == run.path.resolve()
     assert assignment.decisions[0] == decision and "start from" in assignment.decisions[1].what
     assert capsys.readouterr().err == ""

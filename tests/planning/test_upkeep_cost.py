@@ -90,9 +90,12 @@ def test_a_checkpoints_copy_stands_in_the_hosts_memory() -> None:
             estimate(PROFILE, TWO_NODES, choice(upkeep, dp_shard=16, offload=offload)) for upkeep in (Upkeep(), beside)
         )
         assert found.host_bytes - plain.host_bytes == pytest.approx(copied)
-    for upkeep in (Upkeep(state_copies=2), Upkeep(save_every=5, beside=True, state_copies=2)):
+    one = replace(TWO_NODES, nodes=1)
+    for upkeep in (Upkeep(state_copies=3), Upkeep(save_every=5, beside=True, state_copies=3)):
+        found = estimate(PROFILE, one, choice(upkeep, dp_shard=8))
+        assert found.host_bytes == pytest.approx(6 * copied), "copies in memory are told with the one they are made of"
         found = estimate(PROFILE, TWO_NODES, choice(upkeep, dp_shard=16))
-        assert found.host_bytes == pytest.approx(2 * copied), "copies in memory are told with the one they are made of"
+        assert found.host_bytes == pytest.approx(5 * copied), "and each file of two of them is on two hosts"
     small = replace(TWO_NODES, host_memory_bytes=copied)
     assert not estimate(PROFILE, small, choice(beside, dp_shard=16)).fits_host
     assert estimate(PROFILE, small, choice(Upkeep(save_every=5), dp_shard=16)).fits_host

@@ -151,7 +151,7 @@ def test_too_little_memory_is_refused_after_the_first_step(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:
     asked = ("checkpoint.memory_every=5", "train.steps=6", f"checkpoint.asynchronous={str(beside).lower()}")
-    monkeypatch.setattr(Saver, "num_bytes", lambda saver: 900)
+    monkeypatch.setattr(Saver, "bytes_of_ranks", lambda saver: [400, 500])
     room = 3000 if beside else 2000
     monkeypatch.setattr(memory_copies, "free_bytes", lambda directory: room - 1)
     with pytest.raises(
@@ -168,7 +168,7 @@ def test_a_later_attempt_goes_on_without_the_room_and_copies_again_when_there_is
 ) -> None:
     """What a kill for want of memory has left less room for does not end the run that it was to save."""
     run, left = tmp_path / "run", iter([999, 1000, 1000, 1000, 999, 1000])  # at 1, 2, 3, 5, 6, 7
-    monkeypatch.setattr(Saver, "num_bytes", lambda saver: 900)
+    monkeypatch.setattr(Saver, "bytes_of_ranks", lambda saver: [400, 500])
     monkeypatch.setattr(memory_copies, "free_bytes", lambda directory: next(left))
     settings = (*COPIES, "checkpoint.asynchronous=false", "train.steps=7")
     assert start("Curve", run, *settings, memory=memory, first_attempt=0) == 0
@@ -247,7 +247,7 @@ def test_only_what_the_run_goes_on_from_stays_and_its_room_is_counted(
     (memory / "lease").touch()
     copies = MemoryCopies(saver, session.processes, memory, newer, refuses=True)
     assert sorted(path.name for path in memory.iterdir()) == ["lease", "step-00000006"]
-    monkeypatch.setattr(Saver, "num_bytes", lambda saver: 900)
+    monkeypatch.setattr(Saver, "bytes_of_ranks", lambda saver: [400, 500])
     monkeypatch.setattr(memory_copies, "free_bytes", lambda directory: 2000 - newer.num_bytes)
     assert [copies.due(step) for step in (1, 2, 3)] == [False, True, False], "a copy takes the place of another"
     copies = MemoryCopies(saver, session.processes, memory, older, refuses=True)  # it is on the disk

@@ -64,6 +64,8 @@ def copy_bytes(profile: ModelProfile, cluster: Cluster, setting: Setting) -> flo
     if cluster.device.kind == "cpu":
         return 0.0
     copies = upkeep.state_copies or int(upkeep.save_every > 0 and upkeep.beside)
+    if upkeep.state_copies and cluster.nodes > 1:
+        copies += 2  # of the two that are there at a time, each file is on two hosts (checkpointing/peers.py)
     return copies * _state_bytes(profile, setting) / cluster.nodes
 
 

@@ -1,0 +1,101 @@
+"""What one host's supervisor does for its part of copies: nothing is lost or left at the end, nothing wrong is kept."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from allranks.checkpointing.checkpoint import list_checkpoints
+from allranks.checkpointing.host_memory import Record, distrust, left_of, write_record
+from allranks.config_guard import GuardConfig
+from allranks.run import Run
+from allranks.surviving.peer_memory import PeerMemory, open_peer_memory
+from allranks.surviving.supervisor import Supervision
+from tests.checkpointing.test_peers import save_here
+from tests.checkpointing.worlds import header
+from tests.distributed.pool import Pools
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """In place of /dev/shm."""
+    (tmp_path / "shm").mkdir()
+    return tmp_path / "shm"
+
+
+@pytest.fixture
+def hosts(pool: Pools, run: Run, root: Path) -> Callable[[], list[PeerMemory]]:
+    """Two hosts, each with its part of a copy of step 200 that the run's attempt under way has made."""
+
+    def make() -> list[PeerMemory]:
+        run.begin_attempt()
+        found = [open_peer_memory(run, wanted=True, root=root, say=told.append) for _ in range(2)]
+        parts = [one for one in found if one is not None]
+        places = [str(part.directory) for part in parts]
+
+        def case() -> None:
+            rank = dist.get_rank()
+            made = header(200, run=run.id, generation=run.attempts)
+            save_here(Path(places[rank]).parent, ((0,), (1,)), header=made, directory=Path(places[rank]))
+
+        pool(2).run(case)
+        for part in parts:
+            write_record(part.directory, Record(run.path.resolve(), (str(run.attempts),)))
+        return parts
+
+    told.clear()
+    return make
+
+
+told: list[str] = []
+
+
+def steps(run: Run) -> list[str]:
+    return [path.name for path in list_checkpoints(run.checkpoints)]
+
+
+def test_what_the_hosts_have_beyond_the_disk_is_brought_there_by_each(
+    run: Run, root: Path, hosts: Callable[[], list[PeerMemory]]
+) -> None:
+    first, second = hosts()
+    supervision = Supervision(GuardConfig(), print, print)
+    assert first.followed(supervision) is supervision
+    first.close()
+    second.close()
+    assert steps(run) == ["step-00000200"] and left_of(run.id, root) == []
+    assert "step-00000200, which was in the memory of hosts alone, is on the disk now" in told
+
+
+@pytest.mark.parametrize("what", ["distrusted here", "distrusted elsewhere", "gone on without it", "not noted"])
+def test_what_does_not_count_just_goes(run: Run, root: Path, hosts: Callable[[], list[PeerMemory]], what: str) -> None:
+    parts = hosts()
+    if what == "gone on without it":
+        Run.open(run.path).begin_attempt()
+    for part in parts:
+        if what == "distrusted here":
+            distrust(part.directory)
+        if what == "not noted":
+            (part.directory / "record.json").unlink()
+    if what == "distrusted elsewhere":
+        distrust(run.checkpoints)
+    for part in parts:
+        part.close()
+    assert steps(run) == [] and left_of(run.id, root) == [] and told == []
+
+
+def test_what_a_killed_command_has_left_is_taken_over_or_said_to_be_missed(
+    run: Run, root: Path, hosts: Callable[[], list[PeerMemory]]
+) -> None:
+    first, second = hosts()
+    for part in (first, second):
+        part._memory.release()
+    assert open_peer_memory(run, wanted=False, root=root, say=told.append) is not None
+    (line,) = told
+    assert line.startswith(f"note: {second.directory / 'step-00000200'} stays in the memory of this host")
+
+
+def test_without_copies_there_is_nothing(run: Run, root: Path) -> None:
+    assert open_peer_memory(run, wanted=False, root=root) is None and list(root.iterdir()) == []

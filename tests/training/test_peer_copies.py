@@ -1,0 +1,138 @@
+"""What hosts have together of a copy is what a training goes on from, if its last attempt knew of it."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from allranks.checkpointing.checkpoint import list_checkpoints
+from allranks.checkpointing.host_memory import Record, distrust, read_record, write_record
+from allranks.config import Config
+from allranks.launching.environment import ALONE
+from allranks.run import Run
+from allranks.stepping.world import Processes
+from allranks.training.peer_copies import bring_copies, hosts_of
+from tests.checkpointing.test_peers import save_here
+from tests.checkpointing.worlds import flip, header, save_alone
+from tests.distributed.pool import Pools
+
+pytestmark = pytest.mark.distributed
+HOSTS = ((0,), (1,), (2,))
+
+
+class Choice:
+    """Of a processor."""
+
+    device = torch.device("cpu")
+
+
+def processes_here(host: Any = None) -> Processes:
+    environment = replace(ALONE, rank=dist.get_rank(), world_size=dist.get_world_size())
+    nothing: Any = None
+    choice: Any = Choice()
+    return Processes(environment, choice, nothing, None, host)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Without an attempt yet."""
+    return Run.create(tmp_path, "task", Config(), {}, directory=tmp_path / "run")
+
+
+@pytest.fixture
+def left(pool: Pools, run: Run, tmp_path: Path) -> Callable[[], None]:
+    """Three hosts of one rank, whose memories an attempt has left with a copy of step 200; another one has begun."""
+
+    def make() -> None:
+        run.begin_attempt()
+        made = header(200, run=run.id, generation=run.attempts)
+        pool(3).run(lambda: save_here(tmp_path, HOSTS, header=made).step)
+        for number in range(3):
+            write_record(tmp_path / str(number), Record(run.path.resolve(), (str(run.attempts),)))
+        run.begin_attempt()
+
+    return make
+
+
+def bring(pool: Pools, run: Run, root: Path) -> tuple[str, list[str]]:
+    def case() -> tuple[str, list[str]]:
+        memory = root / str(dist.get_rank())
+        memory.mkdir(exist_ok=True)
+        processes = processes_here(dist.new_group([dist.get_rank()], use_local_synchronization=True))
+        return bring_copies(memory, Run.open(run.path), processes, hosts_of(processes))
+
+    first, *others = pool(3).run(case)
+    assert all(other == first for other in others)
+    return first[0], first[1]
+
+
+def steps(run: Run) -> list[str]:
+    return [path.name for path in list_checkpoints(run.checkpoints)]
+
+
+def test_what_two_of_three_hosts_have_is_brought_to_the_disk(
+    pool: Pools, run: Run, tmp_path: Path, left: Callable[[], None]
+) -> None:
+    left()
+    shutil.rmtree(tmp_path / "1")
+    brought, wrong = bring(pool, run, tmp_path)
+    assert brought.startswith("step-00000200 came to the disk from the memory of ") and wrong == []
+    assert steps(run) == ["step-00000200"]
+    known = [read_record(tmp_path / str(number)) for number in range(3)]
+    assert known == [Record(run.path.resolve(), ("2",))] * 3
+    assert bring(pool, run, tmp_path) == ("", []), "they know of another attempt than the last one now"
+
+
+def test_what_one_of_three_hosts_has_is_not_whole_and_that_is_said(
+    pool: Pools, run: Run, tmp_path: Path, left: Callable[[], None]
+) -> None:
+    left()
+    for number in (0, 2):
+        shutil.rmtree(tmp_path / str(number))
+    brought, (line,) = bring(pool, run, tmp_path)
+    assert brought == "" and steps(run) == []
+    assert line == (
+        "step-00000200 in the memory of hosts is not whole: 2 of its 3 files are on the hosts that are here"
+    )
+
+
+@pytest.mark.parametrize("what", ["newer on the disk", "an attempt between", "distrusted", "no record"])
+def test_what_does_not_count_is_not_brought(
+    pool: Pools, run: Run, tmp_path: Path, left: Callable[[], None], what: str
+) -> None:
+    left()
+    if what == "newer on the disk":
+        save_alone(run.checkpoints, header=header(100, run=run.id, generation=run.attempts))
+    if what == "an attempt between":
+        run.begin_attempt()
+    if what == "distrusted":
+        distrust(run.checkpoints)
+    if what == "no record":
+        for number in range(3):
+            (tmp_path / str(number) / "record.json").unlink()
+    before = steps(run)
+    assert bring(pool, run, tmp_path) == ("", []) and steps(run) == before
+
+
+def test_a_file_that_is_damaged_in_both_places_is_told_and_nothing_is_brought(
+    pool: Pools, run: Run, tmp_path: Path, left: Callable[[], None]
+) -> None:
+    left()
+    for path in tmp_path.glob("*/step-00000200/*rank-00001.safetensors"):
+        flip(path, 4000)
+    brought, wrong = bring(pool, run, tmp_path)
+    assert brought == "" and steps(run) == [] and len(wrong) == 2
+    assert all("rank-00001.safetensors" in line and "SHA-256" in line for line in wrong)
+
+
+def test_who_is_beside_whom(pool: Pools) -> None:
+    def case() -> tuple[tuple[int, ...], ...]:
+        groups = [dist.new_group(ranks) for ranks in ([0, 2], [1])]
+        return hosts_of(processes_here(groups[dist.get_rank() % 2])).members
+
+    assert pool(3).run(case) == [((0, 2), (1,))] * 3
