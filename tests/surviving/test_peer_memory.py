@@ -8,8 +8,10 @@ import torch.distributed as dist
 
 from allranks.checkpointing.checkpoint import list_checkpoints
 from allranks.checkpointing.host_memory import Record, distrust, left_of, write_record
+from allranks.config import Config
 from allranks.config_guard import GuardConfig
 from allranks.run import Run
+from allranks.surviving.memory_tier import open_memory
 from allranks.surviving.peer_memory import PeerMemory, open_peer_memory
 from allranks.surviving.supervisor import Supervision
 from tests.checkpointing.test_peers import save_here
@@ -92,9 +94,13 @@ def test_what_a_killed_command_has_left_is_taken_over_or_said_to_be_missed(
     first, second = hosts()
     for part in (first, second):
         part._memory.release()
-    assert open_peer_memory(run, wanted=False, root=root, say=told.append) is not None
-    (line,) = told
-    assert line.startswith(f"note: {second.directory / 'step-00000200'} stays in the memory of this host")
+    other = Run.create(root.parent, "task", Config(), {}, directory=root.parent / "other")
+    assert open_memory(other, wanted=True, root=root, say=told.append) is not None
+    assert len(told) == 2 and all("stays in the memory of this host" in line for line in told)
+    told.clear()
+    run.begin_attempt()  # as the leader does before others look
+    taken = [open_peer_memory(run, wanted=False, root=root, say=told.append) for _ in range(2)]
+    assert [one and one.directory for one in taken] == [first.directory, second.directory] and told == []
 
 
 def test_without_copies_there_is_nothing(run: Run, root: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from allranks.checkpointing.checkpoint import list_checkpoints
-from allranks.checkpointing.host_memory import Record, distrust, read_record, write_record
+from allranks.checkpointing.host_memory import Record, distrust, is_distrusted, read_record, write_record
 from allranks.config import Config
 from allranks.launching.environment import ALONE
 from allranks.run import Run
@@ -85,7 +85,8 @@ def test_what_two_of_three_hosts_have_is_brought_to_the_disk(
     assert steps(run) == ["step-00000200"]
     known = [read_record(tmp_path / str(number)) for number in range(3)]
     assert known == [Record(run.path.resolve(), ("2",))] * 3
-    assert bring(pool, run, tmp_path) == ("", []), "they know of another attempt than the last one now"
+    run.begin_attempt()
+    assert bring(pool, run, tmp_path) == ("", []), "the disk has it"
 
 
 def test_what_one_of_three_hosts_has_is_not_whole_and_that_is_said(
@@ -99,6 +100,7 @@ def test_what_one_of_three_hosts_has_is_not_whole_and_that_is_said(
     assert line == (
         "step-00000200 in the memory of hosts is not whole: 2 of its 3 files are on the hosts that are here"
     )
+    assert list(tmp_path.glob("[012]/step-*")) == []
 
 
 @pytest.mark.parametrize("what", ["newer on the disk", "an attempt between", "distrusted", "no record"])
@@ -117,6 +119,8 @@ def test_what_does_not_count_is_not_brought(
             (tmp_path / str(number) / "record.json").unlink()
     before = steps(run)
     assert bring(pool, run, tmp_path) == ("", []) and steps(run) == before
+    assert list(tmp_path.glob("[012]/step-*")) == [], "nor will it be later, and it takes memory"
+    assert not is_distrusted(run.checkpoints), "what comes now is another attempt's"
 
 
 def test_a_file_that_is_damaged_in_both_places_is_told_and_nothing_is_brought(
@@ -128,6 +132,7 @@ def test_a_file_that_is_damaged_in_both_places_is_told_and_nothing_is_brought(
     brought, wrong = bring(pool, run, tmp_path)
     assert brought == "" and steps(run) == [] and len(wrong) == 2
     assert all("rank-00001.safetensors" in line and "SHA-256" in line for line in wrong)
+    assert len(list(tmp_path.glob("[012]/step-*"))) == 3, "until another one takes its place"
 
 
 def test_who_is_beside_whom(pool: Pools) -> None:

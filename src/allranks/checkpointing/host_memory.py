@@ -123,7 +123,7 @@ class HostMemory:
         with refusing(self.directory):
             for path in gone:
                 shutil.rmtree(path)
-            (self.directory / _DISTRUSTED).unlink(missing_ok=True)
+            trust(self.directory)
         return gone
 
     def note(self, record: Record) -> None:
@@ -162,6 +162,11 @@ def is_open(directory: Path) -> bool:
 def distrust(directory: Path) -> None:
     """No copy in it counts any more, whoever looks, and whatever is still being written: a guard has ended the run."""
     (directory / _DISTRUSTED).touch()
+
+
+def trust(directory: Path) -> None:
+    """What was held against copies is gone with them."""
+    (directory / _DISTRUSTED).unlink(missing_ok=True)
 
 
 def is_distrusted(directory: Path) -> bool:

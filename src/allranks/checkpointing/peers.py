@@ -119,8 +119,8 @@ def save_on_hosts(
             raise CheckpointError(answer.decode())
         text = answer.removeprefix(b"written")
         manifest = parse_manifest(text, str(place.target / MANIFEST_FILE))
-        for error in _pass_on(place.temporary, manifest, hosts, group, device):
-            _agree(place, error, group, device)
+        for met in _pass_on(place.temporary, manifest, hosts, group, device):
+            _agree(place, met, group, device)
         _agree(place, _name(place, text, hosts) if hosts.first else "", group, device, named=hosts.first)
     finally:
         shutil.rmtree(place.temporary, ignore_errors=True)

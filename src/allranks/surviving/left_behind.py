@@ -48,10 +48,16 @@ def left_behind(directory: Path) -> LeftBehind | None:
     return LeftBehind(record.run, copies[0]) if is_newer(copies[0], run) else None
 
 
-def telling(say: Callable[[str], None]) -> Callable[[Path], bool]:
-    """Whether a directory would be missed, and what stays for that reason is said."""
+def telling(say: Callable[[str], None], own: str) -> Callable[[Path], bool]:
+    """Whether a directory would be missed, and what stays for that reason is said.
+
+    Args:
+        own: the id of the run that starts: what is left of it here its other commands may take over yet.
+    """
 
     def missed(directory: Path) -> bool:
+        if own in directory.name:
+            return True
         found = left_behind(directory)
         if found is not None:
             say(f"note: {found}")

@@ -146,7 +146,7 @@ def open_memory(
         RunError: they cannot be kept here.
     """
     memory = HostMemory(run.id, root)
-    remove_dead(memory.directory, telling(say), root)
+    remove_dead(memory.directory, telling(say, run.id), root)
     if not wanted and not memory.directory.is_dir():
         return None
     tier = MemoryTier(run, memory, say)

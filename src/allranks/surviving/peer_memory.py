@@ -83,5 +83,5 @@ def open_peer_memory(
     if not wanted and not parts_of(run.id, root):
         return None
     memory = HostMemory.open_part(run.id, root)
-    remove_dead(memory.directory, telling(say), root)
+    remove_dead(memory.directory, telling(say, run.id), root)
     return PeerMemory(run, memory, say)

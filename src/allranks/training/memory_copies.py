@@ -60,7 +60,7 @@ class MemoryCopies:
         self._copy_bytes: int | None = None
         self._looks = processes.rank == 0 if hosts is None else hosts.first
         if self._looks:
-            _clear(directory, None if resumed is None else resumed.path)
+            clear_copies(directory, None if resumed is None else resumed.path)
 
     def due(self, step: int) -> bool:
         """Whether one is to be made after `step` steps; collective.
@@ -130,10 +130,11 @@ def forsake(memory: Path | None, rank: int, hosts: Hosts | None, checkpoints: Pa
         with suppress(OSError):
             distrust(directory)
     if rank == 0 if hosts is None else hosts.first:
-        _clear(memory, None)
+        clear_copies(memory, None)
 
 
-def _clear(directory: Path, spared: Path | None) -> None:
+def clear_copies(directory: Path, spared: Path | None) -> None:
+    """Remove the copies that lie in it, half-written ones too, but for `spared`."""
     with suppress(FileNotFoundError):  # somebody else removes it
         for path in directory.iterdir():
             if path.is_dir() and path != spared:

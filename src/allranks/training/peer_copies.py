@@ -9,13 +9,14 @@ from typing import Any
 import torch.distributed as dist
 
 from allranks.checkpointing.checkpoint import Checkpoint
-from allranks.checkpointing.host_memory import Record, is_distrusted, read_record, write_record
+from allranks.checkpointing.host_memory import Record, is_distrusted, read_record, trust, write_record
 from allranks.checkpointing.joining import HostPart, bring_part, is_wanted, newest_part
 from allranks.checkpointing.peers import Hosts
 from allranks.errors import CheckpointError, RunError
 from allranks.run import Run
 from allranks.stepping.alike import everyones
 from allranks.stepping.world import Processes
+from allranks.training.memory_copies import clear_copies
 
 
 def hosts_of(processes: Processes) -> Hosts:
@@ -30,7 +31,7 @@ def hosts_of(processes: Processes) -> Hosts:
 def bring_copies(memory: Path, run: Run, processes: Processes, hosts: Hosts) -> tuple[str, list[str]]:
     """Bring to the disk the newest copy that the hosts have together, where the disk has nothing as new; collective.
 
-    From now on they know of this attempt: what is not brought now does not count for a later one.
+    All other copies go: the attempt that begins goes on from something else than they are of.
 
     Args:
         memory: where this host's part lies.
@@ -42,6 +43,11 @@ def bring_copies(memory: Path, run: Run, processes: Processes, hosts: Hosts) -> 
     part = _part(memory, run) if hosts.first else None
     told = everyones(_tell(part), processes.world_group, processes.device)
     chosen, wrong = processes.share(_choose(told, run) if processes.rank == 0 else None)
+    if processes.rank == 0:
+        trust(run.checkpoints)  # all hosts have looked
+    if hosts.first:
+        clear_copies(memory, part.path if part is not None and part.seal == chosen else None)
+        trust(memory)
     if part is not None and part.seal == chosen:
         try:
             wrong += bring_part(part, run.checkpoints, run.attempts)
@@ -50,7 +56,7 @@ def bring_copies(memory: Path, run: Run, processes: Processes, hosts: Hosts) -> 
     everyones_wrong = everyones(wrong, processes.world_group, processes.device)
     wrong = list(dict.fromkeys(line for lines in everyones_wrong for line in lines))
     if hosts.first:
-        with suppress(RunError):  # the copies do not count for a later attempt then
+        with suppress(RunError):  # what is there does not count for a later attempt then
             write_record(memory, Record(run.path.resolve(), (str(run.attempts),)))
     return processes.share(_see(chosen, told, run) if processes.rank == 0 else None), wrong
 
