@@ -98,7 +98,7 @@ def test_a_killed_worker_costs_no_step_of_memory(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_an_error_that_ends_the_run_loses_no_step_of_memory(tmp_path: Path) -> None:
-    with two_hosts(tmp_path, "task.boom_rank=1", "task.boom_step=20") as (found, first, second):
+    with two_hosts(tmp_path, "task.boom_rank=1") as (found, first, second):
         assert (first.end(), second.end()) == (1, 1), first.said() + second.said()
         newest = list_checkpoints(found.run / "checkpoints")[0].name
         assert newest == f"step-{copied(found.run):08d}" > "step-00000016"
