@@ -1,5 +1,6 @@
 """`checkpoint.memory_every` with `--nodes`: whichever host is lost, the run goes on from what the others have of it."""
 
+import json
 import os
 import shutil
 import signal
@@ -61,8 +62,6 @@ def lose(run: Path, host: Host) -> None:
 
 
 def _holder(part: Path) -> int:
-    import json
-
     return int(json.loads((part / "lease").read_text())["pid"])
 
 
