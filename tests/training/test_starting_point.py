@@ -26,7 +26,8 @@ HOSTS = Hosts(0, ((0,), (1,)))
 def test_what_is_farther_is_brought_near_first(
     monkeypatch: pytest.MonkeyPatch, memory: Path | None, hosts: Hosts | None, mirror: Any, asked: list[str]
 ) -> None:
-    seen, told, processes = list[str](), list[Any](), Any
+    seen, told = list[str](), list[Any]()
+    processes: Any = None  # what takes them is replaced
 
     def bring_copies(memory: Path, run: Any, processes: Any, hosts: Hosts) -> tuple[str, list[str]]:
         seen.append(f"hosts {memory}")
