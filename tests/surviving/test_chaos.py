@@ -13,7 +13,8 @@ from allranks.run import Run
 from allranks.surviving.chaos import Trial, break_on_purpose
 from tests.commands import POINTS, allranks
 
-pytestmark = pytest.mark.distributed
+LIMIT_SECONDS = 900  # a trial starts a command for every fault that ends one, and a busy machine is slow
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(LIMIT_SECONDS)]
 TRAIN = ("train.global_batch=8", "evaluate.every=10", "track.tensorboard=false", "task.num_points=64")
 EVERY_POINT = 15
 PART_OF_A_THOUSAND = 25
@@ -25,7 +26,7 @@ WRITING = ("checkpoint.write", "checkpoint.sync", "checkpoint.manifest", "checkp
 def trial(folder: Path, *words: str, kills: int, check: int = 0) -> dict[str, object]:
     """What `allranks chaos --json` says; everything holds, or what does not is in the message."""
     wanted = ("--kills", str(kills), "--nproc", "2", "--layout", "ddp", "--json", "--run", "trial")
-    ran = allranks("chaos", POINTS, *TRAIN, *wanted, *words, folder=folder, check=None)
+    ran = allranks("chaos", POINTS, *TRAIN, *wanted, *words, folder=folder, check=None, limit=LIMIT_SECONDS)
     document: dict[str, object] = json.loads(ran.stdout)
     told = "\n".join(json.dumps(one) for key in ("invariants", "incidents") for one in document.get(key, ()))  # type: ignore[attr-defined]
     assert ran.returncode == check == document["exit_code"], f"{document.get('verdict')}\n{told}\n{ran.stderr}"
