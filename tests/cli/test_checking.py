@@ -144,9 +144,10 @@ def test_the_real_command_rehearses_what_it_planned(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_the_best_few_of_a_search_are_rehearsed(tmp_path: Path) -> None:
     """The best recomputes selectively, on shards."""
     words = ("plan", "llama2-7b", "--seq", "4096", "--global-batch", "32", "--cluster", "1x8:a100-40g", "--check")
-    ran = allranks(*words, folder=tmp_path)
+    ran = allranks(*words, folder=tmp_path, limit=900)
     assert "Checked by dry runs" in ran.stdout and ran.stdout.count("GB counted") >= 3, ran.stdout
     assert "is not rehearsed" not in ran.stdout
