@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -133,7 +134,11 @@ def test_who_is_stopped_writes_nothing_and_leaves_nobody(stop: signal.Signals, t
             "a worker that measures",
         )
         command.send_signal(stop)
-        assert command.wait(timeout=60) == (130 if stop == signal.SIGINT else -signal.SIGKILL)
+        try:
+            assert command.wait(timeout=90) == (130 if stop == signal.SIGINT else -signal.SIGKILL)
+        except subprocess.TimeoutExpired:
+            command.kill()
+            pytest.fail(command.communicate()[0])
         wait_for(lambda: not any(alive(worker.pid) for worker in workers), "the end of all workers", seconds=30)
     assert list(clusters.iterdir()) == []
 
