@@ -146,7 +146,7 @@ def test_the_device_comes_before_the_backend(monkeypatch: pytest.MonkeyPatch) ->
     order: list[Any] = []
     machine(monkeypatch, 4)
     monkeypatch.setattr(torch.cuda, "set_device", order.append)
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", order.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", order.append)
     monkeypatch.setattr(backend, "open_store", lambda *_, **__: HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda name, **options: order.append((name, options["timeout"])))
     for name in backend.ALLOCATOR_VARIABLES:

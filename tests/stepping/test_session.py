@@ -10,11 +10,11 @@ from torch import nn
 
 from allranks.config import resolve_config
 from allranks.data.cut import Cut, cut_step
-from allranks.data.stream import DataStream
+from allranks.data.stream import DataStream, draws
 from allranks.errors import AllranksError, ConfigError, DataError, LayoutError, TaskError
 from allranks.observing.counters import Stopwatch
 from allranks.stepping.schedule import Schedule
-from allranks.stepping.session import assemble, be_deterministic, draws, make_schedule
+from allranks.stepping.session import assemble, be_deterministic, make_schedule
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, initial_model, processes_of, session_of, step_through
 from tests.training.tasks import Broken, Counted, Curve, Gan, Normed, OwnOptimizer, Streamed

@@ -1,5 +1,6 @@
 """What is found out on a few samples before the first step, and that nothing of it is left behind."""
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,51 @@ def test_what_forward_gets_and_how_targets_are_counted() -> None:
     found = said(Telling())
     assert found["forward gets what inputs() returns"] == found["targets are what targets() returns"]
     assert found["forward gets what inputs() returns"] == "the Task says so"
+
+
+class Deep(nn.Module):
+    """Layers that save what they return; of each forward: how many samples, and how many results live at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(DEPTH))
+        self.forwards: list[tuple[int, int]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        results = []
+        for layer in self.layers:
+            x = layer(x).sigmoid()
+            results.append(weakref.ref(x.untyped_storage()))
+        self.forwards.append((len(x), sum(result() is not None for result in results)))
+        return x
+
+
+class Depth(Curve):
+    """Of the deep one, an instance of which has seen no forward yet."""
+
+    def model(self) -> Any:
+        return Deep()
+
+
+DEPTH = 6
+
+
+def memory_of(layout: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Forwards before the first step, and those of two steps of two samples at a time."""
+    session = session_of(Depth(), config_of(layout, *SMALL, "train.micro_batch=2"))
+    seen = session.spread.bare().forwards
+    before = list(seen)
+    list(step_through(session, 2))
+    return before, seen[len(before) :]
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp"])
+def test_the_start_needs_no_more_memory_than_a_step(layout: str, pool: Pools) -> None:
+    before, trained = pool(2).run(memory_of, layout)[0] if layout == "ddp" else memory_of(layout)
+    assert {alive for _, alive in trained} == {DEPTH} and max(rows for rows, _ in trained) == 2
+    assert max(rows for rows, _ in before) == NUM_SAMPLES
+    saving = [rows for rows, alive in before if alive > 1]
+    assert saving == ([2, 2, 2] if layout == "ddp" else []), "two at a time, to see which parameters have gradients"
 
 
 class Half(Curve):

@@ -96,6 +96,12 @@ def cut_step(train: TrainConfig, layout: Layout, *, fixed: bool = False) -> Cut:
     return Cut(train.global_batch, layout.dp, train.micro_batch, micro_steps)
 
 
+def samples_a_forward(train: TrainConfig, layout: Layout) -> int:
+    """At most so many samples has a forward, as far as the keys tell: more would not be trained on at once."""
+    share = -(-train.global_batch // layout.dp)
+    return train.micro_batch or -(-share // (train.micro_steps or 1))
+
+
 def _cut_for_pipeline(train: TrainConfig, layout: Layout, micro_steps: int | None) -> Cut:
     """A cut into micro-steps of one shape, as many as the schedule takes."""
     batch, dp = train.global_batch, layout.dp

@@ -234,6 +234,11 @@ class DataStream:
             yield StepPlan(step + row, position + row * size, size, plans, left_out=left_out)
 
 
+def draws(dataset: object) -> bool:
+    """Whether loading an item may draw random numbers; built-in sources declare that they do not."""
+    return bool(getattr(dataset, "draws", True))
+
+
 def declared_order(dataset: Any) -> Order:
     """ "map", or what an iterable declares in its `order`. Raises DataError, with the remedy, for what cannot be
     ordered.

@@ -198,7 +198,7 @@ def _take_device(device: torch.device) -> None:
         keep_heap()
         return
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch.cuda.set_device(device)
 
 

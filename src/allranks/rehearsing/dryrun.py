@@ -20,7 +20,7 @@ from allranks.rehearsing.crossings import Crossings
 from allranks.rehearsing.eight_bits import multiplying_in_eight_bits
 from allranks.rehearsing.findings import unmatched, unsharded, without_gradient
 from allranks.rehearsing.host_memory import Noted, beside_host
-from allranks.rehearsing.ledger import Ledger
+from allranks.rehearsing.ledger import Ledger, Stored
 from allranks.rehearsing.micro_steps import FewMicroSteps, fewer_micro_steps, list_each
 from allranks.rehearsing.moments import list_moments, note_deed
 from allranks.rehearsing.rank_step import RankStep, assemble_rank, environment_of, local, processes_of
@@ -44,6 +44,10 @@ from allranks.task import Task, has_step
 
 CUDA_ROUNDING = 512
 """Bytes that CUDA's caching allocator hands out at once (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+
+WORKSPACE_BYTES = 2 * 32 * 2**20
+"""That cuBLAS takes from torch's allocator on Hopper and later, 32 MiB for each of two threads: that of the forward and
+that of the backward. Older GPUs take a quarter (aten/src/ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize)."""
 
 
 @final
@@ -140,6 +144,8 @@ def _watch(
         _record_step(task, told, watch, ledger, shortened.blocks)
     repeats = Repeats(shortened.times, few.find_windows(ledger.stretches))
     resting = few.grow(ledger.resting, [] if waits else list_each(told, ledger))
+    if on_cuda:
+        resting = [*resting, (Stored(WORKSPACE_BYTES, "cuBLAS", "other"), WORKSPACE_BYTES)]
     peak, on_host = (find_peak(resting, ledger.stretches, repeats, *where) for where in ((), (ON_HOST,)))
     return RankRehearsal(
         rank=rank,

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from allranks.config import Config
 from allranks.data.loader import Loader
 from allranks.data.micro_step import StepBatch
-from allranks.data.stream import declared_order
+from allranks.data.stream import declared_order, draws
 from allranks.errors import DataError
 from allranks.layout import Layout
 from allranks.observing.counters import Stopwatch
@@ -29,7 +29,7 @@ from allranks.stepping.ema import Ema
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.outer import make_outer
 from allranks.stepping.passes import Forward, Passes, Scale, StepSums
-from allranks.stepping.session import draws, make_agreement, make_passes, make_schedule, open_stream, spread_task
+from allranks.stepping.session import make_agreement, make_passes, make_schedule, open_stream, spread_task
 from allranks.stepping.step import Step
 from allranks.stepping.world import Processes
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets

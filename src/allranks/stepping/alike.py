@@ -119,3 +119,12 @@ def everyones(value: object, group: dist.ProcessGroup | None, device: torch.devi
     whole = b"[" + b",".join(parts) + b"]"
     found: list[Any] = json.loads(broadcast_bytes(whole, group, device))
     return found
+
+
+def on_any_rank(flag: bool, device: torch.device, group: dist.ProcessGroup | None) -> bool:
+    """Whether it holds on one rank at least; collective. `group`: None for one process."""
+    if group is None:
+        return flag
+    found = torch.tensor(float(flag), device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return bool(found.item())

@@ -6,6 +6,7 @@ what a BatchNorm learns is what `layout.batchnorm` says (parallel/batchnorm.py).
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from allranks.data.random_keys import generators_kept, seed_all
 from allranks.errors import LayoutError
+from allranks.stepping.forward_only import forward_only
 from allranks.stepping.kept_state import state_kept
 from allranks.stepping.passes import Forward
 
@@ -45,7 +47,8 @@ def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessG
         return
     half = max(1, len(samples) // 2)
     with generators_kept(spread.bare()):
-        first, second = (_left_behind(forward, some, names) for some in (samples[:half], samples[-half:]))
+        halves = samples[:half], samples[-half:]
+        first, second = (forward_only(partial(_left_behind, forward, some, names)) for some in halves)
     spread.reshard()  # a forward whose backward never came leaves gathered parameters behind
     flags = [_follows(first[name], second[name], persistent=spread.map[name].persistent) for name in names]
     found = [name for name, flag in zip(names, _on_any_rank(flags, spread.device, group), strict=True) if flag]

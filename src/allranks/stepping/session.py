@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from allranks.config import Config
-from allranks.data.cut import cut_step
+from allranks.data.cut import cut_step, samples_a_forward
 from allranks.data.loader import Loader
 from allranks.data.random_keys import seed_all
-from allranks.data.stream import DataStream, declared_order
+from allranks.data.stream import DataStream, declared_order, draws
 from allranks.errors import ConfigError
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.batchnorm import has_batch_statistics
@@ -172,7 +172,10 @@ def assemble(
 
 def _meet(task: Task, spread: Spread, dataset: Any, config: Config, processes: Processes) -> tuple[Meeting, bool]:
     """What the Task's functions do with its samples, and whether it matters which samples share a forward."""
-    meeting = check_at_start(task, spread, dataset, config.train.seed, draws=draws(dataset), group=processes.data_group)
+    most, group = samples_a_forward(config.train, processes.mesh.layout), processes.data_group
+    meeting = check_at_start(
+        task, spread, dataset, config.train.seed, draws=draws(dataset), group=group, micro_batch=most
+    )
     spread.path.take()  # of the check, which each rank may make on samples of its own
     check_coupling(task, meeting, processes.mesh.layout)
     return meeting, meeting.coupled or has_batch_statistics(spread.modules)
@@ -278,11 +281,6 @@ def be_deterministic(device: torch.device) -> None:
 def model_key(seed: int) -> int:
     """The key of the generators while `model()` runs: `torch.manual_seed(train.seed)` gives the same model (law 5)."""
     return seed
-
-
-def draws(dataset: object) -> bool:
-    """Whether loading an item may draw random numbers; built-in sources declare that they do not."""
-    return bool(getattr(dataset, "draws", True))
 
 
 def make_schedule(config: Config, stream: DataStream) -> Schedule:

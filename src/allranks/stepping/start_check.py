@@ -22,15 +22,17 @@ from allranks.parallel.compiled import uncompiled
 from allranks.parallel.context import Context
 from allranks.parallel.data_parallel import describe_gathering
 from allranks.parallel.spread import Spread
-from allranks.stepping.alike import everyones
+from allranks.stepping.alike import everyones, on_any_rank
 from allranks.stepping.buffer_check import check_buffers
 from allranks.stepping.evaluate import measure
 from allranks.stepping.flops import count_flops
+from allranks.stepping.forward_only import forward_only
 from allranks.stepping.loss_check import NUM_SAMPLES, LossNature, examine_loss
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.position_check import check_positions
 from allranks.stepping.sequence_loss import check_sequence_loss
 from allranks.stepping.transfer_cost import TransferCost, measure_transfers
+from allranks.stepping.unused_search import search_unused
 from allranks.stepping.whole_check import UNCOMPARED, check_whole, pass_uncompared
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
 from allranks.task_loading import user_line
@@ -40,8 +42,6 @@ from allranks.verdict import Decision
 CHEAP_SECONDS = 0.3e-3
 SEEDINGS = 32
 FEW = 2  # samples where a whole output is kept
-NAMED = 4
-"""Parameters without gradient, of those that there are."""
 
 COUPLED = "the loss couples samples"
 
@@ -69,11 +69,19 @@ class Meeting:
 
 
 def check_at_start(
-    task: Task, spread: Spread, dataset: Any, seed: int, *, draws: bool, group: dist.ProcessGroup | None
+    task: Task,
+    spread: Spread,
+    dataset: Any,
+    seed: int,
+    *,
+    draws: bool,
+    group: dist.ProcessGroup | None,
+    micro_batch: int,
 ) -> Meeting:
-    """Find out, on the first samples of the dataset; collective.
+    """Find out, on the first samples of the dataset; collective. It takes no more memory than a step does.
 
     Args:
+        micro_batch: samples of a forward in training: no backward here is of more.
         draws: whether loading an item may draw random numbers.
         group: the data-parallel ranks; None for one.
 
@@ -103,7 +111,8 @@ def check_at_start(
     try:
         samples, seconds = first_samples(dataset, seed)
         with uncompiled():
-            meeting = _meet(task, spread, samples, group if declared_order(dataset) == "sharded" else None, seed)
+            apart = group if declared_order(dataset) == "sharded" else None
+            meeting = _meet(task, spread, samples, apart, seed, micro_batch)
     except AllranksError:
         raise
     except Exception as error:
@@ -114,13 +123,16 @@ def check_at_start(
     return replace(meeting, decisions=(*meeting.decisions, _describe_seeding(dataset)))
 
 
-def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGroup | None, seed: int) -> Meeting:
+def _meet(
+    task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGroup | None, seed: int, micro_batch: int
+) -> Meeting:
     """`group`: of ranks that see other samples each, and could decide otherwise; None where all see the same."""
     batch, module = task.collate(list(samples)), spread.bare()
     inputs, targets = resolve_inputs(task, module, batch), resolve_targets(task, batch)
     forward = Forward(task, spread, inputs.call)
     said = () if spread.context is None else (_meet_context(spread.context, task, batch, inputs.call),)
-    nature = examine_loss(
+    examine = partial(
+        examine_loss,
         task,
         module,
         samples,
@@ -132,13 +144,14 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
         call=None if spread.stages is None else lambda placed: forward.raw(placed, module),
         collective=spread.mesh.layout.cuts_model or spread.mesh.layout.fully_sharded,
     )
+    nature = forward_only(examine)
     nature = _from_last_stage(nature, spread)
     # A forward whose backward never came leaves gathered parameters behind.
     spread.reshard()
     check_buffers(forward, samples, group)
-    coupled = _on_any_rank(nature.kind == "coupled", spread, group)
+    coupled = on_any_rank(nature.kind == "coupled", spread.device, group)
     if spread.context is not None:  # each of these ranks has examined other positions
-        coupled = _on_any_rank(coupled, spread, spread.context.group)
+        coupled = on_any_rank(coupled, spread.device, spread.context.group)
     alike = coupled == (nature.kind == "coupled")
     decisions: tuple[Decision, ...] = (
         *said,
@@ -154,7 +167,7 @@ def _meet(task: Task, spread: Spread, samples: list[Any], group: dist.ProcessGro
         what = f"{len(samples)} samples"
         decisions += (check_sequence_loss(forward, batch, task.loss, what=what, metrics=measured),)
     flops = count_flops(forward, batch, len(samples))
-    decisions += _meet_unused(forward, batch, group)
+    decisions += search_unused(forward, samples, micro_batch, group)
     if spread.mesh.layout.kind == "data_parallel":
         decisions += (_describe_gathering(forward, batch, len(samples)),)
     if spread.mesh.layout.cuts_model:
@@ -203,43 +216,6 @@ def _describe_seeding(dataset: Any) -> Decision:
     name = type(dataset).__name__
     because = f"{name} may draw random numbers; where it draws none, `draws = False` on it spares that"
     return Decision(f"three generators are seeded before each sample, {cost} a time", because)
-
-
-def _on_any_rank(flag: bool, spread: Spread, group: dist.ProcessGroup | None) -> bool:
-    """Whether it holds on one rank at least; collective."""
-    if group is None:
-        return flag
-    found = torch.tensor(float(flag), device=spread.device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group)
-    return bool(found.item())
-
-
-def _meet_unused(forward: Forward, batch: Any, group: dist.ProcessGroup | None) -> tuple[Decision, ...]:
-    """Have DDP look for parameters without gradient, where the loss leaves some: else they would hold up the others.
-
-    HSDP would take such a unit for one whose gradients are lost. FSDP over one axis minds none, and DDP's static graph
-    finds them by itself.
-    """
-    spread = forward.spread
-    layout = spread.mesh.layout
-    minds = (layout.replicated or (layout.copies > 1 and layout.dp_shard > 1)) and spread.stages is None
-    if not minds or (layout.replicated and layout.static_graph) or spread.find_unused:
-        return ()
-    spread.synchronise(last=not layout.replicated)  # else HSDP would keep the gradients for the first step
-    with buffers_kept(spread, unless=False):
-        placed = forward.place(batch)
-        loss = forward.task.loss(forward(placed), placed)
-    loss.backward()
-    unused = [name for name, parameter in spread.trainable().items() if parameter.grad is None]
-    for parameter in spread.trainable().values():
-        parameter.grad = None
-    if not _on_any_rank(bool(unused), spread, group):
-        return ()
-    spread.expect_unused()
-    named = ", ".join(unused[:NAMED]) or "a parameter of another process"
-    others = f" and {len(unused) - NAMED} more" if len(unused) > NAMED else ""
-    because = f"{named}{others} got none on the first samples"
-    return (Decision("every backward is searched for parameters without gradient", because),)
 
 
 def check_coupling(task: Task, meeting: Meeting, layout: Layout) -> None:

@@ -11,6 +11,9 @@ from allranks.stepping.passes import Forward, buffers_kept
 from allranks.units import format_bytes
 from allranks.verdict import Decision
 
+MOST = 3
+"""Samples that are enough to tell what each adds; their backward needs the memory of so many."""
+
 Way = tuple[str, str]
 
 
@@ -35,6 +38,7 @@ def measure_transfers(forward: Forward, samples: Sequence[Any]) -> TransferCost 
     """Of a forward and a backward in training mode; None where the process has one device. Leaves no trace."""
     if forward.spread.placement is None:
         return None
+    samples = samples[:MOST]
     few = samples[: (len(samples) + 1) // 2]
     many, fewer = _transfers(forward, samples), _transfers(forward, few)
     ways = dict.fromkeys((one.source, one.target) for one in many)

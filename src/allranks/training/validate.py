@@ -5,8 +5,9 @@ from contextlib import nullcontext
 from typing import TypeVar
 
 from allranks.data.evaluation import evaluation_batches
+from allranks.data.stream import draws
 from allranks.stepping.evaluate import evaluate
-from allranks.stepping.session import Session, draws
+from allranks.stepping.session import Session
 
 Batch = TypeVar("Batch")
 

@@ -16,11 +16,11 @@ from allranks.data.cut import cut_step
 from allranks.data.evaluation import evaluation_batches
 from allranks.data.loader import Loader
 from allranks.data.micro_step import MicroStep
-from allranks.data.stream import DataStream
+from allranks.data.stream import DataStream, draws
 from allranks.digest import ledger_sum
 from allranks.errors import DataError
 from allranks.layout import Layout
-from allranks.stepping.session import draws, make_schedule
+from allranks.stepping.session import make_schedule
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
 from allranks.task_loading import user_line
 from allranks.verifying import observation as look

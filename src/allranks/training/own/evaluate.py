@@ -11,10 +11,10 @@ import torch.distributed as dist
 from allranks.data.evaluation import evaluation_batches
 from allranks.data.micro_step import MicroStep
 from allranks.data.random_keys import seed_all
+from allranks.data.stream import draws
 from allranks.errors import TaskError
 from allranks.layout import Layout
 from allranks.stepping.evaluate import world_means
-from allranks.stepping.session import draws
 from allranks.training.own.driven import Driven, Metrics
 from allranks.training.own.ground import Ground
 from allranks.training.own.models import needs_run

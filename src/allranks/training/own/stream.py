@@ -6,9 +6,8 @@ from typing import Any, final
 
 from allranks.data.cut import cut_step
 from allranks.data.loader import Loader
-from allranks.data.stream import DataStream
+from allranks.data.stream import DataStream, draws
 from allranks.errors import ConfigError
-from allranks.stepping.session import draws
 from allranks.training.own.ground import Ground
 from allranks.training.own.loop import OwnLoop
 from allranks.training.own.step import OwnStep
