@@ -32,7 +32,7 @@ from allranks.parallel.backend import choose_device, start, stop
 from allranks.rehearsal import RankRehearsal
 from allranks.rehearsing.dryrun import World, rehearse_rank
 from allranks.rehearsing.reality import measure_cuda_step, measure_step
-from allranks.rehearsing.whole import fragment_bytes
+from allranks.rehearsing.whole import COMING_AND_GOING, fragment_bytes
 from allranks.stepping.session import assemble
 from allranks.stepping.world import gather_processes
 from allranks.training.prepare import resolve_layout
@@ -53,10 +53,13 @@ CASES: tuple[tuple[str, int, tuple[str, ...]], ...] = (
 )  # fmt: skip
 QUICK = ("ddp", "fsdp")
 LARGE = tuple(
-    (layout, 1, ("train.precision=bfloat16", f"train.micro_batch={micro_batch}"))
-    for layout, micro_batch in (
-        ("single", 1), ("single", 4), ("single,recompute=full", 4), ("single,recompute=selective", 4),
+    (layout, 1, (f"train.precision={precision}", f"train.micro_batch={micro_batch}"))
+    for layout, precision, micro_batches in (
+        ("single", "bfloat16", (1, 2, 4)), ("single", "float32", (1,)),
+        ("single,recompute=full", "bfloat16", (1, 4, 8)), ("single,recompute=selective", "bfloat16", (1, 4)),
+        ("single,offload=activations", "bfloat16", (4,)),
     )
+    for micro_batch in micro_batches
 )  # fmt: skip
 """With --large: of what bench/gpu trains, 1.06 billion parameters, at 4,096 tokens a sample."""
 
@@ -68,7 +71,7 @@ Real = tuple[int, int, Mapping[str, tuple[int, int]]]
 class Row:
     """One rank of one configuration; error: predicted by real, less one; messages: whether they are the same.
 
-    Of a GPU what its allocator reserves, too: 0 on a processor.
+    Of a GPU what its allocator reserves, too: 0 on a processor. coming_bytes: of the peak, what comes and goes.
     """
 
     layout: str
@@ -80,6 +83,7 @@ class Row:
     messages: bool
     reserved_bytes: int = 0
     reserved_predicted_bytes: int = 0
+    coming_bytes: int = 0
 
 
 def config_of(layout: str, keys: tuple[str, ...]) -> Config:
@@ -122,7 +126,8 @@ def compare(layout: str, world: int, keys: tuple[str, ...], device: str, model: 
         peak, reserved, messages = everyones[rank]
         same = totals(told) == dict(messages)
         error, taken = told.peak_bytes / peak - 1.0, round(told.peak_bytes + fragment_bytes(told)) if reserved else 0
-        rows.append(Row(layout, " ".join(keys), rank, peak, told.peak_bytes, error, same, reserved, taken))
+        coming = sum(told.by_category.get(name, 0) for name in COMING_AND_GOING)
+        rows.append(Row(layout, " ".join(keys), rank, peak, told.peak_bytes, error, same, reserved, taken, coming))
     return rows
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.config_sections import TrainConfig
-from allranks.data.cut import Cut, Span, cut_step
+from allranks.data.cut import Cut, Span, cut_step, samples_a_forward
 from allranks.errors import ConfigError, LayoutError
 from allranks.layout import Layout
 
@@ -170,3 +170,11 @@ def test_without_a_pipeline_the_keys_are_taken_as_they_are() -> None:
         cut_step(TrainConfig(micro_batch=2, micro_steps=2), Layout())
     with pytest.raises(ConfigError, match="has to be fixed: set"):
         cut_step(TrainConfig(micro_batch=2), Layout(), fixed=True)
+
+
+@pytest.mark.parametrize("keys", [{}, {"micro_batch": 3}, {"micro_steps": 2}])
+def test_no_forward_has_more_samples_than_is_told(keys: dict[str, Any]) -> None:
+    train, layout = TrainConfig(steps=1, global_batch=14, **keys), Layout(dp_replicate=2)
+    cut = cut_step(train, layout)
+    longest = max(length for rank in range(2) for _, length in cut.spans(14, rank))
+    assert longest == samples_a_forward(train, layout) == {(): 7, ("micro_batch",): 3, ("micro_steps",): 4}[tuple(keys)]

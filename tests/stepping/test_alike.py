@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import Subset
 
 from allranks.errors import ConfigError, DataError
-from allranks.stepping.alike import check_same_start, explain_divergence, find_difference
+from allranks.stepping.alike import check_same_start, explain_divergence, find_difference, on_any_rank
 from allranks.task import Task
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of
@@ -85,3 +85,15 @@ def test_all_ranks_refuse_what_one_has_got_wrong(pool: Pools) -> None:
     assert first == second and first[0] == "ConfigError" and "optimizer.lr = 0.25 instead of 0.5" in first[1]
     first, second = pool(2).run(start, Uneven(), (0.5, 0.5))
     assert first == second and first[0] == "DataError" and "samples on rank 1" in first[1]
+
+
+def told(*flags: bool) -> bool:
+    """In a worker."""
+    return on_any_rank(flags[dist.get_rank()], CPU, dist.group.WORLD)
+
+
+@pytest.mark.distributed
+def test_what_holds_on_one_rank_all_hear_of(pool: Pools) -> None:
+    for flags in ((False, False), (False, True), (True, True)):
+        assert pool(2).run(told, *flags) == [any(flags)] * 2
+    assert on_any_rank(True, CPU, None) and not on_any_rank(False, CPU, None)

@@ -13,7 +13,7 @@ from allranks.stepping.forward_only import forward_only
 
 def saved_by(compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, bool]:
     """(what it returns, whether the tensor between two exponentials is alive as long as that)."""
-    watched: list[weakref.ref[torch.Tensor]] = []
+    watched: list[weakref.ref[torch.UntypedStorage]] = []
 
     def run() -> torch.Tensor:
         between = compute().exp()  # saves its output
@@ -59,7 +59,8 @@ def test_transforms_of_functions_are_run_again_too() -> None:
     x = torch.randn(5)
 
     def derived() -> torch.Tensor:
-        return torch.func.grad(lambda value: value.exp().sum())(x)
+        gradient: torch.Tensor = torch.func.grad(lambda value: value.exp().sum())(x)
+        return gradient
 
     assert torch.equal(forward_only(derived), x.exp())
 

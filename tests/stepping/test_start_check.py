@@ -15,11 +15,11 @@ from allranks.stepping import start_check
 from allranks.stepping.loss_check import NUM_SAMPLES
 from allranks.stepping.start_check import CHEAP_SECONDS, first_samples
 from tests.distributed.pool import Pools
-from tests.distributed.sessions import config_of, initial_model, session_of, step_through
+from tests.distributed.sessions import config_of, session_of, step_through
+from tests.stepping.halves import SEARCHED, Half
 from tests.training.tasks import Curve, Gan, points
 
 SMALL = ("train.global_batch=6",)
-SEARCHED = "every backward is searched for parameters without gradient"
 
 
 def said(task: Any, layout: str = "single", *overrides: str) -> dict[str, str]:
@@ -77,12 +77,13 @@ DEPTH = 6
 def memory_of(layout: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Forwards before the first step, and those of two steps of two samples at a time."""
     session = session_of(Depth(), config_of(layout, *SMALL, "train.micro_batch=2"))
-    seen = session.spread.bare().forwards
+    seen: Any = session.spread.bare().forwards
     before = list(seen)
     list(step_through(session, 2))
     return before, seen[len(before) :]
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["single", "ddp"])
 def test_the_start_needs_no_more_memory_than_a_step(layout: str, pool: Pools) -> None:
     before, trained = pool(2).run(memory_of, layout)[0] if layout == "ddp" else memory_of(layout)
@@ -90,63 +91,6 @@ def test_the_start_needs_no_more_memory_than_a_step(layout: str, pool: Pools) ->
     assert max(rows for rows, _ in before) == NUM_SAMPLES
     saving = [rows for rows, alive in before if alive > 1]
     assert saving == ([2, 2, 2] if layout == "ddp" else []), "two at a time, to see which parameters have gradients"
-
-
-class Half(Curve):
-    """Half of its model is never used, or only for samples with a negative first coordinate."""
-
-    sometimes: bool = False
-
-    def model(self) -> Any:
-        return HalfModel(self.sometimes)
-
-
-class HalfModel(nn.Module):
-    """Two layers, one of which may be left out."""
-
-    def __init__(self, sometimes: bool) -> None:
-        super().__init__()
-        self.used, self.other, self.sometimes = nn.Linear(2, 2), nn.Linear(2, 2), sometimes
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.used(x)
-        return found + self.other(x) if self.sometimes and bool((x[:, 0] < 0).all()) else found
-
-
-def test_alone_nobody_waits_for_an_unused_parameter() -> None:
-    assert SEARCHED not in said(Half())
-
-
-def check_half(layout: str, overrides: tuple[str, ...]) -> tuple[str | None, bool, bool]:
-    """In a worker: why unused parameters are searched for, whether gradients are left, and whether values stayed.
-
-    Then it takes two steps: a parameter that is waited for in vain would fail the second.
-    """
-    session = session_of(Half(), config_of(layout, *SMALL, *overrides))
-    because = {decision.what: decision.because for decision in session.decisions}.get(SEARCHED)
-    left = any(parameter.grad is not None for parameter in session.spread.trainable().values())
-    expected = initial_model(Half()).double().state_dict()
-    kept = layout != "ddp" or all(torch.equal(session.spread.local(name), value) for name, value in expected.items())
-    assert all(one.loss > 0 for one in step_through(session, 2))
-    return because, left, kept
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("layout", "overrides", "searched"),
-    [
-        ("ddp", (), True),
-        ("ddp", ("layout.static_graph=true",), False),
-        ("fsdp", (), False),
-        ("dp_replicate=2,dp_shard=2", ("layout.static_graph=true",), True),  # a promise to DDP, which is not there
-    ],
-)
-def test_unused_parameters_under_several_processes(
-    pool: Pools, layout: str, overrides: tuple[str, ...], searched: bool
-) -> None:
-    because = "other.weight, other.bias got none on the first samples" if searched else None
-    size = 4 if "," in layout else 2
-    assert pool(size).run(check_half, layout, overrides) == [(because, False, True)] * size
 
 
 class Compiled(Curve):
