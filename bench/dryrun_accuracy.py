@@ -1,6 +1,6 @@
 """Dry runs against real processes: peak memory of a step and what travels in it, layout by layout.
 
-    python bench/dryrun_accuracy.py [--quick | --large] [--json] [--layout LAYOUT] [--device cpu|cuda]
+    python bench/dryrun_accuracy.py [--quick | --large] [--json] [--save FILE] [--layout LAYOUT] [--device cpu|cuda]
 
 Each configuration is trained by 1, 2 or 4 real processes over gloo; after two steps torch's allocator tells the peak of
 the next, and of one more the messages are counted. The dry run of the first and of the last rank is beside it.
@@ -125,7 +125,10 @@ def compare(layout: str, world: int, keys: tuple[str, ...], device: str, model: 
         told = rehearse_rank(subject(model), config, World(found, world, on_cuda=device == "cuda"), rank)
         peak, reserved, messages = everyones[rank]
         same = totals(told) == dict(messages)
-        error, taken = told.peak_bytes / peak - 1.0, round(told.peak_bytes + fragment_bytes(told)) if reserved else 0
+        error, taken = (
+            told.peak_bytes / peak - 1.0,
+            round(told.peak_bytes + fragment_bytes(told, found)) if reserved else 0,
+        )
         coming = sum(told.by_category.get(name, 0) for name in COMING_AND_GOING)
         rows.append(Row(layout, " ".join(keys), rank, peak, told.peak_bytes, error, same, reserved, taken, coming))
     return rows
@@ -166,6 +169,7 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="a model of a billion parameters, on one GPU")
     parser.add_argument("--layout", help="this one only")
     parser.add_argument("--json", action="store_true", help="one JSON document")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write that document after each configuration")
     parser.add_argument("--device", choices=tuple(TARGETS), default="cpu", help="what the processes compute on")
     options = parser.parse_args()
     listed, model = (LARGE, "1b") if options.large else (CASES, "transformer")
@@ -177,7 +181,12 @@ def main() -> None:
         cases = [case for case in cases if case[1] <= there]
         if not cases:
             raise SystemExit("nothing to compare: no GPU of this machine can be seen")
-    rows = [row for case in cases for row in compare(*case, options.device, model)]
+    rows = []
+    for case in cases:
+        rows += compare(*case, options.device, model)
+        print(f"compared: {' '.join((case[0], *case[2]))}", file=sys.stderr)
+        if options.save:
+            options.save.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2))
     if options.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2))
     else:

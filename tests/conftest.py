@@ -46,6 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """See orphans as children, keep nothing of runs for this machine's plans, and keep a record under --full."""
     adopt_orphans()
+    if "gpu" not in (config.getoption("markexpr") or "").split():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the others expect the processor's bits, also where a GPU is at hand
     # torch asks the name service who 127.0.0.1 is, once a connection: a lost answer costs resolv.conf's five seconds.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="allranks-configuration-")

@@ -145,7 +145,8 @@ def measure(kind: str, name: str, device: torch.device, steps: int) -> dict[str,
             losses = train_ours(task, size, device, total, clock, Path(folder))
     seconds = (clock.ended - clock.began) / steps
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    parameters = sum(p.numel() for p in task.model().parameters())
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in task.model().parameters())
     return {"seconds": seconds, "peak_bytes": float(peak), "parameters": float(parameters), "losses": losses}
 
 
@@ -157,6 +158,8 @@ def compare_speed(name: str, device: torch.device, rounds: int, steps: int) -> d
             command = [sys.executable, __file__, "--one", kind, "--size", name, "--device", str(device)]
             told = subprocess.run([*command, "--steps", str(steps)], check=True, stdout=subprocess.PIPE, text=True)
             rows.append(json.loads(told.stdout.splitlines()[-1]))
+            told_of = {key: value for key, value in rows[-1].items() if key != "losses"}
+            print(f"{kind:16} {told_of}", file=sys.stderr, flush=True)
     size = SIZES[name]
     seconds = {kind: statistics.median(row["seconds"] for row in rows) for kind, rows in found.items()}
     peak = {kind: max(row["peak_bytes"] for row in rows) for kind, rows in found.items()}

@@ -43,6 +43,7 @@ def test_where_there_is_no_proc_the_system_s_count_serves(monkeypatch: pytest.Mo
 @pytest.mark.gpu
 def test_on_cuda_it_is_what_torch_allocated() -> None:
     device = torch.device("cuda", 0)
+    torch.cuda.init()
     torch.cuda.reset_peak_memory_stats(device)
     block = torch.empty(10_000_000, device=device, dtype=torch.uint8)
     assert 10_000_000 <= peak_memory_bytes(device) < 200_000_000

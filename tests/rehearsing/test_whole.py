@@ -1,9 +1,17 @@
 """A whole dry run: the ranks that were asked for, a margin on GPUs, and what is not rehearsed."""
 
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from allranks.layout import Layout
+from allranks.layout_string import parse_layout
 from allranks.planning.hardware import find_cluster
-from allranks.rehearsing.whole import CONTEXT_BYTES, Question, rehearse
+from allranks.rehearsal import RankRehearsal
+from allranks.rehearsing.whole import CONTEXT_BYTES, Question, fragment_bytes, rehearse
 from tests.rehearsing.tasks import Tokens, configured
 
 
@@ -27,6 +35,27 @@ def test_on_gpus_there_is_a_margin() -> None:
     assert told.decisions == (
         "4 of 7 blocks were traced, because blocks of one kind do the same; --full-trace traces all",
     )
+
+
+MEASURED = json.loads((Path(__file__).parents[2] / "bench/results/gpu.json").read_text())["memory"]
+
+
+def told_of(row: dict[str, Any], rank: RankRehearsal) -> RankRehearsal:
+    """A rehearsal with the peak of that row."""
+    coming = {"activations": row["coming_bytes"]}
+    return dataclasses.replace(rank, peak_bytes=row["predicted_bytes"], by_category=coming)
+
+
+def test_what_a_gpu_has_allocated_and_reserved_was_told() -> None:
+    """Rows of `bench/dryrun_accuracy.py --device cuda`. Of a small model the steps of 2 MB and 20 MB outweigh all."""
+    some = rehearse(question("1x2:cpu", "ddp", 0)).ranks[0]
+    for row in MEASURED:
+        layout = Layout.resolve(parse_layout(row["layout"]), 1)
+        margin = fragment_bytes(told_of(row, some), layout)
+        assert abs(row["predicted_bytes"] / row["real_bytes"] - 1) < (0.001 if row["model"] == "1b" else 0.05), row
+        assert row["reserved_bytes"] < row["predicted_bytes"] + margin + 2e6, row
+        assert margin < 0.2 * row["predicted_bytes"], "what fits with a fifth to spare is not refused"
+    assert len(MEASURED) >= 7
 
 
 def test_on_a_processor_there_is_none() -> None:

@@ -136,6 +136,36 @@ class Undying(ForkServerProcess):
         return id(self)
 
 
+class Slow(Undying):
+    """Ends at a moment, as its exit code says from then on."""
+
+    def __init__(self, pid: int, end: float) -> None:
+        super().__init__(pid)
+        self._end = end
+
+    @property
+    def exitcode(self) -> int | None:  # type: ignore[override]
+        return None if time.monotonic() < self._end else -9
+
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("leaving", [0.3, 60.0])
+def test_who_has_ended_is_given_time_to_leave_its_memory(monkeypatch: pytest.MonkeyPatch, leaving: float) -> None:
+    """The main thread of one that held a GPU is gone long before the kernel tells its end."""
+    monkeypatch.setattr(module, "KILL_SECONDS", 0.05)
+    monkeypatch.setattr(module, "LEAVING_SECONDS", 1.5 if leaving == 60.0 else 20.0)
+    monkeypatch.setattr(module, "process_state", lambda pid: "Z")
+    monkeypatch.setattr(unended, "_killed", [])
+    workers = LocalWorkers("spawn", [], replies=False)
+    workers._ranks = [4]
+    workers._processes[0] = slow = Slow(2**22 + 1, time.monotonic() + leaving)
+    workers.kill()
+    assert workers.alive == []
+    assert (workers.left is None) == (slow.exitcode is not None) == (leaving < 1)
+
+
 def test_who_does_not_die_is_told_and_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,9 @@ CONTEXT_BYTES = 2.0e9
 """Of the driver, the libraries and their communicators on a GPU: what the planner counts (planning/setting.py)."""
 SLACK = 0.12
 """Of what comes and goes in a step: by how much the allocator's blocks exceed it, as in the planner."""
+REPEATED_SLACK, RESTING_SLACK = 0.2, 0.09
+"""The same where blocks are computed again or wait on the host, and of what stays: their tensors leave gaps between
+those that stay. Fitted to torch.cuda.max_memory_reserved on an H200 (docs/explanation/measured.md)."""
 USABLE = 0.985
 COMING_AND_GOING = ("activations", "logits", "gathered", "communication")
 UNREHEARSED = (
@@ -74,7 +77,7 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
         world_size=layout.world_size,
         ranks=ranks,
         capacity_bytes=capacity,
-        margin_bytes=CONTEXT_BYTES + fragment_bytes(fullest) if on_cuda else 0.0,
+        margin_bytes=CONTEXT_BYTES + fragment_bytes(fullest, layout) if on_cuda else 0.0,
         findings=tuple(compare_ranks(ranks)),
         decisions=tuple(_describe(question, ranks)),
         unrehearsed=(
@@ -87,9 +90,12 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
     )
 
 
-def fragment_bytes(told: RankRehearsal) -> float:
+def fragment_bytes(told: RankRehearsal, layout: Layout) -> float:
     """What the allocator of a GPU is taken to reserve beyond the peak: a part of what comes and goes."""
-    return SLACK * sum(told.by_category.get(name, 0) for name in COMING_AND_GOING)
+    coming = sum(told.by_category.get(name, 0) for name in COMING_AND_GOING)
+    if layout.recompute == "none" and layout.offload not in ("activations", "all"):
+        return SLACK * coming
+    return REPEATED_SLACK * coming + RESTING_SLACK * (told.peak_bytes - coming)
 
 
 def _left_out(question: Question) -> Sequence[str]:

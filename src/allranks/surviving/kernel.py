@@ -10,6 +10,7 @@ PROCESSES = Path("/proc")
 GROUPS = Path("/sys/fs/cgroup")
 STOPPED = ("T", "t")  # by a signal; by a debugger
 FROZEN = "T"
+ENDED = "Z"  # its main thread; others may still give its memory back
 
 
 def process_state(pid: int) -> str:

@@ -20,12 +20,13 @@ from allranks.failure import TRANSIENT, Failure
 from allranks.surviving.beats import SharedBeats
 from allranks.surviving.child import WorkerStart, run_worker
 from allranks.surviving.forkserver import main_hidden
-from allranks.surviving.kernel import process_state, waits_in
+from allranks.surviving.kernel import ENDED, process_state, waits_in
 from allranks.surviving.outcome import UNKNOWN_CODE, Ended
 from allranks.surviving.unended import forsake
 
 LOST_CODE = 255  # multiprocessing's, where the fork server does not tell the code; also a code like any other
 KILL_SECONDS = 10.0  # SIGKILL ends a process at once, unless it waits in the kernel for what does not come
+LEAVING_SECONDS = 60.0  # a process that has ended gives its memory back first: tens of pinned gigabytes take their time
 GLANCE_SECONDS = 0.01
 
 
@@ -163,8 +164,9 @@ class LocalWorkers:
 
 
 def _wait_for_code(process: ForkServerProcess | SpawnProcess, seconds: float) -> int | None:
-    """The exit code of a process that ends now; None: it has not ended after so long."""
+    """The exit code of a process that ends now; None: it has not ended after so long, nor begun to."""
     deadline = time.monotonic() + seconds
+    last = deadline + LEAVING_SECONDS
     while True:
         has_closed = wait([process.sentinel], timeout=max(0.0, deadline - time.monotonic()))
         # A fork server writes the code there; where it is gone, there is only an end.
@@ -173,7 +175,9 @@ def _wait_for_code(process: ForkServerProcess | SpawnProcess, seconds: float) ->
             process.join()
             return UNKNOWN_CODE if code == LOST_CODE and not is_told else code
         if time.monotonic() >= deadline:
-            return None
+            if deadline >= last or process_state(process.pid or 0) != ENDED:
+                return None
+            deadline = min(last, time.monotonic() + 1.0)
         if has_closed:  # a spawned process that closes its files, and is not gone yet
             time.sleep(GLANCE_SECONDS)
 
