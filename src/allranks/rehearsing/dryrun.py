@@ -20,6 +20,7 @@ from allranks.rehearsing.crossings import Crossings
 from allranks.rehearsing.eight_bits import multiplying_in_eight_bits
 from allranks.rehearsing.findings import unmatched, unsharded, without_gradient
 from allranks.rehearsing.host_memory import Noted, beside_host
+from allranks.rehearsing.hurried import hurried
 from allranks.rehearsing.ledger import Ledger, Stored
 from allranks.rehearsing.micro_steps import FewMicroSteps, fewer_micro_steps, list_each
 from allranks.rehearsing.moments import list_moments, note_deed
@@ -109,6 +110,7 @@ def _rehearse(
     with ExitStack() as stack:
         stack.enter_context(launched_as(environment_of(rank, layout.world_size, world.per_node)))
         stack.enter_context(fake_world(rank, layout.world_size, world.backend, crossings))
+        stack.enter_context(hurried())
         if world.on_cuda:
             stack.enter_context(as_on_cuda())
             if config.train.precision == "float8":
