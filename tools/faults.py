@@ -61,10 +61,9 @@ def render_faults(results: Results | None = None) -> str:
     kept = f", of commit {commits}" if results else ", which is empty: none is kept"
     lines = [
         f"Of {len(faults)} faults, tests show {counts['yes']} as they stand here and {counts['in part']} in part; "
-        f"{counts['no']} are shown by none. `passed` counts the tests, each set of arguments for itself, that passed "
-        f"in the last full run (`bench/results/full.json`{kept}). It keeps those marked `full` alone: `{NOT_RUN}` "
-        "stands where it has none of a row; the quick ones run with every `make test`. `seconds` are those that its "
-        "training lost: from the last finished step before a fault to the first one after it, the longest that a test "
+        f"shown by none: {counts['no']}. `passed` counts the tests, each set of arguments for itself, that passed "
+        f"in the last full run (`bench/results/full.json`{kept}); `{NOT_RUN}` stands where that has none of a row. "
+        "`seconds` are those that its training lost: from the last finished step before a fault to the first one after it, the longest that a test "
         "of the row told there, beside other tests on two cores.",
         "",
         "| | fault | what allranks does | shown | passed | seconds | open |",
