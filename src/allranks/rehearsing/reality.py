@@ -83,7 +83,7 @@ def measure_step(session: Session) -> Measured:
 def measure_cuda_step(session: Session) -> Measured:
     """The same on a GPU, whose allocator says what was allocated and reserved at most; collective.
 
-    No GPU has run it yet (docs/explanation/measured.md).
+    What an H200 said stands in docs/explanation/measured.md.
     """
     with session.loader() as loader:
         batch: StepBatch = next(loader)
