@@ -50,7 +50,9 @@ def digest(files: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(f"{name}\0{files[name]}\0" for name in sorted(files)).encode()).hexdigest()
 
 
-NAMES_PAGES = re.compile(r"\bdocs\b|\.md\b|\bresults\b|\btools\b|README|CHANGELOG")
+NAMES_PAGES = re.compile(
+    r"\bdocs/|['\"]docs['\"]|[\w*]\.md\b|bench/results|/ ['\"]results['\"]|\btools\b|README|CHANGELOG"
+)
 """What is in the text of a test module that reads pages or stored results, by itself or through what writes them."""
 
 

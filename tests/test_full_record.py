@@ -86,6 +86,7 @@ def test_a_result_stands_on_every_file_but_other_test_modules(tmp_path: Path) ->
     assert changed(tmp_path / "docs" / "new.md", "words") == changed(tmp_path / "README.md", "words") == set()
     assert changed(tests / "test_c.py", "page = ROOT / 'docs'\n") == {"c"}
     assert changed(tests / "test_b.py", "from tests.test_c import page\n") == {"b"}
+    assert changed(tests / "test_a.py", "results = json.loads(docs)\n") == {"a"}
     for page in (tmp_path / "docs" / "new.md", tmp_path / "README.md"):
         assert changed(page, "other words") == {"b", "c"}
     assert changed(tests / "read.md", "of the tests") == set("abc")

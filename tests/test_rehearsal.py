@@ -1,4 +1,4 @@
-"""A Rehearsal says what the fullest rank has left, and whether anything would fail; its document is design.md's."""
+"""A Rehearsal says what the fullest rank has left, and whether anything would fail; its document is the design's."""
 
 import json
 from dataclasses import replace

@@ -77,7 +77,7 @@ class Translator(nn.Module):
         return output
 
 
-# What docs/how-to/split-layers.md shows.
+# What the page on splitting layers shows.
 RULES: dict[str, TensorStyle] = {
     "words": "vocab",
     "*.self_attn": "heads",

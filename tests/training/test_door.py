@@ -1,4 +1,4 @@
-"""The second door: the listing of design.md computes what a plain loop computes, under every layout and launcher."""
+"""The second door: the listing of the design computes what a plain loop computes, under every layout and launcher."""
 
 import os
 import signal

@@ -1,7 +1,6 @@
 """What is small and found: one gradient off by a billionth in float64, by two percent in bfloat16, end to end."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,14 +56,6 @@ def rows(*words: str) -> list[dict[str, Any]]:
 def test_two_percent_are_found_in_nearly_every_tensor_of_a_transformer(layout: str) -> None:
     (low,) = rows("--tasks", "transformer", "--precisions", "bfloat16", "--layouts", layout)
     assert low["tensors"] == TENSORS and len(low["not_found"]) <= NOT_FOUND and low["median"] < 0.015, low
-
-
-def test_the_page_says_what_is_demanded() -> None:
-    page = (BENCH.parents[1] / "docs" / "explanation" / "verify.md").read_text()
-    assert f"at least {TENSORS - NOT_FOUND} of the {TENSORS} of the transformer" in page
-    rows_of_page = re.findall(r"\| transformer \|.*\| (\d+) of (\d+) \|", page)
-    least = [int(found) for found, of in rows_of_page if of == str(TENSORS)]
-    assert len(least) == 6 and min(least) >= TENSORS - NOT_FOUND
 
 
 @pytest.mark.full
