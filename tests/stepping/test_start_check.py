@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from allranks.data.random_keys import item_key, seed_all
 from allranks.errors import DataError, LayoutError, TaskError
 from allranks.stepping import start_check
-from allranks.stepping.loss_check import NUM_SAMPLES
+from allranks.stepping.loss_check import FEWEST, NUM_SAMPLES
 from allranks.stepping.start_check import CHEAP_SECONDS, first_samples
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of, step_through
@@ -74,9 +74,9 @@ class Depth(Curve):
 DEPTH = 6
 
 
-def memory_of(layout: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Forwards before the first step, and those of two steps of two samples at a time."""
-    session = session_of(Depth(), config_of(layout, *SMALL, "train.micro_batch=2"))
+def memory_of(layout: str, micro_batch: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Forwards before the first step, and those of two steps."""
+    session = session_of(Depth(), config_of(layout, *SMALL, f"train.micro_batch={micro_batch}"))
     seen: Any = session.spread.bare().forwards
     before = list(seen)
     list(step_through(session, 2))
@@ -84,13 +84,14 @@ def memory_of(layout: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["single", "ddp"])
-def test_the_start_needs_no_more_memory_than_a_step(layout: str, pool: Pools) -> None:
-    before, trained = pool(2).run(memory_of, layout)[0] if layout == "ddp" else memory_of(layout)
-    assert {alive for _, alive in trained} == {DEPTH} and max(rows for rows, _ in trained) == 2
-    assert max(rows for rows, _ in before) == NUM_SAMPLES
+@pytest.mark.parametrize(("layout", "micro_batch"), [("single", 1), ("single", 2), ("ddp", 1), ("ddp", 2)])
+def test_the_start_needs_no_more_memory_than_a_step(layout: str, micro_batch: int, pool: Pools) -> None:
+    alone = layout == "single"
+    before, trained = memory_of(layout, micro_batch) if alone else pool(2).run(memory_of, layout, micro_batch)[0]
+    assert {alive for _, alive in trained} == {DEPTH} and max(rows for rows, _ in trained) == micro_batch
+    assert max(rows for rows, _ in before) == {1: FEWEST, 2: NUM_SAMPLES}[micro_batch]
     saving = [rows for rows, alive in before if alive > 1]
-    assert saving == ([2, 2, 2] if layout == "ddp" else []), "two at a time, to see which parameters have gradients"
+    assert saving == ([] if alone else [micro_batch] * 3), "so many at a time, to see which parameters have gradients"
 
 
 class Compiled(Curve):

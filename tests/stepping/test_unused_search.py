@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from allranks.stepping.loss_check import FEWEST
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, initial_model, session_of, step_through
 from tests.stepping.halves import SEARCHED, Half
@@ -54,8 +55,8 @@ def test_unused_parameters_under_several_processes(
 
 @pytest.mark.distributed
 def test_what_one_micro_batch_leaves_out_is_found_though_others_use_it(pool: Pools) -> None:
-    """Of these samples some are on the side that uses the layer: five at once leave it out, one at a time not all."""
+    """Of these samples some are on the side that uses the layer: all at once leave it out, one at a time not all."""
     one_by_one = pool(2).run(said, Half(sometimes=True), "ddp", "train.micro_batch=1")
     assert one_by_one == ["other.weight, other.bias got none on the first samples"] * 2
-    x = torch.stack([Half().dataset("train")[index][0] for index in range(5)])
-    assert 0 < int((x[:, 0] < 0).sum()) < 5
+    x = torch.stack([Half().dataset("train")[index][0] for index in range(FEWEST)])
+    assert 0 < int((x[:, 0] < 0).sum()) < FEWEST

@@ -29,6 +29,7 @@ from allranks.task_loading import describe, user_line
 from allranks.task_world import Alone, rows_of
 
 NUM_SAMPLES = 5  # cut into 2 and 3: unequal, and no part of one sample, which some models cannot take
+FEWEST = 3  # cut into 1 and 2
 
 MOVED = " changes there and is too large to be put back: the run begins with it as these samples have left it"
 SUM_ADVICE = "return the SUM over targets, e.g. reduction='sum' (allranks divides once, by the global number)"
@@ -55,6 +56,14 @@ class _Part:
     sizes: dict[str, float]
 
 
+def num_examined(micro_batch: int) -> int:
+    """How many samples are examined where a forward of training has `micro_batch` of them.
+
+    Where it has one there may be no room for the outputs of many: a vocabulary is large.
+    """
+    return FEWEST if micro_batch == 1 else NUM_SAMPLES
+
+
 def examine_loss(
     task: Task,
     module: nn.Module,
@@ -76,7 +85,7 @@ def examine_loss(
     Args:
         task: with `loss` (a Task with a `step` of its own has nothing to examine).
         module: called as it is, before any wrapper.
-        samples: `NUM_SAMPLES` of the dataset, not collated; fewer than three are repeated.
+        samples: `num_examined` of the dataset, not collated; fewer than three are repeated.
         inputs: the arguments of forward in a batch (`resolve_inputs`).
         targets: the number of targets in a batch (`resolve_targets`).
         place: brings a batch to the module's device.
@@ -90,7 +99,7 @@ def examine_loss(
         Exception: the module's own, of training mode: it has no memory, or its forwards are collective.
     """
     assert samples, "an empty dataset is refused before its loss is asked for"
-    samples = [samples[index % len(samples)] for index in range(max(3, len(samples)))]
+    samples = [samples[index % len(samples)] for index in range(max(FEWEST, len(samples)))]
     cut = (len(samples) - 1) // 2
 
     def run(some: Sequence[Any], *, finite: bool = True) -> _Part | None:

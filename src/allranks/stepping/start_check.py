@@ -27,7 +27,7 @@ from allranks.stepping.buffer_check import check_buffers
 from allranks.stepping.evaluate import measure
 from allranks.stepping.flops import count_flops
 from allranks.stepping.forward_only import forward_only
-from allranks.stepping.loss_check import NUM_SAMPLES, LossNature, examine_loss
+from allranks.stepping.loss_check import NUM_SAMPLES, LossNature, examine_loss, num_examined
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.stepping.position_check import check_positions
 from allranks.stepping.sequence_loss import check_sequence_loss
@@ -109,7 +109,7 @@ def check_at_start(
         what = f"model() returned several modules ({names})"
         raise TaskError(f"{what}: {type(task).__name__} needs a step(models, batch)")
     try:
-        samples, seconds = first_samples(dataset, seed)
+        samples, seconds = first_samples(dataset, seed, num_examined(micro_batch))
         with uncompiled():
             apart = group if declared_order(dataset) == "sharded" else None
             meeting = _meet(task, spread, samples, apart, seed, micro_batch)
@@ -242,7 +242,7 @@ def check_coupling(task: Task, meeting: Meeting, layout: Layout) -> None:
     )
 
 
-def first_samples(dataset: Any, seed: int) -> tuple[list[Any], float]:
+def first_samples(dataset: Any, seed: int, number: int = NUM_SAMPLES) -> tuple[list[Any], float]:
     """The dataset's first few samples, each loaded under its own key as in training, and the seconds of the fastest.
 
     DataError where there is no sample, and for an iterable that does not begin anew: training would miss these.
@@ -251,7 +251,7 @@ def first_samples(dataset: Any, seed: int) -> tuple[list[Any], float]:
     found = map(dataset.__getitem__, range(len(dataset))) if is_map else begin_pass(dataset, seed)
     samples: list[Any] = []
     seconds: list[float] = []
-    for index in range(NUM_SAMPLES):
+    for index in range(number):
         seed_all(item_key(seed, 0, index))
         started = perf_counter()
         samples += islice(found, 1)

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from allranks.stepping.alike import on_any_rank
-from allranks.stepping.loss_check import NUM_SAMPLES
+from allranks.stepping.loss_check import num_examined
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.verdict import Decision
 
@@ -32,10 +32,11 @@ def search_unused(
     if not minds or (layout.replicated and layout.static_graph) or spread.find_unused:
         return ()
     spread.synchronise(last=not layout.replicated)  # else HSDP would keep the gradients for the first step
-    most, left_out = min(micro_batch, NUM_SAMPLES), set[str]()
+    number, left_out = num_examined(micro_batch), set[str]()
+    most = min(micro_batch, number)
     with buffers_kept(spread, unless=False):
         # As often on each rank, whatever it has; from the front again where the samples end, so that each is as large.
-        for begin in range(0, NUM_SAMPLES, most):
+        for begin in range(0, number, most):
             some = [samples[index % len(samples)] for index in range(begin, begin + most)]
             placed = forward.place(forward.task.collate(some))
             forward.task.loss(forward(placed), placed).backward()
