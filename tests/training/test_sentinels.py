@@ -116,7 +116,7 @@ AGAIN = ("train.global_batch=12", "train.steps=6", "guard.recompute_every=2", "c
 def test_a_device_that_computes_wrongly_is_named_by_its_neighbours(pool: Pools, tmp_path: Path) -> None:
     """It is wrong in the same way each time: to itself it looks right."""
     run = tmp_path / "run"
-    settings = (*AGAIN, "task.broken=1", "task.flips_from=12")
+    settings = (*AGAIN, "task.broken=1", "task.flips_from=13")
     refusals = train_outside(pool, 3, "Corrupting", *settings, run=run, layout="ddp")
     (verdict,) = events(run, "verdict")
     step = verdict["step"]
