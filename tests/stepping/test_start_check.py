@@ -94,6 +94,30 @@ def test_the_start_needs_no_more_memory_than_a_step(layout: str, micro_batch: in
     assert saving == ([] if alone else [micro_batch] * 3), "so many at a time, to see which parameters have gradients"
 
 
+class Differentiating(Curve):
+    """Takes the gradient of a function in training mode."""
+
+    def model(self) -> Any:
+        return DifferentiatingModel()
+
+
+class DifferentiatingModel(nn.Module):
+    """One layer, beside a derivative of a square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        return found + 0.0 * torch.func.grad(lambda value: value.square().sum())(x) if self.training else found
+
+
+def test_a_function_that_is_differentiated_in_training_mode_is_examined_all_the_same() -> None:
+    assert said(Differentiating())["the loss is a sum"].startswith("the parts of a batch add up to the whole")
+    assert "not known" not in said(Differentiating())["the loss is a sum"]
+
+
 class Compiled(Curve):
     """Compiles its model itself, and counts how often."""
 

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from allranks.data.random_keys import generators_kept, seed_all
 from allranks.errors import AllranksError, TaskError
 from allranks.stepping.fixed_draws import FixedDraws
+from allranks.stepping.forward_only import REFUSED
 from allranks.stepping.kept_state import KeptState, undisturbed
 from allranks.stepping.training_mode import as_in_training
 from allranks.task import Task
@@ -57,10 +58,7 @@ class _Part:
 
 
 def num_examined(micro_batch: int) -> int:
-    """How many samples are examined where a forward of training has `micro_batch` of them.
-
-    Where it has one there may be no room for the outputs of many: a vocabulary is large.
-    """
+    """Samples to examine: fewer where training has one at a time, as there may be no room for the outputs of many."""
     return FEWEST if micro_batch == 1 else NUM_SAMPLES
 
 
@@ -173,7 +171,7 @@ def _examine_in_training(
         except (AllranksError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if collective:
+            if collective or REFUSED in str(error):
                 raise
             return _without_training(nature, f"it fails there ({type(error).__name__})")
         lengths.append(draws.lengths)

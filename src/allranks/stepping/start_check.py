@@ -78,10 +78,13 @@ def check_at_start(
     group: dist.ProcessGroup | None,
     micro_batch: int,
 ) -> Meeting:
-    """Find out, on the first samples of the dataset; collective. It takes no more memory than a step does.
+    """Find out, on the first samples of the dataset; collective.
+
+    Forwards of several samples save nothing for a backward. What goes backward is a micro-batch, or two or three
+    samples where the model is compared with the whole one or what moves between devices is counted.
 
     Args:
-        micro_batch: samples of a forward in training: no backward here is of more.
+        micro_batch: samples of a forward in training.
         draws: whether loading an item may draw random numbers.
         group: the data-parallel ranks; None for one.
 

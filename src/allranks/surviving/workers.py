@@ -153,7 +153,10 @@ class LocalWorkers:
                 os.kill(self.pids[local_rank], number)
 
     def kill(self) -> None:
-        """End every worker that has not ended, at once, and wait for it: no longer than ten seconds for all."""
+        """End every worker that has not ended, at once, and wait for it: no longer than ten seconds for all.
+
+        Those that have ended and still give their memory back get a minute more.
+        """
         self.signal(signal.SIGKILL)
         deadline = time.monotonic() + KILL_SECONDS
         for local_rank in self.alive:
