@@ -172,6 +172,8 @@ def main() -> None:
     parser.add_argument("--save", type=Path, metavar="FILE", help="write that document after each configuration")
     parser.add_argument("--device", choices=tuple(TARGETS), default="cpu", help="what the processes compute on")
     options = parser.parse_args()
+    if options.large and options.device != "cuda":
+        parser.error("--large takes 60 GB and more: it is for --device cuda")
     listed, model = (LARGE, "1b") if options.large else (CASES, "transformer")
     cases = [case for case in listed if options.layout in (None, case[0]) and (not options.quick or case[0] in QUICK)]
     if options.device == "cuda":
