@@ -1,8 +1,10 @@
 """The file that a rank writes: any safetensors reader reads it, and the record is true."""
 
+import errno
 import hashlib
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors
@@ -23,6 +25,11 @@ def example() -> Tensors:
         (Part(n, str(t.dtype).removeprefix("torch."), Box.whole(tuple(t.shape)), tuple(t.shape)), t)
         for n, t in tensors.items()
     ]
+
+
+def large(num_bytes: int) -> Tensors:
+    tensor = torch.arange(num_bytes // 4, dtype=torch.float32)
+    return [(Part("w", "float32", Box.whole(tuple(tensor.shape)), tuple(tensor.shape)), tensor)]
 
 
 def test_the_writing_can_be_given_up_between_pieces(tmp_path: Path) -> None:
@@ -81,6 +88,31 @@ def test_the_file_is_synced_after_its_last_byte(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
     record = write_file(tmp_path / "a.safetensors", example())
     assert sizes == [record.bytes]
+
+
+def test_the_disk_takes_the_file_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "CHUNK_BYTES", 1 << 19)
+    monkeypatch.setattr(writing, "_SYNC_BYTES", 1 << 20)
+    told, sync = list[int](), os.fdatasync
+
+    def note(descriptor: int) -> None:
+        told.append(os.fstat(descriptor).st_size)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", note)
+    record = write_file(tmp_path / "a.safetensors", large(4 << 20), meanwhile=lambda: told.append(-1))
+    assert 0 < told[0] < record.bytes, "before the last byte is written"
+    assert sorted(told[-2:]) == [-1, record.bytes], "and while the rest is under way"
+
+
+def test_what_the_disk_says_of_earlier_bytes_ends_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "_SYNC_BYTES", 1 << 20)
+    monkeypatch.setattr(os, "fdatasync", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_file(tmp_path / "a.safetensors", large(64))
+    with pytest.raises(OSError, match="Input/output error"):
+        write_file(tmp_path / "b.safetensors", large(64 << 20))
 
 
 def test_a_file_that_is_already_there_is_not_touched(tmp_path: Path) -> None:

@@ -137,9 +137,9 @@ def test_one_that_reads_back_otherwise_does_not_stay(
 ) -> None:
     real = portion.write_file
 
-    def write(path: Path, tensors: Any, check: Any) -> Any:
+    def write(path: Path, tensors: Any, *rest: Any) -> Any:
         wrong = path.parent.parent == memory
-        return real(path, [(part, tensor + wrong) for part, tensor in tensors], check)
+        return real(path, [(part, tensor + wrong) for part, tensor in tensors], *rest)
 
     monkeypatch.setattr(portion, "write_file", write)
     assert start("Curve", tmp_path / "run", *COPIES, "train.steps=2", memory=memory) == 0

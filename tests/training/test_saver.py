@@ -43,7 +43,7 @@ def test_a_writer_that_writes_something_else_is_found_out(tmp_path: Path, monkey
     session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
     real = portion_module.write_file
     monkeypatch.setattr(
-        portion_module, "write_file", lambda path, tensors, check: real(path, [(p, t + 1) for p, t in tensors], check)
+        portion_module, "write_file", lambda path, tensors, *rest: real(path, [(p, t + 1) for p, t in tensors], *rest)
     )
     with pytest.raises(CheckpointError, match="differ from their digests"):
         saver_of(session, contents, tmp_path).save(1)

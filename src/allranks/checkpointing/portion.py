@@ -95,8 +95,8 @@ def write_portion(place: Place, portion: Portion, check: Callable[[], None] = la
         check_target(place.target, place.header)
         place.temporary.mkdir(parents=True, exist_ok=True)
         fault_points.reach("checkpoint.stage")
-        files = _write(place.temporary, portion, check)
-        digests = digests_of(portion.mine) if portion.digests is None else portion.digests
+        digests: Digests = []
+        files = _write(place.temporary, portion, check, lambda: digests.extend(_digests(portion)))
         return Share(portion.rank, "", files, digests, portion.held, portion.aliases)
     except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
         return failed_share(place, portion.rank, error, portion.num_bytes)
@@ -114,6 +114,10 @@ def digests_of(mine: Parts) -> Digests:
     ]
 
 
+def _digests(portion: Portion) -> Digests:
+    return digests_of(portion.mine) if portion.digests is None else portion.digests
+
+
 def file_name(rank: int) -> str:
     """The name of a rank's file in a checkpoint."""
     return f"rank-{rank:05d}.safetensors"
@@ -125,12 +129,14 @@ def _writes(entry: Entry, rank: int) -> bool:
     return entry.writer == rank and not empty
 
 
-def _write(temporary: Path, portion: Portion, check: Callable[[], None]) -> dict[str, Any]:
-    """Write the file, if there is anything to write, and return its name and record."""
+def _write(
+    temporary: Path, portion: Portion, check: Callable[[], None], meanwhile: Callable[[], None]
+) -> dict[str, Any]:
+    """Write the file, if there is anything to write, and return its name and record; as `write_file`."""
     if not portion.mine:
         return {}
     # Wide elements first: then every element begins at a multiple of its size, and none lies across two chunks.
     ordered = sorted(portion.mine, key=lambda pair: -pair[1].element_size())
     tensors = [(Part(entry.name, entry.dtype, entry.box, entry.shape), tensor) for entry, tensor in ordered]
     name = file_name(portion.rank)
-    return {name: write_file(temporary / name, tensors, check).model_dump()}
+    return {name: write_file(temporary / name, tensors, check, meanwhile).model_dump()}

@@ -1,11 +1,15 @@
-"""Writing one rank's file: one pass, hashed while it is written, with at most one tensor's copy in memory besides."""
+"""Writing one rank's file: one pass, hashed while it is written, with at most one tensor's copy in memory besides.
+
+A thread syncs behind the writer, so that the disk works while the processor hashes, and the last sync has little left.
+"""
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -14,22 +18,78 @@ from allranks.checkpointing.manifest import CHUNK_BYTES, FileRecord
 from allranks.checkpointing.tensor_file import Part, render_header
 
 _SMALL_BYTES = 1 << 17  # below, handing the piece to the hashing thread costs more than hashing it
+_SYNC_BYTES = 4 * CHUNK_BYTES  # written since the disk was last told to take what there is
+
+
+class _SyncBehind:
+    """Has the disk take a file's bytes while more of them are written; on leaving, nothing is under way any more."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._written = 0
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def written(self, num_bytes: int) -> None:
+        """Take note of bytes that the system has now. Raises as `finish`."""
+        self._written += num_bytes
+        if self._written >= _SYNC_BYTES and not (self._thread is not None and self._thread.is_alive()):
+            self.begin()
+
+    def begin(self) -> None:
+        """Have the disk take all that the system has now. Raises as `finish`."""
+        self.finish()
+        self._written = 0
+        self._thread = threading.Thread(target=self._sync, daemon=True)  # a disk that hangs keeps no process
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the disk has what it was told to take.
+
+        Raises:
+            OSError: what the disk said; the system says it once, so no later sync would.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _sync(self) -> None:
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            self._error = error
 
 
 def write_file(
-    path: Path, tensors: Sequence[tuple[Part, torch.Tensor]], check: Callable[[], None] = lambda: None
+    path: Path,
+    tensors: Sequence[tuple[Part, torch.Tensor]],
+    check: Callable[[], None] = lambda: None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> FileRecord:
     """Write a new safetensors file of `tensors` in this order, wait until it is on the disk, and say what was written.
 
     Args:
         check: called before each piece, of a chunk at most; what it raises ends the writing.
+        meanwhile: called once, when all is written and the disk still takes it; what it raises ends the writing.
 
     Raises:
         OSError: the system's refusal.
     """
     chunks: list[tuple[int, int, str]] = []
     start, length, digest = 0, 0, hashlib.sha256()
-    with path.open("xb", buffering=1 << 20) as file, ThreadPoolExecutor(1) as pool:
+    with (
+        path.open("xb", buffering=1 << 20) as file,
+        ThreadPoolExecutor(1) as pool,
+        _SyncBehind(file.fileno()) as behind,
+    ):
         for piece, ends_chunk in _pieces(tensors):
             check()
             fault_points.reach("checkpoint.write")
@@ -41,10 +101,14 @@ def write_file(
                 file.write(piece)
                 hashed.result()
             length += len(piece)
+            behind.written(len(piece))
             if ends_chunk:
                 chunks.append((start, length, digest.hexdigest()))
                 start, length, digest = start + length, 0, hashlib.sha256()
         file.flush()
+        behind.begin()
+        meanwhile()
+        behind.finish()
         fault_points.reach("checkpoint.sync")
         os.fsync(file.fileno())
     return FileRecord(bytes=start, chunks=tuple(chunks))
