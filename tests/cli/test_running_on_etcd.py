@@ -96,7 +96,7 @@ def test_a_leader_that_was_frozen_comes_back_and_commits_nothing(
                 os.kill(pid, signal.SIGCONT)
         assert first.end() == 76, first.said()
         last = first.said().strip().splitlines()[-1]
-        assert "this host led, and gave no sign of life for 15 s: the others go on without it" in last, first.said()
+        assert "this host led, and" in last and "the others go on without it" in last, first.said()
         go_on(found.run, second)
         second.process.send_signal(signal.SIGTERM)
         assert second.end() == 75, second.said()

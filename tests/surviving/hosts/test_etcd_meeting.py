@@ -175,6 +175,24 @@ def test_a_leader_that_finds_its_time_ended_stops_by_itself(hosts: Hosts, etcd: 
 
 
 @needs_etcd
+def test_who_is_taken_for_lost_leads_no_more_at_once_and_learns_it_whatever_it_does(hosts: Hosts) -> None:
+    first, second, third = hosts.meet(seconds=60.0), hosts.meet(seconds=60.0), hosts.meet(seconds=60.0)
+    first.write("key", "by the first")
+    assert first.claim("1") == second.claim("2") == "1"
+    second.depose("another's")
+    assert first.claim("1") == second.claim("2") == "1"
+    second.depose("1")
+    assert second.claim("2") == "2"
+    third.depose("1")  # who comes later with the same finding
+    assert third.claim("3") == "2"
+    late = (partial(first.claim, "1"), partial(first.write, "key", "x"), partial(first.exchange, "key", "", "x"))
+    for act in late:
+        with pytest.raises(StoreLostError, match="this host led, and was taken for lost: the others go on without it"):
+            act()
+    assert third.read("key") == "by the first"
+
+
+@needs_etcd
 def test_who_leaves_makes_room_and_the_end_leaves_nothing(hosts: Hosts, etcd: EtcdServer) -> None:
     first, second = hosts.meet(), hosts.meet()
     first.claim("1")

@@ -1,5 +1,7 @@
 """Who leads, by words that only hosts of the run can have written."""
 
+from unittest import mock
+
 import pytest
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
@@ -38,3 +40,17 @@ def test_a_strangers_word_makes_nobody_lead() -> None:
     for serves in (True, False):
         with pytest.raises(SealError, match="leader is not signed"):
             lead(store, B, serves=serves).seek()
+
+
+def test_only_who_led_when_this_host_last_looked_is_taken_for_lost() -> None:
+    store = HashStore()
+    leader, other = lead(store, A, serves=True), lead(store, B, serves=False)
+    with mock.patch.object(MeetingStore, "depose") as depose:
+        other.take_for_lost(A)
+        assert leader.seek() == other.seek() == A
+        word = store.get("leader").decode()
+        other.take_for_lost(B)
+        leader.take_for_lost(A)
+        assert depose.call_args_list == [], "nobody has been seen to lead, another host is lost, it leads itself"
+        other.take_for_lost(A)
+        assert depose.call_args_list == [mock.call(word)]

@@ -42,6 +42,10 @@ class Board:
 
     ended: Ending | None = None
     again = False
+    leader_has_reported = False
+
+    def has_reported(self, number: int, place: int) -> bool:
+        return place == 0 and self.leader_has_reported
 
     def starts_again(self, number: int) -> bool:
         return self.again
@@ -264,9 +268,20 @@ def test_who_does_not_lead_reports_and_obeys() -> None:
     assert other.settle(Outcome(0)) == "end" and other.outcome == Outcome(0)
     others.notices.ended = None
     other.begin()
-    assert other.settle(Outcome(76, KILLED)) == "again" and others.said[1] == Report(76, KILLED)
+    assert other.settle(Outcome(76, KILLED)) == "wait" and others.said[1] == Report(76, KILLED)
+    others.notices.leader_has_reported = True
+    assert other.settle(Outcome(76, KILLED)) == "again"
     assert others.heard == [f"{KILLED.brief()}; the leader decides what follows"]
     assert budget.causes == []
+
+
+def test_who_does_not_lead_finds_out_whether_the_leader_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+    others = Others(leads=False)
+    other, _ = member(others)
+    assert other.settle(Outcome(76, CLOSED)) == "wait"
+    others.gone = replace(GONE, rank=0, host="a")
+    assert other.settle(Outcome(76, CLOSED)) == "again"
 
 
 def test_a_leader_whose_time_has_ended_judges_nothing() -> None:
@@ -461,6 +476,7 @@ def test_who_hangs_on_another_host_is_named_on_all_and_blamed(tmp_path: Path, mo
     assert verdict == other and verdict.kind == "straggler"
     assert "rank 1 on b is busy at /home/me/task.py:31 in loss, and the others wait for it" in verdict.what
     assert any(line.startswith("rank 0 on a (pid 100") for line in verdict.evidence)
+    hosts.others[1].notices.report(1, 0, Report(0))  # type: ignore[attr-defined]
     assert hosts.members[1].settle(Outcome(0)) == "again"
     (failure,) = {report.failure for report in hosts.others[1].said if report is not None}
     assert failure is not None and (failure.rank, failure.host, failure.pid, failure.hung) == (1, "b", 101, True)

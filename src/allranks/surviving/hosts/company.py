@@ -2,8 +2,7 @@
 
 One host leads. It has rank 0, and the lease of the Run directory. In every round each host says how many workers it
 has; the leader opens the store in which these meet and says so. So a round begins only when all of its hosts live, and
-nothing that is not sealed decides who is which rank. Where the place outlives the leader, a host that waits for a round
-to begin leads after it.
+nothing that is not sealed decides who is which rank. Where the place outlives the leader, another host leads after it.
 """
 
 import contextlib
@@ -258,6 +257,7 @@ class Company(RendezvousHandler):
             else:
                 lost = node in gone or self.presence.suspect(node)
             if lost:
+                self._lead.take_for_lost(node)
                 what = describe_silence(self.guard, suspected=node not in gone)
                 return Failure(self.table.ranks(place)[0], host_of(node), node.pid, time.time(), TRANSIENT, what)
         return None

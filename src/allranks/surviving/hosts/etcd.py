@@ -42,10 +42,17 @@ class LeaseGoneError(EtcdError):
 @final
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What stands under a key, and etcd's revision at which the key came to be: no two lives of a key have the same."""
+    """What stands under a key.
+
+    Attributes:
+        text: it.
+        created: etcd's revision at which the key came to be: no two lives of a key have the same.
+        lease: with which it ends; 0: with none.
+    """
 
     text: str
     created: int
+    lease: int
 
 
 def is_absent(key: str) -> Json:
@@ -186,7 +193,7 @@ def _found(answer: Json) -> Found | None:
     if not kvs:
         return None
     text = base64.b64decode(kvs[0].get("value", "")).decode("utf-8", "replace")
-    return Found(text, int(kvs[0]["create_revision"]))
+    return Found(text, int(kvs[0]["create_revision"]), int(kvs[0].get("lease", 0)))
 
 
 def _encode(text: str) -> str:

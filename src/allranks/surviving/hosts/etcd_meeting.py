@@ -6,6 +6,7 @@
 
 When all hosts have gone, the session's lease ends and etcd forgets everything; the next hosts hold another meeting. A
 host that has led writes only as long as it does: each of its changes is made on the condition that its word stands.
+Where workers have lost their connection to a leader that is silent, the others end its lease before its time.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ from allranks.surviving.hosts.place import MeetingPlace, StoreLostError
 
 CALLS_IN_PATIENCE = 8  # a call that nobody answers may be made so often before the meeting is lost
 BEATS_IN_PATIENCE = 16
+DEPOSED = "this host led, and was taken for lost: the others go on without it"
 MARGIN_SECONDS = 1  # by which a host takes its own lead for ended before etcd does
 Answer = TypeVar("Answer")
 Words = ParamSpec("Words")
@@ -100,8 +102,8 @@ class EtcdMeeting(MeetingPlace):
     def _see_that_it_leads(self, term: Term) -> None:
         found = self._call(self._etcd.read, self._path(LEADER))
         if found is None or found.created != term.revision:
-            self._patience.lose(self._deposed)
-            raise StoreLostError(self._deposed)
+            self._patience.lose(DEPOSED)
+            raise StoreLostError(DEPOSED)
 
     def _call(self, function: Callable[Words, Answer], *args: Words.args, **kwargs: Words.kwargs) -> Answer:
         """What etcd answers this host, which has not let its own time as the leader go by."""
@@ -111,11 +113,11 @@ class EtcdMeeting(MeetingPlace):
     def _check_time(self) -> None:
         """See by this host's own clock, without asking anybody, that nobody else can lead yet where it does."""
         if self._term is not None and _boot_seconds() > self._leads_until:
-            self._patience.lose(self._deposed)
-            raise StoreLostError(self._deposed)
+            self._patience.lose(self._too_late)
+            raise StoreLostError(self._too_late)
 
     @property
-    def _deposed(self) -> str:
+    def _too_late(self) -> str:
         return f"this host led, and gave no sign of life for {self._lead_seconds} s: the others go on without it"
 
     @property
@@ -126,6 +128,7 @@ class EtcdMeeting(MeetingPlace):
         """As the interface says; whoever comes first leads."""
         if self._term is not None:
             self._check_time()
+            self._see_that_it_leads(self._term)
             return self._term.word
         path = self._path(LEADER)
         found = self._patience.call(self._etcd.read, path)
@@ -141,6 +144,12 @@ class EtcdMeeting(MeetingPlace):
         else:
             self._patience.call(self._etcd.revoke, lease)
         return None if found is None else found.text
+
+    def depose(self, word: str) -> None:
+        """As the interface says: its lease ends now, and not after the seconds for which it may be silent."""
+        found = self._call(self._etcd.read, self._path(LEADER))
+        if found is not None and found.text == word and found.lease:
+            self._call(self._etcd.revoke, found.lease)
 
     def clock(self) -> float:
         """As the interface says: without the time in which etcd did not answer this host."""
@@ -164,7 +173,7 @@ class EtcdMeeting(MeetingPlace):
             term = self._term
             with contextlib.suppress(StoreLostError):
                 if term is not None:
-                    self._keep(self._prolong, term.lease, self._deposed)
+                    self._keep(self._prolong, term.lease, DEPOSED)
                 self._keep(self._etcd.keep_alive, self._lease, LEASE_GONE)
 
     def _keep(self, function: Callable[[int], None], lease: int, otherwise: str) -> None:

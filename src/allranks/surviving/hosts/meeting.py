@@ -88,6 +88,9 @@ class MeetingStore(MeetingPlace):
         """Who serves leads, and nobody else ever does."""
         return self.exchange(LEADER, "", word) if self.serves else self.read(LEADER)
 
+    def depose(self, word: str) -> None:
+        """As the interface says: the store goes with its host, and nobody leads after it."""
+
     def clock(self) -> float:
         """This host's: with the keeper the meeting is gone."""
         return time.monotonic()

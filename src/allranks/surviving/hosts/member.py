@@ -194,7 +194,18 @@ class Member:
             company.tell("this host leaves; the others go on from what all have saved")
             self.outcome = outcome
             return "end"
-        return "again" if starts_again or self._lost is not None or company.in_trouble() else "wait"
+        return "again" if starts_again or self._lost is not None or self._need_not_ask() else "wait"
+
+    def _need_not_ask(self) -> bool:
+        """Whether another round follows a failure without a word of the leader: it has failed as well, or is lost."""
+        company = self._company
+        if not company.in_trouble():
+            return False
+        if company.notices.has_reported(company.table.number, 0):
+            return True
+        if time.monotonic() - self._looked >= LOOK_SECONDS:
+            self._looked, self._lost = time.monotonic(), company.lost()
+        return self._lost is not None
 
     def _obey(self, ending: Ending, outcome: Outcome) -> Next:
         self.outcome = replace(ending.outcome(), others=outcome.others)

@@ -46,6 +46,10 @@ class MeetingPlace(ABC):
         """Lead where nobody does, if this host can: the word of who leads, `word` where it is this host; or None."""
 
     @abstractmethod
+    def depose(self, word: str) -> None:
+        """Who leads by this word is lost: let it lead no more, so that another can; nothing where none could."""
+
+    @abstractmethod
     def clock(self) -> float:
         """Monotonic seconds in which the keeper was there: in others nobody could have given a sign of life."""
 
