@@ -64,6 +64,13 @@ def test_what_a_later_attempt_has_written_is_newer_whatever_its_step(mirror: Mir
         assert [one.step for one in Mirror(mirror.url, RUN).list_newest()] == there, "by another process"
 
 
+def test_some_stay_for_ever(mirror: Mirror, tmp_path: Path) -> None:
+    for step in (100, 200, 300, 400):
+        mirror.bring(save_alone(tmp_path / "a", step))
+    mirror.prune(1, keep_every=200)
+    assert [one.step for one in mirror.list_newest()] == [400, 200]
+
+
 def test_one_whose_manifest_is_damaged_is_the_oldest(mirror: Mirror, tmp_path: Path) -> None:
     for step in (100, 200):
         mirror.bring(save_alone(tmp_path / "a", step))

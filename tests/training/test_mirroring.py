@@ -80,11 +80,11 @@ def test_of_those_that_wait_the_newest_alone_is_brought_and_nothing_goes_meanwhi
             brought.append(checkpoint.step)
             advanced()
 
-        def prune(self, keep: int) -> None:
-            assert keep == 2
+        def prune(self, keep: int, keep_every: int | None) -> None:
+            assert (keep, keep_every) == (2, None)
 
     slow: Any = Slow()
-    mirroring = Mirroring(slow, 2, lambda line: None)
+    mirroring = Mirroring(slow, 2, None, lambda line: None)
     first, second, third = (save_alone(tmp_path, step) for step in (100, 200, 300))
     for checkpoint in (first, second, third):
         mirroring.bring(checkpoint)
@@ -112,7 +112,7 @@ class Refusing:
             raise self.errors.pop(0)
         self.brought.append(checkpoint.step)
 
-    def prune(self, keep: int) -> None:
+    def prune(self, keep: int, keep_every: int | None) -> None:
         """Nothing."""
 
 
@@ -124,7 +124,7 @@ def test_a_full_disk_that_takes_no_warning_ends_no_mirroring(tmp_path: Path) -> 
         if len(told) == 1:
             raise RunError("the journal cannot be written: No space left on device")
 
-    mirroring = Mirroring(cast(Any, refusing), 2, warn)
+    mirroring = Mirroring(cast(Any, refusing), 2, None, warn)
     for step in (100, 200, 300):
         mirroring.bring(save_alone(tmp_path, step))
         mirroring.finish(lambda: None)
@@ -132,10 +132,34 @@ def test_a_full_disk_that_takes_no_warning_ends_no_mirroring(tmp_path: Path) -> 
     assert refusing.brought == [300] and len(told) == 2, "told with the next one, and then not again"
 
 
+def test_what_stays_for_ever_is_brought_however_long_it_waits_and_again_where_it_was_refused(tmp_path: Path) -> None:
+    refusing = Refusing(CheckpointError("away"))
+    mirroring = Mirroring(cast(Any, refusing), 2, 200, lambda line: None)
+    saves = {step: save_alone(tmp_path, step) for step in (200, 300, 400, 500, 600)}
+    mirroring.bring(saves[200])
+    mirroring.finish(lambda: None)
+    with mock.patch("allranks.training.mirroring.threading.Thread") as thread:
+        thread.return_value.is_alive.return_value = True
+        for step in (300, 400, 500):
+            mirroring.bring(saves[step])
+    assert mirroring.leased() == {saves[step].path for step in (200, 400, 500)}
+    mirroring._thread = None
+    mirroring.bring(saves[600])
+    mirroring.finish(lambda: None)
+    assert refusing.brought == [200, 400, 600]
+
+
+def test_the_mirror_keeps_what_the_run_keeps(tmp_path: Path) -> None:
+    run, url = tmp_path / "run", str(tmp_path / "mirror")
+    often = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_every=2")
+    assert start("Curve", run, "train.steps=5", *often, f"checkpoint.mirror={url}") == 0
+    assert saved(run) == mirrored(run, url)[::-1] == [2, 4, 5]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nobody_waits_for_a_thread_that_was_ended(tmp_path: Path) -> None:
     refusing = Refusing(KeyboardInterrupt())
-    mirroring = Mirroring(cast(Any, refusing), 2, lambda line: None)
+    mirroring = Mirroring(cast(Any, refusing), 2, None, lambda line: None)
     first, second = (save_alone(tmp_path, step) for step in (100, 200))
     mirroring.bring(first)
     mirroring.finish(lambda: None)

@@ -84,10 +84,17 @@ class Mirror:
                 self._files.put_file(str(checkpoint.path / file), f"{place}/{file}")
                 advanced()
 
-    def prune(self, keep: int) -> None:
-        """Take away what is older than the `keep` newest, and what was never brought to its end."""
+    def prune(self, keep: int, keep_every: int | None = None) -> None:
+        """Take away what is older than the `keep` newest, and what was never brought to its end.
+
+        Args:
+            keep_every: those of every so-many-th step stay as well, for ever; None: none.
+        """
         with self._refusing("tidied"):
-            kept = {found.name for found in self.list_newest()[:keep]}
+            newest = self.list_newest()
+            kept = {found.name for found in newest[:keep]}
+            if keep_every is not None:
+                kept |= {found.name for found in newest if found.step % keep_every == 0}
             for _, name in self._names():
                 if name not in kept:
                     place = f"{self._root}/{name}"

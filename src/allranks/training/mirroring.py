@@ -17,22 +17,25 @@ LOOK_SECONDS = 1.0
 
 @final
 class Mirroring:
-    """Brings what the first rank has committed to the mirror, one at a time: of those that wait the newest alone.
+    """Brings what the first rank has committed to the mirror, one at a time: of those that wait the newest, and before
+    it those that stay for ever.
 
-    What the mirror refuses does not end the run: its own checkpoints are whole, and the next one is tried again.
+    What the mirror refuses does not end the run: its own checkpoints are whole, and the next one is tried again, with
+    what stays for ever and was refused.
 
     Args:
-        keep: so many stay there.
+        keep, keep_every: which stay there, as in RUN/checkpoints.
         warn: told once what went wrong.
     """
 
-    def __init__(self, mirror: Mirror, keep: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, mirror: Mirror, keep: int, keep_every: int | None, warn: Callable[[str], None]) -> None:
         self._mirror = mirror
-        self._keep = keep
+        self._keep, self._keep_every = keep, keep_every
         self._warn = warn
         self._warned = False
         self._lock = threading.Lock()
-        self._waiting: Checkpoint | None = None
+        self._waiting: list[Checkpoint] = []
+        self._refused: list[Checkpoint] = []
         self._under_way: Checkpoint | None = None
         self._thread: threading.Thread | None = None
         self._num_files = 0
@@ -40,7 +43,8 @@ class Mirroring:
     def bring(self, checkpoint: Checkpoint) -> None:
         """Bring this one next; returns at once."""
         with self._lock:
-            self._waiting = checkpoint
+            self._waiting = [*self._refused, *filter(self._stays, self._waiting), checkpoint]
+            self._refused = []
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="allranks-mirror", daemon=True)
                 self._thread.start()
@@ -48,7 +52,7 @@ class Mirroring:
     def leased(self) -> frozenset[Path]:
         """What must stay where it is until it was brought."""
         with self._lock:
-            return frozenset(one.path for one in (self._waiting, self._under_way) if one is not None)
+            return frozenset(one.path for one in (*self._waiting, self._under_way) if one is not None)
 
     def finish(self, progress: Callable[[], None]) -> None:
         """Wait until nothing is on its way; `progress` is called whenever another file was brought."""
@@ -64,8 +68,10 @@ class Mirroring:
             while (checkpoint := self._next()) is not None:
                 try:
                     self._mirror.bring(checkpoint, self._advance)
-                    self._mirror.prune(self._keep)
+                    self._mirror.prune(self._keep, self._keep_every)
                 except Exception as error:  # whatever it is: the next one is tried, and nothing waits for a dead thread
+                    with self._lock:
+                        self._refused += filter(self._stays, [checkpoint])
                     self._tell(error)
         finally:
             with self._lock:
@@ -75,10 +81,13 @@ class Mirroring:
     def _next(self) -> Checkpoint | None:
         """What is to be brought now; None: nothing waits, and who comes later starts another thread."""
         with self._lock:
-            self._under_way, self._waiting = self._waiting, None
+            self._under_way = self._waiting.pop(0) if self._waiting else None
             if self._under_way is None:
                 self._thread = None
             return self._under_way
+
+    def _stays(self, checkpoint: Checkpoint) -> bool:
+        return self._keep_every is not None and checkpoint.step % self._keep_every == 0
 
     def _tell(self, error: Exception) -> None:
         """Once; where it cannot be told either (the disk with the journal is full, say), with the next one."""

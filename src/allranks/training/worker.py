@@ -165,7 +165,9 @@ class _Training:
         config, run = self._prepared.config, self._run
         mirroring = None
         if self._mirror is not None and self._first:
-            mirroring = Mirroring(self._mirror, config.checkpoint.keep, partial(self._warn, remedy=OPEN_MIRROR))
+            saves = config.checkpoint
+            warn = partial(self._warn, remedy=OPEN_MIRROR)
+            mirroring = Mirroring(self._mirror, saves.keep, saves.keep_every, warn)
         place = (config.checkpoint, run.checkpoints, run.id, run.attempts)
         saver = Saver(contents, self._processes, *place, self._warn, mirroring)
         if resumed_step > 0 and not lies_in(self._memory, checkpoint):
