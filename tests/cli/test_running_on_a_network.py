@@ -577,6 +577,21 @@ def test_a_firewall_before_all_ports_but_one_is_told_of_with_the_address(laborat
 
 
 @pytest.mark.full
+def test_a_host_that_joins_behind_a_firewall_is_sent_away_and_the_run_goes_on(laboratory: Laboratory) -> None:
+    machines = laboratory.train(2, "2:3", *LONG)
+    laboratory.wire.rule = lambda source, target: Link(port=PORT) if "hostc" in (source, target) else CLEAR
+    (third,) = laboratory.begin(1, "2:3", *LONG)
+    assert third.end() == 76, third.said()
+    assert "hostc does not reach hosta at 10.77.0.1:" in third.said() and "Traceback" not in third.said()
+    assert "ways between 3 hosts are closed" in third.said().strip().splitlines()[-1]
+    laboratory.go_on()
+    stop_all(machines)
+    assert "hostc cannot join: " in machines[0].said(), machines[0].said()
+    assert laboratory.worlds() == [2, 2] and [one["kind"] for one in laboratory.verdicts()] == ["join"]
+    check_samples_of_one_process(laboratory)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "link",
     [

@@ -17,11 +17,14 @@ from allranks.config_guard import GuardConfig
 from allranks.errors import ProcessError
 from allranks.failure import Failure
 from allranks.hosts_request import Endpoint
+from allranks.surviving.hosts import company as module
 from allranks.surviving.hosts.company import Company
+from allranks.surviving.hosts.doors import Ways
 from allranks.surviving.hosts.ending import Ending, Report, RunEnded
 from allranks.surviving.hosts.meeting import MeetingStore, open_meeting
 from allranks.surviving.hosts.presence import SUSPECT_SECONDS
 from allranks.surviving.hosts.seal import Seal
+from allranks.surviving.hosts.table import Table
 from allranks.surviving.interrupts import Interrupts
 from tests.free_port import free_port
 from tests.processes import wait_until
@@ -112,6 +115,41 @@ def test_hosts_join_and_go_between_least_and_most(hosts: Hosts, monkeypatch: pyt
     other._inner._stop_heartbeats()
     wait_until(lambda: leader.lost() is not None)
     assert leader.next_rendezvous().world_size == 1 and leader.lost() is None
+
+
+def test_hosts_of_a_first_round_that_do_not_reach_each_other_start_no_worker(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, other = hosts.company(), hosts.company()
+    monkeypatch.setattr(module, "look_around", lambda *words: Ways("1 of 2 ways is closed", frozenset({0, 1})))
+    for one in [hosts.beside(one.next_rendezvous) for one in (leader, other)]:
+        with pytest.raises(ProcessError, match=r"^1 of 2 ways is closed$"):
+            one.result(60)
+    assert leader.notices.ending() == Ending(76, message="1 of 2 ways is closed"), "the leader ends the run for all"
+
+
+def test_a_host_that_joins_and_is_not_reached_ends_and_the_others_go_on(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, other = (hosts.company(nodes=3, least=2) for _ in range(2))
+    looked = list[tuple[int, ...]]()
+
+    def look(notices: Any, table: Table, place: int, is_over: Callable[[], bool]) -> Ways:
+        assert not is_over()
+        looked.append(table.new)
+        return Ways("a way is closed", frozenset({2})) if len(table.members) == 3 else Ways()
+
+    monkeypatch.setattr(module, "look_around", look)
+    hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    late = hosts.company(nodes=3, least=2)
+    refused = hosts.beside(late.next_rendezvous)
+    hosts.together(leader.next_rendezvous, other.next_rendezvous)
+    with pytest.raises(ProcessError, match=r"^a way is closed$"):
+        refused.result(60)
+    assert leader.table == other.table and len(leader.table.members) == 2
+    assert leader.notices.ending() is None
+    assert looked == [(0, 1)] * 2 + [(2,)] * 3 + [()] * 2
+    assert sum("cannot join: a way is closed" in line for line in hosts.heard) == 2
 
 
 def test_who_leaves_is_waited_for_neither_by_the_next_round_nor_by_silence(

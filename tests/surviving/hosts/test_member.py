@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from allranks.config_guard import GuardConfig
 from allranks.errors import ProcessError
-from allranks.failure import TRANSIENT, Failure
+from allranks.failure import Failure
 from allranks.hosts_request import Endpoint
 from allranks.observing.heartbeat import STEP
 from allranks.surviving.hosts import member as module
@@ -403,29 +403,6 @@ def test_who_leads_after_another_says_so_once() -> None:
     leader.begin()
     leader.begin()
     assert budget.succeeded == [GONE]
-
-
-@pytest.mark.parametrize("leads", [True, False])
-def test_hosts_that_do_not_reach_each_other_start_no_worker(monkeypatch: pytest.MonkeyPatch, leads: bool) -> None:
-    others = Others(leads=leads)
-    one, _ = member(others)
-    others.table = replace(others.table, first=True)
-    monkeypatch.setattr(module, "look_around", lambda *words: "")
-    assert one.begin() == {"ALLRANKS_ATTEMPT": "3"}
-    monkeypatch.setattr(module, "look_around", lambda *words: "1 of 2 ways is closed")
-    with pytest.raises(ProcessError, match=r"^1 of 2 ways is closed$"):
-        one.begin()
-    ended = Ending(TRANSIENT, message="1 of 2 ways is closed")
-    assert others.notices.ended == (ended if leads else None), "the leader ends the run for all"
-
-    def lose(*words: object) -> str:
-        raise StoreLostError("reset")
-
-    monkeypatch.setattr(module, "look_around", lose)
-    with pytest.raises(ProcessError, match="explained: reset"):
-        one.begin()
-    others.table = replace(others.table, first=False)
-    one.begin()
 
 
 def test_a_lost_store_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

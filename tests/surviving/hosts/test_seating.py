@@ -33,7 +33,7 @@ def test_all_find_the_table_that_the_leader_has_opened(pair: tuple[Seating, Seat
     table = leader.open(5, (A, B))
     assert table is not None and (table.number, table.members, table.workers) == (5, (B, A), (2, 3)), "it comes first"
     assert other.find(5, (A, B)) == table and table.address == "127.0.0.1"
-    assert table.attempt == 7 and table.first, "a leader that opens its first one has all hosts look around"
+    assert table.attempt == 7 and table.new == (0, 1), "nobody has sat in a round before"
     listening = {
         one.laddr.ip
         for one in psutil.Process().net_connections()
@@ -44,14 +44,19 @@ def test_all_find_the_table_that_the_leader_has_opened(pair: tuple[Seating, Seat
     assert leader.open(6, (A, B)) is None, "another round has another table"
 
 
-def test_who_has_sat_in_a_round_opens_no_first_one(pair: tuple[Seating, Seating]) -> None:
+def test_who_was_reached_in_a_round_is_not_new_to_whoever_leads_later(pair: tuple[Seating, Seating]) -> None:
     leader, other = pair
-    for number in (5, 6):
+    for number, new in ((5, (0, 1)), (6, (0, 1)), (7, ())):
         leader.announce(number, (A, B))
         other.announce(number, (A, B))
         opened = leader.open(number, (A, B))
-        assert opened is not None and opened == other.find(number, (A, B)) and opened.first == (number == 5)
+        assert opened is not None and opened == other.find(number, (A, B)) and opened.new == new
+        if number == 6:  # not in 5, say, where a way was closed
+            leader.know(opened)
+            other.know(opened)
+    third = _NodeDesc("0", 3, 0)
     for one in pair:
-        one.announce(7, (A, B))
-    successor = other.open(7, (A, B))
-    assert successor is not None and not successor.first
+        one.announce(8, (third, A, B))
+    other._notices.post("member/8/0", {"workers": 1})
+    successor = other.open(8, (third, A, B))
+    assert successor is not None and [successor.members[place] for place in successor.new] == [third]

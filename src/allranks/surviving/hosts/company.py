@@ -27,17 +27,19 @@ from allranks.config_guard import GuardConfig
 from allranks.errors import ProcessError
 from allranks.failure import INTERRUPTED, TRANSIENT, Failure
 from allranks.surviving.hosts.backend import SealedBackend
+from allranks.surviving.hosts.doors import look_around
 from allranks.surviving.hosts.ending import Ending, Report, RunEnded
 from allranks.surviving.hosts.farewell import is_last
 from allranks.surviving.hosts.handler import leave_round, make_handler
 from allranks.surviving.hosts.lead import Lead
-from allranks.surviving.hosts.losses import FORGED, LOST, describe_silence, explain_loss
+from allranks.surviving.hosts.losses import FORGED, LOST, explain_loss
 from allranks.surviving.hosts.meeting import PATIENCE_SECONDS
 from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.place import MeetingPlace
 from allranks.surviving.hosts.presence import Presence
 from allranks.surviving.hosts.seal import Seal
 from allranks.surviving.hosts.seating import Seating
+from allranks.surviving.hosts.suspicion import find_lost
 from allranks.surviving.hosts.table import Table, host_of
 from allranks.surviving.interrupts import Interrupts
 
@@ -148,7 +150,7 @@ class Company(RendezvousHandler):
             while True:
                 self._inner.next_rendezvous()
                 table = self._seat(self.presence.state)
-                if table is not None:
+                if table is not None and self._all_are_reached(table):
                     break
         except (RendezvousClosedError, RendezvousGracefulExitError):
             raise RunEnded(self._how_it_ended()) from None
@@ -223,6 +225,24 @@ class Company(RendezvousHandler):
             time.sleep(POLL_SECONDS)
         return None
 
+    def _all_are_reached(self, table: Table) -> bool:
+        """Whether workers can start. Where a firewall keeps a new host apart it ends, the others meet again without."""
+        is_over = lambda: self._interrupts is not None and self._interrupts.first is not None  # noqa: E731
+        ways = look_around(self.notices, table, table.place_of(self._node), is_over)
+        if not ways.closed:
+            self.seating.know(table)
+            return True
+        if table.place_of(self._node) in ways.refused:
+            if self.leads:
+                self.end(Ending(TRANSIENT, message=ways.closed))
+            if len(ways.refused) < len(table.members):
+                leave_round(self._inner)  # the others wait for it
+            raise ProcessError(ways.closed)
+        rest = [node for place, node in enumerate(table.members) if place not in ways.refused]
+        self.tell(f"{', '.join(host_of(node) for node in {*table.members} - {*rest})} cannot join: {ways.closed}")
+        self.presence.await_survivors(self._node, rest)
+        return False
+
     def _seek_in_round(self) -> _NodeDesc | None:
         """Who leads; this host, after what a new leader has to do, where nobody did any more."""
         led = self.leads
@@ -237,30 +257,9 @@ class Company(RendezvousHandler):
         return self.presence.state.round != number or bool(self.presence.gone(members))
 
     def lost(self) -> Failure | None:
-        """A host of this round that has gone without a word, as the Failure of its first worker.
-
-        Where workers have lost their connection and nobody has said why, some seconds of silence are enough. Who has
-        reported may have left for the next round; of the leader all wait for a word even then.
-
-        Raises:
-            RendezvousError: the store has gone, or holds what no host wrote.
-        """
-        self._inner.num_nodes_waiting()
-        number, members = self.table.number, self.table.members
-        cut_off = self.notices.lost_a_peer(number, len(members))
-        gone = self.presence.gone(members)
-        for place, node in enumerate(members):
-            if node == self._node or not (node in gone or cut_off):
-                continue
-            if self.notices.has_reported(number, place):
-                lost = place == 0 and gone.get(node, 0.0) > self.guard.host_seconds
-            else:
-                lost = node in gone or self.presence.suspect(node)
-            if lost:
-                self._lead.take_for_lost(node)
-                what = describe_silence(self.guard, suspected=node not in gone)
-                return Failure(self.table.ranks(place)[0], host_of(node), node.pid, time.time(), TRANSIENT, what)
-        return None
+        """As `find_lost`, of this round."""
+        self._inner.num_nodes_waiting()  # reads the state where it is older than a second
+        return find_lost(self.table, self._node, self.notices, self.presence, self._lead, self.guard)
 
     def newcomers(self) -> tuple[str, ...]:
         """The names of hosts that wait to join the round under way."""

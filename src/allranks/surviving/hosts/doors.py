@@ -1,4 +1,5 @@
-"""Whether the hosts of a run's first round reach each other (parallel/reachable.py), before any worker starts.
+"""Whether the hosts of a run reach each other (parallel/reachable.py), before any worker of a round with new ones
+starts.
 
 They meet at one port, which a firewall may let through alone. What is said goes through the meeting, so that it comes
 through even then.
@@ -8,8 +9,8 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, final
 
 from allranks.parallel.interface import choose_interface
 from allranks.parallel.reachable import REACH_SECONDS, Door, address_on, explain, find_closed, open_door
@@ -20,10 +21,24 @@ from allranks.surviving.hosts.table import Table
 POLL_SECONDS = 0.05
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """What hosts have found, the same on every one.
+
+    Attributes:
+        closed: who does not reach whom, in one line; "" where all reach all, or nobody can say.
+        refused: the places of those that cannot take part: all of a run's first round, later who is new in it.
+    """
+
+    closed: str = ""
+    refused: frozenset[int] = frozenset()
+
+
 def look_around(
     notices: Notices, table: Table, place: int, is_over: Callable[[], bool], seconds: float = REACH_SECONDS
-) -> str:
-    """Who does not reach whom, in one line, the same on every host; "" where all reach all, or nobody can say.
+) -> Ways:
+    """Every host that is new tries the ways to all others, and all others the ways to it.
 
     Args:
         place: this host's number in the round.
@@ -38,15 +53,19 @@ def look_around(
         notices.post(f"door/{table.number}/{place}", {} if own is None else asdict(own))
         told = _hear_all(notices, f"door/{table.number}", len(table.members), is_over, seconds)
         if told is None:
-            return ""
+            return Ways()
         doors = [Door(**one) if one else None for one in told]
-        others = {node: door for node, door in enumerate(doors) if door is not None and node != place}
+        new = range(len(doors)) if place in table.new else table.new
+        others = {node: door for node in new if node != place and (door := doors[node]) is not None}
         notices.post(f"row/{table.number}/{place}", find_closed(others, seconds))
         # Nobody leaves before all have knocked.
         rows = _hear_all(notices, f"row/{table.number}", len(table.members), is_over, 2 * seconds)
     if rows is None:
-        return ""
-    return explain([door or Door("", "", 0, "") for door in doors], rows)
+        return Ways()
+    ends = {end for here, row in enumerate(rows) for there in row for end in (here, int(there))}
+    everybody = len(table.new) == len(table.members)
+    refused = (range(len(rows)) if everybody else ends & {*table.new}) if ends else ()
+    return Ways(explain([door or Door("", "", 0, "") for door in doors], rows), frozenset(refused))
 
 
 def own_address(table: Table, place: int) -> str | None:

@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, final
 
-from allranks.errors import ProcessError
 from allranks.failure import INTERRUPTED, PREEMPTED, TRANSIENT, Failure, first_failure
 from allranks.process_environment import ATTEMPT
 from allranks.surviving.hosts.company import Company
-from allranks.surviving.hosts.doors import look_around
 from allranks.surviving.hosts.ending import Ending, Report
 from allranks.surviving.hosts.hearing import Hearing
 from allranks.surviving.hosts.losses import FORGED, LOST
@@ -63,7 +61,7 @@ class Member:
             the variables that say to them of which attempt they are.
 
         Raises:
-            ProcessError: hosts do not reach each other, or the store has gone.
+            ProcessError: the store has gone.
         """
         if self._company.succeeded is not None and self._supervisor is not None:
             self._supervisor.succeeding(self._company.succeeded)
@@ -73,23 +71,7 @@ class Member:
         self._hearing = Hearing(self._company.notices, self._company.table, self._company.place)
         self._admitting = ()
         self._has_said_stopped = False
-        if self._company.table.first:
-            self._see_who_is_reached()
         return {ATTEMPT: str(self._company.table.attempt)}
-
-    def _see_who_is_reached(self) -> None:
-        """End here, before workers wait for each other, where a firewall or a wrong interface keeps hosts apart."""
-        company = self._company
-        try:
-            closed = look_around(
-                company.notices, company.table, company.place, lambda: self._interrupts.first is not None
-            )
-        except (*LOST, *FORGED) as error:
-            raise company.explain(error) from error
-        if closed and company.leads:
-            company.end(Ending(TRANSIENT, message=closed))
-        if closed:
-            raise ProcessError(closed)
 
     def watch(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> None:
         """See how this host's living workers do, and ask all hosts where something is wrong; as Supervisor.look."""

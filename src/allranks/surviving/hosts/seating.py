@@ -30,7 +30,7 @@ class Seating:
         self._node = node
         self._nproc = nproc
         self._workers_store: Store | None = None
-        self._has_sat = False
+        self._known: frozenset[_NodeDesc] = frozenset()
         self.attempt: Callable[[], int] = lambda: 0
 
     def announce(self, number: int, nodes: Nodes) -> None:
@@ -48,18 +48,21 @@ class Seating:
         leader = nodes.index(self._node)
         order = [leader, *(place for place in range(len(nodes)) if place != leader)]
         workers = tuple(int(told[place]["workers"]) for place in order)
-        attempt, first, self._has_sat = self.attempt(), not self._has_sat, True
-        seats = {"order": order, "workers": workers, "attempt": attempt, "first": first}
-        self._notices.post(f"meet/{number}", {**seats, "address": self._meeting.reached_at, "port": port})
         members = tuple(nodes[place] for place in order)
-        return Table(number, members, self._meeting.address, port, workers, attempt, first)
+        attempt, new = self.attempt(), tuple(seat for seat, node in enumerate(members) if node not in self._known)
+        seats = {"order": order, "workers": workers, "attempt": attempt, "new": new}
+        self._notices.post(f"meet/{number}", {**seats, "address": self._meeting.reached_at, "port": port})
+        return Table(number, members, self._meeting.address, port, workers, attempt, new)
 
     def find(self, number: int, nodes: Nodes) -> Table | None:
         """The others': what the leader has told; None: nothing yet."""
         found = self._notices.read(f"meet/{number}")
         if found is None:
             return None
-        self._has_sat = True
         members = tuple(nodes[place] for place in found["order"])
         place = (found["address"], found["port"])
-        return Table(number, members, *place, tuple(found["workers"]), found["attempt"], found["first"])
+        return Table(number, members, *place, tuple(found["workers"]), found["attempt"], tuple(found["new"]))
+
+    def know(self, table: Table) -> None:
+        """The hosts of this round reach each other."""
+        self._known |= {*table.members}

@@ -22,7 +22,7 @@ class Table:
         address, port: of the workers' store on the leader's host.
         workers: how many workers each of them has.
         attempt: of the run, as the leader has counted it.
-        first: whether the leader has opened none before, so that the hosts look whether they reach each other.
+        new: the places of hosts that have sat in none before, as the leader knows: all see whether they are reached.
     """
 
     number: int
@@ -31,7 +31,7 @@ class Table:
     port: int
     workers: tuple[int, ...] = ()
     attempt: int = 0
-    first: bool = False
+    new: tuple[int, ...] = ()
 
     def place_of(self, node: _NodeDesc) -> int:
         """A host's number among the members."""
