@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -101,8 +102,21 @@ def test_a_stop_stops_and_the_process_can_go_on(tmp_path: Path) -> None:
         assert process.wait() == 0
 
 
+def test_a_process_that_is_cut_off_goes_on_and_both_ends_of_its_connections_learn_of_it() -> None:
+    near, far = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener, near, far:
+        with socket.create_connection(listener.getsockname()) as here, listener.accept()[0] as there:
+            here.sendall(b"before")
+            fault_points.break_here(fault(kind="disconnect"))
+            assert there.recv(10) == b"before" and there.recv(10) == here.recv(10) == b""
+            with pytest.raises(BrokenPipeError):
+                here.sendall(b"after")
+        near.sendall(b"x")
+        assert far.recv(1) == b"x", "of one machine's own nothing is cut"
+
+
 def test_every_kind_is_tried_here() -> None:
-    tried = {"kill", "stop", "segfault", "exit", "raise", "enospc", "eio"}
+    tried = {"kill", "stop", "segfault", "exit", "raise", "enospc", "eio", "disconnect"}
     assert set(KINDS) == tried
 
 

@@ -12,11 +12,14 @@ first passing of its point that is not earlier than the one it names, so a resta
 """
 
 import atexit
+import contextlib
 import ctypes
 import errno
 import json
 import os
 import signal
+import socket
+import stat
 import threading
 import time
 from collections import Counter
@@ -28,7 +31,7 @@ from typing import Any, Final, Literal, NoReturn, final, get_args
 VARIABLE: Final = "ALLRANKS_CHAOS"
 SCHEDULE_FILE: Final = "schedule.json"
 
-Kind = Literal["kill", "stop", "segfault", "exit", "raise", "enospc", "eio"]
+Kind = Literal["kill", "stop", "segfault", "exit", "raise", "enospc", "eio", "disconnect"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 DISK_ERRORS: Final[Mapping[str, int]] = {"enospc": errno.ENOSPC, "eio": errno.EIO}
 EXIT_CODE: Final = 7  # of a fault that ends a process without a word
@@ -57,6 +60,9 @@ POINTS: Final[Mapping[str, str]] = {
 
 DISK_POINTS: Final = frozenset(name for name in POINTS if name.startswith("checkpoint."))
 """Where the system may refuse to write."""
+
+UNCONNECTED_POINTS: Final = frozenset(("start",))
+"""Where a process has no connection to others that could be cut."""
 
 ONLY_AFTER_FAULTS: Final = frozenset(("resume",))
 """What an undisturbed run never passes."""
@@ -180,7 +186,7 @@ def begin_step(step: int) -> None:
 
 
 def break_here(fault: Fault) -> None:
-    """Do to this process what the fault says. Returns where the process was only stopped, and goes on.
+    """Do to this process what the fault says. Returns where the process was only stopped or cut off, and goes on.
 
     Raises:
         OSError: the disk faults.
@@ -197,6 +203,8 @@ def break_here(fault: Fault) -> None:
             _end_without_a_word()
         case "raise":
             raise RuntimeError(f"allranks chaos: fault {fault.number}, at {fault.point} of rank {fault.rank}")
+        case "disconnect":
+            _cut_connections()
         case _:
             number = DISK_ERRORS[fault.kind]
             raise OSError(number, os.strerror(number), f"(allranks chaos: fault {fault.number}, at {fault.point})")
@@ -204,6 +212,16 @@ def break_here(fault: Fault) -> None:
 
 def _end_without_a_word() -> NoReturn:
     os._exit(EXIT_CODE)
+
+
+def _cut_connections() -> None:
+    """End every TCP connection of this process, as a network does that resets them: both ends learn of it."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it is no socket, or not there any more
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    if one.family in (socket.AF_INET, socket.AF_INET6):
+                        one.shutdown(socket.SHUT_RDWR)
 
 
 def fired_file(folder: Path, number: int) -> Path:

@@ -552,13 +552,15 @@ def test_two_hosts_that_do_not_reach_each_other_are_waited_for_and_told_of(
     before, at = laboratory.worlds(), time.time()
     laboratory.wire.rule = lambda source, target: CUT if "hosta" not in (source, target) else CLEAR
     laboratory.wait(lambda: len(laboratory.verdicts(at)) == 2, "verdicts")
+    laboratory.wait(lambda: "waiting for the network: " in machines[0].said(), "a look at all ways")
     laboratory.wire.rule = lambda source, target: CLEAR
     laboratory.wait(lambda: laboratory.worlds() == [*before, 3], "another attempt of all three")
     laboratory.go_on()
     stop_all(machines)
     record_property("restart_seconds", laboratory.seconds_lost(at))
     told = laboratory.verdicts(at)
-    assert [verdict["kind"] for verdict in told] == ["network", "restart"], told
+    assert [verdict["kind"] for verdict in told] == ["network", "restart", "network"], told
+    assert "hostb does not reach hostc at 10.77.0.3:" in told[2]["what"] and "hosta" not in told[2]["what"], told
     assert "all ranks wait in all_reduce" in told[0]["what"] and "see whether the ranks reach each" in told[0]["next"]
     check_ledgers(laboratory.run, step_of(laboratory.run))
 
@@ -587,7 +589,7 @@ def test_a_host_that_joins_behind_a_firewall_is_sent_away_and_the_run_goes_on(la
     laboratory.go_on()
     stop_all(machines)
     assert "hostc cannot join: " in machines[0].said(), machines[0].said()
-    assert laboratory.worlds() == [2, 2] and [one["kind"] for one in laboratory.verdicts()] == ["join"]
+    assert laboratory.worlds() == [2, 2] and [one["kind"] for one in laboratory.verdicts()] == ["join", "network"]
     check_samples_of_one_process(laboratory)
 
 

@@ -58,6 +58,11 @@ def test_a_thousand_kills(tmp_path: Path, record_property: Record, part: int) ->
     record_property("restart_seconds", slowest(document))
 
 
+def test_connections_that_are_cut_at_every_point_cost_a_restart_each(tmp_path: Path) -> None:
+    document = trial(tmp_path, "train.steps=90", "--points", "*:disconnect", kills=EVERY_POINT)
+    assert document["recovered"] == EVERY_POINT and document["restarts"] >= EVERY_POINT - 1  # type: ignore[operator]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["kill", "stop", "segfault", "exit", "raise", "enospc", "eio"])
 def test_every_point_and_kind(tmp_path: Path, kind: str) -> None:

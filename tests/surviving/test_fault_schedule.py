@@ -27,7 +27,9 @@ def test_choices() -> None:
     )
     assert {choice.point for choice in parse_choices(None)} == set(POINTS)
     assert {choice.point for choice in parse_choices("*:eio")} == DISK_POINTS
-    assert {choice.kind for choice in parse_choices("forward:*")} == {"kill", "stop", "segfault", "exit", "raise"}
+    anywhere = {"kill", "stop", "segfault", "exit", "raise"}
+    assert {choice.kind for choice in parse_choices("forward:*")} == {*anywhere, "disconnect"}
+    assert {choice.kind for choice in parse_choices("start:*")} == anywhere
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,7 @@ def test_choices() -> None:
         ("foward", "no such point 'foward'; did you mean 'forward'"),
         ("forward:kil", "no such kind 'kil'; did you mean 'kill'"),
         ("forward:enospc", "nothing is written at forward; enospc goes with checkpoint.stage, "),
+        ("start:disconnect", "at start a process has no connection yet"),
         ("qqq", "no such point 'qqq'; they are start, resume, "),
     ],
 )
@@ -90,6 +93,13 @@ def test_a_point_that_never_happens_is_refused_with_those_that_do() -> None:
     without = {0: {"forward": {1: 1}}}
     with pytest.raises(ConfigError, match="resume never happens"):
         draw(without, parse_choices("resume"), 1, seed=0)
+
+
+def test_one_process_has_no_connections() -> None:
+    alone = {0: PASSED[0]}
+    assert {one.kind for one in draw(alone, parse_choices("forward:disconnect,forward"), 9, seed=0)} == {"kill"}
+    with pytest.raises(ConfigError, match="one process has no connections that could be cut: give --nproc 2"):
+        draw(alone, parse_choices("*:disconnect"), 1, seed=0)
 
 
 def test_too_many_are_refused_with_how_many_fit() -> None:

@@ -117,6 +117,14 @@ def test_a_cause_is_one_line_with_the_rank(causes: tuple[str, ...]) -> None:
     assert not Incident(KILL, "restarted", causes, 5, 2, 1.0).names_rank()
 
 
+def test_of_a_connection_any_end_may_be_named_and_the_last_one_is_not_missed() -> None:
+    cut = replace(KILL, kind="disconnect", rank=0)
+    assert Incident(cut, "restarted", ("restart 1: rank 1 on h: Connection closed by peer",), 5, 2, 1.0).names_rank()
+    assert not Incident(cut, "restarted", ("restart 1: Connection closed by peer",), 5, 2, 1.0).names_rank()
+    assert Incident(cut, "went on", (), None, 0, None).recovered
+    assert not Incident(cut, "resumed", ("rank 1: x",), 5, 2, 1.0).recovered, "the supervisor starts again"
+
+
 def test_final_lines() -> None:
     assert final_lines(["rank 0 on h: no space", "bye"]) == ["rank 0 on h: no space"]
     assert final_lines(["the rank 0 on h"]) == []

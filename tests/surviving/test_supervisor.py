@@ -242,7 +242,8 @@ def test_hosts_that_join_or_leave_are_told_and_cost_nothing(tmp_path: Path) -> N
     supervisor.monitor.furthest_step = 7
     supervisor.admitting(["b"])
     supervisor.leaving(["b", "c"])
+    supervisor.parted("waiting for the network: 1 of 2 ways is closed")
     supervisor.monitor.beats.close()
-    assert [verdict.kind for verdict in told] == ["join", "leave"] and len(attempts) == 2
+    assert [verdict.kind for verdict in told] == ["join", "leave", "network"] and len(attempts) == 2
     assert told[1].what == "after step 7, which is saved, b, c leaves, asked to stop"
     assert supervisor.restarts == 0

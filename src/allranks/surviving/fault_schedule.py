@@ -12,12 +12,21 @@ from typing import final, get_args
 
 from allranks.config_keys import did_you_mean
 from allranks.errors import ConfigError
-from allranks.fault_points import DISK_ERRORS, DISK_POINTS, KINDS, ONLY_AFTER_FAULTS, POINTS, Fault, Kind
+from allranks.fault_points import (
+    DISK_ERRORS,
+    DISK_POINTS,
+    KINDS,
+    ONLY_AFTER_FAULTS,
+    POINTS,
+    UNCONNECTED_POINTS,
+    Fault,
+    Kind,
+)
 
 ANY = "*"
 RECOVERY = ("start", "resume")
 """Points that a run passes while it recovers: a fault there follows another one."""
-RESTARTED: tuple[Kind, ...] = ("kill", "stop", "segfault")
+RESTARTED: tuple[Kind, ...] = ("kill", "stop", "segfault", "disconnect")
 """What the supervisor starts workers again after; all else ends the run, or only a save."""
 FOLLOWED = 6  # one fault in so many comes while the run recovers from another
 STEPS_APART = 2
@@ -53,7 +62,9 @@ def parse_choices(text: str | None) -> tuple[Choice, ...]:
         points = tuple(POINTS) if point == ANY else (point,)
         kinds = get_args(Kind) if kind == ANY else (kind,)
         named = ANY not in (point, kind)
-        found += [Choice(p, k, named) for p in points for k in kinds if k not in DISK_ERRORS or p in DISK_POINTS]
+        if kind == "disconnect" and point in UNCONNECTED_POINTS:
+            raise ConfigError(f"'{part}': at {point} a process has no connection yet; name another point")
+        found += [Choice(p, k, named) for p in points for k in kinds if _goes_with(p, k)]
     return tuple(dict.fromkeys(found))
 
 
@@ -63,6 +74,10 @@ def draw(passed: Passed, choices: Sequence[Choice], kills: int, seed: int) -> li
     Raises:
         ConfigError: a point that was asked for never happens in this program, or there is no room for so many.
     """
+    if len(passed) == 1:
+        choices = [choice for choice in choices if choice.kind != "disconnect"]
+    if not choices:
+        raise ConfigError("one process has no connections that could be cut: give --nproc 2, or another kind of fault")
     generator = random.Random(seed)
     sites = {choice: _sites(passed, choice) for choice in choices if choice.point not in RECOVERY}
     _check_possible(passed, choices, sites)
@@ -82,6 +97,12 @@ def draw(passed: Passed, choices: Sequence[Choice], kills: int, seed: int) -> li
             f"those of checkpoints a checkpoint; give --kills {most}, more train.steps, or other --points"
         )
     return _number(chosen, followed)
+
+
+def _goes_with(point: str, kind: Kind) -> bool:
+    if kind == "disconnect":
+        return point not in UNCONNECTED_POINTS
+    return kind not in DISK_ERRORS or point in DISK_POINTS
 
 
 def _check_word(word: str, known: Sequence[str] | Mapping[str, str], noun: str) -> None:

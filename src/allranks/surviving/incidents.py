@@ -39,13 +39,19 @@ class Incident:
 
     @property
     def recovered(self) -> bool:
-        """Whether the run went on as it has to: by itself where a process was lost."""
-        wanted = ("restarted",) if self.fault.kind in RESTARTED else ("restarted", "resumed", "went on")
-        return self.recovery in wanted
+        """Whether the run went on as it has to: by itself where a process was lost.
+
+        Who loses its connections behind the last word to others does not miss them.
+        """
+        wanted = {"restarted"} if self.fault.kind in RESTARTED else {"restarted", "resumed", "went on"}
+        return self.recovery in wanted | ({"went on"} if self.fault.kind == "disconnect" else set())
 
     def names_rank(self) -> bool:
-        """Whether there is one cause, and it names the rank of the fault, or one that was lost with it."""
-        ranks = "|".join(map(str, (self.fault.rank, *self.beside)))
+        """Whether there is one cause, and it names the rank of the fault, or one that was lost with it.
+
+        Both ends of a connection that is lost see the same: any of them may be named.
+        """
+        ranks = r"\d+" if self.fault.kind == "disconnect" else "|".join(map(str, (self.fault.rank, *self.beside)))
         return len(self.causes) == 1 and re.search(rf"\brank ({ranks})\b", self.causes[0]) is not None
 
     def to_json(self) -> dict[str, object]:

@@ -239,6 +239,10 @@ class Supervisor:
         move = "nothing; another host may take the place of the lost one"
         self._supervision.tell(Verdict("restart", what, (), move))
 
+    def parted(self, apart: str) -> None:
+        """Say which hosts did not reach each other before workers start now."""
+        self._supervision.tell(Verdict("network", apart, (), "nothing; those that start now do"))
+
     def admitting(self, hosts: Sequence[str]) -> None:
         """Say that workers have saved and start again because hosts join; before they do. It costs no restart."""
         self._change_hosts("join", f"{', '.join(hosts)} joins")

@@ -136,7 +136,7 @@ def test_a_host_that_joins_and_is_not_reached_ends_and_the_others_go_on(
 
     def look(notices: Any, table: Table, place: int, is_over: Callable[[], bool]) -> Ways:
         assert not is_over()
-        looked.append(table.new)
+        looked.append(table.tried)
         return Ways("a way is closed", frozenset({2})) if len(table.members) == 3 else Ways()
 
     monkeypatch.setattr(module, "look_around", look)
@@ -148,8 +148,40 @@ def test_a_host_that_joins_and_is_not_reached_ends_and_the_others_go_on(
         refused.result(60)
     assert leader.table == other.table and len(leader.table.members) == 2
     assert leader.notices.ending() is None
-    assert looked == [(0, 1)] * 2 + [(2,)] * 3 + [()] * 2
+    assert looked == [(0, 1)] * 2 + [(2,)] * 3, "nobody is new in the last round"
     assert sum("cannot join: a way is closed" in line for line in hosts.heard) == 2
+
+
+def test_hosts_that_do_not_reach_each_other_any_more_meet_again_until_they_do(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, other = pair = (hosts.company(join_seconds=4.0), hosts.company(join_seconds=4.0))
+    monkeypatch.setattr(module, "look_around", lambda *words: Ways())
+    hosts.together(*(one.next_rendezvous for one in pair))
+    first = leader.table.number
+    closed = {first + 1, first + 2}
+
+    def look(notices: Any, table: Table, place: int, is_over: Callable[[], bool]) -> Ways:
+        assert table.tried == (0, 1) and table.new == ()
+        return Ways("a way is closed") if table.number in closed else Ways()
+
+    monkeypatch.setattr(module, "look_around", look)
+    leader.seating.doubts = True
+    hosts.together(*(one.next_rendezvous for one in pair))
+    assert leader.table == other.table and leader.table.number == first + 3 and len(leader.table.members) == 2
+    assert hosts.heard.count("waiting for the network: a way is closed") == 4
+    assert leader.apart == "waiting for the network: a way is closed"
+
+    def wait_and_look(*words: Any) -> Ways:
+        time.sleep(0.5)
+        return Ways("a way is closed")
+
+    monkeypatch.setattr(module, "look_around", wait_and_look)
+    leader.seating.doubts = True
+    for one in [hosts.beside(one.next_rendezvous) for one in pair]:
+        with pytest.raises((ProcessError, RunEnded)):
+            one.result(60)
+    assert leader.notices.ending() == Ending(76, message="a way is closed"), "after guard.join_seconds"
 
 
 def test_who_leaves_is_waited_for_neither_by_the_next_round_nor_by_silence(

@@ -20,7 +20,7 @@ from allranks.surviving.hosts.seal import Seal
 from allranks.surviving.hosts.table import Table
 
 MEMBERS = tuple(_NodeDesc(name, 8, 0) for name in "abc")
-TABLE = Table(4, MEMBERS, "127.0.0.1", 1234, (1, 2, 1), new=(0, 1, 2))
+TABLE = Table(4, MEMBERS, "127.0.0.1", 1234, (1, 2, 1), new=(0, 1, 2), tried=(0, 1, 2))
 
 
 def board() -> Notices:
@@ -65,9 +65,17 @@ def test_later_only_who_is_new_is_tried_and_refused(
 
     monkeypatch.setattr(module, "open_door", open_here)
     monkeypatch.setattr(module, "find_closed", lambda others, seconds: find(places[str(threading.get_ident())], others))
-    told = together(board(), table=replace(TABLE, new=(2,)))
+    told = together(board(), table=replace(TABLE, new=(2,), tried=(2,)))
     assert len(set(told)) == 1 and told[0].refused == refused and bool(told[0].closed) == bool(refused)
     assert sorted(tried) == [(0, 2), (1, 2), (2, 0, 1)]
+
+
+def test_of_hosts_that_were_reached_before_all_are_tried_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        module, "find_closed", lambda others, seconds: {"2": "timed out"} if {1, 2} == {*others} else {}
+    )
+    told = together(board(), table=replace(TABLE, new=()))
+    assert len(set(told)) == 1 and told[0].closed.startswith("1 of 6 ways") and told[0].refused == frozenset()
 
 
 def test_a_host_without_an_address_of_its_own_is_not_knocked_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,8 @@ class Others:
         self.waiting: tuple[str, ...] = ()
         self.succeeded: Failure | None = None
         self.time_ended = False
+        self.seating = SimpleNamespace(doubts=None)
+        self.apart = ""
         self.least = 2
 
     def seek(self) -> bool:
@@ -121,6 +123,7 @@ class Budget:
         self.causes: list[Failure] = []
         self.admitted: list[tuple[str, ...]] = []
         self.left: list[list[str]] = []
+        self.parts: list[str] = []
         self.succeeded: list[Failure] = []
         self.steps = [0]
         self.over = False
@@ -141,6 +144,9 @@ class Budget:
 
     def conclude(self, failure: Failure) -> Failure:
         return failure
+
+    def parted(self, apart: str) -> None:
+        self.parts.append(apart)
 
     def admitting(self, hosts: tuple[str, ...]) -> None:
         self.admitted.append(hosts)
@@ -180,10 +186,30 @@ def test_a_failure_elsewhere_is_judged_by_the_leader_and_again_means_all() -> No
     others.said[1] = Report(76, KILLED)
     assert leader.settle(Outcome(76, CLOSED)) == "again"
     assert budget.causes == [KILLED], "the cause, not the consequence that came earlier"
+    assert others.seating.doubts is False, "nothing says that the network is to blame"
     leader.begin()
     others.said = [None, Report(76, KILLED)]
     assert leader.settle(Outcome(76, CLOSED)) == "end" and leader.outcome == Outcome(76, KILLED)
     assert others.notices.ended == Ending(76, KILLED)
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_who_did_not_reach_whom_is_told_once_by_the_leader(leads: bool) -> None:
+    others, budget = Others(leads=leads), Budget(1)
+    one, _ = member(others, budget)
+    others.apart = "waiting for the network: 1 of 2 ways is closed"
+    one.begin()
+    one.begin()
+    assert budget.parts == (["waiting for the network: 1 of 2 ways is closed"] if leads else [])
+
+
+@pytest.mark.parametrize("failure", [CLOSED, replace(KILLED, hung=True)], ids=["a connection lost", "a hang"])
+def test_what_the_network_may_have_done_has_all_ways_tried(failure: Failure) -> None:
+    others, budget = Others(), Budget(1)
+    leader, _ = member(others, budget)
+    others.said[1] = Report(76, failure)
+    assert leader.settle(Outcome(76, failure)) == "again"
+    assert others.seating.doubts is True
 
 
 @pytest.mark.parametrize("fast_seconds", [-20.0, 0.0, 20.0])

@@ -33,7 +33,7 @@ def test_all_find_the_table_that_the_leader_has_opened(pair: tuple[Seating, Seat
     table = leader.open(5, (A, B))
     assert table is not None and (table.number, table.members, table.workers) == (5, (B, A), (2, 3)), "it comes first"
     assert other.find(5, (A, B)) == table and table.address == "127.0.0.1"
-    assert table.attempt == 7 and table.new == (0, 1), "nobody has sat in a round before"
+    assert table.attempt == 7 and table.new == table.tried == (0, 1), "nobody has sat in a round before"
     listening = {
         one.laddr.ip
         for one in psutil.Process().net_connections()
@@ -54,6 +54,11 @@ def test_who_was_reached_in_a_round_is_not_new_to_whoever_leads_later(pair: tupl
         if number == 6:  # not in 5, say, where a way was closed
             leader.know(opened)
             other.know(opened)
+    leader.doubts = True
+    opened = leader.open(7, (A, B))
+    assert opened is not None and opened == other.find(7, (A, B)) and (opened.new, opened.tried) == ((), (0, 1))
+    leader.know(opened)
+    assert not leader.doubts, "they are reached"
     third = _NodeDesc("0", 3, 0)
     for one in pair:
         one.announce(8, (third, A, B))

@@ -10,13 +10,13 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousError,
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
@@ -30,7 +30,7 @@ from allranks.surviving.hosts.backend import SealedBackend
 from allranks.surviving.hosts.doors import look_around
 from allranks.surviving.hosts.ending import Ending, Report, RunEnded
 from allranks.surviving.hosts.farewell import is_last
-from allranks.surviving.hosts.handler import leave_round, make_handler
+from allranks.surviving.hosts.handler import QuietRendezvous, leave_round, make_handler
 from allranks.surviving.hosts.lead import Lead
 from allranks.surviving.hosts.losses import FORGED, LOST, explain_loss
 from allranks.surviving.hosts.meeting import PATIENCE_SECONDS
@@ -49,7 +49,7 @@ SEEK_SECONDS = 0.5  # between two looks whether anybody leads
 
 
 @final
-class Company(RendezvousHandler):
+class Company(QuietRendezvous):
     """The rendezvous of an agent among others.
 
     Attributes:
@@ -60,6 +60,7 @@ class Company(RendezvousHandler):
         presence: which hosts live.
         on_lead: called when this host leads after another one, before a round begins; what that was lost by.
         succeeded: what `on_lead` has told, until somebody has taken it from here.
+        apart: likewise, which hosts did not reach each other before the round under way began; or "".
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Company(RendezvousHandler):
         self.table = Table(0, (), "", 0)
         self.on_lead: Callable[[], Failure | None] = lambda: None
         self.succeeded: Failure | None = None
+        self.apart = ""
         self._meeting, self._nodes, self.least = meeting, nodes, least
         self.guard, self.tell = guard, tell
         self._interrupts: Interrupts | None = None
@@ -108,19 +110,6 @@ class Company(RendezvousHandler):
         """From now on a request to stop ends also the waiting for others."""
         self._interrupts = interrupts
 
-    def get_backend(self) -> str:
-        """The name in torchelastic's events."""
-        return "allranks"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Workers connect to a store of the leader's agent; rank 0 serves none."""
-        return True
-
-    def get_run_id(self) -> str:
-        """A name for the workers' environment."""
-        return "allranks"
-
     def is_closed(self) -> bool:
         """Whether the run has ended for all."""
         return bool(self._inner.is_closed())
@@ -128,14 +117,6 @@ class Company(RendezvousHandler):
     def set_closed(self) -> None:
         """Let nobody join any more."""
         self._inner.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        """None that torchelastic has to see to: the member does (member.py)."""
-        return 0
-
-    def shutdown(self) -> bool:
-        """Nothing: `leave` does it."""
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The next round: wait for all hosts, and agree on the workers' ranks and store.
@@ -226,22 +207,33 @@ class Company(RendezvousHandler):
         return None
 
     def _all_are_reached(self, table: Table) -> bool:
-        """Whether workers can start. Where a firewall keeps a new host apart it ends, the others meet again without."""
-        is_over = lambda: self._interrupts is not None and self._interrupts.first is not None  # noqa: E731
-        ways = look_around(self.notices, table, table.place_of(self._node), is_over)
+        """Whether workers can start. Who is new and kept apart ends; the others meet again, until they are reached."""
+        if not table.tried:
+            return True
+        ways = look_around(self.notices, table, table.place_of(self._node), partial(self._is_off, table))
+        if self._is_over(table.number, tuple(sorted(table.members))):
+            return False
         if not ways.closed:
             self.seating.know(table)
             return True
-        if table.place_of(self._node) in ways.refused:
+        assert self._joining_since is not None
+        too_late = time.monotonic() - self._joining_since > self.guard.join_seconds
+        if too_late or table.place_of(self._node) in ways.refused:
             if self.leads:
                 self.end(Ending(TRANSIENT, message=ways.closed))
-            if len(ways.refused) < len(table.members):
+            if not too_late and len(ways.refused) < len(table.members):
                 leave_round(self._inner)  # the others wait for it
             raise ProcessError(ways.closed)
         rest = [node for place, node in enumerate(table.members) if place not in ways.refused]
-        self.tell(f"{', '.join(host_of(node) for node in {*table.members} - {*rest})} cannot join: {ways.closed}")
+        apart = ", ".join(host_of(table.members[place]) for place in sorted(ways.refused))
+        self.apart = f"{apart} cannot join: {ways.closed}" if apart else f"waiting for the network: {ways.closed}"
+        self.tell(self.apart)
         self.presence.await_survivors(self._node, rest)
         return False
+
+    def _is_off(self, table: Table) -> bool:
+        asked = self._interrupts is not None and self._interrupts.first is not None
+        return asked or self._is_over(table.number, tuple(sorted(table.members)))
 
     def _seek_in_round(self) -> _NodeDesc | None:
         """Who leads; this host, after what a new leader has to do, where nobody did any more."""

@@ -28,7 +28,8 @@ class Ways:
 
     Attributes:
         closed: who does not reach whom, in one line; "" where all reach all, or nobody can say.
-        refused: the places of those that cannot take part: all of a run's first round, later who is new in it.
+        refused: the places of those that cannot take part: all of a run's first round, later who is new in it; none
+            where hosts that were reached before are not: their network may come back.
     """
 
     closed: str = ""
@@ -38,7 +39,7 @@ class Ways:
 def look_around(
     notices: Notices, table: Table, place: int, is_over: Callable[[], bool], seconds: float = REACH_SECONDS
 ) -> Ways:
-    """Every host that is new tries the ways to all others, and all others the ways to it.
+    """Every host that is `tried` tries the ways to all others, and all others the ways to it.
 
     Args:
         place: this host's number in the round.
@@ -55,8 +56,8 @@ def look_around(
         if told is None:
             return Ways()
         doors = [Door(**one) if one else None for one in told]
-        new = range(len(doors)) if place in table.new else table.new
-        others = {node: door for node in new if node != place and (door := doors[node]) is not None}
+        tried = range(len(doors)) if place in table.tried else table.tried
+        others = {node: door for node in tried if node != place and (door := doors[node]) is not None}
         notices.post(f"row/{table.number}/{place}", find_closed(others, seconds))
         # Nobody leaves before all have knocked.
         rows = _hear_all(notices, f"row/{table.number}", len(table.members), is_over, 2 * seconds)

@@ -66,6 +66,9 @@ class Member:
         if self._company.succeeded is not None and self._supervisor is not None:
             self._supervisor.succeeding(self._company.succeeded)
             self._company.succeeded = None
+        if self._company.apart and self._company.leads and self._supervisor is not None:
+            self._supervisor.parted(self._company.apart)
+        self._company.apart = ""
         self._reported_at = self._lost = self._hung = None
         self._workers, self._moments = ({}, {}), Moments()
         self._hearing = Hearing(self._company.notices, self._company.table, self._company.place)
@@ -218,6 +221,7 @@ class Member:
             code = next((one.exit_code for one in said if one.stopped and one.exit_code), cause.exit_code)
             return self._end(Ending(code, None if cause.consequence else cause), outcome)
         if self._supervisor is not None and self._supervisor.may_restart(cause):
+            company.seating.doubts = cause.consequence or cause.hung
             self._supervisor.restarting(cause)
             return "again"
         if self._supervisor is not None:

@@ -22,6 +22,7 @@ class Seating:
 
     Attributes:
         attempt: the leader's: which attempt of the run a round is.
+        doubts: the leader's: whether hosts that have sat together may not reach each other any more.
     """
 
     def __init__(self, meeting: MeetingPlace, notices: Notices, node: _NodeDesc, nproc: int) -> None:
@@ -32,6 +33,7 @@ class Seating:
         self._workers_store: Store | None = None
         self._known: frozenset[_NodeDesc] = frozenset()
         self.attempt: Callable[[], int] = lambda: 0
+        self.doubts = False
 
     def announce(self, number: int, nodes: Nodes) -> None:
         """Say how many workers this host has in a round of these nodes, in whichever order all have them."""
@@ -50,9 +52,10 @@ class Seating:
         workers = tuple(int(told[place]["workers"]) for place in order)
         members = tuple(nodes[place] for place in order)
         attempt, new = self.attempt(), tuple(seat for seat, node in enumerate(members) if node not in self._known)
-        seats = {"order": order, "workers": workers, "attempt": attempt, "new": new}
+        tried = tuple(range(len(members))) if self.doubts else new
+        seats = {"order": order, "workers": workers, "attempt": attempt, "new": new, "tried": tried}
         self._notices.post(f"meet/{number}", {**seats, "address": self._meeting.reached_at, "port": port})
-        return Table(number, members, self._meeting.address, port, workers, attempt, new)
+        return Table(number, members, self._meeting.address, port, workers, attempt, new, tried)
 
     def find(self, number: int, nodes: Nodes) -> Table | None:
         """The others': what the leader has told; None: nothing yet."""
@@ -60,9 +63,10 @@ class Seating:
         if found is None:
             return None
         members = tuple(nodes[place] for place in found["order"])
-        place = (found["address"], found["port"])
-        return Table(number, members, *place, tuple(found["workers"]), found["attempt"], tuple(found["new"]))
+        store, of_run = (found["address"], found["port"]), (tuple(found["workers"]), found["attempt"])
+        return Table(number, members, *store, *of_run, tuple(found["new"]), tuple(found["tried"]))
 
     def know(self, table: Table) -> None:
         """The hosts of this round reach each other."""
         self._known |= {*table.members}
+        self.doubts = False

@@ -22,7 +22,9 @@ class Table:
         address, port: of the workers' store on the leader's host.
         workers: how many workers each of them has.
         attempt: of the run, as the leader has counted it.
-        new: the places of hosts that have sat in none before, as the leader knows: all see whether they are reached.
+        new: the places of hosts that have sat in none before, as the leader knows.
+        tried: the places of hosts of which all see whether they are reached: the new ones, and after a round in which
+            connections were lost, or nothing went on, all.
     """
 
     number: int
@@ -32,6 +34,7 @@ class Table:
     workers: tuple[int, ...] = ()
     attempt: int = 0
     new: tuple[int, ...] = ()
+    tried: tuple[int, ...] = ()
 
     def place_of(self, node: _NodeDesc) -> int:
         """A host's number among the members."""
