@@ -17,6 +17,7 @@ from allranks.data.micro_step import MicroStep, StepBatch
 from allranks.data.random_keys import mix, seed_all
 from allranks.errors import LayoutError, TaskError
 from allranks.parallel.average import average_gradients
+from allranks.stepping.fed import fed
 from allranks.stepping.optimizer import Optimizers
 from allranks.stepping.passes import Forward, Passes, Scale, StepSums, ledger_of, micro_forward, tell_nonfinite
 
@@ -90,7 +91,8 @@ class AlternatingPasses(Passes):
     def _advance(self, generator: Iterator[Yielded], micro_step: MicroStep, turn: int) -> Yielded | None:
         fault_points.reach("forward")
         seed_all(mix(micro_step.random_key, turn))
-        with micro_forward(self._spread, micro_step.weight) as rows, self._forward.autocast():
+        own = micro_forward(self._spread, micro_step.weight)
+        with fed(micro_step), own as rows, self._forward.autocast():
             yielded: object = next(generator, None)
         if rows.asked and self._spread.mesh.layout.local_sgd is not None:
             raise LayoutError(

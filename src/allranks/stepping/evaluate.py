@@ -14,6 +14,7 @@ from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
 from allranks.parallel.gather import RanksRows
 from allranks.parallel.spread import Spread
+from allranks.stepping.fed import fed
 from allranks.stepping.passes import Forward, buffers_kept
 from allranks.task import Task
 from allranks.task_world import rows_of
@@ -44,7 +45,7 @@ def evaluate(forward: Forward, batches: Iterable[MicroStep], group: dist.Process
             fault_points.reach("evaluate")
             seed_all(micro_step.random_key)
             batch = forward.place(micro_step.batch)
-            with spread.batch_norms.counting(micro_step.weight > 0):
+            with fed(micro_step), spread.batch_norms.counting(micro_step.weight > 0):
                 output = forward(batch)
             if not spread.mesh.has_output:
                 continue  # the last stage of the pipeline tells

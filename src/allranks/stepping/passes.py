@@ -22,6 +22,7 @@ from allranks.parallel.pipeline import Payload
 from allranks.parallel.replicate import REPLICAS
 from allranks.parallel.spread import Spread
 from allranks.parallel.stage_transport import signature_of
+from allranks.stepping.fed import fed
 from allranks.task import Task
 from allranks.task_world import rows_of
 
@@ -148,7 +149,7 @@ class PlainPasses(Passes):
     def _backward(self, micro_step: MicroStep, scale: Scale) -> torch.Tensor:
         fault_points.reach("forward")
         seed_all(micro_step.random_key)
-        with micro_forward(self._spread, micro_step.weight):
+        with fed(micro_step), micro_forward(self._spread, micro_step.weight):
             batch = self._forward.place(micro_step.batch)
             loss = self._forward.task.loss(self._forward(batch), batch)
         fault_points.reach("backward")

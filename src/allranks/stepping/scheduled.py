@@ -13,6 +13,7 @@ from allranks.data.random_keys import mix, seed_all
 from allranks.errors import LayoutError
 from allranks.parallel.pipeline import Payload
 from allranks.parallel.stage_transport import Signature, signature_of
+from allranks.stepping.fed import fed
 from allranks.stepping.passes import (
     Forward,
     Passes,
@@ -96,7 +97,7 @@ class ScheduledPasses(Passes):
         fault_points.reach("forward")
         # The first stage draws as one device does; each other has numbers of its own (law 6).
         seed_all(mix(micro_step.random_key, stage) if stage else micro_step.random_key)
-        with micro_forward(self._spread, micro_step.weight):
+        with fed(micro_step), micro_forward(self._spread, micro_step.weight):
             output = self._forward.run_stage(placed, stage, received)
             if stage < self._stages.pipeline.last:
                 found: Payload = output
