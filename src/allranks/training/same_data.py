@@ -19,6 +19,7 @@ KEPT, SEED = "fingerprint", "fingerprint_seed"
 """Their keys in what a checkpoint keeps of the dataset: the digests, and the seed under which samples were drawn."""
 
 GO_ON = "guard.data=warn goes on with it"
+NOT_COMPARED = "samples are not compared with other ranks' or earlier ones"
 
 
 @final
@@ -54,21 +55,20 @@ def compare_data(
     told = _tell_each_other(take_fingerprint(stream), processes)
     now: Fingerprint = told[0][1]
     kept = {} if checkpoint is None else _kept(checkpoint, stream)
-    found: list[tuple[str, AllranksError]] = []
+    found: list[tuple[str, type[AllranksError], str]] = []
     for rank, (host, theirs) in enumerate(told):
         if others := find_others(now, theirs):
-            found.append((others[0], DataError(_of_ranks(others, theirs, rank, host, len(now)))))
+            found.append((others[0], DataError, _of_ranks(others, theirs, rank, host, len(now))))
             break
     if checkpoint is not None and (others := find_others(kept, now)):
-        found.append((others[0], CheckpointError(_of_before(others, now, checkpoint))))
-    for number, error in found:
+        found.append((others[0], CheckpointError, _of_before(others, now, checkpoint)))
+    for number, error, what in found:
         if not _is_the_same_twice(stream, int(number), processes):
-            what = "samples are not compared with other ranks' or earlier ones"
             because = f"dataset('train')[{number}] is another one each time it is loaded"
-            return SameData(decisions=(Decision(what, because),))
+            return SameData(decisions=(Decision(NOT_COMPARED, because),))
         if follows == "stop":
-            raise error
-    return SameData(now, tuple(str(error) for _, error in found))
+            raise error(f"{what} ({GO_ON})")
+    return SameData(now, tuple(what for *_, what in found))
 
 
 def _tell_each_other(mine: Fingerprint, processes: Processes) -> list[tuple[str, Fingerprint]]:
@@ -101,14 +101,14 @@ def _kept(checkpoint: Checkpoint, stream: DataStream) -> Fingerprint:
 def _of_ranks(others: list[str], theirs: Fingerprint, rank: int, host: str, looked_at: int) -> str:
     return (
         f"{_name(others[0], theirs)} on rank {rank} ({host}) than on rank 0, {_count(others, looked_at)}: every "
-        f"process has to see the same data; compare the copies on the hosts ({GO_ON})"
+        f"process has to see the same data; compare the copies on the hosts"
     )
 
 
 def _of_before(others: list[str], now: Fingerprint, checkpoint: Checkpoint) -> str:
     return (
         f"{_name(others[0], now)} than when {checkpoint.path.name} was written, {_count(others, len(now))}: the data "
-        f"was damaged or replaced meanwhile; bring the old data back, or start a new run ({GO_ON})"
+        f"was damaged or replaced meanwhile; bring the old data back, or start a new run"
     )
 
 

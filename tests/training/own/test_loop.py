@@ -1,8 +1,10 @@
 """What happens around the user's own lines: boundaries, ends, stops, checkpoints and what is told of them."""
 
+import io
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,35 @@ def test_one_stream_has_one_end(pool: Pools, tmp_path: Path) -> None:
         ]
     ]
     assert saved(tmp_path / "run") == [4]
+
+
+class Other(Samples):
+    """Of which the samples from 20 on are others."""
+
+    def __getitem__(self, index: int) -> Any:
+        item = super().__getitem__(index)
+        return item if index < 20 else item | {"x": item["x"] + 1}
+
+
+@pytest.mark.parametrize(("first", "second"), [(Samples, Samples), (Samples, Other)])
+def test_a_resume_says_that_samples_are_not_what_they_were(
+    pool: Pools, tmp_path: Path, first: type[Samples], second: type[Samples]
+) -> None:
+    def case(dataset: type[Samples], epochs: int) -> tuple[int, str]:
+        told = io.StringIO()
+        with redirect_stderr(told), allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+            model = world.parallelize(Net())
+            optimizer = world.optimizer(model, sgd)
+            stream = world.stream(dataset(), global_batch=10, epochs=epochs)
+            before = world.resume(model, optimizer, stream)
+            for batch in stream:
+                train_on(world, model, optimizer, batch)
+            return before, told.getvalue()
+
+    assert [before for before, _ in pool(2).run(case, first, 1)] == [0, 0]
+    (before, said), (_, nothing) = pool(2).run(case, second, 2)
+    assert before == 4 and "warning" not in nothing, "rank 0 says it, and goes on"
+    assert ("] is another sample than when step-00000004 was written, " in said) == (second is Other), said
 
 
 def test_a_finished_run_is_not_done_again(pool: Pools, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -17,6 +18,7 @@ from allranks.training.own.ground import Ground
 from allranks.training.own.run import Logbook, check_numbers
 from allranks.training.own.step import OwnStep
 from allranks.training.own.turn import FinishedStep
+from allranks.training.same_data import compare_data
 from allranks.training.saver import Saver
 from allranks.training.snapshot import Contents, find_checkpoint
 from allranks.training.stop import StopRequests
@@ -31,6 +33,7 @@ class OwnLoop:
         order: the order of samples, and the position in it.
         done: optimizer steps finished since the first start of the run.
         exit_code: what the process ends with, where a stop was agreed; else 0.
+        logbook: the open Run's, or None.
     """
 
     def __init__(self, ground: Ground, step: OwnStep, order: DataStream, make_loader: Callable[[], Loader]) -> None:
@@ -42,7 +45,7 @@ class OwnLoop:
         self._make_loader = make_loader
         self._stops: list[StopRequests] = []
         step.stop_requested = self._stop_requested
-        self._logbook: Logbook | None = None
+        self.logbook: Logbook | None = None
         self._saver: Saver | None = None
         self._every: int | None = None
         self._active: Generator[Any, None, None] | None = None
@@ -56,19 +59,13 @@ class OwnLoop:
         self._sharded = order.order == "sharded"
         self._lag = 1 if ground.device.type == "cuda" and not self._sharded else 0
 
-    @property
-    def logbook(self) -> Logbook | None:
-        """The open Run's, or None."""
-        return self._logbook
-
     def open(self) -> Logbook:
         """The Run directory, opened where it is not yet; collective."""
-        if self._logbook is None:
-            self._logbook = Logbook(
-                self._ground.open_run(self._ground.config), self._ground.processes, self.order.steps_total
-            )
-            introduce(self._logbook, self._ground, self.order)
-        return self._logbook
+        if self.logbook is None:
+            ground = self._ground
+            self.logbook = Logbook(ground.open_run(ground.config), ground.processes, self.order.steps_total)
+            introduce(self.logbook, self._ground, self.order)
+        return self.logbook
 
     def resume(self, contents: Contents) -> int:
         """Name what is kept, and take the newest good checkpoint's; the step at which it stands, or 0; collective.
@@ -81,10 +78,13 @@ class OwnLoop:
         logbook, processes = self.open(), self._ground.processes
         run = logbook.run
         found, skipped = find_checkpoint(run.checkpoints, run.id, processes)
-        for reason in skipped:
-            logbook.say(f"warning: passed over a newer checkpoint: {reason}")
+        warnings = [f"passed over a newer checkpoint: {reason}" for reason in skipped]
         if found is None and run.attempts > 1:
-            logbook.say("warning: there is no checkpoint yet: the run starts from the beginning")
+            warnings.append("there is no checkpoint yet: the run starts from the beginning")
+        data = compare_data(self.order, found, processes, "warn")
+        for warning in (*warnings, *data.warnings):
+            logbook.say(f"warning: {warning}")
+        contents = replace(contents, fingerprint=data.fingerprint)
         saver = Saver(contents, processes, self._ground.config.checkpoint, run.checkpoints, run.id, run.attempts)
         if found is not None:
             for decision in contents.load(found):
@@ -132,23 +132,23 @@ class OwnLoop:
 
     def evaluated(self, metrics: Mapping[str, float], seconds: float) -> None:
         """Record an evaluation of the model as it stands."""
-        if self._logbook is not None and metrics:
+        if self.logbook is not None and metrics:
             self._tell()
             samples, rounded = self.order.position, round(seconds, 6)
-            self._logbook.write("evaluation", step=self.done, samples=samples, metrics=dict(metrics), seconds=rounded)
+            self.logbook.write("evaluation", step=self.done, samples=samples, metrics=dict(metrics), seconds=rounded)
 
     def say(self, line: str) -> None:
-        """Rank 0: one line on standard error, and in the log."""
-        if self._logbook is not None:
-            self._logbook.say(line)
+        """Rank 0: one line on standard error."""
+        if self.logbook is not None:
+            self.logbook.say(line)
 
     def decide(self, decision: Decision) -> bool:
         """Tell of a decision that was made after the start; False where the start is still to come."""
-        if self._logbook is None:
+        if self.logbook is None:
             return False
         if self._ground.processes.rank == 0:
-            self._logbook.write("decision", what=decision.what, because=decision.because)
-            self._logbook.say(str(decision))
+            self.logbook.write("decision", what=decision.what, because=decision.because)
+            self.logbook.say(str(decision))
         return True
 
     def finish(self) -> None:
@@ -163,9 +163,9 @@ class OwnLoop:
             self._active.close()
         for stops in self._stops:
             stops.restore()
-        if self._logbook is not None:
+        if self.logbook is not None:
             reason = "failed" if error is not None else "stopped" if self.exit_code else "done"
-            self._logbook.close(reason, error, self._ground.stopwatch.totals())
+            self.logbook.close(reason, error, self._ground.stopwatch.totals())
 
     def _iterate(self) -> Generator[Any, None, None]:
         if self.exit_code:
@@ -261,7 +261,7 @@ class OwnLoop:
 
     def _tell(self) -> None:
         finished, logged = self._finished, dict(self._logged)
-        if finished is None or self._told or self._logbook is None:
+        if finished is None or self._told or self.logbook is None:
             return
         self._told = True
 
@@ -269,7 +269,7 @@ class OwnLoop:
             # On the recorder's thread: the loop waits for nothing here.
             return finished.values() | {name: float(value) for name, value in logged.items()}
 
-        self._logbook.record(
+        self.logbook.record(
             StepRecord(finished.number, finished.samples, finished.size, finished.lr, finished.seconds, ready)
         )
 
