@@ -78,9 +78,10 @@ def test_the_program_works_on_a_cpu(tmp_path: Path) -> None:
     )
     assert out.exists(), ran.stderr
     rows = {row["what"]: row for row in json.loads(out.read_text())["checks"]}
-    assert rows["losses of ours and raw"]["ok"] and rows["float32"]["ok"] and rows["bfloat16"]["ok"], ran.stdout
-    assert all(row["ok"] is None for what, row in rows.items() if what.startswith(("offload", "mfu", "speed")))
-    assert ran.returncode == any(row["ok"] is False for row in rows.values())
+    on_a_gpu = {what for what in rows if what.startswith(("offload", "mfu", "speed", "memory"))}
+    assert len(on_a_gpu) == 6 and all(rows[what]["ok"] is None for what in on_a_gpu)
+    assert len(rows) > 15 and all(row["ok"] is True for what, row in rows.items() if what not in on_a_gpu), ran.stdout
+    assert ran.returncode == 0
 
 
 @pytest.mark.full

@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of two narrow layers: whether the program works")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--jobs", type=int, default=1, help="modes that are checked at a time")
+    parser.add_argument("--jobs", type=int, default=1, choices=range(1, 17), help="modes that are checked at a time")
     parser.add_argument("--only", default="speed,checks,tests")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--one", choices=("raw", "ours"), help=argparse.SUPPRESS)
