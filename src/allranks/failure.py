@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from allranks.errors import AllranksError, MemoryShortError, RollbackError, worker_exit_code
+from allranks.raised import render_raised, without_our_frames
 
 DONE, RAISED, PREEMPTED, TRANSIENT, NO_PROGRESS, INTERRUPTED = 0, 1, 75, 76, 93, 130
 STOPS = (PREEMPTED, INTERRUPTED)
@@ -121,8 +122,8 @@ class Failure:
 
 def describe_error(error: BaseException, rank: int, step: int | None = None) -> Failure:
     """The Failure of an exception that ended a worker; `step`: the last one that it has done, where it counts them."""
-    message = "".join(traceback.format_exception_only(error)).strip()
-    failure = Failure(rank, socket.gethostname(), os.getpid(), time.time(), RAISED, message.splitlines()[-1])
+    text, message = render_raised(error)
+    failure = Failure(rank, socket.gethostname(), os.getpid(), time.time(), RAISED, message)
     if isinstance(error, AllranksError):
         told = replace(failure, exit_code=worker_exit_code(error), message=str(error), consequence=_lost_a_peer(error))
         divisible = isinstance(error, MemoryShortError) and error.divisible
@@ -134,10 +135,9 @@ def describe_error(error: BaseException, rank: int, step: int | None = None) -> 
         assert isinstance(code, int)
         given = "" if error.code is None else repr(error.code)
         message = f"the user's code ended the process{_after(step)}: sys.exit({given})"
-        frames = "".join(traceback.format_tb(_without_our_frames(error).__traceback__))
+        frames = "".join(traceback.format_tb(without_our_frames(error).__traceback__))
         return replace(failure, exit_code=code, message=message, traceback=f"{TRACEBACK}\n{frames}{message}\n")
     lost = _lost_a_peer(error)
-    text = "".join(traceback.format_exception(_without_our_frames(error)))
     return replace(failure, exit_code=TRANSIENT if lost else RAISED, traceback=text, consequence=lost)
 
 
@@ -271,18 +271,6 @@ def _lost_a_peer(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def _without_our_frames(error: BaseException) -> BaseException:
-    """Drop the frames above the worker's entry: they are the same for every error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and _starts_workers(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    return error.with_traceback(trace)
-
-
-def _starts_workers(filename: str) -> bool:
-    return filename == __file__ or Path(filename).parent == Path(__file__).parent / "surviving"
 
 
 def _tell_torchrun(failure: Failure) -> None:

@@ -78,7 +78,7 @@ def test_a_token_outside_of_the_vocabulary_is_told_last_with_its_sample(tmp_path
     (tmp_path / "task.py").write_text(WORDS)
     words = ("--nproc", "2", "--layout", layout, "--run", "run", "train.global_batch=8", "train.steps=20")
     ran = allranks("train", "task.py", *words, folder=tmp_path, check=1)
-    error, fed_samples, asked = ran.stderr.strip().splitlines()[-3:]
+    fed_samples, asked, error = ran.stderr.strip().splitlines()[-3:]
     assert error == "IndexError: index out of range in self"
     assert fed_samples.startswith("allranks: in a forward of samples ") and "37" in fed_samples
     assert asked == "allranks: sample 37 asks for row 37 of an embedding that has rows 0 to 29"
