@@ -100,7 +100,8 @@ class Watched:
         """Read on."""
         if self.way == "torchrun":
             self.steps += [Step(at, str(pid), number) for at, pid, number in self._new(self.folder / "steps-0")]
-            self.pids = {int(path.name[4:]): int(path.read_text() or 0) for path in self.folder.glob("pid-*")}
+            told = {int(path.name[4:]): path.read_text() for path in self.folder.glob("pid-*")}
+            self.pids |= {rank: int(text) for rank, text in told.items() if text}
             return
         for path in sorted((self.folder / "run" / "journal").glob("rank-*.jsonl")):
             for event in self._new(path):

@@ -101,6 +101,10 @@ def test_of_those_that_wait_the_newest_alone_is_brought_and_nothing_goes_meanwhi
     assert brought[-1] == 200, "it begins again"
 
 
+def damage_file(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
 class Refusing:
     """In place of a Mirror: what it raises at its first calls, and what came there afterwards."""
 
@@ -135,7 +139,7 @@ def test_a_full_disk_that_takes_no_warning_ends_no_mirroring(tmp_path: Path) -> 
 def test_what_stays_for_ever_is_brought_however_long_it_waits_and_again_where_it_was_refused(tmp_path: Path) -> None:
     refusing = Refusing(CheckpointError("away"))
     mirroring = Mirroring(cast(Any, refusing), 2, 200, lambda line: None)
-    saves = {step: save_alone(tmp_path, step) for step in (200, 300, 400, 500, 600)}
+    saves = {step: save_alone(tmp_path / str(step), step) for step in (200, 300, 400, 500, 600)}
     mirroring.bring(saves[200])
     mirroring.finish(lambda: None)
     with mock.patch("allranks.training.mirroring.threading.Thread") as thread:
@@ -147,6 +151,17 @@ def test_what_stays_for_ever_is_brought_however_long_it_waits_and_again_where_it
     mirroring.bring(saves[600])
     mirroring.finish(lambda: None)
     assert refusing.brought == [200, 400, 600]
+
+
+def test_what_stays_for_ever_and_an_earlier_process_did_not_bring_is_brought_after_the_first(tmp_path: Path) -> None:
+    saves = [save_alone(tmp_path, step) for step in (100, 200, 300, 400, 500)]
+    damage_file(saves[3].path / "manifest.json")
+    refusing = Refusing()
+    mirroring = Mirroring(cast(Any, refusing), 2, 200, lambda line: None)
+    for checkpoint in (saves[4], saves[0]):
+        mirroring.bring(checkpoint)
+        mirroring.finish(lambda: None)
+    assert refusing.brought == [500, 200, 100]
 
 
 def test_the_mirror_keeps_what_the_run_keeps(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ whose it is. On CUDA it says nothing in the place where it happens, and no more 
 
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,9 @@ def fed(micro_step: MicroStep) -> Iterator[None]:
             more = f" and {len(samples) - SHOWN} more" if len(samples) > SHOWN else ""
             shown = ", ".join(map(str, samples[:SHOWN]))
             error.add_note(f"allranks: in a forward of samples {shown}{more} (positions {first} to {last})")
-        if found := find_row(error, samples):
-            error.add_note(f"allranks: {found}")
+        with suppress(Exception):  # under a transformation of torch a tensor may have no values
+            if found := find_row(error, samples):
+                error.add_note(f"allranks: {found}")
         raise
 
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from allranks.checkpointing.checkpoint import Checkpoint
+from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints
 from allranks.checkpointing.mirror import Mirror
 from allranks.errors import CheckpointError
 from allranks.stepping.world import Processes
@@ -21,7 +21,7 @@ class Mirroring:
     it those that stay for ever.
 
     What the mirror refuses does not end the run: its own checkpoints are whole, and the next one is tried again, with
-    what stays for ever and was refused.
+    what stays for ever and was refused. The first one is followed by those that an earlier process could not bring.
 
     Args:
         keep, keep_every: which stay there, as in RUN/checkpoints.
@@ -36,6 +36,7 @@ class Mirroring:
         self._lock = threading.Lock()
         self._waiting: list[Checkpoint] = []
         self._refused: list[Checkpoint] = []
+        self._caught_up = keep_every is None
         self._under_way: Checkpoint | None = None
         self._thread: threading.Thread | None = None
         self._num_files = 0
@@ -68,6 +69,7 @@ class Mirroring:
             while (checkpoint := self._next()) is not None:
                 try:
                     self._mirror.bring(checkpoint, self._advance)
+                    self._catch_up(checkpoint)
                     self._mirror.prune(self._keep, self._keep_every)
                 except Exception as error:  # whatever it is: the next one is tried, and nothing waits for a dead thread
                     with self._lock:
@@ -77,6 +79,19 @@ class Mirroring:
             with self._lock:
                 if self._thread is threading.current_thread():  # it was ended out of its turn
                     self._thread = self._under_way = None
+
+    def _catch_up(self, checkpoint: Checkpoint) -> None:
+        """Bring what stays for ever beside this one and is not there yet; what is damaged stays where it is."""
+        if self._caught_up:
+            return
+        for path in reversed(list_checkpoints(checkpoint.path.parent)):
+            try:
+                other = Checkpoint.open(path, checkpoint.manifest.run)
+            except CheckpointError:
+                continue
+            if self._stays(other) and other.step != checkpoint.step:
+                self._mirror.bring(other, self._advance)
+        self._caught_up = True
 
     def _next(self) -> Checkpoint | None:
         """What is to be brought now; None: nothing waits, and who comes later starts another thread."""

@@ -309,6 +309,20 @@ def test_who_waits_in_vain_says_who_is_here(hosts: Hosts, monkeypatch: pytest.Mo
     assert ending is not None and ending.exit_code == 76, "for those who come too late"
 
 
+def test_a_request_to_stop_a_host_that_waits_ends_the_waiting_of_all(hosts: Hosts) -> None:
+    leader, other = hosts.company(nodes=3), hosts.company(nodes=3)
+    interrupts = Interrupts(lambda: None)
+    other.heed(interrupts)
+    waiting = [hosts.beside(one.next_rendezvous) for one in (leader, other)]
+    time.sleep(1.0)
+    interrupts.first = signal.SIGTERM
+    began = time.monotonic()
+    for one in waiting:
+        with pytest.raises(RunEnded):
+            one.result(60)
+    assert leader.is_closed() and time.monotonic() - began < 20, "a cap; guard.join_seconds is 30"
+
+
 def test_a_request_to_stop_ends_the_waiting(hosts: Hosts) -> None:
     leader = hosts.company()
     interrupts = Interrupts(lambda: None)

@@ -29,7 +29,7 @@ def board() -> Notices:
 
 def together(
     notices: Notices, places: tuple[int, ...] = (0, 1, 2), is_over: Any = lambda: False, table: Table = TABLE
-) -> list[Ways]:
+) -> list[Ways | None]:
     with ThreadPoolExecutor(3) as pool:
         return list(pool.map(lambda place: look_around(notices, table, place, is_over, 1.0), places))
 
@@ -41,8 +41,9 @@ def test_hosts_that_reach_each_other_say_nothing() -> None:
 def test_all_hosts_say_the_same_of_a_closed_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_closed", lambda others, seconds: {"2": "timed out"} if 2 in others else {})
     told = together(board())
-    assert len(set(told)) == 1 and told[0].closed.startswith("2 of 6 ways between 3 hosts are closed: ")
-    assert told[0].refused == {0, 1, 2}, "of a first round nobody can say whose fault it is"
+    (ways,) = set(told)
+    assert ways is not None and ways.closed.startswith("2 of 6 ways between 3 hosts are closed: ")
+    assert ways.refused == {0, 1, 2}, "of a first round nobody can say whose fault it is"
 
 
 @pytest.mark.parametrize(("closed", "refused"), [({(0, 2)}, {2}), ({(2, 1), (0, 1)}, {2}), ({(0, 1)}, set())])
@@ -66,7 +67,8 @@ def test_later_only_who_is_new_is_tried_and_refused(
     monkeypatch.setattr(module, "open_door", open_here)
     monkeypatch.setattr(module, "find_closed", lambda others, seconds: find(places[str(threading.get_ident())], others))
     told = together(board(), table=replace(TABLE, new=(2,), tried=(2,)))
-    assert len(set(told)) == 1 and told[0].refused == refused and bool(told[0].closed) == bool(refused)
+    (ways,) = set(told)
+    assert ways is not None and ways.refused == refused and bool(ways.closed) == bool(refused)
     assert sorted(tried) == [(0, 2), (1, 2), (2, 0, 1)]
 
 
@@ -75,7 +77,20 @@ def test_of_hosts_that_were_reached_before_all_are_tried_and_none_is_refused(mon
         module, "find_closed", lambda others, seconds: {"2": "timed out"} if {1, 2} == {*others} else {}
     )
     told = together(board(), table=replace(TABLE, new=()))
-    assert len(set(told)) == 1 and told[0].closed.startswith("1 of 6 ways") and told[0].refused == frozenset()
+    (ways,) = set(told)
+    assert ways is not None and ways.closed.startswith("1 of 6 ways") and ways.refused == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("closed", "refused"),
+    [([], set()), ([(0, 2), (2, 3)], {2}), ([(2, 3)], {3}), ([(2, 3), (1, 3)], {3}), ([(0, 1)], set())],
+    ids=["none", "who is kept out alone", "of two new ones the later", "not both", "both were reached before"],
+)
+def test_a_healthy_new_host_is_not_refused_with_a_bad_one(
+    monkeypatch: pytest.MonkeyPatch, closed: list[tuple[int, int]], refused: set[int]
+) -> None:
+    found = module._choose_refused({frozenset(way) for way in closed}, frozenset({2, 3}), 4)
+    assert found == refused
 
 
 def test_a_host_without_an_address_of_its_own_is_not_knocked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +100,9 @@ def test_a_host_without_an_address_of_its_own_is_not_knocked_at(monkeypatch: pyt
 
 def test_who_does_not_come_is_waited_for_no_longer_than_that() -> None:
     began = time.monotonic()
-    assert together(board(), (0, 1)) == [Ways()] * 2
+    assert together(board(), (0, 1)) == [None] * 2
     assert time.monotonic() - began < 30
-    assert together(board(), (0,), is_over=lambda: True) == [Ways()]
+    assert together(board(), (0,), is_over=lambda: True) == [None]
 
 
 def test_where_workers_will_listen(monkeypatch: pytest.MonkeyPatch) -> None:

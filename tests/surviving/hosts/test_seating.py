@@ -52,16 +52,19 @@ def test_who_was_reached_in_a_round_is_not_new_to_whoever_leads_later(pair: tupl
         opened = leader.open(number, (A, B))
         assert opened is not None and opened == other.find(number, (A, B)) and opened.new == new
         if number == 6:  # not in 5, say, where a way was closed
-            leader.know(opened)
-            other.know(opened)
+            leader.know()
+            other.know()
     leader.doubts = True
     opened = leader.open(7, (A, B))
     assert opened is not None and opened == other.find(7, (A, B)) and (opened.new, opened.tried) == ((), (0, 1))
-    leader.know(opened)
+    leader.know()
     assert not leader.doubts, "they are reached"
-    third = _NodeDesc("0", 3, 0)
+
+
+def test_a_spare_that_leads_is_new_and_the_others_are_not(pair: tuple[Seating, Seating]) -> None:
+    spare, other = pair
+    other.know()
     for one in pair:
-        one.announce(8, (third, A, B))
-    other._notices.post("member/8/0", {"workers": 1})
-    successor = other.open(8, (third, A, B))
-    assert successor is not None and [successor.members[place] for place in successor.new] == [third]
+        one.announce(8, (A, B))
+    opened = spare.open(8, (A, B))
+    assert opened is not None and [opened.members[place] for place in opened.new] == [B]

@@ -83,7 +83,7 @@ class Company(QuietRendezvous):
         self.guard, self.tell = guard, tell
         self._interrupts: Interrupts | None = None
         self._joining_since: float | None = None
-        self._told = False
+        self._told, self._apart_since = False, 0.0
         backend = SealedBackend(meeting, seal, self._see)
         self.presence = Presence(guard.host_seconds, backend.reader)
         self._inner = make_handler(backend, least, nodes, guard)
@@ -125,7 +125,7 @@ class Company(QuietRendezvous):
             RunEnded: the run has ended for all, or somebody asked this command to stop.
             ProcessError: a host did not come, or the leader has gone; one line.
         """
-        self._joining_since, self._told = time.monotonic(), False
+        self._joining_since, self._told, self._apart_since = time.monotonic(), False, 0.0
         try:
             self.presence.await_survivors(self._node, self.notices.staying(self.table.number, self.table.members))
             while True:
@@ -177,6 +177,7 @@ class Company(QuietRendezvous):
 
     def _how_it_ended(self) -> Ending:
         """For all, or because somebody asked this command to stop: then it does so for all, if they need it."""
+        self._joining_since = None  # what is written from here on is no waiting that a request ends
         if self._interrupts is None or self._interrupts.first is None:
             return self.notices.ending() or Ending(TRANSIENT, message="the run has ended")
         ending = Ending(INTERRUPTED if self._interrupts.first == signal.SIGINT else TRANSIENT)
@@ -210,18 +211,24 @@ class Company(QuietRendezvous):
         """Whether workers can start. Who is new and kept apart ends; the others meet again, until they are reached."""
         if not table.tried:
             return True
-        ways = look_around(self.notices, table, table.place_of(self._node), partial(self._is_off, table))
-        if self._is_over(table.number, tuple(sorted(table.members))):
-            return False
+        place, since = table.place_of(self._node), self._joining_since
+        self._joining_since = None  # a request to stop is obeyed as of one whose workers start
+        try:
+            ways = look_around(self.notices, table, place, partial(self._is_off, table))
+        finally:
+            self._joining_since = since
+        if ways is None:
+            return not self._is_over(table.number, tuple(sorted(table.members)))
         if not ways.closed:
-            self.seating.know(table)
+            self.seating.know()
             return True
-        assert self._joining_since is not None
-        too_late = time.monotonic() - self._joining_since > self.guard.join_seconds
-        if too_late or table.place_of(self._node) in ways.refused:
-            if self.leads:
-                self.end(Ending(TRANSIENT, message=ways.closed))
-            if not too_late and len(ways.refused) < len(table.members):
+        self._apart_since = self._apart_since or time.monotonic()
+        all_end = len(ways.refused) == len(table.members)
+        if self.leads and (all_end or time.monotonic() - self._apart_since > self.guard.join_seconds):
+            self.end(Ending(TRANSIENT, message=ways.closed))
+            raise ProcessError(ways.closed)
+        if place in ways.refused:
+            if not all_end:
                 leave_round(self._inner)  # the others wait for it
             raise ProcessError(ways.closed)
         rest = [node for place, node in enumerate(table.members) if place not in ways.refused]

@@ -7,7 +7,7 @@ through even then.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, final
@@ -27,7 +27,7 @@ class Ways:
     """What hosts have found, the same on every one.
 
     Attributes:
-        closed: who does not reach whom, in one line; "" where all reach all, or nobody can say.
+        closed: who does not reach whom, in one line; "" where all reach all.
         refused: the places of those that cannot take part: all of a run's first round, later who is new in it; none
             where hosts that were reached before are not: their network may come back.
     """
@@ -38,8 +38,8 @@ class Ways:
 
 def look_around(
     notices: Notices, table: Table, place: int, is_over: Callable[[], bool], seconds: float = REACH_SECONDS
-) -> Ways:
-    """Every host that is `tried` tries the ways to all others, and all others the ways to it.
+) -> Ways | None:
+    """Every host that is `tried` tries the ways to all others, and all others the ways to it; None: nobody can say.
 
     Args:
         place: this host's number in the round.
@@ -54,7 +54,7 @@ def look_around(
         notices.post(f"door/{table.number}/{place}", {} if own is None else asdict(own))
         told = _hear_all(notices, f"door/{table.number}", len(table.members), is_over, seconds)
         if told is None:
-            return Ways()
+            return None
         doors = [Door(**one) if one else None for one in told]
         tried = range(len(doors)) if place in table.tried else table.tried
         others = {node: door for node in tried if node != place and (door := doors[node]) is not None}
@@ -62,11 +62,20 @@ def look_around(
         # Nobody leaves before all have knocked.
         rows = _hear_all(notices, f"row/{table.number}", len(table.members), is_over, 2 * seconds)
     if rows is None:
-        return Ways()
-    ends = {end for here, row in enumerate(rows) for there in row for end in (here, int(there))}
-    everybody = len(table.new) == len(table.members)
-    refused = (range(len(rows)) if everybody else ends & {*table.new}) if ends else ()
-    return Ways(explain([door or Door("", "", 0, "") for door in doors], rows), frozenset(refused))
+        return None
+    closed = {frozenset((here, int(there))) for here, row in enumerate(rows) for there in row}
+    refused = _choose_refused(closed, frozenset(table.new), len(rows))
+    return Ways(explain([door or Door("", "", 0, "") for door in doors], rows), refused)
+
+
+def _choose_refused(closed: Collection[frozenset[int]], new: frozenset[int], number: int) -> frozenset[int]:
+    """Who cannot take part: of a run's first round all; later who is new and does not reach who is not, and then of two
+    new ones that do not reach each other the later one.
+    """
+    if len(new) == number:
+        return new if closed else frozenset()
+    kept_out = {place for way in closed for place in way & new if way - new}
+    return frozenset(kept_out | {max(way) for way in closed if way <= new and not way & kept_out})
 
 
 def own_address(table: Table, place: int) -> str | None:

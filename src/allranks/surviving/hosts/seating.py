@@ -31,13 +31,16 @@ class Seating:
         self._node = node
         self._nproc = nproc
         self._workers_store: Store | None = None
-        self._known: frozenset[_NodeDesc] = frozenset()
+        self._reached = False
         self.attempt: Callable[[], int] = lambda: 0
         self.doubts = False
 
     def announce(self, number: int, nodes: Nodes) -> None:
-        """Say how many workers this host has in a round of these nodes, in whichever order all have them."""
-        self._notices.post(f"member/{number}/{nodes.index(self._node)}", {"workers": self._nproc})
+        """Say how many workers this host has in a round of these nodes, in whichever order all have them, and whether
+        it was reached in one before.
+        """
+        own = {"workers": self._nproc, "reached": self._reached}
+        self._notices.post(f"member/{number}/{nodes.index(self._node)}", own)
 
     def open(self, number: int, nodes: Nodes) -> Table | None:
         """The leader's: all hosts with their workers, told to all; None as long as one of them has said nothing."""
@@ -51,7 +54,7 @@ class Seating:
         order = [leader, *(place for place in range(len(nodes)) if place != leader)]
         workers = tuple(int(told[place]["workers"]) for place in order)
         members = tuple(nodes[place] for place in order)
-        attempt, new = self.attempt(), tuple(seat for seat, node in enumerate(members) if node not in self._known)
+        attempt, new = self.attempt(), tuple(seat for seat, place in enumerate(order) if not told[place]["reached"])
         tried = tuple(range(len(members))) if self.doubts else new
         seats = {"order": order, "workers": workers, "attempt": attempt, "new": new, "tried": tried}
         self._notices.post(f"meet/{number}", {**seats, "address": self._meeting.reached_at, "port": port})
@@ -66,7 +69,6 @@ class Seating:
         store, of_run = (found["address"], found["port"]), (tuple(found["workers"]), found["attempt"])
         return Table(number, members, *store, *of_run, tuple(found["new"]), tuple(found["tried"]))
 
-    def know(self, table: Table) -> None:
+    def know(self) -> None:
         """The hosts of this round reach each other."""
-        self._known |= {*table.members}
-        self.doubts = False
+        self._reached, self.doubts = True, False

@@ -22,7 +22,7 @@ class Table:
         address, port: of the workers' store on the leader's host.
         workers: how many workers each of them has.
         attempt: of the run, as the leader has counted it.
-        new: the places of hosts that have sat in none before, as the leader knows.
+        new: the places of hosts that were reached in none before.
         tried: the places of hosts of which all see whether they are reached: the new ones, and after a round in which
             connections were lost, or nothing went on, all.
     """

@@ -82,7 +82,7 @@ class OwnLoop:
         if found is None and run.attempts > 1:
             warnings.append("there is no checkpoint yet: the run starts from the beginning")
         data = compare_data(self.order, found, processes, "warn")
-        for warning in (*warnings, *data.warnings):
+        for warning in (*warnings, *data.warnings, *data.decisions):
             logbook.say(f"warning: {warning}")
         contents = replace(contents, fingerprint=data.fingerprint)
         saver = Saver(contents, processes, self._ground.config.checkpoint, run.checkpoints, run.id, run.attempts)
