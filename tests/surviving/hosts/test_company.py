@@ -143,6 +143,8 @@ def test_a_host_that_joins_and_is_not_reached_ends_and_the_others_go_on(
     hosts.together(leader.next_rendezvous, other.next_rendezvous)
     late = hosts.company(nodes=3, least=2)
     refused = hosts.beside(late.next_rendezvous)
+    for one in (leader, other):
+        wait_until(lambda one=one: one._inner.num_nodes_waiting() == 1)  # type: ignore[misc]
     hosts.together(leader.next_rendezvous, other.next_rendezvous)
     with pytest.raises(ProcessError, match=r"^a way is closed$"):
         refused.result(60)
