@@ -75,3 +75,14 @@ def test_an_end_that_others_write_over_is_written_until_it_stands(monkeypatch: p
     monkeypatch.setattr(backend, "set_state", written_over)
     handler.set_closed()
     assert handler.is_closed() and len(lost) == 100
+
+
+@pytest.mark.parametrize(("most", "seconds"), [(2, 0.25), (100, 0.5), (1000, 1.0)])
+def test_few_hosts_look_oftener_than_torch_does(monkeypatch: pytest.MonkeyPatch, most: int, seconds: float) -> None:
+    meeting = MeetingStore(HashStore(), Endpoint("here", 1), "here", serves=True, call_seconds=5.0)
+    handler = make_handler(SealedBackend(meeting, Seal(b"0" * 16), lambda state: None), 1, most, GuardConfig())
+    slept = list[float]()
+    monkeypatch.setattr("allranks.surviving.hosts.handler.time.sleep", slept.append)
+    dynamic_rendezvous._delay(seconds=1)  # type: ignore[attr-defined]
+    dynamic_rendezvous._delay(seconds=(0, 0.3))  # type: ignore[attr-defined]
+    assert slept[0] == handler._state_holder._cache_duration == seconds and 0 <= slept[1] <= 0.3  # type: ignore[attr-defined]

@@ -307,6 +307,7 @@ def test_who_does_not_lead_finds_out_whether_the_leader_lives(monkeypatch: pytes
     other, _ = member(others)
     assert other.settle(Outcome(76, CLOSED)) == "wait"
     others.gone = replace(GONE, rank=0, host="a")
+    other.look({}, {})
     assert other.settle(Outcome(76, CLOSED)) == "again"
 
 

@@ -1,10 +1,14 @@
 """torch's rendezvous handler as hosts here want it: over our backend, and without a store of its own."""
 
+import random
 import socket
+import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -18,6 +22,8 @@ from allranks.config_guard import GuardConfig
 BEATS = 8  # signs of life that may be missing one after the other, at least
 BEAT_SECONDS = 0.7  # between two of them, where that makes no fewer: a suspect's silence is measured in them
 LAST_CALL_SECONDS = 3.0  # once there are enough hosts: time for more to come, before a round begins without them
+POLL_SECONDS = 0.25  # between two looks of a host that waits for others; torch's second is for any number of hosts
+HOSTS_A_POLL = 200  # from so many for each second on, as torch
 CLOSE_SECONDS = 30.0  # of trying to write the end: a host that does not learn of it waits for the others for long
 LEAVE_SECONDS = 5.0
 
@@ -73,7 +79,16 @@ def make_handler(backend: RendezvousBackend, least: int, most: int, guard: Guard
     recorders: tuple[Any, ...] = (handler, handler._op_executor, handler._state_holder)
     for recorder in recorders:
         recorder._record = _record_nothing
+    poll = min(1.0, max(POLL_SECONDS, most / HOSTS_A_POLL))
+    handler._state_holder._cache_duration = poll  # type: ignore[attr-defined]  # how old a state may be that is looked at
+    # Of this process, which has one rendezvous.
+    dynamic_rendezvous._delay = partial(_wait, poll)  # type: ignore[attr-defined]
     return handler
+
+
+def _wait(poll: float, seconds: float | tuple[float, float]) -> None:
+    """In the place of torch's: a look takes the store less than the second costs a run that recovers."""
+    time.sleep(random.uniform(*seconds) if isinstance(seconds, tuple) else min(poll, seconds))
 
 
 def _record_nothing(*words: Any, **named: Any) -> None:

@@ -182,15 +182,14 @@ class Member:
         return "again" if starts_again or self._lost is not None or self._need_not_ask() else "wait"
 
     def _need_not_ask(self) -> bool:
-        """Whether another round follows a failure without a word of the leader: it has failed as well, or is lost."""
+        """Whether another round follows a failure without a word of the leader, who has failed as well.
+
+        Else `look` finds out whether the leader is lost, which nobody would in the next round.
+        """
         company = self._company
         if not company.in_trouble():
             return False
-        if company.notices.has_reported(company.table.number, 0):
-            return True
-        if time.monotonic() - self._looked >= LOOK_SECONDS:
-            self._looked, self._lost = time.monotonic(), company.lost()
-        return self._lost is not None
+        return company.notices.has_reported(company.table.number, 0)
 
     def _obey(self, ending: Ending, outcome: Outcome) -> Next:
         self.outcome = replace(ending.outcome(), others=outcome.others)
