@@ -1,5 +1,7 @@
 """Faults of the real command with real training: told in words, and the run goes on to its last step."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import pytest
 
 from allranks.reporting.explain import explain
 from allranks.run import Run
-from tests.commands import PROGRAMS, allranks, restart_seconds, steps
+from tests.commands import PROGRAMS, allranks, restart_seconds, running, steps, wait_for, worker_pids
 
 FAULTY = str(PROGRAMS / "faulty.py")
 QUICK = ("train.steps=30", "train.global_batch=8", "checkpoint.every=5", "guard.hang_seconds=3", "--nproc", "2")
@@ -44,6 +46,21 @@ def test_a_fault_of_a_real_run(
         assert "broadcast number" in told[0]["what"] and "all_reduce number" in told[0]["what"]
     if kinds[0] != "restart":
         assert explain(run)[0].kind == kinds[0]
+
+
+@pytest.mark.full
+def test_all_workers_killed_at_once_are_one_restart(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = (*QUICK[:-2], "train.steps=60", "--nproc", "3", "--layout", "ddp", "--run", "run")
+    with running("train", FAULTY, *words, folder=tmp_path) as process:
+        wait_for(lambda: 12 in steps(run) or process.poll() is not None, "step 12")
+        for pid in worker_pids(run):
+            os.kill(pid, signal.SIGKILL)
+        said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    assert list(steps(run)) == list(range(1, 61)) and Run.open(run).attempts == 2
+    (verdict,) = [event for event in Run.open(run).events() if event["event"] == "verdict"]
+    assert verdict["kind"] == "restart" and "was killed by SIGKILL" in verdict["what"]
 
 
 @pytest.mark.full
