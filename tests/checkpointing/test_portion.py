@@ -1,6 +1,7 @@
 """One rank's portion of a checkpoint: what it writes, what it tells, and errors that become a Share."""
 
 import errno
+import os
 from pathlib import Path
 from unittest import mock
 
@@ -46,6 +47,19 @@ def test_a_share_says_what_was_written_or_why_nothing_was(tmp_path: Path) -> Non
     with mock.patch("allranks.checkpointing.portion.write_file", side_effect=full):
         refused = write_portion(place_of(tmp_path, header(), "t2"), portion)
     assert "No space left on device (this rank needs 916 B, " in refused.error
+
+
+def test_what_does_not_fit_is_not_begun(tmp_path: Path) -> None:
+    portion = portion_of(parts(whole_tensors(), 0, 1), 0, ALIASES, {}, tells=True)
+    disk = os.statvfs(tmp_path)
+    small = mock.Mock(f_bfree=1, f_bavail=1, f_frsize=512)
+    with mock.patch("allranks.checkpointing.portion.os.statvfs", return_value=small):
+        refused = write_portion(place_of(tmp_path, header(), "t1"), portion)
+    assert "No space left on device (this rank needs 916 B, 512 B are free)" in refused.error
+    assert list(tmp_path.rglob("*.safetensors")) == []
+    small.f_bfree = small.f_bavail = disk.f_bfree
+    with mock.patch("allranks.checkpointing.portion.os.statvfs", return_value=small):
+        assert write_portion(place_of(tmp_path, header(), "t1"), portion).error == ""
 
 
 def test_digests_that_are_known_are_not_computed_again(tmp_path: Path) -> None:

@@ -213,7 +213,10 @@ def test_a_stop_that_cannot_save_is_no_stop(tmp_path: Path, monkeypatch: pytest.
     assert saved(run) == [2] and max(losses(run)) < 10
 
 
-def test_a_disk_that_is_really_full_is_borne_until_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("looks", [True, False], ids=["seen before", "met while it is written"])
+def test_a_disk_that_is_really_full_is_borne_until_it_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: bool
+) -> None:
     small = tmp_path / "small"
     small.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)]
@@ -221,15 +224,18 @@ def test_a_disk_that_is_really_full_is_borne_until_it_has_room(tmp_path: Path, m
         pytest.skip("may not mount a tmpfs here")
     run, ballast = small / "run", small / "ballast"
 
-    def fill_or_empty(path: Path) -> None:
-        step = int(path.parent.name.partition(".")[0].removeprefix("step-"))
+    def fill_or_empty(directory: Path, num_bytes: int) -> None:
+        step = int(directory.name.partition(".")[0].removeprefix("step-"))
         if step == 4:
             disk = os.statvfs(small)
             ballast.write_bytes(bytes(disk.f_bavail * disk.f_frsize - 100_000))  # it takes twice as much
         elif step == 6:
             ballast.unlink()
+        if looks:
+            real(directory, num_bytes)
 
-    slowed(monkeypatch, fill_or_empty)
+    real = portion._check_room
+    monkeypatch.setattr(portion, "_check_room", fill_or_empty)
     try:
         assert start("Curve", run, "train.steps=8", "checkpoint.every=2", "task.width=3000") == 0
         (told,) = [event for event in events(run, "verdict") if event["kind"] == "checkpoint"]

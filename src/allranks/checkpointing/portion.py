@@ -4,7 +4,9 @@ A portion may hold the live tensors (a save that the training waits for) or copi
 that is written beside it); the file is the same.
 """
 
+import errno
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -94,12 +96,20 @@ def write_portion(place: Place, portion: Portion, check: Callable[[], None] = la
             raise CheckpointError(f"{place.temporary.name}: a token is letters and digits")
         check_target(place.target, place.header)
         place.temporary.mkdir(parents=True, exist_ok=True)
+        _check_room(place.temporary, portion.num_bytes)
         fault_points.reach("checkpoint.stage")
         digests: Digests = []
         files = _write(place.temporary, portion, check, lambda: digests.extend(_digests(portion)))
         return Share(portion.rank, "", files, digests, portion.held, portion.aliases)
     except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
         return failed_share(place, portion.rank, error, portion.num_bytes)
+
+
+def _check_room(directory: Path, num_bytes: int) -> None:
+    """See that so much is free, before other programs' disk is full. Raises OSError; a quota shows only later."""
+    disk = os.statvfs(directory)
+    if (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) * disk.f_frsize < num_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
 
 
 def failed_share(place: Place, rank: int, error: Exception, num_bytes: int = 0) -> Share:
