@@ -252,12 +252,12 @@ class Company(QuietRendezvous):
 
     def _is_over(self, number: int, members: tuple[_NodeDesc, ...]) -> bool:
         """Whether a round has ended before it began: somebody left, or says nothing any more."""
-        self._inner.num_nodes_waiting()  # reads the state where it is older than a second
+        self._inner.num_nodes_waiting()  # reads the state where it is older than a poll
         return self.presence.state.round != number or bool(self.presence.gone(members))
 
     def lost(self) -> Failure | None:
         """As `find_lost`, of this round."""
-        self._inner.num_nodes_waiting()  # reads the state where it is older than a second
+        self._inner.num_nodes_waiting()  # reads the state where it is older than a poll
         return find_lost(self.table, self._node, self.notices, self.presence, self._lead, self.guard)
 
     def newcomers(self) -> tuple[str, ...]:
