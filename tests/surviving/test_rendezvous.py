@@ -10,7 +10,7 @@ from allranks.surviving.rendezvous import LocalRendezvous
 
 def test_every_attempt_has_a_new_store_on_loopback() -> None:
     handler = LocalRendezvous("run")
-    assert (handler.get_run_id(), handler.get_backend()) == ("run", "allranks-local")
+    assert (handler.get_run_id(), handler.get_backend()) == ("run", "allranks")
     assert handler.use_agent_store
     assert (handler.is_closed(), handler.num_nodes_waiting()) == (False, 0)
     first = handler.next_rendezvous()

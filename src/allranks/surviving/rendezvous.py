@@ -16,22 +16,38 @@ from allranks.process_environment import LOOPBACK
 STORE_TIMEOUT = timedelta(minutes=5)
 
 
+class QuietRendezvous(RendezvousHandler):
+    """What torchelastic asks of a rendezvous, and other parts see to here."""
+
+    def get_backend(self) -> str:
+        """The name in torchelastic's events."""
+        return "allranks"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers connect to a store of an agent; rank 0 serves none."""
+        return True
+
+    def get_run_id(self) -> str:
+        """A name for the workers' environment."""
+        return "allranks"
+
+    def num_nodes_waiting(self) -> int:
+        """None that torchelastic has to see to."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """Nothing: there is more to a leave than torchelastic knows (hosts/company.py)."""
+        return True
+
+
 @final
-class LocalRendezvous(RendezvousHandler):
+class LocalRendezvous(QuietRendezvous):
     """The rendezvous of an agent that is alone: it is always complete, with one node."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._store: Store | None = None
-
-    def get_backend(self) -> str:
-        """The name in torchelastic's events."""
-        return "allranks-local"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Workers connect to the agent's store; rank 0 serves none."""
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """One node, rank 0, and a new store on a free port."""
@@ -46,10 +62,6 @@ class LocalRendezvous(RendezvousHandler):
 
     def set_closed(self) -> None:
         """Nothing to do."""
-
-    def num_nodes_waiting(self) -> int:
-        """None: nobody else can come."""
-        return 0
 
     def get_run_id(self) -> str:
         """The run's id."""

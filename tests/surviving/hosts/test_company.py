@@ -121,7 +121,13 @@ def test_hosts_of_a_first_round_that_do_not_reach_each_other_start_no_worker(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leader, other = hosts.company(), hosts.company()
-    monkeypatch.setattr(module, "look_around", lambda *words: Ways("1 of 2 ways is closed", frozenset({0, 1})))
+    both = threading.Barrier(2)  # nobody knows of a way before both have looked
+
+    def look(*words: Any) -> Ways:
+        both.wait(30)
+        return Ways("1 of 2 ways is closed", frozenset({0, 1}))
+
+    monkeypatch.setattr(module, "look_around", look)
     for one in [hosts.beside(one.next_rendezvous) for one in (leader, other)]:
         with pytest.raises(ProcessError, match=r"^1 of 2 ways is closed$"):
             one.result(60)
@@ -132,12 +138,15 @@ def test_a_host_that_joins_and_is_not_reached_ends_and_the_others_go_on(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leader, other = (hosts.company(nodes=3, least=2) for _ in range(2))
-    looked = list[tuple[int, ...]]()
+    looked, everybody = list[tuple[int, ...]](), threading.Barrier(3)  # nobody knows of a way before all have looked
 
     def look(notices: Any, table: Table, place: int, is_over: Callable[[], bool]) -> Ways:
         assert not is_over()
         looked.append(table.tried)
-        return Ways("a way is closed", frozenset({2})) if len(table.members) == 3 else Ways()
+        if len(table.members) < 3:
+            return Ways()
+        everybody.wait(30)
+        return Ways("a way is closed", frozenset({2}))
 
     monkeypatch.setattr(module, "look_around", look)
     hosts.together(leader.next_rendezvous, other.next_rendezvous)
@@ -161,10 +170,11 @@ def test_hosts_that_do_not_reach_each_other_any_more_meet_again_until_they_do(
     monkeypatch.setattr(module, "look_around", lambda *words: Ways())
     hosts.together(*(one.next_rendezvous for one in pair))
     first = leader.table.number
-    closed = {first + 1, first + 2}
+    closed, both = {first + 1, first + 2}, threading.Barrier(2)
 
     def look(notices: Any, table: Table, place: int, is_over: Callable[[], bool]) -> Ways:
         assert table.tried == (0, 1) and table.new == ()
+        both.wait(30)
         return Ways("a way is closed") if table.number in closed else Ways()
 
     monkeypatch.setattr(module, "look_around", look)

@@ -30,7 +30,7 @@ from allranks.surviving.hosts.backend import SealedBackend
 from allranks.surviving.hosts.doors import look_around
 from allranks.surviving.hosts.ending import Ending, Report, RunEnded
 from allranks.surviving.hosts.farewell import is_last
-from allranks.surviving.hosts.handler import QuietRendezvous, leave_round, make_handler
+from allranks.surviving.hosts.handler import leave_round, make_handler
 from allranks.surviving.hosts.lead import Lead
 from allranks.surviving.hosts.losses import FORGED, LOST, explain_loss
 from allranks.surviving.hosts.meeting import PATIENCE_SECONDS
@@ -42,6 +42,7 @@ from allranks.surviving.hosts.seating import Seating
 from allranks.surviving.hosts.suspicion import find_lost
 from allranks.surviving.hosts.table import Table, host_of
 from allranks.surviving.interrupts import Interrupts
+from allranks.surviving.rendezvous import QuietRendezvous
 
 FAREWELL_SECONDS = 5.0  # how long the leader waits until the others have read the end
 POLL_SECONDS = 0.05

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousBackend,
@@ -26,31 +26,6 @@ POLL_SECONDS = 0.25  # between two looks of a host that waits for others; torch'
 HOSTS_A_POLL = 200  # from so many for each second on, as torch
 CLOSE_SECONDS = 30.0  # of trying to write the end: a host that does not learn of it waits for the others for long
 LEAVE_SECONDS = 5.0
-
-
-class QuietRendezvous(RendezvousHandler):
-    """What torchelastic asks of a rendezvous, and other parts see to here."""
-
-    def get_backend(self) -> str:
-        """The name in torchelastic's events."""
-        return "allranks"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Workers connect to a store of the leader's agent; rank 0 serves none."""
-        return True
-
-    def get_run_id(self) -> str:
-        """A name for the workers' environment."""
-        return "allranks"
-
-    def num_nodes_waiting(self) -> int:
-        """None that torchelastic has to see to: the member does (member.py)."""
-        return 0
-
-    def shutdown(self) -> bool:
-        """Nothing: `Company.leave` does it."""
-        return True
 
 
 def make_handler(backend: RendezvousBackend, least: int, most: int, guard: GuardConfig) -> DynamicRendezvousHandler:
