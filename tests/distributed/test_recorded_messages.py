@@ -127,7 +127,7 @@ def record_step(task: Tokens, config: Config) -> Recorded:
         before = session.step.run(batch, before, lambda: batch).pending
     before.read()
     known = len(flight_record())
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
         session.step.run(batch, before, lambda: batch).pending.read()
     flown = flight_record()
     assert known < len(flown) < BUFFER  # the step's are among them, and none has been overwritten

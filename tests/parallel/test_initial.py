@@ -14,9 +14,19 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from allranks.data.random_keys import seed_all
 from allranks.errors import TaskError
+from allranks.parallel import initial
 from allranks.parallel.initial import Placer, Source, build_modules, check_same_structure
+from tests.distributed.matrix_models import task_of
 from tests.distributed.pool import Pools
-from tests.distributed.sessions import config_of, initial_model, parts_of, processes_of, session_of, together
+from tests.distributed.sessions import (
+    config_of,
+    initial_model,
+    parts_of,
+    processes_of,
+    session_of,
+    step_through,
+    together,
+)
 from tests.distributed.tasks import MODELS, Tiny
 
 CPU = torch.device("cpu")
@@ -189,6 +199,25 @@ def test_what_a_module_holds_besides_its_parameters_moves_with_them() -> None:
     Placer(torch.device("meta"), ALONE).place(lstm)
     assert lstm._flat_weights[0] is lstm.weight_ih_l0 and lstm.weight_ih_l0.is_meta
     assert all(weight is not None and weight.is_meta for weight in lstm._flat_weights)
+
+
+def integers_under_fsdp(cuts: bool) -> Any:
+    """In a worker: what this rank has after a step, whole integers or cut ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initial, "CUTS_INTEGERS", cuts and initial.CUTS_INTEGERS)
+        session = session_of(task_of("frozen"), config_of("fsdp", "train.global_batch=8"))
+        list(step_through(session, 1))
+    return parts_of(session)
+
+
+@pytest.mark.distributed
+def test_integers_stay_whole_where_torch_does_not_cut_them(pool: Pools) -> None:
+    found = {cuts: pool(2).run(integers_under_fsdp, cuts) for cuts in (True, False)}
+    assert all(tuple(parts["steps"][2].shape) == (5,) for parts in found[False])
+    assert all(tuple(parts["steps"][2].shape) < (5,) for parts in found[True]) == initial.CUTS_INTEGERS
+    cut, whole = (together(ranks) for ranks in found.values())
+    assert torch.equal(whole["steps"], torch.arange(5)) and cut.keys() == whole.keys()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in cut.items())
 
 
 def test_a_unit_that_was_cut_is_let_go() -> None:

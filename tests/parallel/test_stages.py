@@ -10,6 +10,7 @@ from torch import nn
 
 from allranks.errors import LayoutError, TaskError
 from allranks.layout import Layout
+from allranks.parallel import stage_schedule
 from allranks.parallel.initial import Source
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.stages import count_for_all, cut_stages
@@ -52,6 +53,25 @@ def share(pp: int, replicas: int) -> Any:
     elsewhere = [n for n, p in found.trainable().items() if id(p) in found.stages.told_elsewhere]
     holders = {name: entry.holders for name, entry in found.map.items()}
     return place, gradients, elsewhere, holders, float(norm), found.trainable_names, found.decisions[0].what
+
+
+def cut_backwards(schedule: str) -> list[str]:
+    """In a worker, on a torch that cuts backwards wrongly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_schedule, "KNOWS_GRADIENTS", False)
+        found = spread(stack, Layout(pp=2, schedule=schedule), "float32")
+    return [str(decision) for decision in found.decisions if decision.what.startswith("warning")]
+
+
+@pytest.mark.distributed
+def test_a_schedule_that_gains_nothing_on_an_old_torch_says_so(pool: Pools) -> None:
+    for told in pool(2).run(cut_backwards, "zbv"):
+        assert len(told) == 1
+        assert told[0].startswith(
+            "warning: schedule=zbv runs both halves of a backward at once, and saves no waits, because "
+        )
+        assert "counts gradients twice where two ways lead to a parameter" in told[0]
+    assert pool(2).run(cut_backwards, "interleaved") == [[], []]
 
 
 @pytest.mark.distributed

@@ -93,7 +93,7 @@ def test_what_a_gpus_autocast_brings_to_one_type(name: str) -> None:
 def test_a_gpus_autocast_leaves_float64() -> None:
     with as_on_cuda(), torch.autocast("cpu", torch.bfloat16):
         assert torch.mv(MATRIX.double(), VECTOR.double()).dtype is torch.float64
-        with pytest.raises(RuntimeError, match="same dtype"):
+        with pytest.raises(RuntimeError, match=r"same dtype|expected scalar type"):  # torch 2.13, 2.11
             torch.mv(MATRIX.double(), VECTOR)
 
 

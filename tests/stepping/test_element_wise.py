@@ -133,6 +133,8 @@ def test_what_an_update_looks_at(make: Callable[[Any], Optimizer], scope: str, u
 @pytest.mark.parametrize("kind", sorted(KNOWN, key=str), ids=str)
 def test_torchs_own_that_are_not_tried_are_what_they_are_taken_for(kind: Any) -> None:
     """A subclass is tried."""
+    if kind is torch.optim.Adagrad and torch.__version__ < "2.13":
+        pytest.skip("that of torch 2.11 makes its state where it is made, and a copy without state cannot be tried")
     assert find_scope(type(f"My{kind.__name__}", (kind,), {})(parameters())) == ("element", "")
 
 

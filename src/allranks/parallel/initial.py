@@ -25,6 +25,8 @@ from allranks.verdict import Decision
 Build = Callable[[], "nn.Module | Mapping[str, nn.Module]"]
 
 IN_FULL = "model() is built in full on every rank"
+CUTS_INTEGERS = torch.__version__ >= "2.13"
+"""Whether FSDP2 takes a parameter of integers (torch 2.11 would have gradients of it, and stops)."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,10 @@ class Placer:
     _placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def stays(self, parameter: nn.Parameter) -> bool:
-        """Whether FSDP2 leaves it as it is: it has no dims, or lies `apart`."""
-        return not parameter.dim() or any(
-            parameter is own for member in self.apart for own in member._parameters.values()
-        )
+        """Whether FSDP2 leaves it as it is: it has no dims, is one that torch does not cut, or lies `apart`."""
+        if not parameter.dim() or not (CUTS_INTEGERS or parameter.is_floating_point()):
+            return True
+        return any(parameter is own for member in self.apart for own in member._parameters.values())
 
     def forget_cut(self) -> None:
         """Let go of the whole parameters of a unit that has been cut: nothing outside a unit shares one.

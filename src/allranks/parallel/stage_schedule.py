@@ -6,15 +6,19 @@ short last batch of an epoch, a comparison on one micro-batch) goes through in t
 Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.pipeline import Payload, Pipeline
-from allranks.parallel.stage_transport import Signature, Transport
+from allranks.parallel.stage_transport import Sent, Signature, Transport
+
+if TYPE_CHECKING:
+    from allranks.parallel.stage_beside import Beside
 
 CLASSES = {
     "1f1b": "1F1B",
@@ -25,6 +29,9 @@ CLASSES = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
+
+KNOWS_GRADIENTS = torch.__version__ >= "2.13"
+"""Whether torch's stage knows what has a gradient and cuts a backward rightly; else it is `stage_beside`'s."""
 
 # (micro-step, stage, what the stage received) -> what it sends on, or from the last one (the scaled loss,)
 Compute = Callable[[int, int, Payload], Payload]
@@ -56,6 +63,8 @@ class Scheduler:
         """What torch's stages keep from step to step to receive into."""
         infos = [info for stage in self._stages for info in (stage.args_recv_info, stage.grad_recv_info)]
         buffers = [getattr(one, "buffer", None) for info in infos for chunk in info.values() for one in chunk]
+        beside = [view.beside for _, views in self._made.values() for view in views if view.beside is not None]
+        buffers += [into for one in beside for some in one.arrives.values() for into in some]
         return [buffer for buffer in buffers if isinstance(buffer, torch.Tensor)]
 
     def forward(self, signatures: Sequence[Signature], compute: Compute) -> None:
@@ -135,44 +144,51 @@ class Scheduler:
         finally:
             for view in views:
                 view.compute = None
+                if view.beside is not None:
+                    view.beside.leaves.clear()
 
     def _make(self, number: int, signature: Signature) -> tuple[Any, list["View"]]:
         # Here, because it brings torch's compiler along, and half a second that only a pipeline should cost.
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         layout = self._mesh.layout
-        views = [View(self._pipeline, stage) for stage in self._pipeline.stages]
-        stages = [self._stage(view, signature) for view in views]
+        views = {stage: View(self._pipeline, stage) for stage in self._pipeline.stages}
+        stages = [self._stage(views, stage, signature) for stage in views]
         self._stages += stages
         kind = get_schedule_class(CLASSES[layout.schedule])
         one_each = layout.num_stages == layout.pp
         made: Any = kind(stages[0] if one_each else stages, number, loss_fn=_as_loss, scale_grads=False)
-        return made, views
+        return made, list(views.values())
 
-    def _stage(self, view: "View", signature: Signature) -> Any:
+    def _stage(self, views: Mapping[int, "View"], stage: int, signature: Signature) -> Any:
         """torch's PipelineStage with the shapes on both sides, so that it need not try them out."""
         from torch.distributed.pipelining import PipelineStage
 
-        stage, last = view.stage, self._pipeline.last
+        from allranks.parallel.stage_beside import Beside, BesideStage
 
-        def kinds(at: int) -> tuple[torch.Tensor, ...]:
-            metas = self.transport.sent[at, signature]
-            return tuple(meta.empty("meta").requires_grad_(meta.requires_grad) for meta in metas)
-
+        view, last = views[stage], self._pipeline.last
+        received = self.transport.sent[stage, signature] if stage else ()
+        sent = self.transport.sent[stage + 1, signature] if stage < last else ()
+        kind: Any = PipelineStage
+        if not KNOWS_GRADIENTS:
+            view.beside = Beside(received, sent, self._device)
+            before = views[stage - 1].beside if stage - 1 in views else None
+            kind = partial(BesideStage, beside=view.beside, before=before)
+            received, sent = (tuple(one for one in some if one.requires_grad) for some in (received, sent))
         number = torch.zeros(1, dtype=torch.int64, device="meta")
         loss = torch.zeros((), dtype=torch.float32, device="meta", requires_grad=True)
-        made = PipelineStage(
+        made = kind(
             view,
-            stage,
-            last + 1,
-            self._device,
-            input_args=kinds(stage) if stage else (number,),
-            output_args=kinds(stage + 1) if stage < last else (loss,),
+            stage_index=stage,
+            num_stages=last + 1,
+            device=self._device,
+            input_args=_metas(received) if stage else (number,),
+            output_args=_metas(sent) if stage < last else (loss,),
             group=self._mesh.group("pp"),
         )
         # torch 2.11 greets both neighbours, and over gloo no rank can send to itself, as two stages of a V would.
         greetings, here = made._get_init_p2p_neighbors_ops, made.group_rank
-        made._get_init_p2p_neighbors_ops = lambda: [op for op in greetings() if op.group_peer != here]  # type: ignore[method-assign]
+        made._get_init_p2p_neighbors_ops = lambda: [op for op in greetings() if op.group_peer != here]
         return made
 
 
@@ -188,15 +204,19 @@ class View(nn.Module):
         self._pipeline = pipeline
         self.stage = stage
         self.compute: Compute | None = None
+        self.beside: Beside | None = None
 
     def forward(self, *received: torch.Tensor, number: torch.Tensor) -> Any:
-        """What the stage sends on, a single tensor bare; or the loss."""
+        """What the stage sends on, as far as torch's stage does; or the loss."""
         assert self.compute is not None
-        found = self.compute(self.which(number), self.stage, received if self.stage else ())
+        index, beside = self.which(number), self.beside
+        payload = received if self.stage else ()
+        found = self.compute(index, self.stage, payload if beside is None else beside.join(index, payload))
         if self.stage < self._pipeline.last:
-            return tuple(tensor.contiguous() for tensor in found)  # gloo sends no others
+            sent = tuple(tensor.contiguous() for tensor in found)  # gloo sends no others
+            return sent if beside is None else beside.part(index, sent)
         # torch 2.11 wants of the loss the type that was declared; its backward begins with the same 1 in either type.
-        return found[0].float()
+        return found[0].type(torch.float32)
 
     def which(self, number: torch.Tensor) -> int:
         """The micro-step that comes next."""
@@ -205,6 +225,10 @@ class View(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of the stage."""
         return iter(self._pipeline.parameters(self.stage))
+
+
+def _metas(sent: Sequence[Sent]) -> tuple[torch.Tensor, ...]:
+    return tuple(one.empty("meta").requires_grad_(one.requires_grad) for one in sent)
 
 
 def _as_loss(loss: torch.Tensor, _: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from allranks.errors import LayoutError, TaskError
+from allranks.layout_refusals import SPLIT_BACKWARD
+from allranks.parallel import stage_schedule
 from allranks.parallel.average import average_gradients
 from allranks.parallel.initial import Source
 from allranks.parallel.mesh import Mesh
@@ -110,6 +112,10 @@ def cut_stages(
     begin = ", ".join(plan.points)
     what = f"{plan.num_stages} stages over pp={layout.pp} begin at the model's start, {begin}"
     decisions.append(Decision(what, f"{plan.because}; {plan.balanced}"))
+    if layout.schedule in SPLIT_BACKWARD and not stage_schedule.KNOWS_GRADIENTS:
+        told = f"warning: schedule={layout.schedule} runs both halves of a backward at once, and saves no waits"
+        wrong = "counts gradients twice where two ways lead to a parameter, once the halves come apart"
+        decisions.append(Decision(told, f"torch {torch.__version__} {wrong}; torch 2.13 does not"))
     return Stages(pipeline, scheduler, mesh.group("pp"), device, tuple(names.values()))
 
 

@@ -67,7 +67,9 @@ def measure_step(session: Session) -> Measured:
     resting = resting_bytes(session, batch)
     gained, left = [], []
     for _ in range(MEASURED_STEPS):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, GlooAtRest():
+        activities = [ProfilerActivity.CPU]
+        # torch 2.11 warns of events of earlier cycles without acc_events; there is one cycle.
+        with profile(activities=activities, profile_memory=True, acc_events=True) as profiled, GlooAtRest():
             step()
             before.read()
         highest, now = _follow(profiled)
