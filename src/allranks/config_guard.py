@@ -31,6 +31,11 @@ class GuardConfig(Section):
         "warn",
         "what follows where one rank of a host keeps the others waiting in every step: a verdict, or nobody looks",
     )
+    bad_link: Literal["warn", "off"] = key(
+        "warn",
+        "several hosts: what follows where a way between two of them loses what is sent, is far or is slow: a verdict, "
+        "or nobody looks",
+    )
     stopped_seconds: float = key(10.0, "how long a process may be stopped (SIGSTOP)", unit="s", gt=0)
     input_seconds: float = key(
         600.0, "without a batch of data: that long is a hang; it is told of as early as others", unit="s", gt=0

@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from allranks.cli.checking import OF_THE_LAYOUT
 from allranks.cli.main import main
@@ -155,7 +156,9 @@ def test_a_sound_program_that_reads_values_is_called_undetermined(
     assert code == 3, err
     document = json.loads(out)
     assert document["kind"] == "Unrehearsable" and document["kind"] not in OF_THE_LAYOUT
-    assert said in document["error"] and re.search(r"\(in 1, test_refusals\.py:\d+\)", document["error"])
+    brought = "task.how=number" in words and torch.version.cuda  # torch brings it there, and stops where it is used
+    place = r"\(in 2\)" if brought else r"\(in 1, test_refusals\.py:\d+\)"
+    assert said in document["error"] and re.search(place, document["error"])
 
 
 @pytest.mark.parametrize("how", ["model", "dataset", "item", "optimizer"])

@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -82,10 +83,12 @@ class Link:
         jitter: up to so many seconds more, for each packet by itself: they overtake each other.
         rate: bytes a second; half a second of them may wait, what is more is lost.
         port: what has another TCP port on both sides is lost; 0: nothing is.
+        damaged: the share whose last byte is another one.
     """
 
     loss: float = 0.0
     twice: float = 0.0
+    damaged: float = 0.0
     seconds: float = 0.0
     jitter: float = 0.0
     rate: float = math.inf
@@ -115,12 +118,12 @@ class Wire:
 
     Attributes:
         rule: the link from a host to another one, by their names; may be replaced at any time.
-        lost: how many packets were.
+        lost, damaged: how many packets were.
     """
 
     def __init__(self) -> None:
         self.rule: Callable[[str, str], Link] = lambda source, target: CLEAR
-        self.lost = 0
+        self.lost = self.damaged = 0
         self._names: dict[bytes, str] = {}
         self._ends: dict[str, int] = {}
         self._under_way: list[tuple[float, int, str, bytes]] = []
@@ -170,6 +173,9 @@ class Wire:
         if chance() < link.loss or free_at > now + 0.5 or not link.lets_through(packet):
             self.lost += 1
             return
+        if chance() < link.damaged:
+            packet = packet[:-1] + bytes([packet[-1] ^ 0xFF])
+            self.damaged += 1
         self._busy_until[source, target] = sent_at = free_at + len(packet) / link.rate
         for _ in range(1 + (chance() < link.twice)):
             comes_at = sent_at + link.seconds + link.jitter * chance()
@@ -595,19 +601,33 @@ def test_a_host_that_joins_behind_a_firewall_is_sent_away_and_the_run_goes_on(la
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "link",
+    ("link", "told"),
     [
-        Link(seconds=0.05, rate=250_000.0),
-        Link(seconds=0.01, jitter=0.02, twice=0.1),
-        Link(loss=0.01),
-        Link(loss=0.05),
+        (Link(seconds=0.05, rate=250_000.0), r"from \S+ to \S+: .*a round trip takes \d{3} ms at best; in use .* MB/s"),
+        (Link(seconds=0.01, jitter=0.02, twice=0.1), r"from \S+ to \S+: .*a round trip takes \d\d ms at best"),
+        (Link(loss=0.01), ""),
+        (Link(loss=0.05), r"from \S+ to \S+: .*\d\.\d% of what was sent was lost, and sent again"),
+        (Link(damaged=0.05), r"from \S+ to \S+: .*\d\.\d% of what was sent was lost, and sent again"),
     ],
-    ids=["slow", "out of order and twice", "one percent lost", "five percent lost"],
+    ids=["slow", "out of order and twice", "one percent lost", "five percent lost", "five percent damaged"],
 )
-def test_a_bad_network_is_no_fault(laboratory: Laboratory, link: Link) -> None:
+def test_a_bad_network_is_no_fault_and_is_told_of(laboratory: Laboratory, link: Link, told: str) -> None:
     laboratory.wire.rule = lambda source, target: link
-    machines = laboratory.train(2, "2", "train.steps=40", "checkpoint.every=5")
+    machines = laboratory.train(2, "2", "train.steps=60", "checkpoint.every=5", "task.width=20000", "task.pause=0.3")
+    assert [one.end() for one in machines] == [0, 0], "".join(one.said() for one in machines)
+    assert laboratory.worlds() == [2]
+    assert laboratory.wire.lost > 0 or not link.loss
+    assert laboratory.wire.damaged > 0 or not link.damaged
+    check_ledgers(laboratory.run, 60)
+    verdicts = laboratory.verdicts()
+    assert {one["kind"] for one in verdicts} <= {"network"} and len(verdicts) <= 4, verdicts
+    if told:
+        assert any(re.search(told, one["what"]) for one in verdicts), verdicts
+        assert re.search(f"the network is bad {told}", machines[1].said()), "each host tells of what it sends"
+
+
+@pytest.mark.full
+def test_a_good_network_is_not_told_of(laboratory: Laboratory) -> None:
+    machines = laboratory.train(2, "2", "train.steps=60", "checkpoint.every=5", "task.width=20000", "task.pause=0.3")
     assert [one.end() for one in machines] == [0, 0], "".join(one.said() for one in machines)
     assert (laboratory.worlds(), laboratory.verdicts()) == ([2], [])
-    assert laboratory.wire.lost > 0 or not link.loss
-    check_ledgers(laboratory.run, 40)

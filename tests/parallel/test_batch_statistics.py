@@ -140,9 +140,9 @@ def twice() -> tuple[int, int]:
     from torch.profiler import profile
 
     rows = rows_of(dist.get_rank(), 2).requires_grad_()
-    with profile() as forward:
+    with profile(acc_events=True) as forward:
         output = normalise(rows, None, None, group=world())
-    with profile() as backward:
+    with profile(acc_events=True) as backward:
         output.sum().backward()
     one, other = ([e for e in p.events() or () if e.name.startswith("c10d::")] for p in (forward, backward))
     return len(one), len(other)

@@ -41,7 +41,7 @@ def accumulate(layout: Layout, num_micro_steps: int) -> dict[str, int]:
     """The collectives of one step of micro-steps, gradients included."""
     found = spread(MODELS["scalars"], layout)
     x = torch.ones(2, 5)
-    with profile() as profiled:
+    with profile(acc_events=True) as profiled:
         for micro_step in range(num_micro_steps):
             found.synchronise(last=micro_step == num_micro_steps - 1)
             found.modules[""](x).sum().backward()

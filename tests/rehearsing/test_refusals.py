@@ -91,7 +91,9 @@ class Naming(Layered):
 
 @pytest.mark.parametrize("how", ["add", "bring", "number", "draw"])
 def test_code_that_names_the_gpu_is_a_fault_only_where_there_is_none(how: str) -> None:
-    with pytest.raises(Unrehearsable, match=r"test_refusals\.py:\d+\); here .*take the device from one of them"):
+    # Built with CUDA, torch brings a tensor without memory there, and stops where it meets another one.
+    place = r"\(in 2\)" if how == "number" and torch.version.cuda else r"test_refusals\.py:\d+\)"
+    with pytest.raises(Unrehearsable, match=rf"{place}; here .*take the device from one of them"):
         rehearsed(Naming(how=how), "single", 1, on_cuda=True)
     with pytest.raises(TaskError, match="it fails on one process, too") as caught:
         rehearsed(Naming(how=how), "single", 1)

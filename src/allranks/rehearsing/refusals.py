@@ -12,7 +12,7 @@ from allranks.task_loading import user_place
 
 _LACKS_CUDA = re.compile(
     "not linked with support for cuda|compiled with CUDA|NVIDIA driver|CUDA GPUs|requires CUDA support"
-    "|Cannot access accelerator device|Cannot get CUDA generator|no attribute '_cuda_",
+    "|Cannot access accelerator device|Cannot get CUDA generator|no attribute '_cuda_|CUDA driver|CUDA-capable device",
     re.IGNORECASE,
 )
 """What torch says, built without CUDA or where no GPU is, to code that names one."""
@@ -69,8 +69,8 @@ def _unrehearsable(name: str, error: Exception, what: str, *, on_cuda: bool) -> 
 
 def _names_cuda(error: Exception) -> bool:
     """Whether it raised because the user's code names the GPU."""
-    apart = type(error).__name__ == "FakeTensorDeviceMismatchError" and "cuda" in str(error)
-    return apart or _LACKS_CUDA.search(str(error)) is not None
+    apart = re.search(r"found (at least two|two different) devices.*\bcuda\b", str(error))  # torch 2.13, 2.11
+    return apart is not None or _LACKS_CUDA.search(str(error)) is not None
 
 
 def _advise(layout: Layout) -> str:

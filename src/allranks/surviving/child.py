@@ -62,7 +62,8 @@ def run_worker(start: WorkerStart, reply: Connection | None) -> None:
     faulthandler.enable()
     fault_points.join(os.environ, start.rank)
     if start.beats:
-        heartbeat.join(start.beats, start.slot, start.log_dir / f"rank-{start.rank:05d}.log")
+        several = int(start.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+        heartbeat.join(start.beats, start.slot, start.log_dir / f"rank-{start.rank:05d}.log", several_hosts=several)
     if "torch" in sys.modules:
         import torch
 

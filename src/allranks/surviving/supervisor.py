@@ -21,6 +21,7 @@ from allranks.failure import NO_PROGRESS, STOPS, TRANSIENT, Failure
 from allranks.observing.heartbeat import MARK, STEP, TIME_OVER
 from allranks.observing.journal import Journal
 from allranks.run import Run
+from allranks.surviving.bad_link import BadLink
 from allranks.surviving.evidence import Testimony, question
 from allranks.surviving.hang import ALL_HERE, Absent, diagnose
 from allranks.surviving.in_hand import InHand, explain_ends
@@ -87,11 +88,11 @@ class Supervisor:
     def __init__(self, supervision: Supervision, num_workers: int, logs: Path) -> None:
         self.monitor = Monitor(supervision.guard, num_workers)
         self.restarts = 0
-        self._supervision, self._num_workers = supervision, num_workers
-        self._logs = logs
-        self._slow = SlowRank(self.monitor.beats, logs) if supervision.guard.slow_rank == "warn" else None
-        self._paid = 0
-        self._furthest = 0
+        self._supervision, self._num_workers, self._logs = supervision, num_workers, logs
+        slow = [SlowRank(self.monitor.beats, logs)] if supervision.guard.slow_rank == "warn" else []
+        bad = [BadLink(logs)] if supervision.guard.bad_link == "warn" else []
+        self._watches: tuple[SlowRank | BadLink, ...] = (*slow, *bad)
+        self._paid = self._furthest = 0
         self._told: Ruling | None = None
         self._doubted_at: float | None = None
         self._halved: str | None = None
@@ -106,8 +107,8 @@ class Supervisor:
     def begin_attempt(self) -> None:
         """Workers are about to be started, for the first time or again."""
         self.monitor.begin_attempt()
-        if self._slow is not None:
-            self._slow.begin_attempt()
+        for watch in self._watches:
+            watch.begin_attempt()
         self._told = self._doubted_at = None
         self._places = {}
 
@@ -133,7 +134,7 @@ class Supervisor:
         rows, alarm = self.monitor.look(pids, ranks)
         if alarm is None:
             self._see_whether_it_goes_on(rows)
-            if self._slow is not None and (verdict := self._slow.look(rows, self._places)) is not None:
+            for verdict in filter(None, (watch.look(rows, self._places) for watch in self._watches)):
                 self._supervision.tell(verdict)
         return alarm
 
@@ -262,8 +263,7 @@ class Supervisor:
         """The failure that ends the run: a crash or hang that came again and again without progress ends it with 93."""
         if not _can_pass(failure, self._supervision.guard) or self.restarts == 0:
             return failure
-        step = self.monitor.furthest_step
-        number = self._paid + 1
+        step, number = self.monitor.furthest_step, self._paid + 1
         words = [failure.message, f"no progress: {number} attempts in a row ended without a step after step {step}"]
         with contextlib.suppress(AllranksError):  # a config that cannot be read keeps nobody from the end
             words += [f"  {line}" for line in explain_ends(self._ends, self._supervision.config()).splitlines()]
