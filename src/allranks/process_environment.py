@@ -9,6 +9,7 @@ Launcher = Literal["allranks", "torchrun", "environment", "slurm", "openmpi", "p
 
 LOOPBACK = "127.0.0.1"
 ATTEMPT = "ALLRANKS_ATTEMPT"  # the variable that says to workers of several hosts of which attempt they are
+HOSTS = "ALLRANKS_HOST_ADDRESSES"  # and the one with the addresses of these, parted by commas
 
 
 @final

@@ -1,84 +1,115 @@
-"""What the kernel tells of this process's connections, and the file that says so."""
+"""What the kernel tells of this process's connections; `ss` is its own word on them, where it is here."""
 
 import os
+import re
+import shutil
 import socket
-from pathlib import Path
+import subprocess
+import time
+from collections.abc import Iterator
 
-import psutil
 import pytest
 
-from allranks.observing.links import Connection, links_file, read_connections, take_links, write_links
+from allranks.observing.links import Connection, read_connections
+from allranks.surviving.hosts.seating import own_addresses
 
-
-def own_address() -> str:
-    """An address of this machine that is not its loopback's; skips where it has none."""
-    for found in psutil.net_if_addrs().values():
-        for one in found:
-            if one.family == socket.AF_INET and not one.address.startswith("127."):
-                return one.address
-    pytest.skip("this machine has no address but loopback's")
+Pair = tuple[socket.socket, socket.socket]
 
 
 @pytest.fixture
-def connected() -> object:
-    """A connection from 127.0.0.1 to an address of this machine: what is not both is another host to the kernel."""
+def own() -> str:
+    """An address of this machine that is not its loopback's: to a connection from 127.0.0.1 it is another host's."""
+    found = [one for one in own_addresses() if ":" not in one]
+    if not found:
+        pytest.skip("this machine has no address but loopback's")
+    return found[0]
+
+
+@pytest.fixture
+def pair(own: str) -> Iterator[Pair]:
     with socket.create_server(("0.0.0.0", 0)) as server:
-        address = (own_address(), server.getsockname()[1])
+        address = (own, server.getsockname()[1])
         with socket.create_connection(address, source_address=("127.0.0.1", 0)) as one, server.accept()[0] as other:
             yield one, other
 
 
-def test_a_connection_tells_what_it_has_sent(connected: tuple[socket.socket, socket.socket]) -> None:
-    one, other = connected
+def test_a_connection_tells_what_it_has_sent(pair: Pair, own: str) -> None:
+    one, other = pair
     one.sendall(b"x" * 50_000)
     left = 50_000
     while left:
         left -= len(other.recv(left))
-    (found,) = read_connections([one.fileno()])
+    (found,) = read_connections([own])
     assert found.ends == (*one.getsockname(), *one.getpeername())
     assert (found.sent, found.again, found.twice) == (50_000, 0, 0) and 0 < found.segments < 50
-    assert 0 < found.round_trip < 1_000_000 and 0 <= found.busy < 10_000_000 and found.rate > 0
+    assert 0 < found.round_trip < 1_000_000 and found.rate > 0
+    assert [back.ends for back in read_connections(["127.0.0.1"])] == [(*other.getsockname(), *other.getpeername())]
+    assert read_connections(["192.0.2.1"]) == [], "only those to the hosts that are named"
+
+
+def test_time_without_room_at_the_receiver_is_told_apart(pair: Pair, own: str) -> None:
+    one, _ = pair  # nobody reads
+    one.settimeout(0.5)
+    with pytest.raises(TimeoutError):
+        one.sendall(b"x" * 100_000_000)
+    (found,) = read_connections([own])
+    assert found.busy > 300_000 and found.held_there > found.busy / 2, found
+
+
+@pytest.mark.skipif(shutil.which("ss") is None, reason="there is no ss here (Debian: iproute2)")
+def test_it_is_what_ss_tells(pair: Pair, own: str) -> None:
+    one, other = pair
+    for _ in range(20):
+        one.sendall(b"x" * 5_000)
+        other.recv(5_000, socket.MSG_WAITALL)
+        other.sendall(b"y" * 700)
+        one.recv(700, socket.MSG_WAITALL)
+        time.sleep(0.002)
+    (found,) = read_connections([own])
+    ports = f"( sport = :{one.getsockname()[1]} )"
+    told = subprocess.run(["ss", "-tinH", ports], capture_output=True, text=True, check=True).stdout
+
+    def number(name: str) -> float:
+        found = re.search(rf"\b{name}:([\d.]+)", told)
+        assert found is not None, told
+        return float(found[1])
+
+    assert found.sent == number("bytes_sent") == 100_000
+    assert found.segments == number("data_segs_out")
+    assert found.round_trip == pytest.approx(1000 * number("minrtt"), abs=1)
+    assert bool(found.idle) == ("app_limited" in told)
+
+
+def test_a_socket_keeps_its_mode_and_nothing_is_left_open(pair: Pair, own: str) -> None:
+    one, other = pair
+    socket.setdefaulttimeout(30)
+    try:
+        before = os.listdir("/proc/self/fd")
+        assert len(read_connections([own])) == 1
+        assert os.listdir("/proc/self/fd") == before
+    finally:
+        socket.setdefaulttimeout(None)
+    assert os.get_blocking(one.fileno())
     one.send(b"still open")
     assert other.recv(10) == b"still open"
 
 
-def test_what_stays_on_this_host_is_not_told_of(connected: tuple[socket.socket, socket.socket], tmp_path: Path) -> None:
-    _, other = connected  # whose peer is 127.0.0.1
-    assert list(read_connections([other.fileno()])) == []
-    with socket.create_server((own_address(), 0)) as server:
-        with socket.create_connection(server.getsockname()) as one:
-            assert list(read_connections([one.fileno()])) == []
-        assert list(read_connections([server.fileno()])) == [], "nobody is at its other end"
-    with (tmp_path / "file").open("w") as file:
-        closed = os.dup(file.fileno())
-        os.close(closed)
-        assert list(read_connections([file.fileno(), closed])) == []
+def test_what_is_no_connection_to_another_host_is_passed_over(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server((own, 0)) as server, socket.create_connection(server.getsockname()):
+        assert read_connections([own]) == [], "both ends are here"
+    one, other = socket.socketpair()
+    with one, other, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+        datagrams.connect((own, 9))
+        assert read_connections([own]) == []
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert read_connections([own]) == []
 
 
-def test_the_file_is_whole_and_is_taken(connected: tuple[socket.socket, socket.socket], tmp_path: Path) -> None:
-    one, _ = connected
-    file = links_file(tmp_path / "rank-00001.log")
-    assert file == tmp_path / "rank-00001.links.json" and take_links(file) == []
-    write_links(file)
-    assert os.listdir(tmp_path) == [file.name]
-    assert (*one.getsockname(), *one.getpeername()) in {found.ends for found in take_links(file)}
-    assert os.listdir(tmp_path) == []
-    for damaged in ("[", "[[1]]", '{"a": 1}', '[["a", 1, "b", 2, "c", 1, 1, 1]]'):
-        file.write_text(damaged)
-        assert take_links(file) == []
-
-
-def test_a_host_that_is_alone_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allranks.observing.links._own_descriptors", lambda: [0, 1, 2])
-    write_links(tmp_path / "rank-00000.links.json")
-    assert os.listdir(tmp_path) == []
-
-
-def test_an_ipv4_address_is_told_as_such() -> None:
+def test_an_ipv4_address_is_told_as_such(own: str) -> None:
     server = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    address, source = ("127.0.0.1", server.getsockname()[1]), (own_address(), 0)
-    with server, socket.create_connection(address, source_address=source) as one, server.accept()[0] as other:
-        assert other.getpeername()[0].startswith("::ffff:")
-        (found,) = read_connections([other.fileno()])
+    address = ("127.0.0.1", server.getsockname()[1])
+    with server, socket.create_connection(address, source_address=(own, 0)), server.accept()[0] as other:
+        assert other.getpeername()[0] == f"::ffff:{own}"
+        (found,) = read_connections([own])
         assert isinstance(found, Connection)
-        assert (found.here, found.there) == ("127.0.0.1", one.getsockname()[0])
+        assert (found.here, found.there) == ("127.0.0.1", own)

@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from allranks.errors import LayoutError
 from allranks.layout import Layout
+from allranks.parallel import stage_schedule
 from allranks.parallel.mesh import build_mesh
 from allranks.parallel.pipeline import Payload, Pipeline
 from allranks.parallel.stage_plan import plan_stages
@@ -133,3 +136,34 @@ def test_what_is_received_into_stays_from_step_to_step(pool: Pools) -> None:
         return [tuple(buffer.shape) for buffer in scheduler.received_into]
 
     assert pool(2).run(case) == [[(2, 3)] * NUMBER] * 2
+
+
+@pytest.mark.parametrize("past", [False, True], ids=["torch's stage", "beside it"])
+def test_another_shape_is_refused_before_it_is_sent(pool: Pools, past: bool) -> None:
+    """Who receives less than it expects over gloo keeps the rest of what came before, without a word."""
+
+    def case() -> str:
+        scheduler, pipeline = made("1f1b")
+        rows = 2
+
+        def compute(index: int, stage: int, received: Payload) -> Payload:
+            output: Any = pipeline.run(stage, (inputs(index),), received)
+            if stage == pipeline.last:
+                return (output.square().sum(),)
+            return tuple(one[:rows] for one in output)
+
+        signatures = [signature_of((inputs(0),), pipeline.module)] * NUMBER
+        scheduler.forward(signatures[:1], compute)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stage_schedule, "KNOWS_GRADIENTS", not past and stage_schedule.KNOWS_GRADIENTS)
+            scheduler.run(signatures, compute, scheduled=True)
+        rows = 1
+        try:
+            if dist.get_rank() == 0:
+                scheduler.run(signatures, compute, scheduled=True)
+        except LayoutError as error:
+            return str(error)
+        return "nothing"
+
+    told, _ = pool(2).run(case)
+    assert "the activations that begin stage 1 of the pipeline have another shape than before" in told

@@ -5,11 +5,14 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from allranks.failure import read_failures
+from allranks.surviving.beats import SharedBeats
 from allranks.surviving.child import WorkerStart, run_worker
 from allranks.surviving.forkserver import main_hidden, start
 
@@ -32,16 +35,24 @@ def tell(path: str) -> None:
     atexit.register(Path(path + ".end").touch)
 
 
-def run(method: str, folder: Path, entry: str, *args: str, agent_pid: int | None = None) -> int | None:
+def name_threads(path: str) -> None:
+    """Write down which threads a worker has."""
+    Path(path).write_text(json.dumps([one.name for one in threading.enumerate()]))
+
+
+def run(
+    method: str, folder: Path, entry: str, *args: str, agent_pid: int | None = None, beats: str = "", **environ: str
+) -> int | None:
     told = WorkerStart(
         rank=3,
         agent_pid=agent_pid or os.getpid(),
-        environ=os.environ | {"RANK": "3", "EXTRA": "x"},
+        environ=os.environ | {"RANK": "3", "EXTRA": "x"} | environ,
         folder=folder,
         log_dir=folder,
         num_threads=2,
         entry=entry,
         args=args,
+        beats=beats,
     )
     context = multiprocessing.get_context(method)
     assert isinstance(context, multiprocessing.context.SpawnContext | multiprocessing.context.ForkServerContext)
@@ -75,6 +86,18 @@ def test_a_worker_finds_its_place(
     }
     assert "pytest" not in told["main"]  # the program's main file is not run again
     assert (tmp_path / "told.end").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel that tells of connections is Linux's")
+def test_ways_to_other_hosts_are_watched_where_there_are_some(small_server: None, tmp_path: Path) -> None:
+    beats = SharedBeats(1)
+    hosts: dict[str, Any] = {"ALLRANKS_HOST_ADDRESSES": "10.0.0.1,10.0.0.2"}
+    for environ, watched in (({}, False), (hosts, True)):
+        words = ("tests.surviving.test_child:name_threads", str(tmp_path / "told"))
+        assert run("spawn", tmp_path, *words, beats=beats.path, **environ) == 0
+        threads = json.loads((tmp_path / "told").read_text())
+        assert "allranks-heartbeat" in threads and ("allranks-links" in threads) == watched
+    beats.close()
 
 
 def test_an_error_ends_with_its_code_and_a_record(small_server: None, tmp_path: Path) -> None:

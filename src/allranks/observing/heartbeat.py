@@ -8,7 +8,6 @@ and answers when the agent asks for the collectives.
 
 import contextlib
 import faulthandler
-import itertools
 import mmap
 import os
 import signal
@@ -21,10 +20,8 @@ from pathlib import Path
 from typing import Literal, final
 
 from allranks.observing.collectives import collectives_file, write_collectives
-from allranks.observing.links import links_file, write_links
 
 PULSE_SECONDS = 0.5
-LINKS_BEATS = 6  # from one look at the connections to the next
 NUM_FIELDS = 15
 SLOT_BYTES = 8 * NUM_FIELDS
 PULSE, MARK, PHASE, STEP, FIRST, LONGEST, ASKED, ANSWERED, TIME_OVER, FINISHED, LOADED, *_HELD = range(NUM_FIELDS)
@@ -188,14 +185,13 @@ def current() -> Heartbeat:
     return _Process.heartbeat
 
 
-def join(path: str, slot: int, log: Path, *, several_hosts: bool = False) -> None:
+def join(path: str, slot: int, log: Path) -> None:
     """Let the agent see this process from here on, and ask it where it stands.
 
     Args:
         path: of the memory, as the agent names it.
         slot: which part of it is this worker's.
         log: gets its stacks. Its collectives come to a file beside it, `collectives_file(log)`.
-        several_hosts: whether what is known of its connections comes to `links_file(log)`, now and then.
     """
     # Kept open for life: the handler writes to its descriptor.
     faulthandler.register(STACK_SIGNAL, file=log.open("a", encoding="utf-8"), all_threads=True, chain=False)
@@ -208,14 +204,11 @@ def join(path: str, slot: int, log: Path, *, several_hosts: bool = False) -> Non
     _Process.heartbeat = heartbeat = Heartbeat(fields)
     heartbeat.enter("start")
     heartbeat.pulse(lambda: None)
-    told = (heartbeat, collectives_file(log), links_file(log) if several_hosts else None)
+    told = (heartbeat, collectives_file(log))
     threading.Thread(target=_beat, args=told, name="allranks-heartbeat", daemon=True).start()
 
 
-def _beat(heartbeat: Heartbeat, answer_to: Path, links: Path | None) -> None:
-    for beat in itertools.count(1):
+def _beat(heartbeat: Heartbeat, answer_to: Path) -> None:
+    while True:
         heartbeat.pulse(lambda: write_collectives(answer_to))
-        if links is not None and beat % LINKS_BEATS == 0:
-            with contextlib.suppress(OSError):  # a full disk is no reason to stop beating
-                write_links(links)
         time.sleep(PULSE_SECONDS)

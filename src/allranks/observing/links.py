@@ -1,19 +1,26 @@
-"""What the kernel knows of this process's connections to other hosts: what was sent, sent again, and how long it took.
+"""What the kernel knows of this process's connections to some addresses: what was sent, lost, and how long it took.
+
+Read by the descriptor's number, in C: a socket object of Python's could change the mode of a socket that is another's.
 
 Source: struct tcp_info of linux/tcp.h; RFC 4898 says what its counters mean.
 """
 
 import contextlib
-import json
+import ctypes
+import functools
 import os
 import socket
 import struct
-from collections.abc import Iterable
+import sys
+from collections.abc import Collection, Iterator
 from ipaddress import IPv6Address, ip_address
-from pathlib import Path
 from typing import NamedTuple
 
-_INFO_BYTES = 220
+WORD = 1 << 32
+"""Counters of segments begin anew there."""
+
+_TCP_INFO, _INFO_BYTES = 11, 220
+_APP_LIMITED_BYTE = 7  # its lowest bit
 # Where they are in tcp_info; all of them since Linux 4.19.
 _FIELDS = {
     "sent": ("Q", 200),
@@ -21,6 +28,8 @@ _FIELDS = {
     "again": ("I", 100),
     "twice": ("I", 216),
     "busy": ("Q", 168),
+    "held_there": ("Q", 176),
+    "held_here": ("Q", 184),
     "round_trip": ("I", 148),
     "rate": ("Q", 160),
 }
@@ -36,9 +45,11 @@ class Connection(NamedTuple):
         here, port_here, there, port_there: its ends.
         sent: bytes of data.
         segments: of data that were sent; `again`: those sent again, and `twice`: those of them that had come already.
-        busy: microseconds in which something was under way and not yet confirmed.
+        busy: microseconds in which something was under way and not yet confirmed; `held_there`, `held_here`: those of
+            them in which the receiver, or this host's own buffer, had no room.
         round_trip: microseconds, the shortest of the last five minutes: confirmations may be held back by 40 ms.
-        rate: bytes a second that have come, of late, while there was enough to send.
+        rate: bytes a second that came, as the kernel measured it last.
+        idle: 1 where that was while the program had nothing more to send: the network might carry more; else 0.
     """
 
     here: str
@@ -50,8 +61,11 @@ class Connection(NamedTuple):
     again: int
     twice: int
     busy: int
+    held_there: int
+    held_here: int
     round_trip: int
     rate: int
+    idle: int
 
     @property
     def ends(self) -> Ends:
@@ -59,64 +73,54 @@ class Connection(NamedTuple):
         return self[:4]
 
 
-def links_file(log: Path) -> Path:
-    """Where the worker with this log writes its connections."""
-    return log.with_suffix(".links.json")
-
-
-def write_links(path: Path) -> None:
-    """Write what is known of this process's connections, whole or not at all; nothing where there are none."""
-    found = list(read_connections(_own_descriptors()))
-    if not found:
-        return
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(found), encoding="utf-8")
-    temporary.replace(path)
-
-
-def take_links(path: Path) -> list[Connection]:
-    """What `write_links` wrote; [] where there is nothing, or nothing that can be read. The file goes."""
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        path.unlink(missing_ok=True)
-        return [Connection(str(here), int(a), str(there), int(b), *map(int, rest)) for here, a, there, b, *rest in told]
-    except (OSError, ValueError, TypeError):
+def read_connections(hosts: Collection[str]) -> list[Connection]:
+    """This process's connections to these addresses; [] where the kernel does not tell of such things."""
+    if not sys.platform.startswith("linux"):
         return []
-
-
-def read_connections(descriptors: Iterable[int]) -> Iterable[Connection]:
-    """Those to other hosts among the open files of this process."""
-    for descriptor in descriptors:
+    found = []
+    for descriptor in _own_sockets():
         with contextlib.suppress(OSError, ValueError, struct.error):  # it is no connection, or is none any more
-            found = _read(descriptor)
-            if found is not None:
-                yield found
+            there, port_there = _address("getpeername", descriptor)
+            if there not in hosts:
+                continue
+            here, port_here = _address("getsockname", descriptor)
+            if here != there:
+                found.append(Connection(here, port_here, there, port_there, **_info(descriptor)))
+    return found
 
 
-def _own_descriptors() -> list[int]:
-    try:
-        return [int(name) for name in os.listdir("/proc/self/fd")]
-    except OSError:
-        return []
+def _own_sockets() -> Iterator[int]:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it was the listing's own, or is closed
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                yield int(name)
 
 
-def _read(descriptor: int) -> Connection | None:
-    if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
-        return None
-    with socket.socket(fileno=os.dup(descriptor)) as own:  # whoever opened it may close it meanwhile
-        if own.type != socket.SOCK_STREAM or own.family not in (socket.AF_INET, socket.AF_INET6):
-            return None
-        (here, port_here, *_), (there, port_there, *_) = own.getsockname(), own.getpeername()
-        here, there = _plain(here), _plain(there)
-        if here == there or ip_address(there).is_loopback:
-            return None
-        info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    counted = {name: struct.unpack_from(form, info, offset)[0] for name, (form, offset) in _FIELDS.items()}
-    return Connection(here, port_here, there, port_there, **counted)
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
-def _plain(address: str) -> str:
-    """An IPv4 address as such, also where it comes in IPv6's clothes."""
-    parsed = ip_address(address.partition("%")[0])
+def _address(which: str, descriptor: int) -> tuple[str, int]:
+    """`getpeername` or `getsockname`, an IPv4 address as such, also where it comes in IPv6's clothes."""
+    raw, size = ctypes.create_string_buffer(28), ctypes.c_uint32(28)
+    if getattr(_libc(), which)(descriptor, raw, ctypes.byref(size)):
+        raise OSError(ctypes.get_errno(), which)
+    family, port = struct.unpack_from("=H", raw)[0], struct.unpack_from("!H", raw, 2)[0]
+    if family == socket.AF_INET:
+        return str(ip_address(raw.raw[4:8])), port
+    if family != socket.AF_INET6:
+        raise ValueError(family)
+    parsed = ip_address(raw.raw[8:24])
     mapped = parsed.ipv4_mapped if isinstance(parsed, IPv6Address) else None
-    return str(mapped or parsed)
+    return str(mapped or parsed), port
+
+
+def _info(descriptor: int) -> dict[str, int]:
+    raw, size = ctypes.create_string_buffer(_INFO_BYTES), ctypes.c_uint32(_INFO_BYTES)
+    if _libc().getsockopt(descriptor, socket.IPPROTO_TCP, _TCP_INFO, raw, ctypes.byref(size)):
+        raise OSError(ctypes.get_errno(), "getsockopt")
+    if size.value < _INFO_BYTES:
+        raise ValueError("an older kernel")
+    counted = {name: int(struct.unpack_from(form, raw, offset)[0]) for name, (form, offset) in _FIELDS.items()}
+    return counted | {"idle": raw.raw[_APP_LIMITED_BYTE] & 1}

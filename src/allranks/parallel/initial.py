@@ -25,7 +25,7 @@ from allranks.verdict import Decision
 Build = Callable[[], "nn.Module | Mapping[str, nn.Module]"]
 
 IN_FULL = "model() is built in full on every rank"
-CUTS_INTEGERS = torch.__version__ >= "2.13"
+CUTS_INTEGERS = torch.__version__ >= "2.13.0a0"
 """Whether FSDP2 takes a parameter of integers (torch 2.11 would have gradients of it, and stops)."""
 
 

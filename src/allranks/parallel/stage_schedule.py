@@ -30,7 +30,7 @@ CLASSES = {
     "dualpipev": "DualPipeV",
 }
 
-KNOWS_GRADIENTS = torch.__version__ >= "2.13"
+KNOWS_GRADIENTS = torch.__version__ >= "2.13.0a0"
 """Whether torch's stage knows what has a gradient and cuts a backward rightly; else it is `stage_beside`'s."""
 
 # (micro-step, stage, what the stage received) -> what it sends on, or from the last one (the scaled loss,)
@@ -152,7 +152,11 @@ class Scheduler:
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         layout = self._mesh.layout
-        views = {stage: View(self._pipeline, stage) for stage in self._pipeline.stages}
+
+        def check(stage: int, payload: Payload) -> None:
+            self.transport.check_known(stage, payload, signature)
+
+        views = {stage: View(self._pipeline, stage, check) for stage in self._pipeline.stages}
         stages = [self._stage(views, stage, signature) for stage in views]
         self._stages += stages
         kind = get_schedule_class(CLASSES[layout.schedule])
@@ -199,9 +203,10 @@ class View(nn.Module):
     _pipeline: Pipeline  # no module: torch would move, scan and synchronise what belongs to the other stages, too
     stage: int
 
-    def __init__(self, pipeline: Pipeline, stage: int) -> None:
+    def __init__(self, pipeline: Pipeline, stage: int, check: Callable[[int, Payload], None]) -> None:
+        """`check`: raises where what is sent to a stage is not what that expects."""
         super().__init__()
-        self._pipeline = pipeline
+        self._pipeline, self._check = pipeline, check
         self.stage = stage
         self.compute: Compute | None = None
         self.beside: Beside | None = None
@@ -213,6 +218,7 @@ class View(nn.Module):
         payload = received if self.stage else ()
         found = self.compute(index, self.stage, payload if beside is None else beside.join(index, payload))
         if self.stage < self._pipeline.last:
+            self._check(self.stage + 1, found)
             sent = tuple(tensor.contiguous() for tensor in found)  # gloo sends no others
             return sent if beside is None else beside.part(index, sent)
         # torch 2.11 wants of the loss the type that was declared; its backward begins with the same 1 in either type.

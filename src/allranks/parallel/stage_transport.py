@@ -85,17 +85,22 @@ class Transport:
         found = tuple(
             Sent(place, tuple(t.shape), t.dtype, t.requires_grad) for place, t in zip(places, payload, strict=True)
         )
-        known = self.sent.setdefault((stage, signature), found)
+        self.sent.setdefault((stage, signature), found)
         if (stage, signature) not in self._told:
             self._told.add((stage, signature))
             self._post(stage, _encode(found).to(self._device), back=False)
-        if known != found:
+        self.check_known(stage, payload, signature)
+        for tensor in payload:
+            self._post(stage, tensor.detach(), back=False)
+
+    def check_known(self, stage: int, payload: Payload, signature: Signature) -> None:
+        """Whoever receives would take what is smaller for what it was before. Raises LayoutError."""
+        known = [(one.shape, one.dtype, one.requires_grad) for one in self.sent[stage, signature]]
+        if known != [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in payload]:
             raise LayoutError(
                 f"the activations that begin stage {stage} of the pipeline have another shape than before, for inputs "
                 "of the same shape: a pipeline needs shapes that depend on the inputs' alone, and on the model's mode"
             )
-        for tensor in payload:
-            self._post(stage, tensor.detach(), back=False)
 
     def receive_on(self, stage: int, signature: Signature) -> Payload:
         """The activations with which `stage` begins; () for the first one. Each is a leaf of its own graph."""

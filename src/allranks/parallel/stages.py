@@ -114,8 +114,10 @@ def cut_stages(
     decisions.append(Decision(what, f"{plan.because}; {plan.balanced}"))
     if layout.schedule in SPLIT_BACKWARD and not stage_schedule.KNOWS_GRADIENTS:
         told = f"warning: schedule={layout.schedule} runs both halves of a backward at once, and saves no waits"
-        wrong = "counts gradients twice where two ways lead to a parameter, once the halves come apart"
-        decisions.append(Decision(told, f"torch {torch.__version__} {wrong}; torch 2.13 does not"))
+        wrong = (
+            "torch before 2.13 counts gradients twice where two ways lead to a parameter, once the halves come apart"
+        )
+        decisions.append(Decision(told, f"{wrong}, and this is {torch.__version__}"))
     return Stages(pipeline, scheduler, mesh.group("pp"), device, tuple(names.values()))
 
 

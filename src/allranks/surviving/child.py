@@ -15,6 +15,7 @@ from allranks import fault_points
 from allranks.failure import DONE, AgreedStop, end_process, run_recorded
 from allranks.lifeline import die_with_parent
 from allranks.observing import heartbeat
+from allranks.process_environment import HOSTS
 from allranks.surviving import preload
 
 HELD_BACK = (signal.SIGTERM, signal.SIGUSR1)  # by the fork server; a closed terminal (SIGHUP) is the command's to hear
@@ -62,8 +63,12 @@ def run_worker(start: WorkerStart, reply: Connection | None) -> None:
     faulthandler.enable()
     fault_points.join(os.environ, start.rank)
     if start.beats:
-        several = int(start.environ.get("GROUP_WORLD_SIZE", "1")) > 1
-        heartbeat.join(start.beats, start.slot, start.log_dir / f"rank-{start.rank:05d}.log", several_hosts=several)
+        log = start.log_dir / f"rank-{start.rank:05d}.log"
+        heartbeat.join(start.beats, start.slot, log)
+        if hosts := start.environ.get(HOSTS):
+            from allranks.observing.bad_links import watch_links
+
+            watch_links(hosts.split(","), log)
     if "torch" in sys.modules:
         import torch
 

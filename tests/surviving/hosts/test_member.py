@@ -323,7 +323,10 @@ def test_a_leader_whose_time_has_ended_judges_nothing() -> None:
 
 def test_workers_are_told_of_which_attempt_they_are() -> None:
     found, _ = member(Others(), Budget(1))
-    assert found.begin() == {"ALLRANKS_ATTEMPT": "3"}
+    found._company.table = replace(found._company.table, addresses=("10.0.0.1", "10.0.0.2"))
+    assert found.begin() == {"ALLRANKS_ATTEMPT": "3", "ALLRANKS_HOST_ADDRESSES": "10.0.0.1,10.0.0.2"}
+    found._company.guard = GuardConfig(bad_link="off")
+    assert found.begin() == {"ALLRANKS_ATTEMPT": "3"}, "nobody looks"
 
 
 def test_the_leader_lets_hosts_join_once_all_have_saved() -> None:

@@ -1,11 +1,15 @@
 """Who sits where: a table is there when all have said how many workers they have."""
 
+import socket
+from types import SimpleNamespace
+
 import psutil
 import pytest
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from allranks.hosts_request import Endpoint
+from allranks.surviving.hosts import seating
 from allranks.surviving.hosts.meeting import MeetingStore
 from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.seal import Seal
@@ -42,6 +46,33 @@ def test_all_find_the_table_that_the_leader_has_opened(pair: tuple[Seating, Seat
     assert listening == {"127.0.0.1"}, "at the address of the endpoint alone"
     leader.announce(6, (A, B))
     assert leader.open(6, (A, B)) is None, "another round has another table"
+
+
+def test_the_table_has_the_addresses_of_all_hosts(
+    pair: tuple[Seating, Seating], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, other = pair
+    for one, addresses in ((leader, ["10.0.0.1", "172.17.0.1"]), (other, ["10.0.0.2", "172.17.0.1"])):
+        monkeypatch.setattr(seating, "own_addresses", lambda addresses=addresses: iter(addresses))
+        one.announce(5, (A, B))
+    table = leader.open(5, (A, B))
+    assert table is not None and table == other.find(5, (A, B))
+    assert table.addresses == ("10.0.0.1", "172.17.0.1", "10.0.0.2")
+    leader.announce(6, (B,))
+    alone = leader.open(6, (B,))
+    assert alone is not None and alone.addresses == (), "it has no way to another"
+
+
+def test_own_addresses_are_those_of_the_networks_that_a_host_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(family: socket.AddressFamily, address: str) -> SimpleNamespace:
+        return SimpleNamespace(family=family, address=address)
+
+    found = {
+        "lo": [of(socket.AF_INET, "127.0.0.1"), of(socket.AF_INET6, "::1")],
+        "eth0": [of(socket.AF_INET, "10.0.0.1"), of(socket.AF_INET6, "fe80::1%eth0"), of(socket.AF_PACKET, "00:11")],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    assert list(seating.own_addresses()) == ["10.0.0.1", "fe80::1"]
 
 
 def test_who_was_reached_in_a_round_is_not_new_to_whoever_leads_later(pair: tuple[Seating, Seating]) -> None:

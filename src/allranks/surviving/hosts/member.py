@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Literal, final
 
 from allranks.failure import INTERRUPTED, PREEMPTED, TRANSIENT, Failure, first_failure
-from allranks.process_environment import ATTEMPT
+from allranks.process_environment import ATTEMPT, HOSTS
 from allranks.surviving.hosts.company import Company
 from allranks.surviving.hosts.ending import Ending, Report
 from allranks.surviving.hosts.hearing import Hearing
@@ -58,7 +58,7 @@ class Member:
         """Workers of a new round are about to start; after the loss of a leader, under another.
 
         Returns:
-            the variables that say to them of which attempt they are.
+            the variables that say to them of which attempt they are, and where all hosts are.
 
         Raises:
             ProcessError: the store has gone.
@@ -74,7 +74,9 @@ class Member:
         self._hearing = Hearing(self._company.notices, self._company.table, self._company.place)
         self._admitting = ()
         self._has_said_stopped = False
-        return {ATTEMPT: str(self._company.table.attempt)}
+        table = self._company.table
+        hosts = {HOSTS: ",".join(table.addresses)} if self._company.guard.bad_link == "warn" else {}
+        return {ATTEMPT: str(table.attempt), **hosts}
 
     def watch(self, pids: Mapping[int, int], ranks: Mapping[int, int]) -> None:
         """See how this host's living workers do, and ask all hosts where something is wrong; as Supervisor.look."""

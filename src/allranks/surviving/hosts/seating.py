@@ -1,8 +1,11 @@
 """Who sits where in a round: each host says how many workers it has, and the leader opens the store where they meet."""
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from typing import final
 
+import psutil
 from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
@@ -14,6 +17,16 @@ from allranks.surviving.hosts.seal import Json
 from allranks.surviving.hosts.table import Table
 
 Nodes = tuple[_NodeDesc, ...]
+
+
+def own_addresses() -> Iterator[str]:
+    """Of all networks that this host is on, but for its own loopback."""
+    for found in psutil.net_if_addrs().values():
+        for one in found:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                address = one.address.partition("%")[0]
+                if not ip_address(address).is_loopback:
+                    yield address
 
 
 @final
@@ -36,10 +49,10 @@ class Seating:
         self.doubts = False
 
     def announce(self, number: int, nodes: Nodes) -> None:
-        """Say how many workers this host has in a round of these nodes, in whichever order all have them, and whether
-        it was reached in one before.
+        """Say how many workers this host has in a round of these nodes, in whichever order all have them, whether
+        it was reached in one before, and its addresses.
         """
-        own = {"workers": self._nproc, "reached": self._reached}
+        own = {"workers": self._nproc, "reached": self._reached, "addresses": list(own_addresses())}
         self._notices.post(f"member/{number}/{nodes.index(self._node)}", own)
 
     def open(self, number: int, nodes: Nodes) -> Table | None:
@@ -56,9 +69,12 @@ class Seating:
         members = tuple(nodes[place] for place in order)
         attempt, new = self.attempt(), tuple(seat for seat, place in enumerate(order) if not told[place]["reached"])
         tried = tuple(range(len(members))) if self.doubts else new
+        several = len(told) > 1
+        addresses = tuple(dict.fromkeys(one for place in order for one in told[place]["addresses"] if several))
         seats = {"order": order, "workers": workers, "attempt": attempt, "new": new, "tried": tried}
-        self._notices.post(f"meet/{number}", {**seats, "address": self._meeting.reached_at, "port": port})
-        return Table(number, members, self._meeting.address, port, workers, attempt, new, tried)
+        store = {"address": self._meeting.reached_at, "port": port}
+        self._notices.post(f"meet/{number}", {**seats, **store, "addresses": addresses})
+        return Table(number, members, self._meeting.address, port, workers, attempt, new, tried, addresses)
 
     def find(self, number: int, nodes: Nodes) -> Table | None:
         """The others': what the leader has told; None: nothing yet."""
@@ -67,7 +83,8 @@ class Seating:
             return None
         members = tuple(nodes[place] for place in found["order"])
         store, of_run = (found["address"], found["port"]), (tuple(found["workers"]), found["attempt"])
-        return Table(number, members, *store, *of_run, tuple(found["new"]), tuple(found["tried"]))
+        rest = (tuple(found[name]) for name in ("new", "tried", "addresses"))
+        return Table(number, members, *store, *of_run, *rest)
 
     def know(self) -> None:
         """The hosts of this round reach each other."""

@@ -25,6 +25,7 @@ class Table:
         new: the places of hosts that were reached in none before.
         tried: the places of hosts of which all see whether they are reached: the new ones, and after a round in which
             connections were lost, or nothing went on, all.
+        addresses: of all networks that its hosts are on; empty where it has one host.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Table:
     attempt: int = 0
     new: tuple[int, ...] = ()
     tried: tuple[int, ...] = ()
+    addresses: tuple[str, ...] = ()
 
     def place_of(self, node: _NodeDesc) -> int:
         """A host's number among the members."""
