@@ -613,12 +613,12 @@ def test_a_host_that_joins_behind_a_firewall_is_sent_away_and_the_run_goes_on(la
 )
 def test_a_bad_network_is_no_fault_and_is_told_of(laboratory: Laboratory, link: Link, told: str) -> None:
     laboratory.wire.rule = lambda source, target: link
-    machines = laboratory.train(2, "2", "train.steps=60", "checkpoint.every=5", "task.width=20000", "task.pause=0.3")
+    machines = laboratory.train(2, "2", "train.steps=120", "checkpoint.every=5", "task.width=20000", "task.pause=0.3")
     assert [one.end() for one in machines] == [0, 0], "".join(one.said() for one in machines)
     assert laboratory.worlds() == [2]
     assert laboratory.wire.lost > 0 or not link.loss
     assert laboratory.wire.damaged > 0 or not link.damaged
-    check_ledgers(laboratory.run, 60)
+    check_ledgers(laboratory.run, 120)
     verdicts = laboratory.verdicts()
     assert {one["kind"] for one in verdicts} <= {"network"} and len(verdicts) <= 3, "each fault of the way once at most"
     if told:
@@ -629,7 +629,7 @@ def test_a_bad_network_is_no_fault_and_is_told_of(laboratory: Laboratory, link: 
 @pytest.mark.full
 def test_nobody_looks_at_a_bad_network_where_that_is_off(laboratory: Laboratory) -> None:
     laboratory.wire.rule = lambda source, target: Link(seconds=0.02)
-    words = ("train.steps=60", "checkpoint.every=5", "task.width=20000", "task.pause=0.3", "guard.bad_link=off")
+    words = ("train.steps=120", "checkpoint.every=5", "task.width=20000", "task.pause=0.3", "guard.bad_link=off")
     machines = laboratory.train(2, "2", *words)
     assert [one.end() for one in machines] == [0, 0], "".join(one.said() for one in machines)
     assert laboratory.verdicts() == [] and not list(laboratory.run.glob("logs/*.links.*"))
@@ -639,6 +639,6 @@ def test_nobody_looks_at_a_bad_network_where_that_is_off(laboratory: Laboratory)
 @pytest.mark.full
 def test_a_good_network_is_not_told_of(laboratory: Laboratory) -> None:
     """The same run, for longer."""
-    machines = laboratory.train(2, "2", "train.steps=90", "checkpoint.every=5", "task.width=20000", "task.pause=0.3")
+    machines = laboratory.train(2, "2", "train.steps=150", "checkpoint.every=5", "task.width=20000", "task.pause=0.3")
     assert [one.end() for one in machines] == [0, 0], "".join(one.said() for one in machines)
     assert (laboratory.worlds(), laboratory.verdicts()) == ([2], [])

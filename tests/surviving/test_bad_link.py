@@ -1,12 +1,14 @@
 """What a host tells of the ways that its workers found bad; tests/cli/test_running_on_a_network.py has real ones."""
 
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from allranks.observing.bad_links import LOOK_SECONDS, Finding, findings_file, write_findings
+from allranks.observing.bad_links import Finding, findings_file, write_findings
+from allranks.observing.heartbeat import Heartbeat
 from allranks.surviving.bad_link import BadLink
+from allranks.surviving.beats import SharedBeats
 from allranks.verdict import Verdict
 from tests.surviving.rows import row
 
@@ -18,35 +20,46 @@ FAR = Finding(HERE, THERE, "far", "a round trip takes 52 ms at best", "the figur
 class Host:
     """Two workers, which find what a test says."""
 
-    def __init__(self, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.logs, self.now, self.watch = logs, 1000.0, BadLink(logs)
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+    def __init__(self, beats: SharedBeats, logs: Path) -> None:
+        self.beats, self.logs, self.watch = beats, logs, BadLink(beats, logs)
+        self.begin_attempt()
+
+    def begin_attempt(self) -> None:
+        self.beats.clear()
         self.watch.begin_attempt()
 
     def find(self, rank: int, *findings: Finding) -> None:
         write_findings(findings_file(self.logs / f"rank-{rank:05d}.log"), findings)
+        Heartbeat(self.beats.slot(rank)).found_bad_links(len(findings))
 
-    def look(self, after: float = LOOK_SECONDS) -> Verdict | None:
-        self.now += after
+    def look(self) -> Verdict | None:
         return self.watch.look([row(rank) for rank in range(2)], {0: 0, 1: 1})
 
 
 @pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
-    return Host(tmp_path, monkeypatch)
+def host(tmp_path: Path) -> Iterator[Host]:
+    beats = SharedBeats(2)
+    yield Host(beats, tmp_path)
+    beats.close()
 
 
 def test_what_two_workers_find_is_told_once(host: Host) -> None:
     assert host.look() is None
     host.find(0, LOST)
     host.find(1, LOST)
-    assert host.look(LOOK_SECONDS / 2) is None, "it does not look so often"
     found = host.look()
     assert found is not None and found.kind == "network" and found.evidence == ("the figures",)
     assert found.what == f"the network is bad from {HERE} to {THERE}: 5.0% of what was sent was lost, and sent again"
     assert host.look() is None
-    host.watch.begin_attempt()
+    host.begin_attempt()
+    assert host.look() is None
+    host.find(0, LOST)
     assert host.look() is None, "nor in another attempt"
+
+
+def test_what_an_attempt_or_another_command_has_left_is_not_told(host: Host) -> None:
+    write_findings(findings_file(host.logs / "rank-00000.log"), [LOST])
+    assert host.look() is None, "the worker has said nothing of it"
 
 
 def test_what_is_found_later_of_the_same_way_is_told(host: Host) -> None:

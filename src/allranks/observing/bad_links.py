@@ -1,8 +1,8 @@
 """A way to another host that loses what is sent, is far, or slow: which, by how much, as this host's kernel counts it.
 
 A thread of each worker reads what the kernel knows of the worker's connections to the run's other hosts, judges windows
-of some seconds, and writes down what is bad, once for each way and each fault, in a file that the agent looks for
-(surviving/bad_link.py). Nothing is written where nothing is bad.
+of some seconds, and writes down what is bad twice in a row, once for each way and each fault, in a file of which the
+heartbeat tells the agent (surviving/bad_link.py). Nothing is written where nothing is bad.
 """
 
 import contextlib
@@ -16,13 +16,14 @@ from pathlib import Path
 from statistics import median
 from typing import final
 
+from allranks.observing.heartbeat import current
 from allranks.observing.links import WORD, Connection, Ends, read_connections
 
 LOOK_SECONDS = 5.0
 LOOKS_ARE_RARE = 100  # times as long as the last one took, a thread rests at least
 WINDOW_SECONDS = 15.0
 LEAST_BYTES, LEAST_LOST = 1_000_000, 20
-"""Of what was sent in a window; with less nothing is said of it, and the window goes on."""
+"""Of what was sent in a window of a way; with less nothing is said of it, and the window goes on."""
 
 LOST = 0.01  # of the segments; between hosts of a rack it is less than a thousandth
 FAR_MICROSECONDS = 5_000  # a round trip; between the hosts of one place it is less than one
@@ -40,10 +41,11 @@ class Traffic:
     """What went over a way in a window.
 
     Attributes:
-        sent: bytes.
+        sent: bytes, with those that were sent again.
         segments, lost: that were sent, and of these sent again because they had not come.
         in_use: the part of the time in which the network had something to carry, from 0 to 1, on the connection that
-            used it most; `rate`: bytes a second that it carried there; `idle`: whether it might carry more.
+            used it most; `rate`: bytes a second that all carried in that time, or what the kernel measured there, if
+            that is more; `idle`: whether it might carry more.
         round_trip: microseconds, on the fastest connection.
         seconds: of the window.
     """
@@ -81,56 +83,64 @@ class Watch:
 
     Attributes:
         findings: all there were.
-        windows: how many have been judged.
     """
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
-        self.windows = 0
-        self._told: set[tuple[str, str, str]] = set()
-        self._before: dict[Ends, Connection] = {}
-        self._since: float | None = None
+        self._told: set[tuple[Way, str]] = set()
+        self._windows: dict[Way, tuple[dict[Ends, Connection], float]] = {}  # as they began, and when
+        self._last: dict[Way, Traffic] = {}  # of the newest window that has ended
+        self._suspected: dict[Way, frozenset[str]] = {}  # faults in that
 
     def look(self, connections: Sequence[Connection], now: float) -> list[Finding]:
-        """What is found to be bad now and was not before.
+        """What is found to be bad for the second time in a row, and was not told before.
 
         Args:
             connections: as they are now.
             now: seconds of the monotonic clock.
         """
-        found = {one.ends: one for one in connections}
-        if self._since is None:
-            self._before, self._since = found, now
-            return []
-        ways = sum_up(self._before, found, now - self._since)
-        enough = max((traffic.sent for traffic in ways.values()), default=0) >= LEAST_BYTES
-        if now - self._since < WINDOW_SECONDS or not enough:
-            self._before = found | self._before  # what was opened since counts from here on
-            return []
-        self._before, self._since, self.windows = found, now, self.windows + 1
-        new = [one for way in ways for one in judge(way, ways) if (one.here, one.there, one.fault) not in self._told]
-        self._told |= {(one.here, one.there, one.fault) for one in new}
+        by_way: dict[Way, dict[Ends, Connection]] = {}
+        for one in connections:
+            by_way.setdefault((one.here, one.there), {})[one.ends] = one
+        ended = [way for way, found in by_way.items() if self._ends(way, found, now)]
+        new = []
+        for way in ended:
+            faults = {one.fault: one for one in judge(way, self._last)}
+            before, self._suspected[way] = self._suspected.get(way, frozenset()), frozenset(faults)
+            new += [one for fault, one in faults.items() if fault in before and (way, fault) not in self._told]
+            self._told |= {(way, fault) for fault in before & faults.keys()}
         self.findings += new
         return new
 
+    def _ends(self, way: Way, found: dict[Ends, Connection], now: float) -> bool:
+        """Whether the way's window is over: there is its traffic, and a new one begins."""
+        before, since = self._windows.setdefault(way, (found, now))
+        traffic = sum_up(before, found, now - since)
+        if now - since < WINDOW_SECONDS or traffic.sent < LEAST_BYTES:
+            # What was opened since counts from here on, and what is closed no more.
+            self._windows[way] = {ends: before.get(ends, one) for ends, one in found.items()}, since
+            return False
+        self._windows[way], self._last[way] = (found, now), traffic
+        return True
 
-def sum_up(before: Mapping[Ends, Connection], after: Mapping[Ends, Connection], seconds: float) -> dict[Way, Traffic]:
-    """What went over each way between two looks."""
-    lists: dict[Way, list[tuple[Connection, Connection]]] = {}
-    for ends in before.keys() & after.keys():
-        if after[ends].sent > before[ends].sent:
-            lists.setdefault((after[ends].here, after[ends].there), []).append((before[ends], after[ends]))
-    return {way: _sum_up(pairs, seconds) for way, pairs in lists.items()}
 
-
-def _sum_up(pairs: Sequence[tuple[Connection, Connection]], seconds: float) -> Traffic:
+def sum_up(before: Mapping[Ends, Connection], after: Mapping[Ends, Connection], seconds: float) -> Traffic:
+    """What went over a way between two looks."""
+    pairs = [(before[ends], after[ends]) for ends in before.keys() & after.keys()]
+    # One that was opened anew with the same ports has counters of its own.
+    pairs = [(old, new) for old, new in pairs if new.sent > old.sent and _used(new) >= _used(old)]
+    if not pairs:
+        return Traffic(0, 0, 0, 0.0, 0.0, True, 0, seconds)
     again = sum((new.again - old.again) % WORD - (new.twice - old.twice) % WORD for old, new in pairs)
-    used = [(_used(new) - _used(old), new.sent - old.sent, new) for old, new in pairs]
-    microseconds, sent, busiest = max(used, key=lambda one: one[0])
+    sent, segments = (
+        sum(new.sent - old.sent for old, new in pairs),
+        sum((new.segments - old.segments) % WORD for old, new in pairs),
+    )
+    microseconds, busiest = max(((_used(new) - _used(old), new) for old, new in pairs), key=lambda one: one[0])
     return Traffic(
-        sent=sum(sent for _, sent, _ in used),
-        segments=sum((new.segments - old.segments) % WORD for old, new in pairs),
-        lost=max(0, again),
+        sent=sent,
+        segments=segments,
+        lost=again if 0 < again <= segments else 0,
         in_use=min(1.0, microseconds / (1e6 * seconds)),
         # Confirmations that are held back make it seem in use for longer, and what the kernel measured last may be old.
         rate=max(busiest.rate, 1e6 * sent / max(1, microseconds)),
@@ -145,7 +155,7 @@ def _used(connection: Connection) -> int:
 
 
 def judge(way: Way, ways: Mapping[Way, Traffic]) -> list[Finding]:
-    """What is bad of a way, beside the others of this process."""
+    """What is bad of a way, beside the others of this process from the same address."""
     traffic = ways[way]
     if traffic.sent < LEAST_BYTES:
         return []
@@ -154,12 +164,13 @@ def judge(way: Way, ways: Mapping[Way, Traffic]) -> list[Finding]:
         found["lost"] = f"{traffic.lost / max(1, traffic.segments):.1%} of what was sent was lost, and sent again"
     if traffic.round_trip >= FAR_MICROSECONDS:
         found["far"] = f"a round trip takes {traffic.round_trip / 1000:.0f} ms at best"
-    rates = [one.rate for other, one in ways.items() if other != way and one.sent >= LEAST_BYTES]
+    beside = [one for other, one in ways.items() if other != way and other[0] == way[0]]
+    rates = [one.rate for one in beside if one.in_use >= IN_USE or not one.idle]
     usual = median(rates) if len(rates) > 1 else 0.0
     slow = traffic.rate < max(SLOW_BYTES_A_SECOND, usual / TIMES_SLOWER)
     if slow and traffic.in_use >= IN_USE and not traffic.idle:
-        beside = f", the others {_rate(usual)}" if usual else ""
-        found["slow"] = f"in use {traffic.in_use:.0%} of the time, it carries {_rate(traffic.rate)}{beside}"
+        others = f", the others {_rate(usual)}" if usual else ""
+        found["slow"] = f"in use {traffic.in_use:.0%} of the time, it carries {_rate(traffic.rate)}{others}"
     sent = f"{traffic.sent / 1e6:.3g} MB were sent in {traffic.segments} segments, {traffic.lost} of which were lost"
     took = f"a round trip took {traffic.round_trip / 1000:.3g} ms at best"
     text = f"in {traffic.seconds:.0f} s {sent}; {took} (this host's kernel counts)"
@@ -192,18 +203,22 @@ def write_findings(path: Path, findings: Sequence[Finding]) -> None:
 
 
 def watch_links(hosts: Collection[str], log: Path) -> None:
-    """From here on, in a thread: look, judge, and write down what is bad."""
-    path = findings_file(log)
-    path.unlink(missing_ok=True)  # of the attempt before
-    threading.Thread(target=_watch, args=(frozenset(hosts), path), name="allranks-links", daemon=True).start()
+    """From here on, in a thread: look, judge, write down what is bad, and let the agent see that."""
+    with contextlib.suppress(Exception):  # it only tells: no error of it may end a run
+        threading.Thread(
+            target=_watch, args=(frozenset(hosts), findings_file(log)), name="allranks-links", daemon=True
+        ).start()
 
 
 def _watch(hosts: Collection[str], path: Path) -> None:
-    watch, rest = Watch(), LOOK_SECONDS
+    watch, rest, written = Watch(), LOOK_SECONDS, 0
     while True:
         time.sleep(rest)
         began = time.monotonic()
-        with contextlib.suppress(Exception):  # it only tells: no error of it may end a run
-            if watch.look(read_connections(hosts), began):
+        with contextlib.suppress(Exception):
+            watch.look(read_connections(hosts), began)
+            if len(watch.findings) > written:
                 write_findings(path, watch.findings)
+                written = len(watch.findings)
+                current().found_bad_links(written)
         rest = max(LOOK_SECONDS, LOOKS_ARE_RARE * (time.monotonic() - began))

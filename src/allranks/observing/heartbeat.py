@@ -22,10 +22,10 @@ from typing import Literal, final
 from allranks.observing.collectives import collectives_file, write_collectives
 
 PULSE_SECONDS = 0.5
-NUM_FIELDS = 15
+NUM_FIELDS = 16
 SLOT_BYTES = 8 * NUM_FIELDS
 PULSE, MARK, PHASE, STEP, FIRST, LONGEST, ASKED, ANSWERED, TIME_OVER, FINISHED, LOADED, *_HELD = range(NUM_FIELDS)
-HELD_STEP, HELD_FROM, HELD_SIZE, DATASET = _HELD
+HELD_STEP, HELD_FROM, HELD_SIZE, DATASET, BAD_LINKS = _HELD
 """Fields of a slot, 64-bit whole numbers each; times in nanoseconds.
 
 PULSE: when the thread last ran. MARK: when the loop last came further. PHASE: what it does since, by its place in
@@ -35,7 +35,8 @@ the collectives, and was answered. TIME_OVER: when the run's time is over, or wa
 FINISHED: 1 + the exit code with which the worker's work has come to its own end; 0: it has not. LOADED: how long the
 loading in later steps takes, as `Longest` has it. HELD_STEP, HELD_FROM, HELD_SIZE: the step (from 1) whose samples
 the loop has in hand, in a step or while it loads them, its first position and its number of samples; HELD_STEP 0:
-none. DATASET: samples of the training data, as far as an index names one; 0: it does not.
+none. DATASET: samples of the training data, as far as an index names one; 0: it does not. BAD_LINKS: how many findings
+of bad ways to other hosts are in this worker's file (bad_links.py).
 """
 
 FEW, RECENT = 64, 512
@@ -107,6 +108,10 @@ class Heartbeat:
     def step_seconds(self) -> float:
         """How long steps take, without loading and behind the first; 0.0: there was none yet."""
         return self._fields[LONGEST] / 1e9
+
+    def found_bad_links(self, number: int) -> None:
+        """So many findings are in this worker's file by now."""
+        self._fields[BAD_LINKS] = number
 
     def finish(self, code: int) -> None:
         """The work has come to its own end, and this process ends with `code`: what ends so without this has not."""

@@ -43,13 +43,13 @@ class Connection(NamedTuple):
 
     Attributes:
         here, port_here, there, port_there: its ends.
-        sent: bytes of data.
-        segments: of data that were sent; `again`: those sent again, and `twice`: those of them that had come already.
+        sent, segments: of data, with what was sent again; `again`: segments that were, and `twice`: those of them that
+            had come already.
         busy: microseconds in which something was under way and not yet confirmed; `held_there`, `held_here`: those of
             them in which the receiver, or this host's own buffer, had no room.
         round_trip: microseconds, the shortest of the last five minutes: confirmations may be held back by 40 ms.
-        rate: bytes a second that came, as the kernel measured it last.
-        idle: 1 where that was while the program had nothing more to send: the network might carry more; else 0.
+        rate: bytes a second that came, as the kernel measured it last; or, where it is `idle` (1, else 0), the most it
+            measured since while the program had nothing more to send: the network might carry more.
     """
 
     here: str

@@ -95,11 +95,14 @@ class Transport:
 
     def check_known(self, stage: int, payload: Payload, signature: Signature) -> None:
         """Whoever receives would take what is smaller for what it was before. Raises LayoutError."""
-        known = [(one.shape, one.dtype, one.requires_grad) for one in self.sent[stage, signature]]
-        if known != [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in payload]:
+        known = self.sent[stage, signature]
+        same = [(one.shape, one.dtype) for one in known] == [(tuple(tensor.shape), tensor.dtype) for tensor in payload]
+        # A gradient that is not asked for would be missing; one that is not there is none.
+        if not same or any(t.requires_grad and not one.requires_grad for t, one in zip(payload, known, strict=True)):
             raise LayoutError(
-                f"the activations that begin stage {stage} of the pipeline have another shape than before, for inputs "
-                "of the same shape: a pipeline needs shapes that depend on the inputs' alone, and on the model's mode"
+                f"the activations that begin stage {stage} of the pipeline have another shape than before (or another "
+                "type, or a gradient), for inputs of the same shape: a pipeline needs shapes that depend on the "
+                "inputs' alone, and on the model's mode"
             )
 
     def receive_on(self, stage: int, signature: Signature) -> Payload:

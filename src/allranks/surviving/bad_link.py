@@ -3,18 +3,20 @@
 Nothing follows: what was lost is sent again, and the run is still right.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
-from allranks.observing.bad_links import LOOK_SECONDS, Finding, findings_file, read_findings
+from allranks.observing.bad_links import Finding, findings_file, read_findings
+from allranks.observing.heartbeat import BAD_LINKS
+from allranks.surviving.beats import SharedBeats
 from allranks.surviving.monitor import Row
 from allranks.verdict import Verdict
 
 NEXT = (
-    "look at the cables, ports and switch between the two (`ip -s link`, `ethtool -S`), or leave that host out; where "
-    "the network is meant to be like this, layout.local_sgd, layout.ddp_hook and more samples a step send less"
+    "look at the cables, ports and switch between the two (`ip -s link`, `ethtool -S`) and at what else uses them, or "
+    "leave that host out; where the network is meant to be like this, layout.local_sgd, layout.ddp_hook and more "
+    "samples a step send less"
 )
 
 
@@ -23,29 +25,27 @@ class BadLink:
     """Looks for what one host's workers have found, over all attempts.
 
     Args:
-        logs: the folder with the ranks' logs.
+        beats: where they show themselves, and how much they have found.
+        logs: the folder with the ranks' logs, beside which they write what it is.
     """
 
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
+    def __init__(self, beats: SharedBeats, logs: Path) -> None:
+        self._beats, self._logs = beats, logs
         self._told: set[tuple[str, str, str]] = set()
-        self._next = 0.0
+        self._read: dict[int, int] = {}
 
     def begin_attempt(self) -> None:
         """Workers are about to be started: what was told stays told."""
-        self._next = time.monotonic() + LOOK_SECONDS
+        self._read = {}
 
     def look(self, rows: Sequence[Row], places: Mapping[int, int]) -> Verdict | None:
-        """What is new of what they have found.
-
-        Args:
-            rows, places: as of `SlowRank.look`; where a worker is does not matter.
-        """
-        if time.monotonic() < self._next:
-            return None
-        self._next = time.monotonic() + LOOK_SECONDS
+        """What is new of what they have found; arguments as of `SlowRank.look`."""
         new: dict[tuple[str, str, str], Finding] = {}
         for row in rows:
+            number = self._beats.slot(places[row.rank])[BAD_LINKS]
+            if number <= self._read.get(row.rank, 0):
+                continue
+            self._read[row.rank] = number
             for one in read_findings(findings_file(self._logs / f"rank-{row.rank:05d}.log")):
                 if (key := (one.here, one.there, one.fault)) not in self._told:
                     new.setdefault(key, one)

@@ -65,7 +65,7 @@ def run_worker(start: WorkerStart, reply: Connection | None) -> None:
     if start.beats:
         log = start.log_dir / f"rank-{start.rank:05d}.log"
         heartbeat.join(start.beats, start.slot, log)
-        if hosts := start.environ.get(HOSTS):
+        if hosts := os.environ.pop(HOSTS, ""):  # nothing for processes that the user's code starts
             from allranks.observing.bad_links import watch_links
 
             watch_links(hosts.split(","), log)

@@ -90,7 +90,7 @@ class Supervisor:
         self.restarts = 0
         self._supervision, self._num_workers, self._logs = supervision, num_workers, logs
         slow = [SlowRank(self.monitor.beats, logs)] if supervision.guard.slow_rank == "warn" else []
-        bad = [BadLink(logs)] if supervision.guard.bad_link == "warn" else []
+        bad = [BadLink(self.monitor.beats, logs)] if supervision.guard.bad_link == "warn" else []
         self._watches: tuple[SlowRank | BadLink, ...] = (*slow, *bad)
         self._paid = self._furthest = 0
         self._told: Ruling | None = None

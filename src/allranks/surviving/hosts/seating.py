@@ -1,7 +1,8 @@
 """Who sits where in a round: each host says how many workers it has, and the leader opens the store where they meet."""
 
 import socket
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from ipaddress import ip_address
 from typing import final
 
@@ -17,16 +18,19 @@ from allranks.surviving.hosts.seal import Json
 from allranks.surviving.hosts.table import Table
 
 Nodes = tuple[_NodeDesc, ...]
+FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
-def own_addresses() -> Iterator[str]:
-    """Of all networks that this host is on, but for its own loopback."""
-    for found in psutil.net_if_addrs().values():
-        for one in found:
-            if one.family in (socket.AF_INET, socket.AF_INET6):
-                address = one.address.partition("%")[0]
-                if not ip_address(address).is_loopback:
-                    yield address
+def own_addresses() -> list[str]:
+    """Of the networks that this host is on, but for its own loopback and what holds on one wire alone; [] where the
+    kernel does not tell.
+    """
+    try:
+        told = [one for found in psutil.net_if_addrs().values() for one in found]
+        parsed = [ip_address(one.address.partition("%")[0]) for one in told if one.family in FAMILIES]
+    except (OSError, ValueError):
+        return []
+    return [str(one) for one in parsed if not (one.is_loopback or one.is_link_local)]
 
 
 @final
@@ -52,7 +56,7 @@ class Seating:
         """Say how many workers this host has in a round of these nodes, in whichever order all have them, whether
         it was reached in one before, and its addresses.
         """
-        own = {"workers": self._nproc, "reached": self._reached, "addresses": list(own_addresses())}
+        own = {"workers": self._nproc, "reached": self._reached, "addresses": own_addresses()}
         self._notices.post(f"member/{number}/{nodes.index(self._node)}", own)
 
     def open(self, number: int, nodes: Nodes) -> Table | None:
@@ -69,8 +73,9 @@ class Seating:
         members = tuple(nodes[place] for place in order)
         attempt, new = self.attempt(), tuple(seat for seat, place in enumerate(order) if not told[place]["reached"])
         tried = tuple(range(len(members))) if self.doubts else new
-        several = len(told) > 1
-        addresses = tuple(dict.fromkeys(one for place in order for one in told[place]["addresses"] if several))
+        # What two hosts have (a bridge of containers) is no way from one to the other.
+        times = Counter(one for place in order for one in told[place].get("addresses", ()))
+        addresses = tuple(one for one, number in times.items() if number == 1 and len(told) > 1)
         seats = {"order": order, "workers": workers, "attempt": attempt, "new": new, "tried": tried}
         store = {"address": self._meeting.reached_at, "port": port}
         self._notices.post(f"meet/{number}", {**seats, **store, "addresses": addresses})
@@ -83,7 +88,7 @@ class Seating:
             return None
         members = tuple(nodes[place] for place in found["order"])
         store, of_run = (found["address"], found["port"]), (tuple(found["workers"]), found["attempt"])
-        rest = (tuple(found[name]) for name in ("new", "tried", "addresses"))
+        rest = (tuple(found.get(name, ())) for name in ("new", "tried", "addresses"))
         return Table(number, members, *store, *of_run, *rest)
 
     def know(self) -> None:
