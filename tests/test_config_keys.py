@@ -65,9 +65,10 @@ def test_the_keys_are_frozen() -> None:
         "evaluate": "every",
         "checkpoint": "every keep keep_every quota_gb failures asynchronous mirror memory_every",
         "track": "tensorboard",
-        "guard": "hang hang_seconds slow_rank stopped_seconds input_seconds first_step_seconds evaluation_seconds "
-        "checkpoint_seconds stop_seconds restarts host_seconds join_seconds nonfinite nonfinite_limit digest_every "
-        "recompute_every on_finding data mute spike spike_threshold spike_window spike_times spike_after",
+        "guard": "hang hang_seconds slow_rank bad_link stopped_seconds input_seconds first_step_seconds "
+        "evaluation_seconds checkpoint_seconds stop_seconds restarts host_seconds join_seconds nonfinite "
+        "nonfinite_limit digest_every recompute_every on_finding data mute spike spike_threshold spike_window "
+        "spike_times spike_after",
     }
     assert {name: key.default for name, key in config_keys().items() if key.default is not None} == {
         "train.global_batch": 32,
@@ -106,6 +107,7 @@ def test_the_keys_are_frozen() -> None:
         "track.tensorboard": True,
         "guard.hang": "restart",
         "guard.slow_rank": "warn",
+        "guard.bad_link": "warn",
         "guard.stopped_seconds": 10.0,
         "guard.input_seconds": 600.0,
         "guard.first_step_seconds": 1800.0,
