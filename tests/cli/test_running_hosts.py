@@ -166,6 +166,30 @@ def test_a_host_that_is_asked_to_stop_leaves_and_the_other_goes_on(tmp_path: Pat
 
 
 @pytest.mark.full
+def test_a_host_that_waits_takes_the_place_of_one_that_is_asked_to_stop(tmp_path: Path) -> None:
+    with cluster(tmp_path) as found:
+        words = ("train.steps=5000", "checkpoint.every=1000", "task.pause=0.1")
+        first = found.start("hosta", *words)
+        found.wait_until_led()
+        second = found.start("hostb", *words)
+        wait_for(lambda: step_of(found.run) >= 2, "two steps", 100)
+        third = found.start("hostc", *words)
+        full = "all 2 places are taken: this host waits until one is free"
+        wait_for(lambda: full in third.said(), "a third that waits", 100)
+        second.process.send_signal(signal.SIGTERM)
+        assert second.end() == 75, second.said()
+        wait_for(lambda: f"rank 1 of 2; {first.name} leads" in third.said(), "the third in its place", 100)
+        before = step_of(found.run)
+        wait_for(lambda: step_of(found.run) >= before + 3, "three steps with it", 100)
+        first.process.send_signal(signal.SIGTERM)
+        assert (first.end(), third.end()) == (75, 75), first.said() + third.said()
+        (told,) = events(found.run, "verdict")
+        assert (told["kind"], f"{second.name} leaves, asked to stop" in told["what"]) == ("leave", True)
+        assert [event["step"] for event in events(found.run, "step")] == list(range(1, step_of(found.run) + 1))
+        check_ledgers(found.run, step_of(found.run))
+
+
+@pytest.mark.full
 def test_the_end_is_that_of_one_host_with_as_many_workers(tmp_path: Path) -> None:
     with cluster(tmp_path) as found:
         first, second = start_two(found, *SETTINGS)

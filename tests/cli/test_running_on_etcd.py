@@ -109,6 +109,36 @@ def test_a_leader_that_was_frozen_comes_back_and_commits_nothing(
 
 
 @pytest.mark.full
+def test_a_leader_that_is_asked_to_stop_leaves_and_the_other_leads(tmp_path: Path) -> None:
+    with etcd_server(tmp_path) as server, cluster(tmp_path, "1:2", server.port) as found:
+        words = ("train.steps=5000", "checkpoint.every=1000", "task.pause=0.1")
+        first, second = start_two(found, *words)
+        before = worlds(found.run)
+        began = time.monotonic()
+        first.process.send_signal(signal.SIGTERM)
+        assert first.end() == 75, first.said()
+        assert "this host leaves; the others go on from what all have saved" in first.said()
+        wait_for(lambda: worlds(found.run) == [*before, 1] or second.process.poll() is not None, "another rank 0", 100)
+        print(f"leader asked to stop to another rank 0: {time.monotonic() - began:.1f} s")
+        go_on(found.run, second)
+        third = found.start("hostc", *words)
+        wait_for(lambda: worlds(found.run)[-2:] == [1, 2] or third.process.poll() is not None, "one that joins", 100)
+        second.process.send_signal(signal.SIGTERM)
+        assert second.end() == 75, second.said()
+        wait_for(lambda: worlds(found.run)[-2:] == [2, 1] or third.process.poll() is not None, "the third leads", 100)
+        go_on(found.run, third)
+        third.process.send_signal(signal.SIGTERM)
+        assert third.end() == 75, third.said()
+        told = [event for event in events(found.run, "verdict") if event["kind"] != "join"]
+        assert [event["kind"] for event in told] == ["leave"] * 4, told
+        assert f"which is saved, {first.name} leaves, asked to stop" in told[0]["what"]
+        led = f"rank 0 on {first.name}: its host led the run, and has left; {second.name} leads from now on"
+        assert told[1]["what"] == led
+        assert [event["step"] for event in events(found.run, "step")] == list(range(1, step_of(found.run) + 1))
+        check_ledgers(found.run, step_of(found.run))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("spare", [False, True])
 def test_of_a_fixed_number_another_host_takes_the_place_of_the_lost_leader(
     tmp_path: Path, record_property: Callable[[str, object], None], spare: bool

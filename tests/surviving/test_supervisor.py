@@ -226,9 +226,11 @@ def test_a_successor_tells_whom_it_succeeds(tmp_path: Path) -> None:
     told: list[Verdict] = []
     supervisor = Supervisor(Supervision(GuardConfig(restarts=1), told.append, lambda: None), 1, tmp_path)
     supervisor.succeeding(Failure(0, "node-1", 7, time.time(), TRANSIENT, "its host led the run, and is lost"))
+    supervisor.succeeding(Failure(0, "node-1", 7, time.time(), PREEMPTED, "its host led the run, and has left"))
     supervisor.monitor.beats.close()
-    (verdict,) = told
-    assert verdict.kind == "restart" and supervisor.restarts == 1
+    verdict, other = told
+    assert verdict.kind == "restart" and supervisor.restarts == 1, "who has left costs none"
+    assert other.kind == "leave" and other.what.startswith("rank 0 on node-1: its host led the run, and has left; ")
     assert verdict.what.startswith("restart 1: rank 0 on node-1: its host led the run, and is lost; ")
     assert verdict.what.endswith(f"{socket.gethostname()} leads from now on")
 

@@ -17,7 +17,7 @@ from typing import final
 from allranks.config import Config
 from allranks.config_guard import GuardConfig
 from allranks.errors import AllranksError, RunError
-from allranks.failure import NO_PROGRESS, STOPS, TRANSIENT, Failure
+from allranks.failure import NO_PROGRESS, PREEMPTED, STOPS, TRANSIENT, Failure
 from allranks.observing.heartbeat import MARK, STEP, TIME_OVER
 from allranks.observing.journal import Journal
 from allranks.run import Run
@@ -54,7 +54,7 @@ class Supervision:
 
     guard: GuardConfig
     tell: Callable[[Verdict], None]
-    next_attempt: Callable[[], None]
+    next_attempt: Callable[[], object]
     halve: Callable[[], str | None] = lambda: None
     config: Callable[[], Config] = Config
 
@@ -70,10 +70,7 @@ class Supervision:
             except RunError as error:  # what the verdict is about ends the run, not this
                 print(f"warning: this verdict is not in the journal: {error}", file=sys.stderr, flush=True)
 
-        def count() -> None:
-            run.begin_attempt()
-
-        return cls(guard, tell, count, halve, run.config)
+        return cls(guard, tell, run.begin_attempt, halve, run.config)
 
 
 @final
@@ -234,11 +231,12 @@ class Supervisor:
         self._supervision.next_attempt()
 
     def succeeding(self, failure: Failure) -> None:
-        """Say that workers start again under this host's lead, because the one that led is lost; before they do."""
-        self.restarts += 1
-        what = f"restart {self.restarts}: {failure.brief()}; {socket.gethostname()} leads from now on"
-        move = "nothing; another host may take the place of the lost one"
-        self._supervision.tell(Verdict("restart", what, (), move))
+        """Say that workers start again under this host's lead: the one that led is lost or has left; before they do."""
+        lost = failure.exit_code != PREEMPTED
+        self.restarts += lost
+        kind, number = ("restart", f"restart {self.restarts}: ") if lost else ("leave", "")
+        what = f"{number}{failure.brief()}; {socket.gethostname()} leads from now on"
+        self._supervision.tell(Verdict(kind, what, (), "nothing; another host may take its place"))
 
     def parted(self, apart: str) -> None:
         """Say which hosts did not reach each other before workers start now."""

@@ -206,18 +206,24 @@ def test_who_leaves_is_waited_for_neither_by_the_next_round_nor_by_silence(
     monkeypatch.setattr(leader._inner._settings.timeout, "_last_call", timedelta(seconds=600))
     going_on = hosts.beside(leader.next_rendezvous)  # before the other has left
     other.leave()
-    assert leader.lost() is None
     assert going_on.result(60).world_size == 1 and leader.table.members == (leader._node,)
+    assert leader.lost() is None
 
 
-def test_one_more_than_there_is_room_for_waits_and_learns_the_end(hosts: Hosts) -> None:
+def test_one_more_than_there_is_room_for_waits_and_learns_the_end(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allranks.surviving.hosts.company.PATIENCE_SECONDS", 0.5)
     leader, other = hosts.company(), hosts.company()
     hosts.together(leader.next_rendezvous, other.next_rendezvous)
     surplus = hosts.company()
+    told: list[str] = []
+    surplus.tell = told.append
     surplus.heed(Interrupts(lambda: None))
     waiting = hosts.beside(surplus.next_rendezvous)
     wait_until(lambda: leader.lost() is None and surplus._node in leader.presence.state.redundancy_list)
-    assert leader.newcomers() == ()
+    assert leader.newcomers() == () and leader.presence.spares() == 1
+    wait_until(lambda: told == ["all 2 places are taken: this host waits until one is free"])
     leader.end(Ending(0))
     with pytest.raises(RunEnded) as caught:
         waiting.result(60)

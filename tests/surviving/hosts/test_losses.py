@@ -5,9 +5,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from allranks.config_guard import GuardConfig
 from allranks.hosts_request import Endpoint
-from allranks.surviving.hosts.losses import describe_silence, explain_loss
+from allranks.surviving.hosts.losses import describe_silence, explain_loss, who_is_here
 from allranks.surviving.hosts.place import StoreLostError
 from allranks.surviving.hosts.seal import SealError
+from tests.surviving.hosts.test_presence import A, C, presence
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,10 @@ def test_why_a_host_is_taken_for_lost() -> None:
     assert describe_silence(guard, suspected=True).endswith(
         "lost their connection, and it has given no sign of life for 3 s"
     )
+
+
+def test_who_is_here_are_the_living_that_take_part_or_wait_and_this_host() -> None:
+    found = presence(a=0.0, b=9.0)
+    assert who_is_here(found, C, 4) == "2 of 4 hosts are here (a, c)"
+    found.state.wait_list, found.state.participants = {A}, {}
+    assert who_is_here(found, A, 4) == "1 of 4 hosts are here (a)"

@@ -42,6 +42,7 @@ class Board:
 
     ended: Ending | None = None
     again = False
+    handed_over = False
     leader_has_reported = False
 
     def has_reported(self, number: int, place: int) -> bool:
@@ -52,6 +53,9 @@ class Board:
 
     def start_again(self, number: int) -> None:
         self.again = True
+
+    def hand_over(self) -> None:
+        self.handed_over = True
 
     def ending(self) -> Ending | None:
         return self.ended
@@ -79,6 +83,9 @@ class Others:
         self.seating = SimpleNamespace(doubts=None)
         self.apart = ""
         self.least = 2
+        self.outlives_leader = False
+        self.waiting_for_room = 0
+        self.presence = SimpleNamespace(spares=lambda: self.waiting_for_room)
 
     def seek(self) -> bool:
         if self.leads and self.time_ended:
@@ -358,6 +365,8 @@ def test_a_host_that_was_asked_to_stop_leaves_and_the_others_start_again() -> No
     assert leader.settle(Outcome(75)) == "again" and budget.left == [["b"]]
     assert others.notices.again and others.notices.ended is None
 
+    assert not others.notices.handed_over
+
     followers = Others(leads=False)
     follower, interrupts = member(followers)
     interrupts.first = signal.SIGTERM
@@ -376,17 +385,42 @@ def test_a_request_that_comes_after_the_report_is_for_the_next_round() -> None:
     assert follower.settle(Outcome(75)) == "again"
 
 
-@pytest.mark.parametrize("case", ["too few", "the leader", "Ctrl-C"])
+def test_a_host_that_waits_for_room_counts_for_one_that_leaves() -> None:
+    others, budget = Others(), Budget(0)
+    others.waiting_for_room = 1
+    leader, _ = member(others, budget)
+    others.said[1] = Report(75, stopped=True)
+    assert leader.settle(Outcome(75)) == "again" and budget.left == [["b"]]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_who_leads_and_was_asked_to_stop_leaves_where_the_meeting_outlives_it(saved: bool) -> None:
+    others, budget = Others(), Budget(1)
+    others.least, others.outlives_leader = 1, True
+    leader, interrupts = member(others, budget)
+    interrupts.first = signal.SIGTERM
+    others.said[1] = Report(75) if saved else Report(76, CLOSED)
+    mine = Outcome(75) if saved else Outcome(76, CLOSED)
+    assert leader.settle(mine) == "end" and leader.outcome == mine
+    assert others.notices.again and others.notices.handed_over and others.notices.ended is None
+    assert (budget.left, budget.causes) == (([["a"]], []) if saved else ([], [CLOSED]))
+    assert others.heard == ["this host leaves; the others go on from what all have saved"]
+
+
+@pytest.mark.parametrize("case", ["too few", "the leader", "the leader, late", "Ctrl-C", "Ctrl-C at the leader"])
 def test_where_a_host_cannot_leave_all_stop(case: str) -> None:
     others, budget = Others(), Budget(0)
-    others.least = 2 if case == "too few" else 1
+    others.least, others.outlives_leader = 2 if case == "too few" else 1, case != "the leader"
     leader, interrupts = member(others, budget)
-    if case == "the leader":
+    if case in ("the leader", "Ctrl-C at the leader"):
+        interrupts.first = signal.SIGTERM if case == "the leader" else signal.SIGINT
+    code = 130 if case.startswith("Ctrl-C") else 75
+    if case == "the leader, late":
+        assert leader.settle(Outcome(code)) == "wait"
         interrupts.first = signal.SIGTERM
-    code = 130 if case == "Ctrl-C" else 75
     others.said[1] = Report(code, stopped=case != "the leader")
     assert leader.settle(Outcome(code)) == "end" and others.notices.ended == Ending(code)
-    assert budget.left == [] and not others.notices.again
+    assert budget.left == [] and not others.notices.again and not others.notices.handed_over
 
 
 @pytest.mark.parametrize("change", ["join", "leave"])

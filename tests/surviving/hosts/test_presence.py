@@ -59,3 +59,9 @@ def test_a_round_awaits_the_living_of_the_last_one_and_who_wants_to_join() -> No
     assert not found._reader.awaited, "the first round begins after a last call"
     found.await_survivors(A, (A, B, C))
     assert found._reader.awaited == {A, C, newcomer}
+
+
+def test_spares_are_hosts_that_live_and_found_no_room() -> None:
+    found = presence(a=0.0, b=9.0, c=0.0)
+    found.state.redundancy_list = {B, C}
+    assert found.spares() == 1

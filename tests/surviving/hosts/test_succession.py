@@ -69,6 +69,18 @@ def test_from_an_heir_that_was_lost_before_it_introduced_itself_it_is_taken(run:
     mine.release()
 
 
+def test_a_leader_that_has_left_as_it_was_asked_to_is_not_lost(run: Run, notices: Notices) -> None:
+    notices.post("run", {"facts": FACTS, "host": socket.gethostname(), "pid": os.getpid(), "path": str(run.path)})
+    notices.hand_over()
+    mine = Run.open(run.path)
+    left = succeed(mine, notices, FACTS)
+    assert (left.exit_code, left.message) == (75, "its host led the run, and has left")
+    notices.post("run", {"facts": FACTS, "host": "the next", "pid": 1, "path": str(run.path)})
+    lost = succeed(mine, notices, FACTS)
+    assert (lost.exit_code, lost.message) == (76, "its host led the run, and is lost"), "another one had left"
+    mine.release()
+
+
 def test_who_leads_no_more_comes_no_further_than_its_first_word(
     run: Run, notices: Notices, monkeypatch: pytest.MonkeyPatch
 ) -> None:

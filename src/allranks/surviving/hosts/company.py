@@ -32,7 +32,7 @@ from allranks.surviving.hosts.ending import Ending, Report, RunEnded
 from allranks.surviving.hosts.farewell import is_last
 from allranks.surviving.hosts.handler import leave_round, make_handler
 from allranks.surviving.hosts.lead import Lead
-from allranks.surviving.hosts.losses import FORGED, LOST, explain_loss
+from allranks.surviving.hosts.losses import FORGED, LOST, explain_loss, who_is_here
 from allranks.surviving.hosts.meeting import PATIENCE_SECONDS
 from allranks.surviving.hosts.notices import Notices
 from allranks.surviving.hosts.place import MeetingPlace
@@ -59,6 +59,7 @@ class Company(QuietRendezvous):
         tell: says a line to this host's user.
         table, seating: the hosts of the round under way, and how they find it.
         presence: which hosts live.
+        outlives_leader: whether the others can go on without this host where it leads.
         on_lead: called when this host leads after another one, before a round begins; what that was lost by.
         succeeded: what `on_lead` has told, until somebody has taken it from here.
         apart: likewise, which hosts did not reach each other before the round under way began; or "".
@@ -79,7 +80,7 @@ class Company(QuietRendezvous):
         self.table = Table(0, (), "", 0)
         self.on_lead: Callable[[], Failure | None] = lambda: None
         self.succeeded: Failure | None = None
-        self.apart = ""
+        self.apart, self.outlives_leader = "", meeting.outlives_leader
         self._meeting, self._nodes, self.least = meeting, nodes, least
         self.guard, self.tell = guard, tell
         self._interrupts: Interrupts | None = None
@@ -158,19 +159,18 @@ class Company(QuietRendezvous):
             return
         if state.closed or (self._interrupts is not None and self._interrupts.first is not None):
             raise RendezvousGracefulExitError
-        if not self._told and not state.complete and time.monotonic() - self._joining_since > PATIENCE_SECONDS:
-            self._told = True
-            self.tell(f"{self._who_is_here()}: waiting up to {self.guard.join_seconds:g} s (guard.join_seconds)")
-
-    def _who_is_here(self) -> str:
-        state = self.presence.state
-        here = {self._node, *self.presence.living({*state.participants, *state.wait_list})}
-        return f"{len(here)} of {self._nodes} hosts are here ({', '.join(sorted(map(host_of, here)))})"
+        spare = state.complete and self._node in state.redundancy_list
+        if self._told or (state.complete and not spare) or time.monotonic() - self._joining_since < PATIENCE_SECONDS:
+            return
+        self._told, here = True, who_is_here(self.presence, self._node, self._nodes)
+        waiting = f"{here}: waiting up to {self.guard.join_seconds:g} s (guard.join_seconds)"
+        self.tell(f"all {self._nodes} places are taken: this host waits until one is free" if spare else waiting)
 
     def _late(self) -> ProcessError:
         message = (
-            f"{self._who_is_here()}; the others did not come to {self._meeting.endpoint} within "
-            f"{self.guard.join_seconds:g} s (guard.join_seconds): start the same command on every host"
+            f"{who_is_here(self.presence, self._node, self._nodes)}; the others did not come to "
+            f"{self._meeting.endpoint} within {self.guard.join_seconds:g} s (guard.join_seconds): start the same "
+            "command on every host"
         )
         if self.leads:
             self.end(Ending(TRANSIENT, message=message))

@@ -53,6 +53,8 @@ class Term:
 class EtcdMeeting(MeetingPlace):
     """One host's part in a meeting; a thread keeps alive what lasts only as long as hosts do."""
 
+    outlives_leader = True
+
     def __init__(self, etcd: Etcd, endpoint: Endpoint, session: str, lease: int, address: str, seconds: float) -> None:
         """`lease`: the session's; `seconds`: how long etcd may be away, and the leader silent."""
         self.endpoint = endpoint

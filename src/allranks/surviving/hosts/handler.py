@@ -80,4 +80,5 @@ def leave_round(handler: DynamicRendezvousHandler) -> None:
     Raises:
         RendezvousError: the store has gone.
     """
-    handler._op_executor.run(_RendezvousExitOp(), handler._get_deadline(timedelta(seconds=LEAVE_SECONDS)))
+    with handler._heartbeat_lock:  # a state that its thread has read meanwhile would seem to go back
+        handler._op_executor.run(_RendezvousExitOp(), handler._get_deadline(timedelta(seconds=LEAVE_SECONDS)))

@@ -1,13 +1,15 @@
-"""What is lost, in words: the meeting store has gone, somebody without the secret writes there, a host is silent."""
+"""What is lost, in words: the meeting store has gone, a stranger writes there, a host is silent, hosts do not come."""
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from allranks.config_guard import GuardConfig
 from allranks.errors import ProcessError
 from allranks.hosts_request import Endpoint
 from allranks.surviving.hosts.place import StoreLostError
-from allranks.surviving.hosts.presence import SUSPECT_SECONDS
+from allranks.surviving.hosts.presence import SUSPECT_SECONDS, Presence
 from allranks.surviving.hosts.seal import SealError
+from allranks.surviving.hosts.table import host_of
 
 LOST = (StoreLostError, RendezvousConnectionError)
 FORGED = (SealError, RendezvousStateError)
@@ -29,6 +31,12 @@ def explain_loss(error: Exception, endpoint: Endpoint) -> ProcessError:
         f"the host at {endpoint}, where the others meet, is gone ({error}); the run is whole up to its newest "
         "checkpoint: start the same command on every host again"
     )
+
+
+def who_is_here(presence: Presence, node: _NodeDesc, most: int) -> str:
+    """How many of at most so many hosts wait or take part, and which; `node`: this one."""
+    here = {node, *presence.living({*presence.state.participants, *presence.state.wait_list})}
+    return f"{len(here)} of {most} hosts are here ({', '.join(sorted(map(host_of, here)))})"
 
 
 def describe_silence(guard: GuardConfig, *, suspected: bool) -> str:

@@ -45,6 +45,8 @@ class MeetingStore(MeetingPlace):
         on_close: called when this host needs it no more, once or oftener.
     """
 
+    outlives_leader = False
+
     def __init__(self, store: Store, endpoint: Endpoint, address: str, *, serves: bool, call_seconds: float) -> None:
         """`call_seconds`: how long a call may take, with all of its repetitions."""
         self.store = store

@@ -175,13 +175,20 @@ class Member:
         if ending is not None:
             return self._obey(ending, outcome)
         if company.leads:
-            return self._judge(outcome)
+            following = self._judge(outcome)
+            if following == "again" and self._has_said_stopped:
+                company.notices.hand_over()
+                return self._leave(outcome)
+            return following
         starts_again = company.notices.starts_again(company.table.number)
         if starts_again and self._has_said_stopped:
-            company.tell("this host leaves; the others go on from what all have saved")
-            self.outcome = outcome
-            return "end"
+            return self._leave(outcome)
         return "again" if starts_again or self._lost is not None or self._need_not_ask() else "wait"
+
+    def _leave(self, outcome: Outcome) -> Next:
+        self._company.tell("this host leaves; the others go on from what all have saved")
+        self.outcome = outcome
+        return "end"
 
     def _need_not_ask(self) -> bool:
         """Whether another round follows a failure without a word of the leader, who has failed as well.
@@ -239,16 +246,12 @@ class Member:
         return True
 
     def _may_leave(self, said: Sequence[Report]) -> bool:
-        """Whether all have saved for hosts that were asked to stop, and are enough without them; then they start again.
-
-        Not where this host was asked, which leads: then the run stops.
-        """
+        """Whether all have saved for hosts that were asked to stop; then the others start again, if they are enough."""
         company, members = self._company, self._company.table.members
         leaving = [host_of(node) for node, one in zip(members, said, strict=True) if one.stopped]
-        enough = len(members) - len(leaving) >= company.least
-        if not leaving or not enough or any(one.exit_code != PREEMPTED for one in said):
+        if not leaving or any(one.exit_code != PREEMPTED for one in said):
             return False
-        if self._interrupts.first is not None or self._supervisor is None:
+        if self._supervisor is None or not self._are_enough_without(len(leaving)):
             return False
         self._supervisor.leaving(leaving)
         company.notices.start_again(company.table.number)
@@ -257,11 +260,10 @@ class Member:
     def _goes_on_without(self, reports: Sequence[Report | None], cause: Failure) -> bool:
         """Whether the others go on without hosts that were asked to stop and could not save: as if these were lost.
 
-        Ctrl-C is for all, and so is what this host is asked, which leads.
+        Ctrl-C is for all.
         """
         stopped = [one for one in reports if one is not None and one.stopped]
-        enough = len(reports) - len(stopped) >= self._company.least
-        if not stopped or not enough or self._interrupts.first is not None or self._supervisor is None:
+        if not stopped or self._supervisor is None or not self._are_enough_without(len(stopped)):
             return False
         if any(one.exit_code == INTERRUPTED for one in stopped) or not (
             cause.consequence or cause.exit_code == TRANSIENT
@@ -271,6 +273,16 @@ class Member:
             return False
         self._supervisor.restarting(cause)
         return True
+
+    def _are_enough_without(self, leaving: int) -> bool:
+        """Whether the others can go on, with hosts that wait for room, and without this one, which leads, if it leaves.
+
+        What this host was asked after it had reported is for all: they have counted on it.
+        """
+        company = self._company
+        if self._interrupts.first is not None and not (self._has_said_stopped and company.outlives_leader):
+            return False
+        return len(company.table.members) - leaving + company.presence.spares() >= company.least
 
     def _has_waited(self) -> bool:
         assert self._reported_at is not None

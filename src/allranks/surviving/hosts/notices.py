@@ -2,8 +2,8 @@
 
 run                        what all hosts have to have alike, and where the Run directory is     (by the leader)
 heirs                      [host, pid] of all who have led, or were about to                     (by the leader)
-member/ROUND/NUMBER        a host's number of workers
-meet/ROUND                 the attempt, the address of the workers' store, the hosts' order and workers  (by the leader)
+member/ROUND/NUMBER        a host's number of workers, and its addresses
+meet/ROUND                 the attempt, the workers' store, the hosts' order, workers and addresses   (by the leader)
 door/ROUND/PLACE           where a host listens for a moment, in a first round (Door)
 row/ROUND/PLACE            which of these it does not reach, and why
 inquiry/ROUND              something is wrong: the number of the question what (hearing.py)
@@ -13,10 +13,13 @@ objection/ROUND            the number of a ruling since which the run has gone o
 trouble/ROUND              workers of a host have failed
 report/ROUND/PLACE         how a host's workers ended (Report)
 again/ROUND                all workers have saved and ended, and start again                     (by the leader)
+left                       [host, pid] of who led last and has left, asked to stop              (by the leader)
 ending                     how the run ended, for all (Ending); the first word holds
 bye/NODE                   a host that leaves has read that
 """
 
+import os
+import socket
 import time
 from collections.abc import Sequence
 from typing import final
@@ -89,6 +92,10 @@ class Notices:
     def starts_again(self, number: int) -> bool:
         """Whether all hosts go on to the round after this one."""
         return self.read(f"again/{number}") is not None
+
+    def hand_over(self) -> None:
+        """Say that this host, which leads, leaves as it was asked to, and is not lost."""
+        self.post("left", [socket.gethostname(), os.getpid()])
 
     def end(self, ending: Ending) -> None:
         """Say how the run ends for all, unless somebody has said so before."""

@@ -17,12 +17,14 @@ class MeetingPlace(ABC):
         scope: names this meeting among all that hosts with this secret have had, in every seal; "" before the greeting.
         address: where this host listens for the others when it leads, as a number.
         reached_at: where the others reach that.
+        outlives_leader: whether hosts meet there still when the one that leads has gone.
     """
 
     endpoint: Endpoint
     scope: str
     address: str
     reached_at: str
+    outlives_leader: bool
 
     @property
     @abstractmethod

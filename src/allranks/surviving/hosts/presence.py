@@ -68,6 +68,10 @@ class Presence:
         """Those of the hosts that are not silent."""
         return {node for node in nodes if not self.is_silent(node)}
 
+    def spares(self) -> int:
+        """How many hosts live that found no room in the round under way."""
+        return len(self.living(self.state.redundancy_list))
+
     def gone(self, members: Iterable[_NodeDesc]) -> dict[_NodeDesc, float]:
         """Members of a round that have left it or are silent -> how many seconds ago they were last seen to live."""
         nodes, now = tuple(members), time.monotonic()

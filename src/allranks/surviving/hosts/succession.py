@@ -12,9 +12,10 @@
 import os
 import socket
 import time
+from dataclasses import replace
 
 from allranks.checkpointing.retention import collect_leftovers
-from allranks.failure import TRANSIENT, Failure
+from allranks.failure import PREEMPTED, TRANSIENT, Failure
 from allranks.observing import journal
 from allranks.run import Run
 from allranks.surviving.hosts.introduction import Facts, introduce
@@ -23,7 +24,10 @@ from allranks.surviving.hosts.place import StoreLostError
 
 
 def succeed(run: Run, notices: Notices, facts: Facts) -> Failure:
-    """Take the run over from the host that has introduced it; the loss of that host as the Failure of its first worker.
+    """Take the run over from the host that has introduced it.
+
+    Returns:
+        the loss of that host as the Failure of its first worker, with PREEMPTED where it has left as it was asked to.
 
     Raises:
         RunError: somebody trains there who never led, or the directory refuses.
@@ -39,4 +43,7 @@ def succeed(run: Run, notices: Notices, facts: Facts) -> Failure:
     collect_leftovers(run.checkpoints, generation=attempt)
     journal.take_over(run.journal())
     introduce(notices, facts, run.path.resolve())
-    return Failure(0, told["host"], told["pid"], time.time(), TRANSIENT, "its host led the run, and is lost")
+    lost = Failure(0, told["host"], told["pid"], time.time(), TRANSIENT, "its host led the run, and is lost")
+    if notices.read("left") != [told["host"], told["pid"]]:
+        return lost
+    return replace(lost, exit_code=PREEMPTED, message="its host led the run, and has left")
