@@ -17,6 +17,7 @@ from rich.table import Table
 
 from allranks.cli.rehearsed_question import Asked, choice_of, profile_of, question_of
 from allranks.planning.estimate import estimate
+from allranks.rehearsing.dryrun import WORKSPACE_BYTES
 from allranks.rehearsing.whole import rehearse
 from allranks.units import format_bytes
 
@@ -60,7 +61,7 @@ def compare(model: tuple[str, ...], precision: str, layout: str, micro_batch: in
     told = max(ranks, key=lambda rank: rank.peak_bytes)
     memory = estimate(profile_of(question), question.cluster, choice_of(question)).memory
     planned = {name: num_bytes for name, num_bytes in asdict(memory).items() if num_bytes and name != "framework"}
-    total = memory.total - memory.framework
+    total = memory.total - memory.framework + WORKSPACE_BYTES  # which the dry run counts by itself
     return Row(
         model[0], precision, layout, micro_batch, global_batch, told.peak_bytes, total,
         total / told.peak_bytes - 1, dict(told.by_category), planned,

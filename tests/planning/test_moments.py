@@ -12,6 +12,7 @@ from allranks.plan import Choice
 from allranks.planning.estimate import estimate
 from allranks.planning.moments import Held, Moment, moments
 from allranks.planning.setting import Setting, setting_of
+from allranks.rehearsing.dryrun import WORKSPACE_BYTES
 from allranks.rehearsing.whole import rehearse
 
 HELD = Held(
@@ -145,7 +146,8 @@ def check_against_a_dry_run(model: tuple[str, ...], layout: str, words: tuple[st
     question = question_of(Asked((*model, *words), "1x8:h200", layout, "kinds"))
     told = max(rank.peak_bytes for rank in rehearse(question).ranks.values())
     memory = estimate(profile_of(question), question.cluster, choice_of(question)).memory
-    assert memory.total - memory.framework == pytest.approx(told, rel=NEAR)
+    of_libraries = memory.framework - WORKSPACE_BYTES  # the dry run counts cuBLAS's by itself
+    assert memory.total - of_libraries == pytest.approx(told, rel=NEAR)
 
 
 @pytest.mark.sample(6)

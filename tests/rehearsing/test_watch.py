@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 
 from allranks.errors import TaskError
 from allranks.rehearsing.refusals import Unrehearsable
@@ -85,3 +87,16 @@ def test_logits_are_what_the_loss_makes_and_nothing_else(
     weights = told.by_category["weights"]
     assert told.by_category[category] == pytest.approx(copies * weights, rel=0.05), told.by_category
     assert not any("loss" in one.line for one in told.collectives)
+
+
+def test_functional_collectives_are_told_with_their_line_and_compared() -> None:
+    def summed(value: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = functional.all_reduce(value.detach().sum(), "sum", dist.group.WORLD)
+        return value + total
+
+    class Summing(Layered):
+        def middle(self) -> nn.Module:
+            return Calling(summed)
+
+    (found,) = (one for one in rehearsed(Summing(), "ddp", 2).collectives if "test_watch.py" in one.line)
+    assert (found.op, found.bytes, found.ranks, found.count) == ("all-reduce", 4, 2, 1)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from allranks.parallel.functional_calls import stands_for
 from allranks.parallel.mesh import MESH_AXES
 from allranks.parallel.spread import Spread
 
@@ -205,6 +206,12 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func.namespace == "_c10d_functional":
+            found = func(*args, **(kwargs or {}))
+            call = stands_for(func._schema.name, args, found)
+            if call is not None:
+                self._tell(*call)
+            return found
         if func.namespace == "c10d":
             boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
             if boxed is not None and func._schema.name != "c10d::barrier":

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from allranks.losses import ChunkedHead
+from allranks.parallel.functional_calls import NAMESPACE, Call, stands_for
 from allranks.parallel.spread import Spread
 from allranks.parallel.step_record import collective_name, received_bytes
 from allranks.profiling.fakes import run_kernel
@@ -82,10 +83,14 @@ class Watch(TorchDispatchMode):
         name = func._schema.name if hasattr(func, "_schema") else str(func)
         if name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor) and asked_by_engine():
             return 1.0 if args[0].dtype.is_floating_point else 1
-        if name.startswith(("c10d::", "_c10d_functional::")):
-            self._tell(name, func, args)
+        boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+        if name.startswith("c10d::") and boxed is not None:
+            group = dist.ProcessGroup.unbox(boxed)
+            self._tell(Call(name.removeprefix("c10d::"), group, args), waits=waits_of(func, args))
         self._kernels.check(name, func, args, kwargs)
         found = run_kernel(func, tuple(args), kwargs)
+        if name.startswith(NAMESPACE) and (call := stands_for(name, args, found)) is not None:
+            self._tell(call, waits=True)  # whoever looks at what it returns does
         self._note(name, func, args, kwargs, found)
         return found
 
@@ -112,15 +117,10 @@ class Watch(TorchDispatchMode):
         of_loss = now is not None and (module == LOSS or module in self._chunked)
         return module, "logits" if of_loss else None
 
-    def _tell(self, name: str, func: Any, args: Sequence[Any]) -> None:
-        now = self._ledger.now
-        boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
-        if now is None or boxed is None:
+    def _tell(self, call: Call, *, waits: bool) -> None:
+        now, (short, group, args) = self._ledger.now, call
+        if now is None or group.group_name in self._ignored:
             return
-        group = dist.ProcessGroup.unbox(boxed)
-        if group.group_name in self._ignored:
-            return
-        short = name.removeprefix("c10d::")
         moved = 0 if short == "barrier" else received_bytes(short, group, args)
         num_bytes = sent_bytes(args) if short == "send" else moved
         line = line_that_asked()
@@ -133,7 +133,7 @@ class Watch(TorchDispatchMode):
         alone = short in ("send", "recv_") and axis not in ("pp", "cp")  # the user's: one rank's with another one
         only = (dist.get_rank(),) if alone else self._names.only(group)
         across = () if short in ("send", "recv_") else self._names.across(group)
-        alike = terms_of(short, args), even_bytes(short, args), only, across, waits_of(func, args)
+        alike = terms_of(short, args), even_bytes(short, args), only, across, waits
         message = Message(axis, collective_name(short), num_bytes, group.size(), line, once, members, uneven, *alike)
         now.messages.append(message)
 
