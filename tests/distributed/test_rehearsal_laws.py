@@ -71,6 +71,8 @@ OTHERS = [
     (Experts, "pp=2,dp_shard=2,ep=2", 4, ()),
     (Tokens, "dp_shard=2,tp=2,pp=2", 8, ()),
     (Tokens, "dp_replicate=2,dp_shard=2,tp=2", 8, ()),
+    (Tokens, "fsdp", 2, ("train.precision=float16",)),
+    (Tokens, "tp=2", 2, ("train.precision=float16",)),
 ]
 
 

@@ -86,8 +86,8 @@ def reducing_at_once() -> Iterator[None]:
         yield
 
 
-def _gather(gather: Any, module: Any, mesh: Any, path: Any, *, overlap: bool) -> None:
-    gather(module, mesh, path, overlap=False)
+def _gather(gather: Any, *args: Any, **words: Any) -> Any:
+    return gather(*args, **{**words, "overlap": False})
 
 
 def real_step(layout: str, words: tuple[str, ...]) -> tuple[float, int, int, dict[tuple[str, str], int]]:

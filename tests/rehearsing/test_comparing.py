@@ -188,3 +188,21 @@ def test_calls_on_two_groups_over_the_stages_are_compared_each_by_itself() -> No
     (found,) = compare_ranks({0: told(0, GOING_ON, over_pair), 2: told(2, GOING_ON)})
     assert "part at collective 1 of the group 0,2 of the step" in found.what
     assert compare_ranks({0: told(0, GOING_ON, over_pair), 3: told(3, GOING_ON)}) == []  # 3 is no member
+
+
+def test_two_groups_over_the_stages_in_another_order_hang_where_both_wait() -> None:
+    of_pair = replace(WAITING, op="all-reduce", across=PAIR)
+
+    def compared(first: tuple[Message, ...], last: tuple[Message, ...]) -> list[Finding]:
+        return compare_ranks({0: told(0, *first), 2: told(2, *last)})
+
+    (found,) = compared((WAITING, of_pair), (of_pair, WAITING))
+    assert found.what.startswith(
+        "ranks 0 and 2 (stages 0 and 1 of the pipeline) wait for each other: rank 0 in barrier"
+    )
+    (found,) = compared((WAITING, of_pair, WAITING), (WAITING, WAITING, of_pair))
+    assert "rank 0 in all-reduce" in found.what and "rank 2 in barrier" in found.what and found.fails
+    assert compared((WAITING, of_pair), (WAITING, of_pair)) == []
+    going_on = replace(of_pair, waits=False)
+    assert compared((WAITING, going_on), (going_on, WAITING)) == []
+    assert compared((going_on, WAITING), (WAITING, of_pair)) == [], "it is there already, whoever waits for it"

@@ -198,3 +198,13 @@ def test_collections_of_a_traced_step_look_at_what_it_makes() -> None:
         assert made() is None and kept() is not None
     gc.collect()
     assert kept() is None and gc.get_freeze_count() == 0
+
+
+def test_a_step_in_float16_is_one_that_counts() -> None:
+    """Its optimizer has its state, and the ranks agree on whether the step is left out."""
+    half, low = (
+        rehearsed(Tokens(), "ddp", 2, f"train.precision={name}", "train.ema=0.9") for name in ("float16", "bfloat16")
+    )
+    assert half.by_category["optimizer"] == low.by_category["optimizer"] > 0
+    extra = [one for one in half.collectives if one.bytes == 4]
+    assert [(one.op, one.count, one.ranks) for one in extra] == [("all-reduce", 1, 2)]

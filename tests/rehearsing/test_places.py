@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from allranks.rehearsing.places import LOSS, Places, asked_by_engine, line_that_asked, starred
+from allranks.rehearsing.places import LOSS, Places, answer_to_engine, line_that_asked, starred
 
 
 class Seen(TorchDispatchMode):
@@ -81,4 +81,4 @@ def test_equal_parts_have_one_name() -> None:
 def test_the_line_that_asked() -> None:
     assert line_that_asked().startswith("test_places.py:")
     assert line_that_asked().endswith(" test_the_line_that_asked")
-    assert not asked_by_engine()
+    assert answer_to_engine() is None

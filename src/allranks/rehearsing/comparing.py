@@ -1,14 +1,17 @@
 """Whether all ranks of a rehearsal execute the collectives that others wait for: what does not is a hang found early.
 
-Three comparisons:
+Four comparisons:
 
     within a stage       ranks have to make one sequence of calls, whatever the groups are
     across stages        of a group whose members run several stages (the world, groups of the user's own, what a
                          pipeline sums over its stages) the members have to make one sequence of calls on that group
+    between groups       two stages must not wait for each other, each in another such group
     before what is sent  a stage must not wait, before it sends anything on, for one that comes there only with it
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import combinations, product, starmap
 
 from allranks.rehearsal import Finding, RankRehearsal
 from allranks.rehearsed_messages import Message
@@ -54,6 +57,9 @@ def _compare_stages(stages: Sequence[Sequence[RankRehearsal]]) -> list[Finding]:
         inside = ([told for told in peers if told.rank in group] for peers in stages)
         first, *others = (members[0] for members in inside if members)
         found += [_compare(first, other, group) or _find_stall(first, other, group) for other in others]
+    if len(groups) > 1 and not any(found):
+        pairs = (product(early, late) for early, late in combinations(stages, 2))
+        found += [next(filter(None, starmap(_find_crossed, some)), None) for some in pairs]
     return [one for one in found if one is not None]
 
 
@@ -94,6 +100,46 @@ def _find_stall(early: RankRehearsal, late: RankRehearsal, group: Group) -> Find
         f"comes there only with what rank {early.rank} sends afterwards; the run would hang there"
     )
     return Finding("hang", what, _OF_A_STAGE, fails=True)
+
+
+def _find_crossed(one: RankRehearsal, other: RankRehearsal) -> Finding | None:
+    """Both make as many calls on each group of both, and come to where each waits for the other in another one."""
+    ways = _shared_calls(one, other.rank), _shared_calls(other, one.rank)
+    called: tuple[Counter[Group], Counter[Group]] = (Counter(), Counter())
+    places, before = [0, 0], [-1, -1]
+    while places != before:
+        before = list(places)
+        for me, way in enumerate(ways):
+            places[me] = _go_on(way, places[me], called[me], called[1 - me])
+    if any(place == len(way) for place, way in zip(places, ways, strict=True)):
+        return None
+    mine, theirs = (_say(way[place][0]) for place, way in zip(places, ways, strict=True))
+    what = (
+        f"ranks {one.rank} and {other.rank} (stages {one.stage} and {other.stage} of the pipeline) wait for each "
+        f"other: rank {one.rank} in {mine}, rank {other.rank} in {theirs}; the run would hang there"
+    )
+    return Finding("hang", what, "call groups that two stages share in one order on both", fails=True)
+
+
+def _shared_calls(told: RankRehearsal, with_rank: int) -> list[tuple[Message, int]]:
+    """What a rank calls on groups over several stages that another rank is in, and which call on its group each is."""
+    calls = [message for message in told.sequence if with_rank in message.across]
+    numbers: Counter[Group] = Counter()
+    numbered = []
+    for message in calls:
+        numbers[message.across] += 1
+        numbered.append((message, numbers[message.across]))
+    return numbered
+
+
+def _go_on(way: Sequence[tuple[Message, int]], place: int, called: Counter[Group], by_other: Counter[Group]) -> int:
+    """How far a rank comes that has come to `place`, until it waits; keeps in `called` what it has called by then."""
+    for message, number in way[place:]:
+        called[message.across] = number
+        if message.waits and by_other[message.across] < number:
+            return place
+        place += 1
+    return place
 
 
 def _place_of(told: RankRehearsal, op: str) -> int | None:

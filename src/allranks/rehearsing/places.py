@@ -18,6 +18,8 @@ TORCH = str(Path(torch.__file__).parent)
 ENGINE = tuple(
     f"{PACKAGE}/{room}" for room in ("parallel/", "stepping/", "data/", "rehearsing/", "profiling/", "vocabulary.py")
 )
+WHO_SKIP = ("/stepping/optimizer.py", "/stepping/ema.py")
+"""Their `update` reads whether the step is left out."""
 RECORD = f"{PACKAGE}/parallel/step_record.py"
 """Looks on, as the rehearsal does, and asks for nothing."""
 LOSS = "loss"
@@ -140,14 +142,22 @@ def line_that_asked() -> str:
     return ours
 
 
-def asked_by_engine() -> bool:
-    """Whether the innermost line outside of torch is ours, and not the user's."""
+def answer_to_engine() -> float | None:
+    """What stands for a value that the engine reads; None where the innermost line outside of torch is the user's.
+
+    0 is what says that a step counts, 1 is any other.
+    """
+    by_optimizer = False  # torch's, which reads its own numbers
     for frame in _frames():
         name = frame.f_code.co_filename
         if name.startswith((TORCH, "<", RECORD, f"{PACKAGE}/rehearsing/w")):
+            by_optimizer = by_optimizer or name.startswith(f"{TORCH}/optim/")
             continue
-        return name.startswith(ENGINE) and not name.endswith("/rehearsing/named.py")
-    return False
+        if not name.startswith(ENGINE) or name.endswith("/rehearsing/named.py"):
+            return None
+        whether_skipped = frame.f_code.co_name == "update" and name.endswith(WHO_SKIP) and not by_optimizer
+        return 0.0 if whether_skipped else 1.0
+    return None
 
 
 def _is_outer(code: CodeType) -> bool:

@@ -29,6 +29,7 @@ from allranks.stepping.ema import Ema
 from allranks.stepping.optimizer import Optimizers, build_optimizers
 from allranks.stepping.outer import make_outer
 from allranks.stepping.passes import Forward, Passes, Scale, StepSums
+from allranks.stepping.scaler import Scaler
 from allranks.stepping.session import make_agreement, make_passes, make_schedule, open_stream, spread_task
 from allranks.stepping.step import Step
 from allranks.stepping.world import Processes
@@ -149,6 +150,7 @@ def assemble_rank(task: Task, config: Config, processes: Processes, ledger: Ledg
     with mode:
         outer = make_outer(spread, order=declared_order(dataset))
         ema = None if config.train.ema is None else Ema(spread, config.train.ema)
+        scaler = Scaler(processes.device, processes.world_group) if spread.precision.scales else None
         passes = WatchedPasses(make_passes(task, forward, optimizers, processes), spread, ledger)
         step = Step(
             spread,
@@ -161,6 +163,7 @@ def assemble_rank(task: Task, config: Config, processes: Processes, ledger: Ledg
             stopwatch=Stopwatch(),
             outer=outer,
             ema=ema,
+            scaler=scaler,
         )
     mark_waiting(spread, ledger)
     if ema is not None:

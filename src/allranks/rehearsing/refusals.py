@@ -81,7 +81,7 @@ def _advise(layout: Layout) -> str:
     return "mend it there: it fails on one process, too"
 
 
-def refuse(layout: Layout, precision: str = "float32", device: Device | None = None) -> None:
+def refuse(layout: Layout, precision: str, device: Device | None = None) -> None:
     """NotRehearsed for what has no rehearsal; ConfigError for float8 on a GPU that has no such kernels."""
     if device is not None and device.kind == "cuda" and precision == "float8" and precision not in device.peak_flops:
         raise ConfigError(
@@ -94,7 +94,6 @@ def refuse(layout: Layout, precision: str = "float32", device: Device | None = N
         f"ddp_hook={layout.ddp_hook}": (layout.ddp_hook != "none", "hooks of DDP's reducer"),
         "recompute=budget": (layout.recompute == "budget", "choices of torch.compile"),
         f"local_sgd={layout.local_sgd}": (layout.local_sgd is not None, "step that is like all others"),
-        "train.precision=float16": (precision == "float16", "values that say whether a step counts"),
     }
     for what, (asked, because) in reasons.items():
         if asked:

@@ -1,7 +1,7 @@
 """Sees every operation of a rehearsed step below autograd: its memory, its messages, its FLOPs, and what it reads.
 
-What the engine itself reads of tensors (a norm, an agreement) is answered with 1, which changes no control flow of a
-step; what the user's code reads has no answer, and ends the rehearsal with the line.
+What the engine itself reads of tensors (a norm, an agreement, whether float16 leaves a step out) has an answer with
+which the step is one that counts; what the user's code reads has none, and ends the rehearsal with the line.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from allranks.rehearsed_messages import Message
 from allranks.rehearsing.groups import GroupNames
 from allranks.rehearsing.kernels import Kernels
 from allranks.rehearsing.ledger import Ledger
-from allranks.rehearsing.places import LOSS, UPDATE, Places, asked_by_engine, line_that_asked, starred
+from allranks.rehearsing.places import LOSS, UPDATE, Places, answer_to_engine, line_that_asked, starred
 from allranks.rehearsing.terms import even_bytes, terms_of, waits_of
 
 
@@ -81,8 +81,10 @@ class Watch(TorchDispatchMode):
         if active_fake_mode() is not self._mode:
             return func(*args, **kwargs)
         name = func._schema.name if hasattr(func, "_schema") else str(func)
-        if name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor) and asked_by_engine():
-            return 1.0 if args[0].dtype.is_floating_point else 1
+        if name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor):
+            answer = answer_to_engine()
+            if answer is not None:
+                return answer if args[0].dtype.is_floating_point else int(answer)
         boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
         if name.startswith("c10d::") and boxed is not None:
             group = dist.ProcessGroup.unbox(boxed)
