@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # more than twenty strategies, beside other tests
 def test_on_two_processes_both_sides_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     told: list[str] = []
