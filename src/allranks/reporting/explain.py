@@ -15,7 +15,7 @@ from allranks.verdict import Verdict
 MAX_LINE = 4000
 LONGEST_EXCERPT = 200
 MAX_KEPT = 1000
-NOT_VERDICTS = ("restart", "goes_on")  # what the supervisor did, rather than what was wrong
+NOT_VERDICTS = ("restart", "goes_on", "join", "leave")  # what the supervisor did, rather than what was wrong
 GENERAL = "from general knowledge: cause and remedy were not reproduced here"
 
 _RANK = re.compile(r"\[\s*[Rr]ank\s*(\d+)\s*\]|\brank(\d+)\]|local_rank: (\d+)")

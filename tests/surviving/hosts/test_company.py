@@ -222,7 +222,7 @@ def test_one_more_than_there_is_room_for_waits_and_learns_the_end(
     surplus.heed(Interrupts(lambda: None))
     waiting = hosts.beside(surplus.next_rendezvous)
     wait_until(lambda: leader.lost() is None and surplus._node in leader.presence.state.redundancy_list)
-    assert leader.newcomers() == () and leader.presence.spares() == 1
+    assert leader.newcomers() == () and leader.presence.waiting() == {surplus._node}
     wait_until(lambda: told == ["all 2 places are taken: this host waits until one is free"])
     leader.end(Ending(0))
     with pytest.raises(RunEnded) as caught:

@@ -34,6 +34,7 @@ from tests.surviving.rows import collective, witness
 KILLED = Failure(1, "b", 9, 2.5, 76, "was killed by SIGKILL", signal="SIGKILL")
 CLOSED = Failure(0, "a", 8, 2.0, 76, "Connection closed by peer", consequence=True)
 ERROR = Failure(1, "b", 9, 2.5, 1, "ValueError: x", traceback="...")
+SPARE = _NodeDesc("c", 10, 0)
 GONE = Failure(1, "b", 9, 2.5, 76, "its host is lost")
 
 
@@ -43,6 +44,7 @@ class Board:
     ended: Ending | None = None
     again = False
     handed_over = False
+    gone: tuple[_NodeDesc, ...] = ()
     leader_has_reported = False
 
     def has_reported(self, number: int, place: int) -> bool:
@@ -53,6 +55,9 @@ class Board:
 
     def start_again(self, number: int) -> None:
         self.again = True
+
+    def has_left(self, node: _NodeDesc) -> bool:
+        return node in self.gone
 
     def hand_over(self) -> None:
         self.handed_over = True
@@ -84,8 +89,8 @@ class Others:
         self.apart = ""
         self.least = 2
         self.outlives_leader = False
-        self.waiting_for_room = 0
-        self.presence = SimpleNamespace(spares=lambda: self.waiting_for_room)
+        self.beside: set[_NodeDesc] = set()
+        self.presence = SimpleNamespace(waiting=lambda: self.beside)
 
     def seek(self) -> bool:
         if self.leads and self.time_ended:
@@ -385,12 +390,24 @@ def test_a_request_that_comes_after_the_report_is_for_the_next_round() -> None:
     assert follower.settle(Outcome(75)) == "again"
 
 
-def test_a_host_that_waits_for_room_counts_for_one_that_leaves() -> None:
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_host_that_waits_counts_for_one_that_leaves_unless_it_was_asked_to_stop_too(stays: bool) -> None:
     others, budget = Others(), Budget(0)
-    others.waiting_for_room = 1
+    others.beside = {SPARE, others.table.members[1]}
+    others.notices.gone = () if stays else (SPARE,)
     leader, _ = member(others, budget)
     others.said[1] = Report(75, stopped=True)
-    assert leader.settle(Outcome(75)) == "again" and budget.left == [["b"]]
+    assert leader.settle(Outcome(75)) == ("again" if stays else "end") and budget.left == ([["b"]] if stays else [])
+
+
+def test_a_host_that_is_lost_does_not_go_on_without_the_leader() -> None:
+    others, budget = Others(), Budget(1)
+    others.least, others.outlives_leader, others.gone = 1, True, GONE
+    leader, interrupts = member(others, budget)
+    leader.look({}, {})
+    interrupts.first = signal.SIGTERM
+    assert leader.settle(Outcome(76, CLOSED)) == "end" and not others.notices.again
+    assert others.notices.ended is not None and budget.causes == []
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -404,15 +421,18 @@ def test_who_leads_and_was_asked_to_stop_leaves_where_the_meeting_outlives_it(sa
     assert leader.settle(mine) == "end" and leader.outcome == mine
     assert others.notices.again and others.notices.handed_over and others.notices.ended is None
     assert (budget.left, budget.causes) == (([["a"]], []) if saved else ([], [CLOSED]))
-    assert others.heard == ["this host leaves; the others go on from what all have saved"]
+    where = "what all have saved" if saved else "the newest checkpoint"
+    assert others.heard == [f"this host leaves; the others go on from {where}"]
 
 
-@pytest.mark.parametrize("case", ["too few", "the leader", "the leader, late", "Ctrl-C", "Ctrl-C at the leader"])
+@pytest.mark.parametrize(
+    "case", ["too few", "the leader", "the leader, late", "Ctrl-C", "Ctrl-C at the leader", "both"]
+)
 def test_where_a_host_cannot_leave_all_stop(case: str) -> None:
     others, budget = Others(), Budget(0)
     others.least, others.outlives_leader = 2 if case == "too few" else 1, case != "the leader"
     leader, interrupts = member(others, budget)
-    if case in ("the leader", "Ctrl-C at the leader"):
+    if case in ("the leader", "Ctrl-C at the leader", "both"):
         interrupts.first = signal.SIGTERM if case == "the leader" else signal.SIGINT
     code = 130 if case.startswith("Ctrl-C") else 75
     if case == "the leader, late":

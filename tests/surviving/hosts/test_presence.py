@@ -61,7 +61,9 @@ def test_a_round_awaits_the_living_of_the_last_one_and_who_wants_to_join() -> No
     assert found._reader.awaited == {A, C, newcomer}
 
 
-def test_spares_are_hosts_that_live_and_found_no_room() -> None:
+def test_who_waits_lives_with_room_or_without() -> None:
     found = presence(a=0.0, b=9.0, c=0.0)
-    found.state.redundancy_list = {B, C}
-    assert found.spares() == 1
+    found.state.redundancy_list, found.state.wait_list = {B, C}, {A}
+    assert found.waiting() == {A, C}
+    found.await_survivors(B, [B])
+    assert found._reader.awaited == {A, B, C}, "who waits has its place in the next round"

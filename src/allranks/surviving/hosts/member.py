@@ -7,6 +7,7 @@ Supervisor's budget of restarts, from what all have reported: either it goes the
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from signal import SIGINT
 from typing import Literal, final
 
 from allranks.failure import INTERRUPTED, PREEMPTED, TRANSIENT, Failure, first_failure
@@ -186,7 +187,8 @@ class Member:
         return "again" if starts_again or self._lost is not None or self._need_not_ask() else "wait"
 
     def _leave(self, outcome: Outcome) -> Next:
-        self._company.tell("this host leaves; the others go on from what all have saved")
+        saved = "what all have saved" if outcome.exit_code == PREEMPTED else "the newest checkpoint"
+        self._company.tell(f"this host leaves; the others go on from {saved}")
         self.outcome = outcome
         return "end"
 
@@ -277,12 +279,13 @@ class Member:
     def _are_enough_without(self, leaving: int) -> bool:
         """Whether the others can go on, with hosts that wait for room, and without this one, which leads, if it leaves.
 
-        What this host was asked after it had reported is for all: they have counted on it.
+        What this host was asked after it had reported is for all, who have counted on it, and so is Ctrl-C.
         """
-        company = self._company
-        if self._interrupts.first is not None and not (self._has_said_stopped and company.outlives_leader):
+        company, members, first = self._company, self._company.table.members, self._interrupts.first
+        if first is not None and (first == SIGINT or not (self._has_said_stopped and company.outlives_leader)):
             return False
-        return len(company.table.members) - leaving + company.presence.spares() >= company.least
+        waiting = [node for node in company.presence.waiting() - {*members} if not company.notices.has_left(node)]
+        return len(members) - leaving - (self._lost is not None) + len(waiting) >= company.least
 
     def _has_waited(self) -> bool:
         assert self._reported_at is not None

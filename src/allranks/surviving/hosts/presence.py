@@ -39,7 +39,7 @@ class Presence:
             members: of the last round; none: it is this host's first one, and begins after a last call.
         """
         known = tuple(members)
-        here = {node, *self.living({*known, *self.state.wait_list})}
+        here = {node, *self.living(known), *self.waiting()}
         self._reader.awaited = frozenset(here) if known else frozenset()
 
     def is_beside(self, node: _NodeDesc) -> bool:
@@ -68,9 +68,9 @@ class Presence:
         """Those of the hosts that are not silent."""
         return {node for node in nodes if not self.is_silent(node)}
 
-    def spares(self) -> int:
-        """How many hosts live that found no room in the round under way."""
-        return len(self.living(self.state.redundancy_list))
+    def waiting(self) -> set[_NodeDesc]:
+        """The living hosts that wait for the next round, with room or without."""
+        return self.living({*self.state.wait_list, *self.state.redundancy_list})
 
     def gone(self, members: Iterable[_NodeDesc]) -> dict[_NodeDesc, float]:
         """Members of a round that have left it or are silent -> how many seconds ago they were last seen to live."""

@@ -46,4 +46,5 @@ def succeed(run: Run, notices: Notices, facts: Facts) -> Failure:
     lost = Failure(0, told["host"], told["pid"], time.time(), TRANSIENT, "its host led the run, and is lost")
     if notices.read("left") != [told["host"], told["pid"]]:
         return lost
+    notices.post("left", [])  # another host of that name and pid may lead one day
     return replace(lost, exit_code=PREEMPTED, message="its host led the run, and has left")
