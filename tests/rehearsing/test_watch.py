@@ -91,7 +91,9 @@ def test_logits_are_what_the_loss_makes_and_nothing_else(
 
 def test_functional_collectives_are_told_with_their_line_and_compared() -> None:
     def summed(value: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = functional.all_reduce(value.detach().sum(), "sum", dist.group.WORLD)
+        total: torch.Tensor = functional.all_reduce(
+            value.detach().sum(), "sum", dist.distributed_c10d._get_default_group()
+        )
         return value + total
 
     class Summing(Layered):
