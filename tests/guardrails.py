@@ -20,7 +20,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(rooms.split())
     for rooms in (
         "errors units durable lifeline standard_streams config config_guard config_keys config_layers "
-        "config_sections config_toml layout_string layout_placement even_cut left_out journal_events raised",
+        "config_sections config_toml layout_string layout_placement even_cut left_out journal_events ordinary_file "
+        "raised",
         "layout layout_refusals slow_links cluster model_profile model_shape shape_operations named_models "
         "parameter_map plan upkeep plan_request rehearsal rehearsed_messages simulation simulation_request verdict "
         "task task_loading task_world run lease request hosts_request losses vocabulary "

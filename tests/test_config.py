@@ -55,8 +55,9 @@ BAD_ARGUMENTS = [
     (
         "guard.qqqq=1",
         "unknown key 'guard.qqqq'; the keys of guard are hang, hang_seconds, slow_rank, bad_link, stopped_seconds, "
-        "input_seconds, first_step_seconds, evaluation_seconds, checkpoint_seconds, stop_seconds, restarts, "
-        "host_seconds, join_seconds, nonfinite, nonfinite_limit, digest_every, recompute_every, on_finding, data, "
+        "input_seconds, first_step_seconds, compilation_seconds, evaluation_seconds, checkpoint_seconds, "
+        "stop_seconds, restarts, host_seconds, join_seconds, nonfinite, nonfinite_limit, digest_every, "
+        "recompute_every, on_finding, data, "
         "mute, spike, spike_threshold, spike_window, spike_times, spike_after",
     ),
     ("trian.qqqq=1", "unknown key 'trian.qqqq'; did you mean 'train'?"),

@@ -66,9 +66,9 @@ def test_the_keys_are_frozen() -> None:
         "checkpoint": "every keep keep_every quota_gb failures asynchronous mirror memory_every",
         "track": "tensorboard",
         "guard": "hang hang_seconds slow_rank bad_link stopped_seconds input_seconds first_step_seconds "
-        "evaluation_seconds checkpoint_seconds stop_seconds restarts host_seconds join_seconds nonfinite "
-        "nonfinite_limit digest_every recompute_every on_finding data mute spike spike_threshold spike_window "
-        "spike_times spike_after",
+        "compilation_seconds evaluation_seconds checkpoint_seconds stop_seconds restarts host_seconds join_seconds "
+        "nonfinite nonfinite_limit digest_every recompute_every on_finding data mute spike spike_threshold "
+        "spike_window spike_times spike_after",
     }
     assert {name: key.default for name, key in config_keys().items() if key.default is not None} == {
         "train.global_batch": 32,
@@ -111,6 +111,7 @@ def test_the_keys_are_frozen() -> None:
         "guard.stopped_seconds": 10.0,
         "guard.input_seconds": 600.0,
         "guard.first_step_seconds": 1800.0,
+        "guard.compilation_seconds": 1800.0,
         "guard.evaluation_seconds": 1800.0,
         "guard.checkpoint_seconds": 1800.0,
         "guard.stop_seconds": 60.0,

@@ -1,6 +1,7 @@
 """How an error becomes a record, an exit code, and the first of several."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -162,6 +163,10 @@ def test_a_record_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     ROOT_CAUSE.write(tmp_path)
     (tmp_path / "failure-00007.json").write_text('{"rank": 7')
     (tmp_path / "failure-00008.json").write_text('{"rank": 8, "unknown": 1}')
+    typed = (tmp_path / "failure-00000.json").read_text().replace('"time": ', '"time": "late", "x": ')
+    (tmp_path / "failure-00009.json").write_text(typed)
+    (tmp_path / "failure-00010.json").write_text("[" * 200_000)
+    os.mkfifo(tmp_path / "failure-00011.json")
     assert read_failures(tmp_path) == [ROOT_CAUSE]
 
 

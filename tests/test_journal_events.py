@@ -1,11 +1,13 @@
 """Journals as they are read back, whatever a crash has left of them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from allranks.errors import RunError
 from allranks.journal_events import last_step, latest_steps, read_events
 
 
@@ -51,3 +53,10 @@ def test_the_last_step_is_found_in_the_tail(journal: Path) -> None:
     assert journal.stat().st_size > 1 << 16 and last_step(journal) == 399
     write(journal, {"event": "start"})
     assert last_step(journal) == 0
+
+
+def test_what_is_no_journal_is_refused_and_not_waited_for(journal: Path) -> None:
+    os.mkfifo(journal)
+    for read in (read_events, last_step):
+        with pytest.raises(RunError, match="no ordinary file; restore it or move it away"):
+            read(journal)

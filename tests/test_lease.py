@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import RunError
-from allranks.lease import Lease
+from allranks.lease import Holder, Lease
 
 HOLD = """
 import os, sys, pathlib, time
@@ -191,3 +191,20 @@ def test_it_stands_for_as_long_as_its_file_has_its_name(tmp_path: Path) -> None:
     (tmp_path / "lease").write_text("another")
     assert not lease.stands()
     lease.release()
+
+
+@pytest.mark.parametrize("text", ['{"host": 1, "pid": "x", "since": "y"}', "[" * 200_000, '{"host": "a", "pid": 1}'])
+def test_a_lease_that_says_nothing_of_its_holder_is_held_all_the_same(tmp_path: Path, text: str) -> None:
+    lease = Lease(tmp_path / "lease")
+    lease.acquire()
+    (tmp_path / "lease").write_text(text)
+    assert Lease(tmp_path / "lease").holder() == Holder("an unknown host", 0, 0.0)
+    with pytest.raises(RunError, match="is in use by another process"):
+        Lease(tmp_path / "lease").acquire()
+    lease.release()
+
+
+def test_what_nobody_can_lock_has_no_holder(tmp_path: Path) -> None:
+    (tmp_path / "lease").symlink_to(tmp_path / "lease")
+    os.mkfifo(tmp_path / "pipe")
+    assert Lease(tmp_path / "lease").holder() is None and Lease(tmp_path / "pipe").holder() is None

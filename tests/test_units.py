@@ -1,8 +1,10 @@
 """Numbers for people, above all where a rounding reaches the next unit."""
 
+import re
+
 import pytest
 
-from allranks.units import format_bytes, format_count, format_seconds
+from allranks.units import format_bytes, format_count, format_moment, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -51,3 +53,8 @@ def test_counts(number: float, text: str) -> None:
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_a_moment_is_a_date_and_what_is_none_is_said() -> None:
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", format_moment(1.7e9))
+    assert {format_moment(value) for value in (float("nan"), float("inf"), -1e300, 1e300)} == {"an unknown time"}

@@ -32,6 +32,7 @@ from allranks.config_sections import (
 from allranks.config_toml import render_toml
 from allranks.errors import ConfigError, RunError
 from allranks.layout_string import parse_layout, render_layout
+from allranks.ordinary_file import check_small, read_small
 
 __all__ = [
     "AXES",
@@ -156,7 +157,7 @@ def is_as_written(path: Path) -> bool:
 
     Without the line that has the digest whatever has a key counts. Raises OSError where it cannot be read.
     """
-    data = path.read_bytes()
+    data = read_small(path)
     match = re.match(re.escape(_HEAD.encode()) + rb"([0-9a-f]{64})\n", data)
     if match is None:
         return any(line.strip() and not line.startswith(b"#") for line in data.splitlines())
@@ -165,6 +166,12 @@ def is_as_written(path: Path) -> bool:
 
 def read_config(path: Path) -> Config:
     """The Config that `write_config` wrote. Raises ConfigError where the file was broken since."""
+    try:
+        check_small(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     return _build(merge_layers([read_toml_layer(path)]))
 
 

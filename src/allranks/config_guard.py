@@ -43,6 +43,9 @@ class GuardConfig(Section):
     first_step_seconds: float = key(
         1800.0, "from the start of a worker to the end of its first step, compilation included", unit="s", gt=0
     )
+    compilation_seconds: float = key(
+        1800.0, "for what torch.compile compiles in a later step (a batch of another shape)", unit="s", gt=0
+    )
     evaluation_seconds: float = key(
         1800.0, "between two batches of an evaluation; also after the last step", unit="s", gt=0
     )

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from allranks.errors import AllranksError, MemoryShortError, RollbackError, worker_exit_code
+from allranks.ordinary_file import read_record
 from allranks.raised import render_raised, without_our_frames
 
 DONE, RAISED, PREEMPTED, TRANSIENT, NO_PROGRESS, INTERRUPTED = 0, 1, 75, 76, 93, 130
@@ -100,7 +101,7 @@ class Failure:
     def brief(self) -> str:
         """One line."""
         between = " " if self.signal else ": "
-        return f"rank {self.rank} on {self.host}{between}{self.message.splitlines()[0]}"
+        return f"rank {self.rank} on {self.host}{between}{self.message.partition(chr(10))[0]}"
 
     def render(self) -> str:
         """What a person reads, the error itself last."""
@@ -241,8 +242,8 @@ def read_failures(folder: Path) -> list[Failure]:
     found = []
     for path in sorted(folder.glob("failure-*.json")):
         try:
-            found.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError):
+            found.append(read_record(path, Failure))
+        except (OSError, ValueError):
             continue
     return found
 

@@ -1,17 +1,19 @@
 """The events of a Run's journal as they are read: lines that a crash tore are left out, redone steps stand once."""
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from allranks.errors import RunError
+from allranks.ordinary_file import read_ordinary
 
 TAIL_BYTES = 1 << 16
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All of one journal, in order; none where there is no such file."""
-    return list(_parse_lines(path.read_bytes())) if path.exists() else []
+    """All of one journal, in order; none where there is no such file. Raises RunError where it cannot be read."""
+    return list(_parse_lines(_read(path)))
 
 
 def latest_steps(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -30,13 +32,17 @@ def latest_steps(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def last_step(path: Path) -> int:
     """The number of the step that a journal has last, 0 before the first; reads only the tail."""
+    tail = _parse_lines(_read(path, TAIL_BYTES))
+    return next((event["step"] for event in reversed(list(tail)) if _is_step(event)), 0)
+
+
+def _read(path: Path, last_bytes: int | None = None) -> bytes:
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            tail = file.read()
+        return read_ordinary(path, last_bytes)
     except FileNotFoundError:
-        return 0
-    return next((event["step"] for event in reversed(list(_parse_lines(tail))) if _is_step(event)), 0)
+        return b""
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}; restore it or move it away") from None
 
 
 def _is_step(event: Mapping[str, Any]) -> bool:

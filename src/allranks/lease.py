@@ -13,11 +13,12 @@ import time
 import weakref
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import final
 
 from allranks.errors import RunError
+from allranks.ordinary_file import open_ordinary, read_record
+from allranks.units import format_moment
 
 PATIENCE_SECONDS = 1.0
 
@@ -130,8 +131,8 @@ class Lease:
     def holder(self) -> Holder | None:
         """Who holds it now, or None."""
         try:
-            descriptor = os.open(self._path, os.O_RDONLY)
-        except FileNotFoundError:
+            descriptor, _ = open_ordinary(self._path)
+        except OSError:  # nothing that anybody could have locked
             return None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -143,8 +144,8 @@ class Lease:
 
     def _read(self) -> Holder | None:
         try:
-            return Holder(**json.loads(self._path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, RecursionError):
+            return read_record(self._path, Holder)
+        except (OSError, ValueError):
             return None
 
 
@@ -167,8 +168,7 @@ def _lock(path: Path, flags: int) -> int | None:
 def _in_use(path: Path, holder: Holder | None) -> str:
     if holder is None:
         return f"{path} is in use by another process; wait for it to end, or start another run"
-    since = datetime.fromtimestamp(holder.since).strftime("%Y-%m-%d %H:%M:%S")
-    owner = f"pid {holder.pid} on {holder.host} since {since}"
+    owner = f"pid {holder.pid} on {holder.host} since {format_moment(holder.since)}"
     return f"{path} is in use by {owner}; wait for it to end, stop it, or start another run"
 
 

@@ -24,6 +24,7 @@ from allranks.durable import preflight_writable, refusing, replacing, sync, writ
 from allranks.errors import AllranksError, RunError
 from allranks.journal_events import last_step, latest_steps, read_events
 from allranks.lease import Holder, Lease
+from allranks.ordinary_file import read_small
 
 __all__ = ["Holder", "Run", "preflight_writable", "safe_name"]
 
@@ -253,7 +254,7 @@ def _read_identity(record: Path) -> dict[str, Any]:
     """What run.json says. Raises RunError, in one line: it cannot be read, or is not a run's."""
     restore = "restore it or start a new run"
     try:
-        identity = json.loads(record.read_text(encoding="utf-8"))
+        identity = json.loads(read_small(record).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{record} cannot be read: {error}; {restore}") from error
     missing = [key for key in IDENTITY_KEYS if not isinstance(identity, dict) or key not in identity]

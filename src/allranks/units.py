@@ -1,5 +1,7 @@
 """Numbers for people: bytes, seconds and counts as short text."""
 
+from datetime import datetime
+
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 _THOUSAND = 1000
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
@@ -20,6 +22,14 @@ def format_count(number: float) -> str:
     """`12.3k`, `7.0B`: one digit behind the point above 1000; B for a thousand million."""
     scaled, prefix = _scale(number)
     return scaled + ("B" if prefix == "G" else prefix)
+
+
+def format_moment(unix_seconds: float) -> str:
+    """`2026-11-27 03:22:42` in this machine's time; of what is no moment `an unknown time`."""
+    try:
+        return datetime.fromtimestamp(unix_seconds).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return "an unknown time"
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,13 +1,17 @@
 """A worker's numbers: what the loop writes, and what the thread answers."""
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from allranks.observing.heartbeat import (
     ANSWERED,
@@ -27,8 +31,16 @@ from allranks.observing.heartbeat import (
     STACK_SIGNAL,
     STEP,
     Heartbeat,
+    show_compilation,
 )
 from tests.processes import wait_until
+
+
+@pytest.fixture(scope="module")
+def dynamo() -> None:
+    """torch's compiler sets an environment variable as it is imported: before any test looks."""
+    importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    importlib.import_module("torch._dynamo")
 
 
 @pytest.fixture
@@ -64,6 +76,45 @@ def test_the_end_of_the_work_is_shown_with_its_code(fields: memoryview) -> None:
     assert (heart.step, fields[FINISHED]) == (5, 0)
     heart.finish(75)
     assert fields[FINISHED] == 76
+
+
+def test_compilation_in_a_later_step_is_a_phase_that_no_step_learns_from(
+    fields: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_time(monkeypatch, 0, 0, 1, 31, 31, 40, 40, 41, 71, 72, 72)
+    heart = Heartbeat(fields)
+    heart.begin_step()
+    heart.begin_compiling()
+    assert PHASES[fields[PHASE]] == "first step", "which has its time for that"
+    heart.end_compiling()
+    heart.finish_step(1)
+    heart.begin_step()
+    heart.begin_compiling()
+    assert PHASES[fields[PHASE]] == "compilation"
+    heart.end_compiling()
+    assert PHASES[fields[PHASE]] == "step"
+    heart.finish_step(2)
+    assert fields[LONGEST] == 2 * 10**9
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_torchs_compiler_tells_when_it_is_at_work_also_after_a_reset(fields: memoryview) -> None:
+    heart = Heartbeat(fields)
+    heart.begin_step()
+    heart.finish_step(1)
+    heart.begin_step()
+    seen = []
+
+    def look(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        seen.append(PHASES[fields[PHASE]])
+        return graph.forward
+
+    for _ in range(2):
+        show_compilation(heart)
+        show_compilation(heart)
+        torch.compile(lambda x: x * 2, backend=look)(torch.ones(2))
+        torch._dynamo.reset()
+    assert seen == ["compilation", "compilation"] and PHASES[fields[PHASE]] == "step"
 
 
 def test_loading_is_a_phase_of_its_own_but_for_the_first_step(fields: memoryview) -> None:

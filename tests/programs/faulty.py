@@ -62,6 +62,12 @@ class Faulty(allranks.Task):
         return nn.functional.cross_entropy(output, batch[1], reduction="sum")
 
 
+def slowly(graph: Any, inputs: object) -> Any:
+    """A compiler that takes longer than any step."""
+    time.sleep(8)
+    return graph.forward
+
+
 def meet(fault: str) -> None:
     """What a fault is made of."""
     match fault:
@@ -69,6 +75,8 @@ def meet(fault: str) -> None:
             time.sleep(600)
         case "lock":
             re.match(r"(a?){40}a{40}", "a" * 40)
+        case "compilation":
+            torch.compile(torch.sin, backend=slowly)(torch.ones(2))
         case "divergence":
             dist.broadcast(torch.ones(42), src=0)
         case "SIGSTOP" | "SIGKILL":

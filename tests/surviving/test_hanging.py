@@ -49,6 +49,18 @@ def test_a_fault_of_a_real_run(
 
 
 @pytest.mark.full
+def test_a_step_that_compiles_is_no_hang(tmp_path: Path) -> None:
+    allranks("train", FAULTY, *QUICK, *LIMITS, "task.fault=compilation", folder=tmp_path)
+    run = Run.open(tmp_path / "run")
+    assert not [event for event in run.events() if event["event"] == "verdict"] and run.attempts == 1
+    wanted = ("task.fault=compilation", "guard.compilation_seconds=2", "--run", "limited")
+    allranks("train", FAULTY, *QUICK, *LIMITS, *wanted, folder=tmp_path)
+    told = [event for event in Run.open(tmp_path / "limited").events() if event["event"] == "verdict"]
+    assert [event["kind"] for event in told] == ["straggler", "restart"]
+    assert "guard.compilation_seconds" in told[0]["next"], told[0]
+
+
+@pytest.mark.full
 def test_all_workers_killed_at_once_are_one_restart(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = (*QUICK[:-2], "train.steps=60", "--nproc", "3", "--layout", "ddp", "--run", "run")

@@ -54,7 +54,10 @@ def test_the_limit_of_the_config_is_taken() -> None:
 
 @pytest.mark.parametrize(
     ("phase", "limit"),
-    [("start", 1800), ("first step", 1800), ("evaluation", 1800), ("checkpoint", 1800), ("end", 1800)],
+    [
+        *[("start", 1800), ("first step", 1800), ("compilation", 1800), ("evaluation", 1800)],
+        *[("checkpoint", 1800), ("end", 1800)],
+    ],
 )
 def test_what_takes_long_has_limits_of_its_own(phase: str, limit: float) -> None:
     assert find_hung(rows(quiet(limit - 1, phase), quiet(limit - 1, phase)), GUARD) is None

@@ -15,7 +15,7 @@ import shutil
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import CodeType
@@ -28,6 +28,7 @@ from allranks.checkpointing.checkpoint import seal
 from allranks.checkpointing.tensor_file import LENGTH
 from allranks.cli.main import main
 from allranks.errors import CheckpointError
+from allranks.failure import Failure
 from allranks.run import Run
 from allranks.training.load import load
 from allranks.training.newest import newest_of_run
@@ -207,20 +208,88 @@ CASES: dict[str, Replace] = {
 }
 
 
-@pytest.fixture
-def hostile(tmp_path: Path) -> Path:
+def _instead(file: str, replace: Callable[[Path], object]) -> Replace:
+    """Another thing under the name of a run's file or folder."""
+
+    def make(run: Path) -> None:
+        path = run / file
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.rename(path.parent.parent / "moved")
+        replace(path)
+
+    return make
+
+
+RUN_FILES = (
+    *("run.json", "config.toml", "plan.json", "lease", "journal/rank-00000.jsonl", "logs/rank-00000.log"),
+    "logs/failure-00000.json",
+)
+RUN_FOLDERS = ("journal", "logs", "checkpoints", "tensorboard", "traces")
+OF_WRONG_TYPES = (
+    *(
+        b"",
+        b"{",
+        b"[" * 200_000,
+        b'{"event": "step", "step": %s}' % (b"9" * 100_000),
+        bytes(range(256)),
+        b'{"a": 1e999}',
+    ),
+    b'{"rank": "a", "host": 3, "pid": null, "time": "x", "exit_code": [], "message": 5, "traceback": {}, "signal": 1}',
+    b"""{"event": "step", "step": "x"}
+{"event": "step", "step": 1, "loss": "a", "lr": [], "seconds": {}, "t": 1e300}
+{"event": "verdict", "kind": 3, "what": null, "evidence": 7, "next": []}
+{"event": "start", "world_size": "x", "t": -1e300}
+{"event": "resume", "step": null}
+{"event": "evaluation", "step": [], "metrics": 3}
+{"event": "step", "step": 1%s}
+{"event": "end", "step": "y", "reason": {}}
+"""
+    % (b"0" * 400),
+)
+RUN_CASES: dict[str, Replace] = {
+    **{
+        f"{file} is {what}": _instead(file, replace)
+        for file in RUN_FILES
+        for what, replace in IN_PLACE.items()
+        if what != "a terabyte" or not file.endswith(("log", "jsonl"))  # which may be long
+    },
+    **{
+        f"{folder} is {what}": _instead(folder, IN_PLACE[what])
+        for folder in RUN_FOLDERS
+        for what in ("a pickle", "a link to itself", "a link to nothing", "a link to zeros", "a pipe", "a socket")
+    },
+    **{
+        f"{file} holds {content[:40]!r}": _instead(file, lambda path, c=content: path.write_bytes(c))  # type: ignore[misc]
+        for file in RUN_FILES
+        for content in OF_WRONG_TYPES
+    },
+}
+"""What stands under the name of each file and folder of a run in turn."""
+
+
+def fill(folder: Path, cases: Mapping[str, Replace], below: str) -> Path:
     """A folder with a run for every case, named by its number, a good one, and one with a plain damage."""
-    folder = tmp_path / "hostile"
     words = ("train.steps=4", "checkpoint.every=2", "checkpoint.keep=9", "evaluate.every=0")
     assert start("Curve", folder / "good", *words) == 0
     here = Path.cwd()
-    for number, replace in enumerate(CASES.values()):
+    Failure(0, "here", 1, 1.0, 1, "RuntimeError: no").write(folder / "good" / "logs")
+    (folder / "good" / "logs" / "rank-00000.log").write_text("RuntimeError: no\n")
+    (folder / "good" / "plan.json").write_text("{}")
+    for number, replace in enumerate(cases.values()):
         shutil.copytree(folder / "good", folder / str(number))
-        replace(folder / str(number) / "checkpoints" / NEWEST)
+        replace(folder / str(number) / below)
     os.chdir(here)
     shutil.copytree(folder / "good", folder / "damaged")
     os.truncate(folder / "damaged" / "checkpoints" / NEWEST / TENSORS, 100)
     return folder
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A run for every hostile checkpoint."""
+    return fill(tmp_path / "hostile", CASES, f"checkpoints/{NEWEST}")
 
 
 def command(*words: object) -> tuple[int, str]:
@@ -312,6 +381,35 @@ def test_no_hostile_file_runs_code_or_ends_a_command_otherwise_than_in_a_line(po
         code, refused = said["alone"]
         assert code == 78 and "holds no good checkpoint" in refused and "\n" not in refused, case
         assert {said[word][0] for word in ("list", "list --json", "show", "show --json")} <= {0, 1}, case
+
+
+def read_all(run: Path) -> dict[str, tuple[int, str]]:
+    """Every command that reads a run: what it answered."""
+    words = (
+        *(
+            ("explain", run),
+            ("report", run),
+            ("report", run, "--json"),
+            ("report", run, "good"),
+            ("report", "good", run),
+        ),
+        *(("checkpoint", word, run) for word in ("list", "show", "verify")),
+        ("checkpoint", "diff", run, "good"),
+    )
+    return {" ".join(map(str, one[:2])) + f" {len(one)}": command(*one) for one in words}
+
+
+def test_whatever_stands_in_a_run_its_readers_end_with_an_answer_or_a_line(pool: Pools, tmp_path: Path) -> None:
+    folder = fill(tmp_path / "runs", RUN_CASES, ".")
+    (found,) = pool(1).run_alone(watch, folder, list(RUN_CASES), read_all, AS_ANY_RUN, timeout=300.0)
+    answers, seen, grown = found
+    assert seen == [] and not (folder / MARK).exists()
+    assert grown < MORE_MEMORY_BYTES
+    for case, said in answers.items():
+        for asked, (code, told) in said.items():
+            assert code in (0, 1, 2, 3, 78) and "Traceback" not in told, (case, asked, told)
+            if code in (2, 78) and "--json" not in told:
+                assert told.splitlines()[-1].startswith("allranks: error: "), (case, asked, told)
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 `torch.load(weights_only=True)` builds tensors and plain containers and refuses all else; there is no other way in here.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -10,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from allranks.errors import CheckpointError
+from allranks.ordinary_file import open_ordinary
 
 SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 KEYS: Final = ("model", "state_dict", "model_state_dict", "module")
@@ -32,6 +34,10 @@ def read_foreign(path: Path, key: str | None = None) -> tuple[dict[str, torch.Te
     """
     if path.suffix not in SUFFIXES:
         raise CheckpointError(f"'{path}': files that can be imported end in {', '.join(SUFFIXES)}")
+    try:
+        os.close(open_ordinary(path)[0])
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
     found = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     said: list[str] = []
     if key is None and not _is_model(found):

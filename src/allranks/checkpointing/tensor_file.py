@@ -13,7 +13,6 @@ import errno
 import hashlib
 import json
 import os
-import stat
 import struct
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Final
 
 from allranks.checkpointing.manifest import FileRecord
 from allranks.errors import CheckpointError
+from allranks.ordinary_file import open_ordinary
 from allranks.parameter_map import Box
 
 # torch's name of a dtype -> (safetensors' name, bytes of an element, trailing dims that safetensors sees besides)
@@ -98,15 +98,10 @@ def open_regular(path: Path) -> tuple[int, int]:
         CheckpointError: it is missing, something else, or may not be read.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_ordinary(path, follow=False)
     except OSError as error:
         reason = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
         raise CheckpointError(f"{path}: {reason}; the checkpoint is damaged") from None
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{path}: no ordinary file; the checkpoint is damaged")
-    return descriptor, status.st_size
 
 
 class OpenFile:

@@ -16,7 +16,10 @@ def find_checkpoints(directory: Path) -> list[Path]:
     if (directory / "manifest.json").exists() or directory.name.startswith("step-"):
         return [directory]
     folder = _folder(directory)
-    found = list_checkpoints(folder)
+    try:
+        found = list_checkpoints(folder)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be read: {error.strerror or error}") from None
     if not found and folder == directory and directory.name != "checkpoints":
         raise RunError(f"{directory} is no run and holds no checkpoint; name a run or a step-* directory")
     return found

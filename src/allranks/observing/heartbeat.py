@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, final
+from typing import Any, Literal, final, get_args
 
 from allranks.observing.collectives import collectives_file, write_collectives
 
@@ -30,8 +30,9 @@ HELD_STEP, HELD_FROM, HELD_SIZE, DATASET, BAD_LINKS = _HELD
 
 PULSE: when the thread last ran. MARK: when the loop last came further. PHASE: what it does since, by its place in
 PHASES. STEP: optimizer steps done since the first start. FIRST: how long the first step of this attempt took. LONGEST:
-how long later ones take without their loading, as `Longest` has it. ASKED, ANSWERED: how often the agent has asked for
-the collectives, and was answered. TIME_OVER: when the run's time is over, or was agreed to be; 0: it has no end.
+how long later ones take without their loading and compilation, as `Longest` has it. ASKED, ANSWERED: how often the
+agent has asked for the collectives, and was answered. TIME_OVER: when the run's time is over, or was agreed to be; 0:
+it has no end.
 FINISHED: 1 + the exit code with which the worker's work has come to its own end; 0: it has not. LOADED: how long the
 loading in later steps takes, as `Longest` has it. HELD_STEP, HELD_FROM, HELD_SIZE: the step (from 1) whose samples
 the loop has in hand, in a step or while it loads them, its first position and its number of samples; HELD_STEP 0:
@@ -44,8 +45,8 @@ FEW, RECENT = 64, 512
 STACK_SIGNAL = signal.SIGRTMIN + 10 if sys.platform == "linux" else signal.SIGUSR2
 """Makes a worker write every thread's stack to its log; in C, so that it needs no lock of Python's."""
 
-Phase = Literal["start", "first step", "step", "input", "evaluation", "checkpoint", "end"]
-PHASES: tuple[Phase, ...] = ("start", "first step", "step", "input", "evaluation", "checkpoint", "end")
+Phase = Literal["start", "first step", "step", "input", "compilation", "evaluation", "checkpoint", "end"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @final
@@ -82,7 +83,7 @@ class Heartbeat:
         """`fields`: NUM_FIELDS 64-bit whole numbers, shared with the agent."""
         self._fields = memoryview(bytearray(SLOT_BYTES)).cast("q") if fields is None else fields
         self._first = True
-        self._began, self._loading = time.monotonic_ns(), 0
+        self._began, self._loading, self._compiling = time.monotonic_ns(), 0, 0
         self._steps, self._loads = Longest(), Longest()
 
     def enter(self, phase: Phase) -> None:
@@ -120,7 +121,7 @@ class Heartbeat:
     def begin_step(self) -> None:
         """An optimizer step begins."""
         self.enter("first step" if self._first else "step")
-        self._began, self._loading = time.monotonic_ns(), 0
+        self._began, self._loading, self._compiling = time.monotonic_ns(), 0, 0
 
     def order(self, num_samples: int | None) -> None:
         """An order over so many samples is fed; None: no index names a sample."""
@@ -155,6 +156,18 @@ class Heartbeat:
         self.enter(before)
         self._loading += self._fields[MARK] - began
 
+    def begin_compiling(self) -> None:
+        """torch's compiler begins. It has its time where a step is under way; what else takes long has its own."""
+        if PHASES[self._fields[PHASE]] == "step":
+            self.enter("compilation")
+            self._compiling -= self._fields[MARK]
+
+    def end_compiling(self) -> None:
+        """It has ended."""
+        if PHASES[self._fields[PHASE]] == "compilation":
+            self.enter("step")
+            self._compiling += self._fields[MARK]
+
     def finish_step(self, step: int) -> None:
         """Step `step` is done."""
         now = time.monotonic_ns()
@@ -162,7 +175,7 @@ class Heartbeat:
         if self._first:
             self._fields[FIRST], self._first = taken, False
         else:
-            self._fields[LONGEST] = self._steps.add(taken - self._loading)
+            self._fields[LONGEST] = self._steps.add(taken - self._loading - self._compiling)
             self._fields[LOADED] = self._loads.add(self._loading)
         self._fields[STEP] = step
         self._fields[HELD_STEP] = 0
@@ -213,7 +226,28 @@ def join(path: str, slot: int, log: Path) -> None:
     threading.Thread(target=_beat, args=told, name="allranks-heartbeat", daemon=True).start()
 
 
+def show_compilation(heartbeat: Heartbeat) -> None:
+    """Have torch's compiler tell when it is at work, unless it does already; where it is not loaded, it is not."""
+    told: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    # Asked for again and again: torch._dynamo.reset() forgets.
+    if told is not None and not any(isinstance(one, _Compiler) for one in told.start_callbacks):
+        told.register_start_callback(_Compiler(heartbeat.begin_compiling))
+        told.register_end_callback(_Compiler(heartbeat.end_compiling))
+
+
+@final
+class _Compiler:
+    """What torch's compiler calls."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+
+    def __call__(self, arguments: object) -> None:
+        self._tell()
+
+
 def _beat(heartbeat: Heartbeat, answer_to: Path) -> None:
     while True:
+        show_compilation(heartbeat)
         heartbeat.pulse(lambda: write_collectives(answer_to))
         time.sleep(PULSE_SECONDS)

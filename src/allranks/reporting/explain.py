@@ -60,7 +60,7 @@ def explain_run(run: Run) -> list[Verdict]:
     failure = first_failure(one for one in read_failures(run.log().parent) if one.exit_code not in STOPS)
     if failure is not None:
         found.insert(0, _of_failure(failure, run))
-    logs = sorted(run.log().parent.glob("rank-*.log"))
+    logs = sorted(log for log in run.log().parent.glob("rank-*.log") if log.is_file())
     known = {verdict.kind for verdict in found}
     seen = [one for log in logs for one in explain_log(log) if one.kind not in known]
     return found + list({one.kind: one for one in reversed(seen)}.values())[::-1]

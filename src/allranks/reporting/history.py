@@ -3,6 +3,7 @@
 A journal may be cut off anywhere and may come from a later version, so nothing here takes a field for granted.
 """
 
+import contextlib
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ def number(event: Event, name: str) -> float | None:
     """A field as a float, also where the journal spells it ("loss_text": "nan"); None where there is none."""
     value = event.get(name)
     if isinstance(value, int | float):
-        return float(value)
+        with contextlib.suppress(OverflowError):  # a whole number that is none of ours
+            return float(value)
     text = event.get(f"{name}_text")
     return float(text) if text in ("nan", "inf", "-inf") else None
 

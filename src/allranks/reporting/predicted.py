@@ -8,6 +8,7 @@ from typing import Any, final
 
 from allranks.config import Config
 from allranks.errors import AllranksError
+from allranks.ordinary_file import read_small
 from allranks.reporting.history import Attempt
 from allranks.run import Run
 
@@ -56,7 +57,7 @@ def compare(
     None without a plan.json, or where it cannot be read as one: a report has to be made of what is there.
     """
     try:
-        document = json.loads(run.plan_path.read_text(encoding="utf-8"))
+        document = json.loads(read_small(run.plan_path).decode())
         config = run.config()
     except (OSError, ValueError, RecursionError, AllranksError):
         return None

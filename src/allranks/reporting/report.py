@@ -9,6 +9,7 @@ from typing import Any, Literal, final
 
 from allranks.errors import AllranksError
 from allranks.journal_events import latest_steps
+from allranks.ordinary_file import read_ordinary
 from allranks.reporting.history import (
     Attempt,
     Event,
@@ -100,7 +101,11 @@ class Report:
 
 
 def report(run: Run) -> Report:
-    """The report of a Run, in whatever state a crash left it; a Run that `Run.open` accepts never makes it raise."""
+    """The report of a Run, in whatever state a crash left it.
+
+    Raises:
+        RunError: a journal cannot be read.
+    """
     journals = {rank: run.events(rank) for rank in run.ranks()}
     events = journals.get(0, [])
     steps = latest_steps(events)
@@ -185,7 +190,7 @@ def _last_error(run: Run, journals: Mapping[int, Events]) -> str | None:
             return f"rank {rank}: {word(end, 'error')}"
     for rank in journals or [0]:
         try:
-            tail = run.log(rank).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+            tail = read_ordinary(run.log(rank), LOG_TAIL_BYTES).decode(errors="replace")
         except OSError:
             continue
         found = ERROR_LINE.findall(tail)

@@ -3,7 +3,6 @@
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from datetime import datetime
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,7 @@ from allranks.reporting.as_text import as_text
 from allranks.reporting.history import LossCurve
 from allranks.reporting.predicted import Prediction
 from allranks.reporting.report import KeptCheckpoint, Report
-from allranks.units import format_bytes, format_count, format_seconds
+from allranks.units import format_bytes, format_count, format_moment, format_seconds
 
 WIDTH = 96
 INDENT = "  "
@@ -87,7 +86,7 @@ def _facts(report: Report) -> RenderableType:
     rows = [("run", report.path), ("task", report.task)]
     if report.attempts:
         newest = report.attempts[-1]
-        started = datetime.fromtimestamp(report.attempts[0].started).strftime("%Y-%m-%d %H:%M:%S")
+        started = format_moment(report.attempts[0].started)
         spent = sum(attempt.ended - attempt.started for attempt in report.attempts)
         rows.append(("started", f"{started}, {format_seconds(spent)} in {_count(len(report.attempts), 'attempt')}"))
         processes = _count(newest.world_size, "process", "processes")

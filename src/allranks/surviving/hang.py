@@ -15,14 +15,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
+from allranks.observing.heartbeat import Phase
 from allranks.surviving.evidence import SHOWN_FRAMES, Collective, Testimony
 from allranks.surviving.kernel import STOPPED
-from allranks.surviving.monitor import Alarm
+from allranks.surviving.monitor import LIMITS, Alarm
 from allranks.units import format_seconds
 from allranks.verdict import Verdict
 
 Kind = Literal["stopped", "data", "disk", "divergence", "dead_peer", "straggler", "network", "stuck"]
 PULSE_LATE_SECONDS = 5.0
+
+_DOING: Mapping[Phase, str] = {
+    "input": "loading data",
+    "step": "in a step",
+    "compilation": "compiling (torch.compile)",
+    "checkpoint": "saving",
+    "evaluation": "evaluating",
+}
 SHOWN_RANKS = 16  # more stacks than that nobody reads
 
 NEXT: dict[Kind, str] = {
@@ -35,9 +44,9 @@ NEXT: dict[Kind, str] = {
     " the rank in them",
     "dead_peer": "see why that process ended: the logs of its host, `dmesg` there",
     "straggler": "look at {place}: it waits for something, or computes for longer than any step before;"
-    " guard.hang_seconds says how long to wait",
+    " guard.{limit} says how long to wait",
     "network": "see whether the ranks reach each other (firewall, interface, switch): `allranks doctor` on each host",
-    "stuck": "look at {place}; guard.hang_seconds says how long to wait",
+    "stuck": "look at {place}; guard.{limit} says how long to wait",
 }
 
 
@@ -86,7 +95,9 @@ def diagnose(
     quiet = min((one.row.quiet_seconds for one in found), default=0.0)
     first = next((one for one in found if one.row.rank in cause.ranks), None)
     move = NEXT[cause.kind].format(
-        pid="" if first is None else first.row.pid, place="the stacks" if first is None else first.place or "its log"
+        pid="" if first is None else first.row.pid,
+        place="the stacks" if first is None else first.place or "its log",
+        limit="hang_seconds" if first is None else LIMITS.get(first.row.phase, "hang_seconds"),
     )
     what = f"no progress for {format_seconds(quiet)} after step {step}: {cause.words}"
     shown = sorted(found, key=lambda one: one.row.rank not in cause.ranks)[:SHOWN_RANKS]
@@ -179,8 +190,7 @@ def describe(one: Testimony) -> list[str]:
     """One rank, in lines: how it is, what it waits for, where it stands."""
     row = one.row
     state = {"T": "stopped", "t": "stopped", "D": "waiting for a disk", "R": "computing"}.get(row.state[:1], "waiting")
-    words = {"input": "loading data", "step": "in a step", "checkpoint": "saving", "evaluation": "evaluating"}
-    doing = words.get(row.phase, f"in its {row.phase}")
+    doing = _DOING.get(row.phase, f"in its {row.phase}")
     name, quiet = _name(row.rank, {row.rank: one.host}), format_seconds(row.quiet_seconds)
     lines = [f"rank {name} (pid {row.pid}, {state}): {doing} for {quiet}, step {row.step} done"]
     if row.pulse_seconds is not None and row.pulse_seconds > PULSE_LATE_SECONDS and row.state not in STOPPED:

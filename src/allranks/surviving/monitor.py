@@ -8,9 +8,9 @@ process, on the monotonic clock alone, and tells apart
     hung       nobody comes further for longer than steps take here
     slow       a rank loads data for longer than that: told, and left in peace until `guard.input_seconds`
 
-How long a step may take is learned from this run's own steps. The first step, evaluation and checkpoints have limits
-of their own. A time in which this process did not run (a suspended machine) counts for nobody, and neither does one in
-which the kernel let a worker that wanted to compute wait for a core.
+How long a step may take is learned from this run's own steps. The first step, later compilation, evaluation and
+checkpoints have limits of their own. A time in which this process did not run (a suspended machine) counts for nobody,
+and neither does one in which the kernel let a worker that wanted to compute wait for a core.
 """
 
 import time
@@ -40,6 +40,16 @@ SUSPENDED_SECONDS = 5.0  # between two looks: then this process itself did not r
 SILENT_SECONDS = 1.0  # without a sign: then it is looked whether a worker is frozen
 
 Kind = Literal["stopped", "hung", "slow"]
+
+LIMITS: Mapping[Phase, str] = {
+    "start": "first_step_seconds",
+    "first step": "first_step_seconds",
+    "compilation": "compilation_seconds",
+    "evaluation": "evaluation_seconds",
+    "end": "evaluation_seconds",
+    "checkpoint": "checkpoint_seconds",
+}
+"""The keys of `guard` that limit what is not simply a step; that limit is learned, or `hang_seconds`."""
 
 
 @final
@@ -224,20 +234,14 @@ def find_hung(rows: Sequence[Row], guard: GuardConfig) -> Alarm | None:
 
 def allowed_seconds(row: Row, rows: Sequence[Row], guard: GuardConfig) -> float:
     """How long this worker may take without coming further, in what it does now."""
-    match row.phase:
-        case "start" | "first step":
-            return guard.first_step_seconds
-        case "evaluation" | "end":
-            return guard.evaluation_seconds
-        case "checkpoint":
-            return guard.checkpoint_seconds
-        case "step" | "input":
-            if guard.hang_seconds is not None:
-                return guard.hang_seconds
-            longest = max(other.longest_seconds for other in rows)
-            if longest == 0.0:  # the second step may compile what the first did not need
-                longest = max(other.first_seconds for other in rows)
-            # Where loading always takes long, it may; and who is in a step may have waited for another that loads.
-            loads = [other.loading_seconds for other in rows if row.phase == "input" or other is not row]
-            longest = max([longest, *loads])
-            return max(LEAST_HANG_SECONDS, LEARNED_FACTOR * longest)
+    if row.phase in LIMITS:
+        return float(getattr(guard, LIMITS[row.phase]))
+    if guard.hang_seconds is not None:
+        return guard.hang_seconds
+    longest = max(other.longest_seconds for other in rows)
+    if longest == 0.0:  # nothing is learned yet, and the first step is all that is known
+        longest = max(other.first_seconds for other in rows)
+    # Where loading always takes long, it may; and who is in a step may have waited for another that loads.
+    loads = [other.loading_seconds for other in rows if row.phase == "input" or other is not row]
+    longest = max([longest, *loads])
+    return max(LEAST_HANG_SECONDS, LEARNED_FACTOR * longest)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.durable import refusing, replacing
+from allranks.ordinary_file import read_small
 from allranks.run import Run
 
 
@@ -37,7 +38,7 @@ def write_plan(run: Run, document: Mapping[str, Any]) -> None:
 def decided_overrides(run: Run) -> tuple[str, ...]:
     """What a plan put into the run's config at its first start, as `key.sub=value`; () where none did."""
     try:
-        document = json.loads(run.plan_path.read_text(encoding="utf-8"))
+        document = json.loads(read_small(run.plan_path).decode())
     except (OSError, ValueError, RecursionError):
         return ()
     decided = document.get("decided") if isinstance(document, dict) else None

@@ -8,6 +8,7 @@ from allranks import __version__
 from allranks.errors import AllranksError
 from allranks.layout import Layout
 from allranks.layout_string import parse_layout
+from allranks.ordinary_file import read_small
 from allranks.planning.corrections import MIN_STEPS, Row, family_of, remember
 from allranks.planning.this_machine import corrections_path, look, machine_slug
 from allranks.reporting.predicted import Figure
@@ -95,7 +96,7 @@ def _context_bytes(found: Report, best: Mapping[str, Any]) -> float | None:
 
 def _document(run: Run) -> Mapping[str, Any]:
     try:
-        document = json.loads(run.plan_path.read_text(encoding="utf-8"))
+        document = json.loads(read_small(run.plan_path).decode())
     except (OSError, ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}
