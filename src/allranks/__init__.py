@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from allranks.errors import AllranksError as AllranksError
+    from allranks.hints import Hints as Hints
     from allranks.surviving.launch import launch as launch
-    from allranks.task import Hints as Hints
     from allranks.task import Task as Task
     from allranks.training.door import join as join
     from allranks.training.load import load as load
@@ -22,7 +22,7 @@ __all__ = ["AllranksError", "Hints", "Task", "__version__", "join", "launch", "l
 
 _HOMES = {
     "AllranksError": "allranks.errors",
-    "Hints": "allranks.task",
+    "Hints": "allranks.hints",
     "Task": "allranks.task",
     "join": "allranks.training.door",
     "launch": "allranks.surviving.launch",

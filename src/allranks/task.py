@@ -13,9 +13,9 @@ counted, and say because.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from allranks.errors import AllranksError, TaskError
+from allranks.hints import Hints
 from allranks.task_loading import (
     TaskSpec,
     check_settings,
@@ -39,33 +40,6 @@ __all__ = ["Hints", "Resolved", "Task", "TaskSpec", "has_step", "load_task", "re
 
 DEMO = "allranks.training.demo:Text"
 IGNORED_LABEL = -100  # torch's default ignore_index: such a label is no target
-
-TensorStyle = Literal["colwise", "rowwise", "heads", "vocab", "sequence", "part", "replicate"]
-
-
-@dataclass(frozen=True, slots=True)
-class Hints:
-    """What allranks cannot find by looking at the module. All fields are optional; names may be globs ("layers.*").
-
-    Attributes:
-        blocks: modules to be gathered, recomputed and compiled as one unit.
-        tensor: module -> how tensor parallelism splits it.
-        loss_parallel: whether logits stay cut over tp until `loss`, which uses `allranks.losses.cross_entropy`.
-        split_before: modules before which a pipeline may be cut.
-        sequence_dims: batch entry ("x", a tuple's "0", a nested "inputs.x") -> the dim of its positions, which cp cuts.
-        optional: modules that a forward may leave out on some ranks; they get zero gradients then.
-        small: settings that make the model small enough for `allranks verify`.
-        batchnorm: whose samples a batch statistic sees, where `layout.batchnorm` does not say it.
-    """
-
-    blocks: Sequence[str] = ()
-    tensor: Mapping[str, TensorStyle] = field(default_factory=dict)
-    loss_parallel: bool = False
-    split_before: Sequence[str] = ()
-    sequence_dims: Mapping[str, int] = field(default_factory=dict)
-    optional: Sequence[str] = ()
-    small: Mapping[str, object] = field(default_factory=dict)
-    batchnorm: Literal["sync", "local", "broadcast"] | None = None
 
 
 class Task:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from allranks.hints import Hints, TensorStyle
 from allranks.models.moe import MoETransformer
 from allranks.models.transformer import Transformer
-from allranks.task import Hints, TensorStyle
 from tests.distributed.tasks import IGNORED, NUM_SAMPLES, WIDTH, Block, Encoder, Tiny, scalar_gain, vector_gain
 
 WORDS, VOCABULARY, BLOCKS = 24, 11, 4

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from allranks.hints import Hints, TensorStyle
 from allranks.models.moe import MoETransformer
 from allranks.models.transformer import Transformer
-from allranks.task import Hints, Task, TensorStyle
+from allranks.task import Task
 
 IGNORED = -100
 NUM_SAMPLES = 61

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-from allranks.task import Hints, Task, TensorStyle
+from allranks.hints import Hints, TensorStyle
+from allranks.task import Task
 from allranks.training.validate import validate
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import plain_loop

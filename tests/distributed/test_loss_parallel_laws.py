@@ -13,8 +13,9 @@ from torch.utils.data import default_collate
 
 from allranks import losses
 from allranks.errors import LayoutError
+from allranks.hints import Hints, TensorStyle
 from allranks.models.transformer import Transformer
-from allranks.task import Hints, Task, TensorStyle
+from allranks.task import Task
 from allranks.training.validate import validate
 from allranks.verifying.parity import RecordedStep, compare, fed, record_run
 from allranks.verifying.reference import plain_loop

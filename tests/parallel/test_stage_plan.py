@@ -85,6 +85,21 @@ def test_hints_name_the_places() -> None:
     assert plan_stages(transformer(4), range(2), blocks=["layers.*"]).because == "hints().blocks names them"
 
 
+def test_a_pattern_names_the_outermost_of_its_matches() -> None:
+    """A `*` matches dots, too: the parts of a layer are no places to cut."""
+    asked: list[str] = []
+
+    def count(module: nn.Module, names: Sequence[str]) -> list[float]:
+        asked.extend(names)
+        return [1.0] * (len(names) + 1)
+
+    for pattern in ("layers.*", "layers*"):
+        plan_stages(transformer(3), range(2), split_before=[pattern], count=count)
+    assert asked == ["layers.0", "layers.1", "layers.2"] * 2
+    plan = plan_stages(transformer(3), range(3), split_before=["layers.1", "layers.2.feed_forward"])
+    assert plan.points == ("layers.1", "layers.2.feed_forward")
+
+
 def test_what_lies_in_several_stages_has_no_home() -> None:
     plan = plan_stages(transformer(2), range(2))
     assert "layers" not in plan.homes and "layers.0" in plan.homes

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from allranks.errors import LayoutError
+from allranks.hints import TensorStyle
 from allranks.layout import Layout
 from allranks.models.transformer import Transformer
 from allranks.parallel.spread import Spread
-from allranks.task import TensorStyle
 from tests.distributed.pool import Pools
 from tests.parallel.spreads import spread
 

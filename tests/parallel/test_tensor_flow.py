@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 from allranks.errors import LayoutError
+from allranks.hints import TensorStyle
 from allranks.layout import Layout
 from allranks.models.transformer import Transformer
 from allranks.parallel import tensor_ops
-from allranks.task import TensorStyle
 from tests.distributed.pool import Pools
 from tests.parallel.spreads import spread
 

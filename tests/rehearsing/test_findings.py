@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from allranks.errors import ConfigError, LayoutError, TaskError
+from allranks.hints import Hints, TensorStyle
 from allranks.rehearsing.refusals import Unrehearsable
 from allranks.rehearsing.world_of_ranks import choose_ranks
-from allranks.task import Hints, TensorStyle
 from tests.rehearsing.tasks import Calling, Layered, Tokens, branch, configured, mixed, rehearsed
 
 

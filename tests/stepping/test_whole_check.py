@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from allranks.errors import LayoutError
+from allranks.hints import Hints, TensorStyle
 from allranks.models.moe import Experts
-from allranks.task import Hints, TensorStyle
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of
 from tests.distributed.tasks import MODELS, Tiny

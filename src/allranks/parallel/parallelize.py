@@ -7,6 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from allranks.hints import TensorStyle
 from allranks.parallel.alone import check_alone, check_whole_positions
 from allranks.parallel.balance import find_balances
 from allranks.parallel.batchnorm import BatchNorms, Mode, take_over
@@ -36,7 +37,6 @@ from allranks.parallel.stages import Stages, count_for_all, cut_stages
 from allranks.parallel.tensor import Cut, TensorCutter
 from allranks.parallel.tensor_plan import CUT, plan_tensor
 from allranks.parameter_map import ParameterMap
-from allranks.task import TensorStyle
 from allranks.verdict import Decision
 
 

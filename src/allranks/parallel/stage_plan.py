@@ -89,17 +89,25 @@ def _candidates(
     module: nn.Module, blocks: Sequence[str], split_before: Sequence[str], needed: int
 ) -> tuple[list[str], str]:
     if split_before:
-        named = [name for name, _ in module.named_modules() if name]
-        for pattern in split_before:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
-                raise LayoutError(f"hints().split_before: {pattern!r} matches no module; {nearest_to(pattern, named)}")
-        chosen = [name for name in named if any(fnmatch.fnmatchcase(name, pattern) for pattern in split_before)]
-        return chosen, "hints().split_before names them"
+        return _match(module, split_before), "hints().split_before names them"
     found = find_blocks({"": module}, blocks)[""]
     if not blocks and len(found) < needed and isinstance(module, nn.Sequential):
         parts = [name for name, part in module.named_children() if any(True for _ in part.parameters())]
         return parts, "the model is a sequence of modules"
     return found, "hints().blocks names them" if blocks else "these modules repeat"
+
+
+def _match(module: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The outermost modules that each pattern matches ("layers.*" means the layers, not their parts), in order."""
+    # A list of modules is never called.
+    named = [name for name, member in module.named_modules() if name and type(member).forward is not nn.Module.forward]
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in named if fnmatch.fnmatchcase(name, pattern)}
+        if not found:
+            raise LayoutError(f"hints().split_before: {pattern!r} matches no module; {nearest_to(pattern, named)}")
+        chosen |= {name for name in found if not any(name.startswith(f"{other}.") for other in found)}
+    return [name for name in named if name in chosen]
 
 
 def _weigh(module: nn.Module, names: Sequence[str], count: Count | None) -> tuple[list[float], str]:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
+from allranks.hints import TensorStyle
 from allranks.losses import ChunkedHead
 from allranks.parallel.anew import made_before_forward
 from allranks.parallel.tensor_attention import PACKED, attend_with_heads, leave_fused_path
@@ -26,7 +27,6 @@ from allranks.parallel.tensor_flow import CHANNELS, Flow
 from allranks.parallel.tensor_ops import enter, part_bounds, split
 from allranks.parallel.tensor_plan import TensorPlan
 from allranks.parallel.tensor_vocabulary import embed_words, score_words
-from allranks.task import TensorStyle
 from allranks.verdict import Decision
 
 _DIM: Mapping[tuple[TensorStyle, str], int] = {

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from allranks.task import TensorStyle
+from allranks.hints import TensorStyle
 
 # Hugging Face's words for the same.
 _FOREIGN = {

@@ -22,12 +22,12 @@ from typing import cast, get_args
 from torch import nn
 
 from allranks.errors import LayoutError
+from allranks.hints import TensorStyle
 from allranks.losses import ChunkedHead
 from allranks.parallel.anew import made_anew, made_before_forward
 from allranks.parallel.blocks import CONTAINERS
 from allranks.parallel.tensor_attention import has_feed_forward, why_not_heads
 from allranks.parallel.tensor_own_plan import read_own_plan, tie_embeddings
-from allranks.task import TensorStyle
 
 STYLES: tuple[TensorStyle, ...] = get_args(TensorStyle)
 

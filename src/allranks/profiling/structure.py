@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import nn
 
-from allranks.task import TensorStyle
+from allranks.hints import TensorStyle
 
 
 @final

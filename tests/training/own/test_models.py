@@ -13,6 +13,9 @@ from tests.training.own.cases import Block, Net, Samples, built, count, everythi
 def test_a_second_spreading_is_refused() -> None:
     with allranks.join() as world:
         net = Net()
+        assert refusal(lambda: world.parallelize(net, blocks="blocks.*")) == (
+            "TaskError: world.parallelize(blocks=) is the string 'blocks.*': give a list, ['blocks.*']"
+        )
         model = world.parallelize(net)
         frozen = Net().requires_grad_(False)
         assert [refusal(lambda again=again: world.parallelize(again)) for again in (net, model, net.blocks)] == [  # type: ignore[misc]

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from allranks.config import Config, resolve_config
 from allranks.config_keys import did_you_mean
 from allranks.errors import ConfigError
+from allranks.hints import check_names
 from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.layout import Layout
 from allranks.layout_refusals import refuse_unsupported
@@ -85,6 +86,8 @@ class Ground:
         """What is to be called for `module`, as `World.parallelize` says, whose `hints` these are; collective."""
         mesh = self.processes.mesh
         self.models.check_new(module, mesh.layout)
+        lists = {name: hints[name] for name in ("blocks", "split_before", "optional")}
+        check_names("world.parallelize({}=)", lists, {"tensor": hints["tensor"], "sequence_dims": sequence_dims})
         whole = copy.deepcopy(module).cpu() if needs_run(mesh.layout) and self.processes.rank == 0 else None
         self.models.sequence_dims = sequence_dims
         spread = parallelize(

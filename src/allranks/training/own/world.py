@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from allranks.errors import ConfigError, TaskError
+from allranks.hints import TensorStyle
 from allranks.stepping.ema import Ema
 from allranks.stepping.session import make_agreement
-from allranks.task import TensorStyle
 from allranks.training.own.driven import Driven, Metrics
 from allranks.training.own.evaluate import Measure, choose_measure, evaluate_own
 from allranks.training.own.forward import Loss, Targets
