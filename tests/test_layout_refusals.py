@@ -103,7 +103,7 @@ def test_what_this_version_makes(text: str) -> None:
         ("ddp,recompute=budget", 2, "recompute=budget leaves the choice to torch.compile: add compile=block"),
     ],
 )
-def test_what_comes_later_is_refused(text: str, world_size: int, message: str) -> None:
+def test_what_is_not_made_is_refused(text: str, world_size: int, message: str) -> None:
     with pytest.raises(LayoutError) as caught:
         refuse_unsupported(resolve(text, world_size))
     assert str(caught.value) == message
@@ -111,26 +111,28 @@ def test_what_comes_later_is_refused(text: str, world_size: int, message: str) -
 
 def test_parameters_in_the_hosts_memory_do_not_go_with_local_sgd() -> None:
     given = LayoutConfig.model_validate({"dp_replicate": 2, "dp_shard": 2, "local_sgd": 5, "offload": "parameters"})
-    with pytest.raises(LayoutError, match=r"^offload=parameters with layout\.local_sgd comes with a later version"):
+    with pytest.raises(
+        LayoutError, match=r"^offload=parameters with layout\.local_sgd is not made \(the copies exchange"
+    ):
         refuse_unsupported(Layout.resolve(given, 4))
 
 
 @pytest.mark.parametrize(
     ("text", "world_size", "what"),
     [
-        ("tp=2,pp=2", 4, "tp=2 and pp=2"),
-        ("dp_replicate=2,ep=2", 2, "ep=2"),
-        ("cp=2", 2, "cp=2"),
-        ("placement", 1, "placement"),
-        ("data_parallel", 1, "data_parallel"),
+        ("tp=2,pp=2", 4, "tp=2 and pp=2 is not made (each part of a layer would scale by its own largest value)"),
+        ("dp_replicate=2,ep=2", 2, "ep=2 is not made or tested"),
+        ("cp=2", 2, "cp=2 is not made or tested"),
+        ("pp=2,cp=2", 4, "cp=2 and pp=2 is not made or tested"),
+        ("placement", 1, "placement is not made or tested"),
+        ("data_parallel", 1, "data_parallel is not made or tested"),
     ],
 )
 def test_float8_goes_with_whole_layers(text: str, world_size: int, what: str) -> None:
     with pytest.raises(LayoutError) as caught:
         refuse_float8(resolve(text, world_size))
     assert str(caught.value) == (
-        f"train.precision=float8 with {what} comes with a later version (each part of a layer would scale by its own "
-        "largest value): use ddp, fsdp or hsdp, or train.precision=bfloat16"
+        f"train.precision=float8 with {what}: use ddp, fsdp or hsdp, or train.precision=bfloat16"
     )
 
 

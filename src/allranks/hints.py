@@ -1,4 +1,4 @@
-"""Hints: what a Task, or a loop of one's own, says of its model where allranks cannot find it."""
+"""What a Task says of its model that allranks cannot find by looking at it: `Hints`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -34,9 +34,10 @@ def refuse_beside_float8(layout: Layout) -> None:
     axes = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "pp", "ep") if getattr(layout, axis) > 1]
     beside = axes or [layout.kind] * (layout.kind in ("placement", "data_parallel"))
     if beside:
+        apart = "not made (each part of a layer would scale by its own largest value)"
         raise LayoutError(
-            f"train.precision=float8 with {' and '.join(beside)} comes with a later version (each part of a layer "
-            "would scale by its own largest value): use ddp, fsdp or hsdp, or train.precision=bfloat16"
+            f"train.precision=float8 with {' and '.join(beside)} is {apart if layout.tp > 1 else 'not made or tested'}: "
+            "use ddp, fsdp or hsdp, or train.precision=bfloat16"
         )
 
 
@@ -51,8 +52,8 @@ def _check_offload(layout: Layout) -> None:
         )
     if layout.local_sgd is not None:
         raise LayoutError(
-            f"offload={layout.offload} with layout.local_sgd comes with a later version (what the copies exchange "
-            "lies on the device): leave one of them"
+            f"offload={layout.offload} with layout.local_sgd is not made (the copies exchange parameters where they "
+            "lie, which would be the host's memory): leave one of them"
         )
 
 

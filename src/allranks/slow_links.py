@@ -27,7 +27,8 @@ def _check_local_sgd(config: Config, layout: Layout, every: int) -> None:
         )
     if layout.ddp_hook != "none":
         raise LayoutError(
-            f"{given} with layout.ddp_hook={layout.ddp_hook} comes with a later version: leave one of them"
+            f"{given} leaves DDP nothing to send between copies, which is what layout.ddp_hook={layout.ddp_hook} "
+            "changes, and inside of a copy a hook is not made: leave one of them"
         )
     if config.guard.spike == "skip":
         raise LayoutError(

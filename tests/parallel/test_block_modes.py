@@ -122,7 +122,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.distributed
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("layout", "world_size", "kinds"), LAYOUTS, ids=[layout for layout, *_ in LAYOUTS])

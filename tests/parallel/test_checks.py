@@ -72,7 +72,7 @@ class Complex(nn.Module):
         (Complex, "parameter phase is complex64: make it real, and use torch.view_as_complex in forward"),
         (
             lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)),
-            "0 has sparse gradients, which come with a later version: sparse=False",
+            "0 has sparse gradients, which no layout here reduces: sparse=False",
         ),
     ],
 )

@@ -51,9 +51,7 @@ def check_kinds(module: nn.Module) -> None:
             raise TaskError(f"parameter {name} is {kind}: make it real, and use torch.view_as_complex in forward")
     for name, member in module.named_modules():
         if isinstance(member, nn.Embedding | nn.EmbeddingBag) and member.sparse and member.weight.requires_grad:
-            raise TaskError(
-                f"{name or 'the model'} has sparse gradients, which come with a later version: sparse=False"
-            )
+            raise TaskError(f"{name or 'the model'} has sparse gradients, which no layout here reduces: sparse=False")
 
 
 def check_tables(module: nn.Module, mesh: Mesh) -> None:
