@@ -54,8 +54,8 @@ def test_where_there_is_no_ddp_it_is_refused(layout: str, world_size: int) -> No
             "ddp",
             2,
             ("layout.ddp_hook=bfloat16",),
-            "local_sgd=4 leaves DDP nothing to send between copies, which is what layout.ddp_hook=bfloat16 changes, and "
-            "inside of a copy a hook is not made: leave one of them",
+            "local_sgd=4 leaves DDP nothing to send between copies, which is what layout.ddp_hook=bfloat16 changes, "
+            "and inside of a copy a hook is not made: leave one of them",
         ),
         (
             "ddp",

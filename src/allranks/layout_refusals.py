@@ -34,10 +34,11 @@ def refuse_beside_float8(layout: Layout) -> None:
     axes = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "pp", "ep") if getattr(layout, axis) > 1]
     beside = axes or [layout.kind] * (layout.kind in ("placement", "data_parallel"))
     if beside:
-        apart = "not made (each part of a layer would scale by its own largest value)"
+        parts = "not made (each part of a layer would scale by its own largest value)"
+        why = parts if layout.tp > 1 else "not made or tested"
         raise LayoutError(
-            f"train.precision=float8 with {' and '.join(beside)} is {apart if layout.tp > 1 else 'not made or tested'}: "
-            "use ddp, fsdp or hsdp, or train.precision=bfloat16"
+            f"train.precision=float8 with {' and '.join(beside)} is {why}: use ddp, fsdp or hsdp, or "
+            "train.precision=bfloat16"
         )
 
 

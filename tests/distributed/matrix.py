@@ -42,6 +42,7 @@ DATA = _rows(
         "none": ("fsdp,sharding=none", (2, 3, 4)),
         "optimizer": ("dp_shard=*,sharding=optimizer", (2, 3, 4)),
         "hsdp": ("dp_replicate=2,dp_shard=2", (4,)),
+        "hybrid-grad_op": ("dp_replicate=2,dp_shard=2,sharding=grad_op", (4,)),
         "recompute": ("ddp,recompute=full", (2,)),
         "selective": ("fsdp,recompute=selective", (2,)),
     }
@@ -109,6 +110,16 @@ PIPELINES = [
             "interleaved-tp": ("pp=2,tp=2,schedule=interleaved", (4,)),
             "interleaved-cp": ("pp=2,cp=2,schedule=interleaved", (4,)),
             "interleaved-ep": ("pp=2,dp_replicate=2,ep=2,schedule=interleaved", (4,)),
+            "gpipe-ddp": ("pp=2,dp_replicate=2,schedule=gpipe", (4,)),
+            "looped_bfs-ddp": ("pp=2,dp_replicate=2,schedule=looped_bfs", (4,)),
+            "interleaved_zb-ddp": ("pp=2,dp_replicate=2,schedule=interleaved_zb", (4,)),
+            "zbv-ddp": ("pp=2,dp_replicate=2,schedule=zbv", (4,)),
+            "dualpipev-ddp": ("pp=2,dp_replicate=2,schedule=dualpipev", (4,)),
+            "gpipe-ep": ("pp=2,dp_replicate=2,ep=2,schedule=gpipe", (4,)),
+            "looped_bfs-ep": ("pp=2,dp_replicate=2,ep=2,schedule=looped_bfs", (4,)),
+            "interleaved_zb-ep": ("pp=2,dp_replicate=2,ep=2,schedule=interleaved_zb", (4,)),
+            "zbv-ep": ("pp=2,dp_replicate=2,ep=2,schedule=zbv", (4,)),
+            "dualpipev-ep": ("pp=2,dp_replicate=2,ep=2,schedule=dualpipev", (4,)),
             **{
                 schedule: (f"pp=2,schedule={schedule}", (2,))
                 for schedule in ("gpipe", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
