@@ -175,7 +175,7 @@ LAYOUTS = {
 }
 PAIRS = [
     *(("ep", "single"), ("single", "ep-ddp"), ("ep-ddp", "fsdp"), ("fsdp", "ep-fsdp"), ("ep-fsdp", "ep")),
-    *(("ep-optimizer", "fsdp"), ("ep-fsdp", "ep-optimizer")),
+    *(("ep-optimizer", "fsdp"), ("ep-fsdp", "ep-optimizer"), ("ep-ddp", "ep-fsdp"), ("ep-fsdp", "ep-ddp")),
 ]
 
 

@@ -37,22 +37,25 @@ LAYOUTS = {
     "placement": ("placement", 1),
     "placement-ddp": ("placement,dp_replicate=2", 2),
 }
-PAIRS = [
-    *((name, "single") for name in LAYOUTS),
-    *(("single", name) for name in LAYOUTS if name != "single"),
+# Beside each with one device; those with experts are in test_expert_laws.py.
+BOTH_WAYS = (
     ("ddp", "tp"),
     ("fsdp", "tp-fsdp"),
     ("hsdp", "tp-ddp"),
+    ("pp", "tp"),
+    ("pp-fsdp", "hsdp"),
+    ("cp-fsdp", "tp-fsdp"),
+)
+PAIRS = [
+    *((name, "single") for name in LAYOUTS),
+    *(("single", name) for name in LAYOUTS if name != "single"),
+    *BOTH_WAYS,
+    *((other, one) for one, other in BOTH_WAYS),
     ("tp", "tp-fsdp"),
-    ("tp-fsdp", "fsdp"),
-    ("tp-ddp", "hsdp"),
     ("optimizer", "fsdp"),
     ("tp-fsdp", "optimizer"),
-    ("pp", "tp"),
     ("tp", "pp-fsdp"),
-    ("pp-fsdp", "hsdp"),
     ("pp-tp", "pp-fsdp"),
-    ("cp-fsdp", "tp-fsdp"),
     ("placement-ddp", "fsdp"),
 ]
 SMALL = ("train.global_batch=10", "optimizer.lr=0.01")
