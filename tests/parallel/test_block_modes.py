@@ -1,7 +1,9 @@
 """Modes that change how blocks run compute what the layout computes without them, and say what they do."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,9 +11,11 @@ from torch import nn
 
 from allranks.errors import LayoutError
 from allranks.layout import Layout
+from allranks.parallel import block_modes, host_parameters, offload
 from allranks.parallel.block_modes import change_blocks, changes_blocks
 from allranks.parallel.blocks import find_blocks
 from allranks.verifying.parity import RecordedStep, record_run
+from tests.distributed.matrix_models import Sentence
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import SGD, config_of, parts_of, processes_of, session_of, step_through
 from tests.distributed.tasks import MODELS, WIDTH, CountingTask, Tiny
@@ -133,6 +137,57 @@ def test_recomputing_changes_no_bit(pool: Pools, layout: str, world_size: int, k
         for index, kind in enumerate(kinds):
             plain, *others = (run[rank][index] for run in runs)
             assert all(alike(plain, other) for other in others), kind
+
+
+def record_offloaded(kind: str, layout: str, overrides: Sequence[str]) -> tuple[list[RecordedStep], int]:
+    """In a worker, with the CPU in the accelerator's place: the steps, and how many tensors waited elsewhere."""
+    # A pipeline's micro-steps are of one shape, and as many as its stages at least.
+    cut = ("train.global_batch=8", "train.micro_steps=4", *SGD) if "pp" in layout else CUT
+    config = config_of(layout, *cut, *overrides, steps=2)
+    task = {"counting": CountingTask(drop=0.3), "sentence": Sentence(kind="transformer")}.get(kind) or Tiny(kind=kind)
+    moved, waiting = list[int](), offload._Waiting
+
+    def wait(*args: Any) -> Any:
+        moved.append(1)
+        return waiting(*args)
+
+    with (
+        patch.object(host_parameters, "has_own_memory", lambda device: True),
+        patch.object(block_modes, "Offloader", partial(offload.Offloader, smallest_bytes=0)),
+        patch.object(offload, "_Waiting", wait),
+    ):
+        return record_run(task, config, processes_of(config), 2), len(moved)
+
+
+OFFLOADED = [
+    ("counting", "fsdp", 2),
+    ("sharing", "fsdp,sharding=grad_op", 2),
+    ("transformer", "tp=2", 2),
+    ("encoder", "tp=2,dp_shard=2", 4),
+    ("transformer", "cp=2", 2),
+    ("sentence", "cp=2 layout.context=ring", 2),
+    ("transformer", "pp=2", 2),
+    ("transformer", "pp=2,dp_shard=2", 4),
+    ("sentence", "pp=2,schedule=interleaved", 2),
+    ("sentence", "pp=2,schedule=zbv", 2),
+    ("moe", "dp_replicate=2,ep=2", 2),
+    ("moe", "dp_shard=2,ep=2", 2),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("kind", "layout", "size"), OFFLOADED, ids=str)
+def test_offloaded_activations_change_no_bit(pool: Pools, kind: str, layout: str, size: int) -> None:
+    """Both memories are one here; that values cross between two is tested where there is a GPU (bench/gpu)."""
+    name, *context = layout.split()
+    plain, offloaded = (
+        pool(size).run(record_offloaded, kind, f"{name}{mode}", context, timeout=120)
+        for mode in ("", ",offload=activations")
+    )
+    for (steps, none), (others, some) in zip(plain, offloaded, strict=True):
+        assert alike(steps, others)
+        assert none == 0 < some
 
 
 def static_graph(recompute: str) -> Any:
