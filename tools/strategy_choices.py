@@ -179,7 +179,8 @@ STRATEGIES = (
     Strategy(
         "fsdp,recompute=full",
         "as fsdp; each block's forward is run again in the backward",
-        "Activations take the memory, not parameters. Goes with any layout.",
+        "Activations take the memory, not parameters. Goes with every layout but the schedules that split the backward "
+        "(`interleaved_zb`, `zbv`, `dualpipev`) and `data_parallel` on several GPUs.",
         guide="save-memory",
     ),
     Strategy(
@@ -191,7 +192,8 @@ STRATEGIES = (
     Strategy(
         "ddp,offload=activations",
         "as ddp; what a block keeps for its backward waits in the host's memory",
-        "Activations take the memory, and the link to the host is fast. Goes with any layout.",
+        "Activations take the memory, and the link to the host is fast. Goes with every layout but `placement` and "
+        "`data_parallel` on several GPUs.",
         why_not=NO_ACCELERATOR,
         guide="save-memory",
     ),

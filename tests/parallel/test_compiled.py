@@ -166,9 +166,19 @@ def test_the_usual_backend_computes_the_same_of_cut_models(pool: Pools, kind: st
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "layout"), [("transformer", "tp=2"), ("moe", "dp_replicate=2,ep=2")])
-def test_cut_blocks_are_compiled_and_recomputed(pool: Pools, kind: str, layout: str) -> None:
-    check(pool, kind, layout, "compile=block,recompute=full", QUICK)
+@pytest.mark.parametrize("recompute", ["full", "budget"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("transformer", "tp=2"),
+        ("transformer", "cp=2"),
+        ("transformer", "pp=2"),
+        ("deep", "pp=2,schedule=interleaved"),
+        ("moe", "dp_replicate=2,ep=2"),
+    ],
+)
+def test_cut_blocks_are_compiled_and_recomputed(pool: Pools, kind: str, layout: str, recompute: str) -> None:
+    check(pool, kind, layout, f"compile=block,recompute={recompute}", QUICK)
 
 
 def test_counters_inside_of_a_selective_graph_are_refused(pool: Pools) -> None:

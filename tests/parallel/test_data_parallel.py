@@ -11,10 +11,12 @@ from torch.nn.parallel import scatter_gather
 
 from allranks.errors import LayoutError
 from allranks.layout import Layout
+from allranks.parallel.block_modes import change_blocks
+from allranks.parallel.blocks import find_blocks
 from allranks.parallel.data_parallel import describe_gathering, split_over_devices
 from allranks.verdict import Decision
 from tests.distributed.sessions import config_of, session_of, step_through
-from tests.distributed.tasks import Tiny
+from tests.distributed.tasks import MODELS, Tiny
 from tests.parallel.spreads import spread
 
 
@@ -42,6 +44,17 @@ def test_with_several_it_says_what_it_does() -> None:
     assert said[1].what == "each forward copies the model to 4 GPUs, splits the batch, gathers outputs on the first"
     with pytest.raises(LayoutError, match=re.escape("keeps those of the first of 2: use --layout ddp")):
         split_over_devices({"": nn.Sequential(linear, nn.BatchNorm1d(2))}, 2, said)
+
+
+def test_a_mode_of_blocks_is_refused_where_there_are_copies() -> None:
+    """A copy of a block would compute with the first GPU's."""
+    model = MODELS["tied"]()
+    change_blocks({"": model}, find_blocks({"": model}), Layout(recompute="full"), torch.device("cpu"))
+    block: Any = model.get_submodule("blocks.0")
+    assert block._replicate_for_data_parallel().forward is block.forward
+    split_over_devices({"": model}, 1, [])
+    with pytest.raises(LayoutError, match=r"the copies of blocks\.0 would run the first GPU's forward, which rec"):
+        split_over_devices({"": model}, 2, [])
 
 
 def test_the_gathered_outputs_are_counted() -> None:

@@ -26,8 +26,10 @@ def split_over_devices(
         num_devices: GPUs that this process sees.
 
     Raises:
-        LayoutError: each device would take batch statistics of its own samples.
+        LayoutError: each device would take batch statistics of its own samples, or run a forward of the first one's.
     """
+    if num_devices > 1:
+        _check_forwards(modules)
     if num_devices > 1 and has_batch_statistics(modules):
         raise LayoutError(
             f"under data_parallel BatchNorm sees each GPU's own samples only, and keeps those of the first of "
@@ -42,6 +44,17 @@ def split_over_devices(
     why = f"{here}, and it splits over GPUs; see --layout ddp"
     decisions.append(Decision("data_parallel changes nothing here", why))
     return called
+
+
+def _check_forwards(modules: Mapping[str, nn.Module]) -> None:
+    """A copy has its module's attributes: a forward among them computes with the module, not with the copy."""
+    for module in modules.values():
+        for name, member in module.named_modules():
+            if "forward" in vars(member):
+                raise LayoutError(
+                    f"under data_parallel the copies of {name or 'the model'} would run the first GPU's forward, "
+                    "which recompute, offload and compile give a block: leave them out, or use --layout ddp"
+                )
 
 
 def describe_gathering(output: object, num_samples: int, num_devices: int) -> Decision:
