@@ -86,6 +86,8 @@ def test_full_sharding_gathers_twice_and_drops_twice(pool: Pools) -> None:
         for block in blocks:
             places = [backward.index(f"{what} {block}") for what in ("gather", "compute", "drop", "reduce-scatter")]
             assert places == sorted(places)
+        # What the next unit needs is asked for before this one computes, which ends with its drop.
+        assert backward.index("gather layers.0") < backward.index("drop layers.1")
         assert backward[-1] == "reduce-scatter the rest" and "gather the rest" not in backward
         gathered = {deed.unit: deed.num_bytes for deed in deeds if deed.what == "gather"}
         # Two ranks: each receives as much as it holds. The embedding's 11 rows are 5 here, filled up to 6.
