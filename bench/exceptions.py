@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from replicas import CASES, measure_replicas
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
 
 import allranks
 from allranks.data.cut import Cut
@@ -29,6 +30,7 @@ from allranks.verifying.reference import rankwise_loop
 
 GLOBAL_BATCH, MICRO_STEPS = 9, 3  # over four ranks each micro-step leaves one without a sample
 Values = Mapping[str, torch.Tensor]
+Make = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ LAWS = {
     "local": "each rank's samples by themselves, gradients summed",
     "broadcast": "each rank's samples by themselves, gradients summed; running statistics of rank 0",
 }
+MOVED = "each rank's u and v move in forwards with samples of its own only, gradients summed"
 
 
 class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -69,6 +72,13 @@ def make_model() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(224, 3))
 
 
+def make_normed() -> nn.Module:
+    """The same with spectral norm, whose `u` and `v` each forward moves and reads, in place of BatchNorm."""
+    torch.manual_seed(0)
+    layers = [spectral_norm(nn.Conv1d(1, 8, 3)), nn.Tanh(), spectral_norm(nn.Conv1d(8, 8, 3)), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(224, 3))
+
+
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     """The sum over samples."""
     return functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
@@ -79,10 +89,10 @@ def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
-def train(layout: str, folder: str, steps: int) -> dict[str, torch.Tensor]:
+def train(make: Make, layout: str, folder: str, steps: int) -> dict[str, torch.Tensor]:
     """In every process: parameters and buffers at the end."""
     with allranks.join(layout=layout, precision="float64", run=folder) as world:
-        module = make_model()
+        module = make()
         model = world.parallelize(module)
         optimizer = world.optimizer(model, torch.optim.SGD, lr=0.01, momentum=0.9)
         stream = world.stream(Samples(), global_batch=GLOBAL_BATCH, micro_steps=MICRO_STEPS, steps=steps, shuffle=False)
@@ -92,7 +102,7 @@ def train(layout: str, folder: str, steps: int) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def simulate(num_ranks: int, steps: int) -> tuple[Values, list[Values]]:
+def simulate(make: Make, num_ranks: int, steps: int) -> tuple[Values, list[Values]]:
     """Parameters, and each rank's buffers, as one process computes them that plays `num_ranks`."""
     spans = [Cut(GLOBAL_BATCH, num_ranks, micro_steps=MICRO_STEPS).spans(GLOBAL_BATCH, r) for r in range(num_ranks)]
     dataset = Samples()
@@ -106,7 +116,7 @@ def simulate(num_ranks: int, steps: int) -> tuple[Values, list[Values]]:
         at = step * GLOBAL_BATCH
         micro_steps = [[batch_of(at + own[m][0], own[m][1]) for own in spans] for m in range(MICRO_STEPS)]
         work.append((micro_steps, GLOBAL_BATCH))
-    reference, buffers = rankwise_loop(make_model().double(), make_optimizer, work, loss_of, num_ranks)
+    reference, buffers = rankwise_loop(make().double(), make_optimizer, work, loss_of, num_ranks)
     return reference[-1].parameters, list(buffers)
 
 
@@ -119,13 +129,22 @@ def differ(found: Values, expected: Values) -> float:
 def measure(mode: str, num_ranks: int, steps: int) -> Row:
     """One mode of BatchNorm over `num_ranks` processes."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = allranks.launch(train, f"ddp,batchnorm={mode}", f"{folder}/run", steps, nproc=num_ranks)
-    alone, own_alone = simulate(1, steps)
-    parameters, buffers = (alone, own_alone * num_ranks) if mode == "sync" else simulate(num_ranks, steps)
+        ranks = allranks.launch(train, make_model, f"ddp,batchnorm={mode}", f"{folder}/run", steps, nproc=num_ranks)
+    alone, own_alone = simulate(make_model, 1, steps)
+    parameters, buffers = (alone, own_alone * num_ranks) if mode == "sync" else simulate(make_model, num_ranks, steps)
     if mode == "broadcast":
         buffers = buffers[:1] * num_ranks
     error = max(differ(found, {**parameters, **own}) for found, own in zip(ranks, buffers, strict=True))
     return Row(f"BatchNorm {mode}", LAWS[mode], error, differ(ranks[0], alone))
+
+
+def measure_normed(num_ranks: int, steps: int) -> Row:
+    """Spectral norm over `num_ranks` processes, of which each has micro-steps without a sample."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = allranks.launch(train, make_normed, "ddp", f"{folder}/run", steps, nproc=num_ranks)
+    parameters, buffers = simulate(make_normed, num_ranks, steps)
+    error = max(differ(found, {**parameters, **own}) for found, own in zip(ranks, buffers, strict=True))
+    return Row("spectral norm", MOVED, error, differ(ranks[0], simulate(make_normed, 1, steps)[0]))
 
 
 def main() -> None:
@@ -141,8 +160,7 @@ def main() -> None:
     print(f"{num_ranks} processes, {steps} steps, float64 unless a line says otherwise", file=out)
     print(f"{'':22}{'error':>9}{'elsewhere':>11}  its law", file=out)
     rows = []
-    for mode in LAWS:
-        row = measure(mode, num_ranks, steps)
+    for row in (*(measure(mode, num_ranks, steps) for mode in LAWS), measure_normed(num_ranks, steps)):
         rows.append(row)
         print(f"{row.what:22}{row.error:9.1e}{row.elsewhere:11.1e}  {row.law}", file=out, flush=True)
     for case in CASES:
