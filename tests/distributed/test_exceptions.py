@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import default_collate
 
 from allranks.checkpointing.checkpoint import Checkpoint
@@ -40,9 +41,18 @@ class Remembering(Tiny):
 TASK = Remembering(kind="batchnorm")
 
 
-def recorded(layout: str) -> list[RecordedStep]:
+class Normed(Tiny):
+    """A layer under spectral norm, whose `u` and `v` every forward moves and reads."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        spectral_norm(model.get_submodule("2"))
+        return model
+
+
+def recorded(layout: str, task: Tiny = TASK) -> list[RecordedStep]:
     config = config_of(layout, *OVERRIDES, steps=STEPS)
-    return record_run(TASK, config, processes_of(config), STEPS)
+    return record_run(task, config, processes_of(config), STEPS)
 
 
 def at_the_end(layout: str) -> tuple[Buffers, dict[str, float], bool]:
@@ -55,7 +65,7 @@ def at_the_end(layout: str) -> tuple[Buffers, dict[str, float], bool]:
     return buffers, measured, all(torch.equal(parts_of(session)[name][2], before[name][2]) for name in buffers)
 
 
-def simulated(ranks: list[list[RecordedStep]]) -> tuple[list[ReferenceStep], list[Buffers]]:
+def simulated(ranks: list[list[RecordedStep]], task: Tiny = TASK) -> tuple[list[ReferenceStep], list[Buffers]]:
     """What one process computes that plays all ranks in turn, from the very samples that they fed."""
     steps = []
     for step in range(STEPS):
@@ -68,10 +78,10 @@ def simulated(ranks: list[list[RecordedStep]]) -> tuple[list[ReferenceStep], lis
         steps.append((micro_steps, sum(int((batch["y"] != IGNORED).sum()) for batch in real)))
         assert len(real) < 3 * SIZE
     return rankwise_loop(
-        initial_model(TASK).double(),
+        initial_model(task).double(),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
         steps,
-        lambda model, batch: TASK.loss(model(batch["x"]), batch),
+        lambda model, batch: task.loss(model(batch["x"]), batch),
         SIZE,
     )
 
@@ -106,6 +116,14 @@ def test_batchnorm_is_what_its_simulation_computes(pool: Pools, layout: str, mod
         whole = batch_of(list(range(len(Points()))))
         loss = float(TASK.loss(model(whole["x"]), whole)) / int((whole["y"] != IGNORED).sum())
     assert [measured["loss"] for _, measured, _ in found] == pytest.approx([loss] * SIZE, rel=1e-12)
+
+
+def test_spectral_norm_moves_with_samples_only(pool: Pools) -> None:
+    """A filler leaves no trace in its buffers: that rank's power iteration is one step behind the others'."""
+    ranks = pool(SIZE).run(recorded, "ddp", task := Normed())
+    reference, buffers = simulated(ranks, task)
+    assert not compare(ranks, reference)
+    assert len({tuple(own["2.parametrizations.weight.0._u"].tolist()) for own in buffers}) > 1
 
 
 def averaged(buffers: list[Buffers]) -> Buffers:
