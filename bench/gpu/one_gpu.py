@@ -184,9 +184,14 @@ def compare_speed(name: str, device: torch.device, rounds: int, steps: int) -> d
 
 
 def run_tests() -> Iterator[dict[str, Any]]:
-    """The tests marked gpu, and the smoke subset (tests/smoke.py), which says whether this torch is one that works."""
+    """The tests marked gpu, and the smoke subset (tests/smoke.py), which says whether this torch is one that works.
+
+    The latter on the processor: whether it is right on a GPU, it does not say.
+    """
     root = Path(__file__).parents[2]
-    for what, arguments in {"tests marked gpu": ("-m", "gpu"), "smoke subset": ("-m", "smoke")}.items():
+    # tests/conftest.py hides the GPU from all tests but those marked gpu.
+    subsets = {"tests marked gpu": ("-m", "gpu"), "smoke subset, GPU hidden": ("-m", "smoke")}
+    for what, arguments in subsets.items():
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
         ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
         lines = ran.stdout.strip().splitlines() or [""]
