@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import allranks
+from allranks.models.moe import MoETransformer
 from allranks.models.transformer import Transformer
 
 LOOP = 16
@@ -56,14 +57,22 @@ class Tokens(torch.utils.data.Dataset[Any]):
 
 
 class Language(allranks.Task):
-    """The next token."""
+    """The next token.
+
+    Attributes:
+        size: one of SIZES.
+        experts: of each layer, two of which take a token; 0: an ordinary feed-forward.
+    """
 
     size: str = "1b"
+    experts: int = 0
     defaults: ClassVar[dict[str, object]] = {"optimizer.lr": 3e-4, "train.max_norm": 1.0, "evaluate.every": 0}
 
     def model(self) -> nn.Module:
-        """The transformer of the repository."""
+        """A transformer of the repository."""
         s = SIZES[self.size]
+        if self.experts:
+            return MoETransformer(s.vocabulary, s.layers, s.width, s.heads, self.experts, 2, s.ffn, max_seq=s.seq)
         return Transformer(s.vocabulary, s.layers, s.width, s.heads, ffn=s.ffn, max_seq=s.seq)
 
     def dataset(self, split: str) -> Any:

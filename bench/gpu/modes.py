@@ -18,6 +18,7 @@ from verdicts import judge_mode, row
 from allranks.run import Run
 
 WIDE = ("task.size=wide", "optimizer.lr=0.003")
+MOE = ("task.experts=4",)
 CHECKS: Mapping[str, tuple[str, ...]] = {
     "float32": (),
     "bfloat16": ("train.precision=bfloat16",),
@@ -27,9 +28,15 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
     "recompute=full": ("layout.recompute=full",),
     "float32, wide": (*WIDE,),
     "offload=activations": ("layout.offload=activations", *WIDE),
-    # Two processes on the one GPU, which speak through gloo: shards need a second one.
+    # Two processes on the one GPU, which speak through gloo: what is cut needs a second one.
     "offload=parameters": ("--layout", "fsdp,offload=parameters", "--nproc", "2", *WIDE),
     "offload=all, float16": ("--layout", "fsdp,offload=all", "--nproc", "2", "train.precision=float16", *WIDE),
+    "cp=2": ("--layout", "cp=2", "--nproc", "2"),
+    "cp=2, ring": ("--layout", "cp=2", "--nproc", "2", "layout.context=ring"),
+    "tp=2": ("--layout", "tp=2", "--nproc", "2"),
+    "pp=2": ("--layout", "pp=2", "--nproc", "2", "train.micro_steps=4"),
+    "float32, experts": (*MOE,),
+    "ep=2": ("--layout", "dp_replicate=2,ep=2", "--nproc", "2", *MOE),
     "ema": ("train.ema=0.9",),
     "placement on cuda and cpu": ("placed.toml",),
 }
@@ -38,7 +45,7 @@ PLACED = '[layout.placement]\n"layers.0" = "{device}:0"\n"layers.1" = "cpu"\n'
 
 
 def check_modes(device: torch.device, steps: int, jobs: int) -> Iterator[dict[str, Any]]:
-    """A short run under each mode, `jobs` at a time: whether it ended well, near the loss of float32 at its size."""
+    """A short run under each mode, `jobs` at a time: whether it ended well, near the loss of float32 of its model."""
     cases = {what: words for what, words in CHECKS.items() if device.type != "cpu" or not what.startswith("offload")}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         (Path(folder) / "placed.toml").write_text(PLACED.format(device=device.type))
@@ -46,14 +53,15 @@ def check_modes(device: torch.device, steps: int, jobs: int) -> Iterator[dict[st
             what: pool.submit(train_mode, Path(folder), f"run-{index}", device, steps, words)
             for index, (what, words) in enumerate(cases.items())
         }
-        plain: dict[bool, tuple[list[float], int]] = {}
+        plain: dict[tuple[str, ...], tuple[list[float], int]] = {}
         for what, arguments in CHECKS.items():
             if what not in runs:
                 yield row(what, None, None, "needs an accelerator")
                 continue
             losses, memory, said = runs[what].result()
-            # Of float32, which is the first of its size.
-            expected, without = plain.setdefault(WIDE[0] in arguments, (losses, memory))
+            # Of float32, which is the first of its model.
+            model = tuple(word for word in arguments if word.startswith("task."))
+            expected, without = plain.setdefault(model, (losses, memory))
             yield judge_mode(what, losses, expected) if losses and expected else row(what, False, None, said)
             if what == "offload=activations" and losses:
                 yield row(f"{what} takes less memory", memory < without, None, f"{memory:,} of {without:,} bytes")
