@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 WORLD_SIZE = 2
-FULL, QUICK = dict(layers=7, width=768, vocabulary=256), dict(layers=3, width=384, vocabulary=256)
+FULL, QUICK = dict(layers=14, width=768, vocabulary=256), dict(layers=3, width=384, vocabulary=256)
 
 
 def shapes(layers: int, width: int, vocabulary: int) -> dict[str, tuple[int, ...]]:

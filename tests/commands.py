@@ -39,6 +39,8 @@ def allranks(
         command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=limit, check=False
     )
     assert check is None or ran.returncode == check, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+    broken = any(word.startswith(("task.fault=", "--kills", "--points")) for word in arguments)
+    assert broken or "no progress for" not in ran.stderr, f"a hang that is none\n{ran.stderr}"
     return ran
 
 

@@ -33,3 +33,10 @@ def test_recoveries_beside_torchrun() -> None:
     ours, stock = measured("recovery.py", "--kills", "2")["rows"]
     assert (ours["kills"], ours["recovered"]) == (2, 2) and 0 < ours["median"] <= ours["worst"]
     assert stock["kills"] == 2 and stock["recovered"] <= 2
+
+
+def test_a_host_joins_and_is_lost_beside_torchrun() -> None:
+    ours, stock = measured("hosts.py", "--quick")["rows"]
+    assert (ours["way"], stock["way"]) == ("allranks", "torchrun")
+    assert len(ours["joins"]) == len(ours["losses"]) == 1 and ours["joins"][0] > 0 < ours["losses"][0]
+    assert len(stock["joins"]) <= 1 >= len(stock["losses"])

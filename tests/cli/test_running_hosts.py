@@ -16,8 +16,9 @@ from allranks.checkpointing.checkpoint import list_checkpoints
 from allranks.checkpointing.host_memory import SHARED_MEMORY
 from allranks.cli import running_hosts
 from allranks.cli.main import main
-from allranks.cli.running_hosts import facts_here
+from allranks.cli.running_hosts import check_all_sizes, facts_here
 from allranks.config import Config
+from allranks.errors import LayoutError
 from allranks.hosts_request import Endpoint, HostsRequest
 from allranks.request import TrainRequest
 from allranks.run import Run
@@ -100,6 +101,13 @@ def test_a_killed_worker_and_a_lost_host_cost_no_sample(
         assert SECRET not in kept, "neither in a log nor in the run directory"
 
 
+def first_step_of_an_attempt(run: Path, number: int) -> float:
+    """When it was done, in Unix seconds."""
+    told = Run.open(run).events()
+    start = [place for place, event in enumerate(told) if event["event"] == "start"][number - 1]
+    return next(float(event["t"]) for event in told[start:] if event["event"] == "step")
+
+
 @pytest.mark.full
 def test_a_host_joins_and_is_lost_and_no_sample_with_it(
     tmp_path: Path, record_property: Callable[[str, object], None]
@@ -115,9 +123,11 @@ def test_a_host_joins_and_is_lost_and_no_sample_with_it(
         long = ("train.steps=5000", "checkpoint.every=5", "task.pause=0.1")
         first = found.start("hosta", *long)
         wait_for(lambda: step_of(found.run) >= 4, "step 4 on one host", 100)
+        asked_at = time.time()
         second = found.start("hostb", *long)
         wait_for(lambda: attempts() == [1, 2], "an attempt on two hosts", 100)
         go_on()
+        record_property("join_seconds", first_step_of_an_attempt(found.run, 2) - asked_at)
         second.kill()
         wait_for(lambda: attempts() == [1, 2, 1], "an attempt on the one that is left", 100)
         go_on()
@@ -135,6 +145,43 @@ def test_a_host_joins_and_is_lost_and_no_sample_with_it(
         allranks("train", POINTS, *alone, folder=tmp_path)
         ledgers = [[line["ledger"] for line in steps(run).values()] for run in (found.run, tmp_path / "alone")]
         assert ledgers[0] == ledgers[1], "the samples of every step are those of one process"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_sharded_over_one_to_four_hosts_every_step_has_the_samples_of_one_process(tmp_path: Path) -> None:
+    def attempts() -> list[int]:
+        return [event["world_size"] for event in events(found.run, "start")]
+
+    def go_on(hosts: int) -> None:
+        wait_for(lambda: attempts()[-1] == hosts, f"an attempt on {hosts}", 200)
+        before = step_of(found.run)
+        wait_for(lambda: step_of(found.run) >= before + 3, "three more steps", 100)
+
+    with cluster(tmp_path, "1:4") as found:
+        long = ("train.steps=5000", "checkpoint.every=5", "task.pause=0.1", "--layout", "fsdp")
+        first = found.start("hosta", *long)
+        wait_for(lambda: step_of(found.run) >= 4, "step 4 on one host", 100)
+        others = [found.start(name, *long) for name in ("hostb", "hostc", "hostd")]
+        go_on(4)
+        others[1].kill()
+        go_on(3)
+        first.process.send_signal(signal.SIGINT)
+        assert first.end() == 130, first.said()
+        last = step_of(found.run)
+        check_ledgers(found.run, last)
+        alone = ("--device", "cpu", "--run", "alone", "--layout", "single", f"train.steps={last}")
+        allranks("train", POINTS, *alone, folder=tmp_path)
+        told = [list(steps(run).values()) for run in (found.run, tmp_path / "alone")]
+        assert [line["ledger"] for line in told[0]] == [line["ledger"] for line in told[1]]
+
+
+def test_a_layout_that_does_not_fit_every_number_of_hosts_is_refused(tmp_path: Path) -> None:
+    prepared = prepare(TrainRequest(task_spec=POINTS, overrides=("train.steps=9",), layout="tp=2,dp_replicate=*"))
+    hosts = HostsRequest(4, 1, Endpoint("hosta", 29500))
+    with pytest.raises(LayoutError, match=r"--nodes 1:4: with 1 of them, .*only data parallelism can change"):
+        check_all_sizes(prepared, 1, hosts)
+    check_all_sizes(prepared, 2, hosts)
 
 
 @pytest.mark.full

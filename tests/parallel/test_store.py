@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import psutil
 import pytest
+from torch.distributed import HashStore
 
 from allranks.errors import ProcessError
+from allranks.parallel import store as module
 from allranks.parallel.store import listen, open_store
 from allranks.process_environment import ProcessEnvironment
 
@@ -89,14 +91,39 @@ def test_somebody_else_there(taken: int) -> None:
     assert f"what listens on 127.0.0.1:{taken} is not rank 0's store" in refusal(replace(SECOND, master_port=taken))
 
 
-@pytest.mark.parametrize(("num_nodes", "address"), [(1, "127.0.0.1"), (2, "0.0.0.0")])
-def test_a_world_of_one_host_listens_there_only(num_nodes: int, address: str) -> None:
-    environment = replace(FIRST, num_nodes=num_nodes, master_port=free_port())
+def test_the_store_of_one_host_listens_there_only() -> None:
+    environment = replace(FIRST, num_nodes=1, master_port=free_port())
     store = open_store(environment, connect_seconds=20, timeout_seconds=20)
     listening = {
         connection.laddr.ip
         for connection in psutil.Process().net_connections()
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == environment.master_port
     }
-    assert listening == {address}
+    assert listening == {"127.0.0.1"}
     assert store.num_keys() >= 0
+
+
+@pytest.mark.parametrize(
+    ("name", "stands_for", "address"),
+    [
+        ("127.0.0.2", "127.0.0.2", "127.0.0.2"),
+        ("localhost", "127.0.0.1", "127.0.0.1"),
+        pytest.param("node-1", "127.0.1.1", "0.0.0.0", id="as Debian writes a host's own name"),
+        pytest.param("service", "203.0.113.7", "0.0.0.0", id="an address of no interface here"),
+    ],
+)
+def test_the_store_of_several_hosts_listens_where_they_look(
+    name: str, stands_for: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, listening = socket.getaddrinfo, []
+
+    def serve(listener: socket.socket, host: str, timeout: object) -> HashStore:
+        listening.append((listener.getsockname()[0], host))
+        listener.close()
+        return HashStore()
+
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: ask(stands_for, *rest, **more))
+    monkeypatch.setattr(module, "serve", serve)
+    environment = replace(FIRST, num_nodes=2, master_addr=name, master_port=free_port())
+    open_store(environment, connect_seconds=20, timeout_seconds=20)
+    assert listening == [(address, name)]

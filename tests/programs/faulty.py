@@ -79,5 +79,5 @@ def meet(fault: str) -> None:
             torch.compile(torch.sin, backend=slowly)(torch.ones(2))
         case "divergence":
             dist.broadcast(torch.ones(42), src=0)
-        case "SIGSTOP" | "SIGKILL":
+        case "SIGSTOP" | "SIGKILL" | "SIGABRT":
             os.kill(os.getpid(), signal.Signals[fault])

@@ -1,13 +1,15 @@
 """What is said before the first step of a whole training: what has no effect, and what nobody may have meant."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from allranks.layout import Layout
 from allranks.observing.counters import Stopwatch
-from allranks.stepping.remarks import describe_idle_keys
+from allranks.stepping.remarks import describe_idle_keys, describe_waiting
 from allranks.stepping.schedule import Schedule
 from allranks.stepping.session import assemble
 from tests.distributed.pool import Pools
@@ -34,6 +36,27 @@ def test_a_schedule_that_nobody_may_have_meant_is_remarked_on() -> None:
         "from step 10 on the rate is 0.25 of its peak, because the schedule of the first start ends"
     )
     assert "`--change schedule.steps schedule.steps=N`" in found
+
+
+@pytest.mark.parametrize(
+    ("device", "skips", "spike", "told"),
+    [
+        ("cpu", False, "skip", []),
+        ("cuda", True, "log", []),
+        ("cuda", False, "log", ["to see whether its gradients are finite, because Mine cannot leave an update out"]),
+        ("cuda", True, "skip", ["to see its gradient norm, because guard.spike=skip"]),
+        ("cuda", True, "rollback", ["to see its loss, because guard.spike=rollback"]),
+    ],
+)
+def test_where_the_host_waits_for_the_device_in_every_step_it_is_said(
+    device: str, skips: bool, spike: str, told: list[str]
+) -> None:
+    mine = type("Mine", (), {})()
+    optimizers: Any = SimpleNamespace(by_name={"": mine}, skips_on_device=lambda which, device: skips)
+    found = [str(decision) for decision in describe_waiting(optimizers, torch.device(device), spike)]
+    assert len(found) == len(told)
+    for one, text in zip(found, told, strict=True):
+        assert one.startswith(f"each step waits for the device once, {text}"), one
 
 
 def idle(own_step: bool = False, norms: bool = True, **layout: Any) -> list[str]:

@@ -70,6 +70,7 @@ def test_the_users_own_number_of_threads_is_kept(
         ("refuse", 78, "no Task file"),
         ("SIGKILL", 76, "SIGKILL"),
         ("SIGSEGV", 1, "SIGSEGV"),
+        ("SIGABRT", 1, "SIGABRT"),
     ],
 )
 @pytest.mark.parametrize("first", [0, 1])

@@ -9,6 +9,7 @@ import pytest
 
 from allranks.reporting.explain import explain
 from allranks.run import Run
+from allranks.surviving.monitor import LEAST_HANG_SECONDS
 from tests.commands import PROGRAMS, allranks, restart_seconds, running, steps, wait_for, worker_pids
 
 FAULTY = str(PROGRAMS / "faulty.py")
@@ -46,6 +47,30 @@ def test_a_fault_of_a_real_run(
         assert "broadcast number" in told[0]["what"] and "all_reduce number" in told[0]["what"]
     if kinds[0] != "restart":
         assert explain(run)[0].kind == kinds[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["divergence", "straggler"])
+def test_with_the_limit_that_is_learned_a_hang_is_told_within_half_a_minute(
+    tmp_path: Path, record_property: Callable[[str, object], None], fault: str
+) -> None:
+    words = [word for word in QUICK if not word.startswith("guard.hang_seconds")]
+    allranks("train", FAULTY, *words, *LIMITS, f"task.fault={fault}", folder=tmp_path)
+    told = Run.open(tmp_path / "run").events()
+    (place,) = [place for place, event in enumerate(told) if event["event"] == "verdict" and event["kind"] == fault]
+    last = next(event for event in reversed(told[:place]) if event["event"] == "step")
+    seconds = told[place]["t"] - last["t"]
+    record_property("verdict_seconds", seconds)
+    assert seconds + 0.1 >= LEAST_HANG_SECONDS and seconds < 30
+    assert any("faulty.py" in line for line in told[place]["evidence"])
+
+
+@pytest.mark.full
+def test_a_crash_in_compiled_code_has_its_name_and_its_stack_in_the_log(tmp_path: Path) -> None:
+    ran = allranks("train", FAULTY, *QUICK, *LIMITS, "task.fault=SIGABRT", folder=tmp_path)
+    assert "rank 1 on" in ran.stderr and "was killed by SIGABRT: a crash in compiled code" in ran.stderr
+    log = Run.open(tmp_path / "run").log(1).read_text()
+    assert "Fatal Python error: Aborted" in log and "in meet" in log and "faulty.py" in log
 
 
 @pytest.mark.full

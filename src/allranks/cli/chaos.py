@@ -32,7 +32,7 @@ def chaos(
         str | None,
         typer.Option(
             metavar="POINT[:KIND],...",
-            help="Which faults: a point or * and kill, stop, segfault, exit, raise, enospc, eio or *; "
+            help="Which faults: a point or * and kill, stop, segfault, exit, raise, enospc, eio, disconnect or *; "
             "by default a kill at every point that the program passes.",
             show_default=False,
         ),

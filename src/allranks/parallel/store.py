@@ -5,6 +5,8 @@ while it retries; here it starts only when somebody listens, and has a limit.
 """
 
 import contextlib
+import errno
+import ipaddress
 import socket
 import threading
 import time
@@ -41,13 +43,31 @@ def open_store(environment: ProcessEnvironment, *, connect_seconds: float, timeo
 
 def _serve(environment: ProcessEnvironment, timeout: timedelta) -> TCPStore:
     host, port = environment.master_addr, environment.master_port
-    bound_to = host if environment.num_nodes == 1 else ""  # strangers need not reach a world of one host
     try:
-        listener = listen(bound_to, port)
+        listener = _listen_where_meant(host, port, alone=environment.num_nodes == 1)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ProcessError(f"rank 0 cannot listen on {host}:{port}: {reason}; {FREE_PORT}") from error
     return serve(listener, host, timeout)
+
+
+def _listen_where_meant(host: str, port: int, *, alone: bool) -> socket.socket:
+    """At the address that the world's processes were given, so that strangers on other networks do not reach it.
+
+    On all addresses where other hosts know the name by another one: Debian gives a host's own name a loopback address,
+    and the address of a Kubernetes service is none of the host's. Raises OSError.
+    """
+    if alone:
+        return listen(host, port)
+    found = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    if ipaddress.ip_address(found.partition("%")[0]).is_loopback and host not in (found, "localhost"):
+        return listen("", port)
+    try:
+        return listen(found, port)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return listen("", port)
 
 
 def listen(host: str, port: int) -> socket.socket:
