@@ -54,8 +54,8 @@ class Longest:
     """How long something takes that is done again and again, from how long it has taken so far.
 
     What took long once may have been a hiccup; what took long twice of late is how it is. So it is the second longest
-    of the last RECENT or more, and two fifths of the longest of all at least, whenever that was. Of the first FEW, in
-    which code may still be compiled, it is the longest.
+    of the last RECENT or more, and two fifths of the longest of all at least, whenever that was. Of the first FEW it
+    is the longest.
     """
 
     def __init__(self) -> None:
