@@ -115,7 +115,7 @@ def _refuse_more(words: tuple[str, ...], name: str) -> None:
 
 
 def _from_config(path: Path, more: tuple[str, ...]) -> "ModelShape":
-    from allranks.named_models import from_hugging_face
+    from allranks.hugging_face_config import from_hugging_face
 
     _refuse_more(more, str(path))
     try:
