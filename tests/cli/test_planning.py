@@ -9,11 +9,13 @@ import pytest
 
 from allranks.cli.planned_model import find_subject
 from allranks.cli.planning import ask, exit_code
+from allranks.config_sections import LayoutConfig
 from allranks.plan import Plan, Ranked
 from allranks.plan_request import PlanRequest
 from allranks.planning.hardware import find_cluster
 from allranks.planning.question import Question
 from allranks.planning.search import Search
+from tests.commands import POINTS
 from tests.planning.questions import ask as question_about
 
 
@@ -35,6 +37,66 @@ def test_a_written_layout_and_open_degrees() -> None:
     assert written is not None and (written.tp, written.dp_shard) == (2, "*")
     opened = question(layout="auto,recompute=full,schedule=gpipe")
     assert opened.layout is None and opened.modes == {"recompute": "full", "schedule": "gpipe"}
+
+
+def test_modes_beside_open_degrees_stand_in_every_layout() -> None:
+    opened = question(layout="auto,compile=block,batchnorm=local,recompute=none")
+    assert opened.modes == {"compile": "block", "batchnorm": "local", "recompute": "none"}
+    assert any(note.startswith("layout.batchnorm=local is kept, and no plan weighs it") for note in opened.notes)
+    found = Search(opened.space()).run()
+    assert {(one.layout.compile, one.layout.batchnorm, one.layout.recompute) for one in found.estimates} == {
+        ("block", "local", "none")
+    }
+
+
+def of_task(*words: str, layout: str | None = None) -> Question:
+    request = PlanRequest((POINTS, *words), ("1x2:cpu",), layout=layout)
+    return ask(request, find_subject(request), find_cluster("1x2:cpu")).question
+
+
+def test_modes_of_a_tasks_config_are_kept_where_the_degrees_are_open() -> None:
+    opened = of_task("layout.gather=float32", "layout.static_graph=true")
+    assert opened.layout is None and opened.modes == {"gather": "float32", "static_graph": True}
+    assert [note for note in opened.notes if "no plan weighs" in note] == [
+        "layout.static_graph=true is kept, and no plan weighs it: the figures are those of a run without it"
+    ]
+    assert of_task("layout.recompute=full", layout="auto").modes == {"recompute": "full"}
+    assert of_task("layout.dp_shard=2", layout="auto").layout is None
+
+
+def test_modes_of_a_tasks_config_are_kept_beside_a_written_layout() -> None:
+    written = of_task("layout.ddp_hook=powersgd", "layout.powersgd_rank=2", layout="ddp")
+    assert written.layout == LayoutConfig(dp_replicate="*", ddp_hook="powersgd", powersgd_rank=2)
+    assert [note.partition(" is kept")[0] for note in written.notes if "no plan weighs" in note] == [
+        "layout.powersgd_rank=2",
+        "layout.ddp_hook=powersgd",
+    ]
+    assert of_task("layout.recompute=full", layout="ddp,recompute=none").layout == LayoutConfig(dp_replicate="*")
+
+
+@pytest.fixture
+def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's compiler, which tracing imports, sets it where nobody did."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+
+@pytest.mark.usefixtures("traces")
+def test_a_mode_that_the_engine_refuses_beside_the_layout_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from allranks.cli.main import main
+
+    words = ["plan", POINTS, "layout.ddp_hook=powersgd", "--cluster", "1x2:cpu", "--layout", "fsdp"]
+    assert main(words) == 2
+    assert "changes what DDP sends" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.usefixtures("traces")
+def test_the_saved_run_has_the_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from allranks.cli.main import main
+
+    words = ["plan", POINTS, "layout.static_graph=true", "layout.batchnorm=local", "--cluster", "1x2:cpu"]
+    assert main([*words, "--save", str(tmp_path)]) == 0
+    saved = tomllib.loads((tmp_path / "RUN.toml").read_text())["layout"]
+    assert saved["static_graph"] is True and saved["batchnorm"] == "local"
 
 
 def test_a_question_mark_asks_for_the_least_or_the_most() -> None:

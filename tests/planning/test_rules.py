@@ -54,6 +54,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("modes", {}, {"dp_replicate": 8, "offload": "all"}, "offload=all", "this layout shards none"),
     ("modes", {}, {"pp": 4, "dp_shard": 2, "schedule": "zbv"}, "schedule=zbv", "dp_shard=2 cannot follow"),
     ("modes", {}, {"dp_replicate": 8, "recompute": "budget"}, "recompute=budget", "add compile=block"),
+    ("slow_links", {}, {"dp_shard": 8, "ddp_hook": "bfloat16"}, "ddp_hook=bfloat16", "has no DDP: leave it out"),
+    ("slow_links", {}, {"dp_shard": 8, "local_sgd": 100}, "local_sgd=100", "puts the copies of dp_replicate together"),
 ]
 
 

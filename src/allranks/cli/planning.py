@@ -11,6 +11,7 @@ from typing import Any, final
 from allranks.cli.output import print_json, stdout_kept_free
 from allranks.cli.planned_model import Subject, find_subject
 from allranks.cluster import Cluster
+from allranks.config_sections import LayoutConfig
 from allranks.durable import write_whole
 from allranks.errors import ConfigError
 from allranks.layout import parse_layout
@@ -19,6 +20,7 @@ from allranks.plan import Plan
 from allranks.plan_request import PlanRequest
 from allranks.planning.amounts import POSITIONS, TIMES, check_amount, read_number
 from allranks.planning.answer import make_plan, plan_gpus, plan_seq
+from allranks.planning.asked_modes import modes_of, notes_of
 from allranks.planning.cluster_limits import MOST_WATTS
 from allranks.planning.document import PLAN_FILE, RUN_FILE, plan_document, run_toml
 from allranks.planning.hardware import find_cluster
@@ -37,7 +39,6 @@ ASK = "?"
 FITS, NOT, REFUSED = 0, 1, 2
 MOST_SAMPLES = 1e12  # a step
 _THOUSANDS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-_MODES = ("recompute", "sharding", "offload", "schedule")
 
 
 @final
@@ -151,14 +152,17 @@ def _upkeep(request: PlanRequest, subject: Subject, cluster: Cluster) -> Upkeep:
 
 
 def _with_layout(question: Question, request: PlanRequest, subject: Subject) -> Question:
-    """The layout that the user wrote, or the modes alone where the degrees are left open."""
-    if request.layout is None:
-        return replace(question, layout=subject.layout)
-    config = parse_layout(request.layout)
-    if config.chosen:
-        return replace(question, layout=config)
-    values = layout_values(request.layout)
-    return replace(question, modes={name: str(values[name]) for name in _MODES if values.get(name) is not None})
+    """The layout that the user wrote, or the modes alone where degrees are left open; of what is not weighed a note.
+
+    `--layout` stands above the Task's config, as for `train`: it names all degrees, and leaves the other modes.
+    """
+    config, named = subject.layout or LayoutConfig(), {}
+    if request.layout is not None:
+        parse_layout(request.layout)
+        named = layout_values(request.layout)
+        config = LayoutConfig.model_validate({**config.model_dump(), **named})
+    question = replace(question, notes=(*question.notes, *notes_of(config)))
+    return replace(question, layout=config) if config.chosen else replace(question, modes=modes_of(config, named))
 
 
 def _order(plan: Plan) -> tuple[bool, bool, float]:

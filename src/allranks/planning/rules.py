@@ -17,6 +17,7 @@ from allranks.layout import Layout
 from allranks.layout_refusals import refuse_beside_float8, refuse_unsupported
 from allranks.model_profile import ModelProfile, Operation
 from allranks.plan import Choice, Refusal
+from allranks.planning.sending_less import slow_links
 
 Rule = Callable[[ModelProfile, Cluster, Choice], Refusal | None]
 
@@ -225,9 +226,9 @@ def modes(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | 
 
 RULES: tuple[Rule, ...] = (
     *(world, batch, precision, tensor, context, expert, pipeline_blocks, chunks, pipeline_batch),
-    *(sharding, blocks, modes),
+    *(sharding, blocks, modes, slow_links),
 )
-MODE_RULES: tuple[Rule, ...] = (precision, sharding, blocks, modes)
+MODE_RULES: tuple[Rule, ...] = (precision, sharding, blocks, modes, slow_links)
 """Those of them that ask how a copy is shared, what is recomputed and what is moved to the host."""
 
 
