@@ -127,6 +127,26 @@ def test_the_run_saves_as_often_as_was_planned(tmp_path: Path, capsys: pytest.Ca
     assert "checkpoint" not in tomllib.loads((tmp_path / "RUN.toml").read_text())
 
 
+def test_a_plan_that_does_not_fit_is_saved_without_a_way_to_train_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from allranks.cli.main import main
+
+    words = ["plan", "llama3-70b", "--cluster", "4:a100-40g", "--layout", "auto,offload=none", "--save", str(tmp_path)]
+    assert main(words) == 1
+    told = capsys.readouterr().out
+    assert "allranks train" not in told
+    assert told.endswith(
+        f"{tmp_path / 'RUN.toml'} holds the closest, which does not fit: it is there to be changed, not to be trained\n"
+    )
+    first, *others = (tmp_path / "RUN.toml").read_text().splitlines()
+    assert first.startswith("# The closest on 4:a100-40g: does not fit: ")
+    assert tomllib.loads("\n".join(others))["layout"]
+    assert main(["plan", "gpt2", "--cluster", "2:h100", "--global-batch", "8", "--save", str(tmp_path)]) == 0
+    assert f"  allranks train TASK {tmp_path / 'RUN.toml'}" in capsys.readouterr().out
+    assert not (tmp_path / "RUN.toml").read_text().startswith("#")
+
+
 def test_the_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from allranks.cli.main import main
 

@@ -187,8 +187,14 @@ def _print(request: PlanRequest, plans: list[Plan], best: Plan, by_sizes: bool, 
 
         print("\n" + render_explanation(best, make_profile))
     if request.save is not None:
-        task = "TASK " if by_sizes else ""
-        print(f"\nNext\n  allranks train {task}{request.save / RUN_FILE}")
+        print("\n" + _next(request.save / RUN_FILE, best, by_sizes))
+
+
+def _next(path: Path, plan: Plan, by_sizes: bool) -> str:
+    """What trains the saved plan; of one that does not fit, that nothing does."""
+    if plan.best is None:
+        return f"{path} holds the closest, which does not fit: it is there to be changed, not to be trained"
+    return f"Next\n  allranks train {'TASK ' if by_sizes else ''}{path}"
 
 
 def _write(request: PlanRequest, subject: Subject, plan: Plan, make_profile: MakeProfile) -> None:
@@ -201,7 +207,8 @@ def _write(request: PlanRequest, subject: Subject, plan: Plan, make_profile: Mak
         given = {} if request.checkpoint_every is None else {"checkpoint.every": request.checkpoint_every}
         text = run_toml(choice, _beside(subject.task, request.save), micro_steps, {**subject.settings, **given})
         write_whole(request.save / PLAN_FILE, json.dumps(plan_document(plan), indent=2, allow_nan=False) + "\n")
-        write_whole(request.save / RUN_FILE, text)
+        head = "" if plan.best is not None else f"# The closest on {plan.cluster}: {plan.leading.because}\n"
+        write_whole(request.save / RUN_FILE, head + text)
     if request.html is not None:
         from allranks.reporting.plan_page import render_plan_page
 
