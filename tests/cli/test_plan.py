@@ -211,7 +211,7 @@ def test_a_batch_that_cannot_be_split_is_refused_with_what_can(capsys: pytest.Ca
     [
         ("[1]", "holds no table"),
         ("{", "cannot be read as JSON"),
-        ('{"hidden_size": 8}', "says none of num_hidden_layers"),
+        ('{"model_type": "gpt2", "hidden_size": 8}', "says none of num_hidden_layers"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(

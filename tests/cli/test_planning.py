@@ -10,6 +10,7 @@ import pytest
 from allranks.cli.planned_model import find_subject
 from allranks.cli.planning import ask, exit_code
 from allranks.config_sections import LayoutConfig
+from allranks.errors import ConfigError
 from allranks.plan import Plan, Ranked
 from allranks.plan_request import PlanRequest
 from allranks.planning.hardware import find_cluster
@@ -105,6 +106,21 @@ def test_a_question_mark_asks_for_the_least_or_the_most() -> None:
     request = replace(request, gpus="2", seq="?")
     asked = ask(request, find_subject(request), find_cluster("8:a100-80g"))
     assert asked.seq and not asked.gpus and asked.question.cluster.num_devices == 2
+
+
+@pytest.mark.parametrize(("layout", "devices"), [("single", "1 device"), ("dp_shard=4,tp=2", "8 devices")])
+def test_a_layout_of_numbers_leaves_no_number_of_devices_to_look_for(layout: str, devices: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"the layout {layout} is of {devices}, so that .*; give --gpus {devices[0]},"
+    ):
+        question(layout=layout, gpus="?")
+
+
+def test_an_open_degree_does_and_sizes_that_it_does_not_divide_are_passed_over() -> None:
+    request = PlanRequest(("llama3-8b",), ("8:a100-80g",), gpus="?", layout="tp=4,dp_shard=*", global_batch=8, seq="4k")
+    plan = ask(request, find_subject(request), find_cluster("8:a100-80g")).plan()
+    assert plan.best is not None and plan.num_devices in (4, 8)
+    assert any(note.startswith(f"{plan.num_devices} devices are the fewest, because") for note in plan.notes)
 
 
 def test_exit_codes() -> None:

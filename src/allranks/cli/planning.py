@@ -1,6 +1,7 @@
 """From a PlanRequest to a printed Plan and an exit code."""
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -11,11 +12,11 @@ from typing import Any, final
 from allranks.cli.output import print_json, stdout_kept_free
 from allranks.cli.planned_model import Subject, find_subject
 from allranks.cluster import Cluster
-from allranks.config_sections import LayoutConfig
+from allranks.config_sections import PROCESS_AXES, LayoutConfig
 from allranks.durable import write_whole
 from allranks.errors import ConfigError
 from allranks.layout import parse_layout
-from allranks.layout_string import layout_values
+from allranks.layout_string import layout_values, render_layout
 from allranks.plan import Plan
 from allranks.plan_request import PlanRequest
 from allranks.planning.amounts import POSITIONS, TIMES, check_amount, read_number
@@ -128,6 +129,8 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
         upkeep=_upkeep(request, subject, cluster),
     )
     question = _with_layout(question, request, subject)
+    if request.gpus == ASK and question.layout is not None:
+        _check_open(question.layout)
     return Asked(question, gpus=request.gpus == ASK, seq=request.seq == ASK)
 
 
@@ -163,6 +166,18 @@ def _with_layout(question: Question, request: PlanRequest, subject: Subject) -> 
         config = LayoutConfig.model_validate({**config.model_dump(), **named})
     question = replace(question, notes=(*question.notes, *notes_of(config)))
     return replace(question, layout=config) if config.chosen else replace(question, modes=modes_of(config, named))
+
+
+def _check_open(config: LayoutConfig) -> None:
+    """A layout of numbers alone is of so many devices, whatever they are asked for."""
+    degrees = [getattr(config, axis) for axis in PROCESS_AXES]
+    if config.kind == "mesh" and all(isinstance(degree, int) for degree in degrees):
+        number = math.prod(degrees)
+        devices = "1 device" if number == 1 else f"{number} devices"
+        raise ConfigError(
+            f"--gpus '?': the layout {render_layout(config)} is of {devices}, so that there is nothing to look for;"
+            f" give --gpus {number}, or leave a degree open, as in dp_shard=* or auto"
+        )
 
 
 def _order(plan: Plan) -> tuple[bool, bool, float]:
