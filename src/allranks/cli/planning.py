@@ -78,7 +78,7 @@ def answer(request: PlanRequest) -> int:
         make_profile = asked[plans.index(best)].question.make_profile
         _write(request, subject, best, make_profile)
     if request.json:
-        print_json(_document(plans, best))
+        print_json(_document(request, plans, best, make_profile))
     else:
         _print(request, plans, best, subject.task is None, make_profile)
     return exit_code(best)
@@ -186,8 +186,12 @@ def _order(plan: Plan) -> tuple[bool, bool, float]:
     return plan.best is None, bool(plan.unmet), -pace
 
 
-def _document(plans: list[Plan], best: Plan) -> dict[str, Any]:
+def _document(request: PlanRequest, plans: list[Plan], best: Plan, make_profile: MakeProfile) -> dict[str, Any]:
     document = plan_document(best)
+    if request.explain:
+        from allranks.planning.guide import explanation_document
+
+        document |= explanation_document(best, make_profile)
     return document if len(plans) == 1 else {**document, "clusters": [plan_document(plan) for plan in plans]}
 
 
