@@ -4,12 +4,12 @@
 
 FILE is of the schema of bench/data/published-runs.json. Prints for each source and in all: rows, mean and median error
 of the step time, mean error of memory, rows that ran out of memory, those of them that were called a fit, rows of the
-others that were called unfit, mean regret of taking the configuration that is predicted to be the fastest of those that were compared, how many
-published times lie in the 90% interval, and the interval's median high/low. `--rows` prints predicted beside published
-for every row. Then the same regret beside Calculon's and a rule of thumb's, where Calculon was run (rivals.py). The
-last lines scale: with one factor for each device and framework, fitted to rows of quality A and B, and how far finer
-factors would bring the largest source. Which rows calibration used says calibration_rows.py; fit_constants.py used no
-others.
+others that were called unfit, mean regret of taking the configuration that is predicted to be the fastest of those that
+were compared, how many published times lie in the 90% interval, and the interval's median high/low. `--rows` prints
+predicted beside published for every row. Then the same regret beside Calculon's and a rule of thumb's, where Calculon
+was run (rivals.py). The last lines scale: with one factor for each device and framework, fitted to rows of quality A
+and B, and how far finer factors would bring the largest source. Which rows calibration used says calibration_rows.py;
+fit_constants.py used no others.
 """
 
 import argparse

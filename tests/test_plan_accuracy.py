@@ -81,7 +81,9 @@ def test_how_many_ran_out_stands_in_the_table_and_in_the_text() -> None:
     (every,) = [row for row in rows if row[0] == "all" and len(row) == len(first) + 1]
     assert every[1 + first.index("ran out")] == str(report()["all"]["out_of_memory"])
     heads, *lines = bench("plan_accuracy", "bench/data/bloom-neighbours.json").splitlines()
-    assert "ran out" in heads and re.match(r"all +5 .* 2 +0 +0 ", next(line for line in lines if line.startswith("all")))
+    assert "ran out" in heads and re.match(
+        r"all +5 .* 2 +0 +0 ", next(line for line in lines if line.startswith("all"))
+    )
 
 
 def test_skipped_rows_stand_on_the_page() -> None:
