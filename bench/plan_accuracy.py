@@ -3,13 +3,13 @@
     python bench/plan_accuracy.py FILE [FILE ...] [--json] [--rows]
 
 FILE is of the schema of bench/data/published-runs.json. Prints for each source and in all: rows, mean and median error
-of the step time, mean error of memory, rows that ran out of memory and were called a fit, rows that ran and were called
-unfit, mean regret of taking the configuration that is predicted to be the fastest of those that were compared, how many
-published times lie in the 90% interval, and the interval's median high/low. `--rows` prints predicted beside published
-for every row. Then the same regret beside Calculon's and a rule of thumb's, where Calculon was run (rivals.py). The
-last lines scale: with one factor for each device and framework, fitted to rows of quality A and B, and how far finer
-factors would bring the largest source. Which rows calibration used says calibration_rows.py; fit_constants.py used no
-others.
+of the step time, mean error of memory, rows that ran out of memory, those of them that were called a fit, rows of the
+others that were called unfit, mean regret of taking the configuration that is predicted to be the fastest of those that
+were compared, how many published times lie in the 90% interval, and the interval's median high/low. `--rows` prints
+predicted beside published for every row. Then the same regret beside Calculon's and a rule of thumb's, where Calculon
+was run (rivals.py). The last lines scale: with one factor for each device and framework, fitted to rows of quality A
+and B, and how far finer factors would bring the largest source. Which rows calibration used says calibration_rows.py;
+fit_constants.py used no others.
 """
 
 import argparse
@@ -170,6 +170,7 @@ HEADS = {
     "step_mape": "step",
     "step_median": "median",
     "memory_mape": "memory",
+    "out_of_memory": "ran out",
     "false_fits": "false fits",
     "false_refusals": "false refusals",
     "mean_regret": "regret",
@@ -213,7 +214,7 @@ def cell(name: str, value: float | None) -> str:
     """As a table shows it."""
     if value is None:
         return "-"
-    if name in ("rows", "false_fits", "false_refusals"):
+    if name in ("rows", "out_of_memory", "false_fits", "false_refusals"):
         return str(value)
     return f"{value:.2f}" if name == "interval_width" else f"{value:.1%}"
 

@@ -23,8 +23,9 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "config_sections config_toml layout_string layout_placement even_cut left_out journal_events ordinary_file "
         "raised",
         "layout layout_refusals slow_links cluster model_profile model_shape shape_operations named_models "
-        "parameter_map plan upkeep plan_request rehearsal rehearsed_messages simulation simulation_request verdict "
-        "hints task task_loading task_world run lease request hosts_request losses vocabulary "
+        "hugging_face_config parameter_map plan upkeep plan_request rehearsal rehearsed_messages simulation "
+        "simulation_request verdict hints task task_loading task_world run lease request hosts_request losses "
+        "vocabulary "
         "failure process_environment digest fence fault_points",
         "planning profiling parallel data checkpointing observing launching reporting models",
         "stepping",

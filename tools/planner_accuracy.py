@@ -12,7 +12,8 @@ INTRODUCTION = """How near the [estimate](planner.md) comes to runs that others 
 file.
 
 - step, median: mean and median of |predicted / published - 1| of the seconds of a step; memory: the mean of the peak.
-- false fits: rows that ran out of memory and are called a fit; false refusals: rows that ran and are not.
+- ran out: rows that ran out of memory, as the source says; false fits: those of them that are called a fit; false
+  refusals: rows of the others, which ran, that are not.
 - regret: by how much the configuration predicted to be the fastest of those compared is slower than the fastest.
 - coverage: rows whose time lies in the 90% interval; high/low: the interval's median width.
 - stated: 16 bits, with micro-batch, recompute and schedule given. calibration: rows that constants were fitted to;

@@ -1,4 +1,4 @@
-"""named_models: the NAMES that `allranks plan` knows, shapes from keywords, and Hugging Face's config.json."""
+"""named_models: the NAMES that `allranks plan` knows, and shapes from keywords."""
 
 import difflib
 from collections.abc import Mapping
@@ -82,52 +82,3 @@ def _make(sizes: Mapping[str, Any]) -> ModelShape:
 
 
 _FIELDS = tuple(ModelShape.__dataclass_fields__)
-
-_RENAMED = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "vocab": ("vocab_size",),
-    "seq": ("max_position_embeddings", "n_positions", "n_ctx"),
-    "head_dim": ("head_dim",),
-    "experts": ("num_local_experts", "n_routed_experts", "num_experts"),
-    "top_k": ("num_experts_per_tok", "top_k"),
-    "expert_ffn": ("moe_intermediate_size",),
-    "dense_layers": ("first_k_dense_replace",),
-    "query_rank": ("q_lora_rank",),
-    "kv_rank": ("kv_lora_rank",),
-    "rope_dim": ("qk_rope_head_dim",),
-    "value_dim": ("v_head_dim",),
-}
-_UNGATED = frozenset(("gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "mpt", "falcon", "gptj", "phi", "starcoder2"))
-
-
-def from_hugging_face(config: Mapping[str, Any], name: str = "") -> ModelShape:
-    """The shape of a Hugging Face `config.json`, as a dict.
-
-    Raises ConfigError that names the first size it does not find.
-    Source: https://huggingface.co/docs/transformers/main_classes/configuration
-    """
-    sizes: dict[str, Any] = {}
-    for ours, theirs in _RENAMED.items():
-        found = next((config[key] for key in theirs if config.get(key) is not None), None)
-        if found is not None:
-            sizes[ours] = found
-    for ours in ("layers", "hidden", "heads", "vocab"):
-        if ours not in sizes:
-            raise ConfigError(f"config.json says none of {', '.join(_RENAMED[ours])}: the model's {ours}")
-    kind = str(config.get("model_type", ""))
-    gated = kind not in _UNGATED
-    sizes.setdefault("ffn", 4 * sizes["hidden"])
-    sizes |= {"gated": gated, "bias": not gated, "positions": "rotary" if gated else "learned"}
-    sizes["tied"] = bool(config.get("tie_word_embeddings", not gated))
-    if shared := config.get("n_shared_experts"):
-        sizes["shared_ffn"] = shared * sizes.get("expert_ffn", sizes["ffn"])
-    if sizes.get("kv_rank"):
-        sizes |= {"query_dim": config.get("qk_nope_head_dim", 128) + sizes.get("rope_dim", 0), "kv_heads": 0}
-        sizes.setdefault("head_dim", sizes["query_dim"])
-    sizes["name"] = name or config.get("_name_or_path") or kind or "config.json"
-    sizes["source"] = "config.json"
-    return _make(sizes)

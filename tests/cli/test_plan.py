@@ -156,7 +156,24 @@ def test_the_guide_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.startswith("Which layout?") and "tp inside the node" in text
 
 
+def test_the_guide_and_the_explanation_are_documents_too(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = document(capsys, "--guide")
+    assert list(guide) == ["guide"] and set(guide["guide"][0]) == {"where", "use", "costs", "family"}
+    words = (*LLAMA, "--cluster", "2x8:a100-80g")
+    plain, explained = document(capsys, *words), document(capsys, *words, "--explain")
+    assert {key: explained[key] for key in plain} == plain and set(explained) - set(plain) == {"guide", "blocks"}
+    assert [turn["use"] for turn in explained["guide"]] == [turn["use"] for turn in guide["guide"]]
+    assert any("128.5 GB" in line for turn in explained["guide"] for line in turn["numbers"])
+    (layers,) = [block for block in explained["blocks"] if block["unit"] == "layers.*"]
+    assert (layers["count"], layers["gathered_bytes"]) == (32, 2 * layers["parameters"])
+    assert layers["kept_bytes"] > layers["kept_bytes_recompute_full"] > 0 and layers["kept_most_by"]
+    assert document(capsys, *words, "--guide") == explained
+
+
 BAD = [
+    (("--guide", "nonsense"), "--guide is the guide without a model, and takes no 'nonsense': leave it out, or add"),
+    (("--guide", "--explain"), "takes no --explain"),
+    (("--guide", "--kv-heads", "8"), "takes no --kv-heads"),
     (("llama3-8b",), "plan needs --cluster: 8x8:a100-80g, local or a TOML file"),
     (("lama3-8b", "--cluster", "local"), "nearest: llama3-8b"),
     (("--cluster", "local"), "plan needs a model"),
@@ -211,7 +228,7 @@ def test_a_batch_that_cannot_be_split_is_refused_with_what_can(capsys: pytest.Ca
     [
         ("[1]", "holds no table"),
         ("{", "cannot be read as JSON"),
-        ('{"hidden_size": 8}', "says none of num_hidden_layers"),
+        ('{"model_type": "gpt2", "hidden_size": 8}', "says none of num_hidden_layers"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(

@@ -26,11 +26,24 @@ def test_a_name_with_another_size() -> None:
 
 
 def test_a_config_file_has_the_name_of_its_folder(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    sizes = {
+        "model_type": "gpt2",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+    }
     (tmp_path / "tiny").mkdir()
     path = tmp_path / "tiny" / "config.json"
     path.write_text(json.dumps(sizes))
     assert find_subject(PlanRequest((str(path),))).make(None, "bfloat16", "cuda").name == "tiny"
+
+
+def test_a_config_that_cannot_be_read_is_named_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "jamba"}))
+    with pytest.raises(ConfigError, match=r"config\.json: model_type 'jamba' is none .*give a Task"):
+        find_subject(PlanRequest((str(path),)))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_what_the_config_says_is_kept() -> None:
 def test_a_file_and_its_keys_count_as_given(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(f'task = "{POINTS}"\n[train]\nsteps = 5\nmicro_batch = 2\n')
     facts = task_facts(None, tmp_path / "run.toml", ("optimizer.lr=0.5",))
-    assert facts["task"] == POINTS and facts["micro_batch"] == 2 and facts["layout"] is None
+    assert facts["task"] == POINTS and facts["micro_batch"] == 2 and not facts["layout"].chosen
     assert facts["settings"] == {"train.steps": 5, "optimizer.lr": 0.5}
 
 

@@ -9,11 +9,14 @@ import pytest
 
 from allranks.cli.planned_model import find_subject
 from allranks.cli.planning import ask, exit_code
+from allranks.config_sections import LayoutConfig
+from allranks.errors import ConfigError
 from allranks.plan import Plan, Ranked
 from allranks.plan_request import PlanRequest
 from allranks.planning.hardware import find_cluster
 from allranks.planning.question import Question
 from allranks.planning.search import Search
+from tests.commands import POINTS
 from tests.planning.questions import ask as question_about
 
 
@@ -37,12 +40,87 @@ def test_a_written_layout_and_open_degrees() -> None:
     assert opened.layout is None and opened.modes == {"recompute": "full", "schedule": "gpipe"}
 
 
+def test_modes_beside_open_degrees_stand_in_every_layout() -> None:
+    opened = question(layout="auto,compile=block,batchnorm=local,recompute=none")
+    assert opened.modes == {"compile": "block", "batchnorm": "local", "recompute": "none"}
+    assert any(note.startswith("layout.batchnorm=local is kept, and no plan weighs it") for note in opened.notes)
+    found = Search(opened.space()).run()
+    assert {(one.layout.compile, one.layout.batchnorm, one.layout.recompute) for one in found.estimates} == {
+        ("block", "local", "none")
+    }
+
+
+def of_task(*words: str, layout: str | None = None) -> Question:
+    request = PlanRequest((POINTS, *words), ("1x2:cpu",), layout=layout)
+    return ask(request, find_subject(request), find_cluster("1x2:cpu")).question
+
+
+def test_modes_of_a_tasks_config_are_kept_where_the_degrees_are_open() -> None:
+    opened = of_task("layout.gather=float32", "layout.static_graph=true")
+    assert opened.layout is None and opened.modes == {"gather": "float32", "static_graph": True}
+    assert [note for note in opened.notes if "no plan weighs" in note] == [
+        "layout.static_graph=true is kept, and no plan weighs it: the figures are those of a run without it"
+    ]
+    assert of_task("layout.recompute=full", layout="auto").modes == {"recompute": "full"}
+    assert of_task("layout.dp_shard=2", layout="auto").layout is None
+
+
+def test_modes_of_a_tasks_config_are_kept_beside_a_written_layout() -> None:
+    written = of_task("layout.ddp_hook=powersgd", "layout.powersgd_rank=2", layout="ddp")
+    assert written.layout == LayoutConfig(dp_replicate="*", ddp_hook="powersgd", powersgd_rank=2)
+    assert [note.partition(" is kept")[0] for note in written.notes if "no plan weighs" in note] == [
+        "layout.powersgd_rank=2",
+        "layout.ddp_hook=powersgd",
+    ]
+    assert of_task("layout.recompute=full", layout="ddp,recompute=none").layout == LayoutConfig(dp_replicate="*")
+
+
+@pytest.fixture
+def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's compiler, which tracing imports, sets it where nobody did."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+
+@pytest.mark.usefixtures("traces")
+def test_a_mode_that_the_engine_refuses_beside_the_layout_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from allranks.cli.main import main
+
+    words = ["plan", POINTS, "layout.ddp_hook=powersgd", "--cluster", "1x2:cpu", "--layout", "fsdp"]
+    assert main(words) == 2
+    assert "changes what DDP sends" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.usefixtures("traces")
+def test_the_saved_run_has_the_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from allranks.cli.main import main
+
+    words = ["plan", POINTS, "layout.static_graph=true", "layout.batchnorm=local", "--cluster", "1x2:cpu"]
+    assert main([*words, "--save", str(tmp_path)]) == 0
+    saved = tomllib.loads((tmp_path / "RUN.toml").read_text())["layout"]
+    assert saved["static_graph"] is True and saved["batchnorm"] == "local"
+
+
 def test_a_question_mark_asks_for_the_least_or_the_most() -> None:
     request = PlanRequest(("llama3-8b",), ("8:a100-80g",), gpus="?")
     assert ask(request, find_subject(request), find_cluster("8:a100-80g")).gpus
     request = replace(request, gpus="2", seq="?")
     asked = ask(request, find_subject(request), find_cluster("8:a100-80g"))
     assert asked.seq and not asked.gpus and asked.question.cluster.num_devices == 2
+
+
+@pytest.mark.parametrize(("layout", "devices"), [("single", "1 device"), ("dp_shard=4,tp=2", "8 devices")])
+def test_a_layout_of_numbers_leaves_no_number_of_devices_to_look_for(layout: str, devices: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"the layout {layout} is of {devices}, so that .*; give --gpus {devices[0]},"
+    ):
+        question(layout=layout, gpus="?")
+
+
+def test_an_open_degree_does_and_sizes_that_it_does_not_divide_are_passed_over() -> None:
+    request = PlanRequest(("llama3-8b",), ("8:a100-80g",), gpus="?", layout="tp=4,dp_shard=*", global_batch=8, seq="4k")
+    plan = ask(request, find_subject(request), find_cluster("8:a100-80g")).plan()
+    assert plan.best is not None and plan.num_devices in (4, 8)
+    assert any(note.startswith(f"{plan.num_devices} devices are the fewest, because") for note in plan.notes)
 
 
 def test_exit_codes() -> None:
@@ -63,6 +141,26 @@ def test_the_run_saves_as_often_as_was_planned(tmp_path: Path, capsys: pytest.Ca
     assert tomllib.loads((tmp_path / "RUN.toml").read_text())["checkpoint"] == {"every": 50}
     assert main(words) == 0
     assert "checkpoint" not in tomllib.loads((tmp_path / "RUN.toml").read_text())
+
+
+def test_a_plan_that_does_not_fit_is_saved_without_a_way_to_train_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from allranks.cli.main import main
+
+    words = ["plan", "llama3-70b", "--cluster", "4:a100-40g", "--layout", "auto,offload=none", "--save", str(tmp_path)]
+    assert main(words) == 1
+    told = capsys.readouterr().out
+    assert "allranks train" not in told
+    assert told.endswith(
+        f"{tmp_path / 'RUN.toml'} holds the closest, which does not fit: it is there to be changed, not to be trained\n"
+    )
+    first, *others = (tmp_path / "RUN.toml").read_text().splitlines()
+    assert first.startswith("# The closest on 4:a100-40g: does not fit: ")
+    assert tomllib.loads("\n".join(others))["layout"]
+    assert main(["plan", "gpt2", "--cluster", "2:h100", "--global-batch", "8", "--save", str(tmp_path)]) == 0
+    assert f"  allranks train TASK {tmp_path / 'RUN.toml'}" in capsys.readouterr().out
+    assert not (tmp_path / "RUN.toml").read_text().startswith("#")
 
 
 def test_the_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

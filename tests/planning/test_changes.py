@@ -99,8 +99,10 @@ def test_larger_units_are_gathered_whole() -> None:
     ("change", "because"),
     [
         ("tp=16", "refused: tp=16 does not divide 8 key-value heads; tp can be 1, 2, 4, 8"),
-        ("tp=3", "refused: tp=3: tp * cp * pp = 3 does not divide 16 devices"),
+        ("tp=3", "refused: tp * cp * pp = 3 does not divide 16 devices"),
         ("dp_shard=3", "refused: dp_shard=3 does not divide the 8 data-parallel ranks"),
+        ("gpus=12", "refused: 2x8:a100-80g has nodes of 8 devices; use 8 or 16"),
+        ("gpus=3", "refused: tp * cp * pp = 2 does not divide 3 devices"),
         ("unit=5", "refused: units of 5 blocks do not divide 32 of layers.*"),
         ("offload=all", "give host_memory_gb in a cluster file (weights and the optimizer's state are "),
     ],

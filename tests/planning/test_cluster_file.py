@@ -129,6 +129,9 @@ def test_storage_is_a_nodes_and_may_be_left_open(tmp_path: Path) -> None:
         ("nodes = 2", "domain = 12\nnodes = 2", "line 1: domain = 12 devices are no whole nodes of 8, at most 16"),
         ("nodes = 2", "watts_per_device = 700000\nnodes = 2", "did you mean 700000 mW = 700 W?"),
         ("nodes = 2", "host_memory_gb = 2e12\nnodes = 2", "line 1: host_memory_gb = 2e+12 is more than any host has"),
+        ("nodes = 2", "host_bandwidth_gb_per_s = 0.0315\nnodes = 2", "line 1: host_bandwidth_gb_per_s = 0.0315 is"),
+        ("nodes = 2", "storage_gb_per_s = 2e-6\nnodes = 2", "did you mean 2e-06 PB/s = 2 GB/s?"),
+        ('"ndr400"', "{ gbit_per_s = 200000 }", "did you mean Mbit/s? 200000 Mbit/s are 200 Gbit/s"),
         ("nodes = 2", "price_per_device_hour = -1\nnodes = 2", "line 1: price_per_device_hour = -1: "),
         ("nodes = 2", "nodes 2", "line 1: not valid TOML"),
     ],
@@ -150,6 +153,15 @@ def test_a_refusal_names_the_line_the_key_the_value_and_the_next_move(
             '{ like = "h100", peak_tflops.bfloat16 = 1979 }',
             "line 3: device.peak_tflops.bfloat16 = 1979 is 2 times the dense peak of h100, 989.4; is it the vendor's",
         ),
+        (
+            '{ like = "a100-80g", bandwidth_gb_per_s = 16312 }',
+            "line 3: device.bandwidth_gb_per_s = 16312 is 8 times that of a100-80g, 2039; is it that of a node?",
+        ),
+        (
+            '{ like = "a100-80g", memory_gb = 640 }',
+            "line 3: device.memory_gb = 640 is 7.45 times that of a100-80g, 85.899; is it that of a node?",
+        ),
+        ('{ like = "a100-80g", memory_mib = 655360 }', "device.memory_mib = 655360 is 8 times that of a100-80g, 81920"),
     ],
 )
 def test_a_device_by_name_or_like_one_is_refused(device: str, message: str, tmp_path: Path) -> None:

@@ -124,3 +124,34 @@ def test_a_peak_with_sparsity() -> None:
     with pytest.raises(ValueError, match=re.escape("1979 is 2 times the dense peak of h100, 989.4")):
         limits.check_sparse("h100", {BF16: number("1979")}, {BF16: number("989.4")})
     limits.check_sparse("h100", {BF16: number("1100"), "float4": number("3000")}, {BF16: number("989.4")})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("200000", "did you mean Mbit/s? 200000 Mbit/s are 200 Gbit/s"),
+        ("2e8", "did you mean kbit/s? 200000000 kbit/s are 200 Gbit/s"),
+        ("2e11", "did you mean bit/s?"),
+        ("1e30", "give one device's"),
+    ],
+)
+def test_a_link_in_smaller_bits(given: str, told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        limits.check_link("gbit_per_s", number(given), number(given) / 8, number("3"))
+
+
+def test_more_than_the_catalogs_device_of_that_name_has() -> None:
+    with pytest.raises(ValueError, match=re.escape("bandwidth_gb_per_s = 16312 is 8 times that of a100-80g, 2039; is")):
+        limits.check_like("a100-80g", "bandwidth_gb_per_s", number("16312"), number("2039"))
+    limits.check_like("a100-80g", "bandwidth_gb_per_s", number("3058"), number("2039"))
+
+
+def test_a_host_and_a_disk_that_are_too_slow() -> None:
+    with pytest.raises(ValueError, match=re.escape("did you mean 0.0315 TB/s = 31.5 GB/s?")):
+        limits.check_host(number("0.0315"), number("312"))
+    limits.check_host(number("0.0315"), number("0.2"))
+    with pytest.raises(ValueError, match=re.escape("did you mean 2e-06 PB/s = 2 GB/s?")):
+        limits.check_storage(number("2e-6"))
+    with pytest.raises(ValueError, match=re.escape("did you mean 0.0005 TB/s = 0.5 GB/s?")):
+        limits.check_storage(number("0.0005"))
+    limits.check_storage(number("0.02"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from allranks.config import read_task_spec, resolve_config
-from allranks.config_sections import LayoutConfig
+from allranks.config_sections import AXES, LayoutConfig
 from allranks.layout import Layout
 from allranks.plan import Choice
 from allranks.planning.answer import make_plan
@@ -82,6 +82,56 @@ def test_the_run_file_means_the_layout(tmp_path: Path, layout: Layout) -> None:
     assert (train.global_batch, train.micro_batch, train.precision, train.steps) == (64, 2, "bfloat16", 7)
     assert config.task == {"width": 3}
     assert read_task_spec(tmp_path / "RUN.toml") == f"{(tmp_path.parent / 'a b.py').resolve()}:Net"
+
+
+_OTHERS: dict[str, dict[str, Any]] = {  # a value that is not the default, with what it needs beside it
+    "kind": {"kind": "placement"},
+    "dp_replicate": {"dp_replicate": 8},
+    "dp_shard": {"dp_shard": 8},
+    "tp": {"tp": 8},
+    "cp": {"cp": 8},
+    "pp": {"pp": 8},
+    "ep": {"dp_replicate": 8, "ep": 4},
+    "sharding": {"dp_shard": 8, "sharding": "grad_op"},
+    "schedule": {"schedule": "zbv"},
+    "recompute": {"recompute": "budget"},
+    "offload": {"offload": "all"},
+    "batchnorm": {"batchnorm": "local"},
+    "compile": {"compile": "block"},
+    "static_graph": {"static_graph": True},
+    "gather": {"gather": "float32"},
+    "ddp_bucket_mb": {"ddp_bucket_mb": 12.5},
+    "ddp_hook": {"ddp_hook": "powersgd"},
+    "powersgd_rank": {"powersgd_rank": 2},
+    "powersgd_start": {"powersgd_start": 0},
+    "local_sgd": {"local_sgd": 100},
+    "outer_lr": {"outer_lr": 1.0},
+    "outer_momentum": {"outer_momentum": 0.0},
+    "outer_nesterov": {"outer_nesterov": False},
+    "context": {"context": "ring"},
+    "placement": {"placement": {"encoder.*": "cpu", "head": "cuda:1"}},
+}
+
+
+_MODES = [name for name in LayoutConfig.model_fields if not {*_OTHERS[name], name} & {*AXES}]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [*((name, 8) for name in LayoutConfig.model_fields), *((name, 1) for name in _MODES)]
+)
+def test_the_run_file_loses_no_key_of_a_layout(tmp_path: Path, name: str, devices: int) -> None:
+    given = _OTHERS[name]
+    degrees = {"dp_replicate": "*"} if name in _MODES else {}
+    layout = Layout.resolve(LayoutConfig.model_validate({**degrees, **given}), devices)
+    (tmp_path / "RUN.toml").write_text(run_toml(Choice(layout, 64, 2, "bfloat16"), None, None, {}))
+    config = resolve_config(task_defaults={}, toml=tmp_path / "RUN.toml", overrides=()).layout
+    assert Layout.resolve(config, devices) == layout
+    assert getattr(config, name) != getattr(LayoutConfig(), name)
+
+
+def test_one_process_that_drives_all_devices_keeps_its_kind() -> None:
+    layout = Layout.resolve(LayoutConfig(kind="data_parallel", recompute="full"), 1)
+    assert layout_table(layout) == {"kind": "data_parallel", "recompute": "full"}
 
 
 def test_declared_micro_steps_take_the_place_of_a_micro_batch() -> None:

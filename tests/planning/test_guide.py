@@ -2,7 +2,7 @@
 
 from allranks.plan import Plan
 from allranks.planning.answer import make_plan
-from allranks.planning.guide import GUIDE, WIDTH, render_explanation, render_guide
+from allranks.planning.guide import GUIDE, WIDTH, explanation_document, guide_document, render_explanation, render_guide
 from tests.planning.questions import ask
 
 
@@ -30,6 +30,15 @@ def test_the_explanation_has_the_numbers_of_the_plan() -> None:
     assert plan.best is not None and squeezed(
         f"so: {plan.best.estimate.choice.layout}: {plan.best.because}"
     ) in squeezed(text)
+
+
+def test_where_all_is_refused_there_are_turns_without_numbers() -> None:
+    plan = Plan("m", "c", 0, None, (), ())
+    found = explanation_document(plan, ask().make_profile)
+    assert found["blocks"] == [] and all(turn["numbers"] == [] for turn in found["guide"])
+    assert [{key: turn[key] for key in turn if key != "numbers"} for turn in found["guide"]] == guide_document()[
+        "guide"
+    ]
 
 
 def test_the_blocks_say_what_is_gathered_and_kept() -> None:

@@ -85,6 +85,20 @@ def test_a_host_that_is_too_small_is_a_refusal_with_its_numbers() -> None:
     assert refused_by_host(replace(full, host_bytes=2e12, host_capacity_bytes=1e12)) is None
 
 
+def test_speed_is_in_tokens_where_samples_get_longer() -> None:
+    usual = replace(BEST, samples_per_second=8.0, tokens_per_second=8.0 * 4096)
+    longer = replace(usual, samples_per_second=0.9, tokens_per_second=0.9 * 32768)
+    assert difference(longer, usual) == "+0 B, -10% tokens/s"
+    assert difference(usual, replace(usual, samples_per_second=4.0, tokens_per_second=4.0 * 4096)).endswith("% speed")
+
+
+def test_what_changes_nothing_is_said_in_words() -> None:
+    assert difference(BEST, BEST) == "changes nothing here"
+    seconds, rates = Span(1.0, 2.0, 3.0), (0.998 * BEST.samples_per_second, 0.998 * BEST.tokens_per_second)
+    slower = replace(BEST, step_seconds=seconds, samples_per_second=rates[0], tokens_per_second=rates[1])
+    assert difference(slower, BEST) == "changes no memory, and speed by less than 0.5%"
+
+
 def test_a_change_is_a_difference_in_memory_and_speed() -> None:
     full = estimate(StepTime(compute=8.0, data=2.0, recompute=2.5), MemoryUse(weights=11e9))
     assert difference(full, BEST) == "-39.0 GB, -20% speed"

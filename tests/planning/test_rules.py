@@ -54,6 +54,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("modes", {}, {"dp_replicate": 8, "offload": "all"}, "offload=all", "this layout shards none"),
     ("modes", {}, {"pp": 4, "dp_shard": 2, "schedule": "zbv"}, "schedule=zbv", "dp_shard=2 cannot follow"),
     ("modes", {}, {"dp_replicate": 8, "recompute": "budget"}, "recompute=budget", "add compile=block"),
+    ("slow_links", {}, {"dp_shard": 8, "ddp_hook": "bfloat16"}, "ddp_hook=bfloat16", "has no DDP: leave it out"),
+    ("slow_links", {}, {"dp_shard": 8, "local_sgd": 100}, "local_sgd=100", "puts the copies of dp_replicate together"),
 ]
 
 
@@ -262,3 +264,14 @@ def test_of_other_modes_the_rules_of_modes_say_the_same_as_all() -> None:
                         assert (rules.check_modes(decoder(), there, choice) is None) == (every is None), every
                         refused += every is not None
     assert refused > 100
+
+
+@pytest.mark.parametrize("sizes", [{"heads": 80, "kv_heads": 8, "hidden": 640}, {"ffn": 132}, {"kv_heads": 0}])
+def test_the_degrees_that_a_refusal_of_tp_advises_are_let_in(sizes: dict[str, int]) -> None:
+    profile = decoder(**sizes)
+    refusal = rules.tensor(profile, cluster(8, 8), choose(tp=64))
+    assert refusal is not None
+    degrees = [int(word) for word in refusal.because.partition("tp can be ")[2].split(", ")]
+    assert 1 in degrees and max(degrees) > 1
+    for degree in degrees:
+        assert rules.tensor(profile, cluster(8, 8), choose(tp=degree)) is None, degree

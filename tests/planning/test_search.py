@@ -17,7 +17,7 @@ from allranks.plan import Choice, Estimate, Span
 from allranks.planning.choices import Space, every_choice
 from allranks.planning.estimate import estimate
 from allranks.planning.hardware import find_cluster
-from allranks.planning.search import Found, Search, front, rank
+from allranks.planning.search import Fit, Formulas, Found, Search, front, rank
 from tests.planning.profiles import cluster, decoder
 from tests.planning.questions import ask
 
@@ -220,3 +220,33 @@ def test_offload_is_searched_where_asked_and_held_to_the_host_of_the_vendor(shar
     assert (found.best is not None) is (every.best is not None) is fits
     if found.best is not None and every.best is not None:
         assert rank(found.best) == rank(every.best) and found.best.host_bytes <= 0.8 * 8 * share
+
+
+class Counted:
+    """The planner's formulas, and how often they were asked."""
+
+    def __init__(self) -> None:
+        self.formulas, self.estimates, self.fits = Formulas(), 0, 0
+
+    def estimate(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
+        """Bytes, seconds and traffic."""
+        self.estimates += 1
+        return self.formulas.estimate(profile, cluster, choice)
+
+    def fit(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Fit:
+        """Bytes alone."""
+        self.fits += 1
+        return self.formulas.fit(profile, cluster, choice)
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "batch", "estimates", "fits"),
+    [("llama3-70b", "8x8:a100-80g", 512, 2_100, 3_100), ("llama3-405b", "2048x8:h100", 2048, 6_500, 7_400)],
+)
+def test_what_a_search_weighs_is_bounded(model: str, where: str, batch: int, estimates: int, fits: int) -> None:
+    """In calls of the estimator, a tenth above what they are: seconds depend on who else is at the machine."""
+    counted = Counted()
+    found = Search(ask(model, where, batch, seq=8192).space(), counted).run()
+    assert found.best is not None
+    assert 0.5 * estimates < counted.estimates <= estimates
+    assert 0.5 * fits < counted.fits <= fits

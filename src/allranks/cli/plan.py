@@ -37,6 +37,26 @@ CHECK = typer.Option("--check", help="Rehearse the best few (allranks dryrun) an
 JSON = typer.Option("--json", help="One JSON document on standard output, all else on standard error.")
 
 
+def _guide(options: dict[str, Any]) -> int:
+    """Print the decision guide, which has no model in it. Raises ConfigError where something else is asked with it."""
+    from allranks.cli.output import print_json
+    from allranks.planning.guide import guide_document, render_guide
+
+    json = options.pop("json")
+    others = [f"--{name.replace('_', '-')}" for name, given in options.items() if given not in (None, False)]
+    if others:
+        first = f"'{options['arguments'][0]}'" if options["arguments"] else others[0]
+        raise ConfigError(
+            f"--guide is the guide without a model, and takes no {first}: leave it out, or add --cluster C for the"
+            " guide with its numbers"
+        )
+    if json:
+        print_json(guide_document())
+    else:
+        print(render_guide())
+    return 0
+
+
 def plan(
     arguments: Arguments = None,
     cluster: Annotated[list[str] | None, CLUSTER] = None,
@@ -75,10 +95,7 @@ def plan(
     """
     options = dict(locals())
     if options.pop("guide") and not cluster:
-        from allranks.planning.guide import render_guide
-
-        print(render_guide())
-        return 0
+        return _guide(options)
     if not cluster:
         raise ConfigError(
             "plan needs --cluster: 8x8:a100-80g, local or a TOML file; `allranks plan --guide` needs none"

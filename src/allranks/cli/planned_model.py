@@ -37,7 +37,8 @@ class Subject:
         make: (positions of a sample or None, precision, "cpu" or "cuda") -> what the model costs there.
         seq: positions of a sample where nobody names another; 0: it has none.
         task: its spec; None for a model by its sizes.
-        global_batch, micro_batch, micro_steps, precision, layout: of the Task's config; None where nothing says so.
+        global_batch, micro_batch, micro_steps, precision: of the Task's config; None where nothing says so.
+        layout: that section of its config; None for a model by its sizes.
         upkeep: (the device's kind, whether that is the machine at hand) -> what its config says of one.
         settings: what the user gave for the Task, by full key, for RUN.toml.
         notes: what a plan says of where its figures come from.
@@ -115,7 +116,7 @@ def _refuse_more(words: tuple[str, ...], name: str) -> None:
 
 
 def _from_config(path: Path, more: tuple[str, ...]) -> "ModelShape":
-    from allranks.named_models import from_hugging_face
+    from allranks.hugging_face_config import from_hugging_face
 
     _refuse_more(more, str(path))
     try:

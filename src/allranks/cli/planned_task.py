@@ -70,7 +70,7 @@ def task_facts(
         "micro_batch": config.train.micro_batch if "train.micro_batch" in given else None,
         "micro_steps": _micro_steps(prepared.task, config),
         "precision": config.train.precision if "train.precision" in given else None,
-        "layout": config.layout if config.layout.chosen else None,
+        "layout": config.layout,
         "settings": {name: value for name, value in config.flat().items() if name in given and _is_kept(name)},
     }
 

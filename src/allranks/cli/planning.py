@@ -1,6 +1,7 @@
 """From a PlanRequest to a printed Plan and an exit code."""
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -11,14 +12,16 @@ from typing import Any, final
 from allranks.cli.output import print_json, stdout_kept_free
 from allranks.cli.planned_model import Subject, find_subject
 from allranks.cluster import Cluster
+from allranks.config_sections import PROCESS_AXES, LayoutConfig
 from allranks.durable import write_whole
 from allranks.errors import ConfigError
 from allranks.layout import parse_layout
-from allranks.layout_string import layout_values
+from allranks.layout_string import layout_values, render_layout
 from allranks.plan import Plan
 from allranks.plan_request import PlanRequest
 from allranks.planning.amounts import POSITIONS, TIMES, check_amount, read_number
 from allranks.planning.answer import make_plan, plan_gpus, plan_seq
+from allranks.planning.asked_modes import modes_of, notes_of
 from allranks.planning.cluster_limits import MOST_WATTS
 from allranks.planning.document import PLAN_FILE, RUN_FILE, plan_document, run_toml
 from allranks.planning.hardware import find_cluster
@@ -37,7 +40,6 @@ ASK = "?"
 FITS, NOT, REFUSED = 0, 1, 2
 MOST_SAMPLES = 1e12  # a step
 _THOUSANDS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-_MODES = ("recompute", "sharding", "offload", "schedule")
 
 
 @final
@@ -76,7 +78,7 @@ def answer(request: PlanRequest) -> int:
         make_profile = asked[plans.index(best)].question.make_profile
         _write(request, subject, best, make_profile)
     if request.json:
-        print_json(_document(plans, best))
+        print_json(_document(request, plans, best, make_profile))
     else:
         _print(request, plans, best, subject.task is None, make_profile)
     return exit_code(best)
@@ -127,6 +129,8 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
         upkeep=_upkeep(request, subject, cluster),
     )
     question = _with_layout(question, request, subject)
+    if request.gpus == ASK and question.layout is not None:
+        _check_open(question.layout)
     return Asked(question, gpus=request.gpus == ASK, seq=request.seq == ASK)
 
 
@@ -151,14 +155,29 @@ def _upkeep(request: PlanRequest, subject: Subject, cluster: Cluster) -> Upkeep:
 
 
 def _with_layout(question: Question, request: PlanRequest, subject: Subject) -> Question:
-    """The layout that the user wrote, or the modes alone where the degrees are left open."""
-    if request.layout is None:
-        return replace(question, layout=subject.layout)
-    config = parse_layout(request.layout)
-    if config.chosen:
-        return replace(question, layout=config)
-    values = layout_values(request.layout)
-    return replace(question, modes={name: str(values[name]) for name in _MODES if values.get(name) is not None})
+    """The layout that the user wrote, or the modes alone where degrees are left open; of what is not weighed a note.
+
+    `--layout` stands above the Task's config, as for `train`: it names all degrees, and leaves the other modes.
+    """
+    config, named = subject.layout or LayoutConfig(), {}
+    if request.layout is not None:
+        parse_layout(request.layout)
+        named = layout_values(request.layout)
+        config = LayoutConfig.model_validate({**config.model_dump(), **named})
+    question = replace(question, notes=(*question.notes, *notes_of(config)))
+    return replace(question, layout=config) if config.chosen else replace(question, modes=modes_of(config, named))
+
+
+def _check_open(config: LayoutConfig) -> None:
+    """A layout of numbers alone is of so many devices, whatever they are asked for."""
+    degrees = [getattr(config, axis) for axis in PROCESS_AXES]
+    if config.kind == "mesh" and all(isinstance(degree, int) for degree in degrees):
+        number = math.prod(degrees)
+        devices = "1 device" if number == 1 else f"{number} devices"
+        raise ConfigError(
+            f"--gpus '?': the layout {render_layout(config)} is of {devices}, so that there is nothing to look for;"
+            f" give --gpus {number}, or leave a degree open, as in dp_shard=* or auto"
+        )
 
 
 def _order(plan: Plan) -> tuple[bool, bool, float]:
@@ -167,8 +186,12 @@ def _order(plan: Plan) -> tuple[bool, bool, float]:
     return plan.best is None, bool(plan.unmet), -pace
 
 
-def _document(plans: list[Plan], best: Plan) -> dict[str, Any]:
+def _document(request: PlanRequest, plans: list[Plan], best: Plan, make_profile: MakeProfile) -> dict[str, Any]:
     document = plan_document(best)
+    if request.explain:
+        from allranks.planning.guide import explanation_document
+
+        document |= explanation_document(best, make_profile)
     return document if len(plans) == 1 else {**document, "clusters": [plan_document(plan) for plan in plans]}
 
 
@@ -183,8 +206,14 @@ def _print(request: PlanRequest, plans: list[Plan], best: Plan, by_sizes: bool, 
 
         print("\n" + render_explanation(best, make_profile))
     if request.save is not None:
-        task = "TASK " if by_sizes else ""
-        print(f"\nNext\n  allranks train {task}{request.save / RUN_FILE}")
+        print("\n" + _next(request.save / RUN_FILE, best, by_sizes))
+
+
+def _next(path: Path, plan: Plan, by_sizes: bool) -> str:
+    """What trains the saved plan; of one that does not fit, that nothing does."""
+    if plan.best is None:
+        return f"{path} holds the closest, which does not fit: it is there to be changed, not to be trained"
+    return f"Next\n  allranks train {'TASK ' if by_sizes else ''}{path}"
 
 
 def _write(request: PlanRequest, subject: Subject, plan: Plan, make_profile: MakeProfile) -> None:
@@ -197,7 +226,8 @@ def _write(request: PlanRequest, subject: Subject, plan: Plan, make_profile: Mak
         given = {} if request.checkpoint_every is None else {"checkpoint.every": request.checkpoint_every}
         text = run_toml(choice, _beside(subject.task, request.save), micro_steps, {**subject.settings, **given})
         write_whole(request.save / PLAN_FILE, json.dumps(plan_document(plan), indent=2, allow_nan=False) + "\n")
-        write_whole(request.save / RUN_FILE, text)
+        head = "" if plan.best is not None else f"# The closest on {plan.cluster}: {plan.leading.because}\n"
+        write_whole(request.save / RUN_FILE, head + text)
     if request.html is not None:
         from allranks.reporting.plan_page import render_plan_page
 

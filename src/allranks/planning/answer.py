@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from allranks.errors import LayoutError
 from allranks.plan import Checked, Estimate, Plan, Ranked, Refusal
 from allranks.planning.bills import bill_of, check_limits, unmet_limits
 from allranks.planning.changes import usual_changes, what_if
@@ -148,7 +149,10 @@ def _closest(question: Question, sizes: list[int]) -> tuple[float, int, str] | N
 
 def _why_not_enough(question: Question) -> tuple[float | None, str] | None:
     """None where the cluster does; else how far it is from that (bytes, seconds or money, less is closer) and why."""
-    space = question.space()
+    try:
+        space = question.space()
+    except LayoutError as error:
+        return None, str(error)
     found = Search(space).run()
     if found.best is None:
         if found.nearest is None:

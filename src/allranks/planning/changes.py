@@ -51,14 +51,18 @@ def usual_changes(first: Estimate, question: Question) -> list[str]:
 
 
 def what_if(change: str, first: Estimate, question: Question) -> WhatIf:
-    """What `change` (`KEY=VALUE`) alone does to `first`. Raises ConfigError where it is no change that there is."""
+    """What `change` (`KEY=VALUE`) alone does to `first`. Raises ConfigError where it is no change that there is.
+
+    One that there is and that this model or cluster cannot take is refused in its row.
+    """
     key, value = _read(change)
     here = Situation(question.make_profile(question.seq, first.choice.precision), question.cluster, first.choice)
     try:
         there = _change(key, value, here, question)
         refusal = check(there.profile, there.cluster, there.choice)
-    except LayoutError as error:
-        refusal = Refusal("layout", change, str(error))
+    except (LayoutError, ConfigError) as error:
+        because = str(error).removeprefix(f"--gpus {value}: ").removeprefix(f"{change}: ")
+        refusal = Refusal("layout", change, because)
     if refusal is not None:
         return WhatIf(change, None, f"refused: {refusal.because}{_would_save(key, value, first)}")
     found = estimate(there.profile, there.cluster, there.choice)

@@ -22,6 +22,8 @@ SCHEDULES = (*ONE_STAGE_EACH, "interleaved", "looped_bfs", *SPLIT_BACKWARD)
 RECOMPUTES = ("none", "selective", "full")
 OFFLOADS = ("none", "activations")
 CONTEXTS = ("ulysses", "ring")
+SEARCHED = ("recompute", "offload", "schedule", "sharding", "context")
+"""Modes that a search varies."""
 SHARED: tuple[Sharding, ...] = ("full", "grad_op", "optimizer")
 """`none` is left out: it computes and keeps what DDP does."""
 
@@ -33,7 +35,7 @@ class Space:
 
     Attributes:
         profiles: of the model, by precision; those that are open.
-        modes: what the user fixed of "recompute", "offload", "schedule" and "sharding".
+        modes: what the user fixed of the modes of a layout; those that no search varies stand in every layout.
         micro_batch: fixed too, or None.
         micro_steps: of a task whose statistics or loss depend on them (law 2): the micro-batch follows.
         layout: the one that the user wrote; None where the search takes any.
@@ -44,7 +46,7 @@ class Space:
     cluster: Cluster
     global_batch: int
     micro_batch: int | None = None
-    modes: Mapping[str, str] = field(default_factory=dict)
+    modes: Mapping[str, object] = field(default_factory=dict)
     micro_steps: int | None = None
     layout: Layout | None = None
     upkeep: Upkeep = field(default_factory=Upkeep)
@@ -52,7 +54,18 @@ class Space:
     def options(self, mode: str, all_of_them: tuple[str, ...]) -> tuple[str, ...]:
         """The one that the user fixed, or all."""
         fixed = self.modes.get(mode)
-        return all_of_them if fixed is None else (fixed,)
+        return all_of_them if fixed is None else (str(fixed),)
+
+    def layouts(self, profile: ModelProfile) -> Iterator[Layout]:
+        """`layouts` of the cluster, each with the modes that the user fixed and no search varies."""
+        for layout in layouts(self.cluster, profile):
+            if layout.cp == 1 or layout.context == self.modes.get("context", layout.context):
+                yield self.with_fixed(layout)
+
+    def with_fixed(self, layout: Layout) -> Layout:
+        """`layout` with these modes."""
+        fixed: dict[str, Any] = {name: value for name, value in self.modes.items() if name not in SEARCHED}
+        return replace(layout, **fixed) if fixed else layout
 
     def micro_batches(self, layout: Layout) -> list[int]:
         """What divides a data-parallel rank's share of the batch, ascending; powers of two where no pipeline asks."""
@@ -116,7 +129,11 @@ def groups(
 
 def splits(space: Space, layout: Layout) -> tuple[Layout, ...]:
     """Whole copies, and every way to share one copy's state among some or all of the data-parallel ranks."""
-    return _splits(layout, space.options("sharding", SHARED), space.modes.get("sharding"))
+    return _splits(layout, space.options("sharding", SHARED), _text(space.modes.get("sharding")))
+
+
+def _text(mode: object) -> str | None:
+    return None if mode is None else str(mode)
 
 
 @lru_cache(maxsize=4096)
@@ -172,6 +189,6 @@ def of_layout(space: Space, layout: Layout, refusals: dict[tuple[str, str], Refu
 def every_choice(space: Space) -> Iterator[Choice]:
     """All of them, one by one: what the search has to find the best of."""
     for precision, profile in space.profiles.items():
-        for layout in layouts(space.cluster, profile):
+        for layout in space.layouts(profile):
             for group in groups(space, precision, layout, SCHEDULES, {}):
                 yield from members(space, group)

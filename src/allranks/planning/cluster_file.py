@@ -3,6 +3,7 @@
 import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Self, final
@@ -22,23 +23,21 @@ from allranks.planning.cluster_limits import (
     MOST_LINK_GB,
     TERA,
     check_between,
+    check_host,
     check_inside,
+    check_like,
     check_most,
     check_sparse,
+    check_storage,
     check_watts,
 )
-from allranks.planning.cluster_tables import DeviceTable, Figure, LinkTable, Table, exactly
+from allranks.planning.cluster_suspicions import suspicions
+from allranks.planning.cluster_tables import MEBI, DeviceTable, Figure, LinkTable, Table, exactly, over, without_nothing
 from allranks.planning.wrong_keys import LIKE, NEEDED, WrongKey, as_toml, naming, validate
 
 HEADING = "# A cluster of allranks. GB are 1e9 bytes; docs/reference/clusters.md says what each key means.\n\n"
 LATENCY_MICROSECONDS = {"inside": Decimal("3.4"), "between": Decimal("4.7")}  # NVLink and InfiniBand of the catalog
 AMOUNTS = ("host_memory_gb", "host_bandwidth_gb_per_s", "storage_gb_per_s")
-OTHER_UNITS = {
-    "memory_gb": "memory_mib",
-    "memory_mib": "memory_gb",
-    "bandwidth_gb_per_s": "gbit_per_s",
-    "gbit_per_s": "bandwidth_gb_per_s",
-}
 
 
 @final
@@ -145,7 +144,7 @@ def render_cluster(cluster: Cluster) -> str:
         "inside": LinkTable.from_link(cluster.inside),
         "between": LinkTable.from_link(cluster.between),
     }
-    return HEADING + tomli_w.dumps(_without_nothing(values))
+    return HEADING + tomli_w.dumps(without_nothing(values))
 
 
 def _to_cluster(values: Mapping[str, Any], stem: str) -> Cluster:
@@ -165,7 +164,7 @@ def _to_cluster(values: Mapping[str, Any], stem: str) -> Cluster:
     scale = {key: getattr(table, key) for key in AMOUNTS}
     amounts = {key: None if value is None else float(value * GIGA) for key, value in scale.items()}
     assumed = drawn.notes if drawn is not None and between is None and not table.notes else ()
-    return Cluster(
+    cluster = Cluster(
         name=name,
         nodes=table.nodes,
         devices_per_node=table.devices_per_node,
@@ -182,6 +181,8 @@ def _to_cluster(values: Mapping[str, Any], stem: str) -> Cluster:
         price_source=table.price_source,
         notes=(*table.notes, *assumed),
     )
+    suspected = suspicions(cluster, between, own_device=base is None)
+    return replace(cluster, notes=tuple(dict.fromkeys((*cluster.notes, *suspected))))
 
 
 def _check_links(table: ClusterTable, device: Device, links: Mapping[str, Link], between: Any) -> None:
@@ -189,6 +190,11 @@ def _check_links(table: ClusterTable, device: Device, links: Mapping[str, Link],
     if table.devices_per_node > 1 and not device.measured:
         with naming("inside"):
             check_inside(_in(links["inside"].bandwidth, GIGA), _in(max(device.peak_flops.values()), TERA))
+    with naming(""):
+        if table.host_bandwidth_gb_per_s is not None and not device.measured:
+            check_host(table.host_bandwidth_gb_per_s, _in(max(device.peak_flops.values()), TERA))
+        if table.storage_gb_per_s is not None and not device.measured:
+            check_storage(table.storage_gb_per_s)
     if table.nodes > 1:
         given_in_bits = isinstance(between, Mapping) and "gbit_per_s" in between
         with naming("between"):
@@ -221,11 +227,23 @@ def _to_device(given: Any, base: CatalogDevice | None) -> Device:
     if "peak_tflops" in own:
         below.pop("matmul_tflops", None)  # of another peak
     known = ("like", *DeviceTable.model_fields)
-    table = validate(DeviceTable, _over(below, own), "device", known=known, missing=LIKE)
-    if base is not None:
-        catalog = {name: _in(rate, TERA) for name, rate in base.device.peak_flops.items()}
-        check_sparse(base.device.name, table.peak_tflops, catalog)
+    table = validate(DeviceTable, over(below, own), "device", known=known, missing=LIKE)
+    if base is not None and not table.measured:
+        _check_like(table, own, base.device)
     return table.to_device()
+
+
+def _check_like(table: DeviceTable, own: Mapping[str, Any], base: Device) -> None:
+    """What the file gives for a device of the catalog against the catalog's."""
+    check_sparse(base.name, table.peak_tflops, {name: _in(rate, TERA) for name, rate in base.peak_flops.items()})
+    memory = Decimal(repr(base.memory_bytes))
+    alike = {
+        "memory_gb": memory / GIGA,
+        "memory_mib": memory / MEBI,
+        "bandwidth_gb_per_s": _in(base.memory_bandwidth, GIGA),
+    }
+    for key in alike.keys() & own.keys():
+        check_like(base.name, key, getattr(table, key), alike[key])
 
 
 def _to_link(which: str, given: Any, drawn: Cluster | None) -> Link:
@@ -249,28 +267,7 @@ def _to_link(which: str, given: Any, drawn: Cluster | None) -> Link:
         below = LinkTable.from_link(found)
         if own.keys() & {"bandwidth_gb_per_s", "gbit_per_s"}:
             below.pop("bytes_microseconds")  # of another bandwidth
-    return validate(LinkTable, _over(below, own), which, known=("like", *LinkTable.model_fields)).to_link()
-
-
-def _over(below: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """`own` over `below`; a figure in another unit displaces the one below."""
-    displaced = {OTHER_UNITS.get(key) for key in own}
-    kept = {key: value for key, value in _without_nothing(below).items() if key not in displaced}
-    merged = {
-        key: {**kept[key], **value} if isinstance(value, Mapping) and isinstance(kept.get(key), Mapping) else value
-        for key, value in own.items()
-    }
-    return {**kept, **merged}
-
-
-def _without_nothing(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what TOML cannot say, and without empty tables, lists and texts."""
-    found = {}
-    for key, value in values.items():
-        inner = _without_nothing(value) if isinstance(value, Mapping) else value
-        if inner is not None and inner not in ({}, [], ""):
-            found[key] = inner
-    return found
+    return validate(LinkTable, over(below, own), which, known=("like", *LinkTable.model_fields)).to_link()
 
 
 def _float(value: Decimal | None) -> float | None:

@@ -26,6 +26,8 @@ MOST_LINK_GB = 2_000  # NVLink 6 has 1800 in one direction
 MOST_GBIT = 1_600  # of one device between nodes; no adapter with more is sold
 LEAST_LATENCY_MICROSECONDS, MOST_LATENCY_MICROSECONDS = Decimal("0.01"), 100_000
 MOST_WATTS, FEW_WATTS = 10_000, 20
+LEAST_STORAGE_GB = Decimal("0.001")
+MUCH_MORE = Decimal("1.5")  # times the catalog's figure: another device, or another unit
 MOST_OVER_LINK = 10  # times a link's bandwidth; an all_gather of two moves twice of it
 
 # What a device of so many TFLOP/s has at least: of memory, of bandwidth, and of a link to its neighbours.
@@ -117,6 +119,8 @@ def check_link(key: str, given: Decimal, bandwidth_gb: Decimal, latency_microsec
             f"{key} = {plain(given)} is more than any link of one device has; did you mean {plain(given)} Gbit/s ="
             f" {plain(given / 8)} GB/s (gbit_per_s = {plain(given)})?"
         )
+    if key == "gbit_per_s" and bandwidth_gb > MOST_LINK_GB:
+        raise ValueError(f"{key} = {plain(given)} is more than any link of one device has; {in_smaller_bits(given)}")
     check_most(key, given, bandwidth_gb, MOST_LINK_GB, "any link of one device has")
     value = latency_microseconds
     if value > MOST_LATENCY_MICROSECONDS:
@@ -186,11 +190,48 @@ def check_sparse(device: str, own: Mapping[Precision, Decimal], catalog: Mapping
     """Peaks that a file gives for a catalog device against those of the catalog, TFLOP/s."""
     for precision, rate in own.items():
         dense = catalog.get(precision, rate)
-        if rate > dense * Decimal("1.5"):
+        if rate > dense * MUCH_MORE:
             raise ValueError(
                 f"peak_tflops.{precision} = {plain(rate)} is {float(rate / dense):.3g} times the dense peak of"
                 f" {device}, {plain(dense)}; is it the vendor's figure with sparsity?"
             )
+
+
+def check_like(device: str, key: str, own: Decimal, catalog: Decimal) -> None:
+    """Memory or bandwidth that a file gives for a catalog device against that of the catalog, in one unit."""
+    if own > catalog * MUCH_MORE:
+        raise ValueError(
+            f"{key} = {plain(own)} is {float(own / catalog):.3g} times that of {device}, {float(catalog):.5g}; is it"
+            " that of a node? A device of another kind takes no like"
+        )
+
+
+def check_host(bandwidth_gb: Decimal, fastest_tflops: Decimal) -> None:
+    """The bus between a fast device and its host, GB/s."""
+    if fastest_tflops > FAST_TFLOPS and bandwidth_gb < LEAST_INSIDE_GB:
+        raise ValueError(
+            f"host_bandwidth_gb_per_s = {plain(bandwidth_gb)} is less than any bus to a device of"
+            f" {plain(fastest_tflops)} TFLOP/s; did you mean {plain(bandwidth_gb)} TB/s ="
+            f" {plain(bandwidth_gb * 1000)} GB/s?"
+        )
+
+
+def check_storage(given: Decimal) -> None:
+    """What a node writes, GB/s, against the slowest disk."""
+    if given < LEAST_STORAGE_GB:
+        unit, factor = ("TB/s", 1000) if given * 1000 >= Decimal("0.1") else ("PB/s", 1_000_000)
+        raise ValueError(
+            f"storage_gb_per_s = {plain(given)} is less than any storage takes; did you mean {plain(given)} {unit} ="
+            f" {plain(given * factor)} GB/s?"
+        )
+
+
+def in_smaller_bits(given: Decimal) -> str:
+    """In which unit a link of so many Gbit/s would be possible."""
+    for factor, unit in ((Decimal(1000), "Mbit/s"), (MEGA, "kbit/s"), (GIGA, "bit/s")):
+        if given / factor <= MOST_GBIT:
+            return f"did you mean {unit}? {plain(given)} {unit} are {plain(given / factor)} Gbit/s"
+    return "give one device's"
 
 
 def in_smaller_units(given: Decimal, most: int | Decimal) -> str:

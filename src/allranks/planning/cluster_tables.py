@@ -32,6 +32,13 @@ def _is_number(value: object) -> object:
     return value
 
 
+OTHER_UNITS = {
+    "memory_gb": "memory_mib",
+    "memory_mib": "memory_gb",
+    "bandwidth_gb_per_s": "gbit_per_s",
+    "gbit_per_s": "bandwidth_gb_per_s",
+}
+
 # Decimal from the text of the file to the value in bytes or seconds: no figure is rounded twice, so that a file that
 # was written reads back bit for bit.
 Fixed = Literal["operation", "micro_step", "step", "unit_message", "move", "hop"]
@@ -220,6 +227,27 @@ class LinkTable(Table):
 def exactly(value: float | None, unit: Decimal) -> Decimal | None:
     """`value` counted in `unit`, a power of ten: the decimal that `float(decimal * unit)` makes `value` again."""
     return None if value is None else (Decimal(repr(value)) / unit).normalize()
+
+
+def over(below: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """`own` over `below`; a figure in another unit displaces the one below."""
+    displaced = {OTHER_UNITS.get(key) for key in own}
+    kept = {key: value for key, value in without_nothing(below).items() if key not in displaced}
+    merged = {
+        key: {**kept[key], **value} if isinstance(value, Mapping) and isinstance(kept.get(key), Mapping) else value
+        for key, value in own.items()
+    }
+    return {**kept, **merged}
+
+
+def without_nothing(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what TOML cannot say, and without empty tables, lists and texts."""
+    found = {}
+    for key, value in values.items():
+        inner = without_nothing(value) if isinstance(value, Mapping) else value
+        if inner is not None and inner not in ({}, [], ""):
+            found[key] = inner
+    return found
 
 
 def _float(value: Decimal | None) -> float | None:

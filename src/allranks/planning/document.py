@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from allranks.config_sections import LayoutConfig
+from allranks.config_sections import AXES, LayoutConfig
 from allranks.config_toml import render_toml
 from allranks.layout import Layout
 from allranks.plan import Checked, Choice, Estimate, MemoryUse, Plan, Ranked, Span
@@ -129,13 +129,14 @@ def run_toml(choice: Choice, task: str | None, micro_steps: int | None, settings
 
 
 def layout_table(layout: Layout) -> dict[str, object]:
-    """The table `[layout]` that means `layout`: its degrees, and the modes that are not the default."""
-    names = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
-    degrees: dict[str, object] = {name: getattr(layout, name) for name in names if getattr(layout, name) > 1}
-    if not degrees:
-        return {"dp_replicate": 1}
+    """The table `[layout]` that means `layout`: its kind and degrees, and the modes that are not the default."""
     usual = LayoutConfig()
-    modes = ("schedule", "recompute", "offload", "compile", "context", "gather", "ddp_hook")
-    found = {name: getattr(layout, name) for name in modes if getattr(layout, name) != getattr(usual, name)}
+    kind: dict[str, object] = {"kind": layout.kind} if layout.kind in ("data_parallel", "placement") else {}
+    degrees: dict[str, object] = {name: getattr(layout, name) for name in AXES if getattr(layout, name) > 1}
+    if not degrees and not kind:
+        degrees = {"dp_replicate": 1}
     shared = {"sharding": layout.sharding} if layout.dp_shard > 1 or layout.sharding == "none" else {}
-    return {**degrees, **shared, **found}
+    modes = [name for name in LayoutConfig.model_fields if name not in (*AXES, "kind", "sharding", "placement")]
+    found = {name: getattr(layout, name) for name in modes if getattr(layout, name) != getattr(usual, name)}
+    placed: dict[str, object] = {"placement": dict(layout.placement)} if layout.placement else {}
+    return {**kind, **degrees, **shared, **found, **placed}

@@ -6,7 +6,7 @@ from typing import Any
 
 from allranks.layout import Layout
 from allranks.plan import Choice, Estimate, Ranked, Refusal
-from allranks.planning.choices import SCHEDULES, Space, kept_modes, of_layout
+from allranks.planning.choices import CONTEXTS, SCHEDULES, Space, kept_modes, of_layout
 from allranks.planning.reasons import why_not
 from allranks.planning.rules import divisors
 from allranks.planning.search import Search, rank
@@ -55,7 +55,7 @@ def _widest(search: Search, axis: str) -> tuple[Estimate | None, list[Refusal]]:
     first: list[Refusal] = []
     for degree in reversed(divisors(total)[1:]):
         degrees: dict[str, Any] = {axis: degree, "dp_replicate": total // degree}
-        layouts = [Layout(**degrees, **modes) for modes in _ways(axis)]
+        layouts = [Layout(**degrees, **modes) for modes in _ways(search.space, axis)]
         found, refused = _best_of(search, layouts)
         first = first or refused[:1]
         if found is not None:
@@ -63,10 +63,10 @@ def _widest(search: Search, axis: str) -> tuple[Estimate | None, list[Refusal]]:
     return None, first
 
 
-def _ways(axis: str) -> list[dict[str, Any]]:
+def _ways(space: Space, axis: str) -> list[dict[str, Any]]:
     if axis == "pp":
         return [{"schedule": schedule} for schedule in SCHEDULES]
-    return [{"context": kind} for kind in ("ulysses", "ring")] if axis == "cp" else [{}]
+    return [{"context": kind} for kind in space.options("context", CONTEXTS)] if axis == "cp" else [{}]
 
 
 def _best_of(search: Search, layouts: list[Layout]) -> tuple[Estimate | None, list[Refusal]]:
@@ -81,4 +81,5 @@ def _best_of(search: Search, layouts: list[Layout]) -> tuple[Estimate | None, li
 
 def _members(space: Space, layout: Layout, refusals: dict[tuple[str, str], Refusal]) -> Iterator[Choice]:
     for recompute, offload in kept_modes(space):
-        yield from of_layout(space, replace(layout, recompute=recompute, offload=offload), refusals)
+        kept = space.with_fixed(replace(layout, recompute=recompute, offload=offload))
+        yield from of_layout(space, kept, refusals)

@@ -2,8 +2,8 @@
 
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import final
+from dataclasses import asdict, dataclass
+from typing import Any, final
 
 from allranks.model_profile import Block, ModelProfile
 from allranks.plan import Estimate, Plan
@@ -101,6 +101,36 @@ def render_guide() -> str:
     return "\n".join([*lines, "", f"The same {more}"])
 
 
+def guide_document() -> dict[str, Any]:
+    """The guide without a model, as data: `guide`."""
+    return {"guide": [asdict(turn) for turn in GUIDE]}
+
+
+def explanation_document(plan: Plan, make_profile: MakeProfile) -> dict[str, Any]:
+    """`guide`, each turn with the numbers of `plan` in words, and `blocks`; without them where all is refused."""
+    leading = plan.leading
+    if leading is None:
+        return {"guide": [{**asdict(turn), "numbers": []} for turn in GUIDE], "blocks": []}
+    found = leading.estimate
+    profile = make_profile(plan.seq or None, found.choice.precision)
+    turns = [{**asdict(turn), "numbers": list(_numbers(turn, plan, profile, found))} for turn in GUIDE]
+    gather = setting_of(found.choice).mechanisms.gather_bytes
+    return {"guide": turns, "blocks": [_block_document(block, gather) for block in _largest_first(profile)]}
+
+
+def _block_document(block: Block, gather_bytes: float) -> dict[str, Any]:
+    """One of `count` alike, whole, for one sample."""
+    return {
+        "unit": block.name,
+        "count": block.count,
+        "parameters": block.parameters,
+        "gathered_bytes": block.parameters * gather_bytes,
+        "kept_bytes": block.saved_bytes,
+        "kept_bytes_recompute_full": _kept_in_full(block),
+        "kept_most_by": _keepers(block),
+    }
+
+
 def render_explanation(plan: Plan, make_profile: MakeProfile) -> str:
     """The guide with the numbers of `plan`, then the blocks of its model with what each holds."""
     leading = plan.leading
@@ -156,19 +186,27 @@ def _blocks(profile: ModelProfile, leading: Estimate) -> list[str]:
         f"The blocks, whole, for one sample ({choice.precision}); a forward has {choice.micro_batch} of them",
         f"  {'unit':<22}{'parameters':>12}{'gathered':>11}{'kept':>11}{'recompute=full':>16}   kept most by",
     ]
-    for block in sorted(profile.blocks, key=lambda one: -one.saved_bytes * one.count):
+    for block in _largest_first(profile):
         name = block.name if block.count == 1 else f"{block.count} x {block.name}"
-        kept = block.input_bytes if block.repeated else block.saved_bytes
-        lines.append(
-            f"  {name:<22}{format_count(block.parameters):>12}{format_bytes(block.parameters * how.gather_bytes):>11}"
-            f"{format_bytes(block.saved_bytes):>11}{format_bytes(kept):>16}   {_keepers(block)}"[:WIDTH]
-        )
+        sizes = (block.parameters * how.gather_bytes, block.saved_bytes, _kept_in_full(block))
+        gathered, kept, full = (format_bytes(size) for size in sizes)
+        row = f"  {name:<22}{format_count(block.parameters):>12}{gathered:>11}{kept:>11}{full:>16}"
+        lines.append(f"{row}   {', '.join(_keepers(block))}"[:WIDTH])
     return [*lines, "  kept, gathered and parameters are of one of the units; tp, cp and ep divide them"]
 
 
-def _keepers(block: Block) -> str:
+def _largest_first(profile: ModelProfile) -> list[Block]:
+    return sorted(profile.blocks, key=lambda one: -one.saved_bytes * one.count)
+
+
+def _kept_in_full(block: Block) -> float:
+    """Under recompute=full."""
+    return block.input_bytes if block.repeated else block.saved_bytes
+
+
+def _keepers(block: Block) -> list[str]:
     most = sorted(block.operations, key=lambda one: -one.saved_bytes)[:LISTED_OPERATIONS]
-    return ", ".join(one.name.rpartition(".")[2] or one.name for one in most if one.saved_bytes)
+    return [one.name.rpartition(".")[2] or one.name for one in most if one.saved_bytes]
 
 
 def _fill(head: str, text: str) -> list[str]:

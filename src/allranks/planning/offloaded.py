@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from allranks.layout_string import MODES
 from allranks.plan import Estimate, Ranked, Refusal
 from allranks.planning.choices import Space
 from allranks.planning.reasons import refused_by_host
@@ -29,7 +30,11 @@ def with_parameters_on_host(space: Space, closest: Estimate, *, checked: bool = 
     found = searched.best
     if found is None:
         return None if searched.nearest is None else refused_by_host(searched.nearest)
-    asked = str(fixed) if fixed is not None else ",".join(["auto", *(f"{key}={value}" for key, value in modes.items())])
+    asked = (
+        str(fixed)
+        if fixed is not None
+        else ",".join(["auto", *(f"{key}={value}" for key, value in modes.items() if key in MODES)])
+    )
     left = "; --check has not rehearsed it" if checked else ""
     return Ranked(found, f"{price_of(found, closest)}{left}; ask for it: --layout {asked}")
 

@@ -37,7 +37,7 @@ class Question:
         micro_batch: fixed by the user, or None.
         micro_steps: of a Task whose statistics or loss depend on them, or None.
         layout: degrees and modes that the user wrote; None where every one is open.
-        modes: what is fixed where degrees are open ("recompute", "offload", "schedule", "sharding").
+        modes: of a layout, by the names of its config; what is fixed where degrees are open.
         tokens: to train on; limits of time in seconds and of money in the cluster's currency.
         what_ifs: changes to look at, besides the usual ones: `KEY=VALUE`.
         notes: what was decided on the way here.
@@ -53,7 +53,7 @@ class Question:
     micro_batch: int | None = None
     micro_steps: int | None = None
     layout: LayoutConfig | None = None
-    modes: Mapping[str, str] = field(default_factory=dict)
+    modes: Mapping[str, object] = field(default_factory=dict)
     tokens: float | None = None
     limit_seconds: float | None = None
     limit_money: float | None = None

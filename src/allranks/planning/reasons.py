@@ -1,5 +1,6 @@
 """Why: one line for each configuration in a plan, with the numbers that decide."""
 
+import math
 from dataclasses import fields
 
 from allranks.plan import Estimate, MemoryUse, Refusal, StepTime
@@ -32,6 +33,8 @@ HOLDINGS = {
 }
 NOTICED = 0.01
 """A share of the step time below which two configurations count as equally fast."""
+NOT_SEEN = 0.005
+"""A share that a whole percentage rounds to none."""
 
 
 def seconds_by_cause(time: StepTime) -> dict[str, float]:
@@ -109,12 +112,31 @@ def refused_by_host(other: Estimate) -> Refusal | None:
 
 
 def difference(other: Estimate, first: Estimate) -> str:
-    """`-39.0 GB, -11% speed`: what a change does to memory and to samples per second, and whether it still fits."""
+    """`-39.0 GB, -11% speed`: what a change does to memory and to samples per second, and whether it still fits.
+
+    Where samples have another length, speed is in tokens: `+1.2 GB, +3% tokens/s`.
+    """
     size = other.memory.total - first.memory.total
-    speed = other.samples_per_second / first.samples_per_second - 1 if first.samples_per_second else 0.0
+    speed, noun = _faster(other, first)
     fit = "" if other.fits == first.fits else ", then it fits" if other.fits else ", then it does not fit"
     host = f", {format_bytes(other.host_bytes)} in each host's memory" if other.host_bytes != first.host_bytes else ""
-    return f"{'+' if size >= 0 else '-'}{format_bytes(abs(size))}, {speed:+.0%} speed{host}{fit}"
+    if abs(size) < 1 and abs(speed) < NOT_SEEN and not fit and not host:
+        same = other.step_seconds == first.step_seconds
+        return "changes nothing here" if same else f"changes no memory, and {noun} by less than {NOT_SEEN:.1%}"
+    return f"{'+' if size >= 0 else '-'}{format_bytes(abs(size))}, {speed:+.0%} {noun}{host}{fit}"
+
+
+def _faster(other: Estimate, first: Estimate) -> tuple[float, str]:
+    """By what share, and of what: samples a second, or tokens where a sample has another number of them."""
+    crossed = (
+        other.tokens_per_second * first.samples_per_second,
+        first.tokens_per_second * other.samples_per_second,
+    )
+    if math.isclose(*crossed):
+        there, here, noun = other.samples_per_second, first.samples_per_second, "speed"
+    else:
+        there, here, noun = other.tokens_per_second, first.tokens_per_second, "tokens/s"
+    return (there / here - 1 if here else 0.0), noun
 
 
 def _what_grows(slow: StepTime, fast: StepTime) -> str:

@@ -17,6 +17,7 @@ from allranks.layout import Layout
 from allranks.layout_refusals import refuse_beside_float8, refuse_unsupported
 from allranks.model_profile import ModelProfile, Operation
 from allranks.plan import Choice, Refusal
+from allranks.planning.sending_less import slow_links
 
 Rule = Callable[[ModelProfile, Cluster, Choice], Refusal | None]
 
@@ -87,12 +88,13 @@ def tensor(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal |
         return Refusal("tensor", f"tp={tp}", f"tp finds no layer of {profile.name} to cut: see hints().tensor")
     for number, noun in ((profile.heads, "heads"), (profile.kv_heads, "key-value heads")):
         if number % tp:
-            return Refusal("tensor", f"tp={tp}", f"tp={tp} does not divide {number} {noun}; {_divisors('tp', number)}")
+            return Refusal("tensor", f"tp={tp}", f"tp={tp} does not divide {number} {noun}; {_tensor_degrees(profile)}")
     for block in profile.blocks:
         for operation in block.operations:
             if size := _uncut_size(operation, tp):
                 what = f"{size} {'outputs' if operation.cut == 'column' else 'inputs'} of {block.name}.{operation.name}"
-                return Refusal("tensor", f"tp={tp}", f"tp={tp} does not divide the {what}; {_divisors('tp', size)}")
+                because = f"tp={tp} does not divide the {what}; {_tensor_degrees(profile)}"
+                return Refusal("tensor", f"tp={tp}", because)
     return None
 
 
@@ -225,9 +227,9 @@ def modes(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Refusal | 
 
 RULES: tuple[Rule, ...] = (
     *(world, batch, precision, tensor, context, expert, pipeline_blocks, chunks, pipeline_batch),
-    *(sharding, blocks, modes),
+    *(sharding, blocks, modes, slow_links),
 )
-MODE_RULES: tuple[Rule, ...] = (precision, sharding, blocks, modes)
+MODE_RULES: tuple[Rule, ...] = (precision, sharding, blocks, modes, slow_links)
 """Those of them that ask how a copy is shared, what is recomputed and what is moved to the host."""
 
 
@@ -256,10 +258,21 @@ def _unsupported(
 
 def _uncut_size(operation: Operation, tp: int) -> int:
     """The size of a matrix that tp would have to divide and does not; 0 where it does."""
+    size = _cut_size(operation)
+    return size if size % tp else 0
+
+
+def _cut_size(operation: Operation) -> int:
+    """The size of a matrix that tp cuts; 0 where it cuts none."""
     if operation.kind != "matmul" or operation.cut not in ("column", "row") or len(operation.shape) < 3:
         return 0
-    size = operation.shape[1 if operation.cut == "column" else 2]
-    return size if size % tp else 0
+    return operation.shape[1 if operation.cut == "column" else 2]
+
+
+def _tensor_degrees(profile: ModelProfile) -> str:
+    """The degrees that divide all that tp has to: one that divides heads alone would be refused for the next reason."""
+    sizes = [_cut_size(operation) for block in profile.blocks for operation in block.operations]
+    return _divisors("tp", math.gcd(profile.heads, profile.kv_heads, *sizes))
 
 
 def _divisors(axis: str, number: int) -> str:

@@ -15,7 +15,7 @@ from allranks.layout import Layout
 from allranks.layout_refusals import SPLIT_BACKWARD
 from allranks.model_profile import ModelProfile
 from allranks.plan import Choice, Estimate, Refusal, Span, StepTime
-from allranks.planning.choices import RECOMPUTES, Group, Space, groups, kept_modes, layouts, members, of_layout, splits
+from allranks.planning.choices import RECOMPUTES, Group, Space, groups, kept_modes, members, of_layout, splits
 from allranks.planning.corrections import least_factor
 from allranks.planning.estimate import estimate
 from allranks.planning.room import room_of
@@ -140,7 +140,7 @@ class Search:
             return self.weigh(of_layout(self.space, self.space.layout, self.found.refusals))
         for precision in self._fastest_first():
             waves: dict[int, list[Layout]] = {}
-            for layout in layouts(self.space.cluster, self.space.profiles[precision]):
+            for layout in self.space.layouts(self.space.profiles[precision]):
                 waves.setdefault(layout.cp, []).append(layout)
             hopeless: set[tuple[int, int, int, str]] = set()
             for _, wave in sorted(waves.items()):
