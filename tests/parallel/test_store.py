@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from allranks.errors import ProcessError
 from allranks.parallel import store as module
