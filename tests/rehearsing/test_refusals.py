@@ -95,8 +95,8 @@ def test_an_optimizer_that_mixes_plain_tensors_with_shards_is_told_so() -> None:
         rehearsed(Whitened(), "fsdp", 2)
     pattern = (
         r"a step of Whitened under dp_shard=2 would fail: .*DTensor.* \(in the update, test_refusals\.py:\d+\); "
-        r"FSDP's parameters and their gradients are DTensors: take full_tensor\(\) of them there \(to_local\(\) is this "
-        r"rank's part\), or --layout ddp, where they are plain"
+        r"FSDP's parameters and their gradients are DTensors: take full_tensor\(\) of them there \(to_local\(\) is "
+        r"this rank's part\), or --layout ddp, where they are plain"
     )
     assert re.fullmatch(pattern, str(caught.value))
     missing = RuntimeError("Operator aten.geqrf.default does not have a sharding strategy registered.")
