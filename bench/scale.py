@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from allranks.checkpointing.checkpoint import Header
 from allranks.checkpointing.commit import Share, merge
-from allranks.checkpointing.manifest import parse_manifest, render_manifest
+from allranks.checkpointing.manifest import CHUNK_BYTES, parse_manifest, render_manifest
 from allranks.config import Config
 from allranks.data.cut import Cut
 from allranks.data.permutation import permute
@@ -44,6 +44,9 @@ from allranks.surviving.hosts.seal import Seal
 from allranks.surviving.hosts.state import StateReader
 
 CHUNK = "0" * 64
+LAST_BYTES = 1 << 20
+GROWTH = ((50, 1), (200, 1), (800, 1), (200, 8))
+"""(Tensors, chunks of each rank's file) of saves whose bytes are counted."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +103,19 @@ def agreement(ranks: tuple[int, ...]) -> Iterator[Row]:
         yield Row("agreement on a step: one rank's vector", "ranks", number, None, vector.numel() * 8)
 
 
-def shares(ranks: int, tensors: int) -> list[Share]:
-    """What so many ranks tell the first one after they have written a checkpoint of sharded tensors."""
+def shares(ranks: int, tensors: int, chunks: int = 1) -> list[Share]:
+    """What so many ranks tell the first one after they have written a checkpoint of sharded tensors.
+
+    Args:
+        chunks: of each rank's file, 16 MiB each but for the last.
+    """
+    last = chunks - 1
+    pieces = [[n * CHUNK_BYTES, CHUNK_BYTES if n < last else LAST_BYTES, CHUNK] for n in range(chunks)]
     found = []
     for rank in range(ranks):
         whole, offset, extent = (8 * ranks, 4), (8 * rank, 0), (8, 4)
         mine = [(f"model.layers.{n}.weight", "float32", whole, offset, extent, n) for n in range(tensors)]
-        file = {f"rank-{rank}.safetensors": {"bytes": 1 << 20, "chunks": [[0, 1 << 20, CHUNK]]}}
+        file = {f"rank-{rank}.safetensors": {"bytes": last * CHUNK_BYTES + LAST_BYTES, "chunks": pieces}}
         held = [(name, dtype, shape) for name, dtype, shape, *_ in mine] if rank == 0 else []
         found.append(Share(rank, files=file, tensors=mine, held=held))
     return found
@@ -123,6 +132,18 @@ def manifest(ranks: tuple[int, ...], tensors: int) -> Iterator[Row]:
         yield Row(f"saving {tensors} tensors: gathered and merged by the first rank", "ranks", number, took, gathered)
         read = timed(partial(parse_manifest, text.encode(), "scale"))
         yield Row(f"saving {tensors} tensors: the manifest, read by every rank", "ranks", number, read, len(text))
+
+
+def growth(ranks: int, sizes: tuple[tuple[int, int], ...]) -> Iterator[Row]:
+    """What a save's bytes grow with besides ranks: (tensors, chunks of each file) at one number of ranks."""
+    header = Header("scale", 1, "fsdp", 1, 1)
+    for tensors, chunks in sizes:
+        told = shares(ranks, tensors, chunks)
+        what = f"saving {tensors} tensors in files of {chunks} chunk{'s' * (chunks > 1)}"
+        gathered = sum(len(json.dumps(asdict(share))) for share in told)
+        yield Row(f"{what}: gathered by the first rank", "ranks", ranks, None, gathered)
+        text = render_manifest(merge(header, told, {}, "2", "scale"))
+        yield Row(f"{what}: the manifest", "ranks", ranks, None, len(text))
 
 
 def start(ranks: tuple[int, ...]) -> Iterator[Row]:
@@ -211,6 +232,7 @@ def measure(quick: bool) -> list[Row]:
         *journal((10**6, 10**15)),
         *digests((64, 4096) if quick else (64, 4096, 131072)),
         *manifest(ranks, 20 if quick else 200),
+        *growth(64 if quick else 512, GROWTH),
         *meeting((8, 64) if quick else (8, 512, 16384)),
         *mesh(ranks),
         *plan((8, 64) if quick else (8, 256, 2048, 16384)),

@@ -3,15 +3,17 @@
 Planning and simulating take seconds and run each time; the dry runs take a minute and a half of a core together.
 """
 
+import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from allranks.cli.main import main
-from tests.commands import allranks
+from tests.commands import PROGRAMS, allranks
 from tests.test_documentation import ROOT
 
 PAGE = ROOT / "docs" / "tutorial" / "hundred-billion.md"
@@ -90,10 +92,16 @@ def test_what_is_rehearsed_is_what_was_planned() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(3))
-def test_what_a_dry_run_prints(number: int, tmp_path: Path) -> None:
+def test_what_a_dry_run_prints_and_needs(number: int, tmp_path: Path) -> None:
+    """Less than 1 GB and a minute of a core; what would help (--remedies) is rehearsed besides, and takes its own."""
     words, excerpts = of_command("dryrun")[number]
-    ran = allranks(*words[1:], folder=tmp_path, check=1 if "\ndoes not fit: " in excerpts[0] else 0)
+    check, used = 1 if "\ndoes not fit: " in excerpts[0] else 0, tmp_path / "used.json"
+    launcher = (sys.executable, str(PROGRAMS / "usage.py"), str(used))
+    ran = allranks(*words[1:], folder=tmp_path, check=check, launcher=launcher)
     assert [missing(excerpt, ran.stdout) for excerpt in excerpts] == [""] * len(excerpts), ran.stdout
+    found = json.loads(used.read_text())
+    assert found["memory_bytes"] < 1e9
+    assert found["processor_seconds"] < (120 if "--remedies" in words else 60)
 
 
 def test_every_figure_in_the_text_was_printed() -> None:

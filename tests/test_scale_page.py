@@ -1,6 +1,7 @@
 """docs/explanation/scale.md: its program runs, and what it says of growth is what is measured."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.commands import environment
-from tools.scale import RESULTS, extrapolate, table
+from tools.scale import RESULTS, Growth, extrapolate, table
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,8 +72,36 @@ def test_the_position_is_one_number(rows: list[dict[str, Any]]) -> None:
     assert max(sizes(rows, "order")) <= 20
 
 
+@pytest.mark.parametrize("name", ["gathered by the first rank", "the manifest"])
+def test_what_a_save_tells_grows_with_its_tensors_and_chunks(rows: list[dict[str, Any]], name: str) -> None:
+    """600 tensors more add four times what 150 more do; in files of eight chunks each rank tells of seven more."""
+    found = {
+        tuple(int(number) for number in re.findall(r"\d+", row["part"])): row["size_bytes"]
+        for row in rows
+        if row["part"].endswith(f": {name}")
+    }
+    assert set(found) == {(50, 1), (200, 1), (800, 1), (200, 8)}
+    assert (found[800, 1] - found[200, 1]) / (found[200, 1] - found[50, 1]) == pytest.approx(4, rel=0.05)
+    (ranks,) = {row["number"] for row in rows if row["part"].endswith(f": {name}")}
+    assert (found[200, 8] - found[200, 1]) / (7 * ranks) == pytest.approx(90, rel=0.05)  # a line with a SHA-256
+    grown = found[800, 1] / found[50, 1]
+    assert grown == pytest.approx(16, rel=0.05) if name.startswith("gathered") else grown < 16
+
+
+def test_what_a_save_tells_is_reckoned_from_its_bytes() -> None:
+    """The bytes of every measured save follow from what one rank, one tensor and one chunk add."""
+    stored = json.loads(RESULTS.read_text())["rows"]
+    gathered, manifest = (Growth.of(stored, name) for name in ("gathered by the first rank", "the manifest"))
+    for row in (row for row in stored if row["part"].startswith("saving 200 tensors: ")):
+        ranks = row["number"]
+        one = gathered if "gathered" in row["part"] else manifest
+        tensor = one.tensor * (ranks if one is gathered else 1)
+        assert row["size_bytes"] == pytest.approx(ranks * one.rank + 200 * tensor, rel=0.05)
+
+
 def test_an_extrapolation_is_in_proportion() -> None:
-    rows = [{"part": "saving 100 tensors: gathered and merged", "number": 4096, "microseconds": 1e6, "size_bytes": 100}]
+    merged = {"part": "saving 100 tensors: gathered and merged", "number": 4096, "microseconds": 1e6, "size_bytes": 100}
+    rows = [merged, *(row for row in json.loads(RESULTS.read_text())["rows"] if " in files of " in row["part"])]
 
     assert extrapolate(rows)["gather_seconds"] == "2 min 17 s"
     assert extrapolate(rows)["gather_bytes"] == "13.7 kB"

@@ -5,6 +5,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,46 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "scale.json"
 TEMPLATE = ROOT / "tools" / "scale.md"
 BYTES_PER_PARAMETER = 12
-BYTES_PER_CHUNK = 85
-"""Of a manifest: the line of one chunk, offset, length and SHA-256 in hexadecimal digits."""
+LARGE_RANKS, LARGE_PARAMETERS, LARGE_PARTS = 100_000, 10e12, 50_000
+"""The largest run that the page reckons: its ranks, its parameters, and of each tensor the parts."""
+LLAMA_TENSORS = 3 * 1138
+"""Of Llama 3 405B: 126 blocks of 9, embedding, norm, head and their two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Bytes of what a save gathers, or writes as its manifest, besides a start that a large one has forgotten.
+
+    Attributes:
+        rank: for each rank's file with one chunk; chunk: for each chunk more.
+        tensor: for each tensor, where it is gathered from each rank for each of its parts.
+    """
+
+    rank: float
+    tensor: float
+    chunk: float
+
+    @classmethod
+    def of(cls, rows: list[dict[str, Any]], name: str) -> "Growth":
+        """From the rows of `growth` in bench/scale.py that end with `name`."""
+        found: dict[tuple[int, int], float] = {}
+        ranks = 0
+        for row in rows:
+            words = row["part"].split(" ")
+            if row["part"].endswith(f": {name}") and "files" in words:
+                found[int(words[1]), int(words[words.index("of") + 1])] = row["size_bytes"]
+                ranks = row["number"]
+        (few, one), (many, _) = min(found), max(found)
+        tensor = (found[many, one] - found[few, one]) / (many - few)
+        (usual, chunks) = max(found, key=lambda size: size[1])
+        chunk = (found[usual, chunks] - found[usual, one]) / ((chunks - one) * ranks)
+        per_rank = (found[few, one] - few * tensor) / ranks
+        return cls(per_rank, tensor / ranks if name.startswith("gathered") else tensor, chunk)
+
+    def of_large(self, parts: int) -> float:
+        """Bytes in the largest run; of each tensor so many parts are told."""
+        chunks = LARGE_PARAMETERS * BYTES_PER_PARAMETER / CHUNK_BYTES - LARGE_RANKS
+        return LARGE_RANKS * self.rank + LLAMA_TENSORS * parts * self.tensor + chunks * self.chunk
 
 
 def render_scale(note: str) -> str:
@@ -44,13 +83,13 @@ def extrapolate(rows: list[dict[str, Any]]) -> dict[str, str]:
     """What the largest measurement of a save says of one of 405 billion parameters on 16,384 ranks, and its limits."""
     last = [row for row in rows if "gathered and merged" in row["part"]][-1]
     measured = int(last["part"].split()[1])
-    tensors = 3 * 1138  # of Llama 3 405B: 126 blocks of 9, embedding, norm, head and their two moments
-    times = 16384 / last["number"] * tensors / measured
+    times = 16384 / last["number"] * LLAMA_TENSORS / measured
     met = [row for row in rows if row["part"].startswith("rendezvous")]
     most = met[-1] if met else {"number": 0, "size_bytes": 0}
     told = [row for row in rows if row["part"].startswith("digests")]
     digest = told[-1] if told else {"number": 0, "size_bytes": 0, "microseconds": 0.0}
-    limit = MANIFEST_BYTES_CAP / BYTES_PER_CHUNK * CHUNK_BYTES
+    gathered, manifest = (Growth.of(rows, name) for name in ("gathered by the first rank", "the manifest"))
+    limit = MANIFEST_BYTES_CAP / manifest.chunk * CHUNK_BYTES
     return {
         "measured_ranks": f"{last['number']:,}",
         "measured_tensors": str(measured),
@@ -65,5 +104,10 @@ def extrapolate(rows: list[dict[str, Any]]) -> dict[str, str]:
         "manifest_cap": format_bytes(MANIFEST_BYTES_CAP),
         "limit_bytes": format_bytes(limit),
         "limit_parameters": f"{limit / BYTES_PER_PARAMETER / 1e12:.0f}",
-        "ten_trillion": format_bytes(10e12 * BYTES_PER_PARAMETER),
+        "ten_trillion": format_bytes(LARGE_PARAMETERS * BYTES_PER_PARAMETER),
+        "large_ranks": f"{LARGE_RANKS:,}",
+        "large_parts": f"{LARGE_PARTS:,}",
+        "large_tensors": f"{LLAMA_TENSORS:,}",
+        "large_gathered": format_bytes(gathered.of_large(LARGE_PARTS)),
+        "large_manifest": format_bytes(manifest.of_large(1)),
     }

@@ -1,7 +1,10 @@
 """What moves in a rehearsed step: messages between ranks, and transfers between a device and its host. Values only."""
 
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
+
+COPIES_OF_EXPERTS: Final = "copies of experts"
+"""The axis of what ranks that hold the same experts sum: with ep, of more data-parallel ranks than it has."""
 
 
 @final
@@ -10,7 +13,7 @@ class Collective:
     """Messages of one kind in one optimizer step.
 
     Attributes:
-        axis: of the layout, or what the group is for ("data", "all").
+        axis: of the layout, several of them ("dp_replicate+cp"), or what the group is for (COPIES_OF_EXPERTS, "all").
         op: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "receive".
         bytes: that this rank receives in all of them together (of an all-reduce 2 (n - 1) / n of its size; what it
             sends in a send); count: how many.

@@ -21,27 +21,28 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from allranks.config import Config
 from allranks.layout import Layout
-from allranks.models.moe import Router
 from allranks.parallel import lines
 from allranks.parallel.mesh import MESH_AXES
 from allranks.rehearsing.dryrun import World, rehearse_rank
 from allranks.training.prepare import resolve_layout
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of
-from tests.rehearsing.tasks import Experts, Tokens
+from tests.rehearsing.tasks import EvenExperts, Tokens
 
-Recorded = list[tuple[tuple[int, ...], str, int]]
-"""Of each message: the ranks of its group (() where the record has none), its kind, the bytes that a rank receives."""
+Over = tuple[str, tuple[int, ...]]
+"""A group: torch's number of it, which two groups of the same ranks differ by, and its ranks."""
+UNKNOWN: Over = ("", ())
+Recorded = list[tuple[Over, str, int]]
+"""Of each message: the group (UNKNOWN where the record has none), its kind, the bytes that a rank receives."""
 
 SIZES: dict[str, Any] = {"hidden": 128, "seq": 128, "vocab": 512, "layers": 4}
 WARM_STEPS = 2  # DDP makes its buckets anew in the second
@@ -62,30 +63,6 @@ KINDS = {
 POINT_TO_POINT = {"gloo:send": "send", "gloo:recv": "receive"}
 
 
-@final
-class InTurn(Router):
-    """Chooses the experts in turn: as many tokens for each."""
-
-    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = self.score(tokens).sigmoid()
-        first = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
-        chosen = (first + torch.arange(self.top_k, device=tokens.device)) % len(self.bias)
-        weights = scores.gather(1, chosen)
-        return chosen, weights / weights.sum(-1, keepdim=True)
-
-
-@final
-class EvenExperts(Experts):
-    """Its experts all get the same number of tokens."""
-
-    def model(self) -> nn.Module:
-        model = super().model()
-        blocks: Any = model.layers
-        for block in blocks:
-            block.feed_forward.router = InTurn(self.hidden, 4, 2)
-        return model
-
-
 ACCUMULATED = ("train.micro_batch=1",)
 RING = ("layout.context=ring",)
 FIRST = [(Tokens, "ddp", 2, ("layout.ddp_bucket_mb=1",))]
@@ -103,6 +80,7 @@ OTHERS = [
     (Tokens, "pp=2,schedule=interleaved", 2, ACCUMULATED),
     (EvenExperts, "dp_replicate=2,ep=2", 2, ()),
     (EvenExperts, "dp_shard=4,ep=2", 4, ()),
+    (EvenExperts, "dp_replicate=2,tp=2,ep=2", 4, ()),
     (Tokens, "tp=4", 4, ()),
     (Tokens, "tp=2,dp_shard=2", 4, ()),
     (Tokens, "pp=2,dp_shard=2", 4, ACCUMULATED),
@@ -163,7 +141,8 @@ def joined(events: Sequence[Any], flown: Sequence[Mapping[str, Any]], agreement:
     of_gloo = Counter((one.name(), size_of(one.shapes()[0], one.dtypes()[0])) for one in done if one not in between)
     of_recorder = Counter((one["profiling_name"], given(one, "input")) for one in flown)
     assert of_gloo == of_recorder
-    found: Recorded = [((), POINT_TO_POINT[one.name()], size_of(one.shapes()[0], one.dtypes()[0])) for one in between]
+    sizes = ((one.name(), size_of(one.shapes()[0], one.dtypes()[0])) for one in between)
+    found: Recorded = [(UNKNOWN, POINT_TO_POINT[name], size) for name, size in sizes]
     flown = [entry for entry in flown if entry["process_group"][0] not in asking]
     for event, entry in zip(asked, flown, strict=True):
         name, group = event.name().removeprefix("c10d::"), groups[entry["process_group"][0]]
@@ -172,7 +151,7 @@ def joined(events: Sequence[Any], flown: Sequence[Mapping[str, Any]], agreement:
         if group.group_name != agreement:
             ranks = tuple(dist.get_process_group_ranks(group))
             size = received(kind, event.concrete_inputs(), entry, len(ranks), dist.get_rank(group))
-            found.append((ranks, kind, size))
+            found.append(((group.group_name, ranks), kind, size))
     return found
 
 
@@ -208,16 +187,32 @@ def size_of(shape: Sequence[int], dtype: str) -> int:
     return math.prod(shape) * WIDTHS[dtype]
 
 
-def axis_of(ranks: tuple[int, ...], layout: Layout) -> str:
-    """The axes along which the ranks of a group differ, reckoned from the degrees; () is of the axis that sends."""
+def axis_of(ranks: tuple[int, ...], layout: Layout, *, exchanges: bool) -> str:
+    """The axes along which the ranks of a group differ, reckoned from the degrees; () is of the axis that sends.
+
+    Args:
+        exchanges: whether any all-to-all goes over the group. Where no parameters are shared, of the ranks that see
+            other samples those alone exchange anything that share out experts.
+    """
     if not ranks:
         return "pp" if layout.pp > 1 else "cp"
     degrees = {axis: getattr(layout, axis) for axis in MESH_AXES}
     places = torch.unravel_index(torch.tensor(ranks), tuple(degrees.values()))
     moved = [axis for axis, place in zip(degrees, places, strict=True) if len(place.unique()) > 1]
     if len(ranks) == math.prod(degrees[axis] for axis in moved):
-        return "+".join(moved)
+        return "ep" if exchanges and moved == ["dp_replicate"] else "+".join(moved)
     return "ep" if ranks[1] == ranks[0] + 1 else "copies of experts"  # a part of an axis
+
+
+def add_up(recorded: Recorded, layout: Layout) -> dict[tuple[str, str, str], int]:
+    """(axis, kind, "count" or "bytes") -> how many, of one rank."""
+    exchanging = {over for over, kind, _ in recorded if kind == "all-to-all"}
+    found: Counter[tuple[str, str, str]] = Counter()
+    for over, kind, num_bytes in recorded:
+        axis = axis_of(over[1], layout, exchanges=over in exchanging)
+        found[axis, kind, "count"] += 1
+        found[axis, kind, "bytes"] += num_bytes
+    return dict(found)
 
 
 def compare(pool: Pools, kind: type[Tokens], layout: str, world: int, words: tuple[str, ...]) -> None:
@@ -226,15 +221,20 @@ def compare(pool: Pools, kind: type[Tokens], layout: str, world: int, words: tup
     resolved = resolve_layout(config, world)
     recorded = pool(world).run_alone(record_step, kind(**SIZES), config, timeout=240)
     for rank in {0, world - 1}:
-        real: Counter[tuple[str, str, str]] = Counter()
-        for ranks, op, num_bytes in recorded[rank]:
-            real[axis_of(ranks, resolved), op, "count"] += 1
-            real[axis_of(ranks, resolved), op, "bytes"] += num_bytes
         told: Counter[tuple[str, str, str]] = Counter()
         for one in rehearse_rank(kind(**SIZES), config, World(resolved, world, on_cuda=False), rank).collectives:
             told[one.axis, one.op, "count"] += one.count
             told[one.axis, one.op, "bytes"] += one.bytes
-        assert dict(told) == dict(real)
+        assert dict(told) == add_up(recorded[rank], resolved)
+
+
+def test_experts_that_lie_along_a_data_axis_are_told_from_it() -> None:
+    layout, ranks = Layout(dp_replicate=2, ep=2), (0, 1)
+    recorded: Recorded = [
+        *((("1", ranks), "all-reduce", 64), (("7", ranks), "all-to-all", 10), (("7", ranks), "all-reduce", 8)),
+    ]
+    found = {(axis, kind): number for (axis, kind, what), number in add_up(recorded, layout).items() if what == "bytes"}
+    assert found == {("dp_replicate", "all-reduce"): 64, ("ep", "all-to-all"): 10, ("ep", "all-reduce"): 8}
 
 
 @pytest.mark.parametrize(("kind", "layout", "world", "words"), FIRST)

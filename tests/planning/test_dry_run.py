@@ -12,6 +12,7 @@ from allranks.planning.checking import weigh
 from allranks.planning.dry_run import DryRun, corrected, ratios, read_dry_run, what_changed
 from allranks.rehearsal import Finding
 from allranks.rehearsed_messages import Collective
+from tests.rehearsing.tasks import Experts, rehearsed
 from tests.reporting.plans import make_estimate
 from tests.test_rehearsal import rank, rehearsal
 
@@ -97,6 +98,16 @@ def test_sums_over_copies_count_where_nothing_is_shared() -> None:
     assert sent(Layout(dp_replicate=4), copies) == {"dp": 40.0}
     assert sent(Layout(dp_replicate=2, dp_shard=2), copies) == {}
     assert sent(Layout(dp_replicate=2, dp_shard=2, sharding="none"), copies) == {"dp": 40.0}
+
+
+def test_a_run_whose_experts_lie_along_a_data_axis_has_both() -> None:
+    """Their ranks are the same; the planner has a row of Traffic for each."""
+    told = rehearsed(Experts(), "dp_replicate=2,ep=2", 2)
+    found = sent(Layout(dp_replicate=2, ep=2), *told.collectives)
+    exchanged = sum(one.bytes for one in told.collectives if one.op == "all-to-all")
+    assert found["ep"] == pytest.approx(2 * exchanged, rel=1e-3)
+    reduced = 4 * sum(p.numel() for name, p in Experts().model().named_parameters() if ".experts." not in name)
+    assert set(found) == {"ep", "dp"} and found["dp"] == pytest.approx(2 * reduced, rel=1e-3)
 
 
 def test_the_busiest_rank_counts_for_each_axis() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from allranks.config import Config, resolve_config
 from allranks.layout import Layout
 from allranks.losses import cross_entropy
-from allranks.models.moe import MoETransformer
+from allranks.models.moe import MoETransformer, Router
 from allranks.models.transformer import Transformer
 from allranks.rehearsal import RankRehearsal
 from allranks.rehearsing.dryrun import World, rehearse_rank
@@ -97,6 +97,28 @@ class Experts(Tokens):
     def hints(self) -> Hints:
         plan: Any = MoETransformer.tensor_plan
         return Hints(blocks=("layers.*",), tensor=plan)
+
+
+class InTurn(Router):
+    """Chooses the experts in turn: as many tokens for each."""
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.score(tokens).sigmoid()
+        first = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+        chosen = (first + torch.arange(self.top_k, device=tokens.device)) % len(self.bias)
+        weights = scores.gather(1, chosen)
+        return chosen, weights / weights.sum(-1, keepdim=True)
+
+
+class EvenExperts(Experts):
+    """Its experts all get the same number of tokens."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        blocks: Any = model.layers
+        for block in blocks:
+            block.feed_forward.router = InTurn(self.hidden, 4, 2)
+        return model
 
 
 class Layered(Task):

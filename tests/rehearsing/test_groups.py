@@ -1,5 +1,6 @@
 """A process group is known by the axis that its ranks lie along."""
 
+import pytest
 import torch.distributed as dist
 
 from allranks.layout import Layout
@@ -41,6 +42,37 @@ def test_experts() -> None:
         names = GroupNames(mesh)
         assert mesh.twin_group is not None
         assert (names.axis(mesh.group("ep")), names.axis(mesh.twin_group)) == ("ep", "copies of experts")
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis"),
+    [
+        (Layout(dp_replicate=4, ep=4), "dp_replicate"),
+        (Layout(dp_replicate=4, tp=2, ep=4), "dp_replicate"),
+        (Layout(dp_replicate=2, dp_shard=2, ep=2), "dp_shard"),
+        (Layout(dp_replicate=2, cp=2, ep=2), "dp_replicate"),
+    ],
+)
+def test_experts_along_a_whole_data_axis_are_not_called_by_it(layout: Layout, axis: str) -> None:
+    """The ranks of both are the same, and each has a group of its own; one that is none of the layout's is data's."""
+    with fake_world(1, layout.world_size, "gloo"):
+        mesh = build_mesh(layout, "cpu")
+        names, ranks = GroupNames(mesh), dist.get_process_group_ranks(mesh.group("ep"))
+        assert ranks == dist.get_process_group_ranks(mesh.group(axis))
+        assert (names.axis(mesh.group("ep")), names.axis(mesh.group(axis))) == ("ep", axis)
+        assert names.axis(dist.new_group(ranks)) == axis
+        if mesh.twin_group is not None:
+            assert names.axis(mesh.twin_group) == "copies of experts"
+        assert mesh.data_group is not None and names.axis(mesh.data_group).startswith("dp_replicate")
+
+
+def test_a_mesh_in_which_cp_is_folded_names_its_other_dims_as_they_are() -> None:
+    with fake_world(0, 8, "gloo"):
+        mesh = build_mesh(Layout(dp_shard=2, cp=2, tp=2), "cpu")
+        assert mesh.folded is not None and mesh.folded.mesh_dim_names is not None
+        names = GroupNames(mesh)
+        found = {name: names.axis(mesh.folded.get_group(name)) for name in mesh.folded.mesh_dim_names}
+        assert found == {"dp_replicate": "dp_replicate", "dp_shard_cp": "dp_shard+cp", "tp": "tp"}
 
 
 def test_members_are_short() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from allranks.errors import ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
@@ -56,6 +57,65 @@ def test_a_fault_and_a_question_of_values() -> None:
     assert str(unknown) == (
         "Net cannot be rehearsed: x::y has no kernel for shapes alone; torch.library.register_fake gives it one"
     )
+
+
+class Whitening(torch.optim.Optimizer):
+    """Multiplies each gradient by what it makes of it, a plain tensor beside it, as Shampoo does."""
+
+    def __init__(self, parameters: Any, how: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.how = how
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        matrices = [p for group in self.param_groups for p in group["params"] if p.dim() == 2]
+        with torch.no_grad():
+            for p in matrices:
+                whole: Any = p.grad
+                if self.how == "whole" and isinstance(whole, DTensor):
+                    whole = whole.full_tensor()
+                size = 3 if self.how == "unequal" else len(whole)
+                found = (whole @ whole.T + torch.eye(size)) @ whole
+                if not isinstance(p, DTensor):
+                    p.sub_(found)
+
+
+class Whitened(Layered):
+    """Learns by it."""
+
+    how: str = "mixed"
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return Whitening(parameters, self.how)
+
+
+def test_an_optimizer_that_mixes_plain_tensors_with_shards_is_told_so() -> None:
+    rehearsed(Whitened(), "ddp", 2)
+    rehearsed(Whitened(how="whole"), "fsdp", 2)
+    with pytest.raises(TaskError) as caught:
+        rehearsed(Whitened(), "fsdp", 2)
+    pattern = (
+        r"a step of Whitened under dp_shard=2 would fail: .*DTensor.* \(in the update, test_refusals\.py:\d+\); "
+        r"FSDP's parameters and their gradients are DTensors: take full_tensor\(\) of them there \(to_local\(\) is "
+        r"this rank's part\), or --layout ddp, where they are plain"
+    )
+    assert re.fullmatch(pattern, str(caught.value))
+    missing = RuntimeError("Operator aten.geqrf.default does not have a sharding strategy registered.")
+    assert "take full_tensor()" in str(explain("Net", missing, "the update", Layout(dp_shard=2)))
+    assert "--layout single, where" in str(explain("Net", missing, "the update", Layout(dp_shard=2, tp=2)))
+    assert "full_tensor" not in str(explain("Net", missing, "the update", Layout(dp_replicate=2)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "advice"),
+    [
+        ("ddp", "mend it there: it fails on one process, too"),
+        ("dp_shard=2,sharding=optimizer", "see whether it runs with --layout ddp, whose update has whole parameters"),
+        ("tp=2", "see whether it runs with --layout single, which has the whole model"),
+    ],
+)
+def test_what_fails_in_the_update_is_said_to(layout: str, advice: str) -> None:
+    with pytest.raises(TaskError, match=rf"\(in the update, test_refusals\.py:\d+\); {advice}$"):
+        rehearsed(Whitened(how="unequal"), layout, 2)
 
 
 def add_there(value: torch.Tensor) -> torch.Tensor:

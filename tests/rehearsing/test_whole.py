@@ -1,17 +1,16 @@
 """A whole dry run: the ranks that were asked for, a margin on GPUs, and what is not rehearsed."""
 
-import dataclasses
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from allranks.layout import Layout
-from allranks.layout_string import parse_layout
 from allranks.planning.hardware import find_cluster
-from allranks.rehearsal import RankRehearsal
+from allranks.rehearsing.dryrun import World, rehearse_rank
 from allranks.rehearsing.whole import CONTEXT_BYTES, Question, fragment_bytes, rehearse
+from allranks.training.prepare import resolve_layout
 from tests.rehearsing.tasks import Tokens, configured
 
 
@@ -37,25 +36,36 @@ def test_on_gpus_there_is_a_margin() -> None:
     )
 
 
-MEASURED = json.loads((Path(__file__).parents[2] / "bench/results/gpu.json").read_text())["memory"]
+BENCH = Path(__file__).parents[2] / "bench"
+MEASURED: list[dict[str, Any]] = json.loads((BENCH / "results/gpu.json").read_text())["memory"]
+"""Rows of `bench/dryrun_accuracy.py --device cuda`: what an H200's allocator said."""
 
 
-def told_of(row: dict[str, Any], rank: RankRehearsal) -> RankRehearsal:
-    """A rehearsal with the peak of that row."""
-    coming = {"activations": row["coming_bytes"]}
-    return dataclasses.replace(rank, peak_bytes=row["predicted_bytes"], by_category=coming)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(
+            row, id=" ".join((row["model"], row["layout"], row["keys"])), marks=() if small else pytest.mark.full
+        )
+        for row in MEASURED
+        for small in [row["model"] == "transformer"]
+    ],
+)
+def test_what_a_gpu_has_allocated_and_reserved_is_told(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a dry run of today. Of a small model the steps of 2 MB and 20 MB in which a GPU is asked outweigh all."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    bench = importlib.import_module("dryrun_accuracy")
+    config = bench.config_of(row["layout"], tuple(row["keys"].split()))
+    layout = resolve_layout(config, 1)
+    told = rehearse_rank(bench.subject(row["model"]), config, World(layout, 1, on_cuda=True), row["rank"])
+    assert told.peak_bytes == pytest.approx(row["real_bytes"], rel=0.01 if row["model"] == "1b" else 0.05)
+    margin = fragment_bytes(told, layout)
+    assert row["reserved_bytes"] < told.peak_bytes + margin + 2e6
+    assert margin < 0.2 * told.peak_bytes, "what fits with a fifth to spare is not refused"
 
 
-def test_what_a_gpu_has_allocated_and_reserved_was_told() -> None:
-    """Rows of `bench/dryrun_accuracy.py --device cuda`. Of a small model the steps of 2 MB and 20 MB outweigh all."""
-    some = rehearse(question("1x2:cpu", "ddp", 0)).ranks[0]
-    for row in MEASURED:
-        layout = Layout.resolve(parse_layout(row["layout"]), 1)
-        margin = fragment_bytes(told_of(row, some), layout)
-        assert abs(row["predicted_bytes"] / row["real_bytes"] - 1) < (0.001 if row["model"] == "1b" else 0.05), row
-        assert row["reserved_bytes"] < row["predicted_bytes"] + margin + 2e6, row
-        assert margin < 0.2 * row["predicted_bytes"], "what fits with a fifth to spare is not refused"
-    assert len(MEASURED) >= 7
+def test_what_a_gpu_was_asked_is_kept() -> None:
+    assert len(MEASURED) >= 7 and {row["model"] for row in MEASURED} == {"transformer", "1b"}
 
 
 def test_on_a_processor_there_is_none() -> None:

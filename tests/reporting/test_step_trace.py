@@ -14,6 +14,7 @@ from allranks.plan import Choice
 from allranks.planning.estimate import estimate
 from allranks.planning.hardware import find_cluster
 from allranks.rehearsal import Work
+from allranks.rehearsed_messages import COPIES_OF_EXPERTS
 from allranks.reporting.step_trace import STAGES_FROM, make_trace
 from tests.test_rehearsal import rank, rehearsal
 
@@ -74,6 +75,28 @@ def test_messages_of_tp_stop_the_computation_and_those_of_data_do_not() -> None:
     reduce = next(bar for bar in bars if bar["name"] == "all-reduce")
     assert second["ts"] == pytest.approx(reduce["ts"] + reduce["dur"], abs=0.01)
     assert reduce["ts"] == pytest.approx(first["ts"] + first["dur"], abs=0.01)
+
+
+def test_messages_of_experts_have_a_track_and_what_their_copies_sum_counts_as_data() -> None:
+    messages = (
+        ("ep", "all-to-all", 1000),
+        ("dp_replicate", "all-reduce", 3000),
+        (COPIES_OF_EXPERTS, "all-reduce", 1000),
+    )
+    told = rehearsal(replace(rank(), works=(Work("backward", "layers.1", 2e12, messages),), flops=2e12))
+    choice = Choice(Layout(dp_replicate=8, ep=4), 64, 1)
+    found = estimate(find_model("mixtral-8x7b").profile(), find_cluster("1x8:h200"), choice)
+    seconds = {row.axis: row.seconds for row in found.traffic}
+    document = make_trace(told, found)
+    check_format(json.loads(json.dumps(document)))
+    events = document["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    bars = {tracks[event["tid"]]: event for event in events if event["ph"] == "X" and event["tid"]}
+    assert {name: bar["dur"] / 1e6 for name, bar in bars.items()} == {
+        "ep": pytest.approx(seconds["ep"], rel=1e-3),
+        "dp_replicate": pytest.approx(seconds["dp"] * 3 / 4, rel=1e-3),
+        COPIES_OF_EXPERTS: pytest.approx(seconds["dp"] / 4, rel=1e-3),
+    }
 
 
 def test_stages_have_their_bubbles() -> None:

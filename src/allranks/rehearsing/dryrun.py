@@ -24,6 +24,7 @@ from allranks.rehearsing.hurried import hurried
 from allranks.rehearsing.ledger import Ledger, Stored
 from allranks.rehearsing.micro_steps import FewMicroSteps, fewer_micro_steps, list_each
 from allranks.rehearsing.moments import list_moments, note_deed
+from allranks.rehearsing.places import LOSS, UPDATE
 from allranks.rehearsing.rank_step import RankStep, assemble_rank, environment_of, local, processes_of
 from allranks.rehearsing.refusals import explain, starting
 from allranks.rehearsing.replay import (
@@ -218,7 +219,8 @@ def _make_step(task: Task, told: RankStep, watch: Watch) -> None:
         raise
     except Exception as error:
         layout, on_cuda = told.spread.mesh.layout, told.processes.choice.backend == "nccl"
-        raise explain(type(task).__name__, error, watch.places.running, layout, on_cuda=on_cuda) from error
+        place = UPDATE if told.passes.ended and watch.places.running == LOSS else watch.places.running
+        raise explain(type(task).__name__, error, place, layout, on_cuda=on_cuda) from error
 
 
 def _search_unused(told: RankStep, again: Callable[[], None]) -> None:

@@ -1,26 +1,28 @@
-"""Which axis of a layout a process group goes along, known by its ranks."""
+"""Which axis of a layout a process group goes along: known by the group itself, else by its ranks."""
 
 from collections.abc import Sequence
 from typing import final
 
 import torch.distributed as dist
 
-from allranks.parallel.mesh import DATA_AXES, MESH_AXES, Mesh
+from allranks.parallel.mesh import DATA_AXES, MESH_AXES, Mesh, axes_of
+from allranks.rehearsed_messages import COPIES_OF_EXPERTS
 
 
 @final
 class GroupNames:
     """Of the groups that the rank of `mesh` is in.
 
-    A group over several axes has their names joined: "dp_replicate+cp". Equal groups under several names get the first
-    that the layout has: the single axes come before what is put together.
+    A group over several axes has their names joined: "dp_replicate+cp". A group of the layout is known by torch's name
+    of it: the experts' may have the ranks of a data axis, and is not its group. Any other one is known by its ranks.
+    Where several names fit, it gets the first: the single axes come before what is put together.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._by_ranks: dict[tuple[int, ...], str] = {}
         self._members: dict[str, str] = {}
         self._across: dict[str, tuple[int, ...]] = {}
-        self._of_layout: set[str] = set()
+        self._by_name: dict[str, str] = {}
         layout = mesh.layout
         self._num_stages = layout.pp
         axes = [axis for axis in MESH_AXES if getattr(layout, axis) > 1]
@@ -28,7 +30,7 @@ class GroupNames:
             self._add(mesh.group(axis), axis)
         if layout.ep > 1:
             self._add(mesh.expert_group, "ep")
-            self._add(mesh.twin_group, "copies of experts")
+            self._add(mesh.twin_group, COPIES_OF_EXPERTS)
         data = [axis for axis in axes if axis in DATA_AXES]
         self._add(mesh.data_group, "+".join(data))
         over = [axis for axis in axes if axis in (*DATA_AXES, "cp")]
@@ -36,7 +38,7 @@ class GroupNames:
         self._add(mesh.sample_group, "+".join(over))
         if mesh.folded is not None:
             for dim, name in enumerate(mesh.folded.mesh_dim_names or ()):
-                self._add(mesh.folded.get_group(dim), "dp_shard+cp" if name == "dp_shard_cp" else "dp_replicate+cp")
+                self._add(mesh.folded.get_group(dim), "+".join(axes_of(name)))
 
     def members(self, group: dist.ProcessGroup) -> str:
         """The ranks of a group, as in `list_members`."""
@@ -47,11 +49,12 @@ class GroupNames:
 
     def axis(self, group: dist.ProcessGroup) -> str:
         """The axis of a group; "all" of what is none."""
-        return self._by_ranks.get(tuple(sorted(dist.get_process_group_ranks(group))), "all")
+        known = self._by_name.get(group.group_name)
+        return known or self._by_ranks.get(tuple(sorted(dist.get_process_group_ranks(group))), "all")
 
     def only(self, group: dist.ProcessGroup) -> tuple[int, ...]:
         """The ranks of a group that is none of the layout's; () of one that is, and of all ranks."""
-        if group.group_name in self._of_layout or group.size() == dist.get_world_size():
+        if group.group_name in self._by_name or group.size() == dist.get_world_size():
             return ()
         return tuple(sorted(dist.get_process_group_ranks(group)))
 
@@ -67,7 +70,7 @@ class GroupNames:
 
     def _add(self, group: dist.ProcessGroup | None, name: str) -> None:
         if group is not None:
-            self._of_layout.add(group.group_name)
+            self._by_name.setdefault(group.group_name, name)
             self._by_ranks.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), name)
 
 

@@ -68,12 +68,13 @@ class WatchedPasses(Passes):
     Attributes:
         absent: ids of parameters whose blocks are left out: they get a gradient afterwards.
         unreached: names of those that no loss of the last step has reached, though their blocks ran.
+        ended: whether the last backward is done: what runs now is the update.
     """
 
     def __init__(self, passes: Passes, spread: Spread, ledger: Ledger) -> None:
         self._passes, self._spread, self._ledger = passes, spread, ledger
         self.absent: set[int] = set()
-        self.recording = False
+        self.recording = self.ended = False
         self.reset: Callable[[], None] = lambda: None
         self.unreached: list[str] = []
 
@@ -85,7 +86,9 @@ class WatchedPasses(Passes):
             self._give()
             self.mark()
             self._note("update")
+            self.ended = True
             yield sums
+            self.ended = False
 
     def _note(self, phase: str) -> None:
         if self.recording:

@@ -8,6 +8,7 @@ from allranks.cluster import Device
 from allranks.errors import AllranksError, ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
 from allranks.profiling.fakes import advise_values, needs_values, what_failed
+from allranks.rehearsing.places import UPDATE
 from allranks.task_loading import user_place
 
 _LACKS_CUDA = re.compile(
@@ -16,6 +17,8 @@ _LACKS_CUDA = re.compile(
     re.IGNORECASE,
 )
 """What torch says, built without CUDA or where no GPU is, to code that names one."""
+_NAMES_SHARDS = re.compile("DTensor|sharding strategy|sharding propagation", re.IGNORECASE)
+"""What it says to code that does with a shard what only a plain tensor can."""
 
 
 class Unrehearsable(TaskError):
@@ -29,11 +32,13 @@ class NotRehearsed(LayoutError):
 def explain(name: str, error: Exception, module: str, layout: Layout, *, on_cuda: bool = False) -> TaskError:
     """The error for what a rehearsed step raised: a fault that training would meet, or a question of values.
 
-    `on_cuda`: whether the processor's tensors stand for a GPU's, which code that names the GPU does not know.
+    Args:
+        module: in which it was raised, or another place (`places`).
+        on_cuda: whether the processor's tensors stand for a GPU's, which code that names the GPU does not know.
     """
     what = what_failed(error, module)
     unknown = _unrehearsable(name, error, what, on_cuda=on_cuda)
-    return unknown or TaskError(f"a step of {name} under {layout} would fail: {what}; {_advise(layout)}")
+    return unknown or TaskError(f"a step of {name} under {layout} would fail: {what}; {_advise(layout, error, module)}")
 
 
 @contextlib.contextmanager
@@ -73,12 +78,24 @@ def _names_cuda(error: Exception) -> bool:
     return apart is not None or _LACKS_CUDA.search(str(error)) is not None
 
 
-def _advise(layout: Layout) -> str:
-    if layout.tp > 1:
+def _advise(layout: Layout, error: Exception, module: str) -> str:
+    if layout.fully_sharded and _NAMES_SHARDS.search(str(error)):
+        return (
+            "FSDP's parameters and their gradients are DTensors: take full_tensor() of them there (to_local() is this "
+            f"rank's part), or {_unsharded(layout)}, where they are plain"
+        )
+    if module == UPDATE and layout.dp_shard > 1:
+        return f"see whether it runs with {_unsharded(layout)}, whose update has whole parameters"
+    if layout.tp > 1 and module != UPDATE:
         return f"with tp={layout.tp} each rank has a part of the channels: take a tp that divides the number of heads"
     if layout.cuts_model:
         return "see whether it runs with --layout single, which has the whole model"
     return "mend it there: it fails on one process, too"
+
+
+def _unsharded(layout: Layout) -> str:
+    """The layout to take where no rank may have parts of parameters."""
+    return "--layout single" if layout.cuts_model else "--layout ddp"
 
 
 def refuse(layout: Layout, precision: str, device: Device | None = None) -> None:

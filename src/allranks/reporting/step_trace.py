@@ -14,10 +14,12 @@ from typing import Any
 
 from allranks.plan import Estimate
 from allranks.rehearsal import RankRehearsal, Rehearsal, Work
+from allranks.rehearsed_messages import COPIES_OF_EXPERTS
 from allranks.reporting.timeline import Timeline, make_timeline
 
 MICROSECONDS = 1e6
-DATA = ("dp_replicate", "dp_shard", "all")
+DATA = ("dp_replicate", "dp_shard", "all", COPIES_OF_EXPERTS)
+"""How the names of the data axes begin: what an Estimate has as dp."""
 STAGES_FROM = 1_000_000
 """The process ids of the stages begin here; below are ranks."""
 Event = dict[str, Any]
