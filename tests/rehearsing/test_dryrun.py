@@ -3,6 +3,7 @@
 import gc
 import re
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -153,6 +154,23 @@ def test_what_a_shard_holds() -> None:
     assert shared.by_category["weights"] == parameters + buffers
     assert any(moment.what == "gather" and moment.num_bytes > 0 for moment in shared.moments)
     assert alone.collectives == ()
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_what_modules_hold_adds_up_to_the_peak(layout: str) -> None:
+    """Each byte is some module's; activations are those of blocks, and of what stands before and behind them."""
+    task = Tokens()
+    told = rehearsed(task, layout, 2)
+    by_category: Counter[str] = Counter()
+    for one in told.holdings:
+        by_category[one.category] += one.bytes
+    assert sum(by_category.values()) == told.peak_bytes and dict(by_category) == told.by_category
+    activations = {one.module: one.bytes for one in told.holdings if one.category == "activations"}
+    of_blocks = {name: num for name, num in activations.items() if name.startswith("layers.*")}
+    assert activations.keys() - of_blocks.keys() <= {"embedding", "norm"}
+    assert sum(of_blocks.values()) > 0.9 * sum(activations.values())
+    width = 4 * task.hidden * 4  # of one position, in float32
+    assert of_blocks["layers.*.feed_forward.gate"] == task.layers * 4 * task.seq * width
 
 
 def test_every_message_has_the_line_that_asked_for_it() -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from allranks.planning.hardware import find_cluster
 from allranks.rehearsing.dryrun import World, rehearse_rank
 from allranks.rehearsing.whole import CONTEXT_BYTES, Question, fragment_bytes, rehearse
 from allranks.training.prepare import resolve_layout
-from tests.rehearsing.tasks import Tokens, configured
+from tests.rehearsing.tasks import Tokens, configured, rehearsed
 
 
 def question(cluster: str, layout: str, *ranks: int, layers: int = 3) -> Question:
@@ -72,7 +73,9 @@ def test_on_a_processor_there_is_none() -> None:
     told = rehearse(question("1x2:cpu", "ddp", 0))
     assert told.margin_bytes == 0
     assert told.decisions == ()
-    assert [line.partition(":")[0] for line in told.unrehearsed][:2] == ["values", "speed"]
+    assert [line.partition(":")[0] for line in told.unrehearsed][:3] == [
+        *("values", "speed", "batches other than the first"),
+    ]
     assert told.unrehearsed[-1].startswith("ranks other than rank 0:")
 
 
@@ -82,6 +85,35 @@ def test_what_waits_on_the_vendors_host_is_held_to_it_and_said(device: str, said
     assert told.host_capacity_bytes == said
     note = "each host is taken to have 500.0 GB, because the catalog's node of a100-80g has as much for as many devices"
     assert any(one.startswith(note) for one in told.decisions) is (said is not None)
+
+
+class Streamed:
+    """Samples in their order."""
+
+    order = "global"
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+class Growing(Tokens):
+    """Sequences of 32 tokens, but for those of the first step: they are as long as `first`."""
+
+    first: int = 16
+
+    def dataset(self, split: str) -> Any:
+        rows = super().dataset(split) or []
+        short = [{name: row[: self.first] for name, row in one.items()} for one in rows[:8]]
+        return Streamed([*short, *rows[8:]]) if rows else None
+
+
+def test_the_batch_of_the_first_step_is_the_one_that_is_rehearsed() -> None:
+    """The later ones are alike in both, and would take what the second one takes."""
+    short, long = (rehearsed(Growing(first=length), "single", 1) for length in (16, 32))
+    assert short.peak_bytes < 0.75 * long.peak_bytes
 
 
 def test_a_rank_that_is_rehearsed_is_not_said_to_be_none() -> None:

@@ -29,6 +29,7 @@ UNREHEARSED = (
     "NCCL: its limits, its buffers and its time-outs",
     "values: overflow, NaN, what the model learns",
     "speed: `allranks plan` estimates it",
+    "batches other than the first: longer samples take more",
 )
 WITH_A_HOST = "copies to and from the host: here each ends at once, there what waits for the link stays longer"
 
