@@ -167,6 +167,8 @@ def judge_seeds(evidence: Evidence) -> list[Finding]:
             drew = [len(record.drew) > library and record.drew[library] for record in ranks]
             states = {record.seeds[library] for record in ranks if record.seeds}
             rows = {tuple(record.rows) for record in ranks}
+            if not judge_samples(evidence, step):
+                continue  # each draws for all, and takes its own part
             if all(drew) and len(states) == 1 and len(rows) == world.size > 1:
                 said = f"before step {step} {name}'s generator has one state on all {world.size} ranks, and draws"
                 return [found("S5", f"the ranks make different samples from the same random numbers of {name}", said,

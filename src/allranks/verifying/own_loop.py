@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from allranks.task_loading import user_line
 from allranks.verifying import observation as look
+from allranks.verifying.given import is_sharded_over_all, noting_given
 from allranks.verifying.program import Program, cast_floats, in_order, order_of, shuffled
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord, saves_of
 from allranks.verifying.update_state import is_number, optimizers_of, settings_of, states_of
@@ -176,6 +177,7 @@ class OwnLoop:
             if index > first and index in saves and program.save is not None and not self.record.saved_before:
                 program.save(self._model, self._optimizer, Path(setting.folder))
                 self.record.saved_before = index
+            self.observer.feed([])  # what makes a batch draws for no sample that is in work
             seeds = look.generator_digests()
             batches = next(steps, None)
             if batches is None:
@@ -186,11 +188,17 @@ class OwnLoop:
             if setting.seed:
                 look.seed_everything(setting.seed + OF_A_STEP * index)
             self.observer.feed(self._fed(batches, index), self._step.draws)
-            loss = program.step(self._model, self._optimizer, self._prepared(batches, index))
+            with self._noting_given() if index == 0 else nullcontext():
+                loss = program.step(self._model, self._optimizer, self._prepared(batches, index))
             self._step.loss = number(loss)
             self._after_update()
             self.record.steps.append(self._step)
         self.record.repeated_epochs = list(self.observer.loaders.repeated)
+
+    def _noting_given(self) -> AbstractContextManager[None]:
+        modules = look.modules_of(self._model)
+        alone = self.size == 1 or not is_sharded_over_all(modules, self.size)
+        return nullcontext() if alone else noting_given(modules, self.record.given)
 
     def _drew(self, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[bool, ...]:
         """Whether torch, numpy and python have drawn for samples in between."""

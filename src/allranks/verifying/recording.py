@@ -116,6 +116,7 @@ class RunRecord:
         saved_before: the step before which it was saved; 0: it was not.
         resumed: the same steps once more, from that save on; None where nobody has loaded it.
         repeated_epochs: epochs that a shuffling sampler has begun once more, without having been told of the next.
+        given: digests of what modules are given in the first step (given.py); empty where that says nothing.
         error: why the process could not go on, in one line; "" where it could.
     """
 
@@ -127,6 +128,7 @@ class RunRecord:
     saved_before: int = 0
     resumed: "RunRecord | None" = None
     repeated_epochs: list[int] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
     error: str = ""
 
     @property
