@@ -50,6 +50,8 @@ class StepRecord:
     Attributes:
         loss: what the step returned, None where that is no number.
         rows: digests of the samples that were fed, in their order.
+        values: of a Task, whose rows are places in the order: (digest of its shapes, of its values) by row, where a
+            batch has a row for each sample.
         num_batches: micro-batches that were fed.
         raw: gradients before clipping, where torch's clipping was called.
         gradients: gradients as the optimizer found them.
@@ -65,6 +67,7 @@ class StepRecord:
 
     loss: float | None = None
     rows: list[int] = field(default_factory=list)
+    values: dict[int, tuple[int, int]] = field(default_factory=dict)
     num_batches: int = 0
     raw: Parts = field(default_factory=dict)
     gradients: Parts = field(default_factory=dict)

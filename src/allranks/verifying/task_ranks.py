@@ -36,10 +36,12 @@ from allranks.verifying.passes_watch import (
     rows_in_work,
     rows_of_step,
     scaler_of,
+    values_of_step,
 )
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord
 from allranks.verifying.routing import Recorded, Replayer
 from allranks.verifying.shrinking import shrink
+from allranks.verifying.update_state import settings_of
 
 BACKEND_TIMEOUT_SECONDS = 120.0
 RUN_ID = "verify"
@@ -206,7 +208,7 @@ class _Run:
                 if batch is None:
                     break
                 watching.step = step = StepRecord(num_batches=len(batch.micro_steps))
-                step.rows = rows_of_step(batch)
+                step.rows, step.values = rows_of_step(batch), values_of_step(batch)
                 self._observer.feed(self._in_work(batch, step.rows), step.draws)
                 outcome = session.step.run(batch, before, lambda: next(loader, None))
                 session.stream.take(batch)
@@ -272,11 +274,8 @@ def _finish(session: Session, step: StepRecord, batch: StepBatch, outcome: Any, 
     values = outcome.values(before, batch.size)
     step.loss, step.norm = float(values["loss"]), float(outcome.grad_norm)
     step.kept = {"ledger": Part(None, ledger(str(values["ledger"])))}
-    step.settings = [
-        {key: float(value) for key, value in group.items() if key != "params" and isinstance(value, int | float)}
-        for optimizer in session.optimizers.by_name.values()
-        for group in optimizer.param_groups[:1]
-    ]
+    every = session.optimizers.by_name.values()
+    step.settings = [settings_of(group) for optimizer in every for group in optimizer.param_groups]
     step.parameters, step.buffers = _parts(session, "parameter"), _parts(session, "buffer")
     step.state = {
         entry.name.removeprefix("optimizer."): Part(entry.box, tensor.detach().cpu().clone())
