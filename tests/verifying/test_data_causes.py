@@ -1,9 +1,13 @@
 """What ranks are fed and how they drop, beyond the cases of test_judge."""
 
+from collections.abc import Sequence
+
+from allranks.stepping.feeding import SEEDED
+from allranks.verifying.data_causes import WHOLE
 from allranks.verifying.judge import judge
 from allranks.verifying.recording import Draw, RunRecord
 from allranks.verifying.world_view import WorldView
-from tests.verifying.records import evidence
+from tests.verifying.records import evidence, scale
 
 TENSOR_WORLD = WorldView((0, 0), {"tp": 2})
 
@@ -71,3 +75,31 @@ def test_noise_of_one_seed_is_told_apart_from_dropouts() -> None:
     ((kind, what),) = draw((7000, 7000))
     assert kind == "S6" and "step 0: ranks 0 and 1 draw the same noise for different samples" in what
     assert draw((7000, 1000)) == []  # the state of a dropout is another generator's
+
+
+def with_values(fed: dict[int, int], shape: int = 1, *, gradients: bool = True) -> list[tuple[str, str]]:
+    """(kind, next) where rows 0 to 7 have the values 10 to 17 on one device, and on the ranks those of `fed`."""
+
+    def values(rows: Sequence[int], other: dict[int, int]) -> dict[int, tuple[int, int]]:
+        return {row: (shape if row in other else 1, other.get(row, row + 10)) for row in rows}
+
+    def change(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            for step in run.steps:
+                step.values = values(step.rows, fed)
+            if gradients:
+                scale(run.steps[0].raw, 1.5)
+
+    def alone(run: RunRecord) -> None:
+        for step in run.steps:
+            step.values = values(step.rows, {})
+
+    return [(finding.verdict.kind, finding.verdict.next) for finding in judge(evidence(change, alone))]
+
+
+def test_values_of_a_tasks_samples_explain_gradients_that_differ() -> None:
+    assert with_values({0: 99, 3: 98}) == [("S5", SEEDED)]
+    assert with_values({2: 10}) == [("S4", WHOLE)], "rank 1 is fed what rank 0 is"
+    assert with_values({0: 16, 2: 17}) == [("S3", WHOLE)], "values of the next step, and nobody has the own ones"
+    assert with_values({0: 99}, gradients=False) == [], "no forward reads them"
+    assert with_values({0: 99}, shape=2) == with_values({}) != [], "filled up to another length"

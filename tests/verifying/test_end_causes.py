@@ -11,7 +11,7 @@ from allranks.parameter_map import Box
 from allranks.verifying.end_causes import judge_reshard
 from allranks.verifying.judge import judge
 from allranks.verifying.recording import Draw, Part, RunRecord
-from tests.verifying.records import VALUES, evidence, scale
+from tests.verifying.records import VALUES, evidence, parts, scale
 
 Change = Callable[[RunRecord], None]
 
@@ -24,8 +24,8 @@ def resumed(change: Change) -> list[tuple[str, int | None]]:
             again = RunRecord(start=deepcopy(run.start), steps=deepcopy(run.steps[1:]))
             again.start.parameters = deepcopy(run.steps[0].parameters)
             again.start.buffers = deepcopy(run.steps[0].buffers)
+            again.first, run.resumed, run.saved_before = 1, again, 1
             change(again)
-            run.resumed, run.resumed_from = again, 1
 
     return [(finding.verdict.kind, finding.step) for finding in judge(evidence(resume))]
 
@@ -95,6 +95,48 @@ def test_resumes(change: Change, expected: list[tuple[str, int]]) -> None:
     assert resumed(change) == expected
 
 
+def resumed_twice(change: Change) -> list[tuple[str, str]]:
+    """(kind, what) of findings where every rank has a third step, and saves before the second and before the third."""
+
+    def third(run: RunRecord) -> None:
+        run.steps.append(deepcopy(run.steps[1]))
+        run.steps[2].parameters = parts(3.5)
+
+    def resume(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            third(run)
+            saved = run
+            for first in (1, 2):
+                again = RunRecord(start=deepcopy(run.start), steps=deepcopy(run.steps[first:]), first=first)
+                again.start.parameters = deepcopy(run.steps[first - 1].parameters)
+                again.start.buffers = deepcopy(run.steps[first - 1].buffers)
+                saved.resumed, saved.saved_before, saved = again, first, again
+            change(saved)
+
+    return [(finding.verdict.kind, finding.verdict.what) for finding in judge(evidence(resume, third))]
+
+
+def the_older_save(run: RunRecord) -> None:
+    run.start.parameters = parts(1.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (rows, [("S20", "after the second load step 2 is fed other samples on rank 0")]),
+        (drops, [("S21", "after the second load step 2 drops other units on rank 0")]),
+        (ends, [("S20", "after the second load the data ends before step 2")]),
+        (the_older_save, [("S40", "after the second load the run stands before step 1, not before step 2")]),
+        (lambda run: scale(run.start.buffers, 0.0, ["mean"]), [("S17", "after the second load buffers differ")]),
+        (lambda run: None, []),
+    ],
+)
+def test_a_second_resume_is_judged_as_the_first(change: Change, expected: list[tuple[str, str]]) -> None:
+    told = resumed_twice(change)
+    assert [kind for kind, _ in told] == [kind for kind, _ in expected]
+    assert all(what.startswith(due) for (_, what), (_, due) in zip(told, expected, strict=True)), told
+
+
 def test_a_resume_that_fails_is_a_finding() -> None:
     def fail(ranks: list[RunRecord]) -> None:
         ranks[0].resumed, ranks[1].resumed = RunRecord(error="KeyError: 'state'"), RunRecord()
@@ -134,7 +176,7 @@ def test_what_ranks_saved_loaded_on_one_process(change: Change, expected: list[s
         for record in (run.start, run.steps[0]):
             part = record.parameters["weight"].value
             record.parameters["weight"] = Part(None, part[:1] if rank == 0 else part[1:])
-        run.resumed_from = 1
+        run.saved_before = 1
     boxes = {("weight", 0): Box((0, 0), (1, 2)), ("weight", 1): Box((1, 0), (2, 2))}
     loaded = RunRecord(start=deepcopy(found_here.one.run.start))
     loaded.start.parameters = deepcopy(found_here.one.run.steps[0].parameters)
@@ -151,7 +193,7 @@ def test_noise_that_goes_on_otherwise_is_called_noise() -> None:
             again.start.parameters = deepcopy(run.steps[0].parameters)
             again.start.buffers = deepcopy(run.steps[0].buffers)
             again.steps[0].draws = [Draw(rank + 50, (2, 4), False, own=True)]
-            run.resumed, run.resumed_from = again, 1
+            run.resumed, run.saved_before = again, 1
 
     (finding,) = judge(evidence(resume))
     assert finding.verdict.kind == "S21" and "step 1 draws other noise on rank 0" in finding.verdict.what

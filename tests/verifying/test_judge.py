@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from allranks.verifying.findings import Finding
+from allranks.verifying.findings import OTHER, Finding
 from allranks.verifying.judge import judge, judge_ranks
 from allranks.verifying.recording import Draw, Part, RunRecord
 from tests.verifying.records import evidence, scale
@@ -89,6 +89,12 @@ def drawn_again(ranks: list[RunRecord]) -> None:
 
 
 def seeds(ranks: list[RunRecord]) -> None:
+    """All ranks draw from one state, for samples that one device does not have."""
+    drawn(ranks)
+    ranks[1].steps[1].rows = [60, 70]
+
+
+def drawn(ranks: list[RunRecord]) -> None:
     for run in ranks:
         for step in run.steps:
             step.drew = (False, True, False)
@@ -127,7 +133,6 @@ CASES: dict[str, tuple[Change, str, int | None, str | float]] = {
     "other samples": (rows([0, 1], [2, 50]), "other", 0, ""),
     "the same dropouts": (draws, "S6", 0, ""),
     "recomputed with other dropouts": (drawn_again, "S34", 1, ""),
-    "augmented alike": (seeds, "S5", 1, ""),
     "a loss of its own": (told, "S30", 0, "1/data ranks = 1/2"),
     "a metric of its own": (evaluated([101, 103]), "S30", None, 0.8),
     "evaluated twice": (evaluated([101, 103, 100]), "S2", None, ""),
@@ -186,6 +191,11 @@ def test_buffers_on_the_grid_of_bfloat16_were_rounded() -> None:
 
     assert kinds(judge(evidence(mean(1.0), alone))) == ["S26"]
     assert kinds(judge(evidence(mean(1.1), alone))) == ["S25"]
+
+
+def test_augmentation_alike_is_told_where_samples_are_not_those_of_one_device() -> None:
+    assert kinds(judge(evidence(seeds))) == [OTHER, "S5"]
+    assert judge(evidence(drawn)) == [], "each draws for all, and takes its own part"
 
 
 def test_ranks_are_judged_without_one_device() -> None:

@@ -137,3 +137,12 @@ def test_shaking_moves_by_ulps() -> None:
     look.shake({"a": parameter, "b": parameter}, 1)
     moved = (parameter.detach() - 1).abs().max()
     assert 0 < float(moved) <= 2.3e-16
+
+
+def test_values_of_samples_and_their_shapes() -> None:
+    x, y = torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 2])
+    whole, part = look.values_of({"x": x, "y": y}), look.values_of({"x": x[1:], "y": y[1:]})
+    assert len(whole) == 3 and part == whole[1:] and len(set(whole)) == 3
+    longer = look.values_of({"x": nn.functional.pad(x, (0, 1)), "y": y})
+    assert longer[0][0] != whole[0][0] and len({shapes for shapes, _ in longer}) == 1
+    assert look.values_of((x, torch.ones(2))) == look.values_of(3) == look.values_of(torch.ones(())) == []

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from allranks.verifying import observation as look
-from allranks.verifying.own_loop import OwnLoop, Setting, number, optimizers_of, settings_of
+from allranks.verifying.own_loop import OwnLoop, Setting, number
 from allranks.verifying.program import Program, cast_floats, shuffled
 
 DATA = [(torch.arange(12.0).reshape(4, 3) / 7 + step, torch.tensor([0, 1, 0, 1])) for step in range(4)]
@@ -66,11 +66,25 @@ def test_a_run_is_recorded_in_float64(tmp_path: Path) -> None:
     assert record.start.unlinked == [] and record.start.optimizers == ["SGD"]
 
 
-def test_a_resume_goes_on_from_the_middle(tmp_path: Path) -> None:
+def test_a_resume_goes_on_from_the_middle_and_from_there_once_more(tmp_path: Path) -> None:
     record = run(Program(build, step, DATA, save=save, load=load), folder=str(tmp_path / "x"))
-    assert record.resumed is not None and record.resumed_from == 2 and len(record.resumed.steps) == 2
+    first = record.resumed
+    assert first is not None and record.saved_before == first.first == 2 and len(first.steps) == 2
+    second = first.resumed
+    assert second is not None and first.saved_before == second.first == 3 and len(second.steps) == 1
+    assert second.resumed is None and record.last_saved is first
     for name, part in record.steps[3].parameters.items():
-        assert torch.equal(part.value, record.resumed.steps[1].parameters[name].value)
+        assert torch.equal(part.value, first.steps[1].parameters[name].value)
+        assert torch.equal(part.value, second.steps[0].parameters[name].value)
+
+
+@pytest.mark.parametrize(("num_steps", "num_loads"), [(2, 0), (3, 1), (4, 2)])
+def test_a_save_behind_which_the_data_ends_is_not_loaded(num_steps: int, num_loads: int, tmp_path: Path) -> None:
+    """Four steps are asked for."""
+    record = run(Program(build, step, DATA[:num_steps], save=save, load=load), folder=str(tmp_path / "x"))
+    assert record.error == "" and len(record.steps) == num_steps
+    loads = [run for run in (record.resumed, record.resumed and record.resumed.resumed) if run is not None]
+    assert len(loads) == num_loads and all(run.steps for run in loads)
 
 
 def test_evaluation_and_what_is_kept() -> None:
@@ -104,19 +118,10 @@ def test_variants_differ_by_rounding_alone() -> None:
 def test_small_conversions() -> None:
     assert number(torch.tensor([2.0])) == 2.0 and number((3.0, 1)) == 3.0 and number({"loss": 4}) == 4.0
     assert number(torch.ones(2)) is None and number("text") is None
-    one = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    assert optimizers_of(one) == optimizers_of({"a": one}) == optimizers_of([one]) == [one]
     assert cast_floats((torch.ones(1), torch.tensor([1])), torch.float64)[1].dtype == torch.int64
     x, y = shuffled((torch.arange(9), torch.arange(9)), 3)
     assert torch.equal(x, y) and not torch.equal(x, torch.arange(9)) and torch.equal(x.sort().values, torch.arange(9))
     assert shuffled((torch.arange(2), torch.arange(3)), 0)[1].tolist() == [0, 1, 2]
-
-
-def test_settings_are_numbers_and_those_of_pairs() -> None:
-    optimizer = torch.optim.AdamW(nn.Linear(1, 1).parameters(), lr=0.5, betas=(0.8, 0.95))
-    found = settings_of(optimizer.param_groups[0])
-    assert (found["lr"], found["betas.0"], found["betas.1"]) == (0.5, 0.8, 0.95)
-    assert "params" not in found and "betas" not in found
 
 
 def noisy(model: Any, optimizer: Any, batches: Any) -> float:

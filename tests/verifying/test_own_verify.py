@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import allranks
@@ -236,6 +238,56 @@ def shared_noise(scale: float) -> Callable[[Any, Any, Any], float]:
 
     step.build = build_anew  # type: ignore[attr-defined]
     return step
+
+
+def sharded(distributed: bool) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    if distributed:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def sequences(rank: int, world_size: int) -> Any:
+    for seed in range(4):
+        x = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(seed))
+        yield [(x, (x[..., 0] > 0).long())]
+
+
+def drawn_for_all(rank: int, world_size: int) -> Any:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(8, 6).chunk(world_size)[rank]
+        yield [(x, (x[:, 0] > 0).long())]
+
+
+def test_batches_that_each_rank_draws_for_all_and_takes_its_part_of() -> None:
+    """They were taken for noise of the samples of the step before, and for augmentation with the same numbers."""
+    answer = allranks.verify(sharded, train, drawn_for_all, num_steps=3)
+    assert answer.equal, str(answer)
+
+
+def over_positions(cut: bool) -> Callable[[Any, Any, Any], None]:
+    """A step on whole sequences, of which each rank computes its positions, or all."""
+
+    def step(model: Any, optimizer: Any, some: Any) -> None:
+        optimizer.zero_grad()
+        size, rank = dist.get_world_size(), dist.get_rank()
+        for x, y in some:
+            mine = (x.chunk(size, 1)[rank], y.chunk(size, 1)[rank]) if cut else (x, y)
+            loss = nn.functional.cross_entropy(model(mine[0]).flatten(0, 1), mine[1].flatten())
+            loss.backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize(("cut", "kinds"), [(True, []), (False, ["S4"])])
+def test_ranks_of_fully_shard_that_are_fed_the_same_repeat_each_other_or_cut_sequences(
+    cut: bool, kinds: list[str]
+) -> None:
+    answer = allranks.verify(sharded, over_positions(cut), sequences, num_steps=2)
+    assert [finding.verdict.kind for finding in answer.findings] == kinds, str(answer)
 
 
 @pytest.mark.full

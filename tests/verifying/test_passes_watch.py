@@ -22,6 +22,7 @@ from allranks.verifying.passes_watch import (
     rows_in_work,
     rows_of_step,
     scaler_of,
+    values_of_step,
 )
 
 X = torch.arange(3.0)
@@ -67,13 +68,14 @@ def test_every_update_is_recorded_before_what_follows() -> None:
 
 def micro_step(key: int, *samples: int) -> MicroStep:
     numbers = np.array(samples, dtype=np.int64)
-    return MicroStep(None, int(bool(samples)), len(samples), key, numbers + 100, numbers)
+    return MicroStep(torch.tensor(samples or (0,)), int(bool(samples)), len(samples), key, numbers + 100, numbers)
 
 
 def test_the_samples_in_work_are_known_by_what_seeds_their_forward() -> None:
     batch = StepBatch(0, 0, 3, (micro_step(11, 1, 2), micro_step(12, 3), micro_step(13)))
     first, second = [sample_hash(101, 1), sample_hash(102, 2)], [sample_hash(103, 3)]
     assert rows_of_step(batch) == first + second
+    assert list(values_of_step(batch)) == first + second
     rows = rows_in_work(batch, num_stages=2)
     for key, due in ((12, second), (11, first), (mix(11, 1), first), (13, []), (99, []), (mix(11, 2), [])):
         seed_all(key)

@@ -19,11 +19,14 @@ def test_one_rank_is_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     request = TrainRequest(task_spec=POINTS, overrides=WORDS, layout="single", device="cpu")
-    errand = Errand(request, 4, str(tmp_path), save_after=2)
+    errand = Errand(request, 4, str(tmp_path), saves=(2, 3))
     record, one = run_task_rank(errand), run_task_alone(errand)
     assert one.run.error == "" and len(record.run.steps) == 4
-    assert record.layout == "single" and record.data_rank == 0 and record.run.resumed_from == 2
-    assert record.run.resumed is not None and len(record.run.resumed.steps) == 2
+    assert record.layout == "single" and record.data_rank == 0 and record.run.saved_before == 2
+    first = record.run.resumed
+    assert first is not None and (first.first, len(first.steps), first.saved_before) == (2, 2, 3)
+    assert first.resumed is not None and (first.resumed.first, len(first.resumed.steps)) == (3, 1)
+    assert record.run.evaluation and first.evaluation is None
     assert judge(evidence_of(one, [record])) == []
     assert torch.get_default_dtype() == torch.float32
 

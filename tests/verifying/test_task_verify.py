@@ -115,7 +115,7 @@ def test_every_mistake_is_in_the_list() -> None:
 def test_float8_is_said_not_to_be_compared() -> None:
     def notes(precision: str) -> str:
         request = TrainRequest(task_spec=POINTS, layout="fsdp", nproc=2, overrides=(f"train.precision={precision}",))
-        return " ".join(notes_of(plan_run(request, 2)))
+        return " ".join(notes_of(plan_run(request, 2), 1))
 
     assert "not compared in float8, because each process scales by" in notes("float8")
     assert "not compared" not in notes("bfloat16") + notes("float32")

@@ -44,3 +44,39 @@ def test_another_number_of_updates_everywhere() -> None:
             run.steps[0].updates = 2
 
     assert [finding.verdict.kind for finding in judge(evidence(change))] == ["S22"]
+
+
+def groups(*betas: float) -> list[dict[str, float]]:
+    return [{"lr": 0.1, "betas.1": beta} for beta in betas]
+
+
+def test_all_groups_are_compared_where_there_are_as_many() -> None:
+    def alone(run: RunRecord) -> None:
+        for step in run.steps:
+            step.settings = groups(0.99, 0.95)
+
+    def given(*betas: float) -> list[tuple[str, str]]:
+        def change(ranks: list[RunRecord]) -> None:
+            for run in ranks:
+                for step in run.steps:
+                    step.settings = groups(*betas)
+
+        return [(f.verdict.kind, f.verdict.what.partition(" is ")[0]) for f in judge(evidence(change, alone))]
+
+    assert given(0.99, 0.95) == []
+    assert given(0.99, 0.9) == [("S38", "step 0: betas.1 of group 1")]
+    assert given(0.99) == [], "a stage of a pipeline may lack one"
+    assert given(0.9) == [("S38", "step 0: betas.1 of group 0")]
+
+
+def test_adam_has_no_cause_of_its_own() -> None:
+    def adam(run: RunRecord) -> None:
+        run.start.optimizers = ["Adam"]
+
+    def change(ranks: list[RunRecord]) -> None:
+        moved(ranks)
+        for run in ranks:
+            adam(run)
+
+    (finding,) = judge(evidence(change, adam))
+    assert finding.verdict.kind == "other" and "param_groups" in finding.verdict.next

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from allranks.parameter_map import Box
 from allranks.verifying.recording import Part, RunRecord, Start, StepRecord
 from allranks.verifying.world_view import WorldView, view_of
 
@@ -31,8 +32,10 @@ def test_factors_in_words() -> None:
     assert staged.layer_twins(1) == [0, 1] and staged.layer_twins(6) == [6, 7]
 
 
-def rank(rows: list[int], weight: torch.Tensor) -> RunRecord:
-    return RunRecord(start=Start(parameters={"w": Part(None, weight)}), steps=[StepRecord(rows=rows)])
+def rank(rows: list[int], weight: torch.Tensor, given: tuple[int, ...] = (), row: int | None = None) -> RunRecord:
+    box = None if row is None else Box((row,), (1,))
+    start = Start(parameters={"w": Part(box, weight)})
+    return RunRecord(start=start, steps=[StepRecord(rows=rows)], given=list(given))
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,10 @@ def rank(rows: list[int], weight: torch.Tensor) -> RunRecord:
         ([rank([1, 2], torch.ones(2)), rank([2, 1], torch.ones(2))], (0, 1)),
         ([rank([1, 2], torch.ones(2)), rank([1, 2], torch.zeros(2))], (0, 0)),
         ([rank([1, 2], torch.ones(2)), rank([1, 2], torch.ones(3))], (0, 0)),
+        # Shards of fully_shard: the same where modules are given the same, other ones where sequences are cut.
+        ([rank([1, 2], torch.ones(1), (7, 8), 0), rank([1, 2], torch.ones(1), (7, 8), 1)], (0, 1)),
+        ([rank([1, 2], torch.ones(1), (7, 8), 0), rank([1, 2], torch.ones(1), (7, 9), 1)], (0, 0)),
+        ([rank([1, 2], torch.ones(1), (), 0), rank([1, 2], torch.ones(1), (), 1)], (0, 0)),
     ],
 )
 def test_ranks_that_share_samples(ranks: list[RunRecord], expected: tuple[int, ...]) -> None:

@@ -4,9 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 
+from allranks.stepping.feeding import SEEDED
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import OTHER, Finding, found
 from allranks.verifying.recording import RunRecord, StepRecord
+
+WHOLE = "let dataset() hold all samples on every rank, whatever its rank is: allranks gives each rank its part"
 
 
 def judge_samples(evidence: Evidence, step: int) -> list[Finding]:
@@ -43,10 +46,44 @@ def judge_samples(evidence: Evidence, step: int) -> list[Finding]:
     ]  # fmt: skip
 
 
+def judge_values(evidence: Evidence, step: int) -> list[Finding]:
+    """Whether samples of a Task have on the ranks the values that they have on one device, at the same place.
+
+    That explains gradients that differ, and is no mistake by itself: a sample may hold what no forward reads. Where
+    batches are filled up to different shapes nothing is said.
+    """
+    one, ranks = evidence.step(step)
+    off = {rank: [row for row in record.values if _is_other(record, one, row)] for rank, record in enumerate(ranks)}
+    told = [rank for rank, rows in off.items() if rows]
+    if not told:
+        return []
+    fed = Counter(ranks[rank].values[row][1] for rank in _firsts(evidence) for row in ranks[rank].values)
+    due = Counter(digest for _, digest in one.values.values())
+    known = {digest for other in evidence.one.run.steps for _, digest in other.values.values()}
+    if any(count > max(1, due[digest]) for digest, count in fed.items()):
+        kind, more, advice = "S4", ["some values are fed more than once"], WHOLE
+    elif set(fed) <= known:
+        kind, more, advice = "S3", ["they are those of other samples"], WHOLE
+    else:
+        kind, more, advice = "S5", [], SEEDED
+    said = f"{len(off[told[0]])} of its {len(ranks[told[0]].rows)} samples, which have the same places in the order"
+    return [found(kind, f"step {step}: samples have other values on rank {told[0]} than on one device", said, *more,
+                  axis=evidence.world.data_axis, step=step, next=advice)]  # fmt: skip
+
+
+def _is_other(record: StepRecord, one: StepRecord, row: int) -> bool:
+    (shapes, digest), due = record.values[row], one.values.get(row)
+    return due is not None and shapes == due[0] and digest != due[1]
+
+
+def _firsts(evidence: Evidence) -> list[int]:
+    """Of the ranks that share their samples one each."""
+    return [*{evidence.world.data_rank[rank]: rank for rank in reversed(range(evidence.world.size))}.values()]
+
+
 def _of_all(evidence: Evidence, ranks: Sequence[StepRecord]) -> "Counter[int]":
     """What the world is fed: of ranks that share their samples one tells."""
-    first = {evidence.world.data_rank[rank]: rank for rank in reversed(range(evidence.world.size))}
-    return sum((Counter(ranks[rank].rows) for rank in first.values()), Counter())
+    return sum((Counter(ranks[rank].rows) for rank in _firsts(evidence)), Counter())
 
 
 def _everything(run: RunRecord) -> set[int]:
@@ -92,8 +129,7 @@ def judge_draws(evidence: Evidence, step: int) -> list[Finding]:
     one, ranks = evidence.step(step)
     findings = _recomputed(ranks, step)
     world = evidence.world
-    firsts = {world.data_rank[rank]: rank for rank in reversed(range(world.size))}
-    numbers = sorted(firsts.values())
+    numbers = sorted(_firsts(evidence))
     for own, what, word in ((False, "drop the same units of", "dropouts"), (True, "draw the same noise for", "draws")):
         states = {rank: _states(ranks[rank], own) for rank in numbers}
         for rank, other in combinations(numbers, 2):
@@ -167,6 +203,8 @@ def judge_seeds(evidence: Evidence) -> list[Finding]:
             drew = [len(record.drew) > library and record.drew[library] for record in ranks]
             states = {record.seeds[library] for record in ranks if record.seeds}
             rows = {tuple(record.rows) for record in ranks}
+            if not judge_samples(evidence, step):
+                continue  # each draws for all, and takes its own part
             if all(drew) and len(states) == 1 and len(rows) == world.size > 1:
                 said = f"before step {step} {name}'s generator has one state on all {world.size} ranks, and draws"
                 return [found("S5", f"the ranks make different samples from the same random numbers of {name}", said,

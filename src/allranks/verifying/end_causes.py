@@ -3,7 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import final
 
 import torch
 
@@ -12,6 +13,8 @@ from allranks.verifying.evidence import Evidence, describe, few
 from allranks.verifying.findings import OTHER, Finding, found
 from allranks.verifying.recording import Parts, RunRecord, StepRecord
 from allranks.verifying.start_causes import is_untied
+
+LOADS = ("the load", "the second load")
 
 
 def judge_evaluation(evidence: Evidence) -> list[Finding]:
@@ -58,52 +61,89 @@ def _buffers_agree(evidence: Evidence) -> bool:
     return not evidence.compare(evidence.num_steps - 1, "buffers")
 
 
+@final
+@dataclass(frozen=True)
+class _Load:
+    """A load, and what was saved.
+
+    Attributes:
+        saved: the runs of the ranks that have saved.
+        loaded: the runs that the load has begun.
+        what: "the load", or which one it is.
+    """
+
+    saved: Sequence[RunRecord]
+    loaded: Sequence[RunRecord]
+    what: str
+
+    @property
+    def first(self) -> int:
+        """The first step after it."""
+        return self.saved[0].saved_before
+
+
 def judge_resume(evidence: Evidence) -> list[Finding]:
-    """Whether the ranks go on from a save as if nothing had happened, by their own uninterrupted run."""
-    if any(run.resumed is None for run in evidence.ranks):
-        return []
-    first = evidence.ranks[0].resumed_from
-    errors = [run.resumed.error for run in evidence.ranks if run.resumed is not None and run.resumed.error]
+    """Whether the ranks go on from each save as if nothing had happened, by their own uninterrupted run."""
+    saved: Sequence[RunRecord] = evidence.ranks
+    for what in LOADS:
+        loaded = [run.resumed for run in saved if run.resumed is not None]
+        if len(loaded) < len(saved):
+            return []
+        found_here = _judge_load(evidence, _Load(saved, loaded, what))
+        if found_here:
+            return found_here
+        saved = loaded
+    return []
+
+
+def _judge_load(evidence: Evidence, load: _Load) -> list[Finding]:
+    errors = [run.error for run in load.loaded if run.error]
     if errors:
         return [found(OTHER, "the resume fails", errors[0])]
-    found_here = _loaded(evidence, first)
+    found_here = _loaded(evidence, load)
     if found_here:
         return found_here
-    for index in range(first, evidence.num_steps):
+    for index in range(load.first, evidence.num_steps):
         for rank, run in enumerate(evidence.ranks):
-            finding = _resumed_step(evidence, rank, run, index, first)
+            finding = _resumed_step(load, rank, run, index)
             if finding is not None:
                 return [finding]
     return []
 
 
-def _loaded(evidence: Evidence, first: int) -> list[Finding]:
+def _loaded(evidence: Evidence, load: _Load) -> list[Finding]:
     """Findings on the parameters that a load gave."""
-    expected = _saved(evidence, first)
-    starts = [run.resumed.start for run in evidence.ranks if run.resumed is not None]
+    first, expected = load.first, _saved(evidence, load.saved)
+    starts = [run.start for run in load.loaded]
     off = compare_parts([start.parameters for start in starts], expected, (), evidence.places, relative=0.0)
     if off:
         kind, what = _why_loaded(evidence, off, [start.parameters for start in starts], expected, first)
         lines = [describe(m, "parameter", evidence.world) for m in off[:3]]
         return [
-            found(kind, f"after the load {what}: {few([m.name for m in off])}", *lines, tensor=off[0].name, step=first)
+            found(
+                kind, f"after {load.what} {what}: {few([m.name for m in off])}", *lines, tensor=off[0].name, step=first
+            )
         ]
-    lost = _buffers_lost(evidence, first)
+    lost = _buffers_lost(load)
     if lost:
         said = f"{few(lost)} are not what was saved"
-        return [found("S17", "after the load buffers differ", said, tensor=lost[0], step=first)]
+        return [found("S17", f"after {load.what} buffers differ", said, tensor=lost[0], step=first)]
     for some in evidence.one.run.start.tied:
         if any(is_untied(some, start) for start in starts):
-            return [found("S14", f"tied tensors are apart after the load: {few(some)}", tensor=some[0], step=first)]
+            return [found("S14", f"tied tensors are apart after {load.what}: {few(some)}", tensor=some[0], step=first)]
     return []
 
 
-def _saved(evidence: Evidence, first: int) -> Parts:
-    """The ranks' parameters before a step, put together."""
-    due: Parts = evidence.one.run.steps[first - 1].parameters
-    held = [run.steps[first - 1].parameters for run in evidence.ranks]
+def _saved(evidence: Evidence, saved: Sequence[RunRecord]) -> Parts:
+    """The ranks' parameters as they were saved, put together."""
+    due: Parts = evidence.one.run.steps[saved[0].saved_before - 1].parameters
+    held = [_before_save(run).parameters for run in saved]
     whole = {n: put_together(n, p.value, held, evidence.places) for n, p in due.items()}
     return {n: due[n]._replace(value=value) for n, value in whole.items() if value is not None}
+
+
+def _before_save(run: RunRecord) -> StepRecord:
+    return run.steps[run.saved_before - 1 - run.first]
 
 
 def judge_reshard(evidence: Evidence, loaded: RunRecord) -> list[Finding]:
@@ -112,10 +152,11 @@ def judge_reshard(evidence: Evidence, loaded: RunRecord) -> list[Finding]:
     A save that only as many ranks can read is no mistake: a load that fails or gives other values is not judged. One
     that gives all of the values in other places has taken the save for something else, and nobody would be told.
     """
-    first = evidence.ranks[0].resumed_from
+    saved = [run.last_saved for run in evidence.ranks]
+    first = saved[0].saved_before
     if loaded.error or not first:
         return []
-    alone, expected = replace(evidence, places={}), _saved(evidence, first)
+    alone, expected = replace(evidence, places={}), _saved(evidence, saved)
     off = compare_parts([loaded.start.parameters], expected, (), {}, relative=0.0)
     if not off or not _permuted(alone, off, [loaded.start.parameters], expected):
         return []
@@ -125,12 +166,11 @@ def judge_reshard(evidence: Evidence, loaded: RunRecord) -> list[Finding]:
                   tensor=off[0].name, step=first)]  # fmt: skip
 
 
-def _buffers_lost(evidence: Evidence, first: int) -> list[str]:
+def _buffers_lost(load: _Load) -> list[str]:
     """Buffers that a rank has after the load otherwise than when it saved."""
     lost = []
-    for run in evidence.ranks:
-        now = {} if run.resumed is None else run.resumed.start.buffers
-        saved = run.steps[first - 1].buffers
+    for run, loaded in zip(load.saved, load.loaded, strict=True):
+        now, saved = loaded.start.buffers, _before_save(run).buffers
         lost += [name for name, part in now.items() if name in saved and _apart(part.value, saved[name].value)]
     return lost
 
@@ -164,36 +204,34 @@ def _permuted(evidence: Evidence, off: Sequence[Mismatch], held: Sequence[Parts]
     return torch.equal(found_here.sort().values, due.sort().values)
 
 
-def _resumed_step(evidence: Evidence, rank: int, run: RunRecord, index: int, first: int) -> Finding | None:
-    """A finding on one step after the load, by what the same rank did without one."""
-    assert run.resumed is not None
-    if index - first >= len(run.resumed.steps):
-        return found("S20", f"after the load the data ends before step {index}", step=index)
-    due, now = run.steps[index], run.resumed.steps[index - first]
+def _resumed_step(load: _Load, rank: int, run: RunRecord, index: int) -> Finding | None:
+    """A finding on one step after the load, by what the same rank did without one, in `run`."""
+    after, steps = f"after {load.what}", load.loaded[rank].steps
+    if index - load.first >= len(steps):
+        return found("S20", f"{after} the data ends before step {index}", step=index)
+    due, now = run.steps[index], steps[index - load.first]
     if now.rows != due.rows:
-        return found("S20", f"after the load step {index} is fed other samples on rank {rank}",
+        return found("S20", f"{after} step {index} is fed other samples on rank {rank}",
                      _where(now.rows, run.steps), step=index)  # fmt: skip
     lr = [group.get("lr") for group in now.settings], [group.get("lr") for group in due.settings]
     if lr[0] != lr[1]:
-        return found(
-            "S17", f"after the load the learning rate of step {index} is {lr[0]}, without it {lr[1]}", step=index
-        )
+        return found("S17", f"{after} the learning rate of step {index} is {lr[0]}, without it {lr[1]}", step=index)
     drawn = [[draw.state for draw in record.draws] for record in (now, due)]
     if drawn[0] != drawn[1]:
         own = any(draw.own for draw in due.draws)
         what = "draws other noise" if own and _dropped(due) == _dropped(now) else "drops other units"
-        return found("S21", f"after the load step {index} {what} on rank {rank}", step=index)
+        return found("S21", f"{after} step {index} {what} on rank {rank}", step=index)
     lost = [name for name in due.state if name not in now.state]
     off = [n for n, part in due.state.items() if n in now.state and _apart(now.state[n].value, part.value)]
     if lost or off:
         names = lost or off
-        return found("S17", f"after the load optimizer state differs: {few(names)}", tensor=names[0], step=index)
+        return found("S17", f"{after} optimizer state differs: {few(names)}", tensor=names[0], step=index)
     moved = [n for n, part in due.parameters.items() if _apart(now.parameters[n].value, part.value)]
     if moved:
-        return found("S17", f"after the load parameters differ after step {index}: {few(moved)}", tensor=moved[0],
+        return found("S17", f"{after} parameters differ after step {index}: {few(moved)}", tensor=moved[0],
                      step=index)  # fmt: skip
     kept = [n for n, part in due.kept.items() if n not in now.kept or _apart(now.kept[n].value, part.value)]
-    return found("S17", f"after the load {few(kept)} differ", tensor=kept[0], step=index) if kept else None
+    return found("S17", f"{after} {few(kept)} differ", tensor=kept[0], step=index) if kept else None
 
 
 def _dropped(record: StepRecord) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from allranks.verifying.assembly import Mismatch, allowance
-from allranks.verifying.data_causes import judge_draws, judge_epochs, judge_samples, judge_seeds
+from allranks.verifying.data_causes import judge_draws, judge_epochs, judge_samples, judge_seeds, judge_values
 from allranks.verifying.end_causes import judge_evaluation, judge_resume
 from allranks.verifying.evidence import Evidence, describe, few
 from allranks.verifying.findings import OTHER, Finding, found
@@ -78,7 +78,7 @@ def _step(evidence: Evidence, step: int) -> list[Finding]:
             return [found("S13", f"step {step}: gradients are clipped before they are summed over ranks", said,
                           tensor=unmatched[0].name, axis=evidence.world.data_axis, step=step)]  # fmt: skip
         if unmatched:
-            return explain_gradients(evidence, step, what, unmatched)
+            return judge_values(evidence, step) or explain_gradients(evidence, step, what, unmatched)
         if what == "raw":
             norms = _norms(evidence, step)
             if norms:

@@ -94,7 +94,7 @@ class Lowered:
 
 def run_lowered(request: TrainRequest, errand: Errand, nproc: int) -> Lowered:
     """One step of `request`, whose precision is a low one, on one device and on the ranks."""
-    low = replace(errand, request=request, num_steps=1, save_after=None, folder=f"{errand.folder}-low", evaluate=False)
+    low = replace(errand, request=request, num_steps=1, saves=(), folder=f"{errand.folder}-low", evaluate=False)
     alone: LoweredOne = launch(run_alone_lowered, low, nproc=1)[0]
     precision = prepare(request).config.train.precision
     if not alone.fits:

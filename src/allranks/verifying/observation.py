@@ -94,6 +94,16 @@ def rows_of(batches: Any) -> list[int]:
     return [_digest([_bytes(_unpadded(tensor[row])) for tensor in tensors]) for row in range(lengths.pop())]
 
 
+def values_of(batch: Any) -> list[tuple[int, int]]:
+    """(digest of its shapes, of its values) of each sample of a batch; [] where its tensors have no row for each."""
+    tensors = [leaf.detach().cpu() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    lengths = {tensor.shape[0] if tensor.dim() else -1 for tensor in tensors}
+    if len(lengths) != 1 or lengths == {-1}:
+        return []
+    shapes = zlib.crc32(repr([(tensor.shape[1:], tensor.dtype) for tensor in tensors]).encode())
+    return [(shapes, _digest([_bytes(tensor[row]) for tensor in tensors])) for row in range(lengths.pop())]
+
+
 def _unpadded(row: torch.Tensor) -> torch.Tensor:
     if row.dim() != 1 or len(row) < 2:
         return row

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from allranks.task_loading import user_line
 from allranks.verifying import observation as look
+from allranks.verifying.given import is_sharded_over_all, noting_given
 from allranks.verifying.program import Program, cast_floats, in_order, order_of, shuffled
-from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord
+from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord, saves_of
+from allranks.verifying.update_state import is_number, optimizers_of, settings_of, states_of
 
 SEED = 20261121
 OF_A_STEP = 1000
@@ -101,7 +103,7 @@ class OwnLoop:
     _hooks: list[Any] = field(default_factory=list)
 
     def run(self) -> RunRecord:
-        """Build, step, evaluate, and once more from a save in the middle."""
+        """Build, step, evaluate, and once more from each of its saves."""
         try:
             with default_dtype(self.setting.dtype):
                 self._run()
@@ -111,22 +113,25 @@ class OwnLoop:
 
     def _run(self) -> None:
         program, setting = self.program, self.setting
-        can_save = program.save is not None and setting.resume
-        middle = max(1, setting.num_steps // 2) if can_save else -1
+        saves = saves_of(setting.num_steps) if program.save is not None and setting.resume else ()
         self._build()
         self.record.start = self._start()
-        self._train(0, middle)
+        self._train(saves)
         self._evaluate()
-        if not can_save or len(self.record.steps) <= middle:
-            return
-        assert program.load is not None
         whole = self.record
-        self.record = RunRecord(resumed_from=middle)
-        self._build()
-        program.load(self._model, self._optimizer, Path(setting.folder))
-        self.record.start = self._start()
-        self._train(middle, -1)
-        whole.resumed, whole.resumed_from, self.record = self.record, middle, whole
+        while program.load is not None and self.record.saved_before and self._went_on():
+            saved = self.record
+            self.record = RunRecord(first=saved.saved_before)
+            self._build()
+            program.load(self._model, self._optimizer, Path(setting.folder))
+            self.record.start = self._start()
+            self._train(saves)
+            saved.resumed = self.record
+        self.record = whole
+
+    def _went_on(self) -> bool:
+        """Whether a step was made after the save."""
+        return self.record.first + len(self.record.steps) > self.record.saved_before
 
     def _build(self) -> None:
         # Rank 0 begins with the numbers of one device; a program that wants all ranks alike has to see to it.
@@ -160,15 +165,19 @@ class OwnLoop:
             optimizers=[type(optimizer).__name__ for optimizer in optimizers_of(self._optimizer)],
         )
 
-    def _train(self, first: int, save_before: int) -> None:
-        """Steps from `first` on; the data is made anew, and what lies before is skipped."""
-        program, setting = self.program, self.setting
+    def _train(self, saves: Sequence[int]) -> None:
+        """Steps from the record's first on; the data is made anew, and what lies before is skipped.
+
+        Saved is before the first of `saves` that comes after it.
+        """
+        program, setting, first = self.program, self.setting, self.record.first
         self.observer.loaders.reset()
         steps = iter(program.steps(self.rank, self.size, first))
         for index in range(first, setting.num_steps):
-            if index == save_before:
-                assert program.save is not None
+            if index > first and index in saves and program.save is not None and not self.record.saved_before:
                 program.save(self._model, self._optimizer, Path(setting.folder))
+                self.record.saved_before = index
+            self.observer.feed([])  # what makes a batch draws for no sample that is in work
             seeds = look.generator_digests()
             batches = next(steps, None)
             if batches is None:
@@ -179,11 +188,17 @@ class OwnLoop:
             if setting.seed:
                 look.seed_everything(setting.seed + OF_A_STEP * index)
             self.observer.feed(self._fed(batches, index), self._step.draws)
-            loss = program.step(self._model, self._optimizer, self._prepared(batches, index))
+            with self._noting_given() if index == 0 else nullcontext():
+                loss = program.step(self._model, self._optimizer, self._prepared(batches, index))
             self._step.loss = number(loss)
             self._after_update()
             self.record.steps.append(self._step)
         self.record.repeated_epochs = list(self.observer.loaders.repeated)
+
+    def _noting_given(self) -> AbstractContextManager[None]:
+        modules = look.modules_of(self._model)
+        alone = self.size == 1 or not is_sharded_over_all(modules, self.size)
+        return nullcontext() if alone else noting_given(modules, self.record.given)
 
     def _drew(self, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[bool, ...]:
         """Whether torch, numpy and python have drawn for samples in between."""
@@ -228,13 +243,7 @@ class OwnLoop:
         parameters = look.logical_parameters(self._model)
         self._step.parameters = look.parts_of(parameters)
         self._step.buffers = look.parts_of(look.logical_buffers(self._model))
-        names = {id(parameter): name for name, parameter in reversed(parameters.items())}
-        for optimizer in optimizers_of(self._optimizer):
-            for parameter, state in getattr(optimizer, "state", {}).items():
-                name = names.get(id(parameter))
-                for key, value in state.items() if name is not None and isinstance(state, Mapping) else ():
-                    if isinstance(value, torch.Tensor):
-                        self._step.state[f"{key}.{name}"] = look.part_of(value)
+        self._step.state = states_of(self._optimizer, parameters)
         if self.program.state is not None:
             kept = self.program.state(self._model, self._optimizer)
             self._step.kept = {str(name): _kept(value) for name, value in kept.items()}
@@ -251,13 +260,6 @@ class OwnLoop:
         self.record.evaluation = {name: math.nan if value is None else value for name, value in values.items()}
 
 
-def optimizers_of(optimizer: Any) -> list[Optimizer]:
-    """The optimizers of what `build` returned."""
-    if isinstance(optimizer, Mapping):
-        optimizer = list(optimizer.values())
-    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-
-
 def statistics_of(modules: Mapping[str, nn.Module]) -> list[str]:
     """Class names of the layers that look at the batch as a whole."""
     found = {
@@ -267,14 +269,6 @@ def statistics_of(modules: Mapping[str, nn.Module]) -> list[str]:
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training
     }
     return sorted(found)
-
-
-def settings_of(group: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a param_group by name; those of a pair, such as Adam's betas, as `betas.0` and `betas.1`."""
-    several = {
-        f"{k}.{place}": v for k, some in group.items() if isinstance(some, tuple) for place, v in enumerate(some)
-    }
-    return {key: float(value) for key, value in {**group, **several}.items() if key != "params" and _is_number(value)}
 
 
 def unique(tensors: Any) -> list[Any]:
@@ -289,11 +283,7 @@ def number(value: Any) -> float | None:
     if isinstance(value, torch.Tensor):
         full = look.part_of(value).value if not hasattr(value, "full_tensor") else value.full_tensor().detach()
         return float(full) if full.numel() == 1 else None
-    return float(value) if _is_number(value) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return float(value) if is_number(value) else None
 
 
 def _kept(value: Any) -> Part:

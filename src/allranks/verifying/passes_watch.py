@@ -16,6 +16,7 @@ from allranks.stepping.passes import Passes, Scale, StepSums
 from allranks.stepping.scaler import Scaler
 from allranks.stepping.session import Session
 from allranks.training import validate as validating
+from allranks.verifying.observation import values_of
 from allranks.verifying.recording import Part, Parts, StepRecord
 
 
@@ -39,6 +40,15 @@ class WatchedPasses(Passes):
 def rows_of_step(batch: StepBatch) -> list[int]:
     """Digests of the samples that count."""
     return [row for micro_step in batch.micro_steps for row in rows_of_forward(micro_step)]
+
+
+def values_of_step(batch: StepBatch) -> dict[int, tuple[int, int]]:
+    """(digest of its shapes, of its values) of each sample that counts, by its row."""
+    found = dict[int, tuple[int, int]]()
+    for micro_step in batch.micro_steps:
+        rows, values = rows_of_forward(micro_step), values_of(micro_step.batch)
+        found |= dict(zip(rows, values, strict=True)) if len(rows) == len(values) else {}
+    return found
 
 
 def rows_in_work(batch: StepBatch, num_stages: int) -> Callable[[], list[int]]:

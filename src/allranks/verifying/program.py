@@ -35,7 +35,7 @@ class Program:
         evaluate: (model, batches) -> {name: value}, or None; run on every process after the last step.
         validation: what it is measured on: one global batch, or a function (rank, world_size) -> batches.
         save, load: (model, optimizer, folder) -> None, on every process, or None; `load` gets what `build` has made
-            anew.
+            anew. Of four steps and more there are two saves into one folder, the second after a load of the first.
         state: (model, optimizer) -> {name: tensor or number} of what else has to be equal, such as an average of the
             parameters; or None.
     """

@@ -8,6 +8,8 @@ import torch
 
 from allranks.parameter_map import Box
 
+FEWEST_FOR_TWO_SAVES = 4
+
 
 class Part(NamedTuple):
     """What a process holds of a tensor.
@@ -48,6 +50,8 @@ class StepRecord:
     Attributes:
         loss: what the step returned, None where that is no number.
         rows: digests of the samples that were fed, in their order.
+        values: of a Task, whose rows are places in the order: (digest of its shapes, of its values) by row, where a
+            batch has a row for each sample.
         num_batches: micro-batches that were fed.
         raw: gradients before clipping, where torch's clipping was called.
         gradients: gradients as the optimizer found them.
@@ -63,6 +67,7 @@ class StepRecord:
 
     loss: float | None = None
     rows: list[int] = field(default_factory=list)
+    values: dict[int, tuple[int, int]] = field(default_factory=dict)
     num_batches: int = 0
     raw: Parts = field(default_factory=dict)
     gradients: Parts = field(default_factory=dict)
@@ -110,9 +115,11 @@ class RunRecord:
         steps: one by one.
         evaluation: name -> value, as the program measured it.
         evaluated: digests of the samples that it was measured on.
-        resumed: the same steps once more, from a save in the middle on; None where the program cannot save.
-        resumed_from: the step before which the save was made.
+        first: the number of the first of them: 0, or that of the step which a load has gone on with.
+        saved_before: the step before which it was saved; 0: it was not.
+        resumed: the same steps once more, from that save on; None where nobody has loaded it.
         repeated_epochs: epochs that a shuffling sampler has begun once more, without having been told of the next.
+        given: digests of what modules are given in the first step (given.py); empty where that says nothing.
         error: why the process could not go on, in one line; "" where it could.
     """
 
@@ -120,10 +127,28 @@ class RunRecord:
     steps: list[StepRecord] = field(default_factory=list)
     evaluation: dict[str, float] | None = None
     evaluated: list[int] = field(default_factory=list)
+    first: int = 0
+    saved_before: int = 0
     resumed: "RunRecord | None" = None
-    resumed_from: int = 0
     repeated_epochs: list[int] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
     error: str = ""
+
+    @property
+    def last_saved(self) -> "RunRecord":
+        """The run that has made the newest save: this one, or what was resumed from it."""
+        later = self.resumed
+        return later.last_saved if later is not None and later.saved_before else self
+
+
+def saves_of(num_steps: int) -> tuple[int, ...]:
+    """The steps before which a run is saved: in the middle; and where there are four, once more after a load of that.
+
+    A load that is right can be followed by a save that is wrong: the position in the data that a process counts from
+    its own start, say. Only a second load shows it.
+    """
+    middle = max(1, num_steps // 2)
+    return (middle,) if num_steps < FEWEST_FOR_TWO_SAVES else (middle, middle + 1)
 
 
 @final

@@ -27,11 +27,12 @@ from allranks.verifying import observation as look
 from allranks.verifying.choosing import Choosing
 from allranks.verifying.one_device import evaluate_on_one_device, train_on_one_device
 from allranks.verifying.own_loop import statistics_of, unique
-from allranks.verifying.passes_watch import rows_of_forward, rows_of_step
+from allranks.verifying.passes_watch import rows_of_forward, rows_of_step, values_of_step
 from allranks.verifying.program import call, cast_floats, in_order, order_of, shuffled
 from allranks.verifying.random_sources import RandomOperations
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord
 from allranks.verifying.task_ranks import ledger
+from allranks.verifying.update_state import settings_of
 
 
 @final
@@ -162,7 +163,7 @@ class TaskAlone:
             loader.stream.take(batch)
             self._step = StepRecord(num_batches=len(batch.micro_steps))
             pairs = [(int(p), int(s)) for m in batch.micro_steps for p, s in zip(m.positions, m.samples, strict=True)]
-            self._step.rows = rows_of_step(batch)
+            self._step.rows, self._step.values = rows_of_step(batch), values_of_step(batch)
             value = ledger_sum([p for p, _ in pairs], [s for _, s in pairs])
             self._step.kept = {"ledger": Part(None, ledger(f"{value:016x}"))}
             self._fed = [self._in_order(m, index) for m in batch.micro_steps]
@@ -234,11 +235,8 @@ class TaskAlone:
         named = look.logical_parameters(self._models)
         self._step.parameters = self._unaliased(named)
         self._step.buffers = look.parts_of(look.logical_buffers(self._models))
-        self._step.settings = [
-            {key: float(value) for key, value in group.items() if key != "params" and isinstance(value, int | float)}
-            for optimizer in self._optimizers.values()
-            for group in optimizer.param_groups[:1]
-        ]
+        every = self._optimizers.values()
+        self._step.settings = [settings_of(group) for optimizer in every for group in optimizer.param_groups]
         self._follow(named)
         self.record.steps.append(self._step)
 

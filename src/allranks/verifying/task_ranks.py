@@ -36,10 +36,12 @@ from allranks.verifying.passes_watch import (
     rows_in_work,
     rows_of_step,
     scaler_of,
+    values_of_step,
 )
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord
 from allranks.verifying.routing import Recorded, Replayer
 from allranks.verifying.shrinking import shrink
+from allranks.verifying.update_state import settings_of
 
 BACKEND_TIMEOUT_SECONDS = 120.0
 RUN_ID = "verify"
@@ -55,7 +57,7 @@ class Errand:
         request: the Task, its config and layout, as training takes them.
         num_steps: of training.
         folder: where the checkpoint goes.
-        save_after: steps after which it is saved; None: never.
+        saves: the steps before which it is saved: each by the run that the one before was loaded into.
         resume: whether to begin with the checkpoint that lies in `folder`.
         scale: of the losses under float16, from the first step on; None: the run's own.
         recorded: what one device has chosen, to be chosen again; None: everything chooses by itself.
@@ -66,7 +68,7 @@ class Errand:
     request: TrainRequest
     num_steps: int
     folder: str
-    save_after: int | None = None
+    saves: tuple[int, ...] = ()
     resume: bool = False
     scale: float | None = None
     recorded: Recorded | None = None
@@ -149,14 +151,14 @@ class _Run:
         return (0, 0) if self._replayer is None else (self._replayer.recognised, self._replayer.replayed)
 
     def go(self) -> RunRecord:
-        """The steps from the start, or from the checkpoint on; then the same from the save, where there is one."""
-        record = self._train(resume=self._errand.resume)
-        if self._errand.save_after is not None:
-            record.resumed_from = self._errand.save_after
-            record.resumed = self._train(resume=True)
+        """The steps from the start, or from the checkpoint on; then the same from each save, where there are some."""
+        record = run = self._train(resume=self._errand.resume, evaluate=self._errand.evaluate)
+        while run.saved_before:
+            run.resumed = self._train(resume=True, evaluate=False)
+            run = run.resumed
         return record
 
-    def _train(self, resume: bool) -> RunRecord:
+    def _train(self, resume: bool, evaluate: bool) -> RunRecord:
         watching: list[WatchedPasses] = []
         self._observer.feed([])
 
@@ -181,7 +183,7 @@ class _Run:
         record = RunRecord()
         if checkpoint is not None:
             contents.load(checkpoint)
-            record.resumed_from = checkpoint.step
+            record.first = checkpoint.step
         record.start = _start(session)
         scaler = scaler_of(session)
         if scaler is not None and self._errand.scale is not None:
@@ -189,34 +191,33 @@ class _Run:
         choosing = None if self._replayer is None else Choosing(self._replayer.decide)
         told = nullcontext() if has_step(self._task) else forwards_told(self._observer.begin_forward)
         with told, nullcontext() if choosing is None else choosing.within(session.spread.modules):
-            self._step_through(session, watching[0], contents, record, resume)
-        if self._errand.evaluate:
+            self._step_through(session, watching[0], contents, record)
+        if evaluate:
             with evaluation_told(self._observer.begin_forward):
                 record.evaluation = validate(session) or None
         return record
 
-    def _step_through(
-        self, session: Session, watching: WatchedPasses, contents: Contents, record: RunRecord, resumed: bool
-    ) -> None:
-        save_after = None if resumed else self._errand.save_after
+    def _step_through(self, session: Session, watching: WatchedPasses, contents: Contents, record: RunRecord) -> None:
+        due = next((step for step in self._errand.saves if step > record.first), None)
         with session.loader() as loader:
             batch: StepBatch | None = next(loader, None)
             if batch is None:
                 return
             before = session.step.agree_first(batch)
-            for index in range(record.resumed_from, self._errand.num_steps):
+            for index in range(record.first, self._errand.num_steps):
                 if batch is None:
                     break
                 watching.step = step = StepRecord(num_batches=len(batch.micro_steps))
-                step.rows = rows_of_step(batch)
+                step.rows, step.values = rows_of_step(batch), values_of_step(batch)
                 self._observer.feed(self._in_work(batch, step.rows), step.draws)
                 outcome = session.step.run(batch, before, lambda: next(loader, None))
                 session.stream.take(batch)
                 _finish(session, step, batch, outcome, before)
                 record.steps.append(step)
                 before, batch = outcome.pending, outcome.upcoming
-                if save_after == index + 1:
-                    self._save(session, contents, index + 1)
+                if due == index + 1:
+                    self._save(session, contents, due)
+                    record.saved_before = due
 
     def _in_work(self, batch: StepBatch, rows: list[int]) -> Any:
         """The samples in work. Generators of a Task's own advance in turn: then these are the whole step's, or none."""
@@ -273,11 +274,8 @@ def _finish(session: Session, step: StepRecord, batch: StepBatch, outcome: Any, 
     values = outcome.values(before, batch.size)
     step.loss, step.norm = float(values["loss"]), float(outcome.grad_norm)
     step.kept = {"ledger": Part(None, ledger(str(values["ledger"])))}
-    step.settings = [
-        {key: float(value) for key, value in group.items() if key != "params" and isinstance(value, int | float)}
-        for optimizer in session.optimizers.by_name.values()
-        for group in optimizer.param_groups[:1]
-    ]
+    every = session.optimizers.by_name.values()
+    step.settings = [settings_of(group) for optimizer in every for group in optimizer.param_groups]
     step.parameters, step.buffers = _parts(session, "parameter"), _parts(session, "buffer")
     step.state = {
         entry.name.removeprefix("optimizer."): Part(entry.box, tensor.detach().cpu().clone())

@@ -29,7 +29,7 @@ from allranks.verifying.low_precision import judge_low_precision, say_noisy
 from allranks.verifying.lowered import LOWERED, run_lowered
 from allranks.verifying.own_loop import default_dtype
 from allranks.verifying.random_sources import RandomOperations, Unseeded
-from allranks.verifying.recording import OneDevice, RunRecord
+from allranks.verifying.recording import OneDevice, RunRecord, saves_of
 from allranks.verifying.shrinking import Room, Size, choose_size, shrink
 from allranks.verifying.task_alone import TaskAlone, Variation
 from allranks.verifying.task_ranks import Errand, TaskRecord, run_task_rank, shorten_validation
@@ -100,8 +100,8 @@ def verify_task(request: TrainRequest, num_steps: int) -> Answer:
 
 def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
     with tempfile.TemporaryDirectory(prefix="allranks-verify-") as folder:
-        save_after = max(1, num_steps // 2)
-        errand = Errand(plan.request, num_steps, f"{folder}/checkpoints", save_after=save_after, keep=size.keep)
+        saves = saves_of(num_steps)
+        errand = Errand(plan.request, num_steps, f"{folder}/checkpoints", saves=saves, keep=size.keep)
         one: OneDevice = launch(run_task_alone, errand, nproc=1)[0]
         stopped = hindrance(one)
         if stopped is not None:
@@ -117,7 +117,7 @@ def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
         findings = judge(evidence)
         if not findings:
             findings = _resharded(plan, errand, one)
-        notes = notes_of(plan)
+        notes = notes_of(plan, len(saves))
         if not findings and plan.precision in LOWERED:
             findings, lowered = _in_low_precision(plan, errand)
             notes = (*notes, *lowered)
@@ -244,11 +244,10 @@ def run_task_alone(errand: Errand) -> OneDevice:
 
 def _resharded(plan: Plan, errand: Errand, one: OneDevice) -> list[Finding]:
     """Findings on the run that goes on alone from the ranks' checkpoint."""
-    assert errand.save_after is not None
     request = replace(plan.request, layout="single", nproc=1)
-    again = replace(errand, request=request, resume=True, save_after=None)
+    again = replace(errand, request=request, resume=True, saves=())
     record: TaskRecord = launch(run_task_rank, again, nproc=1)[0]
-    first = record.run.resumed_from
+    first = record.run.first
     rest = replace_steps(one, first)
     evidence = Evidence(rest, [record.run], WorldView((0,)), before=one.run.steps[:first])
     return [
@@ -275,13 +274,14 @@ def replace_steps(one: OneDevice, first: int) -> OneDevice:
     return replace(one, run=rest(one.run), variants=[rest(run) for run in one.variants])
 
 
-def notes_of(plan: Plan) -> tuple[str, ...]:
+def notes_of(plan: Plan, num_saves: int) -> tuple[str, ...]:
     """What is checked, and what is not."""
+    again = "saved and resumed again, " if num_saves > 1 else ""
     config = plan.config
     batch, micro = config.train.global_batch, cut_step(config.train, plan.layout).num_micro_steps()
     notes = (
         f"layout {plan.layout} on {plan.nproc} processes, float64, {batch} samples a step in {micro} micro-steps",
         "dropouts are off, and their random numbers are compared",
-        "saved after half of the steps, resumed under the same layout, and alone on one process",
+        f"saved after half of the steps, resumed under the same layout, {again}and alone on one process",
     )
     return (*notes, NOT_IN_FLOAT8) if plan.precision == "float8" else notes

@@ -14,7 +14,9 @@ def judge_settings(evidence: Evidence, step: int) -> list[Finding]:
     """Whether the optimizers' settings are those of one device: learning rate, weight decay and the like."""
     one, ranks = evidence.step(step)
     for rank, record in enumerate(ranks):
-        for index, (mine, due) in enumerate(zip(record.settings, one.settings, strict=False)):
+        # A rank that has other groups, as the stage of a pipeline may, is held to the first one.
+        most = len(one.settings) if len(record.settings) == len(one.settings) else 1
+        for index, (mine, due) in enumerate(zip(record.settings[:most], one.settings, strict=False)):
             for key, value in due.items():
                 if key in mine and not math.isclose(mine[key], value, rel_tol=1e-9, abs_tol=1e-15):
                     return [_setting(evidence, step, rank, index, key, mine[key], value)]
@@ -80,10 +82,8 @@ def explain_parameters(evidence: Evidence, step: int, off: Sequence[Mismatch]) -
     elif any(not m.agree for m in off):
         kind, what = "S11", "ranks hold different values of the same parameter"
         axis = world.data_axis
-    elif any(word in evidence.ranks[0].start.optimizers for word in ("Adam", "AdamW")):
-        kind = "S12"
-    if kind in ("S12", OTHER) and not still:
-        kind, advice = OTHER, "compare the optimizer's state and its param_groups: which tensors does it hold?"
+    if kind == OTHER:
+        advice = "compare the optimizer's state and its param_groups: which tensors does it hold?"
     return [
         found(kind, f"step {step}: {what}: {few(names)}", *lines, tensor=first.name, axis=axis,
               factor="" if still else world.in_words(first.factor), step=step,

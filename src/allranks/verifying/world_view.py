@@ -85,17 +85,27 @@ class WorldView:
 def view_of(ranks: Sequence[RunRecord]) -> WorldView:
     """The world of an own loop, from what each rank was fed: whoever got the same in every step shares its samples."""
     fed = [tuple(tuple(sorted(step.rows)) for step in run.steps) for run in ranks]
-    # Ranks that all hold whole tensors and are fed the same do not share a layer: they repeat each other.
+    # Ranks that are fed the same and share no layer repeat each other.
     first: dict[object, int] = {}
     numbers = [first.setdefault(rows, len(first)) for rows in fed]
-    cut = any(part.box is not None for run in ranks for part in run.start.parameters.values())
-    if len(first) == 1 and len(ranks) > 1 and not cut and not _differ_in_shape(ranks):
+    if len(first) == 1 and len(ranks) > 1 and (_are_copies(ranks) or _given_alike(ranks)):
         numbers = list(range(len(ranks)))
     data = len(set(numbers))
     model = len(ranks) // max(1, data)
     axes = {"dp": data, "model": model}
     batches = max((step.num_batches for run in ranks for step in run.steps), default=1)
     return WorldView(tuple(numbers), {name: degree for name, degree in axes.items() if degree > 1}, batches)
+
+
+def _are_copies(ranks: Sequence[RunRecord]) -> bool:
+    """Whether all ranks hold whole tensors."""
+    cut = any(part.box is not None for run in ranks for part in run.start.parameters.values())
+    return not cut and not _differ_in_shape(ranks)
+
+
+def _given_alike(ranks: Sequence[RunRecord]) -> bool:
+    """Whether fully_shard alone has cut the model, over all ranks, and every module is given the same on each."""
+    return bool(ranks[0].given) and all(run.given == ranks[0].given for run in ranks)
 
 
 def _differ_in_shape(ranks: Sequence[RunRecord]) -> bool:

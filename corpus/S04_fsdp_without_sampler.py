@@ -1,0 +1,42 @@
+"""S4: under FSDP2 nobody has put in a sampler, and every rank is fed the same global batch.
+
+twin: sharded.py
+verify: --nproc 2
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+GLOBAL_BATCH, EPOCHS = 8, 2
+X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+TRAIN = TensorDataset(X, (X.sum(1) > 0).long())
+
+
+def data(rank, world_size):
+    generator = torch.Generator()
+    loader = DataLoader(TRAIN, batch_size=GLOBAL_BATCH, shuffle=True, generator=generator)
+    for epoch in range(EPOCHS):
+        generator.manual_seed(epoch)
+        for batch in loader:
+            yield [batch]
+
+
+def build(distributed):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+    if distributed:
+        fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def step(model, optimizer, batches):
+    optimizer.zero_grad()
+    for x, y in batches:
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+    optimizer.step()
+    return loss.item()

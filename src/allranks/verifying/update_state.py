@@ -1,0 +1,42 @@
+"""What an update goes by besides gradients: the settings and states of optimizers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from allranks.verifying.observation import part_of
+from allranks.verifying.recording import Parts
+
+
+def optimizers_of(optimizer: Any) -> list[Optimizer]:
+    """The optimizers of what `build` returned."""
+    if isinstance(optimizer, Mapping):
+        optimizer = list(optimizer.values())
+    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a param_group by name; those of a pair, such as Adam's betas, as `betas.0` and `betas.1`."""
+    several = {
+        f"{k}.{place}": v for k, some in group.items() if isinstance(some, tuple) for place, v in enumerate(some)
+    }
+    return {key: float(value) for key, value in {**group, **several}.items() if key != "params" and is_number(value)}
+
+
+def states_of(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Parts:
+    """The tensors that optimizers keep for each of these parameters, as "exp_avg.NAME"."""
+    names, found = {id(parameters[name]): name for name in reversed(list(parameters))}, Parts()
+    for one in optimizers_of(optimizer):
+        for parameter, state in getattr(one, "state", {}).items():
+            name = names.get(id(parameter))
+            for key, value in state.items() if name is not None and isinstance(state, Mapping) else ():
+                if isinstance(value, torch.Tensor):
+                    found[f"{key}.{name}"] = part_of(value)
+    return found
+
+
+def is_number(value: Any) -> bool:
+    """Whether `float` takes it: a number, or a tensor of one element."""
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
