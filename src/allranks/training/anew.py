@@ -29,7 +29,7 @@ def holds_nothing(run: Run) -> bool:
         if run.checkpoints.exists() and any(run.checkpoints.iterdir()):
             return False
         return not any(event["event"] == "step" for rank in run.ranks() for event in run.events(rank))
-    except OSError:
+    except (OSError, RunError):
         return False  # what cannot be read may hold anything
 
 
