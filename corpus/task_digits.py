@@ -3,6 +3,7 @@
 verify: --layout ddp --nproc 2
 verify: --layout fsdp --nproc 2
 verify: --layout tp=2
+verify: --layout ddp --nproc 2 train.precision=float16
 """
 
 import torch

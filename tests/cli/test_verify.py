@@ -37,6 +37,8 @@ def test_the_tutorial_finds_its_bug_and_mends_it(tmp_path: Path) -> None:
     [
         ((), "verify needs a Task or a file with build, step and data"),
         ((POINTS, "--steps", "1"), "give at least 2"),
+        ((POINTS, "--nproc", "1"), "one device is compared with at least 2 processes"),
+        ((POINTS, "--layout", "single"), "one device is compared with at least 2 processes"),
         ((POINTS, "--layout", "tp=4,dp_shard=4"), "the nearest that exercises every axis: --layout dp_shard=2,tp=2"),
     ],
 )

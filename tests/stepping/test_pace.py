@@ -9,6 +9,7 @@ import torch.distributed as dist
 from allranks.errors import TaskError
 from allranks.stepping.agreement import Pending
 from allranks.stepping.pace import compare_paces, explain_pace
+from allranks.stepping.scaler import Scaler
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of, step_through
 from tests.distributed.tasks import Tiny
@@ -102,6 +103,30 @@ def test_a_setting_that_one_rank_changes_is_found(pool: Pools) -> None:
             "step 3: the ranks no longer make the same steps: rank 0 has weight_decay 0.01 in group 0"
         )
         assert what.endswith("rank 1 has weight_decay 0.0025 in group 0 of AdamW")
+
+
+def scaled(apart: bool) -> Any:
+    """In a worker, under float16: the same, where rank 1 has moved its scale."""
+    session = session_of(Tiny(), config_of("ddp", *SETTINGS, "train.precision=float16"))
+    pending: Pending | None = None
+    for stepped in step_through(session, 3):
+        pending = stepped.outcome.pending
+        if apart and dist.get_rank() == 1:
+            (scaler,) = (one for one in session.beside if isinstance(one, Scaler))
+            scaler.scale.fill_(2.0)
+    assert pending is not None
+    agreed, group = pending.read(), session.processes.world_group
+    verdict = explain_pace(pending, 3, group, torch.device("cpu")) if agreed.diverged else None
+    return agreed.diverged, verdict if verdict is None else (verdict.kind, verdict.what)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("apart", [False, True])
+def test_scales_that_part_are_found(pool: Pools, apart: bool) -> None:
+    for diverged, told in pool(2).run(scaled, apart):
+        assert diverged == apart and (told is not None) == apart
+        if told is not None:
+            assert told[0] == "steps_differ" and told[1].endswith("rank 1 has scale 2.0")
 
 
 @pytest.mark.distributed

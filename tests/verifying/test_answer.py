@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from allranks.verifying.answer import Answer, cannot, largest_error
 from allranks.verifying.findings import found
+from allranks.verifying.recording import Part, RunRecord
 from tests.verifying.records import evidence, scale
 
 
@@ -40,3 +41,16 @@ def test_the_largest_error_is_told() -> None:
     wrong = evidence(lambda ranks: scale(ranks[1].steps[1].gradients, 1.25, ["bias"]))
     assert largest_error(wrong.one, wrong.ranks, "gradients") == 0.25
     assert largest_error(right.one, right.ranks, "kept") is None
+
+
+def test_the_error_of_tensors_that_are_cut_by_hand_is_told() -> None:
+    def cut(ranks: list[RunRecord]) -> None:
+        for rank, run in enumerate(ranks):
+            for parameters in (run.start.parameters, *(step.parameters for step in run.steps)):
+                part = parameters["weight"].value
+                parameters["weight"] = Part(None, part[:1] if rank == 0 else part[1:])
+        scale(ranks[1].steps[1].parameters, 1 + 2.0**-40, ["weight"])
+
+    found = evidence(cut)
+    told = str(Answer((), found.one, found.ranks, found.world))
+    assert f"parameters: equal to {2.0**-40:.2g} of each tensor's largest value" in told

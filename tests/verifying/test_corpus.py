@@ -43,12 +43,20 @@ def test_a_program_says_what_it_is(tmp_path: Path) -> None:
         ("S08_a.py", ["S8: a.", "twin: S08_a.py", "verify: --nproc 2", "unseen: hm"], "exclude each other"),
         ("a.py", ["Clean: a.", "verify: --gpus 2"], "--gpus: expected --layout"),
         ("a.py", ["Clean: a.", "verify: --nproc two"], "expected a number"),
+        ("a.py", ["Clean: a.", "verify: --nproc 0"], "--nproc 0: give at least 1"),
+        ("a.py", ["Clean: a.", "verify: --nproc 2 task.text='a"], "no closing quotation"),
     ],
 )
 def test_a_program_that_contradicts_itself_is_refused(name: str, lines: list[str], told: str, tmp_path: Path) -> None:
     write(tmp_path, name, *lines)
     with pytest.raises(ConfigError, match=told):
         read_corpus(tmp_path)
+
+
+def test_a_folder_is_no_program_whatever_its_name_is(tmp_path: Path) -> None:
+    write(tmp_path, "right.py", "Clean: right.", "", "verify: --nproc 2")
+    (tmp_path / "old.py").mkdir()
+    assert [entry.name for entry in read_corpus(tmp_path)] == ["right"]
 
 
 def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:

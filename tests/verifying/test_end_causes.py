@@ -1,5 +1,6 @@
 """What differs after a load, by what the same rank did without one."""
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -197,3 +198,21 @@ def test_noise_that_goes_on_otherwise_is_called_noise() -> None:
 
     (finding,) = judge(evidence(resume))
     assert finding.verdict.kind == "S21" and "step 1 draws other noise on rank 0" in finding.verdict.what
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ([{"accuracy": 0.75}, {}], []),
+        ([{"accuracy": 0.75}, None], []),
+        ([{}, {}], ["S30"]),
+        ([{"accuracy": 0.75}, {"accuracy": math.nan}], ["S30"]),
+        ([{"accuracy": 0.5}, {}], ["S30"]),
+    ],
+)
+def test_only_ranks_that_report_are_judged(told: list[dict[str, float] | None], expected: list[str]) -> None:
+    def change(ranks: list[RunRecord]) -> None:
+        for run, values in zip(ranks, told, strict=True):
+            run.evaluation = values
+
+    assert [finding.verdict.kind for finding in judge(evidence(change))] == expected

@@ -70,3 +70,29 @@ def test_adam_is_not_compared_where_rounding_may_turn_a_gradient_around() -> Non
     # What is larger than that is compared as before.
     rounded.ranks[0].steps[0].parameters["weight"].value[2, 1] += 1e-9
     assert [m.name for m in rounded.compare(0, "parameters")] == ["weight"]
+
+
+def test_adam_is_compared_where_a_gradient_is_exactly_zero_everywhere() -> None:
+    """A row of an embedding that no sample of a step has looked up, say."""
+
+    def adam(run: RunRecord) -> None:
+        run.start.optimizers = ["Adam"]
+        run.steps[0].gradients["weight"].value[0, 0] = 0.0
+
+    def off(ranks: list[RunRecord]) -> None:
+        for run in ranks:
+            run.steps[0].gradients["weight"].value[0, 0] = 0.0
+            run.steps[1].parameters["weight"].value[0, 0] += 1e-3
+
+    found = evidence(off, adam)
+    assert [m.name for m in found.compare(1, "parameters")] == ["weight"]
+    # Noise of one rank, or of another rounding, is what Adam makes a step of full size of.
+    found.ranks[1].steps[0].gradients["weight"].value[0, 0] = 1e-17
+    assert found.compare(1, "parameters") == []
+    found.ranks[1].steps[0].gradients["weight"].value[0, 0] = 0.0
+    found.one.variants[0].steps[0].gradients["weight"].value[0, 0] = 1e-17
+    assert found.compare(1, "parameters") == []
+    found.one.variants[0].steps[0].gradients["weight"].value[0, 0] = 0.0
+    for run in found.ranks:
+        del run.steps[0].gradients["weight"], run.steps[0].raw["weight"]
+    assert found.compare(1, "parameters") == []

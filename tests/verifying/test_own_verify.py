@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allranks
 from allranks.errors import ConfigError
-from allranks.verifying.own_verify import hindrance, verify_program
+from allranks.verifying.own_verify import EVEN, hindrance, verify_program
 from allranks.verifying.recording import Noise, OneDevice, RunRecord
 from tests.verifying.records import one_device
 
@@ -72,8 +72,40 @@ def test_a_right_loop_is_equal() -> None:
     assert answer.equal and answer.exit_code == 0, str(answer)
     assert answer.to_json()["verdicts"] == []
     assert str(answer).startswith(
-        "equal: 2 processes compute what one device computes, over 4 steps\n  gradients before clipping: equal to"
+        "equal: 2 processes compute what one device computes, over 4 steps\n"
+        f"  {EVEN}\n  gradients before clipping: equal to"
     )
+
+
+def test_uneven_shares_are_not_said_to_be_even() -> None:
+    uneven = [(torch.randn(5, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0, 1]))] * 2
+    answer = allranks.verify(sharded, sums, uneven, num_steps=2)
+    assert answer.equal and EVEN not in answer.notes, str(answer)
+
+
+def sums(model: Any, optimizer: Any, some: Any) -> None:
+    optimizer.zero_grad()
+    for x, y in some:
+        share = dist.get_world_size() / 5
+        loss = nn.functional.cross_entropy(model(x), y, reduction="sum") * share
+        loss.backward()
+    optimizer.step()
+
+
+def measured_by_rank_0(model: Any, some: Any) -> dict[str, Any]:
+    return {"sum": model(some[0]).sum()} if dist.get_rank() == 0 else {}
+
+
+def kept_by_rank_0(rank: int, world_size: int) -> Any:
+    return [torch.ones(3, 6, dtype=torch.float64)] if rank == 0 else []
+
+
+def test_an_evaluation_by_rank_0_alone_is_no_finding() -> None:
+    def evaluate(model: Any, some: Any) -> dict[str, Any]:
+        return measured_by_rank_0(getattr(model, "module", model).eval(), some)
+
+    answer = allranks.verify(build, train, batches(), num_steps=2, evaluate=evaluate, validation=kept_by_rank_0)
+    assert answer.equal, str(answer)
 
 
 @pytest.mark.full
@@ -203,6 +235,8 @@ def test_data_that_fails_is_told_as_the_programs_own_error() -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 2 processes"):
         allranks.verify(build, train, batches(), nproc=1)
+    with pytest.raises(ConfigError, match="nproc=9: more than the 8 processes that run on one machine"):
+        allranks.verify(build, train, batches(), nproc=9)
     with pytest.raises(ConfigError, match="from the second step on"):
         allranks.verify(build, train, batches(), num_steps=1)
 

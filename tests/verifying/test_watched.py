@@ -83,9 +83,8 @@ def test_of_a_program_that_is_not_trained_it_is_said_why(monkeypatch: pytest.Mon
         ("joined", "not watched", watched.JOINED_LOOP),
         ("S01_far", "not watched", "it takes a thousand hosts"),
     ]
-    assert asked == [
-        ("task_digits", words, 7) for words in ("--layout ddp --nproc 2", "--layout fsdp --nproc 2", "--layout tp=2")
-    ]
+    runs = ("--layout ddp --nproc 2", "--layout fsdp --nproc 2", "--layout tp=2")
+    assert asked == [("task_digits", words, 7) for words in (*runs, "--layout ddp --nproc 2 train.precision=float16")]
 
 
 def assert_due(found: Mapping[str, tuple[Sequence[str], int | None]]) -> None:

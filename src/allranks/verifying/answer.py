@@ -9,6 +9,7 @@ from allranks.verdict import Verdict
 from allranks.verifying.assembly import Places, compare_parts
 from allranks.verifying.findings import Finding
 from allranks.verifying.recording import OneDevice, RunRecord
+from allranks.verifying.start_causes import places_of
 from allranks.verifying.world_view import WorldView
 
 EQUAL, DIFFERS, UNKNOWN = 0, 1, 3
@@ -82,9 +83,9 @@ class Answer:
         """To what error which tensors are equal."""
         if self.one is None or self.findings or not self.ranks:
             return []
-        told = []
+        told, places = [], places_of(self.one.run, self.ranks)
         for what in ("raw", "gradients", "parameters", "buffers"):
-            worst = largest_error(self.one, self.ranks, what)
+            worst = largest_error(self.one, self.ranks, what, places)
             if worst is not None:
                 name = "gradients before clipping" if what == "raw" else what
                 told.append(f"{name}: equal to {worst:.2g} of each tensor's largest value")

@@ -71,7 +71,9 @@ def read_corpus(folder: Path, kinds: Collection[str] = ()) -> list[Entry]:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder of programs: give one, such as corpus/ of the source")
-    found = [entry for path in sorted(folder.glob("*.py")) if (entry := read_entry(path)) is not None]
+    found = [
+        entry for path in sorted(folder.glob("*.py")) if path.is_file() and (entry := read_entry(path)) is not None
+    ]
     chosen = [entry for entry in found if not kinds or entry.kind in kinds]
     if not chosen:
         what = f"of {', '.join(sorted(kinds))} " if kinds and found else ""
@@ -116,7 +118,10 @@ def read_run(entry: Entry, words: str) -> tuple[TrainRequest, int]:
     """(request, steps) of one `verify:` line. Raises ConfigError for words that `allranks verify` does not take."""
     options: dict[str, str] = {}
     overrides = []
-    rest = iter(shlex.split(words))
+    try:
+        rest = iter(shlex.split(words))
+    except ValueError as error:
+        raise ConfigError(f"{entry.path.name}: verify: {words}: {str(error).lower()}") from None
     for word in rest:
         if word in _OPTIONS:
             options[word] = next(rest, "")
@@ -129,6 +134,8 @@ def read_run(entry: Entry, words: str) -> tuple[TrainRequest, int]:
         steps = int(options.get("--steps", DEFAULT_STEPS))
     except ValueError:
         raise ConfigError(f"{entry.path.name}: verify: {words}: expected a number") from None
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"{entry.path.name}: verify: --nproc {nproc}: give at least 1")
     spec, layout = str(entry.path), options.get("--layout")
     return TrainRequest(spec, overrides=tuple(overrides), layout=layout, nproc=nproc, device="cpu"), steps
 

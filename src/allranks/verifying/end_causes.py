@@ -18,24 +18,25 @@ LOADS = ("the load", "the second load")
 
 
 def judge_evaluation(evidence: Evidence) -> list[Finding]:
-    """Whether each rank reports what one device measures."""
+    """Whether each rank that reports something reports what one device measures."""
     one = evidence.one.run
     if one.evaluation is None:
         return []
     coverage = _coverage(evidence)
     for name, due in one.evaluation.items():
-        values = [(run.evaluation or {}).get(name, math.nan) for run in evidence.ranks]
+        # A rank that leaves it to the others reports nothing; where all do, it is missing.
+        told = [run.evaluation[name] for run in evidence.ranks if run.evaluation and name in run.evaluation]
+        values = told or [math.nan]
         allowed = _allowed(evidence, name, due)
         if all(abs(value - due) <= allowed for value in values):
             continue
-        told = values[0]
         said = f"{name}: {due:.6g} on one device, {', '.join(f'{value:.6g}' for value in values)} on the ranks"
         if coverage is not None:
             kind, why = coverage
             return [found(kind, f"evaluation: {name} differs", said, why, tensor=name)]
         if one.start.statistics and not _buffers_agree(evidence):
             return [found("S25", f"evaluation: {name} differs with the ranks' own statistics", said, tensor=name)]
-        factor = evidence.world.in_words(told / due) if due else ""
+        factor = evidence.world.in_words(values[0] / due) if due else ""
         return [found("S30", f"evaluation: {name} is not what one device reports", said, tensor=name,
                       axis=evidence.world.data_axis, factor=factor)]  # fmt: skip
     return []

@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 
+from allranks.parameter_map import Box
 from allranks.verifying.assembly import OF_LARGEST, RELATIVE, Mismatch, Places, allowance, compare_parts, moved_by
 from allranks.verifying.recording import OneDevice, Parts, RunRecord, StepRecord
 from allranks.verifying.world_view import WorldView
@@ -92,8 +93,31 @@ class Evidence:
                 least = max(ZERO_OF_TENSOR * own, ZERO_OF_MODEL * most, self._rounding(place, name, part.value, most))
                 # A gradient of exactly 0 everywhere moves nothing, and what moves there has no excuse.
                 counts = size > least if own else torch.ones_like(size) > 0
-                found[name] = found.get(name, torch.tensor(True)) & counts
+                found[name] = found.get(name, torch.tensor(True)) & (counts | self._zero(place, name, part.value))
         return found
+
+    def _zero(self, index: int, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Where a gradient of a step is exactly 0 on one device, however it rounds, and on all ranks: that is no noise.
+
+        Nowhere of a step before the first, in which the ranks are not known.
+        """
+        if index < 0 or any(len(run.steps) <= index for run in (*self.one.variants, *self.ranks)):
+            return torch.zeros_like(gradient, dtype=torch.bool)
+        zero = gradient == 0
+        for run in self.one.variants:
+            part = (run.steps[index].gradients or run.steps[index].raw).get(name)
+            zero = zero & (part.value == 0) if part is not None else torch.zeros_like(zero)
+        covered = torch.zeros_like(zero)
+        for rank, run in enumerate(self.ranks):
+            part = (run.steps[index].gradients or run.steps[index].raw).get(name)
+            if part is None:
+                continue
+            box = part.box or self.places.get((name, rank)) or Box.whole(tuple(gradient.shape))
+            place = box.place(tuple(gradient.shape))
+            if zero[place].shape == part.value.shape:
+                zero[place] &= part.value == 0
+                covered[place] = True
+        return zero & covered
 
     def _rounding(self, index: int, name: str, gradient: torch.Tensor, most: float) -> float:
         """How far off a gradient of a step may be by what rounding was seen to do; 0 of a step before the first."""

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from allranks.task_loading import user_line
@@ -20,7 +21,14 @@ from allranks.verifying import observation as look
 from allranks.verifying.given import is_sharded_over_all, noting_given
 from allranks.verifying.program import Program, cast_floats, in_order, order_of, shuffled
 from allranks.verifying.recording import Part, Parts, RunRecord, Start, StepRecord, saves_of
-from allranks.verifying.update_state import is_number, optimizers_of, settings_of, states_of
+from allranks.verifying.update_state import (
+    is_number,
+    optimizers_of,
+    scaler_states,
+    scalers_told,
+    settings_of,
+    states_of,
+)
 
 SEED = 20261121
 OF_A_STEP = 1000
@@ -101,11 +109,12 @@ class OwnLoop:
     _optimizer: Any = None
     _step: StepRecord = field(default_factory=StepRecord)
     _hooks: list[Any] = field(default_factory=list)
+    _scalers: list[GradScaler] = field(default_factory=list)
 
     def run(self) -> RunRecord:
         """Build, step, evaluate, and once more from each of its saves."""
         try:
-            with default_dtype(self.setting.dtype):
+            with default_dtype(self.setting.dtype), scalers_told(self._scalers):
                 self._run()
         except Exception as error:  # the user's program may raise anything: it is part of what it did
             self.record.error = user_line(error)
@@ -137,6 +146,7 @@ class OwnLoop:
         # Rank 0 begins with the numbers of one device; a program that wants all ranks alike has to see to it.
         look.seed_everything(SEED + 7919 * self.rank)
         self.observer.feed([])
+        self._scalers.clear()
         for hook in self._hooks:
             hook.remove()
         self._model, self._optimizer = self.program.build(self.distributed)
@@ -243,7 +253,7 @@ class OwnLoop:
         parameters = look.logical_parameters(self._model)
         self._step.parameters = look.parts_of(parameters)
         self._step.buffers = look.parts_of(look.logical_buffers(self._model))
-        self._step.state = states_of(self._optimizer, parameters)
+        self._step.state = states_of(self._optimizer, parameters) | scaler_states(self._scalers)
         if self.program.state is not None:
             kept = self.program.state(self._model, self._optimizer)
             self._step.kept = {str(name): _kept(value) for name, value in kept.items()}

@@ -16,6 +16,7 @@ from allranks.verifying.determinism import incomparable
 from allranks.verifying.end_causes import judge_reshard
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.judge import judge, judge_ranks
+from allranks.verifying.local_layouts import MOST_PROCESSES
 from allranks.verifying.low_precision import judge_low_precision, noisy_gradients, say_noisy
 from allranks.verifying.own_alone import Source, observer_of, read_program, relative_of, run_alone, run_shares
 from allranks.verifying.own_loop import OwnLoop, Setting, process_group
@@ -28,6 +29,7 @@ LOWERED = (
     "it runs in its own precision alone, and computes in {}: compared are how it begins, and the samples and gradients "
     "of the first step, as far as rounding in that precision allows"
 )
+EVEN = "every rank had as many samples in each step: uneven shares were not tried"
 RUN_IT = "make it run on several processes first: torchrun"
 
 
@@ -67,6 +69,8 @@ def verify_program(source: Source, *, nproc: int = 2, num_steps: int = 4) -> Ans
     """`verify` of a Program, or of the file that defines one."""
     if nproc < 2:
         raise ConfigError(f"nproc={nproc}: one device is compared with at least 2 processes")
+    if nproc > MOST_PROCESSES:
+        raise ConfigError(f"nproc={nproc}: more than the {MOST_PROCESSES} processes that run on one machine")
     if num_steps < 2:
         raise ConfigError(f"steps={num_steps}: the optimizer's state shows from the second step on: give at least 2")
     with tempfile.TemporaryDirectory(prefix="allranks-verify-") as folder:
@@ -133,7 +137,14 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
     findings = judge(evidence)
     if not findings and all(run.resumed is not None for run in ranks):
         findings = judge_reshard(evidence, launch(run_load, source, _of_ranks(setting), nproc=1)[0])
-    return Answer(tuple(findings), one, tuple(ranks), world)
+    notes = (EVEN,) if _is_even(evidence) else ()
+    return Answer(tuple(findings), one, tuple(ranks), world, notes=notes)
+
+
+def _is_even(evidence: Evidence) -> bool:
+    """Whether ranks have different samples, and in each step equally many."""
+    steps = (evidence.step(index)[1] for index in range(evidence.num_steps))
+    return evidence.world.data_ranks > 1 and all(len({len(record.rows) for record in ranks}) == 1 for ranks in steps)
 
 
 def _in_its_own_precision(evidence: Evidence) -> Answer:

@@ -132,6 +132,8 @@ def plan_run(request: TrainRequest, num_steps: int) -> Plan:
     config = prepared.config
     nproc = request.nproc or num_processes(config.layout, DEFAULT_PROCESSES)
     layout = Layout.resolve(config.layout, nproc)
+    if layout.kind == "single":
+        raise ConfigError(f"nproc={nproc}: one device is compared with at least 2 processes: give --nproc or --layout")
     # Before another layout is proposed, which would be refused for the same.
     refuse_unsupported(layout)
     _refuse_exceptions(layout)

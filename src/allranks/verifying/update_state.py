@@ -1,13 +1,19 @@
-"""What an update goes by besides gradients: the settings and states of optimizers."""
+"""What an update goes by besides gradients: the settings and states of optimizers, and of what scales the loss."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from allranks.verifying.observation import part_of
-from allranks.verifying.recording import Parts
+from allranks.verifying.recording import Part, Parts
+
+SCALING = ("unscale_", "step", "update")
 
 
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
@@ -35,6 +41,35 @@ def states_of(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Parts:
                 if isinstance(value, torch.Tensor):
                     found[f"{key}.{name}"] = part_of(value)
     return found
+
+
+@contextmanager
+def scalers_told(scalers: list[GradScaler]) -> Iterator[None]:
+    """Inside, each GradScaler that unscales, steps or updates is put into `scalers`, once."""
+
+    def telling(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def call(scaler: GradScaler, *args: Any, **options: Any) -> Any:
+            if all(known is not scaler for known in scalers):
+                scalers.append(scaler)
+            return original(scaler, *args, **options)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in SCALING:
+            stack.enter_context(patch.object(GradScaler, name, telling(getattr(GradScaler, name))))
+        yield
+
+
+def scaler_states(scalers: Sequence[GradScaler]) -> Parts:
+    """The numbers that each of them would save, as "GradScaler.scale", the second's as "GradScaler 1.scale"."""
+    return {
+        f"GradScaler{f' {place}' if place else ''}.{key}": Part(None, torch.tensor(float(value), dtype=torch.float64))
+        for place, scaler in enumerate(scalers)
+        for key, value in scaler.state_dict().items()
+        if is_number(value)
+    }
 
 
 def is_number(value: Any) -> bool:
