@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from allranks.errors import ConfigError, ProcessError
 from allranks.layout import Layout
 from allranks.parallel.heap import keep_heap
+from allranks.parallel.host_messages import carry_messages
 from allranks.parallel.interface import choose_interface
 from allranks.parallel.reachable import check_reachable
 from allranks.parallel.share import Share, share_of
@@ -27,6 +29,7 @@ SAME_DEVICES = ("allranks", "torchrun")  # launchers that give all processes of 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _set_by_us: list[str] = []
+_ends: list[Callable[[], None]] = []
 # Process groups that have ended, never let go: where a DDP module holds the last reference, its end waits, with
 # Python's lock, for a thread of gloo's that may be waiting for this lock (torch 2.13; seen on a busy machine).
 _kept: list[dist.ProcessGroup] = []
@@ -176,6 +179,8 @@ def start(
         raise ProcessError(
             f"rank {environment.rank} found the store at {where}, but {name} did not start: {reason}; {advice}"
         ) from error
+    if choice.backend == "gloo" and choice.device.type != "cpu":
+        _ends.append(carry_messages(choice.device.type))
 
 
 def stop() -> None:
@@ -189,6 +194,8 @@ def stop() -> None:
     if dist.is_initialized():
         _kept.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+    while _ends:
+        _ends.pop()()
     while _set_by_us:
         os.environ.pop(_set_by_us.pop(), None)
 
