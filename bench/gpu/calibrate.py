@@ -4,7 +4,7 @@ Each case is the transformer of `one_gpu.py` under `single`, its blocks kept or 
 micro-batch: predicted by `allranks plan --cluster FILE`, where FILE is what `allranks doctor --calibrate` wrote on this
 GPU, and by the catalog's figures; measured by `allranks train`, as its report has it.
 
-    python bench/gpu/calibrate.py [--quick] [--steps 30] [--json]
+    python bench/gpu/calibrate.py [--quick] [--steps 30] [--keep FILE] [--json]
     python bench/gpu/calibrate.py --device cpu --tiny      that the program itself works
 """
 
@@ -15,6 +15,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,42 +29,50 @@ CASES = (("none", 1), ("none", 4), ("full", 4))
 
 
 def allranks(*words: str, folder: Path, codes: tuple[int, ...] = (0,)) -> Any:
-    """What the command says with --json."""
+    """What the command says with --json, where nothing is known of this machine and of runs before."""
     command = [sys.executable, "-m", "allranks", *words, "--json"]
-    kept_apart = {**os.environ, "XDG_CONFIG_HOME": str(folder)}  # no figures or runs of before
-    ran = subprocess.run(command, cwd=folder, env=kept_apart, capture_output=True, text=True, check=False)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as configuration:
+        kept_apart = {**os.environ, "XDG_CONFIG_HOME": configuration}
+        ran = subprocess.run(command, cwd=folder, env=kept_apart, capture_output=True, text=True, check=False)
+    print(f"{time.perf_counter() - began:6.1f} s  allranks {' '.join(words)}", file=sys.stderr, flush=True)
     if ran.returncode not in codes:
         raise SystemExit(f"{' '.join(words)}: exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}")
     return json.loads(ran.stdout)
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row a case."""
-    file = folder / "measured.toml"
+    """One row a case: first what needs the device for itself, then the plans, beside each other."""
+    file = arguments.keep or folder / "measured.toml"
     quick = ("--quick",) if arguments.quick or arguments.tiny else ()
-    allranks("doctor", "--calibrate", "--device", arguments.device, "--nproc", "1", "--output", str(file), *quick,
-             folder=folder)  # fmt: skip
+    allranks("doctor", "--calibrate", "--device", arguments.device, "--nproc", "1", "--output", str(file.resolve()),
+             *quick, folder=folder)  # fmt: skip
     kind = f"train.precision={'float32' if arguments.device == 'cpu' else 'bfloat16'}"
     size = "tiny" if arguments.tiny else "1b"
     here = ("--cluster", "1x1:cpu") if arguments.device == "cpu" else ("--cluster", "local", "--gpus", "1")
+    known = ("--cluster", str(file.resolve()))
+    with ThreadPoolExecutor(8) as pool:
+        found = []
+        for recompute, micro_batch in CASES:
+            layout = f"single,recompute={recompute}"
+            keys = (f"task.size={size}", "train.global_batch=4", f"train.micro_batch={micro_batch}", kind)
+            run = folder / f"{recompute}-{micro_batch}"
+            words = (f"train.steps={arguments.steps}", "--layout", layout, "--nproc", "1", "--device", arguments.device)
+            allranks("train", TASK, *keys, *words, "--run", str(run), folder=folder)
+            found.append((("plan", TASK, *keys, "--layout", layout), run))
+        plans = [
+            [pool.submit(allranks, *plan, *cluster, folder=folder, codes=(0, 1)) for cluster in (known, here)]
+            for plan, _ in found
+        ]
+        reports = [pool.submit(allranks, "report", str(run), folder=folder) for _, run in found]
     rows = []
-    for recompute, micro_batch in CASES:
-        layout = f"single,recompute={recompute}"
-        keys = (f"task.size={size}", "train.global_batch=4", f"train.micro_batch={micro_batch}", kind)
-        asked = ("plan", TASK, *keys, "--layout", layout)
-        known = allranks(*asked, "--cluster", str(file), folder=folder, codes=(0, 1))["best"]
-        bare = allranks(*asked, *here, folder=folder, codes=(0, 1))["best"]
-        run = folder / f"{recompute}-{micro_batch}"
-        words = (f"train.steps={arguments.steps}", "--layout", layout, "--nproc", "1", "--device", arguments.device)
-        allranks("train", TASK, *keys, *words, "--run", str(run), folder=folder)
-        report = allranks("report", str(run), folder=folder)
-        seconds = report["step_seconds"]
+    for (recompute, micro_batch), pair, report in zip(CASES, plans, reports, strict=True):
+        calibrated, bare = (plan.result()["best"]["step_seconds"]["expected"] for plan in pair)
+        seconds = report.result()["step_seconds"]
         rows.append({
             "recompute": recompute, "micro_batch": micro_batch, "seconds": seconds,
-            "calibrated_seconds": known["step_seconds"]["expected"],
-            "uncalibrated_seconds": bare["step_seconds"]["expected"],
-            "calibrated_error": known["step_seconds"]["expected"] / seconds - 1,
-            "uncalibrated_error": bare["step_seconds"]["expected"] / seconds - 1,
+            "calibrated_seconds": calibrated, "uncalibrated_seconds": bare,
+            "calibrated_error": calibrated / seconds - 1, "uncalibrated_error": bare / seconds - 1,
         })  # fmt: skip
     return rows
 
@@ -74,6 +84,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters")
     parser.add_argument("--quick", action="store_true", help="doctor --calibrate --quick")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="where the measured figures go, to look at")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -27,13 +27,16 @@ def watched() -> Iterator[list[int]]:
     """Inside: the addresses of what gloo itself is given to send, or to receive into."""
     found: list[int] = []
     own = {name: vars(KIND)[name] for name in ("send", "recv")}
-    for name in own:
 
-        def note(group: Any, tensors: Any, *rest: Any, call: Any = getattr(KIND, name)) -> Any:
+    def noting(call: Any) -> Any:
+        def note(group: Any, tensors: Any, *rest: Any) -> Any:
             found.extend(tensor.data_ptr() for tensor in tensors)
             return call(group, tensors, *rest)
 
-        setattr(KIND, name, note)
+        return note
+
+    for name in own:
+        setattr(KIND, name, noting(getattr(KIND, name)))
     try:
         yield found
     finally:

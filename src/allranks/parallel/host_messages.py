@@ -2,8 +2,8 @@
 
 Of a GPU's tensors gloo carries collectives, by copies in the host's memory, but no message from one rank to another:
 there it hands the GPU's address to the socket, which knows no such address (torch 2.11, ProcessGroupGloo.cpp, send).
-NCCL carries them, and takes one process a GPU. So a pipeline, or a ring, of processes that share one comes here; torch's
-own pipelines send from several places, hence at the one that all of them pass.
+NCCL carries them, and takes one process a GPU. So a pipeline, or a ring, of processes that share one comes here;
+torch's own pipelines send from several places, hence at the one that all of them pass.
 """
 
 from collections.abc import Callable
