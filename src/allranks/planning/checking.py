@@ -78,7 +78,7 @@ def front_of(found: Found, checks: Mapping[Choice, Checked]) -> list[Estimate]:
     """
     fitting = [one for one in found.estimates.values() if one.fits]
     planned = {choice: check.planned.peak_bytes for choice, check in checks.items()}
-    comparable = (replace(one, peak_bytes=planned.get(one.choice, one.peak_bytes)) for one in fitting)
+    comparable = (replace(one, peak_bytes=planned[one.choice]) if one.choice in planned else one for one in fitting)
     return [found.estimates[one.choice] for one in front(comparable)]
 
 

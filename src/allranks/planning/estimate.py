@@ -41,10 +41,10 @@ class Cost:
     mfu: float
 
 
-def estimate(profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
-    """Memory, time and traffic of one optimizer step under `choice`."""
+def estimate(profile: ModelProfile, cluster: Cluster, choice: Choice, room: Room | None = None) -> Estimate:
+    """Memory, time and traffic of one optimizer step under `choice`, whose `room` may be known already."""
     factor = factor_of(cluster, choice.layout)
-    cost = estimate_setting(profile, cluster, setting_of(choice), factor)
+    cost = estimate_setting(profile, cluster, setting_of(choice), factor, room)
     room, seconds = cost.room, cost.step_seconds.expected
     samples = choice.global_batch / seconds if seconds else 0.0
     return Estimate(
@@ -103,7 +103,9 @@ def _stage(held: tuple[int, ...], costs: tuple[BlockCost, ...], setting: Setting
     return _Stage(*sums)
 
 
-def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting, factor: float = 1.0) -> Cost:
+def estimate_setting(
+    profile: ModelProfile, cluster: Cluster, setting: Setting, factor: float = 1.0, room: Room | None = None
+) -> Cost:
     """The same for a Setting, which may be another framework's, with its work taking `factor` times as long."""
     setting = on_processor(setting, cluster, profile)
     parts = parts_of(profile, cluster, setting)
@@ -130,7 +132,8 @@ def estimate_setting(profile: ModelProfile, cluster: Cluster, setting: Setting, 
     work = _step_time(stages[worst], setting, bubble, data, send, waits)
     time = with_upkeep(_slowed(work, factor), profile, cluster, setting)
     traffic = _traffic(setting, parts, layers, data, work)
-    return _cost(setting, parts, layers, time, traffic, factor * stages[worst].host)
+    room = room_under(cluster, setting, parts, layers) if room is None else room
+    return _cost(setting, parts, room, time, traffic, factor * stages[worst].host)
 
 
 def _data(
@@ -177,9 +180,8 @@ def _step_time(stage: _Stage, setting: Setting, bubble: float, data: DataCost, s
 
 
 def _cost(
-    setting: Setting, parts: Parts, layers: tuple[tuple[int, ...], ...], time: StepTime, traffic: tuple[Traffic, ...],
-    host_seconds: float,
-) -> Cost:  # fmt: skip
+    setting: Setting, parts: Parts, room: Room, time: StepTime, traffic: tuple[Traffic, ...], host_seconds: float
+) -> Cost:
     seconds, machine = time.total, parts.axes.machine
     host = setting.micro_steps * host_seconds / seconds if seconds else 0.0
     known = parts.cluster.device.measured or machine.constants.family != ""
@@ -187,7 +189,7 @@ def _cost(
     peak = machine.peak("bfloat16" if setting.precision in ("float8", "float4") else setting.precision)
     devices = setting.dp * setting.tp * setting.cp * setting.pp
     return Cost(
-        room=room_under(parts.cluster, setting, parts, layers),
+        room=room,
         time=time,
         step_seconds=Span(seconds / spread, seconds, seconds * spread),
         traffic=traffic,

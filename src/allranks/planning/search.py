@@ -8,6 +8,7 @@ nobody asks how long it takes. A test compares with all choices.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Protocol, final
 
 from allranks.cluster import Cluster
@@ -18,7 +19,7 @@ from allranks.plan import Choice, Estimate, Refusal, Span, StepTime
 from allranks.planning.choices import RECOMPUTES, Group, Space, groups, kept_modes, members, of_layout, splits
 from allranks.planning.corrections import least_factor
 from allranks.planning.estimate import estimate
-from allranks.planning.room import room_of
+from allranks.planning.room import Room, room_of
 from allranks.planning.setting import setting_of
 from allranks.planning.upkeep_cost import NO_UPKEEP, with_upkeep
 
@@ -51,15 +52,23 @@ class Estimator(Protocol):
 
 @final
 class Formulas:
-    """The Estimator that asks nothing but the planner's own formulas."""
+    """The Estimator that asks nothing but the planner's own formulas; what fits is mostly estimated next."""
+
+    def __init__(self) -> None:
+        self._last: tuple[ModelProfile, Cluster, Choice, Room] | None = None
 
     def estimate(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
         """Bytes, seconds and traffic."""
-        return estimate(profile, cluster, choice)
+        known = None
+        if self._last is not None and all(map(is_, self._last, (profile, cluster, choice))):
+            known = self._last[3]
+        return estimate(profile, cluster, choice, known)
 
     def fit(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Fit:
         """Bytes alone."""
-        return room_of(profile, cluster, choice)
+        room = room_of(profile, cluster, choice)
+        self._last = profile, cluster, choice, room
+        return room
 
 
 SCHEDULES = ("1f1b", "interleaved", *SPLIT_BACKWARD)
@@ -281,10 +290,14 @@ def least_pace(plain: Estimate, profile: ModelProfile, cluster: Cluster, *, kept
     most. Samples and checkpoints are waited for by the least work, too.
     """
     time, choice = plain.time, plain.choice
-    changed = replace(time, data=0.0, optimizer=0.0)
-    changed = changed if kept else replace(changed, recompute=0.0)
-    if choice.layout.offload in ("parameters", "all"):  # who shares more moves less of his own
-        changed = replace(changed, offload=0.0)
+    changed = replace(
+        time,
+        data=0.0,
+        optimizer=0.0,
+        recompute=time.recompute if kept else 0.0,
+        # Who shares more moves less of his own.
+        offload=0.0 if choice.layout.offload in ("parameters", "all") else time.offload,
+    )
     work = changed.work * least_factor(cluster) / plain.correction
     if choice.upkeep == NO_UPKEEP:
         return _rounded(work), _rounded(work)

@@ -1,6 +1,7 @@
 """Setting: one configuration with the mechanisms of the framework that runs it; ours, or a published run's."""
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal, final
 
 from allranks.cluster import FixedSeconds
@@ -175,25 +176,30 @@ gradient of what it picks and the result at once."""
 def mechanisms_of(choice: Choice) -> Mechanisms:
     """What torch's FSDP2, DDP, DTensor and pipelining do as allranks sets them up (law 7: float32 parameters)."""
     layout = choice.layout
-    lowered = choice.precision != "float32" and choice.precision != "float64"
-    wide = 8.0 if choice.precision == "float64" else 4.0
-    gather = 2.0 if lowered and layout.gather != "float32" else wide
+    return _mechanisms(choice.precision, layout.gather, layout.ddp_hook, layout.compile, layout.fully_sharded)
+
+
+@cache
+def _mechanisms(precision: str, gather_type: str, ddp_hook: str, compile_mode: str, fully_sharded: bool) -> Mechanisms:
+    lowered = precision != "float32" and precision != "float64"
+    wide = 8.0 if precision == "float64" else 4.0
+    gather = 2.0 if lowered and gather_type != "float32" else wide
     return Mechanisms(
         weight_bytes=wide,
         gradient_bytes=wide,
         optimizer_bytes=2 * wide,
         gather_bytes=gather,
-        reduce_bytes=2.0 if layout.ddp_hook in LOW else wide,
+        reduce_bytes=2.0 if ddp_hook in LOW else wide,
         # Autocast keeps its copies of the weights until the backward; FSDP gathers in that type instead.
-        cast_bytes=2.0 if lowered and not layout.fully_sharded else 0.0,
-        fusion=0.6 if layout.compile == "block" else 1.0,
+        cast_bytes=2.0 if lowered and not fully_sharded else 0.0,
+        fusion=0.6 if compile_mode == "block" else 1.0,
         gradients="made",
         stages="parameters",
         keeps_gathered_inputs=True,
         logits_copies=TORCH_COPIES,
         cut_logits_copies=TENSOR_COPIES,
         # FSDP's are counted by the unit; one made in autocast's type takes the place of its weight's copy.
-        temporary_gradient_bytes=0.0 if layout.fully_sharded else wide,
+        temporary_gradient_bytes=0.0 if fully_sharded else wide,
         experts_stay=True,
     )
 

@@ -19,7 +19,8 @@ def with_upkeep(work: StepTime, profile: ModelProfile, cluster: Cluster, setting
     """
     if setting.upkeep == NO_UPKEEP:
         return work
-    time = replace(work, input=input_seconds(cluster, setting, work.total))
+    waits = input_seconds(cluster, setting, work.total)
+    time = replace(work, input=waits) if waits != work.input else work
     return replace(time, checkpoint=checkpoint_seconds(profile, cluster, setting, time.total))
 
 
