@@ -12,6 +12,7 @@ SENTINELS = (
 )
 """What watches over every run, by the names that `guard.mute` takes."""
 _NAMES = ", ".join(SENTINELS)
+LEAST_WAIT_SECONDS = 600.0
 
 
 @final
@@ -111,6 +112,12 @@ class GuardConfig(Section):
     def muted(self) -> tuple[str, ...]:
         """The names in `mute`."""
         return tuple(filter(None, (name.strip() for name in self.mute.split(","))))
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that a rank may wait in a collective for another one that does no more than it may."""
+        phases = (self.first_step_seconds, self.compilation_seconds, self.evaluation_seconds, self.checkpoint_seconds)
+        return max(LEAST_WAIT_SECONDS, *phases) + 60.0
 
     @model_validator(mode="after")
     def _know_the_muted(self) -> "GuardConfig":

@@ -54,7 +54,13 @@ PEER_LOST = (
 TRACEBACK = "Traceback (most recent call last):"
 TORCH_ERRORS = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
-NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+NO_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",
+    "Cuda failure 2 'out of memory'",  # NCCL's, which allocates for a group at its first collective
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 # Who says so without having come to an end of the work is not believed: all was made, or saved.
 CLAIMS = (DONE, *STOPS)
@@ -175,11 +181,11 @@ def _after(step: int | None) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: Python's, torch's on a device, or torch's on the CPU."""
+    """Whether an allocation failed: Python's, torch's on a device or on the CPU, or that of a library of CUDA's."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if isinstance(error, MemoryError) or "OutOfMemoryError" in kinds:
         return True
-    return type(error).__name__ == "RuntimeError" and any(text in str(error) for text in NO_MEMORY)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
 def run_recorded(

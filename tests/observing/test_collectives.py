@@ -11,6 +11,7 @@ import torch.distributed as dist
 from allranks.observing.collectives import (
     collectives_file,
     find_arrivals,
+    known_groups,
     last_collectives,
     name_axis,
     recorded,
@@ -28,10 +29,10 @@ def test_the_collective_that_a_rank_waits_in_is_known(pool: Pools) -> None:
         if dist.get_rank() == 0:
             work = dist.all_reduce(torch.ones(5, 2), group=group, async_op=True)
             time.sleep(0.1)
-            found = json.loads(json.dumps(last_collectives(*recorded())))
+            found = json.loads(json.dumps(last_collectives(recorded(), known_groups())))
         dist.barrier()
         if work is None:
-            found = json.loads(json.dumps(last_collectives(*recorded())))
+            found = json.loads(json.dumps(last_collectives(recorded(), known_groups())))
             dist.all_reduce(torch.ones(5, 2), group=group)
         else:
             work.wait()
@@ -45,7 +46,7 @@ def test_the_collective_that_a_rank_waits_in_is_known(pool: Pools) -> None:
 
 
 def test_without_a_world_there_are_no_collectives() -> None:
-    assert recorded() == ((), {}) and last_collectives((), {}) == [] == find_arrivals((), {})
+    assert recorded() == () and known_groups() == {} and last_collectives((), {}) == [] == find_arrivals((), {})
 
 
 def test_axes_by_their_names() -> None:
@@ -66,7 +67,7 @@ def test_when_a_rank_came_to_a_collective_is_told_and_sends_are_not(pool: Pools,
             dist.send(torch.ones(1), 1)
         else:
             dist.recv(torch.ones(1), 0)
-        entries, groups = recorded()
+        entries, groups = recorded(), known_groups()
         path = collectives_file(Path(folder) / f"rank-{dist.get_rank()}.log")
         write_collectives(path)
         told = [entry for entry in find_arrivals(entries, groups) if entry[2] >= before * 1e9]
@@ -78,3 +79,29 @@ def test_when_a_rank_came_to_a_collective_is_told_and_sends_are_not(pool: Pools,
     assert begun * 1e9 <= at <= later - 0.15e9 and later <= ended * 1e9
     assert written[-1] == list(first[-1])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.collectives.json", "rank-1.collectives.json"]
+
+
+@pytest.mark.distributed
+def test_collectives_of_nccl_have_a_recorder_and_numbers_of_their_own(pool: Pools, tmp_path: Path) -> None:
+    """Whose entries are torch's other recorder's in form; a CPU build has none, so that one stands for it here."""
+
+    def case(folder: str) -> list[dict[str, object]]:
+        group = dist.new_group([0, 1], group_desc="mesh_tp")
+        for _ in range(3):
+            dist.all_reduce(torch.ones(3), group=group)
+        (one,) = [entry for entry in recorded() if entry["process_group"][0] == group.group_name][-1:]
+        on_gpu = {**one, "collective_seq_id": 900, "profiling_name": "nccl:all_reduce", "retired": False}
+        ended = {**on_gpu, "collective_seq_id": 899, "state": "completed"}
+        dumped = json.dumps({"entries": [ended, {**on_gpu, "state": "scheduled"}]})
+        path = collectives_file(Path(folder) / f"rank-{dist.get_rank()}.log")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda: dumped, raising=False)
+            write_collectives(path)
+        told = json.loads(path.read_text())
+        assert all(number < 899 for _, number, _ in told["arrivals"]), "a host comes to them before its GPU does"
+        return [one for one in told["groups"] if one["group"].endswith(group.group_name) and one["axis"] == "tp"]
+
+    for own, on_gpu in pool(2).run(case, str(tmp_path)):
+        assert (own["seq"], own["waits"]) == (3, False)
+        assert (on_gpu["seq"], on_gpu["waits"], on_gpu["name"]) == (900, True, "all_reduce")
+        assert on_gpu["group"] == f"nccl {own['group']}" and on_gpu["ranks"] == [0, 1]

@@ -72,6 +72,18 @@ def test_what_a_healthy_run_prints_is_nobodys(line: str) -> None:
     assert [one.name for one in SIGNATURES if one.regex.search(line)] == []
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.AcceleratorError: CUDA error: out of memory",
+        "Cuda failure 2 'out of memory'",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_memory_that_runs_out_in_a_library_is_memory_that_runs_out(line: str) -> None:
+    assert "E13b" in [one.name for one in SIGNATURES if one.regex.search(line)]
+
+
 def test_words_use_groups_that_there_are() -> None:
     for one in SIGNATURES:
         used = {int(number) for number in re.findall(r"\{(\d)\}", one.what + one.next)}

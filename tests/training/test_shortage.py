@@ -49,6 +49,10 @@ def test_what_fails_for_want_of_memory() -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(real.value) and is_out_of_memory(MemoryError())
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    nccl = "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error. Last error:\nCuda failure 2 'out of memory'"
+    assert is_out_of_memory(torch.distributed.DistBackendError(nccl))
+    assert is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory"))
+    assert not is_out_of_memory(torch.distributed.DistBackendError("NCCL error: remote process exited"))
     assert not is_out_of_memory(RuntimeError("out of patience")) and not is_out_of_memory(ValueError())
 
 

@@ -1,6 +1,7 @@
 """What torch's flight recorder knows of this process's collectives: where it stands in them, and when it came to each.
 
-The recorder keeps the last 2000 of every backend, unless TORCH_FR_BUFFER_SIZE=0.
+NCCL has a recorder of its own, the other backends share one; each keeps the last 2000, unless TORCH_FR_BUFFER_SIZE=0.
+(torch/distributed/debug/_debug_handlers.py shows them as two pages; torch/csrc/distributed/c10d/FlightRecorder.hpp.)
 """
 
 import json
@@ -24,32 +25,52 @@ def write_collectives(path: Path) -> None:
 
     `groups`: `last_collectives`; `arrivals`: `find_arrivals`.
     """
-    entries, groups = recorded()
-    told = {"groups": last_collectives(entries, groups), "arrivals": find_arrivals(entries, groups)}
+    groups = known_groups()
+    entries, on_gpu = recorded(), recorded("_dump_nccl_trace_json")
+    told = {
+        "groups": last_collectives(entries, groups) + last_collectives(on_gpu, groups, numbered_by="nccl "),
+        # A host comes to NCCL's when it enqueues them, long before its GPU: that says nothing of who is late.
+        "arrivals": find_arrivals(entries, groups),
+    }
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(told), encoding="utf-8")
     temporary.replace(path)
 
 
-def recorded() -> tuple[Sequence[Entry], Mapping[str, Sequence[int]]]:
-    """The collectives that are kept, oldest first, and the ranks of each process group by its name."""
+def known_groups() -> Mapping[str, Sequence[int]]:
+    """The ranks of each process group of this process, by its name."""
     if "torch" not in sys.modules:
-        return (), {}
+        return {}
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return {}
+    known = dist.distributed_c10d._world.pg_map
+    return {str(group.group_name): dist.get_process_group_ranks(group) for group in known}
+
+
+def recorded(recorder: str = "_dump_fr_trace_json") -> Sequence[Entry]:
+    """The collectives that one of torch's recorders keeps, oldest first; none where there is no such recorder."""
+    if "torch" not in sys.modules:
+        return ()
     import torch.distributed as dist
     from torch._C import _distributed_c10d
 
-    recorder: Any = _distributed_c10d
-    if not dist.is_initialized():
-        return (), {}
-    known = dist.distributed_c10d._world.pg_map
-    groups = {str(group.group_name): dist.get_process_group_ranks(group) for group in known}
-    return json.loads(recorder._dump_fr_trace_json()).get("entries", []), groups
+    dump: Any = getattr(_distributed_c10d, recorder, None)
+    if dump is None or not dist.is_initialized():
+        return ()
+    return json.loads(dump()).get("entries") or ()
 
 
-def last_collectives(entries: Sequence[Entry], groups: Mapping[str, Sequence[int]]) -> list[dict[str, object]]:
+def last_collectives(
+    entries: Sequence[Entry], groups: Mapping[str, Sequence[int]], numbered_by: str = ""
+) -> list[dict[str, object]]:
     """The collective at which each process group of this process stands: the oldest that has not ended, or the last.
 
     Each with `group` (its name), `axis`, `ranks`, `name`, `seq`, `p2p`, `sizes` and `waits`: whether it has not ended.
+
+    Args:
+        numbered_by: goes before the names: a group counts what each of its backends does apart.
     """
     found: dict[str, dict[str, object]] = {}
     for entry in entries:
@@ -58,7 +79,7 @@ def last_collectives(entries: Sequence[Entry], groups: Mapping[str, Sequence[int
         if before is not None and before["waits"]:
             continue
         found[name] = {
-            "group": name,
+            "group": f"{numbered_by}{name}",
             "axis": name_axis(axis),
             "ranks": groups.get(name, []),
             "name": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],

@@ -128,7 +128,8 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         "E13b",
-        r"CUDA out of memory|torch\.OutOfMemoryError",
+        r"CUDA out of memory|torch\.OutOfMemoryError|CUDA error: out of memory|Cuda failure 2 'out of memory'"
+        r"|CUBLAS_STATUS_ALLOC_FAILED",
         "the GPU's memory is full",
         "lower train.micro_batch, recompute activations (layout.recompute=full) or shard more; `allranks plan` says "
         "what fits",

@@ -42,7 +42,6 @@ from allranks.training.stop import StopRequests
 from allranks.training.trainer import Ending, Trainer
 from allranks.verdict import Decision
 
-BACKEND_TIMEOUT_SECONDS = 600.0
 FREE_CHECKPOINTS = "delete what is left in checkpoints/ by hand, or give this user the right to"
 NEEDS_SUPERVISOR = (
     "copies in a host's memory are kept by the command that starts all workers on it: take `allranks train --nproc N`, "
@@ -87,7 +86,7 @@ def work(assignment: Assignment) -> int:
         raise ConfigError(f"checkpoint.memory_every: {NEEDS_SUPERVISOR}")
     layout = resolve_layout(prepared.config, environment.world_size, environment.num_nodes)
     choice = choose_device(environment, assignment.request.device, prepared.config.train.backend, layout)
-    start(environment, choice, timeout_seconds=BACKEND_TIMEOUT_SECONDS)
+    start(environment, choice, timeout_seconds=prepared.config.guard.longest_wait)
     try:
         processes = gather_processes(environment, choice, layout)
         run = _join_run(assignment, prepared, processes)

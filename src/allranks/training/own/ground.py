@@ -36,8 +36,6 @@ from allranks.training.own.models import OwnModels, needs_run
 from allranks.training.own.run import open_own_run
 from allranks.verdict import Decision
 
-BACKEND_TIMEOUT_SECONDS = 600.0
-
 JOINED: list[object] = []  # the World, at most one: a process is in one at a time
 
 ARGUMENTS = ("layout", "seed", "precision", "device", "backend", "run", "keep", "change")  # of join
@@ -135,7 +133,7 @@ def prepare_ground(
     refuse_unsupported(degrees)
     check_slow_links(config, degrees)
     choice = choose_device(environment, device, config.train.backend, degrees)
-    owns_group = _start(environment, choice)
+    owns_group = _start(environment, choice, config.guard.longest_wait)
     processes = gather_processes(environment, choice, degrees)
     try:
         check_same_start(config.flat(), None, processes.world_group, processes.device)
@@ -185,10 +183,10 @@ def _resolve(layout: str | None, keep: int, more: Sequence[str], **train: object
     return resolve_config(task_defaults={}, toml=None, overrides=overrides, layout=layout)
 
 
-def _start(environment: ProcessEnvironment, choice: DeviceChoice) -> bool:
+def _start(environment: ProcessEnvironment, choice: DeviceChoice, timeout_seconds: float) -> bool:
     """Start the backend, unless the script has; whether it was started here."""
     if not (dist.is_available() and dist.is_initialized()):
-        start(environment, choice, timeout_seconds=BACKEND_TIMEOUT_SECONDS)
+        start(environment, choice, timeout_seconds=timeout_seconds)
         return True
     there = (dist.get_rank(), dist.get_world_size())
     if there != (environment.rank, environment.world_size):
