@@ -1,7 +1,6 @@
 """When a step is fullest: by hand for a model of round numbers, and beside dry runs of the program itself."""
 
 import importlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def has(moment: Moment, *where: tuple[Setting, Held]) -> bool:
 
 
 def test_no_gradients_are_there_at_the_first_loss() -> None:
-    shards = replace(HELD, gradient_bytes=200)
+    shards = HELD._replace(gradient_bytes=200)
     assert has(Moment(0, 1000, 600, 60), (setting(dp_shard=2), shards))  # what is around the blocks, in 2 bytes each
     assert has(Moment(0, 1000, 600, 120), (setting(dp_shard=2, precision="float32"), shards))
     assert has(Moment(0, 1000, 600, 200), (setting(dp_shard=2, sharding="grad_op"), shards))
@@ -47,7 +46,7 @@ def test_no_gradients_are_there_at_the_first_loss() -> None:
 
 def test_what_was_reduced_last_is_kept_for_the_next_micro_step() -> None:
     """So that its forward need not wait: FSDP2 drops it when the next backward reduces its first block."""
-    shards = replace(HELD, gradient_bytes=200)
+    shards = HELD._replace(gradient_bytes=200)
     assert has(Moment(200, 1000, 600, 60, 30 * 4), (setting(2, dp_shard=2), shards))
     assert has(Moment(200, 0, 0, (30 + 7) * 2, 30 * 4 + (30 + 7) * 2), (setting(2, dp_shard=2), shards))
     assert has(Moment(200 + (20 + 2) * 2, 1050, 0, 60 + 14, 30 * 4 + 14), (setting(2, dp_shard=2), shards))
@@ -57,7 +56,7 @@ def test_what_was_reduced_last_is_kept_for_the_next_micro_step() -> None:
 
 def test_a_block_works_while_its_neighbours_travel() -> None:
     """Its gradient of the last product beside the head's; the one before is reduced, the next one gathered."""
-    shards = replace(HELD, gradient_bytes=200)
+    shards = HELD._replace(gradient_bytes=200)
     assert has(Moment((20 + 2) * 2, 1050, 0, 60 + 14, 7 * 4 + 14), (setting(dp_shard=2), shards))
     kept = Moment((20 + 2) * 2, 1050, 0, 200, 7 * 4)
     assert has(kept, (setting(dp_shard=2, sharding="grad_op"), shards))
@@ -66,7 +65,7 @@ def test_a_block_works_while_its_neighbours_travel() -> None:
 
 
 def test_the_rest_is_reduced_last() -> None:
-    shards = replace(HELD, gradient_bytes=200)
+    shards = HELD._replace(gradient_bytes=200)
     assert has(Moment(140 + 60, 0, 0, 0, 120), (setting(dp_shard=2), shards))
     assert has(Moment(200 + 60, 0, 0, 0, 120), (setting(2, dp_shard=2), shards))
 
@@ -78,11 +77,11 @@ def test_the_update_has_all_gradients() -> None:
 def test_ddp_has_its_buckets_always_and_sums_beside_them() -> None:
     loss = Moment(400, 1000, 600, 170)
     assert has(loss, (setting(dp_replicate=2), HELD))
-    assert has(replace(loss, gradients=800), (setting(2, dp_replicate=2), HELD))
-    assert has(replace(loss, gradients=0), (setting(tp=2), HELD))
-    experts = replace(HELD, expert_gradient_bytes=40)
-    assert has(replace(loss, gradients=400), (setting(dp_replicate=2), experts))  # no bucket has them
-    assert has(replace(loss, gradients=840), (setting(2, dp_replicate=2), experts))
+    assert has(loss._replace(gradients=800), (setting(2, dp_replicate=2), HELD))
+    assert has(loss._replace(gradients=0), (setting(tp=2), HELD))
+    experts = HELD._replace(expert_gradient_bytes=40)
+    assert has(loss._replace(gradients=400), (setting(dp_replicate=2), experts))  # no bucket has them
+    assert has(loss._replace(gradients=840), (setting(2, dp_replicate=2), experts))
 
 
 def test_autocast_drops_its_copies_at_the_end_of_a_forward_that_is_recomputed() -> None:
@@ -93,7 +92,7 @@ def test_autocast_drops_its_copies_at_the_end_of_a_forward_that_is_recomputed() 
 
 
 def test_micro_steps_under_way_keep_their_own_copies() -> None:
-    deep = replace(HELD, times=3, kept_bytes=3000)
+    deep = HELD._replace(times=3, kept_bytes=3000)
     assert has(Moment(400, 3000, 600, 3 * 170), (setting(8, pp=2), deep))
     assert has(Moment(400, 2150, 0, 2 * 170 + 12), (setting(8, pp=2), deep))
 
