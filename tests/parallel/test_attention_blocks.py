@@ -64,3 +64,18 @@ def test_values_may_be_wider_than_keys() -> None:
     torch.testing.assert_close(output, functional.scaled_dot_product_attention(query, key, value))
     shapes = [part.shape for part in attend_backward(output, query, key, value, output, log_sum, causal=False, scale=1)]
     assert shapes == [query.shape, key.shape, value.shape]
+
+
+@pytest.mark.gpu
+def test_sums_of_some_of_the_queries_are_read_as_they_are_meant() -> None:
+    """A causal ring takes the second half of its queries, whose sums lie apart; the kernel wants them dense."""
+    query, key, value, gradient = (random(2, 3, 64, 32, dtype=torch.bfloat16).cuda() for _ in range(4))
+    output, log_sum = attend(query, key, value, causal=False, scale=None)
+    half = [part[:, :, 32:] for part in (gradient, query, output, log_sum)]
+    dense = [part.contiguous() for part in half]
+    found, expected = (
+        attend_backward(some[0], some[1], key, value, some[2], some[3], causal=False, scale=None)
+        for some in (half, dense)
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=1e-3)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from allranks.parallel.average import average_gradients
+from allranks.parallel.average import alike, average_gradients
 from tests.distributed.pool import Pools
 
 
@@ -48,3 +48,10 @@ def test_a_rehearsal_takes_the_others_to_be_as_it_is() -> None:
         parameters[0].grad = torch.ones(3)
         average_gradients(parameters, [], 2)
     assert [parameter.grad is None for parameter in parameters] == [False, True]
+
+
+def test_one_message_carries_what_is_of_one_dtype_on_one_device() -> None:
+    """Under placement a process has gradients on several; on a processor the meta device stands for another one."""
+    kinds = ((torch.float32, "cpu"), (torch.float32, "meta"), (torch.float64, "cpu"), (torch.float32, "cpu"))
+    assert alike(torch.zeros(1, dtype=dtype, device=device) for dtype, device in kinds) == [[0, 3], [1], [2]]
+    assert alike([]) == []

@@ -11,6 +11,7 @@ from torch.nn.parallel import scatter_gather
 
 from allranks.errors import LayoutError
 from allranks.layout import Layout
+from allranks.models.moe import MoETransformer
 from allranks.parallel.block_modes import change_blocks
 from allranks.parallel.blocks import find_blocks
 from allranks.parallel.data_parallel import describe_gathering, split_over_devices
@@ -44,6 +45,10 @@ def test_with_several_it_says_what_it_does() -> None:
     assert said[1].what == "each forward copies the model to 4 GPUs, splits the batch, gathers outputs on the first"
     with pytest.raises(LayoutError, match=re.escape("keeps those of the first of 2: use --layout ddp")):
         split_over_devices({"": nn.Sequential(linear, nn.BatchNorm1d(2))}, 2, said)
+    experts = MoETransformer(7, 2, 8, 2, num_experts=3, top_k=1, max_seq=4)
+    with pytest.raises(LayoutError, match=r"count the tokens of the first of 2 GPUs alone: use --layout ddp"):
+        split_over_devices({"": experts}, 2, said)
+    split_over_devices({"": experts}, 1, said)
 
 
 def test_a_mode_of_blocks_is_refused_where_there_are_copies() -> None:

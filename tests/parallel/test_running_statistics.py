@@ -30,6 +30,16 @@ def gathered() -> Any:
     return found, values
 
 
+def test_what_lies_on_several_devices_goes_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers of a placement; the meta device stands for another one."""
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "broadcast", lambda flat, *_: sent.append(flat))
+    monkeypatch.setattr(dist, "get_global_rank", lambda *_: 0)
+    group: Any = None
+    follow_first({"a": torch.zeros(3), "b": torch.zeros(4, device="meta"), "c": torch.zeros(5)}, group)
+    assert [(one.device.type, len(one)) for one in sent] == [("cpu", 8), ("meta", 4)]
+
+
 @pytest.mark.distributed
 def test_every_rank_gets_everybodys_and_may_follow_the_first(pool: Pools) -> None:
     for rank, (found, followed) in enumerate(pool(3).run(gathered)):

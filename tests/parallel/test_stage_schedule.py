@@ -138,6 +138,43 @@ def test_what_is_received_into_stays_from_step_to_step(pool: Pools) -> None:
     assert pool(2).run(case) == [[(2, 3)] * NUMBER] * 2
 
 
+class Turned(nn.Module):
+    """Its input's gradient, which goes to the stage before, comes in other strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.mT).tanh()
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zb", "zbv", "dualpipev", "1f1b"])
+def test_gradients_in_other_strides_come_as_they_are_meant(pool: Pools, schedule: str) -> None:
+    """gloo refuses to send such ones, and NCCL would send what lies in memory."""
+
+    def turned() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(Turned()) for _ in range(4)))
+
+    def case() -> dict[str, Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "model", turned)
+            patch.setitem(globals(), "inputs", square)
+            found: dict[str, Any] = run(schedule, [2] * NUMBER)[0]
+            return found
+
+    def square(index: int, _: int = 2) -> torch.Tensor:
+        return torch.randn(2, 2, generator=torch.Generator().manual_seed(index))
+
+    whole = turned()
+    torch.stack([whole(square(index)).square().sum() for index in range(NUMBER)]).sum().backward()
+    ranks = pool(2).run(case)
+    found = {name: gradient for gradients in ranks for name, gradient in gradients.items()}
+    for name, parameter in whole.named_parameters():
+        assert parameter.grad is not None and torch.allclose(found[name], parameter.grad, atol=1e-6), name
+
+
 @pytest.mark.parametrize("past", [False, True], ids=["torch's stage", "beside it"])
 def test_another_shape_is_refused_before_it_is_sent(pool: Pools, past: bool) -> None:
     """Who receives less than it expects over gloo keeps the rest of what came before, without a word."""

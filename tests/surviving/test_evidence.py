@@ -56,8 +56,8 @@ def test_workers_answer_and_one_that_cannot_keeps_nobody(tmp_path: Path) -> None
 import time
 from pathlib import Path
 from allranks.observing import collectives, heartbeat
-collectives.last_collectives = lambda *_, **__: [dict(group="0", axis="tp", ranks=[4], name="all_gather", seq=5, p2p=False,
-                                                sizes=[[2, 3]], waits=True)]
+place = dict(group="0", axis="tp", ranks=[4], name="all_gather", seq=5, p2p=False, sizes=[[2, 3]], waits=True)
+collectives.last_collectives = lambda *_, **__: [place]
 heartbeat.join({beats.path!r}, 0, Path({str(log)!r}))
 def waiting():
     Path({str(tmp_path / "waits")!r}).touch()

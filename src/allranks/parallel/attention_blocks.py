@@ -69,8 +69,9 @@ def attend_backward(
     elif kernel == "cuda":
         unused = torch.zeros((), dtype=torch.int64, device=query.device)  # the state of a dropout that there is not
         lengths = None, None, query.shape[-2], key.shape[-2]
+        # The kernel takes the sums for dense, whatever their strides (as torch's own ring says: _attention.py).
         found = aten._scaled_dot_product_flash_attention_backward(
-            *tensors, *lengths, 0.0, causal, unused, unused, scale=scale
+            *tensors[:-1], log_sum.contiguous(), *lengths, 0.0, causal, unused, unused, scale=scale
         )
     else:
         found = _plain_backward(*tensors, causal=causal, scale=scale)

@@ -4,7 +4,7 @@ What no rank's loss has reached has no gradient, as on one device: zeros would l
 So it travels with each gradient whether a rank has one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,8 @@ def average_gradients(
     """Sum every `.grad` over `groups`, one after the other, and divide by `divisor`; collective.
 
     A missing gradient counts as zero, and is the mean afterwards; missing on all ranks it stays so. Of a DTensor this
-    rank's part is meant. The sums travel on `device`, by default where the gradients are, in one reduction a dtype.
+    rank's part is meant. The sums travel on `device`, by default where the gradients are, in one reduction for
+    what is `alike`.
 
     Args:
         used: whether some rank is known to have each of them, alike on all ranks: then nothing is asked.
@@ -34,8 +35,7 @@ def average_gradients(
             parameter.grad = torch.zeros_like(parameter)
     found = [parameter.grad for parameter in parameters if parameter.grad is not None]
     gradients = [gradient._local_tensor if isinstance(gradient, DTensor) else gradient for gradient in found]
-    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        places = [at for at, gradient in enumerate(gradients) if gradient.dtype is dtype]
+    for places in alike(gradients):
         some, lacking = [gradients[at] for at in places], [missing[at] for at in places if not used]
         flags = tell_gradients(lacking, some[0])
         flat = torch.cat([*(gradient.reshape(-1) for gradient in some), flags]).to(device)
@@ -46,6 +46,14 @@ def average_gradients(
         for gradient, part in zip(some, parts, strict=True):
             gradient.copy_(part.view(gradient.shape))
         take_back([parameters[at] for at in places if not used], lacking, flags)
+
+
+def alike(tensors: Iterable[torch.Tensor]) -> list[list[int]]:
+    """The places of tensors that one message can carry: of one dtype, and on one device of those of a placement."""
+    places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault((tensor.dtype, tensor.device), []).append(place)
+    return list(places.values())
 
 
 def tell_gradients(missing: Sequence[bool], like: torch.Tensor) -> torch.Tensor:

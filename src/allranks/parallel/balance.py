@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from allranks.parallel.average import alike
+
 COUNTS = "tokens_per_expert"
 
 
@@ -47,10 +49,12 @@ class Balances:
         routers = [router for router in self._routers if not router.get_buffer(COUNTS).is_meta]
         if routers and self._group is not None:
             counts = [router.get_buffer(COUNTS) for router in routers]
-            world = torch.cat([count.reshape(-1) for count in counts])
-            dist.all_reduce(world, group=self._group)
-            for count, everyones in zip(counts, world.split([count.numel() for count in counts]), strict=True):
-                count.copy_(everyones.view(count.shape))
+            for places in alike(counts):
+                some = [counts[place] for place in places]
+                world = torch.cat([count.reshape(-1) for count in some])
+                dist.all_reduce(world, group=self._group)
+                for count, everyones in zip(some, world.split([count.numel() for count in some]), strict=True):
+                    count.copy_(everyones.view(count.shape))
         for router in routers:
             router.update_balance()
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from allranks.errors import LayoutError
+from allranks.parallel.balance import find_routers
 from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.verdict import Decision
 
@@ -26,7 +27,8 @@ def split_over_devices(
         num_devices: GPUs that this process sees.
 
     Raises:
-        LayoutError: each device would take batch statistics of its own samples, or run a forward of the first one's.
+        LayoutError: each device would take batch statistics of its own samples, or run a forward of the first one's, or
+            the first one's tokens would balance the experts.
     """
     if num_devices > 1:
         _check_forwards(modules)
@@ -34,6 +36,11 @@ def split_over_devices(
         raise LayoutError(
             f"under data_parallel BatchNorm sees each GPU's own samples only, and keeps those of the first of "
             f"{num_devices}: use --layout ddp, or --layout single for one GPU"
+        )
+    if num_devices > 1 and any(find_routers(module) for module in modules.values()):
+        raise LayoutError(
+            f"under data_parallel the routers of experts count the tokens of the first of {num_devices} GPUs alone: "
+            "use --layout ddp, or --layout single for one GPU"
         )
     called: dict[str, nn.Module] = {which: nn.DataParallel(module) for which, module in modules.items()}
     if num_devices > 1:

@@ -112,6 +112,8 @@ class DdpHook:
         work = dist.all_reduce(rounded, group=self._group, async_op=True)
 
         def widen(done: Future[list[torch.Tensor]]) -> torch.Tensor:
+            if scale is not None and scale.is_cuda:  # read on a stream of the future's, which has not allocated it
+                scale.record_stream(torch.cuda.current_stream(scale.device))
             divisor = self._num_ranks if scale is None else scale * self._num_ranks  # one pass over the buffer
             return buffer.copy_(done.value()[0]).div_(divisor)
 

@@ -88,9 +88,9 @@ class PowerSGD:
         What is not finite would stay in both for ever.
         """
         for matrix in self._matrices.values():
-            first = _columns(matrix.name, *matrix.q.shape)
-            matrix.error.copy_(torch.where(where > 0, torch.zeros_like(matrix.error), matrix.error))
-            matrix.q.copy_(torch.where(where > 0, first.to(matrix.q), matrix.q))
+            first, anew = _columns(matrix.name, *matrix.q.shape), where.to(matrix.q.device) > 0
+            matrix.error.copy_(torch.where(anew, torch.zeros_like(matrix.error), matrix.error))
+            matrix.q.copy_(torch.where(anew, first.to(matrix.q), matrix.q))
 
     def parts(self, entries: Mapping[str, Entry]) -> list[tuple[Entry, torch.Tensor]]:
         """The state under its names in a checkpoint; what each rank has not sent is one row of a tensor [ranks, ...].

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allranks.parallel.average import alike
+
 # torch 2.13 gives it a new name and warns of the old one; 2.11 has only that.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -44,11 +46,10 @@ def follow_first(values: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -
 
 
 def _flattened(values: Mapping[str, torch.Tensor]) -> list[tuple[list[str], torch.Tensor]]:
-    """For each dtype the names of its values, and these one after the other."""
-    by_dtype: dict[torch.dtype, list[str]] = {}
-    for name, value in values.items():
-        by_dtype.setdefault(value.dtype, []).append(name)
-    return [(names, torch.cat([values[name].detach().reshape(-1) for name in names])) for names in by_dtype.values()]
+    """For each dtype and device the names of its values, and these one after the other."""
+    names = list(values)
+    together = [[names[place] for place in places] for places in alike(values.values())]
+    return [(some, torch.cat([values[name].detach().reshape(-1) for name in some])) for some in together]
 
 
 def _parted(

@@ -193,6 +193,8 @@ class Scheduler:
         # torch 2.11 greets both neighbours, and over gloo no rank can send to itself, as two stages of a V would.
         greetings, here = made._get_init_p2p_neighbors_ops, made.group_rank
         made._get_init_p2p_neighbors_ops = lambda: [op for op in greetings() if op.group_peer != here]
+        sends_back = made.get_bwd_send_ops
+        made.get_bwd_send_ops = lambda micro_step: [_in_order(op) for op in sends_back(micro_step)]
         return made
 
 
@@ -231,6 +233,12 @@ class View(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of the stage."""
         return iter(self._pipeline.parameters(self.stage))
+
+
+def _in_order(op: Any) -> Any:
+    """A message as its receiver reads it: half a backward leaves gradients in any strides, and NCCL sends storage."""
+    op.tensor = op.tensor.contiguous()
+    return op
 
 
 def _metas(sent: Sequence[Sent]) -> tuple[torch.Tensor, ...]:

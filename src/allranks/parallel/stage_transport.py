@@ -160,6 +160,13 @@ class Transport:
                 f"{kind} tensor that modules before it have made, and such ones are not sent: turn it into one of "
                 "another type (torch.view_as_real, to_dense), or cut the model elsewhere with hints().split_before"
             )
+        here, there = tensor.device.type, self._device.type
+        if here != there:
+            raise LayoutError(
+                f"{self._pipeline.plan.points[stage - 1]}, where a stage of the pipeline begins, is called with a "
+                f"tensor on {here} that modules before it have made, and stages send what lies on {there}: move it "
+                "there and back inside the modules, or cut the model elsewhere with hints().split_before"
+            )
 
     def _post(self, stage: int, tensor: torch.Tensor, *, back: bool) -> None:
         if self._rank_of[stage] == self._own:

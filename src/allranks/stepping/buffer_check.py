@@ -5,12 +5,13 @@ each rank would learn its own, and a checkpoint would hold one rank's. A counter
 what a BatchNorm learns is what `layout.batchnorm` says (parallel/batchnorm.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from allranks.data.random_keys import generators_kept, seed_all
 from allranks.errors import LayoutError
@@ -41,9 +42,9 @@ def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessG
     # What a BatchNorm keeps means what the layout says, and what a router counts is added up over the ranks.
     known = {*spread.batch_norms.owners, *spread.balances.names}
     names = [name for name, _ in asked if name not in known]
-    num_ranks = spread.mesh.layout.sample_ranks
+    num_ranks, copies = spread.mesh.layout.sample_ranks, _copies(spread.modules.values())
     # Other stages of a pipeline may have some, and no stage runs alone.
-    if num_ranks == 1 or (not names and spread.stages is None):
+    if num_ranks == copies == 1 or (not names and spread.stages is None):
         return
     half = max(1, len(samples) // 2)
     with generators_kept(spread.bare()):
@@ -54,10 +55,17 @@ def check_buffers(forward: Forward, samples: Sequence[Any], group: dist.ProcessG
     found = [name for name, flag in zip(names, _on_any_rank(flags, spread.device, group), strict=True) if flag]
     if found:
         who = "data-parallel ranks sees" if spread.context is None else "ranks sees samples or positions of"
+        if copies > 1:
+            num_ranks, who = copies, "GPUs sees"
         raise LayoutError(
             f"buffer {found[0]} ({len(found)} in all) changes with the samples of a forward, and each of "
             f"{num_ranks} {who} its own only: only BatchNorm's are synchronised; use --layout single"
         )
+
+
+def _copies(called: Iterable[nn.Module]) -> int:
+    """GPUs among which nn.DataParallel splits a batch: what its copies leave in buffers is lost but for the first's."""
+    return max((len(module.device_ids) for module in called if isinstance(module, nn.DataParallel)), default=0) or 1
 
 
 def _left_behind(forward: Forward, samples: Sequence[Any], names: Sequence[str]) -> dict[str, torch.Tensor]:
