@@ -1,5 +1,8 @@
 """The copy that an asynchronous checkpoint is written from: no later step changes it, and its memory is used again."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -7,7 +10,7 @@ import pytest
 import torch
 
 from allranks.checkpointing.portion import digests_of, portion_of
-from allranks.checkpointing.stage import Stage
+from allranks.checkpointing.stage import Stage, _waiting
 from allranks.errors import CheckpointError
 from tests.checkpointing.worlds import Pairs, parts, same_bits, whole_tensors
 
@@ -60,6 +63,28 @@ def test_no_memory_is_one_line_with_the_way_out() -> None:
     ):
         Stage().copy(portion(parts({"model.a": torch.ones(4)}, 0, 1)))
     assert "\n" not in str(told.value)
+
+
+def test_a_copy_is_waited_for_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that waits has device 0 as its current one, and would begin to use it."""
+    current, waited = [0], list[tuple[int, int]]()
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device.index)
+        yield
+        current.pop()
+
+    def stream(device: torch.device) -> Any:
+        event = SimpleNamespace(synchronize=lambda: waited.append((device.index, current[-1])))
+        return SimpleNamespace(record_event=lambda: event)
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    copied = [(None, SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))) for index in (1, 2, 1)]
+    live: Any = SimpleNamespace(mine=copied)
+    _waiting(live)()
+    assert sorted(waited) == [(1, 1), (2, 2)] and current == [0]
 
 
 @pytest.mark.gpu

@@ -11,15 +11,19 @@ from hypothesis import strategies as st
 
 from allranks.data.random_keys import (
     collate_key,
+    cuda_devices,
+    device_key,
     epoch_key,
     evaluation_seed,
     generators_kept,
     item_key,
     mix,
+    note_devices,
     random_key,
     random_keys,
     seed_all,
 )
+from tests import fake_cuda
 
 SEEDS = st.integers(-(2**63), 2**70)
 
@@ -50,6 +54,57 @@ def test_draws_inside_are_nobodys(fault: Callable[[], AbstractContextManager[obj
         if failing is not None:
             raise ZeroDivisionError
     assert drawn() == expected
+
+
+def test_one_device_is_seeded_with_the_key_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = fake_cuda.put_in(monkeypatch, 3, current=1)
+    for generator in generators:
+        generator.manual_seed(17)
+    for noted in ((), (2,)):  # one alone is the current one
+        note_devices(noted)
+        seed_all(2**63 - 1)
+        assert [generator.initial_seed() for generator in generators] == [17, 2**63 - 1, 17]
+        assert cuda_devices() == (1,)
+
+
+def test_every_device_of_the_process_is_seeded_and_draws_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = fake_cuda.put_in(monkeypatch, 5, current=3)
+    note_devices((3, 2))
+    for generator in generators:
+        generator.manual_seed(17)
+    seed_all(5)
+    mine = [generator.initial_seed() for generator in generators]
+    assert mine == [17, 17, device_key(5, 1), 5, 17]
+    draws = [float(torch.rand((), generator=generators[index])) for index in (3, 2)]
+    assert draws[0] != draws[1]
+    seed_all(5)
+    assert [float(torch.rand((), generator=generators[index])) for index in (3, 2)] == draws
+    assert len({device_key(key, place) for key in range(4) for place in range(4)}) == 16
+    assert (device_key(5, 0), device_key(5, 1)) == (5, 5190533010177694113), "a resumed run draws these"
+
+
+def test_where_cuda_is_not_in_use_it_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise AssertionError("this would initialise CUDA")
+
+    fake_cuda.put_in(monkeypatch, 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", refuse)
+    note_devices((1, 0))
+    seed_all(5)
+    assert cuda_devices() == ()
+
+
+def test_draws_inside_are_nobodys_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = fake_cuda.put_in(monkeypatch, 3, current=1)
+    note_devices((1, 0))
+    seed_all(7)
+    before = [generator.get_state() for generator in generators]
+    with generators_kept():
+        for generator in generators:
+            torch.rand(3, generator=generator)
+    kept = [torch.equal(generator.get_state(), state) for generator, state in zip(generators, before, strict=True)]
+    assert kept == [True, True, False], "the third one is not this process's"
 
 
 def test_every_argument_matters() -> None:

@@ -40,6 +40,12 @@ def test_where_there_is_no_proc_the_system_s_count_serves(monkeypatch: pytest.Mo
     assert 0.5 * peak < peak_rss_bytes() < 2 * peak
 
 
+def test_of_several_devices_the_fullest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: (100, 300, 200)[device.index])
+    devices = [torch.device("cuda", index) for index in range(3)]
+    assert (peak_memory_bytes(*devices), peak_memory_bytes(devices[0], devices[2])) == (300, 200)
+
+
 @pytest.mark.gpu
 def test_on_cuda_it_is_what_torch_allocated() -> None:
     device = torch.device("cuda", 0)

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from allranks.errors import ConfigError, LayoutError, ProcessError
 from allranks.layout import Layout
 from allranks.parallel import backend
-from allranks.parallel.backend import choose_device, start, stop
+from allranks.parallel.backend import choose_device, start, stop, take_device
 from allranks.process_environment import ALONE, ProcessEnvironment
 from allranks.surviving.forkserver import StartMethod
 from allranks.surviving.launch import launch
@@ -94,6 +94,32 @@ def test_under_placement_each_process_gets_a_contiguous_share(
         assert f"{len(share)} GPUs from {share[0]} on, batch and loss on {device}" in str(choice.decisions[0])
 
 
+@pytest.mark.parametrize(
+    ("gpus", "environment", "layout", "requested", "devices"),
+    [
+        (8, FOUR, Layout(kind="placement"), "auto", ["cuda:7", "cuda:6"]),
+        (3, ALONE, Layout(kind="placement", placement=(("a", "cuda:1"),)), "auto", ["cuda:1", "cuda:0", "cuda:2"]),
+        (2, FOUR, Layout(kind="placement"), "auto", ["cuda:1"]),
+        (3, ALONE, Layout(kind="data_parallel"), "auto", ["cuda:0", "cuda:1", "cuda:2"]),
+        (3, ALONE, Layout(kind="data_parallel"), "cpu", ["cpu"]),
+        (0, ALONE, Layout(kind="placement"), "auto", ["cpu"]),
+        (4, FOUR, Layout(dp_replicate=4), "auto", ["cuda:3"]),
+        (4, FOUR, None, "auto", ["cuda:3"]),
+    ],
+)
+def test_the_devices_of_a_process_begin_with_its_home(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    environment: ProcessEnvironment,
+    layout: Layout | None,
+    requested: str,
+    devices: list[str],
+) -> None:
+    machine(monkeypatch, gpus)
+    choice = choose_device(environment, requested, "auto", layout)
+    assert [str(device) for device in choice.devices] == devices
+
+
 def test_a_device_outside_of_the_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, 8)
     layout = Layout(kind="placement", placement=(("a", "cuda:2"),))
@@ -161,6 +187,16 @@ def test_the_device_comes_before_the_backend(monkeypatch: pytest.MonkeyPatch) ->
     order.clear()
     start(ALONE, choose_device(ALONE, "auto", "auto"), timeout_seconds=77)
     assert order == [torch.device("cuda:0")]
+
+
+def test_a_device_alone_is_taken_without_a_word_to_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", order.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", order.append)
+    monkeypatch.setattr(backend, "keep_heap", lambda: order.append("heap"))
+    take_device(torch.device("cpu"))
+    take_device(torch.device("cuda", 2))
+    assert order == [torch.device("cuda:2")]
 
 
 def test_a_process_on_the_cpu_keeps_its_heap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Generators that are seeded by somebody else, that draw alike for other samples, or apart for the same."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from allranks.data.random_keys import last_key, seed_all
+from allranks.data.random_keys import device_key, last_key, note_devices, seed_all
+from allranks.layout import Layout
+from allranks.parallel.mesh import Mesh
 from allranks.stepping import randomness
+from tests import fake_cuda
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, session_of, step_through
 from tests.distributed.tasks import Tiny
@@ -94,3 +98,23 @@ def test_digests_follow_what_is_drawn() -> None:
     random.random(), np.random.rand(), torch.rand(1)
     after = randomness.generator_digests()
     assert all(before[name] != after[name] for name in before) and set(before) >= {"python", "numpy", "torch"}
+
+
+def test_every_device_of_the_process_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = fake_cuda.put_in(monkeypatch, 4, current=3)
+    watch = randomness.Randomness(Mesh(Layout(), 0, None), due=lambda step: False)
+    batch: Any = SimpleNamespace(step=4)
+    seed_all(5)
+    assert watch.look("", batch) is None and "CUDA (place 1)" not in randomness.generator_digests()
+    note_devices((3, 2))
+    seed_all(5)
+    assert watch.look("", batch) is None
+    before = randomness.generator_digests()
+    torch.rand(1, generator=generators[2])
+    after = randomness.generator_digests()
+    assert {name for name in before if before[name] != after[name]} == {"CUDA (place 1)"}
+    generators[2].manual_seed(17)
+    found = watch.look("", batch)
+    assert found is not None and found.kind == "reseeded"
+    assert found.what.startswith("step 5: model or loss seeds torch's generator (cuda:2) anew, with 17")
+    assert found.evidence == (f"it was seeded with {device_key(5, 1)} before the forward",)

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from allranks.data.random_keys import cuda_devices
 from allranks.launching.environment import ALONE, ProcessEnvironment
 from allranks.layout import Layout
 from allranks.parallel.backend import DeviceChoice
 from allranks.stepping.world import gather_processes
+from tests import fake_cuda
 from tests.distributed.pool import Pools
 from tests.distributed.sessions import config_of, processes_of
 
@@ -25,6 +27,17 @@ def test_one_process_is_a_world_without_groups() -> None:
     processes.barrier()
     source = processes.host_source()
     assert (source.group, source.leader, source.leads) == (None, 0, True)
+
+
+def test_the_devices_of_a_process_are_those_that_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda.put_in(monkeypatch, 4)
+    layout = Layout.resolve(config_of("single").layout, 1)
+    one, two = torch.device("cuda", 1), torch.device("cuda", 2)
+    several = DeviceChoice(two, "gloo", None, (), beside=(one,))
+    assert gather_processes(ALONE, several, layout).devices == (two, one)
+    assert cuda_devices() == (2, 1)
+    assert gather_processes(ALONE, CPU, layout).devices == (torch.device("cpu"),)
+    assert cuda_devices() == (0,), "a later world has its own"
 
 
 def ask_around(local_size: int) -> dict[str, Any]:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from allranks.cli import running
 from allranks.cli.main import main
 from allranks.errors import CheckpointError, ProcessError, TaskError
+from allranks.parallel.backend import DeviceChoice
 from allranks.reporting.report import report
 from allranks.run import Run
 from allranks.training import worker as worker_module
@@ -38,6 +40,15 @@ def test_what_a_run_leaves(tmp_path: Path, capsys: Capture) -> None:
     shown = capsys.readouterr()
     assert "because" in shown.out and "done, every step was made" in shown.out and shown.err == ""
     assert "done, every step was made" in (run / "logs" / "rank-00000.log").read_text()
+
+
+def test_memory_is_that_of_the_fullest_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "peak_memory_bytes", lambda *devices: 1000 * len(devices))
+    monkeypatch.setattr(DeviceChoice, "devices", property(lambda _: (torch.device("cpu"),) * 2))
+    run = tmp_path / "run"
+    assert start("Curve", run, "train.steps=4") == 0
+    told = [event["memory_bytes"] for event in Run.open(run).events() if event.get("memory_bytes")]
+    assert len(told) > 1 and set(told) == {2000}, "of the steps and of the end"
 
 
 def test_the_steps_in_all_are_told_where_only_the_data_knows_them(tmp_path: Path) -> None:

@@ -59,10 +59,12 @@ class Stage:
 def _waiting(portion: Portion) -> Callable[[], None]:
     """What waits for the copies that have just joined their devices' streams; on the CPU they are there already."""
     devices = {tensor.device for _, tensor in portion.mine if tensor.is_cuda}
-    copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+    copied = [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
 
     def wait() -> None:
-        for event in copied:
-            event.synchronize()
+        for device, event in copied:
+            # In the thread that writes, device 0 is the current one: waiting would take memory there.
+            with torch.cuda.device(device):
+                event.synchronize()
 
     return wait

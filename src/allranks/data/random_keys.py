@@ -1,7 +1,7 @@
 """Randomness as a function (law 6): every generator is seeded from where it stands, and nothing has to be saved."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -12,8 +12,10 @@ from torch import nn
 _WORD: Final = (1 << 64) - 1
 _POSITIVE: Final = (1 << 63) - 1
 _last_key = 0
+_devices: tuple[int, ...] = ()  # where this process uses several CUDA devices: those, its home first
 # One tag for each use, so that no two uses ever share a stream of numbers.
 _STEP_TAG, _ITEM_TAG, _EPOCH_TAG, _EVALUATION_TAG, _COLLATE_TAG = 0x5354, 0x4954, 0x4550, 0x4556, 0x434F
+_DEVICE_TAG = 0x4445
 
 
 def mix(*values: int) -> int:
@@ -66,19 +68,41 @@ def evaluation_seed(seed: int) -> int:
     return mix(_EVALUATION_TAG, seed)
 
 
+def device_key(key: int, place: int) -> int:
+    """What `seed_all(key)` seeds the CUDA device with that stands at `place` among `cuda_devices()`.
+
+    Each draws other numbers: its replica sees other samples, or it has other layers of the same model.
+    """
+    return mix(_DEVICE_TAG, key, place) if place else key
+
+
+def note_devices(indices: Sequence[int]) -> None:
+    """Say once which CUDA devices this process uses, its home first; initialises none of them."""
+    global _devices  # noqa: PLW0603 they are the process's
+    # One alone is the current one, whatever its number.
+    _devices = tuple(indices) if len(indices) > 1 else ()
+
+
+def cuda_devices() -> tuple[int, ...]:
+    """The CUDA devices whose generators `seed_all` seeds, by number, the home first; none where CUDA is not in use."""
+    if not torch.cuda.is_initialized():
+        return ()
+    return _devices or (torch.cuda.current_device(),)
+
+
 def seed_all(key: int) -> None:
-    """Seeds the global generators of python, numpy and torch (CPU, and the current CUDA device if CUDA is in use).
+    """Seeds the global generators of python, numpy and torch (CPU, and `cuda_devices()`).
 
     Takes about 7 us: torch's generators are seeded one by one, because `torch.manual_seed` visits every device type and
-    costs 80 us.
+    costs 80 us. Each CUDA device beside the first adds 2 us.
     """
     global _last_key  # noqa: PLW0603 the generators are the process's, and so is what they were seeded with
     _last_key = key
     random.seed(key)
     np.random.seed((key ^ (key >> 32)) & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)
-    if torch.cuda.is_initialized():
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)
+    for place, index in enumerate(cuda_devices()):
+        torch.cuda.default_generators[index].manual_seed(device_key(key, place))
 
 
 def last_key() -> int:
@@ -94,7 +118,7 @@ def generators_kept(module: nn.Module | None = None) -> Iterator[None]:
         module: those of the devices on which its parameters are, too.
     """
     plain, arrays = random.getstate(), np.random.get_state()
-    devices = {torch.cuda.current_device()} if torch.cuda.is_initialized() else set()
+    devices = set(cuda_devices())
     parameters = () if module is None else module.parameters()
     devices |= {parameter.device.index for parameter in parameters if parameter.is_cuda}
     try:

@@ -7,11 +7,14 @@ from pathlib import Path
 import torch
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory needed so far where the model lives: on CUDA what torch allocated on `device`, else the RSS."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_rss_bytes()
+def peak_memory_bytes(*devices: torch.device) -> int:
+    """The most memory needed so far where the model lives: on CUDA what torch allocated, else the RSS.
+
+    Args:
+        devices: all of this process; the fullest one counts.
+    """
+    allocated = [torch.cuda.max_memory_allocated(device) for device in devices if device.type == "cuda"]
+    return max(allocated) if allocated else peak_rss_bytes()
 
 
 def peak_rss_bytes() -> int:

@@ -45,6 +45,7 @@ class DeviceChoice:
         interface: the network interface of gloo and NCCL; None: their own choice.
         decisions: one for each of the above, for the banner.
         share: under placement the devices of this process.
+        beside: the other GPUs that this process uses, under placement and data_parallel.
     """
 
     device: torch.device
@@ -52,6 +53,12 @@ class DeviceChoice:
     interface: str | None
     decisions: tuple[Decision, ...]
     share: Share | None = None
+    beside: tuple[torch.device, ...] = ()
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All that this process computes on, `device` first."""
+        return (self.device, *self.beside)
 
 
 def choose_device(
@@ -62,7 +69,7 @@ def choose_device(
     Args:
         requested: "auto", "cpu" or "cuda".
         backend: "auto", "nccl", "gloo" or "mpi".
-        layout: under placement a process takes a share of the GPUs.
+        layout: under placement a process takes a share of the GPUs, under data_parallel all of them.
 
     Raises:
         ConfigError: what is asked for is not there, or NCCL would have to serve two processes on one GPU.
@@ -75,10 +82,11 @@ def choose_device(
         device, device_decision, share = _take_share(environment, layout, device, device_decision, num_gpus)
     shared = device.type == "cuda" and not environment.own_device and environment.local_world_size > num_gpus
     name, backend_decision = _choose_backend(environment, backend, device, num_gpus if shared else None)
+    beside = _find_beside(device, layout, share, num_gpus)
     if environment.world_size == 1:
-        return DeviceChoice(device, name, None, (device_decision,), share)
+        return DeviceChoice(device, name, None, (device_decision,), share, beside)
     interface, interface_decision = choose_interface(environment)
-    return DeviceChoice(device, name, interface, (device_decision, backend_decision, interface_decision), share)
+    return DeviceChoice(device, name, interface, (device_decision, backend_decision, interface_decision), share, beside)
 
 
 def _choose_device(environment: ProcessEnvironment, requested: str, num_gpus: int) -> tuple[torch.device, Decision]:
@@ -110,6 +118,18 @@ def _take_share(
     what = f"{size} GPUs from cuda:{start} on, batch and loss on {share.home.device}"
     because = f"local rank {environment.local_rank} of {environment.local_world_size}, and torch sees {num_gpus} GPUs"
     return share.home.device, Decision(what, because), share
+
+
+def _find_beside(
+    device: torch.device, layout: Layout | None, share: Share | None, num_gpus: int
+) -> tuple[torch.device, ...]:
+    """The GPUs on which a process computes beside `device`."""
+    if device.type != "cuda":
+        return ()
+    used = [] if share is None else [place.device for place in share.places if place.device.type == "cuda"]
+    if layout is not None and layout.kind == "data_parallel":
+        used = [torch.device("cuda", index) for index in range(num_gpus)]  # nn.DataParallel takes all that it sees
+    return tuple(other for other in used if other != device)
 
 
 def _choose_backend(
@@ -154,7 +174,8 @@ def start(
     Raises:
         ProcessError: the port is in use, or a host or peer cannot be reached; names host and port.
     """
-    _take_device(choice.device)
+    _keep_memory(choice.device)
+    take_device(choice.device)
     if environment.world_size == 1:
         return
     if choice.interface is not None:
@@ -183,6 +204,12 @@ def start(
         _ends.append(carry_messages(choice.device.type))
 
 
+def take_device(device: torch.device) -> None:
+    """Make a GPU the current one, which is where torch's sharding puts parameters; nothing on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def stop() -> None:
     """End the backend of this process, after the last collective; nothing where none was started.
 
@@ -200,13 +227,12 @@ def stop() -> None:
         os.environ.pop(_set_by_us.pop(), None)
 
 
-def _take_device(device: torch.device) -> None:
+def _keep_memory(device: torch.device) -> None:
+    """Before anything is allocated."""
     if device.type != "cuda":
         keep_heap()
-        return
-    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+    elif not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    torch.cuda.set_device(device)
 
 
 def _set_default(name: str, value: str) -> None:

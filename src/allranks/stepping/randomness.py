@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from allranks.data.micro_step import StepBatch
-from allranks.data.random_keys import last_key
+from allranks.data.random_keys import cuda_devices, device_key, last_key
 from allranks.parallel.mesh import Mesh
 from allranks.stepping.sentinel import RoundSentinel, StepSentinel
 from allranks.verdict import Verdict
@@ -49,12 +49,12 @@ class Randomness(StepSentinel, RoundSentinel):
             self._states = generator_digests()
         if not self._seeded_once:
             return None
-        seeds, due = _seeds(), last_key()
-        reseeded = next((device for device, seed in seeds.items() if seed != due), None)
+        reseeded = next(((device, seed, due) for device, seed, due in _seeds() if seed != due), None)
         if reseeded is None:
             return None
+        device, seed, due = reseeded
         what = (
-            f"step {batch.step + 1}: model or loss seeds torch's generator ({reseeded}) anew, with {seeds[reseeded]}: "
+            f"step {batch.step + 1}: model or loss seeds torch's generator ({device}) anew, with {seed}: "
             "every step, or every data rank, draws the same numbers"
         )
         return Verdict("reseeded", what, (f"it was seeded with {due} before the forward",), REMEDY)
@@ -81,14 +81,16 @@ class Randomness(StepSentinel, RoundSentinel):
 
 
 def generator_digests() -> dict[str, int]:
-    """By generator a digest of where it stands; about 50 us, and no wait for the device."""
+    """By generator a digest of where it stands; about 50 us, and no wait for a device."""
     found = {
         "python": zlib.crc32(repr(random.getstate()).encode()),
         "numpy": zlib.crc32(repr(_numpy_state()).encode()),
         "torch": zlib.crc32(torch.default_generator.get_state().numpy().tobytes()),
     }
-    if torch.cuda.is_initialized():
-        found["CUDA"] = zlib.crc32(_of_device().get_state().numpy().tobytes())
+    for place, index in enumerate(cuda_devices()):
+        # By place: the devices of another rank of this host have other numbers.
+        name = f"CUDA (place {place})" if place else "CUDA"
+        found[name] = zlib.crc32(torch.cuda.default_generators[index].get_state().numpy().tobytes())
     return found
 
 
@@ -97,13 +99,14 @@ def _numpy_state() -> tuple[Any, ...]:
     return (name, zlib.crc32(np.asarray(keys).tobytes()), *rest)
 
 
-def _seeds() -> dict[str, int]:
-    seeds = {"cpu": torch.default_generator.initial_seed()}
-    return {**seeds, "cuda": _of_device().initial_seed()} if torch.cuda.is_initialized() else seeds
-
-
-def _of_device() -> torch.Generator:
-    return torch.cuda.default_generators[torch.cuda.current_device()]
+def _seeds() -> list[tuple[str, int, int]]:
+    """Of each of torch's generators: its device, its seed, and the one that it was given."""
+    key, devices = last_key(), cuda_devices()
+    seeds = [("cpu", torch.default_generator.initial_seed(), key)]
+    for place, index in enumerate(devices):
+        name = "cuda" if len(devices) == 1 else f"cuda:{index}"
+        seeds.append((name, torch.cuda.default_generators[index].initial_seed(), device_key(key, place)))
+    return seeds
 
 
 def _explain(step: int, what: str) -> Verdict:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allranks.data.random_keys import note_devices
 from allranks.launching.environment import ProcessEnvironment
 from allranks.layout import Layout
 from allranks.parallel.backend import DeviceChoice
@@ -49,8 +50,13 @@ class Processes:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """Where this process computes; batch and loss, where that is on several."""
         return self.choice.device
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All that this process computes on, `device` first."""
+        return self.choice.devices
 
     @property
     def world_group(self) -> dist.ProcessGroup | None:
@@ -91,7 +97,8 @@ class Processes:
 
 
 def gather_processes(environment: ProcessEnvironment, choice: DeviceChoice, layout: Layout) -> Processes:
-    """The Processes of a world whose backend runs; collective."""
+    """The Processes of a world whose backend runs; collective. From here on `seed_all` seeds this process's devices."""
+    note_devices([device.index for device in choice.devices if device.type == "cuda"])
     mesh = replace(build_mesh(layout, choice.device.type), share=choice.share)
     if environment.world_size == 1:
         return Processes(environment, choice, mesh, None, None)

@@ -192,7 +192,7 @@ class _Training:
                 self._journal,
                 tensorboard=run.tensorboard if config.track.tensorboard else None,
                 purge_from=resumed_step + 1 if run.attempts > 1 else None,
-                memory=lambda: peak_memory_bytes(self._processes.device),
+                memory=lambda: peak_memory_bytes(*self._processes.devices),
                 inline=self._processes.device.type == "cpu",
             )
         try:
@@ -255,7 +255,7 @@ class _Training:
         )
 
     def _tell_end(self, reason: str, error: BaseException | None) -> None:
-        memory = peak_memory_bytes(self._processes.device)
+        memory = peak_memory_bytes(*self._processes.devices)
         text = None if error is None else f"{type(error).__name__}: {error}"
         self._journal.write("end", reason=reason, seconds=self._stopwatch.totals(), memory_bytes=memory, error=text)
 

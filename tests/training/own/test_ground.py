@@ -1,10 +1,17 @@
 """What a world stands on: layout, precision and device out of arguments and environment."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import allranks
 from allranks.errors import ConfigError
+from allranks.parallel import backend
+from allranks.parallel.backend import DeviceChoice
+from allranks.process_environment import ProcessEnvironment
+from allranks.training.own import ground
 from tests.distributed.pool import Pools
 from tests.training.own.cases import Net
 
@@ -32,6 +39,21 @@ def test_a_group_of_another_world_is_refused(pool: Pools) -> None:
         ConfigError, match=r"runs here as rank [01] of 2, but the environment \(torchrun\) says rank 0 of 1"
     ):
         pool(2).run(case)
+
+
+def test_the_device_is_taken_where_the_script_has_started_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch's sharding would put every rank's parameters on the first GPU; the allocator is the script's."""
+    told: list[Any] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    monkeypatch.setattr(backend, "keep_heap", lambda: told.append("heap"))
+    environment = ProcessEnvironment("torchrun", 3, 3, 4, 4, master_addr="127.0.0.1", master_port=29500)
+    for device in ("cuda:3", "cpu"):
+        assert not ground._start(environment, DeviceChoice(torch.device(device), "gloo", None, ()))
+    assert told == [torch.device("cuda:3")]
 
 
 def test_a_batch_is_placed_in_the_precision() -> None:

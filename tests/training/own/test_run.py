@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import allranks
 from allranks.config import Config
 from allranks.errors import RunError, TaskError
+from allranks.parallel.backend import DeviceChoice
 from allranks.run import Run
+from allranks.training.own import run as own_run
 from tests.distributed.pool import Pools
 from tests.training.own.cases import Net, Samples, count, loss_of, refusal, sgd
 
@@ -62,6 +65,14 @@ def test_a_new_run_is_named_after_the_script(pool: Pools, tmp_path: Path) -> Non
     )
     with pytest.raises(TaskError, match="names no Task"):  # nobody runs the script to find one
         allranks.load(path)
+
+
+def test_memory_is_that_of_the_fullest_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_run, "peak_memory_bytes", lambda *devices: 1000 * len(devices))
+    monkeypatch.setattr(DeviceChoice, "devices", property(lambda _: (torch.device("cpu"),) * 2))
+    assert train(str(tmp_path / "run"), {}, {}) == "nothing was refused"
+    told = [event["memory_bytes"] for event in Run.open(tmp_path / "run").events() if event.get("memory_bytes")]
+    assert len(told) > 1 and set(told) == {2000}, "of the steps and of the end"
 
 
 def test_what_may_change_and_what_has_to_be_said(pool: Pools, tmp_path: Path) -> None:

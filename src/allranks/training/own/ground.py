@@ -22,7 +22,7 @@ from allranks.launching.environment import ProcessEnvironment, read_environment
 from allranks.layout import Layout
 from allranks.layout_refusals import refuse_unsupported
 from allranks.observing.counters import Stopwatch
-from allranks.parallel.backend import DeviceChoice, choose_device, start, stop
+from allranks.parallel.backend import DeviceChoice, choose_device, start, stop, take_device
 from allranks.parallel.parallelize import parallelize
 from allranks.parallel.path import Path
 from allranks.parallel.precision import Precision, choose_precision
@@ -184,7 +184,7 @@ def _resolve(layout: str | None, keep: int, more: Sequence[str], **train: object
 
 
 def _start(environment: ProcessEnvironment, choice: DeviceChoice, timeout_seconds: float) -> bool:
-    """Start the backend, unless the script has; whether it was started here."""
+    """Take the device and start the backend, unless the script has; whether it was started here."""
     if not (dist.is_available() and dist.is_initialized()):
         start(environment, choice, timeout_seconds=timeout_seconds)
         return True
@@ -194,4 +194,5 @@ def _start(environment: ProcessEnvironment, choice: DeviceChoice, timeout_second
             f"join(): torch.distributed runs here as rank {there[0]} of {there[1]}, but the environment "
             f"({environment.launcher}) says rank {environment.rank} of {environment.world_size}"
         )
+    take_device(choice.device)
     return False

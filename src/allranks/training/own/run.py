@@ -135,7 +135,7 @@ class Logbook:
                 self._journal,
                 tensorboard=self.run.tensorboard,
                 purge_from=step + 1 if self.run.attempts > 1 else None,
-                memory=lambda: peak_memory_bytes(self._processes.device),
+                memory=lambda: peak_memory_bytes(*self._processes.devices),
             )
 
     def record(self, record: StepRecord) -> None:
@@ -168,7 +168,7 @@ class Logbook:
                     self._recorder.close()
             finally:
                 text = None if error is None else f"{type(error).__name__}: {error}"
-                memory = peak_memory_bytes(self._processes.device)
+                memory = peak_memory_bytes(*self._processes.devices)
                 self._journal.write("end", reason=reason, seconds=seconds, memory_bytes=memory, error=text)
 
     def _tell_start(self, total_steps: int | None) -> None:
