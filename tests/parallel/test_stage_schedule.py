@@ -146,7 +146,8 @@ class Turned(nn.Module):
         self.linear = nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x.mT).tanh()
+        found: torch.Tensor = self.linear(x.mT)
+        return found.tanh()
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_zb", "zbv", "dualpipev", "1f1b"])
@@ -165,7 +166,7 @@ def test_gradients_in_other_strides_come_as_they_are_meant(pool: Pools, schedule
             return found
 
     def square(index: int, _: int = 2) -> torch.Tensor:
-        return torch.randn(2, 2, generator=torch.Generator().manual_seed(index))
+        return torch.randn(3, 2, 2, generator=torch.Generator().manual_seed(index))
 
     whole = turned()
     torch.stack([whole(square(index)).square().sum() for index in range(NUMBER)]).sum().backward()

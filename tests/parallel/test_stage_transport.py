@@ -139,3 +139,22 @@ def test_a_kind_of_tensor_that_is_not_sent_is_refused_by_name(pool: Pools) -> No
     for told in pool(2).run(other_kinds):
         assert "2, where a stage of the pipeline begins, is called with a strided complex64 tensor" in told[0]
         assert "a sparse_coo float32 tensor" in told[1] and "torch.view_as_real" in told[1]
+
+
+@pytest.mark.distributed
+def test_what_lies_on_another_kind_of_device_is_refused(pool: Pools) -> None:
+    """Its receiver would wait on the GPU for what goes through the host."""
+
+    def case() -> list[str]:
+        carrier, told = transport("1f1b"), []
+        for device in ("cpu", "cuda"):
+            carrier._device = torch.device(device)
+            try:
+                carrier._check_kind(1, torch.zeros(2))
+            except LayoutError as error:
+                told.append(str(error))
+        return told
+
+    for (told,) in pool(2).run(case):
+        assert "is called with a tensor on cpu that modules before it have made" in told
+        assert "stages send what lies on cuda: move it there and back inside the modules" in told

@@ -16,8 +16,9 @@ from allranks.named_models import find_model
 from allranks.plan import Choice, Estimate, Span
 from allranks.planning.choices import Space, every_choice
 from allranks.planning.estimate import estimate
+from allranks.planning.estimator import Fit, Formulas
 from allranks.planning.hardware import find_cluster
-from allranks.planning.search import Fit, Formulas, Found, Search, front, rank
+from allranks.planning.search import Found, Search, front, rank
 from tests.planning.profiles import cluster, decoder
 from tests.planning.questions import ask
 

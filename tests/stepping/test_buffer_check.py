@@ -271,3 +271,14 @@ def test_a_task_with_a_step_is_not_asked(pool: Pools) -> None:
         return [name for name, entry in session.spread.map.items() if entry.kind == "buffer"]
 
     assert "maker.1.state" in pool(2).run(case)[0]
+
+
+def test_copies_of_data_parallel_are_asked_as_ranks_are() -> None:
+    """What the copies on other GPUs write into buffers is lost."""
+    session = session_of(given(Remembering(counted)), config_of("data_parallel", *SMALL))
+    remember(session, statistics)
+    check_buffers(session.forward, samples_of(8), None)
+    called: Any = session.spread.modules[""]
+    called.device_ids = [0, 1]
+    with pytest.raises(LayoutError, match=r"buffer state .* and each of 2 GPUs sees its own only"):
+        check_buffers(session.forward, samples_of(8), None)

@@ -8,8 +8,9 @@ from allranks.cluster import Cluster
 from allranks.model_profile import ModelProfile
 from allranks.plan import Checked, Choice, Estimate
 from allranks.planning.dry_run import DryRun, corrected, ratios, what_changed
+from allranks.planning.estimator import Fit, Formulas
 from allranks.planning.question import Question
-from allranks.planning.search import Fit, Formulas, Found, Search, front
+from allranks.planning.search import Found, Search, front
 
 FEW: Final = 3
 """Of the front of time and memory, the fastest first: so many are rehearsed, or fewer where there are no more."""

@@ -8,68 +8,18 @@ nobody asks how long it takes. A test compares with all choices.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from operator import is_
-from typing import Protocol, final
+from typing import final
 
 from allranks.cluster import Cluster
 from allranks.layout import Layout
 from allranks.layout_refusals import SPLIT_BACKWARD
 from allranks.model_profile import ModelProfile
-from allranks.plan import Choice, Estimate, Refusal, Span, StepTime
+from allranks.plan import Choice, Estimate, Refusal, StepTime
 from allranks.planning.choices import RECOMPUTES, Group, Space, groups, kept_modes, members, of_layout, splits
 from allranks.planning.corrections import least_factor
-from allranks.planning.estimate import estimate
-from allranks.planning.room import Room, room_of
+from allranks.planning.estimator import Estimator, Fit, Formulas
 from allranks.planning.setting import setting_of
 from allranks.planning.upkeep_cost import NO_UPKEEP, with_upkeep
-
-
-class Fit(Protocol):
-    """Whether a choice fits, and how nearly: a Room, or an Estimate."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether device and host have room."""
-
-    @property
-    def peak_bytes(self) -> Span:
-        """On the fullest rank."""
-
-    @property
-    def capacity_bytes(self) -> float:
-        """What a device has."""
-
-
-class Estimator(Protocol):
-    """What a search asks of a choice: all of it, or at a third of the price whether it fits."""
-
-    def estimate(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
-        """Bytes, seconds and traffic."""
-
-    def fit(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Fit:
-        """Bytes alone."""
-
-
-@final
-class Formulas:
-    """The Estimator that asks nothing but the planner's own formulas; what fits is mostly estimated next."""
-
-    def __init__(self) -> None:
-        self._last: tuple[ModelProfile, Cluster, Choice, Room] | None = None
-
-    def estimate(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Estimate:
-        """Bytes, seconds and traffic."""
-        known = None
-        if self._last is not None and all(map(is_, self._last, (profile, cluster, choice))):
-            known = self._last[3]
-        return estimate(profile, cluster, choice, known)
-
-    def fit(self, profile: ModelProfile, cluster: Cluster, choice: Choice) -> Fit:
-        """Bytes alone."""
-        room = room_of(profile, cluster, choice)
-        self._last = profile, cluster, choice, room
-        return room
-
 
 SCHEDULES = ("1f1b", "interleaved", *SPLIT_BACKWARD)
 """gpipe has 1f1b's bubble and looped_bfs that of interleaved, and both keep more activations."""
