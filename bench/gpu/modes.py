@@ -33,6 +33,7 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
     "offload=all, float16": ("--layout", "fsdp,offload=all", "--nproc", "2", "train.precision=float16", *WIDE),
     "cp=2": ("--layout", "cp=2", "--nproc", "2"),
     "cp=2, ring": ("--layout", "cp=2", "--nproc", "2", "layout.context=ring"),
+    "cp=2, ring, bfloat16": ("--layout", "cp=2", "--nproc", "2", "layout.context=ring", "train.precision=bfloat16"),
     "tp=2": ("--layout", "tp=2", "--nproc", "2"),
     "pp=2": ("--layout", "pp=2", "--nproc", "2", "train.micro_steps=4"),
     "float32, experts": (*MOE,),

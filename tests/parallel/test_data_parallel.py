@@ -51,6 +51,12 @@ def test_with_several_it_says_what_it_does() -> None:
     split_over_devices({"": experts}, 1, said)
 
 
+def test_gpus_beside_a_run_on_the_processor_are_not_taken() -> None:
+    with pytest.raises(LayoutError, match=r"takes the 2 GPU\(s\) of this machine, and the device is cpu: .* hide them"):
+        split_over_devices({"": nn.Linear(3, 2)}, 2, [], torch.device("cpu"))
+    split_over_devices({"": nn.Linear(3, 2)}, 0, [], torch.device("cpu"))
+
+
 def test_a_mode_of_blocks_is_refused_where_there_are_copies() -> None:
     """A copy of a block would compute with the first GPU's."""
     model = MODELS["tied"]()

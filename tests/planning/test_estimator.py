@@ -28,7 +28,12 @@ def test_the_room_of_another_choice_or_cluster_is_not_taken(monkeypatch: pytest.
     module: Any = importlib.import_module("allranks.planning.estimate")
     asked: list[object] = []
     room_under = module.room_under
-    monkeypatch.setattr(module, "room_under", lambda *given: asked.append(given) or room_under(*given))
+
+    def note(*given: Any) -> Any:
+        asked.append(given)
+        return room_under(*given)
+
+    monkeypatch.setattr(module, "room_under", note)
     formulas, profile, other = Formulas(), decoder(), find_cluster("2x8:h100")
     first, second = choose(64, 4, dp_shard=16), choose(64, 2, dp_shard=16)
     formulas.fit(profile, CLUSTER, first)

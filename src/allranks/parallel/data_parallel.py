@@ -17,19 +17,27 @@ from allranks.parallel.balance import find_routers
 from allranks.parallel.batchnorm import has_batch_statistics
 from allranks.verdict import Decision
 
+FIRST = torch.device("cuda", 0)
+
 
 def split_over_devices(
-    modules: Mapping[str, nn.Module], num_devices: int, decisions: list[Decision]
+    modules: Mapping[str, nn.Module], num_devices: int, decisions: list[Decision], home: torch.device = FIRST
 ) -> dict[str, nn.Module]:
     """The modules under nn.DataParallel, each as `.module` of what is called; what that means goes to `decisions`.
 
     Args:
         num_devices: GPUs that this process sees.
+        home: where the modules are.
 
     Raises:
-        LayoutError: each device would take batch statistics of its own samples, or run a forward of the first one's, or
-            the first one's tokens would balance the experts.
+        LayoutError: the modules are not where nn.DataParallel takes them; or each device would take batch statistics
+            of its own samples, or run a forward of the first one's, whose tokens would balance all experts.
     """
+    if num_devices and home.type == "cpu":
+        raise LayoutError(
+            f"data_parallel takes the {num_devices} GPU(s) of this machine, and the device is cpu: use --layout "
+            "single, or hide them with CUDA_VISIBLE_DEVICES="
+        )
     if num_devices > 1:
         _check_forwards(modules)
     if num_devices > 1 and has_batch_statistics(modules):

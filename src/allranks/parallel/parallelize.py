@@ -137,7 +137,7 @@ def _copy(
     if mesh.layout.replicated and ddp:
         return {which: replicate(module, mesh, device, find_unused=find_unused) for which, module in modules.items()}
     if mesh.layout.kind == "data_parallel":
-        return split_over_devices(modules, torch.cuda.device_count(), decisions)
+        return split_over_devices(modules, torch.cuda.device_count(), decisions, device)
     return modules
 
 
