@@ -156,6 +156,21 @@ def test_who_is_no_worker_notes_nothing(tmp_path: Path) -> None:
     assert run_recorded(entry, (), rank=1, folder=tmp_path) == 0
 
 
+def test_where_nothing_is_recorded_an_error_of_the_device_is_shown_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, however often it is noted: under srun nobody else would tell of it."""
+
+    def entry() -> None:
+        note_error(ValueError("mine"))
+        forget_error()
+        for _ in range(2):
+            note_error(RuntimeError("CUDA error: device-side assert triggered"))
+
+    assert run_recorded(entry, (), rank=0, folder=None) == 0
+    shown = capsys.readouterr().err
+    assert shown.rstrip().endswith("RuntimeError: CUDA error: device-side assert triggered")
+    assert shown.count("CUDA error") == 1 and "mine" not in shown
+
+
 def test_a_note_that_cannot_be_written_disturbs_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 

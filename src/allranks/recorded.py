@@ -98,16 +98,18 @@ def note_error(error: BaseException | None) -> None:
     with contextlib.suppress(Exception):  # a full disk, say: the error itself must go on
         if is_out_of_memory(error):
             return
-        failure = replace(describe_error(error, worker.rank), noted=True)
+        failure, first = describe_error(error, worker.rank), not worker.noted
         worker.noted = True
         _tell_torchrun(failure)
         if worker.folder is not None:
-            failure.write(worker.folder)
+            replace(failure, noted=True).write(worker.folder)
+        elif first and _is_of_device(error):  # shown twice, rather than never
+            print(failure.render(), file=sys.stderr, flush=True)
 
 
 def note_device_error(error: BaseException) -> None:
     """As `note_error`, where others may survive: only an error after which this process cannot use its device."""
-    if type(error).__name__ in DEVICE_ERRORS and any(text in str(error) for text in DEVICE_LOST):
+    if _is_of_device(error):
         note_error(error)
 
 
@@ -135,6 +137,10 @@ class Noting:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         note_error(error)
+
+
+def _is_of_device(error: BaseException) -> bool:
+    return type(error).__name__ in DEVICE_ERRORS and any(text in str(error) for text in DEVICE_LOST)
 
 
 def _own() -> _Worker | None:
