@@ -26,7 +26,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "hugging_face_config parameter_map plan upkeep plan_request rehearsal rehearsed_messages simulation "
         "simulation_request verdict hints task task_loading task_world run lease request hosts_request losses "
         "vocabulary "
-        "failure process_environment digest fence fault_points",
+        "failure recorded process_environment digest fence fault_points",
         "planning profiling parallel data checkpointing observing launching reporting models",
         "stepping",
         "training rehearsing surviving benchmarking",

@@ -1,6 +1,5 @@
 """How an error becomes a record, an exit code, and the first of several."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.errors import CheckpointError, ProcessError, RunError, TaskError
+from allranks.errors import CheckpointError, ProcessError, TaskError
 from allranks.failure import (
     Failure,
     clear_failures,
@@ -19,8 +18,6 @@ from allranks.failure import (
     describe_signal,
     first_failure,
     read_failures,
-    record_failure,
-    run_recorded,
 )
 
 ROOT_CAUSE = Failure(0, "host", 10, 5.0, 1, "ValueError: no", traceback="Traceback\nValueError: no\n")
@@ -79,18 +76,6 @@ def _chained(error: BaseException, cause: BaseException) -> BaseException:
         return caught
 
 
-def test_the_traceback_starts_in_the_users_code(tmp_path: Path) -> None:
-    def entry() -> None:
-        raise ValueError("mine")
-
-    assert run_recorded(entry, (), rank=1, folder=tmp_path) == 1
-    (failure,) = read_failures(tmp_path)
-    lines = failure.traceback.splitlines()
-    assert lines[0] == "Traceback (most recent call last):"
-    assert "test_failure.py" in lines[1]
-    assert lines[-1] == "ValueError: mine"
-
-
 @pytest.mark.parametrize(("number", "code", "word"), [(signal.SIGKILL, 76, "memory"), (signal.SIGSEGV, 1, "compiled")])
 def test_signals_have_names(number: int, code: int, word: str) -> None:
     failure = describe_signal(number, rank=1, pid=5, when=2.0)
@@ -108,14 +93,6 @@ def test_an_exit_without_a_record() -> None:
     assert describe_exit(3, rank=0, pid=1, when=0.0).message == "ended with exit code 3, and no word why"
 
 
-def test_who_leaves_in_the_middle_is_told_with_step_and_line(tmp_path: Path) -> None:
-    assert run_recorded(_exit, (0,), rank=1, folder=tmp_path, step=lambda: 5) == 1
-    (failure,) = read_failures(tmp_path)
-    assert failure.message == "the user's code ended the process after step 5: sys.exit(0)"
-    shown = failure.render()
-    assert "in _exit" in shown and "in run_recorded" not in shown and shown.endswith(failure.message)
-
-
 def test_the_first_failure_is_the_earliest_cause() -> None:
     consequence = replace(ROOT_CAUSE, rank=1, time=1.0, consequence=True)
     later = replace(ROOT_CAUSE, rank=2, time=9.0)
@@ -124,26 +101,6 @@ def test_the_first_failure_is_the_earliest_cause() -> None:
     assert first_failure([stopped, consequence]) == consequence
     assert first_failure([stopped]) == stopped
     assert first_failure([]) is None
-
-
-def test_run_recorded_gives_the_code_and_leaves_a_record(tmp_path: Path) -> None:
-    assert run_recorded(lambda: None, (), rank=0, folder=tmp_path) == 0
-    assert run_recorded(lambda code: code, (130,), rank=0, folder=tmp_path) == 130
-    assert read_failures(tmp_path) == []
-    assert run_recorded(_exit, (4,), rank=2, folder=tmp_path) == 1
-    (failure,) = read_failures(tmp_path)
-    assert failure.rank == 2
-    assert failure.render() in (tmp_path / "rank-00002.log").read_text()
-    clear_failures(tmp_path)
-    assert read_failures(tmp_path) == []
-
-
-def test_what_cannot_be_written_down_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A full disk may be what has ended the worker: its code and its words stay."""
-    (tmp_path / "file").touch()
-    error = RunError("the journal cannot be written: No space left on device")
-    assert record_failure(error, rank=0, folder=tmp_path / "file") == 78
-    assert "the journal cannot be written: No space left on device" in capsys.readouterr().err
 
 
 def test_what_a_killed_worker_was_writing_goes_with_its_record(tmp_path: Path) -> None:
@@ -155,10 +112,6 @@ def test_what_a_killed_worker_was_writing_goes_with_its_record(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00001.collectives.json", "rank-00001.log"]
 
 
-def _exit(code: int) -> None:
-    raise SystemExit(code)
-
-
 def test_a_record_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     ROOT_CAUSE.write(tmp_path)
     (tmp_path / "failure-00007.json").write_text('{"rank": 7')
@@ -168,30 +121,6 @@ def test_a_record_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "failure-00010.json").write_text("[" * 200_000)
     os.mkfifo(tmp_path / "failure-00011.json")
     assert read_failures(tmp_path) == [ROOT_CAUSE]
-
-
-def test_torchrun_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-
-    def entry() -> None:
-        raise ValueError("mine")
-
-    assert run_recorded(entry, (), rank=0, folder=None) == 1
-    told = json.loads((tmp_path / "error.json").read_text())
-    assert told["message"]["message"] == "ValueError: mine"
-    assert "in entry" in told["message"]["extraInfo"]["py_callstack"]
-    assert int(told["message"]["extraInfo"]["timestamp"]) > 1e9
-    assert capsys.readouterr().err.rstrip().endswith("ValueError: mine")
-
-
-def test_a_consequence_is_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    def entry() -> None:
-        raise RuntimeError("Connection closed by peer")
-
-    assert run_recorded(entry, (), rank=4, folder=None) == 76
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("rank 4 on ")
-    assert line.endswith(": RuntimeError: Connection closed by peer")
 
 
 @pytest.mark.parametrize(("code", "said"), [(0, ["thread", "exit function"]), (76, ["exit function"])])

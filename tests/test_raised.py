@@ -1,4 +1,4 @@
-"""How an error that has ended a worker reads; test_failure.py has whole records."""
+"""How an error that has ended a worker reads; test_recorded.py has whole records."""
 
 import pytest
 

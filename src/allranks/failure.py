@@ -23,10 +23,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import NoReturn, final
 
 from allranks.errors import AllranksError, MemoryShortError, RollbackError, worker_exit_code
 from allranks.ordinary_file import read_record
@@ -89,6 +89,7 @@ class Failure:
         hung: whether the agent ended it because nothing went on; the verdict tells more.
         divisible: whether memory ran out in a step that can be made in smaller forwards.
         goes_back: whether the run goes around samples when it is started again, as often as guard.spike_times allows.
+        noted: whether it was written while the error was still on its way out, so that the worker may have gone on.
     """
 
     rank: int
@@ -103,6 +104,7 @@ class Failure:
     hung: bool = False
     divisible: bool = False
     goes_back: bool = False
+    noted: bool = False
 
     def brief(self) -> str:
         """One line."""
@@ -116,15 +118,21 @@ class Failure:
             return f"{where} {self.message}"
         if not self.traceback:
             return f"{where}: {self.message}"
-        return f"{where} failed:\n{self.traceback}".rstrip()
+        ended = ", and ended before all was closed" if self.noted else ""
+        return f"{where} failed{ended}:\n{self.traceback}".rstrip()
 
     def write(self, folder: Path) -> Path:
         """Record it in `folder`, whole or not at all."""
-        path = folder / f"failure-{self.rank:05d}.json"
+        path = record_file(folder, self.rank)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
         temporary.replace(path)
         return path
+
+
+def record_file(folder: Path, rank: int) -> Path:
+    """Where a rank records its failure."""
+    return folder / f"failure-{rank:05d}.json"
 
 
 def describe_error(error: BaseException, rank: int, step: int | None = None) -> Failure:
@@ -188,45 +196,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
-def run_recorded(
-    entry: Callable[..., int | None],
-    args: Sequence[Any],
-    *,
-    rank: int,
-    folder: Path | None,
-    step: Callable[[], int | None] = lambda: None,
-) -> int:
-    """Call `entry(*args)` as the whole of a worker; its exit code, or the code of the error that it raised.
-
-    An error is recorded in `folder` (None: only shown), in the rank's log there, and for torchrun where it asks. So is
-    every SystemExit: what the user's code calls in the middle is no end of the work.
-
-    Args:
-        step: gives the last step that is done, where steps are counted.
-    """
-    try:
-        return entry(*args) or DONE
-    except BaseException as error:
-        return record_failure(error, rank=rank, folder=folder, step=step())
-
-
-def record_failure(error: BaseException, *, rank: int, folder: Path | None, step: int | None = None) -> int:
-    """Write down the error that ends this worker; the exit code to end with. `step`: as of describe_error."""
-    failure = describe_error(error, rank, step)
-    try:
-        if folder is not None:
-            failure.write(folder)
-            with (folder / f"rank-{rank:05d}.log").open("a", encoding="utf-8") as log:
-                log.write(failure.render() + "\n")
-    except OSError:  # a full disk, say, which may be what has ended this worker
-        folder = None
-    if folder is None:
-        shown = replace(failure, traceback="") if failure.consequence else failure  # the cause is told elsewhere
-        print(shown.render(), file=sys.stderr, flush=True)
-    _tell_torchrun(failure)
-    return failure.exit_code
-
-
 def end_process(code: int) -> NoReturn:
     """End this worker with its exit code, once its exit functions and (where all went well) its threads have ended.
 
@@ -278,12 +247,3 @@ def _lost_a_peer(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def _tell_torchrun(failure: Failure) -> None:
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    extra = {"py_callstack": failure.traceback or failure.message, "timestamp": str(int(failure.time))}
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": {"message": failure.message, "extraInfo": extra}}, file)

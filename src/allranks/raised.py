@@ -26,4 +26,4 @@ def without_our_frames(error: BaseException) -> BaseException:
 
 def _starts_workers(filename: str) -> bool:
     here = Path(__file__).parent
-    return Path(filename) == here / "failure.py" or Path(filename).parent == here / "surviving"
+    return Path(filename) == here / "recorded.py" or Path(filename).parent == here / "surviving"

@@ -23,7 +23,10 @@ from allranks.checkpointing.checking import check_digests, check_files
 from allranks.checkpointing.checkpoint import Checkpoint, list_checkpoints, newest_good, verify_files
 from allranks.checkpointing.restore import restore
 from allranks.checkpointing.retention import prune
+from allranks.checkpointing.save import write_own
 from allranks.errors import CheckpointError
+from allranks.failure import read_failures
+from allranks.recorded import run_recorded
 from tests.checkpointing.worlds import blank, header, parts, save_alone, save_together, whole_tensors
 from tests.distributed.pool import Pools
 
@@ -145,6 +148,21 @@ def test_an_error_of_any_kind_reaches_every_rank(pool: Pools, tmp_path: Path) ->
     found = _outcomes(pool, 2, case)
     assert len(set(found)) == 1 and found[0].count("rank 0: state.model.a: a torch.Tensor cannot be kept as JSON") == 1
     assert "(and 1 more)" in found[0]
+
+
+@pytest.mark.parametrize("said", ["CUDA error: device-side assert triggered", "shapes differ"])
+def test_an_error_of_the_device_is_noted_before_the_other_ranks_hear_of_it(tmp_path: Path, said: str) -> None:
+    """They hear of it by a collective, and NCCL's watchdog may end this process meanwhile."""
+    noted = []
+
+    def work() -> None:
+        with mock.patch("allranks.checkpointing.save.portion_of", side_effect=RuntimeError(said)):
+            _, share = write_own(mock.Mock(temporary=tmp_path), [], 0, {}, {}, tells=True)
+        assert said in share.error
+        noted.extend(read_failures(tmp_path))
+
+    assert run_recorded(work, (), rank=0, folder=tmp_path) == 0
+    assert [failure.message for failure in noted] == [f"RuntimeError: {said}"] * said.startswith("CUDA")
 
 
 @pytest.mark.distributed

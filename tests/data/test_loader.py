@@ -3,6 +3,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -20,6 +21,8 @@ from allranks.data.loader import Loader
 from allranks.data.micro_step import StepBatch
 from allranks.data.stream import DataStream
 from allranks.errors import ProcessError
+from allranks.failure import read_failures
+from allranks.recorded import run_recorded
 from allranks.task import Task
 
 
@@ -248,6 +251,22 @@ def test_an_error_of_the_users_passes_through_and_says_which_sample(workers: int
         load(Broken(range(8)), workers, Cut(2), shuffle=False)
     assert "while loading sample 5 (position 5) of Broken" in told(caught.value)
     assert multiprocessing.active_children() == []
+
+
+def test_an_error_of_the_device_is_noted_before_anything_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's watchdog leaves no time after it."""
+    noted = []
+
+    def pinned(batch: Any) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    loader = Loader(DataStream(list(range(8)), cut=Cut(4), epochs=1))
+    monkeypatch.setattr(loader, "_pinned", pinned)
+    monkeypatch.setattr(loader, "close", lambda: noted.extend(read_failures(tmp_path)))
+    assert run_recorded(next, (loader,), rank=0, folder=tmp_path) == 1
+    assert [failure.noted for failure in noted] == [True]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

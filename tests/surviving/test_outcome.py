@@ -66,6 +66,41 @@ def test_a_record_of_another_process_does_not_count() -> None:
     assert conclude(ends(0, 0), [stale], None, {}).exit_code == 0
 
 
+NOTED = replace(RAISED, noted=True)
+NOTED_LOSS = replace(LOST, rank=1, pid=101, noted=True)
+HUNG = replace(RAISED, time=300.0, exit_code=93, message="no progress", traceback="", hung=True)
+
+
+@pytest.mark.parametrize(
+    ("ended", "records", "stop", "code", "message"),
+    [
+        (ends(0, -6), [NOTED], None, 1, "ValueError: no"),  # NCCL's watchdog, while it was closing
+        (ends(0, -11), [NOTED], None, 1, "ValueError: no"),
+        (ends(0, -9), [NOTED], None, 1, "ValueError: no"),  # a restart would meet it again
+        (ends(0, UNKNOWN_CODE), [NOTED], None, 1, "ValueError: no"),
+        (ends(0, -9, killed=(1,)), [NOTED], None, 1, "ValueError: no"),  # it closed for too long
+        (ends(0, -9, killed=(1,)), [NOTED, HUNG], None, 1, "ValueError: no"),  # or without end
+        (ends(0, -9, killed=(1,)), [NOTED_LOSS, HUNG], None, 93, "no progress"),
+        (ends(0, 3), [NOTED], None, 1, "ValueError: no"),
+        (ends(130, -9, killed=(1,)), [NOTED], INT, 1, "ValueError: no"),
+        (ends(0, 0), [NOTED], None, 0, None),  # it was caught, and the worker came to its end
+        (ends(75, 75), [NOTED], TERM, 75, None),
+        (ends(0, -6), [NOTED_LOSS], None, 76, "Connection closed by peer"),  # the watchdog of who has lost a peer
+        (ends(0, -9), [NOTED_LOSS], None, 76, "was killed by SIGKILL"),  # which does not follow from that
+        (ends(0, -9, killed=(1,)), [NOTED_LOSS], None, 0, None),
+        (ends(-11, -6), [NOTED_LOSS], None, 1, "was killed by SIGSEGV"),
+        (ends(0, -6), [replace(NOTED, pid=7)], None, 1, "was killed by SIGABRT"),  # of another process
+    ],
+)
+def test_what_a_worker_has_noted_is_the_cause_of_what_ended_it_then(
+    ended: list[Ended], records: list[Failure], stop: signal.Signals | None, code: int, message: str | None
+) -> None:
+    outcome = conclude(ended, records, stop, {})
+    first = outcome.first_failure
+    assert outcome.exit_code == code and (first is None) == (message is None)
+    assert first is None or first.message.startswith(message or "")
+
+
 def test_an_end_before_the_end_is_told_with_its_step() -> None:
     failure = conclude(ends(0, 0, unfinished=(1,)), [], None, {}).first_failure
     assert failure is not None

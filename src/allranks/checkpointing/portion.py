@@ -22,6 +22,7 @@ from allranks.checkpointing.tensor_file import Part
 from allranks.checkpointing.writing import write_file
 from allranks.errors import CheckpointError
 from allranks.parameter_map import Entry
+from allranks.recorded import note_device_error
 
 Digests = list[tuple[Any, ...]]
 """Of each box: name, dtype, whole shape, the box's offset and shape, its share of the tensor's digest."""
@@ -102,6 +103,7 @@ def write_portion(place: Place, portion: Portion, check: Callable[[], None] = la
         files = _write(place.temporary, portion, check, lambda: digests.extend(_digests(portion)))
         return Share(portion.rank, "", files, digests, portion.held, portion.aliases)
     except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
+        note_device_error(error)
         return failed_share(place, portion.rank, error, portion.num_bytes)
 
 

@@ -26,6 +26,7 @@ from allranks.checkpointing.manifest import parse_manifest, render_manifest
 from allranks.checkpointing.parts import Parts
 from allranks.checkpointing.portion import Place, Portion, failed_share, place_of, portion_of, write_portion
 from allranks.errors import CheckpointError
+from allranks.recorded import note_device_error
 
 NOT_SAVED: Final = "was not saved"
 """In the error of a checkpoint of which nothing is there: errors travel between ranks as their words."""
@@ -97,6 +98,7 @@ def write_own(
         portion = portion_of(parts, rank, aliases, state, tells=tells)
         return portion, write_portion(place, portion)
     except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
+        note_device_error(error)
         return Portion(rank), failed_share(place, rank, error)
 
 

@@ -124,9 +124,9 @@ def _named_task(request: TrainRequest) -> str:
 
 
 def _train_as_worker(request: TrainRequest) -> tuple[int, Document | None]:
-    from allranks.failure import run_recorded
     from allranks.lifeline import die_with_parent
     from allranks.observing import heartbeat
+    from allranks.recorded import run_recorded
     from allranks.training.worker import Assignment, work
 
     die_with_parent(os.getppid())

@@ -19,6 +19,7 @@ from allranks.data.micro_step import MicroPlan, MicroStep, StepBatch, StepPlan
 from allranks.data.resuming import WHILE_RANKS_STAY
 from allranks.data.stream import DataStream
 from allranks.data.worker_process import Collate, ItemFetcher, Request, collate_noted, guard, worker_death
+from allranks.recorded import note_device_error
 from allranks.task import Task
 from allranks.verdict import Decision
 
@@ -79,6 +80,7 @@ class Loader:
         try:
             return next(self._steps)
         except BaseException as error:
+            note_device_error(error)  # met where batches are pinned
             self.close()
             death = worker_death(error)
             if death is None:

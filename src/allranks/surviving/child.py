@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, final
 
 from allranks import fault_points
-from allranks.failure import DONE, AgreedStop, end_process, run_recorded
+from allranks.failure import DONE, AgreedStop, end_process
 from allranks.lifeline import die_with_parent
 from allranks.observing import heartbeat
 from allranks.process_environment import HOSTS
+from allranks.recorded import run_recorded
 from allranks.surviving import preload
 
 HELD_BACK = (signal.SIGTERM, signal.SIGUSR1)  # by the fork server; a closed terminal (SIGHUP) is the command's to hear

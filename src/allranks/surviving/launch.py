@@ -17,6 +17,7 @@ from allranks.failure import INTERRUPTED, Failure
 from allranks.launching.environment import read_environment
 from allranks.layout import Layout, num_processes, parse_layout
 from allranks.process_environment import num_cores
+from allranks.recorded import note_error
 from allranks.surviving.by_value import dumps
 
 VALUE, ERROR = b"V", b"E"
@@ -80,6 +81,7 @@ def answer(payload: bytes, reply: Connection) -> int:
         function, args = cloudpickle.loads(payload)
         reply.send_bytes(VALUE + dumps(function(*args)))
     except BaseException as error:
+        note_error(error)
         # Ctrl-C comes twice, from the terminal and from the agent: the second shall not disturb the end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with contextlib.suppress(Exception):  # an exception that cannot be pickled: its record tells
@@ -119,7 +121,8 @@ def _raise(failure: Failure, reply: bytes) -> None:
         raise ProcessError(failure.render())
     if isinstance(sent, SystemExit):
         raise ProcessError(failure.brief()) from RemoteTraceback(failure)
-    raise (sent if isinstance(sent, Exception) else RuntimeError(failure.message)) from RemoteTraceback(failure)
+    told = RuntimeError(failure.message.removeprefix("RuntimeError: "))
+    raise (sent if isinstance(sent, Exception) else told) from RemoteTraceback(failure)
 
 
 class RemoteTraceback(Exception):

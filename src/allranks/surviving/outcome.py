@@ -7,6 +7,7 @@ from typing import final
 
 from allranks.failure import (
     CLAIMS,
+    CRASHES,
     DONE,
     INTERRUPTED,
     STOPS,
@@ -75,8 +76,12 @@ def conclude(
         records: what the workers wrote down about their failures.
         stop: the request to stop that was passed on to them, if there was one.
     """
-    by_process = {(record.rank, record.pid): record for record in records}
-    failures = [by_process.get((one.rank, one.pid)) or _unrecorded(one, stop) for one in ended]
+    by_process: dict[tuple[int, int], Failure] = {}
+    for record in records:
+        before = by_process.get((record.rank, record.pid))
+        if before is None or not before.noted or before.consequence:  # who hangs after an error hangs because of it
+            by_process[record.rank, record.pid] = record
+    failures = [_failure_of(one, by_process.get((one.rank, one.pid)), stop) for one in ended]
     failure = first_failure(one for one in failures if one is not None)
     if failure is not None and not (stop is not None and failure.consequence):
         others = sorted(one.rank for one in failures if one is not None and one.rank != failure.rank)
@@ -101,6 +106,22 @@ def conclude_left(outcome: Outcome, left: Failure) -> Outcome:
     code = TRANSIENT if first.hung else first.exit_code
     told = replace(first, exit_code=code, message=f"{first.message}\n{left.brief()}")
     return replace(outcome, exit_code=code, first_failure=told)
+
+
+def _failure_of(one: Ended, record: Failure | None, stop: signal.Signals | None) -> Failure | None:
+    """What ended a worker, by its record and its exit; None where it did as it was told.
+
+    A note says what was on its way out of the worker when something else ended it. It is the cause of a crash that
+    follows: NCCL's watchdog aborts what has met an error of the device, and a lost peer alike. It is also the cause
+    where a kill from outside, or our own, has come before it was out: started again, the worker would meet it again.
+    But a kill does not follow from the loss of a peer; and the kernel kills for want of memory, which is not noted.
+    """
+    if record is None or not record.noted:
+        return record or _unrecorded(one, stop)
+    exited = _unrecorded(one, stop)
+    if not record.consequence:
+        return record if one.failed else exited
+    return record if exited is not None and exited.signal in ("", *CRASHES) else exited
 
 
 def _unrecorded(one: Ended, stop: signal.Signals | None) -> Failure | None:

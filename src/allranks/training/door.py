@@ -6,6 +6,7 @@ from pathlib import Path
 
 from allranks.data.random_keys import seed_all
 from allranks.errors import ConfigError
+from allranks.recorded import forget_error
 from allranks.stepping.session import model_key
 from allranks.training.own.ground import JOINED, prepare_ground
 from allranks.training.own.world import World
@@ -52,6 +53,7 @@ def join(
             f"join() in a process that is {JOINED[0]} already: leave that world's `with` first "
             "(after an error in one of several processes, start anew)"
         )
+    forget_error()  # of a world before: this process goes on
     ground = prepare_ground(
         layout,
         seed=seed,

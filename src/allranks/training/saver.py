@@ -25,6 +25,7 @@ from allranks.checkpointing.save import save
 from allranks.checkpointing.stage import Stage
 from allranks.config import CheckpointConfig
 from allranks.errors import CheckpointError
+from allranks.recorded import note_device_error
 from allranks.stepping.alike import everyones
 from allranks.stepping.world import Processes
 from allranks.training.mirroring import Mirroring
@@ -174,6 +175,7 @@ class Saver:
             portion = portion_of(parts, processes.rank, aliases, state, tells=processes.mesh.first_of_stage)
             copied, ready = self._stage.copy(portion, proves=proves)
         except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
+            note_device_error(error)
             return BackgroundSave(place, CheckpointError(explain(error, place.temporary)), world)
         return BackgroundSave(
             place,

@@ -14,6 +14,7 @@ from allranks.observing import heartbeat
 from allranks.observing.counters import Stopwatch
 from allranks.observing.progress import ProgressLine
 from allranks.observing.recorder import Recorder, StepRecord, Value
+from allranks.recorded import Noting
 from allranks.stepping.agreement import Agreed, Pending
 from allranks.stepping.session import Session
 from allranks.stepping.spikes import ABOVE, Window
@@ -110,14 +111,15 @@ class Trainer:
     def train(self) -> Ending:
         """Step until the data or the steps end, or a stop is agreed; save and evaluate at the end; collective."""
         try:
-            return self._train()
+            with Noting():
+                return self._train()
         finally:
             self._saves.close()
 
     def _train(self) -> Ending:
         session = self._session
         self._stopwatch.mark("other")
-        with session.loader() as loader:
+        with session.loader() as loader, Noting():
             batch = self._load(loader, None)
             before = session.step.agree_first(batch) if batch is not None else None
             older = before

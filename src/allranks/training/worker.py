@@ -21,6 +21,7 @@ from allranks.observing.progress import ProgressLine
 from allranks.observing.recorder import Recorder
 from allranks.parallel.backend import choose_device, start, stop
 from allranks.process_environment import ATTEMPT
+from allranks.recorded import note_error
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.stepping.session import Session, assemble
@@ -149,6 +150,7 @@ class _Training:
             contents = Contents.of_session(session, config.schedule, found.fingerprint)
             ending = self._loop(session, contents, self._resume(contents, checkpoint, skipped), checkpoint)
         except BaseException as error:
+            note_error(error)
             self._tell_end("failed", error)
             raise
         self._tell_end("done" if ending.reason == "done" else "stopped", None)

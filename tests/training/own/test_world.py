@@ -7,6 +7,8 @@ import torch
 
 import allranks
 from allranks.errors import LayoutError
+from allranks.failure import read_failures
+from allranks.recorded import run_recorded
 from allranks.training.own.ground import JOINED
 from tests.distributed.pool import Pools
 from tests.training.own.cases import Net, Samples, count, loss_of, sgd
@@ -87,6 +89,21 @@ def test_an_error_inside_passes_through() -> None:
     with pytest.raises(KeyError), allranks.join():
         raise KeyError("the user's")
     assert not JOINED
+
+
+def test_an_error_is_noted_until_this_process_joins_again(tmp_path: Path) -> None:
+    """Whoever reads the note would else take it for the cause of a later crash."""
+    noted = []
+
+    def work() -> None:
+        with pytest.raises(KeyError), allranks.join():
+            raise KeyError("the user's")
+        noted.extend(read_failures(tmp_path))
+        with allranks.join():
+            assert not read_failures(tmp_path)
+
+    assert run_recorded(work, (), rank=0, folder=tmp_path) == 0
+    assert [failure.message for failure in noted] == ['KeyError: "the user\'s"']
 
 
 def test_a_model_alone_keeps_its_own_class(pool: Pools, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from allranks.data.stream import DataStream
 from allranks.errors import ConfigError, TaskError
 from allranks.failure import INTERRUPTED, PREEMPTED, AgreedStop
 from allranks.observing.recorder import StepRecord, Value
+from allranks.recorded import Noting, note_error
 from allranks.training.own.banner import introduce
 from allranks.training.own.ground import Ground
 from allranks.training.own.run import Logbook, check_numbers
@@ -269,23 +270,21 @@ class OwnLoop:
             # On the recorder's thread: the loop waits for nothing here.
             return finished.values() | {name: float(value) for name, value in logged.items()}
 
-        self.logbook.record(
-            StepRecord(finished.number, finished.samples, finished.size, finished.lr, finished.seconds, ready)
-        )
+        numbers = (finished.number, finished.samples, finished.size, finished.lr, finished.seconds)
+        self.logbook.record(StepRecord(*numbers, ready))
 
 
 def end(loop: OwnLoop | None, ground: Ground, error: BaseException | None, left: Callable[[], None]) -> None:
-    """Leave the world of `loop`; collective where there was no `error`.
+    """Leave the world of `loop`; collective where there was no `error`. Raises SystemExit: 130 or 75, as was agreed.
 
     Args:
         left: called where this process may join again.
-
-    Raises:
-        SystemExit: 130 or 75, where a stop was agreed.
     """
+    note_error(error)
     try:
-        if loop is not None and error is None:
-            loop.finish()
+        with Noting():
+            if loop is not None and error is None:
+                loop.finish()
     except BaseException as failure:
         error = failure
         raise
