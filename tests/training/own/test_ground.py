@@ -52,7 +52,7 @@ def test_the_device_is_taken_where_the_script_has_started_the_backend(monkeypatc
     monkeypatch.setattr(backend, "keep_heap", lambda: told.append("heap"))
     environment = ProcessEnvironment("torchrun", 3, 3, 4, 4, master_addr="127.0.0.1", master_port=29500)
     for device in ("cuda:3", "cpu"):
-        assert not ground._start(environment, DeviceChoice(torch.device(device), "gloo", None, ()))
+        assert not ground._start(environment, DeviceChoice(torch.device(device), "gloo", None, ()), 600.0)
     assert told == [torch.device("cuda:3")]
 
 
