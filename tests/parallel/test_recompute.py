@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -324,3 +325,31 @@ def test_a_block_that_writes_over_what_is_kept_is_refused() -> None:
     )
     apply([block], "full")
     block(torch.ones(2, 4)).sum().backward()
+
+
+def test_generators_of_all_devices_of_a_block_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch finds the devices among the arguments; the meta device stands for a second one."""
+
+    class Parted(nn.Module):
+        def __init__(self, there: str) -> None:
+            super().__init__()
+            self.here, self.there = nn.Linear(2, 2), nn.Linear(2, 2, device=there)
+
+        def forward(self, x: torch.Tensor, *, scale: float) -> Any:
+            return self.here(x) * scale
+
+    seen: list[tuple[str, ...]] = []
+    module: Any = importlib.import_module("allranks.parallel.recompute")
+    real = module.checkpoint
+
+    def watched(run: Any, *leaves: Any, **named: Any) -> Any:
+        seen.append(tuple(leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)))
+        return real(run, *leaves, **named)
+
+    monkeypatch.setattr(module, "checkpoint", watched)
+    for there in ("cpu", "meta"):
+        block = Parted(there)
+        x = torch.ones(3, 2, requires_grad=True)
+        recompute("block", block, block.forward)(x, scale=2.0).sum().backward()
+        assert x.grad is not None and torch.equal(x.grad[0], 2 * block.here.weight.sum(0))
+    assert seen == [("cpu",), ("cpu", "cpu", "meta")]

@@ -96,6 +96,7 @@ class _Recomputed:
         self._module = module
         self._forward = forward
         self._contexts = contexts
+        self._devices: tuple[torch.device, ...] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -112,14 +113,14 @@ class _Recomputed:
             if given:
                 args, kwargs = given.pop()
                 return self._forward(*args, **kwargs)
-            args, kwargs = pytree.tree_unflatten(list(leaves), structure)
+            args, kwargs = pytree.tree_unflatten(list(leaves[: structure.num_leaves]), structure)
             return context.copy().run(self._forward, *args, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             first, again = self._contexts()
             return first, _Again(self._name, state, again)
 
-        output = checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
+        output = checkpoint(run, *leaves, *self._told_devices(), use_reentrant=False, context_fn=contexts)
         if [_version(leaf) for leaf in leaves] != versions:
             raise LayoutError(
                 f"block {self._name} changes its input in place, so that its activations cannot be computed again: "
@@ -127,6 +128,12 @@ class _Recomputed:
             )
         state.settle()
         return output
+
+    def _told_devices(self) -> list[torch.Tensor]:
+        """Of a block on several devices an empty tensor on each: torch keeps the generators of those that it sees."""
+        if self._devices is None:
+            self._devices = tuple({parameter.device: None for parameter in self._module.parameters()})
+        return [torch.empty(0, device=device) for device in self._devices] if len(self._devices) > 1 else []
 
 
 @final
