@@ -57,6 +57,13 @@ def test_what_means_something_only_beside_another_is_left_out_alone(tmp_path: Pa
     assert [one.kind for one in explain_log(log(tmp_path, LINES["E15"], LINES["E13"]))] == ["E13", "E15"]
 
 
+def test_what_nccl_says_of_its_sockets_is_no_cause(tmp_path: Path) -> None:
+    """Every run over sockets says so under NCCL_DEBUG=INFO."""
+    assert [one.kind for one in explain_log(log(tmp_path, LINES["E11b"], LINES["E13b"]))] == ["E13b"]
+    assert [one.kind for one in explain_log(log(tmp_path, LINES["E11b"], LINES["E11"]))] == ["E11", "E11b"]
+    assert explain_log(log(tmp_path, LINES["E11b"])) == []
+
+
 def test_bytes_that_are_no_text_are_read(tmp_path: Path) -> None:
     path = tmp_path / "train.log"
     path.write_bytes(b"\xff\xfe\x00 " * 5000 + b"\n" + LINES["E9"].encode() + b"\n")

@@ -21,6 +21,7 @@ LINES = {
     "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
     "E10": "The client socket has timed out after 60000ms while trying to connect to (node-a.cluster, 29500).",
     "E11": "ncclSystemError: System call (e.g. socket, malloc) or external library call failed",
+    "E11b": "node-a:12:40 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>",
     "E13": "CUDA out of memory. Tried to allocate 2.00 GiB. Of the allocated memory 60.00 GiB is allocated by PyTorch, "
     "and 9.50 GiB is reserved by PyTorch but unallocated.",
     "E13b": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
@@ -64,6 +65,7 @@ def test_a_line_is_its_signatures(name: str) -> None:
         "  exitcode  : 1 (pid: 3312)",
         "info: the validation information is inf-initialised",
         "NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>",
+        "[rank0] ProcessGroupNCCL environments: NCCL version: 2.28.9, TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC: 480",
         "loaded 2000 samples from /data/nan/x.bin",
         "",
     ],

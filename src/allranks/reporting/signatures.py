@@ -60,7 +60,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         "E3",
-        r"watchdog got stuck for \d+ seconds|HEARTBEAT_TIMEOUT",
+        r"watchdog got stuck for \d+ seconds",
         "NCCL's own monitor could not run: Python's lock or a call of CUDA's was held",
         "no collective is at fault: look at the stacks of that rank for compiled code that keeps Python's lock",
     ),
@@ -114,10 +114,19 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         "E11",
-        r"ncclSystemError|ncclInternalError|Failed to open libibverbs|NET/Socket : Using",
+        r"ncclSystemError|ncclInternalError",
         "NCCL could not use the network it chose",
         "name the interface (NCCL_SOCKET_IFNAME; not docker0, not virbr0); see that the libraries of InfiniBand or EFA "
         "are in the image; NCCL_DEBUG=INFO says what it tried",
+    ),
+    Signature(
+        "E11b",
+        r"Failed to open libibverbs|NET/Socket : Using",
+        "NCCL went over plain sockets, without InfiniBand",
+        "between hosts that have it, see that its libraries (or EFA's) are in the image; without it this is as it "
+        "should be",
+        consequence=True,
+        beside=("E1", "E11"),  # a run that is well says so, too, under NCCL_DEBUG=INFO
     ),
     Signature(
         "E13",
