@@ -41,10 +41,11 @@ def choose_start(requested: str, nproc: int | None, output: Path | None) -> Star
         output: None: where `find_cluster` looks for it, in the user's configuration.
 
     Raises:
-        ConfigError: no CUDA device, or more processes than GPUs; the devices differ.
+        ConfigError: no CUDA device, or more processes than GPUs; torch cannot use them; the devices differ.
     """
     import torch
 
+    from allranks.parallel.backend import cuda_explained
     from allranks.planning.catalog import find_device, find_device_by_driver_name
     from allranks.planning.this_machine import calibrated_path, cpu_cluster, guess_link, look
 
@@ -62,7 +63,8 @@ def choose_start(requested: str, nproc: int | None, output: Path | None) -> Star
         guess = cpu_cluster(1, count, None, name="local", calibrated=False)
         device = replace(guess.device, peak_flops={})
         return Start("cpu", count, replace(guess, device=device), output or calibrated_path("cpu", count))
-    names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
+    with cuda_explained():
+        names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
     if len(names) > 1:
         raise ConfigError(f"the devices differ ({', '.join(names)}); choose equal ones by CUDA_VISIBLE_DEVICES")
     known = find_device_by_driver_name(names[0])

@@ -63,7 +63,7 @@ def _describe(device: str, *, json: bool) -> int:
         from allranks.planning.this_machine import calibrated_files, look
 
         facts, measured = look(), [str(path) for path in calibrated_files()]
-        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        gpus = _names_of_gpus(needed=device != "cpu")
     backends = [name for name in ("nccl", "gloo", "mpi") if getattr(dist, f"is_{name}_available")()]
     used = "cuda" if gpus and device != "cpu" else "cpu"
     verdict = Verdict(
@@ -84,6 +84,22 @@ def _describe(device: str, *, json: bool) -> int:
     about = {"torch": torch.__version__, "backends": backends, "device": used, "calibrated": measured}
     print_json({**facts_told, **about, "verdict": verdict.to_json()})
     return 0
+
+
+def _names_of_gpus(*, needed: bool) -> list[str]:
+    """As torch names them. Raises ConfigError where it cannot use them and they are `needed`."""
+    import torch
+
+    from allranks.parallel.backend import cuda_explained
+
+    count = torch.cuda.device_count()
+    try:
+        with cuda_explained():
+            return [torch.cuda.get_device_name(index) for index in range(count)]
+    except ConfigError:
+        if needed:
+            raise
+        return ["a GPU that torch cannot use"] * count
 
 
 def _calibrate(device: str, nproc: int | None, output: Path | None, *, quick: bool, json: bool) -> int:
