@@ -80,6 +80,19 @@ def choose_start(requested: str, nproc: int | None, output: Path | None) -> Star
     return Start("cuda", count, cluster, output or calibrated_path(known or names[0], count))
 
 
+def cluster_words(begun: Start, output: Path | None) -> str:
+    """What follows `--cluster` for it: "local" where that is so many devices of this kind."""
+    from allranks.planning.this_machine import look
+
+    if output is not None:
+        return str(output)
+    facts = look()
+    if begun.device == "cuda":
+        return "local" if begun.nproc == len(facts.devices) else str(begun.path)
+    local = not facts.devices and not facts.unnamed and begun.nproc == facts.cores
+    return "local" if local else f"{begun.nproc}:cpu"
+
+
 def measure_here(device: str, quick: bool) -> "Figures":
     """One process of the launch: starts the backend, measures, stops; ended by force after the limit."""
     limit = QUICK_LIMIT_SECONDS if quick else LIMIT_SECONDS

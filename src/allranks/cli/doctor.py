@@ -105,7 +105,7 @@ def _names_of_gpus(*, needed: bool) -> list[str]:
 def _calibrate(device: str, nproc: int | None, output: Path | None, *, quick: bool, json: bool) -> int:
     failure: ProcessError | None = None
     with stdout_kept_free(json):
-        from allranks.cli.calibration import choose_start, finish_cluster, measure_here
+        from allranks.cli.calibration import choose_start, cluster_words, finish_cluster, measure_here
         from allranks.planning.cluster_file import preflight, write_cluster
         from allranks.surviving.launch import launch
 
@@ -129,8 +129,9 @@ def _calibrate(device: str, nproc: int | None, output: Path | None, *, quick: bo
         print_json({"file": str(begun.path), "quick": quick, "cluster": asdict(cluster)})
     else:
         print_cluster(cluster)
-        where = "allranks plan finds it as --cluster local" if output is None else f"use it as --cluster {begun.path}"
-        print(f"wrote {begun.path}; {where}")
+        words = cluster_words(begun, output)
+        where = "allranks plan finds it as" if words == "local" else "use it as"
+        print(f"wrote {begun.path}; {where} --cluster {words}")
     return 0
 
 
