@@ -10,10 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from allranks.cli.calibration import MOST_PROCESSES, choose_start, finish_cluster
+from allranks.cli.calibration import MOST_PROCESSES, choose_start, cluster_words, finish_cluster
 from allranks.errors import ConfigError
 from allranks.planning import this_machine
 from allranks.planning.cluster_file import read_cluster, write_cluster
+from allranks.planning.hardware import find_cluster
 from allranks.planning.this_machine import MachineFacts
 from allranks.profiling.calibrate import Figures
 
@@ -80,6 +81,32 @@ def test_gpus_that_nobody_knows_or_that_differ() -> None:
         assert (start.cluster.device.name, start.cluster.device.peak_flops) == ("NVIDIA GeForce 256", {})
     with names("NVIDIA A10", "NVIDIA L4"), pytest.raises(ConfigError, match="the devices differ"):
         choose_start("auto", None, None)
+
+
+@pytest.mark.parametrize(
+    ("device", "nproc", "gpus", "unnamed", "words"),
+    [
+        ("auto", None, 4, "", "local"),
+        ("auto", 2, 4, "", "FILE"),
+        ("auto", None, 0, "nvidia-smi cannot be run", "FILE"),
+        ("cpu", 2, 4, "", "2:cpu"),
+        ("cpu", 2, 0, "nvidia-smi cannot be run", "2:cpu"),
+        ("cpu", 2, 0, "", "2:cpu"),
+        ("cpu", None, 0, "", "local"),
+    ],
+)
+def test_what_is_measured_is_told_by_the_words_that_find_it(
+    device: str, nproc: int | None, gpus: int, unnamed: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = replace(FACTS, devices=("NVIDIA H100 80GB HBM3",) * gpus, unnamed=unnamed)
+    monkeypatch.setattr(this_machine, "look", lambda: facts)
+    with names(*["NVIDIA H100 80GB HBM3"] * 4):
+        start = choose_start(device, nproc, None)
+        mine = choose_start(device, nproc, Path("mine.toml"))
+    assert cluster_words(start, None) == (str(start.path) if words == "FILE" else words)
+    assert cluster_words(mine, mine.path) == "mine.toml"
+    write_cluster(finish_cluster(start, [Figures(COMPUTED, float("inf"), 2)], quick=False), start.path)
+    assert find_cluster(cluster_words(start, None)).device.measured
 
 
 def test_two_processes_on_a_processor(tmp_path: Path) -> None:

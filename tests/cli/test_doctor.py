@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import psutil
 import pytest
+import torch
 
 from allranks.cli.main import main
 from allranks.errors import ProcessError
@@ -43,6 +44,24 @@ def test_what_this_machine_is(capsys: Capture) -> None:
     assert main(["doctor", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["verdict"]["what"] == first and document["cores"] >= 1 and document["calibrated"] == []
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["doctor", "--calibrate"]])
+def test_gpus_that_torch_cannot_use_are_one_line_and_2(
+    words: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", fail)
+    with patch.object(launching, "launch", nobody):
+        assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    assert "sees 2 GPU(s) and cannot use them: " in err and "Error 802: system not yet initialized; update" in err
+    assert main(["doctor", "--device", "cpu"]) == 0
+    assert "a GPU that torch cannot use; a run takes cpu" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from allranks.checkpointing.checkpoint import list_checkpoints
 from allranks.checkpointing.host_memory import SHARED_MEMORY
 from allranks.cli import running_hosts
 from allranks.cli.main import main
-from allranks.cli.running_hosts import check_all_sizes, facts_here
+from allranks.cli.running_hosts import check_all_sizes, choose_workers, facts_here
 from allranks.config import Config
 from allranks.errors import LayoutError
 from allranks.hosts_request import Endpoint, HostsRequest
@@ -74,6 +75,21 @@ def test_a_host_that_comes_after_a_rollback_has_the_same_facts() -> None:
         return facts_here(prepared, HostsRequest(2, 2, Endpoint("hosta", 29500)))
 
     assert facts() == facts("data.skip=40:60") != facts("train.seed=1")
+
+
+@pytest.mark.parametrize(
+    ("batch", "nodes", "layout", "workers"),
+    [(8, 2, None, 4), (7, 2, None, 3), (64, 2, None, 8), (1, 2, None, 8), (8, 2, "ddp", 8)],
+)
+def test_without_a_layout_no_worker_is_left_without_a_sample(
+    batch: int, nodes: int, layout: str | None, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    request = TrainRequest(task_spec=POINTS, overrides=(f"train.global_batch={batch}",), layout=layout)
+    hosts = HostsRequest(nodes, nodes, Endpoint("hosta", 29500))
+    nproc, decision = choose_workers(prepare(request), request, hosts)
+    assert (nproc, decision.what) == (workers, f"{nodes * workers} processes on {nodes} hosts")
+    assert (f"train.global_batch={batch} gives no more" in decision.because) == (workers < 8)
 
 
 def test_a_killed_worker_and_a_lost_host_cost_no_sample(

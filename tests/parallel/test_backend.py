@@ -189,6 +189,29 @@ def test_the_device_comes_before_the_backend(monkeypatch: pytest.MonkeyPatch) ->
     assert order == [torch.device("cuda:0")]
 
 
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update"
+
+
+def test_gpus_that_torch_cannot_use_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError(TOO_OLD)
+
+    machine(monkeypatch, 8)
+    monkeypatch.setattr(torch.cuda, "set_device", fail)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    choice = choose_device(ALONE, "auto", "auto")
+    monkeypatch.setattr(backend, "_keep_memory", lambda _: None)
+    with pytest.raises(
+        ConfigError, match=r"sees 8 GPU\(s\) and cannot use them: The NVIDIA .* 11040\); update"
+    ) as told:
+        start(ALONE, choice, timeout_seconds=10)
+    assert "\n" not in str(told.value) and str(told.value).endswith("or take --device cpu")
+    # What a device that can be used says of itself is left as it is: others know memory that has run out.
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="too old"):
+        take_device(choice.device)
+
+
 def test_a_device_alone_is_taken_without_a_word_to_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", order.append)

@@ -21,6 +21,7 @@ from allranks.planning.this_machine import (
     calibrated_path,
     corrections_path,
     cpu_cluster,
+    local_cluster,
     visible,
 )
 
@@ -139,6 +140,15 @@ def test_gpus_of_the_catalog() -> None:
         assert find_cluster("local").device.measured
 
 
+def test_a_part_of_the_gpus_as_it_was_measured() -> None:
+    with patch.object(this_machine, "look", lambda: with_devices(*["NVIDIA H100 80GB HBM3"] * 8)):
+        whole = find_cluster("local")
+        write_cluster(replace(whole, devices_per_node=4, domain=4), calibrated_path("h100", 4))
+        assert "are kept in" in local_cluster(4).notes[-1] and local_cluster(4).num_devices == 4
+        for cluster in (local_cluster(2), local_cluster(), find_cluster("local")):
+            assert cluster.num_devices == 8 and "nobody measured this machine yet" in cluster.notes[-1]
+
+
 def test_a_gpu_that_nobody_knows_has_to_be_measured() -> None:
     with (
         patch.object(this_machine, "look", lambda: with_devices("NVIDIA GeForce 256")),
@@ -164,6 +174,51 @@ ROWS = [("0", "GPU-aa", "A"), ("1", "GPU-bb", "B"), ("2", "GPU-bc", "C")]
 )
 def test_the_devices_that_a_process_may_use(chosen: str | None, names: tuple[str, ...]) -> None:
     assert visible(ROWS, chosen) == names
+
+
+def says(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one nvidia-smi there is; "": there is none."""
+    if script:
+        (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(this_machine, "DEVICE_FILES", folder)
+
+
+NAMES = "echo '0, GPU-aa, NVIDIA H100 80GB HBM3'"
+
+
+@pytest.mark.parametrize(
+    ("script", "chosen", "device_file", "unnamed"),
+    [
+        ("", None, "nvidia0", "nvidia-smi cannot be run"),
+        ("exit 9", "0,1", "nvidia0", "nvidia-smi ended with 9"),
+        ("exec /bin/sleep 20", None, "nvidia0", "nvidia-smi said nothing for 0 s"),
+        (NAMES, "MIG-aa", "nvidia0", "a part of one"),
+        ("", "", "nvidia0", ""),
+        ("", "-1", "nvidia0", ""),
+        ("", None, "nvidiactl", ""),  # as in a container without GPUs on a host that has some
+        (NAMES, "7", "nvidia0", ""),
+    ],
+)
+def test_gpus_that_nobody_names_are_no_processor(
+    script: str, chosen: str | None, device_file: str, unnamed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(script, tmp_path, monkeypatch)
+    (tmp_path / device_file).touch()
+    monkeypatch.setattr(this_machine, "LOOK_SECONDS", 0.3 if "sleep" in script else 10.0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    facts = this_machine.look.__wrapped__()
+    assert facts.devices == () and unnamed in facts.unnamed and bool(unnamed) == bool(facts.unnamed)
+    monkeypatch.setattr(this_machine, "look", lambda: facts)
+    if not unnamed:
+        assert find_cluster("local").device.name == "cpu"
+        return
+    with pytest.raises(ConfigError, match=r"has GPUs, but .*--cluster 1x8:h100.*allranks doctor --calibrate") as told:
+        find_cluster("local")
+    assert "\n" not in str(told.value)
 
 
 def test_the_real_machine_is_looked_at_without_torch() -> None:

@@ -13,7 +13,9 @@ import torch
 
 from allranks.cli.main import main
 from allranks.errors import LayoutError
+from allranks.planning import this_machine
 from allranks.planning.answer import make_plan
+from allranks.planning.cluster_file import write_cluster
 from allranks.planning.this_machine import CONTEXT_BYTES
 from allranks.reporting.report import report
 from allranks.request import TrainRequest
@@ -118,6 +120,33 @@ def test_what_one_start_traced_the_next_one_knows(tmp_path: Path) -> None:
     (tmp_path / "once.py").write_text(source + "\n")
     with pytest.raises(AssertionError, match="another process was asked"):
         decide("once.py", aside=nobody)
+
+
+@pytest.mark.parametrize("unnamed", ["", "nvidia-smi cannot be run"])
+def test_gpus_that_nobody_names_are_not_planned_with_the_processors_figures(
+    unnamed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = this_machine.MachineFacts("Processor", 4, 16e9, (), unnamed)
+    monkeypatch.setattr(this_machine, "look", lambda: facts)
+    monkeypatch.setattr(planned_layout, "look", lambda: facts)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    prepared, request = prepared_of(POINTS)
+    decided = decide_layout(prepared, replace(request, device="auto"), 2, nobody)
+    assert decided.overrides == () and decided.document is None
+    (decision,) = decided.decisions
+    assert decision.what == planned_layout.DEFAULT and decision.because.startswith("it could not be planned: ")
+    assert f"nvidia-smi does not name the GPUs that torch sees{': ' if unnamed else ''}{unnamed}" in decision.because
+
+
+def test_a_run_on_some_of_the_gpus_takes_what_was_measured_with_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = this_machine.MachineFacts("Processor", 4, 16e9, ("NVIDIA H100 80GB HBM3",) * 8)
+    monkeypatch.setattr(this_machine, "look", lambda: facts)
+    monkeypatch.setattr(planned_layout, "look", lambda: facts)
+    whole = this_machine.local_cluster()
+    write_cluster(replace(whole, devices_per_node=4, domain=4), this_machine.calibrated_path("h100", 4))
+    found, other = planned_layout._cluster(True, 4), planned_layout._cluster(True, 2)
+    assert found.num_devices == 4 and "figures as measured" in found.notes[-1] and found.machine
+    assert other.num_devices == 2 and "nobody measured this machine" in other.notes[-1]
 
 
 def test_figures_that_are_a_guess_are_no_reason_to_leave_ddp() -> None:

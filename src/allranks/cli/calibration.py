@@ -41,10 +41,11 @@ def choose_start(requested: str, nproc: int | None, output: Path | None) -> Star
         output: None: where `find_cluster` looks for it, in the user's configuration.
 
     Raises:
-        ConfigError: no CUDA device, or more processes than GPUs; the devices differ.
+        ConfigError: no CUDA device, or more processes than GPUs; torch cannot use them; the devices differ.
     """
     import torch
 
+    from allranks.parallel.backend import cuda_explained
     from allranks.planning.catalog import find_device, find_device_by_driver_name
     from allranks.planning.this_machine import calibrated_path, cpu_cluster, guess_link, look
 
@@ -62,7 +63,8 @@ def choose_start(requested: str, nproc: int | None, output: Path | None) -> Star
         guess = cpu_cluster(1, count, None, name="local", calibrated=False)
         device = replace(guess.device, peak_flops={})
         return Start("cpu", count, replace(guess, device=device), output or calibrated_path("cpu", count))
-    names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
+    with cuda_explained():
+        names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
     if len(names) > 1:
         raise ConfigError(f"the devices differ ({', '.join(names)}); choose equal ones by CUDA_VISIBLE_DEVICES")
     known = find_device_by_driver_name(names[0])
@@ -76,6 +78,19 @@ def choose_start(requested: str, nproc: int | None, output: Path | None) -> Star
         cluster = Cluster("local", 1, count, device, link, link, count)
     cluster = replace(cluster, host_memory_bytes=look().memory_bytes)
     return Start("cuda", count, cluster, output or calibrated_path(known or names[0], count))
+
+
+def cluster_words(begun: Start, output: Path | None) -> str:
+    """What follows `--cluster` for it: "local" where that is so many devices of this kind."""
+    from allranks.planning.this_machine import look
+
+    if output is not None:
+        return str(output)
+    facts = look()
+    if begun.device == "cuda":
+        return "local" if begun.nproc == len(facts.devices) else str(begun.path)
+    local = not facts.devices and not facts.unnamed and begun.nproc == facts.cores
+    return "local" if local else f"{begun.nproc}:cpu"
 
 
 def measure_here(device: str, quick: bool) -> "Figures":

@@ -63,7 +63,7 @@ def _describe(device: str, *, json: bool) -> int:
         from allranks.planning.this_machine import calibrated_files, look
 
         facts, measured = look(), [str(path) for path in calibrated_files()]
-        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        gpus = _names_of_gpus(needed=device != "cpu")
     backends = [name for name in ("nccl", "gloo", "mpi") if getattr(dist, f"is_{name}_available")()]
     used = "cuda" if gpus and device != "cpu" else "cpu"
     verdict = Verdict(
@@ -86,10 +86,26 @@ def _describe(device: str, *, json: bool) -> int:
     return 0
 
 
+def _names_of_gpus(*, needed: bool) -> list[str]:
+    """As torch names them. Raises ConfigError where it cannot use them and they are `needed`."""
+    import torch
+
+    from allranks.parallel.backend import cuda_explained
+
+    count = torch.cuda.device_count()
+    try:
+        with cuda_explained():
+            return [torch.cuda.get_device_name(index) for index in range(count)]
+    except ConfigError:
+        if needed:
+            raise
+        return ["a GPU that torch cannot use"] * count
+
+
 def _calibrate(device: str, nproc: int | None, output: Path | None, *, quick: bool, json: bool) -> int:
     failure: ProcessError | None = None
     with stdout_kept_free(json):
-        from allranks.cli.calibration import choose_start, finish_cluster, measure_here
+        from allranks.cli.calibration import choose_start, cluster_words, finish_cluster, measure_here
         from allranks.planning.cluster_file import preflight, write_cluster
         from allranks.surviving.launch import launch
 
@@ -113,8 +129,9 @@ def _calibrate(device: str, nproc: int | None, output: Path | None, *, quick: bo
         print_json({"file": str(begun.path), "quick": quick, "cluster": asdict(cluster)})
     else:
         print_cluster(cluster)
-        where = "allranks plan finds it as --cluster local" if output is None else f"use it as --cluster {begun.path}"
-        print(f"wrote {begun.path}; {where}")
+        words = cluster_words(begun, output)
+        where = "allranks plan finds it as" if words == "local" else "use it as"
+        print(f"wrote {begun.path}; {where} --cluster {words}")
     return 0
 
 

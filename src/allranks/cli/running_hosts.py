@@ -80,6 +80,10 @@ def choose_workers(prepared: "Prepared", request: TrainRequest, hosts: HostsRequ
     if total % hosts.nodes:
         raise LayoutError(f"the layout asks for {total} processes, which {hosts.nodes} hosts cannot share: say --nproc")
     because = f"{gpus} GPU(s) a host" if gpus else "without a GPU, one a host"
+    batch = prepared.config.train.global_batch
+    if not prepared.config.layout.chosen and total > batch >= hosts.nodes:
+        total = batch // hosts.nodes * hosts.nodes
+        because = f"train.global_batch={batch} gives no more than that a sample, and every host starts as many"
     return total // hosts.nodes, Decision(_on(total, hosts), because)
 
 

@@ -1,8 +1,9 @@
 """Device, backend and interface of a process: chosen with because, and started in the order that is safe."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -172,6 +173,7 @@ def start(
         connect_seconds: how long to wait for rank 0's store.
 
     Raises:
+        ConfigError: there are GPUs that this torch cannot use; with torch's reason.
         ProcessError: the port is in use, or a host or peer cannot be reached; names host and port.
     """
     _keep_memory(choice.device)
@@ -205,9 +207,33 @@ def start(
 
 
 def take_device(device: torch.device) -> None:
-    """Make a GPU the current one, which is where torch's sharding puts parameters; nothing on the CPU."""
+    """Make a GPU the current one, which is where torch's sharding puts parameters; nothing on the CPU.
+
+    Raises ConfigError where this torch cannot use the GPUs that it sees.
+    """
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        with cuda_explained():
+            torch.cuda.set_device(device)
+
+
+@contextlib.contextmanager
+def cuda_explained() -> Iterator[None]:
+    """Around what initialises CUDA. GPUs are counted without that, so that here is where an unfit driver shows.
+
+    Errors of a device once CUDA is there (its memory is full, it is broken) pass as they are.
+
+    Raises ConfigError: torch's reason and the ways out, in one line.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
+            raise
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+        raise ConfigError(
+            f"torch {torch.__version__} sees {torch.cuda.device_count()} GPU(s) and cannot use them: {reason}; update "
+            "the driver, start its fabric manager (error 802), install a torch for an older CUDA, or take --device cpu"
+        ) from error
 
 
 def stop() -> None:

@@ -21,6 +21,8 @@ from allranks.process_environment import num_cores
 
 LOOK_SECONDS = 10.0  # nvidia-smi answers within one; a driver that hangs must not hang a plan
 
+DEVICE_FILES = Path("/dev")  # "nvidia0" and so on; the driver itself shows in containers that have no GPU, too
+
 # Where nothing was measured: one core of a small cloud machine, with care.
 CORE_FLOPS: Mapping[str, float] = {"float32": 20e9, "bfloat16": 10e9, "float16": 2e9, "float64": 10e9}
 CORE_BANDWIDTH = 4e9
@@ -38,12 +40,14 @@ class MachineFacts:
         processor: its model as the system names it; cores: that this process may use.
         memory_bytes: of the host.
         devices: what the driver calls each accelerator that this process may use; () without any.
+        unnamed: why accelerators that are there are not in `devices`; "" where none is missing.
     """
 
     processor: str
     cores: int
     memory_bytes: float
     devices: tuple[str, ...]
+    unnamed: str = ""
 
 
 @cache
@@ -51,7 +55,7 @@ def look() -> MachineFacts:
     """This machine, looked at once a process."""
     import psutil
 
-    return MachineFacts(_processor(), num_cores(), float(psutil.virtual_memory().total), _devices())
+    return MachineFacts(_processor(), num_cores(), float(psutil.virtual_memory().total), *_devices())
 
 
 def calibrated_path(kind: str, count: int, facts: MachineFacts | None = None) -> Path:
@@ -90,13 +94,22 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def local_cluster() -> Cluster:
+def local_cluster(processes: int | None = None) -> Cluster:
     """This machine: its accelerators, or its cores where it has none; measured figures where there are some.
 
+    Args:
+        processes: of its accelerators so many, where they were measured; else all.
+
     Raises:
-        ConfigError: its accelerator is not in the catalog and was not measured, or its accelerators differ.
+        ConfigError: its accelerator is not in the catalog and was not measured, or its accelerators differ, or nobody
+            says what they are.
     """
     facts = look()
+    if facts.unnamed:
+        raise ConfigError(
+            f"cluster 'local': this machine has GPUs, but {facts.unnamed}; name the cluster (--cluster 1x8:h100), or "
+            "measure it and name the file: allranks doctor --calibrate"
+        )
     if not facts.devices:
         return cpu_cluster(1, facts.cores, None, name="local")
     kinds = sorted(set(facts.devices))
@@ -105,9 +118,10 @@ def local_cluster() -> Cluster:
             f"cluster 'local': the devices differ ({', '.join(kinds)}); choose equal ones by CUDA_VISIBLE_DEVICES"
         )
     count, name = len(facts.devices), find_device_by_driver_name(kinds[0])
-    measured = calibrated_path(name or kinds[0], count)
-    if measured.is_file():
-        return _as_run(replace(_kept(measured), name="local"), facts)
+    for number in (processes or count, count):
+        measured = calibrated_path(name or kinds[0], number)
+        if measured.is_file():
+            return _as_run(replace(_kept(measured), name="local"), facts)
     if name is None:
         raise ConfigError(
             f"cluster 'local': '{kinds[0]}' is not in the catalog; measure it: allranks doctor --calibrate"
@@ -233,15 +247,27 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _devices() -> tuple[str, ...]:
-    """What NVIDIA's driver calls the devices that CUDA_VISIBLE_DEVICES leaves to this process."""
+def _devices() -> tuple[tuple[str, ...], str]:
+    """What NVIDIA's driver calls the devices that CUDA_VISIBLE_DEVICES leaves to this process, and `unnamed`."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     command = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
+    lines: list[str] = []
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_SECONDS, check=True)
+        lines, why = ran.stdout.splitlines(), "nvidia-smi names none"
+    except subprocess.TimeoutExpired:
+        why = f"nvidia-smi said nothing for {LOOK_SECONDS:.0f} s"
+    except subprocess.CalledProcessError as error:
+        why = f"nvidia-smi ended with {error.returncode}"
     except (OSError, subprocess.SubprocessError):
-        return ()
-    rows = [[cell.strip() for cell in line.split(",", 2)] for line in ran.stdout.splitlines() if line.count(",") >= 2]
-    return visible([(index, uuid, name) for index, uuid, name in rows], os.environ.get("CUDA_VISIBLE_DEVICES"))
+        why = "nvidia-smi cannot be run"
+    rows = [[cell.strip() for cell in line.split(",", 2)] for line in lines if line.count(",") >= 2]
+    if rows and chosen is not None and chosen.strip().startswith("MIG-"):
+        return (), "CUDA_VISIBLE_DEVICES names a part of one (MIG-...), whose figures nobody knows"
+    if rows:
+        return visible([(index, uuid, name) for index, uuid, name in rows], chosen), ""
+    hidden = chosen is not None and (not chosen.strip() or chosen.strip().startswith("-"))
+    return (), why if not hidden and any(DEVICE_FILES.glob("nvidia[0-9]*")) else ""
 
 
 def visible(rows: list[tuple[str, str, str]], chosen: str | None) -> tuple[str, ...]:

@@ -15,18 +15,17 @@ import torch
 
 from allranks.cluster import Cluster
 from allranks.config import Config, LayoutConfig, override_config
-from allranks.errors import AllranksError
+from allranks.errors import AllranksError, ConfigError
 from allranks.layout import Layout
 from allranks.plan import Choice, Plan, Ranked
 from allranks.planning.answer import make_plan
 from allranks.planning.corrections import explain
 from allranks.planning.document import layout_table, plan_document
 from allranks.planning.estimate import estimate
-from allranks.planning.hardware import find_cluster
 from allranks.planning.question import Question, choose_precisions
 from allranks.planning.reasons import why_not
 from allranks.planning.scale import cluster_of
-from allranks.planning.this_machine import cpu_cluster
+from allranks.planning.this_machine import cpu_cluster, local_cluster, look
 from allranks.profiling.known_tasks import KnownTask, find_known
 from allranks.request import TrainRequest
 from allranks.stepping.upkeep import upkeep_of
@@ -155,9 +154,13 @@ def _beyond_a_plan(layout: LayoutConfig) -> str:
 
 
 def _cluster(on_gpu: bool, num_processes: int) -> Cluster:
-    """This machine, as it was measured where it was."""
+    """This machine, as it was measured where it was. Raises ConfigError where nobody says what its GPUs are."""
     if on_gpu:
-        return cluster_of(find_cluster("local"), num_processes)
+        unnamed = look().unnamed
+        found = None if unnamed else local_cluster(num_processes)
+        if found is None or found.device.kind == "cpu":
+            raise ConfigError(f"nvidia-smi does not name the GPUs that torch sees{unnamed and f': {unnamed}'}")
+        return cluster_of(found, num_processes)
     return cpu_cluster(1, num_processes, None, name="local")
 
 
