@@ -2,14 +2,19 @@
 
 import os
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, final
+from types import MappingProxyType
+from typing import Final, Literal, final
 
 Launcher = Literal["allranks", "torchrun", "environment", "slurm", "openmpi", "pmi", "none"]
 
 LOOPBACK = "127.0.0.1"
 ATTEMPT = "ALLRANKS_ATTEMPT"  # the variable that says to workers of several hosts of which attempt they are
 HOSTS = "ALLRANKS_HOST_ADDRESSES"  # and the one with the addresses of these, parted by commas
+NO_GPUS: Final = MappingProxyType({"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
+"""Under these variables, torch sees no GPU that it has not used before."""
 
 
 @final
@@ -52,3 +57,18 @@ ALONE = ProcessEnvironment("none", rank=0, local_rank=0, world_size=1, local_wor
 def num_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+@contextmanager
+def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Inside, this process's environment has these variables; afterwards they are as they were."""
+    kept = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

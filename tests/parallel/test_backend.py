@@ -283,7 +283,7 @@ def test_a_failing_rank_does_not_wait_for_its_collectives(monkeypatch: pytest.Mo
 
     if method == "spawn":
         because = StartMethod("spawn", Decision("workers are spawned", "the test says so"))
-        monkeypatch.setattr("allranks.surviving.agent.choose_start_method", lambda: because)
+        monkeypatch.setattr("allranks.surviving.agent.choose_start_method", lambda environ: because)
     with pytest.raises(ValueError, match="never comes to an end"):
         launch(work, nproc=2)
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from allranks.errors import ConfigError, LayoutError, ProcessError
+from allranks.surviving import forkserver
 from allranks.surviving import launch as module
 from allranks.surviving.by_value import dumps
-from allranks.surviving.launch import RemoteTraceback, launch
+from allranks.surviving.launch import RemoteTraceback, launch, launch_without_gpus
 from tests.processes import is_gone, wait_until
 
 pytestmark = pytest.mark.distributed
@@ -192,3 +193,20 @@ except KeyboardInterrupt:
     os.killpg(process.pid, signal.SIGINT)
     assert process.communicate(timeout=60) == ("interrupted\n", "")
     assert all(is_gone(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+def test_without_gpus_none_is_seen_also_after_processes_that_see_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    server = forkserver._server
+
+    def work() -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    def under() -> str | None:  # the variable under which the server has imported torch
+        assert server.has is not None
+        return dict(server.has.variables).get("CUDA_VISIBLE_DEVICES")
+
+    for once, wanted in ((launch, "0,1"), (launch_without_gpus, ""), (launch, "0,1")):
+        assert once(work, nproc=1) == [wanted]
+        assert sys.platform != "linux" or under() == wanted
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"

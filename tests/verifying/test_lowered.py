@@ -190,12 +190,14 @@ def test_what_overflows_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None
         left = list(answers)
         return lambda *args, **options: left.pop(0)
 
-    monkeypatch.setattr(lowered, "launch", launched([[LoweredOne(OneDevice(one))], [TaskRecord(wild)]]))
+    monkeypatch.setattr(lowered, "launch_without_gpus", launched([[LoweredOne(OneDevice(one))], [TaskRecord(wild)]]))
     found = run_lowered(request, Errand(request, 2, ""), 2)
     assert not found.comparable and found.note == "not compared in float16: its first step overflows"
-    monkeypatch.setattr(lowered, "launch", launched([[LoweredOne(OneDevice(wild), fits=False)]]))
+    monkeypatch.setattr(lowered, "launch_without_gpus", launched([[LoweredOne(OneDevice(wild), fits=False)]]))
     assert "not finite on one device" in run_lowered(request, Errand(request, 2, ""), 2).note
-    monkeypatch.setattr(lowered, "launch", launched([[LoweredOne(OneDevice(one))], [TaskRecord(one, replayed=3)]]))
+    monkeypatch.setattr(
+        lowered, "launch_without_gpus", launched([[LoweredOne(OneDevice(one))], [TaskRecord(one, replayed=3)]])
+    )
     found = run_lowered(request, Errand(request, 2, ""), 2)
     assert found.note == "and the first step in float16; 3 near-ties of its routing were decided as on one device"
     assert found.comparable

@@ -100,6 +100,29 @@ def kept_by_rank_0(rank: int, world_size: int) -> Any:
     return [torch.ones(3, 6, dtype=torch.float64)] if rank == 0 else []
 
 
+def test_no_process_sees_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+    def built(distributed: bool) -> Any:
+        side = "ranks" if distributed else "one"
+        (tmp_path / f"{side}-{os.environ['CUDA_VISIBLE_DEVICES']}").touch()
+        model, optimizer = build(distributed)
+        return model.eval(), optimizer  # no dropout, whose generators would have to be saved
+
+    def save(model: Any, optimizer: Any, folder: Path) -> None:
+        torch.save([model.state_dict(), optimizer.state_dict()], folder / f"{dist.get_rank()}.pt")
+
+    def load(model: Any, optimizer: Any, folder: Path) -> None:
+        for one, kept in zip((model, optimizer), torch.load(folder / "0.pt"), strict=True):
+            one.load_state_dict(kept)
+        (tmp_path / f"load-{dist.get_world_size()}-{os.environ['CUDA_VISIBLE_DEVICES']}").touch()
+
+    answer = allranks.verify(built, train, batches(), num_steps=2, save=save, load=load)
+    assert answer.equal, str(answer)
+    assert {path.name for path in tmp_path.iterdir()} == {"one-", "ranks-", "load-1-", "load-2-"}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
 def test_an_evaluation_by_rank_0_alone_is_no_finding() -> None:
     def evaluate(model: Any, some: Any) -> dict[str, Any]:
         return measured_by_rank_0(getattr(model, "module", model).eval(), some)

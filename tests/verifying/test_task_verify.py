@@ -1,7 +1,9 @@
 """`allranks verify TASK`: right under its layouts; and mistakes in allranks itself are each found."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -9,7 +11,9 @@ import pytest
 from allranks.data.cut import cut_step
 from allranks.errors import CheckpointError, ConfigError, LayoutError
 from allranks.request import TrainRequest
+from allranks.surviving.launch import launch_without_gpus
 from allranks.training.counted_parameters import count_parameters
+from allranks.verifying import task_verify
 from allranks.verifying.answer import Answer
 from allranks.verifying.recording import OneDevice
 from allranks.verifying.shrinking import Room
@@ -36,6 +40,24 @@ def test_a_right_task_is_equal() -> None:
     answer = verify(POINTS, "ddp")
     assert answer.exit_code == 0, str(answer)
     assert "9 samples a step in 3 micro-steps" in str(answer)
+
+
+@pytest.mark.distributed
+def test_a_runs_own_backend_is_not_the_comparisons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[train]\nbackend = "nccl"\n')
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    told: list[tuple[int, str]] = []
+
+    def watched(function: Any, *args: Any, nproc: int) -> list[Any]:
+        found = launch_without_gpus(lambda: (function(*args), os.environ["CUDA_VISIBLE_DEVICES"]), nproc=nproc)
+        told.extend((nproc, seen) for _, seen in found)
+        return [value for value, _ in found]
+
+    monkeypatch.setattr(task_verify, "launch_without_gpus", watched)
+    request = TrainRequest(task_spec=POINTS, toml=tmp_path / "run.toml", layout="ddp", device="cpu")
+    answer = verify_task(request, 2)
+    assert answer.equal, str(answer)
+    assert set(told) == {(1, ""), (2, "")}
 
 
 @pytest.mark.full

@@ -88,7 +88,7 @@ def run_workers(
         company=company,
         supervisor=None if supervision is None else Supervisor(supervision, nproc, log_dir),
         log_dir=log_dir,
-        method=start_method or choose_start_method(),
+        method=start_method or choose_start_method(environ or {}),
         environ=dict(environ or {}),
         replies=replies,
         stop_grace_seconds=stop_grace_seconds,
@@ -157,7 +157,7 @@ class LocalAgent(SimpleElasticAgent):
         if self._supervisor is not None:
             self._supervisor.begin_attempt()
         if self._workers is not None and self._method.name == "forkserver" and self._workers.lost_their_server:
-            self._method = choose_start_method()
+            self._method = choose_start_method(self._environ)
         beats = "" if self._supervisor is None else self._supervisor.monitor.beats.path
         fixed = WorkerStart(-1, os.getpid(), environ, Path.cwd(), self._log_dir.absolute(), 0, *self._work, beats)
         starts = [start_of(worker, worker_group, self._attempt, fixed) for worker in worker_group.workers]

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, get_context, set_forkserver_preload
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Literal, final
 
+from allranks.process_environment import changed_environment
 from allranks.surviving import preload
 from allranks.surviving.interrupts import SIGNALS
 from allranks.verdict import Decision
@@ -26,6 +27,7 @@ ALWAYS = ("torch", "torch.distributed.fsdp", "torch._dynamo", "torch.profiler", 
 SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # Variables that libraries read when they are imported; a worker forked later cannot change what they said.
 READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "CUDA_", "NVIDIA_", "TORCH", "PYTORCH", "PYTHON", "LD_")
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 REQUESTS = tuple(number for number in SIGNALS if number != signal.SIGINT)
 
@@ -59,23 +61,25 @@ class _Server:
 _server = _Server()
 
 
-def start(task: str | None = None, modules: Sequence[str] = ()) -> None:
+def start(task: str | None = None, modules: Sequence[str] = (), environ: Mapping[str, str] = NOTHING) -> None:
     """Start the fork server and return at once; does nothing where one runs for the same imports and variables.
 
     Args:
         task: a task as on the command line (`file.py:Name`); its module is imported last.
         modules: dotted names of what else every worker needs, the module of its entry above all.
+        environ: variables that the workers will have otherwise than this process: it imports under them, too.
     """
     if sys.platform != "linux":
         return  # fork is not safe beside the system libraries that torch uses on macOS
-    variables = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)))
+    both = {**os.environ, **environ}
+    variables = tuple(sorted((name, value) for name, value in both.items() if name.startswith(READ_AT_IMPORT)))
     wanted = _Preload(task, tuple(modules), variables)
     if _server.has not in (None, wanted):
         forkserver._forkserver._stop()  # type: ignore[attr-defined]  # what it has imported is not what is wanted now
     _server.has = wanted
     set_forkserver_preload([preload.__name__])
     told = {"modules": [*ALWAYS, *modules], "task": task, "sys_path": sys.path, "parent": os.getpid()}
-    with _environment({**SERVER_ENVIRONMENT, preload.VARIABLE: json.dumps(told)}):
+    with changed_environment({**environ, **SERVER_ENVIRONMENT, preload.VARIABLE: json.dumps(told)}):
         _start_unsignalled()  # nothing where it runs; again where somebody has killed it
 
 
@@ -91,12 +95,14 @@ def _start_unsignalled() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
-def choose_start_method() -> StartMethod:
+def choose_start_method(environ: Mapping[str, str] = NOTHING) -> StartMethod:
     """Wait until the fork server has imported what the last `start` asked for, and see whether it can be used.
 
-    Starts one where none runs, and another where variables that are read at import have changed since.
+    Starts one where none runs, and another where variables that are read at import have changed since. `environ` is
+    `start`'s.
     """
-    start() if _server.has is None else start(_server.has.task, _server.has.modules)
+    has = _server.has
+    start(environ=environ) if has is None else start(has.task, has.modules, environ)
     if sys.platform != "linux":
         return StartMethod("spawn", Decision("workers are spawned", f"forking torch is not safe on {sys.platform}"))
     report = _ask()
@@ -138,17 +144,3 @@ def main_hidden() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = real
-
-
-@contextlib.contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    kept = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

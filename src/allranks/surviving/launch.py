@@ -5,7 +5,7 @@ import os
 import signal
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from allranks.errors import AllranksError, ConfigError, ProcessError
 from allranks.failure import INTERRUPTED, Failure
 from allranks.launching.environment import read_environment
 from allranks.layout import Layout, num_processes, parse_layout
-from allranks.process_environment import num_cores
+from allranks.process_environment import NO_GPUS, num_cores
 from allranks.recorded import note_error
 from allranks.surviving.by_value import dumps
 
@@ -40,6 +40,21 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | None = None, l
         KeyboardInterrupt: stopped by Ctrl-C.
         Exception: the first failing rank's own, with its traceback there as the cause.
     """
+    return _launch(function, args, nproc, layout, {})
+
+
+def launch_without_gpus(function: Callable[..., Any], *args: Any, nproc: int) -> list[Any]:
+    """`launch` in processes that see no GPU of this machine, whatever this process sees."""
+    return _launch(function, args, nproc, None, NO_GPUS)
+
+
+def _launch(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    nproc: int | None,
+    layout: str | None,
+    environ: Mapping[str, str],
+) -> list[Any]:
     environment = read_environment(os.environ)
     if environment.world_size > 1:
         raise ConfigError(
@@ -48,7 +63,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | None = None, l
         )
     from allranks.surviving import forkserver
 
-    forkserver.start(modules=MODULES)  # it imports torch while this process does
+    forkserver.start(modules=MODULES, environ=environ)  # it imports torch while this process does
     from allranks.surviving.agent import run_workers
 
     nproc = _choose_nproc(nproc, layout)
@@ -59,7 +74,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | None = None, l
             nproc=nproc,
             run_id=f"launch-{uuid.uuid4().hex[:8]}",
             log_dir=Path(folder),
-            environ={} if layout is None else {"ALLRANKS_LAYOUT": layout},
+            environ={**environ, **({} if layout is None else {"ALLRANKS_LAYOUT": layout})},
             replies=True,
         )
     if outcome.exit_code == INTERRUPTED:

@@ -1,6 +1,7 @@
 """From what `allranks verify` was asked to an Answer: an own loop, or a Task under a layout."""
 
 from allranks.errors import ConfigError
+from allranks.process_environment import NO_GPUS, changed_environment
 from allranks.request import TrainRequest
 from allranks.task import TaskSpec
 from allranks.task_loading import load_module
@@ -12,6 +13,7 @@ from allranks.verifying.task_verify import verify_task
 OWN_PROCESSES = 2
 
 
+@changed_environment(NO_GPUS)  # the user's modules are imported in this process, too
 def verify_request(request: TrainRequest, num_steps: int) -> Answer:
     """Verify what `request` names. Raises the errors of bad input."""
     if request.task_spec is not None and is_own_loop(request.task_spec):

@@ -13,7 +13,7 @@ import torch
 from allranks.layout import Layout
 from allranks.request import TrainRequest
 from allranks.stepping.scaler import INITIAL_SCALE
-from allranks.surviving.launch import launch
+from allranks.surviving.launch import launch_without_gpus
 from allranks.training.prepare import prepare, resolve_layout
 from allranks.verifying import observation as look
 from allranks.verifying.choosing import Choosing
@@ -95,13 +95,13 @@ class Lowered:
 def run_lowered(request: TrainRequest, errand: Errand, nproc: int) -> Lowered:
     """One step of `request`, whose precision is a low one, on one device and on the ranks."""
     low = replace(errand, request=request, num_steps=1, saves=(), folder=f"{errand.folder}-low", evaluate=False)
-    alone: LoweredOne = launch(run_alone_lowered, low, nproc=1)[0]
+    alone: LoweredOne = launch_without_gpus(run_alone_lowered, low, nproc=1)[0]
     precision = prepare(request).config.train.precision
     if not alone.fits:
         said = alone.one.run.error or "its gradients are not finite on one device"
         return Lowered(alone.one, [], f"not compared in {precision}: {said}", comparable=False)
     told = replace(low, scale=alone.scale, recorded=alone.recorded)
-    ranks: list[TaskRecord] = launch(run_task_rank, told, nproc=nproc)
+    ranks: list[TaskRecord] = launch_without_gpus(run_task_rank, told, nproc=nproc)
     if LOWERED[precision] is torch.float16 and not all(_is_finite(record.run) for record in ranks):
         return Lowered(alone.one, ranks, f"not compared in {precision}: its first step overflows", comparable=False)
     replayed = sum(record.replayed for record in ranks)

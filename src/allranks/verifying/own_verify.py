@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import ConfigError
-from allranks.surviving.launch import launch
+from allranks.surviving.launch import launch_without_gpus
 from allranks.verifying.answer import Answer, cannot
 from allranks.verifying.data_causes import judge_samples
 from allranks.verifying.determinism import incomparable
@@ -90,15 +90,15 @@ def _noise_is_alike(answer: Answer) -> bool:
 
 def _verified(source: Source, setting: Setting, nproc: int) -> Answer:
     """`verify_program` with this setting; saves go into its folder, and beside it."""
-    one: OneDevice = launch(run_alone, source, setting, nproc, nproc=1)[0]
+    one: OneDevice = launch_without_gpus(run_alone, source, setting, nproc, nproc=1)[0]
     if (one.run.error and "dtype" in one.run.error) or "Double" in one.run.error:
         setting = replace(setting, dtype=None)  # written for one precision: compared in that
-        one = launch(run_alone, source, setting, nproc, nproc=1)[0]
+        one = launch_without_gpus(run_alone, source, setting, nproc, nproc=1)[0]
     stopped = hindrance(one)
     if stopped is not None and not (one.noise is not None and one.noise.seeded):
         return stopped
     try:
-        ranks = launch(run_rank, source, _of_ranks(setting), nproc=nproc)
+        ranks = launch_without_gpus(run_rank, source, _of_ranks(setting), nproc=nproc)
     except RankFailed as error:
         if stopped is None and one.too_small:
             advice = f"give each step at least {nproc} samples, one for each process"
@@ -128,7 +128,7 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
 
     @cache
     def shares(step: int) -> Any:
-        return launch(run_shares, source, setting, step, one.run, len(ranks), nproc=1)[0]
+        return launch_without_gpus(run_shares, source, setting, step, one.run, len(ranks), nproc=1)[0]
 
     evidence = Evidence(one, ranks, world, places, relative=relative_of(setting), shares=shares)
     lengths = {len(record.steps) for record in (one.run, *ranks)}  # of several, that is what is wrong
@@ -136,7 +136,7 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
         return _in_its_own_precision(evidence)
     findings = judge(evidence)
     if not findings and all(run.resumed is not None for run in ranks):
-        findings = judge_reshard(evidence, launch(run_load, source, _of_ranks(setting), nproc=1)[0])
+        findings = judge_reshard(evidence, launch_without_gpus(run_load, source, _of_ranks(setting), nproc=1)[0])
     notes = (EVEN,) if _is_even(evidence) else ()
     return Answer(tuple(findings), one, tuple(ranks), world, notes=notes)
 

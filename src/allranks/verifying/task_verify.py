@@ -15,7 +15,7 @@ from allranks.errors import AllranksError, ConfigError, DataError, LayoutError
 from allranks.layout import Layout, num_processes, render_layout
 from allranks.layout_refusals import refuse_unsupported
 from allranks.request import TrainRequest
-from allranks.surviving.launch import launch
+from allranks.surviving.launch import launch_without_gpus
 from allranks.task import Task, has_step
 from allranks.training.prepare import prepare, resolve_layout
 from allranks.verifying import observation as look
@@ -102,12 +102,12 @@ def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
     with tempfile.TemporaryDirectory(prefix="allranks-verify-") as folder:
         saves = saves_of(num_steps)
         errand = Errand(plan.request, num_steps, f"{folder}/checkpoints", saves=saves, keep=size.keep)
-        one: OneDevice = launch(run_task_alone, errand, nproc=1)[0]
+        one: OneDevice = launch_without_gpus(run_task_alone, errand, nproc=1)[0]
         stopped = hindrance(one)
         if stopped is not None:
             return stopped
         try:
-            ranks: list[TaskRecord] = launch(run_task_rank, errand, nproc=plan.nproc)
+            ranks: list[TaskRecord] = launch_without_gpus(run_task_rank, errand, nproc=plan.nproc)
         except AllranksError:
             raise
         except Exception as error:  # the user's code may raise anything on a rank
@@ -126,7 +126,8 @@ def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
 
 def plan_run(request: TrainRequest, num_steps: int) -> Plan:
     """The settings of the comparison: float64, an uneven global batch, accumulation, a few steps."""
-    fixed = [f"train.steps={num_steps}", "data.workers=0", "track.tensorboard=false"]
+    # A run's own backend may be one for GPUs: here is none.
+    fixed = [f"train.steps={num_steps}", "train.backend=auto", "data.workers=0", "track.tensorboard=false"]
     asked = replace(request, overrides=(*request.overrides, *fixed))
     prepared = prepare(asked)  # once: a Task may take long to make
     config = prepared.config
@@ -248,7 +249,7 @@ def _resharded(plan: Plan, errand: Errand, one: OneDevice) -> list[Finding]:
     """Findings on the run that goes on alone from the ranks' checkpoint."""
     request = replace(plan.request, layout="single", nproc=1)
     again = replace(errand, request=request, resume=True, saves=())
-    record: TaskRecord = launch(run_task_rank, again, nproc=1)[0]
+    record: TaskRecord = launch_without_gpus(run_task_rank, again, nproc=1)[0]
     first = record.run.first
     rest = replace_steps(one, first)
     evidence = Evidence(rest, [record.run], WorldView((0,)), before=one.run.steps[:first])

@@ -18,9 +18,10 @@ from typing import Any, final
 
 from allranks.errors import AllranksError
 from allranks.layout import num_processes
+from allranks.process_environment import NO_GPUS, changed_environment
 from allranks.request import TrainRequest
 from allranks.run import Run
-from allranks.surviving.launch import launch
+from allranks.surviving.launch import launch_without_gpus
 from allranks.training.prepare import prepare
 from allranks.verdict import FINDINGS
 from allranks.verifying.corpus import CLEAN, Entry, read_run
@@ -123,6 +124,7 @@ def is_task(path: Path) -> bool:
     return any((base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")) == "Task" for base in bases)
 
 
+@changed_environment(NO_GPUS)  # the user's modules are imported in this process, too
 def watch(entry: Entry, words: str, steps: int) -> Watched:
     """Train one program in one way, and once more to see what the sentinels cost."""
     request, _ = read_run(entry, words)
@@ -160,7 +162,7 @@ def cost_of(request: TrainRequest) -> float | None:
     """What the sentinels take of a step of this training, as a part of it; None where it cannot be measured."""
     try:
         nproc = request.nproc or num_processes(prepare(request).config.layout, DEFAULT_PROCESSES)
-        row = launch(costs_of_rank, request, nproc=nproc)[0]
+        row = launch_without_gpus(costs_of_rank, request, nproc=nproc)[0]
     except Exception:  # the user's code may raise anything; that the run itself went well is said elsewhere
         return None
     return None if row is None else round(share(row), 6)
