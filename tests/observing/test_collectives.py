@@ -81,6 +81,10 @@ def test_when_a_rank_came_to_a_collective_is_told_and_sends_are_not(pool: Pools,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.collectives.json", "rank-1.collectives.json"]
 
 
+LATE = 1_000_000_000
+"""A number that no group of the pool has come to."""
+
+
 @pytest.mark.distributed
 def test_collectives_of_nccl_have_a_recorder_and_numbers_of_their_own(pool: Pools, tmp_path: Path) -> None:
     """Whose entries are torch's other recorder's in form; a CPU build has none, so that one stands for it here."""
@@ -90,18 +94,18 @@ def test_collectives_of_nccl_have_a_recorder_and_numbers_of_their_own(pool: Pool
         for _ in range(3):
             dist.all_reduce(torch.ones(3), group=group)
         (one,) = [entry for entry in recorded() if entry["process_group"][0] == group.group_name][-1:]
-        on_gpu = {**one, "collective_seq_id": 900, "profiling_name": "nccl:all_reduce", "retired": False}
-        ended = {**on_gpu, "collective_seq_id": 899, "state": "completed"}
+        on_gpu = {**one, "collective_seq_id": LATE + 1, "profiling_name": "nccl:all_reduce", "retired": False}
+        ended = {**on_gpu, "collective_seq_id": LATE, "state": "completed"}
         dumped = json.dumps({"entries": [ended, {**on_gpu, "state": "scheduled"}]})
         path = collectives_file(Path(folder) / f"rank-{dist.get_rank()}.log")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda: dumped, raising=False)
             write_collectives(path)
         told = json.loads(path.read_text())
-        assert all(number < 899 for _, number, _ in told["arrivals"]), "a host comes to them before its GPU does"
+        assert all(number < LATE for _, number, _ in told["arrivals"]), "a host comes to them before its GPU does"
         return [one for one in told["groups"] if one["group"].endswith(group.group_name) and one["axis"] == "tp"]
 
     for own, on_gpu in pool(2).run(case, str(tmp_path)):
         assert (own["seq"], own["waits"]) == (3, False)
-        assert (on_gpu["seq"], on_gpu["waits"], on_gpu["name"]) == (900, True, "all_reduce")
+        assert (on_gpu["seq"], on_gpu["waits"], on_gpu["name"]) == (LATE + 1, True, "all_reduce")
         assert on_gpu["group"] == f"nccl {own['group']}" and on_gpu["ranks"] == [0, 1]
