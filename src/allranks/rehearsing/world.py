@@ -11,7 +11,6 @@ Everything else of a step runs as it is (law 10).
 
 import functools
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,7 +30,7 @@ from allranks.parallel.mesh import Mesh
 from allranks.parallel.pipeline import Pipeline
 from allranks.parallel.stage_schedule import Scheduler, View
 from allranks.parallel.stage_transport import Sent, Signature, Transport
-from allranks.process_environment import ProcessEnvironment
+from allranks.process_environment import ProcessEnvironment, changed_environment
 from allranks.rehearsing.crossings import Crossings, check_entry
 from allranks.stepping import scheduled
 
@@ -81,16 +80,8 @@ def launched_as(process: ProcessEnvironment) -> Iterator[None]:
         "LOCAL_WORLD_SIZE": process.local_world_size,
         "GROUP_WORLD_SIZE": process.num_nodes,
     }
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update({name: str(value) for name, value in told.items()})
-    try:
+    with changed_environment({name: str(value) for name, value in told.items()}):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

@@ -169,7 +169,7 @@ def costs_of_rank(request: TrainRequest) -> dict[str, float] | None:
     keep_heap()  # as every process of a run does
     environment, prepared = read_environment(os.environ), prepare(request)
     layout = resolve_layout(prepared.config, environment.world_size, environment.num_nodes)
-    choice = choose_device(environment, "cpu", prepared.config.train.backend, layout)
+    choice = choose_device(environment, "cpu", "auto", layout)  # the run's own backend may be one for GPUs
     start(environment, choice, timeout_seconds=BACKEND_TIMEOUT_SECONDS)
     try:
         costs = Costs(prepared.config.guard.digest_every)

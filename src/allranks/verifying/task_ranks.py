@@ -114,7 +114,7 @@ def run_task_rank(errand: Errand) -> TaskRecord:
     environment = read_environment(os.environ)
     prepared = prepare(errand.request)
     layout = resolve_layout(prepared.config, environment.world_size, environment.num_nodes)
-    choice = choose_device(environment, "cpu", prepared.config.train.backend, layout)
+    choice = choose_device(environment, "cpu", "auto", layout)  # the run's own backend may be one for GPUs
     start(environment, choice, timeout_seconds=BACKEND_TIMEOUT_SECONDS)
     observer = look.Observer()
     try:

@@ -126,8 +126,7 @@ def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
 
 def plan_run(request: TrainRequest, num_steps: int) -> Plan:
     """The settings of the comparison: float64, an uneven global batch, accumulation, a few steps."""
-    # A run's own backend may be one for GPUs: here is none.
-    fixed = [f"train.steps={num_steps}", "train.backend=auto", "data.workers=0", "track.tensorboard=false"]
+    fixed = [f"train.steps={num_steps}", "data.workers=0", "track.tensorboard=false"]
     asked = replace(request, overrides=(*request.overrides, *fixed))
     prepared = prepare(asked)  # once: a Task may take long to make
     config = prepared.config
