@@ -1,7 +1,9 @@
 """Faults of the real command with real training: told in words, and the run goes on to its last step."""
 
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,17 @@ import pytest
 from allranks.reporting.explain import explain
 from allranks.run import Run
 from allranks.surviving.monitor import LEAST_HANG_SECONDS
-from tests.commands import PROGRAMS, allranks, restart_seconds, running, steps, wait_for, worker_pids
+from tests.commands import (
+    LIMIT_SECONDS,
+    PROGRAMS,
+    alive,
+    allranks,
+    restart_seconds,
+    running,
+    steps,
+    wait_for,
+    worker_pids,
+)
 
 FAULTY = str(PROGRAMS / "faulty.py")
 QUICK = ("train.steps=30", "train.global_batch=8", "checkpoint.every=5", "guard.hang_seconds=3", "--nproc", "2")
@@ -106,3 +118,53 @@ def test_a_hang_ends_the_run_with_its_verdict_last_on_the_screen(tmp_path: Path)
     ran = allranks("train", FAULTY, *wanted, folder=tmp_path, check=93)
     last = ran.stderr.strip().splitlines()[-2:]
     assert "rank 1 is busy at" in last[0] and "faulty.py" in last[0] and last[1].startswith("  next: look at")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("gdb") is None, reason="there is no gdb here (Debian: gdb)")
+def test_a_worker_in_a_debugger_is_stopped(tmp_path: Path) -> None:
+    with running("train", FAULTY, *QUICK, *LIMITS, "train.steps=300", folder=tmp_path) as command:
+        held = worker_at(tmp_path / "run", step=20)
+        with subprocess.Popen(
+            ["gdb", "-q", "-nx", "-p", str(held)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as debugger:
+            command.communicate(timeout=LIMIT_SECONDS)
+            debugger.kill()
+    assert command.returncode == 0
+    told = [event for event in Run.open(tmp_path / "run").events() if event["event"] == "verdict"]
+    assert [event["kind"] for event in told] == ["stopped", "restart"] and "rank 1" in told[0]["what"]
+    assert list(steps(tmp_path / "run")) == list(range(1, 301))
+
+
+@pytest.mark.full
+def test_a_worker_in_a_frozen_container_is_told_of_with_its_state(tmp_path: Path) -> None:
+    """cgroup v1 lets nobody die who is frozen; so the run ends, and says who is left."""
+    folder = Path(f"/sys/fs/cgroup/freezer/allranks-test-{os.getpid()}")
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("needs root and cgroup v1")
+    try:
+        with running("train", FAULTY, *QUICK, *LIMITS, "train.steps=300", folder=tmp_path) as command:
+            held = worker_at(tmp_path / "run", step=20)
+            (folder / "cgroup.procs").write_text(str(held))
+            (folder / "freezer.state").write_text("FROZEN")
+            command.wait(LIMIT_SECONDS)
+            (folder / "freezer.state").write_text("THAWED")
+            said, _ = command.communicate(timeout=LIMIT_SECONDS)  # whoever is frozen holds the screen, too
+            assert command.returncode == 76, said
+            assert f"{held}" in said
+            wait_for(lambda: not alive(held), "the end of who was killed")
+    finally:
+        (folder / "freezer.state").write_text("THAWED")
+        wait_for(lambda: not (folder / "cgroup.procs").read_text(), "an empty group")
+        folder.rmdir()
+
+
+def worker_at(run: Path, step: int) -> int:
+    """The process of rank 1, once a step is made."""
+    wait_for(lambda: step in steps(run), f"step {step}")
+    return worker_pids(run)[1]
