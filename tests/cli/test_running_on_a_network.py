@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, final
 
@@ -45,16 +46,19 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
 LIMIT_SECONDS = 900.0  # a net: three hosts on one busy machine are slow
 LONG = ("train.steps=5000", "checkpoint.every=5", "checkpoint.keep=1000", "task.pause=0.1")
 PORT = 29500
+MEETING_SECONDS = 15.0  # about how long three hosts take here to their first step
 DEVICE = "wire0"
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
 NEEDED = ("ip", "unshare", "setpriv", "hostname")
 ALONE = ("setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--pid", "--fork", "--kill-child")
+ADDRESSES = {4: "10.77.0.%d", 6: "fd77::%d"}
 BOOT = f"""
 hostname "$0" && read -r _ && ip link set lo up && ip link set {DEVICE} addrgenmode none &&
 ip addr add "$1/24" dev {DEVICE} && ip link set {DEVICE} up && shift && "$@" < /dev/null
 exit $?
 """
+BOOT_6 = BOOT.replace('"$1/24"', '"$1/64" nodad').replace("lo up", "lo up && ip addr del 127.0.0.1/8 dev lo")
 Record = Callable[[str, object], None]
 
 
@@ -99,6 +103,11 @@ class Link:
         return not self.port or self.port in struct.unpack_from("!HH", packet, 4 * (packet[0] & 15))
 
 
+def ends_of(packet: bytes) -> tuple[bytes, bytes]:
+    """From where to where a packet goes: IPv4's addresses are at bytes 12 and 16, IPv6's at 8 and 24."""
+    return (packet[8:24], packet[24:40]) if packet[0] >> 4 == 6 else (packet[12:16], packet[16:20])
+
+
 CLEAR, CUT = Link(), Link(loss=1.0)
 
 
@@ -139,7 +148,7 @@ class Wire:
         """Lay the wire to a host, which a process of it stands for."""
         with ThreadPoolExecutor(1) as thread:  # one that ends in that namespace
             end = thread.submit(open_end, pid).result()
-        self._names[socket.inet_aton(address)], self._ends[name] = name, end
+        self._names[ip_address(address).packed], self._ends[name] = name, end
         self._poll.register(end, select.EPOLLIN)
 
     def close(self) -> None:
@@ -164,8 +173,8 @@ class Wire:
                         self._take(os.read(end, 1 << 16))
 
     def _take(self, packet: bytes) -> None:
-        """One packet that a host has sent: IPv4's addresses are at bytes 12 and 16."""
-        source, target = self._names.get(packet[12:16]), self._names.get(packet[16:20])
+        """One packet that a host has sent."""
+        source, target = map(self._names.get, ends_of(packet))
         if source is None or target is None:
             return
         link, now, chance = self.rule(source, target), time.monotonic(), self._random.random
@@ -191,7 +200,7 @@ class Machine:
         self._log = folder / f"{name}.log"
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*ALONE, "--mount-proc", "sh", "-c", BOOT, name, address, *words],
+                [*ALONE, "--mount-proc", "sh", "-c", BOOT_6 if ":" in address else BOOT, name, address, *words],
                 cwd=folder,
                 env=environment() | {"OMP_NUM_THREADS": "1", "ALLRANKS_SECRET": SECRET},
                 stdin=subprocess.PIPE,
@@ -255,7 +264,13 @@ class Machine:
 
 @final
 class Laboratory:
-    """Hosts in one folder, where they see each other's files; the first one leads."""
+    """Hosts in one folder, where they see each other's files; the first one leads.
+
+    Attributes:
+        version: of the Internet protocol that they speak, and no other.
+    """
+
+    version = 4
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run = folder, folder / "run"
@@ -265,13 +280,16 @@ class Laboratory:
     def start(self, *words: str) -> Machine:
         """One more host, hosta, hostb or hostc, that runs this command."""
         number = len(self.machines)
-        self.machines.append(Machine(f"host{'abc'[number]}", f"10.77.0.{number + 1}", self.folder, list(words)))
+        address = ADDRESSES[self.version] % (number + 1)
+        self.machines.append(Machine(f"host{'abc'[number]}", address, self.folder, list(words)))
         self.machines[-1].boot(self.wire)
         return self.machines[-1]
 
     def begin(self, number: int, nodes: str, *words: str, scheme: str = "c10d") -> list[Machine]:
         """So many hosts of one run, which start all at once and meet at hosta."""
-        meet = ("--nodes", nodes, "--rendezvous", f"{scheme}://10.77.0.1:{PORT}", "--nproc", "1")
+        first = ADDRESSES[self.version] % 1
+        place = f"[{first}]:{PORT}" if self.version == 6 else f"{first}:{PORT}"
+        meet = ("--nodes", nodes, "--rendezvous", f"{scheme}://{place}", "--nproc", "1")
         command = [sys.executable, "-m", "allranks", "train", POINTS, "--device", "cpu", "--run", str(self.run)]
         return [self.start(*command, *meet, *words) for _ in range(number)]
 
@@ -596,6 +614,62 @@ def test_a_host_that_joins_behind_a_firewall_is_sent_away_and_the_run_goes_on(la
     stop_all(machines)
     assert "hostc cannot join: " in machines[0].said(), machines[0].said()
     assert laboratory.worlds() == [2, 2] and [one["kind"] for one in laboratory.verdicts()] == ["join", "network"]
+    check_samples_of_one_process(laboratory)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("joins", [False, True])
+def test_hosts_that_have_ipv6_alone_train_and_go_on_without_one(laboratory: Laboratory, joins: bool) -> None:
+    laboratory.version = 6
+    first, second = laboratory.train(2, "1:2", *LONG)
+    at = time.time()
+    laboratory.wire.rule = around(second, CUT)
+    second.power_off()
+    laboratory.go_on_as(1)
+    laboratory.check_one_is_lost(second, at)
+    rest = [first]
+    if joins:
+        laboratory.wire.rule = lambda source, target: CLEAR
+        rest += laboratory.begin(1, "1:2", *LONG)
+        laboratory.go_on_as(2)
+    stop_all(rest)
+    check_samples_of_one_process(laboratory)
+
+
+@pytest.mark.full
+def test_hosts_that_start_seconds_apart_begin_together(laboratory: Laboratory) -> None:
+    machines = list[Machine]()
+    for _ in range(3):
+        machines += laboratory.begin(1, "3", *LONG)
+        time.sleep(4)
+    laboratory.go_on_as(3)
+    stop_all(machines)
+    assert laboratory.worlds() == [3]
+    check_samples_of_one_process(laboratory)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_a_host_that_goes_while_the_hosts_meet_holds_nobody_up(laboratory: Laboratory, share: float) -> None:
+    """At a share of the time from the start of the commands to the first step."""
+    began = time.monotonic()
+    *others, third = laboratory.begin(3, "2:3", *LONG)
+    time.sleep(share * MEETING_SECONDS - min(share * MEETING_SECONDS, time.monotonic() - began))
+    third.power_off()
+    laboratory.wait(lambda: laboratory.worlds()[-1:] == [2], "an attempt of two hosts")
+    laboratory.go_on()
+    stop_all(others)
+    assert set(laboratory.worlds()) <= {2, 3}
+    check_samples_of_one_process(laboratory)
+
+
+@pytest.mark.full
+def test_at_a_fifth_of_all_packets_lost_a_run_still_ends(laboratory: Laboratory) -> None:
+    laboratory.wire.rule = lambda source, target: Link(loss=0.2)
+    machines = laboratory.begin(2, "2", "train.steps=40", "checkpoint.every=5", "task.pause=0.1")
+    assert [one.end() for one in machines] == [0, 0], "".join(one.said() for one in machines)
+    assert laboratory.worlds() == [2] and laboratory.wire.lost > 0
+    assert {one["kind"] for one in laboratory.verdicts()} <= {"network"}
     check_samples_of_one_process(laboratory)
 
 
