@@ -16,7 +16,6 @@ import re
 import select
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -58,7 +57,7 @@ hostname "$0" && read -r _ && ip link set lo up && ip link set {DEVICE} addrgenm
 ip addr add "$1/24" dev {DEVICE} && ip link set {DEVICE} up && shift && "$@" < /dev/null
 exit $?
 """
-BOOT_6 = BOOT.replace('"$1/24"', '"$1/64" nodad').replace("lo up", "lo up && ip addr del 127.0.0.1/8 dev lo")
+BOOT_6 = BOOT.replace('"$1/24"', '"$1/64" nodad')
 Record = Callable[[str, object], None]
 
 

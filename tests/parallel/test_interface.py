@@ -50,6 +50,16 @@ def test_several_nodes_take_the_way_to_rank_0(two_cards: None, master: str, name
     assert because in decision.because
 
 
+def test_a_host_with_ipv6_alone_is_seen_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {"myself": "127.0.1.1", "2001:db8::1": "fd77::5"}
+    cards = {"lo": [entry("127.0.1.1")], "eth0": [entry("fe80::1%eth0"), entry("fd77::5")]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: cards)
+    monkeypatch.setattr(interface, "_address_towards", lambda host, port: ways.get(host))
+    assert choose_interface(replace(TWO_NODES, master_addr="myself"))[0] == "eth0"
+    ways.clear()
+    assert interface.outward_address() is None
+
+
 def test_one_host_takes_loopback() -> None:
     name, decision = choose_interface(replace(TWO_NODES, num_nodes=1, node_rank=0, master_addr="192.0.2.7"))
     assert name == LOOPBACK

@@ -91,6 +91,13 @@ def test_somebody_else_there(taken: int) -> None:
     assert f"what listens on 127.0.0.1:{taken} is not rank 0's store" in refusal(replace(SECOND, master_port=taken))
 
 
+def test_who_listens_on_all_addresses_is_reached_by_either_protocol() -> None:
+    with listen("", 0) as listener:
+        port = listener.getsockname()[1]
+        for host in ("127.0.0.1", "::1") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
+            socket.create_connection((host, port), 5).close()
+
+
 def test_the_store_of_one_host_listens_there_only() -> None:
     environment = replace(FIRST, num_nodes=1, master_port=free_port())
     store = open_store(environment, connect_seconds=20, timeout_seconds=20)
@@ -108,8 +115,8 @@ def test_the_store_of_one_host_listens_there_only() -> None:
     [
         ("127.0.0.2", "127.0.0.2", "127.0.0.2"),
         ("localhost", "127.0.0.1", "127.0.0.1"),
-        pytest.param("node-1", "127.0.1.1", "0.0.0.0", id="as Debian writes a host's own name"),
-        pytest.param("service", "203.0.113.7", "0.0.0.0", id="an address of no interface here"),
+        pytest.param("node-1", "127.0.1.1", "::", id="as Debian writes a host's own name"),
+        pytest.param("service", "203.0.113.7", "::", id="an address of no interface here"),
     ],
 )
 def test_the_store_of_several_hosts_listens_where_they_look(

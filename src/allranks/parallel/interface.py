@@ -8,7 +8,7 @@ import psutil
 from allranks.process_environment import ProcessEnvironment
 from allranks.verdict import Decision
 
-ELSEWHERE = ("192.0.2.1", 9)  # a documentation address (RFC 5737): a route to it is looked up, nothing is sent
+ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # of documentations (RFC 5737, RFC 3849): only their routes are looked up
 
 
 def choose_interface(environment: ProcessEnvironment) -> tuple[str | None, Decision]:
@@ -21,11 +21,16 @@ def choose_interface(environment: ProcessEnvironment) -> tuple[str | None, Decis
     address = _address_towards(master, environment.master_port or 1)
     if address is not None and _is_loopback(address) and not _says_loopback(master):
         # Debian's /etc/hosts gives the host's own name 127.0.1.1, which other hosts cannot reach
-        address = _address_towards(*ELSEWHERE)
+        address = outward_address()
     name = None if address is None else _interface_of(address)
     if name is None:
         return None, Decision("interface left to the backend", f"no local interface leads to {master}")
     return name, Decision(f"interface {name}", f"it leads to {master}, where rank 0 is")
+
+
+def outward_address() -> str | None:
+    """By which this host reaches other networks, by IPv4 where it has that; None where it reaches none."""
+    return next((found for place in ELSEWHERE if (found := _address_towards(place, 9))), None)
 
 
 def _address_towards(host: str, port: int) -> str | None:

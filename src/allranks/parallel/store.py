@@ -72,9 +72,12 @@ def _listen_where_meant(host: str, port: int, *, alone: bool) -> socket.socket:
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket at an address of this host ("": all of them); port 0: a free one. Raises OSError."""
-    family = socket.AF_INET if not host else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    both = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0][0]
     listener = socket.socket(family)
     try:
+        if both:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(1024)

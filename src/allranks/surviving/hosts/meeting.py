@@ -5,7 +5,6 @@ there could not even end its workers. A call that is not answered is made again 
 sends what was lost in a cut of ten seconds again after thirteen, a new connection finds the network back at once.
 """
 
-import contextlib
 import errno
 import ipaddress
 import socket
@@ -20,7 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from allranks.errors import ConfigError, ProcessError
 from allranks.hosts_request import Endpoint
-from allranks.parallel.interface import ELSEWHERE
+from allranks.parallel.interface import outward_address
 from allranks.parallel.store import connect, listen, serve, wait_for_listener
 from allranks.surviving.hosts.place import MeetingPlace, StoreLostError
 from allranks.surviving.unended import CALL
@@ -216,7 +215,7 @@ def _address_of(host: str) -> str | None:
         raise ConfigError(f"--rendezvous: {host} is not the address of one host; name one that the others reach")
     if not number.is_loopback or host in (found, "localhost"):
         return found
-    return _outward_address() or found
+    return outward_address() or found
 
 
 def address_of_route(host: str, port: int) -> str:
@@ -228,14 +227,7 @@ def address_of_route(host: str, port: int) -> str:
         found = str(probe.getsockname()[0])
     if host == "localhost" or host == found or not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
         return found
-    return _outward_address() or found
-
-
-def _outward_address() -> str | None:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(ELSEWHERE)  # of a datagram socket: only looks up the route
-        return str(probe.getsockname()[0])
-    return None
+    return outward_address() or found
 
 
 def _wait_for_host(endpoint: Endpoint, seconds: float, tell: Callable[[str], None]) -> None:
