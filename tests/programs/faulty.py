@@ -42,14 +42,18 @@ class Faulty(allranks.Task):
     """Learn little, and meet a fault."""
 
     fault: str = "none"
+    width: int = 8
 
     def dataset(self, split: str) -> Any:
         """Nothing to validate."""
         return Numbers(self.fault) if split == "train" else None
 
     def model(self) -> nn.Module:
-        """Two layers."""
-        return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+        """Two layers; between their backwards is a place for a fault."""
+        between = nn.Tanh()
+        if self.fault == "backward":
+            between.register_full_backward_pre_hook(lambda *_: self._meet_at_15("SIGKILL"))
+        return nn.Sequential(nn.Linear(2, self.width), between, nn.Linear(self.width, 2))
 
     def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
         """Summed cross-entropy."""
@@ -57,9 +61,12 @@ class Faulty(allranks.Task):
         time.sleep(0.01)
         if self.fault == "slow" and os.environ.get("RANK") == "1":
             time.sleep(0.1)
-        if self._calls == 15 and os.environ.get("RANK") == "1" and first_attempt():
-            meet(self.fault)
+        self._meet_at_15(self.fault)
         return nn.functional.cross_entropy(output, batch[1], reduction="sum")
+
+    def _meet_at_15(self, fault: str) -> None:
+        if self._calls == 15 and os.environ.get("RANK") == "1" and first_attempt():
+            meet(fault)
 
 
 def slowly(graph: Any, inputs: object) -> Any:

@@ -20,6 +20,7 @@ from tests.commands import (
     restart_seconds,
     running,
     steps,
+    tensor_digests,
     wait_for,
     worker_pids,
 )
@@ -83,6 +84,20 @@ def test_a_crash_in_compiled_code_has_its_name_and_its_stack_in_the_log(tmp_path
     assert "rank 1 on" in ran.stderr and "was killed by SIGABRT: a crash in compiled code" in ran.stderr
     log = Run.open(tmp_path / "run").log(1).read_text()
     assert "Fatal Python error: Aborted" in log and "in meet" in log and "faulty.py" in log
+
+
+@pytest.mark.full
+def test_killed_between_two_buckets_of_a_backward(tmp_path: Path) -> None:
+    """Each layer's gradients are a bucket: the last one's are under way when rank 1 dies."""
+    words = ("task.fault=backward", "task.width=100000", "layout.ddp_bucket_mb=0.5")
+    ran = allranks("train", FAULTY, *QUICK, *LIMITS, *words, folder=tmp_path)
+    assert "rank 1 on" in ran.stderr and "SIGKILL" in ran.stderr
+    (told,) = [event for event in Run.open(tmp_path / "run").events() if event["event"] == "verdict"]
+    assert told["kind"] == "restart" and "rank 1" in told["what"]
+    assert list(steps(tmp_path / "run")) == list(range(1, 31))
+    allranks("train", FAULTY, *QUICK, "--layout", "ddp", "--run", "whole", *words[1:], folder=tmp_path)
+    digests = [tensor_digests(tmp_path / run, 30) for run in ("run", "whole")]
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.full
