@@ -135,6 +135,11 @@ def record_file(folder: Path, rank: int) -> Path:
     return folder / f"failure-{rank:05d}.json"
 
 
+def log_file(folder: Path, rank: int) -> Path:
+    """Where what a rank prints is kept."""
+    return folder / f"rank-{rank:05d}.log"
+
+
 def describe_error(error: BaseException, rank: int, step: int | None = None) -> Failure:
     """The Failure of an exception that ended a worker; `step`: the last one that it has done, where it counts them."""
     text, message = render_raised(error)

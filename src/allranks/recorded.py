@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from allranks.failure import DONE, Failure, describe_error, is_out_of_memory, record_file
+from allranks.failure import DONE, Failure, describe_error, is_out_of_memory, log_file, record_file
 
 # In the words of torch, of its RuntimeErrors and AcceleratorErrors: no later call of the device succeeds.
 DEVICE_LOST = ("CUDA error", "HIP error")
@@ -75,7 +75,7 @@ def record_failure(error: BaseException, *, rank: int, folder: Path | None, step
     try:
         if folder is not None:
             failure.write(folder)
-            with (folder / f"rank-{rank:05d}.log").open("a", encoding="utf-8") as log:
+            with log_file(folder, rank).open("a", encoding="utf-8") as log:
                 log.write(failure.render() + "\n")
     except OSError:  # a full disk, say, which may be what has ended this worker
         folder = None

@@ -22,6 +22,7 @@ from typing import Any, final
 from allranks.config import Config, is_as_written, read_config, write_config
 from allranks.durable import preflight_writable, refusing, replacing, sync, write_json
 from allranks.errors import AllranksError, RunError
+from allranks.failure import log_file
 from allranks.journal_events import last_step, latest_steps, read_events
 from allranks.lease import Holder, Lease
 from allranks.ordinary_file import read_small
@@ -150,7 +151,7 @@ class Run:
 
     def log(self, rank: int = 0) -> Path:
         """What one rank printed."""
-        return self.path / "logs" / f"rank-{rank:05d}.log"
+        return log_file(self.path / "logs", rank)
 
     def config(self) -> Config:
         """The config that stands in the directory.

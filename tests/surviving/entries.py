@@ -46,6 +46,15 @@ def fail_in_turn(first: int, how: str) -> None:
     raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5000")
 
 
+def abort_as_nccl_does(folder: str) -> None:
+    """Rank 1's watchdog ends it; rank 0 has gone without a word, which is why."""
+    if _rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with Path(folder, "rank-00001.log").open("a", encoding="utf-8") as log:
+        log.write("watchdog thread terminated with exception: NCCL error: remote process exited\n")
+    os.abort()
+
+
 def deep_in_user_code() -> None:
     """Raise."""
     raise ValueError("the user's own mistake")

@@ -91,6 +91,13 @@ def test_a_consequence_that_comes_earlier_is_not_the_first(small_server: None, t
     assert outcome.first_failure.message == "ValueError: the cause, later by the clock"
 
 
+@pytest.mark.parametrize("time", range(3))
+def test_an_abort_of_nccls_is_no_crash(small_server: None, tmp_path: Path, time: int) -> None:
+    outcome = run(tmp_path, "abort_as_nccl_does", str(tmp_path))
+    assert outcome.first_failure is not None
+    assert (outcome.exit_code, outcome.first_failure.rank) == (76, 0), "whichever of them came first"
+
+
 def test_who_hangs_beside_a_failure_is_ended(small_server: None, tmp_path: Path) -> None:
     outcome = run(tmp_path, "hang_beside_failure")
     assert outcome.first_failure is not None

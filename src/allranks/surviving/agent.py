@@ -32,6 +32,7 @@ from allranks.surviving.hosts.ending import RunEnded
 from allranks.surviving.hosts.member import Member
 from allranks.surviving.interrupts import Interrupts
 from allranks.surviving.memory_kill import RecentKills
+from allranks.surviving.nccl_abort import NcclAborts
 from allranks.surviving.outcome import Ended, Outcome, conclude, conclude_left
 from allranks.surviving.rendezvous import LocalRendezvous
 from allranks.surviving.supervisor import Supervision, Supervisor
@@ -139,6 +140,7 @@ class LocalAgent(SimpleElasticAgent):
         self._hang: Failure | None = None
         self._attempt = 0
         self._memory_kills = RecentKills()
+        self._aborts = NcclAborts(log_dir)
         self._work = (entry, args)
         self._log_dir = log_dir
         self._method = method
@@ -160,6 +162,7 @@ class LocalAgent(SimpleElasticAgent):
             self._method = choose_start_method(self._environ)
         beats = "" if self._supervisor is None else self._supervisor.monitor.beats.path
         fixed = WorkerStart(-1, os.getpid(), environ, Path.cwd(), self._log_dir.absolute(), 0, *self._work, beats)
+        self._aborts = NcclAborts(self._log_dir, ranks)
         starts = [start_of(worker, worker_group, self._attempt, fixed) for worker in worker_group.workers]
         self._workers = LocalWorkers(self._method.name, starts, replies=self._replies)
         self._attempt += 1
@@ -278,8 +281,9 @@ class LocalAgent(SimpleElasticAgent):
         workers = self._existing_workers()
         ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
         replies = {ranks[place]: reply for place, reply in workers.replies.items()}
-        records = [*read_failures(self._log_dir), *([] if self._hang is None else [self._hang])]
-        outcome = conclude(self._ended(), records, self.interrupts.first, replies)
+        ended, hang = self._ended(), [] if self._hang is None else [self._hang]
+        records = [*self._aborts.decode(ended), *read_failures(self._log_dir), *hang]
+        outcome = conclude(ended, records, self.interrupts.first, replies)
         if outcome.first_failure is not None:
             outcome = replace(outcome, first_failure=self._memory_kills.decode(outcome.first_failure))
         return outcome if workers.left is None else conclude_left(outcome, workers.left)

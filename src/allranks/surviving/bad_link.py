@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
+from allranks.failure import log_file
 from allranks.observing.bad_links import Finding, findings_file, read_findings
 from allranks.observing.heartbeat import BAD_LINKS
 from allranks.surviving.beats import SharedBeats
@@ -46,7 +47,7 @@ class BadLink:
             if number <= self._read.get(row.rank, 0):
                 continue
             self._read[row.rank] = number
-            for one in read_findings(findings_file(self._logs / f"rank-{row.rank:05d}.log")):
+            for one in read_findings(findings_file(log_file(self._logs, row.rank))):
                 if (key := (one.here, one.there, one.fault)) not in self._told:
                     new.setdefault(key, one)
         self._told |= new.keys()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 from allranks import fault_points
-from allranks.failure import DONE, AgreedStop, end_process
+from allranks.failure import DONE, AgreedStop, end_process, log_file
 from allranks.lifeline import die_with_parent
 from allranks.observing import heartbeat
 from allranks.process_environment import HOSTS
@@ -64,7 +64,7 @@ def run_worker(start: WorkerStart, reply: Connection | None) -> None:
     faulthandler.enable()
     fault_points.join(os.environ, start.rank)
     if start.beats:
-        log = start.log_dir / f"rank-{start.rank:05d}.log"
+        log = log_file(start.log_dir, start.rank)
         heartbeat.join(start.beats, start.slot, log)
         if hosts := os.environ.pop(HOSTS, ""):  # nothing for processes that the user's code starts
             from allranks.observing.bad_links import watch_links

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
+from allranks.failure import log_file
 from allranks.observing.collectives import collectives_file
 from allranks.observing.heartbeat import STACK_SIGNAL
 from allranks.surviving.beats import SharedBeats
@@ -139,7 +140,7 @@ def question(rows: Sequence[Row], places: Mapping[int, int], beats: SharedBeats,
         places: global rank -> local rank.
         logs: the folder with the ranks' logs.
     """
-    paths = {row.rank: logs / f"rank-{row.rank:05d}.log" for row in rows}
+    paths = {row.rank: log_file(logs, row.rank) for row in rows}
     before = {rank: size_of(path) for rank, path in paths.items()}
     asked = [row for row in rows if row.pulse_seconds is not None and row.state not in STOPPED]
     beats.ask()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, final
 
+from allranks.failure import log_file
 from allranks.observing.collectives import collectives_file
 from allranks.observing.heartbeat import STACK_SIGNAL
 from allranks.surviving.arrivals import Lag, find_slowest, read_arrivals
@@ -144,7 +145,7 @@ class SlowRank:
         return explain(suspicion.lag, row.step, suspicion.seen, _starved(suspicion))
 
     def _log(self, rank: int) -> Path:
-        return self._logs / f"rank-{rank:05d}.log"
+        return log_file(self._logs, rank)
 
 
 def explain(lag: Lag, step: int, seen: Sequence[tuple[str, Frame | None]], starved: float) -> Verdict:
