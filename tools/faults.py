@@ -62,7 +62,8 @@ def render_faults(results: Results | None = None) -> str:
     lines = [
         f"Of {len(faults)} faults, tests show {counts['yes']} as they stand here and {counts['in part']} in part; "
         f"shown by none: {counts['no']}. `passed` counts the tests, each set of arguments for itself, that passed "
-        f"in the last full run (`bench/results/full.json`{kept}); `{NOT_RUN}` stands where that has none of a row. "
+        f"in the last full run, as far as it is kept (`bench/results/full.json`: {len(results)} tests{kept}); "
+        f"`{NOT_RUN}` stands where that has none of a row. "
         "`seconds` are those that its training lost: from the last finished step before a fault to the first one "
         "after it, the longest that a test of the row told there, beside other tests on two cores.",
         "",

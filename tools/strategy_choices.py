@@ -81,7 +81,7 @@ STRATEGIES = (
     Strategy(
         "fsdp,sharding=grad_op",
         "its part of gradients and optimizer state, whole parameters from the forward to the backward (ZeRO-2)",
-        "Memory is short by less than the parameters; one gathering a step less than fsdp.",
+        "Memory is short by less than the parameters; one gathering a micro-step less than fsdp.",
     ),
     Strategy(
         "fsdp",
@@ -136,7 +136,7 @@ STRATEGIES = (
     Strategy(
         "pp=2,schedule=zbv",
         "two stages; the halves of a backward come apart (`interleaved_zb` and `dualpipev`, too)",
-        "As above, where waits have to be filled; not with tp, dp_shard, recompute or compile.",
+        "As above, where waits have to be filled; not with tp, cp, dp_shard, recompute or compile.",
         measured=("pp=2,schedule=interleaved_zb", "pp=2,schedule=zbv", "pp=2,schedule=dualpipev"),
         guide="pipeline",
     ),

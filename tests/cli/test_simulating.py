@@ -1,5 +1,6 @@
 """From a request to what is simulated: which figure comes from where."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,14 @@ def test_what_the_user_gives_comes_before_the_plan() -> None:
 
     assert (costs.step_seconds, costs.save_seconds, costs.load_seconds) == (7.0, 2.0, 0.0)
     assert costs.write_seconds == pytest.approx(101.6e9 * 12 / (8 * STORAGE_PER_NODE), rel=0.01)
+
+
+def test_the_clusters_own_storage_comes_before_llama_3s() -> None:
+    request, cluster = SimulationRequest(CLUSTER, ("100b",)), replace(find_cluster(CLUSTER), storage_bandwidth=2e9)
+    costs = costs_of(request, cluster)
+    assert costs.write_seconds == pytest.approx(101.6e9 * 12 / 16e9, rel=0.01)
+    assert any("16.0 GB/s, because" in note and "storage_gb_per_s" in note for note in costs.notes), costs.notes
+    assert costs_of(replace(request, storage=10.0), cluster).write_seconds == pytest.approx(101.6e9 * 1.2e-9, rel=0.01)
 
 
 @pytest.mark.full

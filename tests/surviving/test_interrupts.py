@@ -77,3 +77,24 @@ def test_what_a_parent_has_ignored_stays_so() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_under_nohup_a_closed_terminal_stops_no_run() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopped_before_start(), Interrupts(lambda: None) as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interrupts.first is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert interrupts.first == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_run_of_the_same_command_hears_what_the_first_one_did() -> None:
+    with stopped_before_start():
+        for _ in range(2):
+            with Interrupts(lambda: None) as interrupts:
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert interrupts.first == signal.SIGTERM
+            os.kill(os.getpid(), signal.SIGHUP)

@@ -27,7 +27,9 @@ Arguments = Annotated[
     ),
 ]
 CLUSTER = _option("--cluster", "8x8:a100-80g, 4:h100@ndr400, 1x2:cpu, local or a TOML file; several: compared.", "C")
-PRECISION = _option("--precision", "bfloat16, float16, float32, float64, several with commas, or any.", "P")
+PRECISION = _option(
+    "--precision", "bfloat16, float16, float32, float64, float8, several with commas, or any (the first three).", "P"
+)
 SAVES = _option("--checkpoint-every", "Steps between checkpoints; not given: as the Task's config says.")
 LAYOUT = _option("--layout", "Weigh this layout; auto,recompute=full: fix a mode, search the rest.", "L")
 SEQ = _option("--seq", "Positions of a sample (32k); ?: as many as fit.", "N|?")

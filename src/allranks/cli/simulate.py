@@ -43,7 +43,14 @@ def simulate(
     load: Annotated[
         str | None, _option("--load", "To read a checkpoint; not given: bytes over storage.", "TIME")
     ] = None,
-    storage: Annotated[float | None, _option("--storage", "What the storage takes and gives, GB/s.", "GB/S")] = None,
+    storage: Annotated[
+        float | None,
+        _option(
+            "--storage",
+            "What the storage takes and gives, all nodes together; not given: the cluster file's for each, or Llama 3's.",
+            "GB/S",
+        ),
+    ] = None,
     peer_every: Annotated[str | None, PEER] = None,
     detect: Annotated[str, _option("--detect", "From a failure until it is known; 15s if not given.", "TIME")] = "15s",
     restart: Annotated[str, _option("--restart", "From then on until it trains; 5min if not given.", "TIME")] = "5min",

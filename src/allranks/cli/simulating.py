@@ -117,13 +117,13 @@ def costs_of(request: SimulationRequest, cluster: Cluster) -> Costs:
         )
     name, parameters, best = _planned(request, cluster)
     size = parameters * CHECKPOINT_BYTES
-    speed = request.storage * 1e9 if request.storage else STORAGE_PER_NODE * cluster.nodes
+    speed, because = _storage(request.storage, cluster)
     through = size / speed
     copy = size / cluster.num_devices / (cluster.host_bandwidth or 0.0) if cluster.host_bandwidth else 0.0
     step, save, load = (_seconds(text, name) for text, name in _texts(request))
     notes = [f"a checkpoint is {format_bytes(size)}: 12 bytes a parameter, written while training goes on"]
-    if request.storage is None:
-        notes.append(f"storage takes {format_bytes(speed)}/s, because Llama 3's took as much for each node")
+    if because:
+        notes.append(f"storage takes {format_bytes(speed)}/s, because {because}")
     layout = best.choice.layout
     if step is None:
         notes.append(f"a step takes {format_seconds(best.step_seconds.expected)} ({layout}), because the plan says so")
@@ -136,6 +136,15 @@ def costs_of(request: SimulationRequest, cluster: Cluster) -> Costs:
         replica_nodes=math.ceil(layout.tp * layout.cp * layout.pp / cluster.devices_per_node),
         notes=tuple(notes),
     )
+
+
+def _storage(given: float | None, cluster: Cluster) -> tuple[float, str]:
+    """Bytes/s of all nodes together, and why; "": the user has said so."""
+    if given is not None:
+        return given * 1e9, ""
+    if cluster.storage_bandwidth is not None:
+        return cluster.storage_bandwidth * cluster.nodes, f"{cluster.name} says so for each node (storage_gb_per_s)"
+    return STORAGE_PER_NODE * cluster.nodes, "Llama 3's took as much for each node"
 
 
 def _texts(request: SimulationRequest) -> tuple[tuple[str | None, str], ...]:

@@ -14,7 +14,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 class Interrupts:
     """While entered, Ctrl-C, SIGTERM and what reads as that are noted and do not end this process.
 
-    These are SIGUSR1 (a scheduler's warning) and SIGHUP (a closed terminal).
+    These are SIGUSR1 (a scheduler's warning) and SIGHUP (a closed terminal), unless the command's parent has it ignore
+    that (nohup).
 
     Attributes:
         first: the first request, as SIGINT or SIGTERM; None: nobody has asked.
@@ -30,7 +31,9 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         with contextlib.suppress(ValueError):  # not the main thread, where Python allows no handlers
-            self._replaced = {number: signal.signal(number, self._note) for number in SIGNALS}
+            for number in SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._replaced[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
@@ -38,7 +41,7 @@ class Interrupts:
     ) -> None:
         for number, handler in self._replaced.items():
             # After the run its exit code stands: what `stopped_before_start` would raise would take its place.
-            signal.signal(number, signal.SIG_IGN if handler is _stop else handler)
+            signal.signal(number, _pass_by if handler in (_stop, _pass_by) else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.first is None:
@@ -82,3 +85,7 @@ def stopped_before_start() -> Iterator[None]:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     raise StoppedBeforeStart(signal.Signals(number).name)
+
+
+def _pass_by(number: int, frame: FrameType | None) -> None:
+    """Not SIG_IGN, which says that the command's parent wants it so."""

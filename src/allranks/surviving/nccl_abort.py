@@ -63,9 +63,7 @@ class NcclAborts:
             lost = any(text in said[found.start() :] for text in PEER_LOST)
             return _failure(ended, what, TRANSIENT if lost else RAISED, consequence=lost)
         if (found := _STUCK.search(said)) is not None:
-            what = (
-                f"ended by NCCL's monitor: for {found['seconds']} s Python's lock was held, or CUDA hung"
-            )
+            what = f"ended by NCCL's monitor: for {found['seconds']} s Python's lock was held, or CUDA hung"
             return _failure(ended, what, TRANSIENT)
         return None
 
