@@ -22,6 +22,9 @@ Arguments = Annotated[
     ),
 ]
 FAILURES = _option("--failures", "llama3 (default), rsc-1, rsc-2, failures in 1000 node-days, or a TOML file.", "F")
+STORAGE = _option(
+    "--storage", "What the storage takes from all nodes together; not given: the cluster file's, or Llama 3's.", "GB/S"
+)
 EVERY = _option("--every", "Between two checkpoints: 10min, 1h; not given: what Daly's formula says.", "TIME")
 SAVE = _option("--save-cost", "That a checkpoint stops training; not given: its copy to the host's memory.", "TIME")
 PEER = _option("--peer-every", "Between copies in a peer's memory, which survive a node, but not a rack.", "TIME")
@@ -43,14 +46,7 @@ def simulate(
     load: Annotated[
         str | None, _option("--load", "To read a checkpoint; not given: bytes over storage.", "TIME")
     ] = None,
-    storage: Annotated[
-        float | None,
-        _option(
-            "--storage",
-            "What the storage takes and gives, all nodes together; not given: the cluster file's for each, or Llama 3's.",
-            "GB/S",
-        ),
-    ] = None,
+    storage: Annotated[float | None, STORAGE] = None,
     peer_every: Annotated[str | None, PEER] = None,
     detect: Annotated[str, _option("--detect", "From a failure until it is known; 15s if not given.", "TIME")] = "15s",
     restart: Annotated[str, _option("--restart", "From then on until it trains; 5min if not given.", "TIME")] = "5min",
