@@ -112,6 +112,16 @@ def test_two_ranks_that_are_lost_at_the_same_time_have_one_restart() -> None:
     assert [one.beside for one in read_incidents([KILL, disk], fired, [*BEFORE, RESTART, *AFTER], ())] == [(), ()]
 
 
+def test_two_saves_that_fail_between_two_steps_are_both_gone_on_from() -> None:
+    """One in the thread that saves, one in the copy at the next step; the run is started again later, for a third."""
+    faults = [Fault(0, "checkpoint.renamed", 0, 5, 1, "raise"), Fault(1, "background.copy", 1, 7, 1, "raise")]
+    fired = {0: FIRED, 1: Fired(1, 100.001, 9, 7)}
+    events = [*BEFORE, *steps(8, 9, 101.0), event(102.0, "end"), event(110.0, "start"), *steps(6, 9, 111.0)]
+    assert [one.recovery for one in read_incidents(faults, fired, events, ())] == ["went on", "went on"]
+    none = read_incidents(faults, fired, [*BEFORE, event(110.0, "start"), *steps(6, 9, 111.0)], ())
+    assert [one.recovery for one in none] == ["none", "none"], "no step before the next start"
+
+
 @pytest.mark.parametrize("causes", [(), (CAUSE, CAUSE), ("restart 1: rank 11 on h was killed",)])
 def test_a_cause_is_one_line_with_the_rank(causes: tuple[str, ...]) -> None:
     assert not Incident(KILL, "restarted", causes, 5, 2, 1.0).names_rank()

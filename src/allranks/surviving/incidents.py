@@ -116,7 +116,8 @@ def _read_incident(
         causes = restarts + [line for command in ended for line in final_lines(command.lines())]
     elif restarts:
         recovery, causes = "restarted" if again else "none", restarts
-    elif any(event["event"] in ("step", "end") for event in within):
+    elif next((event["event"] for event in later if event["event"] in ("step", "end", "start")), "start") != "start":
+        # Perhaps after the next fault: a thread that saves may meet its own just before the step meets that one.
         return Incident(fault, "went on", tuple(warned), None, 0, None)
     if not again:
         return Incident(fault, recovery, tuple(causes), None, 0, None)
