@@ -116,8 +116,7 @@ def _read_incident(
         causes = restarts + [line for command in ended for line in final_lines(command.lines())]
     elif restarts:
         recovery, causes = "restarted" if again else "none", restarts
-    elif next((event["event"] for event in later if event["event"] in ("step", "end", "start")), "start") != "start":
-        # Perhaps after the next fault: a thread that saves may meet its own just before the step meets that one.
+    elif any(event["event"] in ("step", "end") for event in within) or _goes_on(later):
         return Incident(fault, "went on", tuple(warned), None, 0, None)
     if not again:
         return Incident(fault, recovery, tuple(causes), None, 0, None)
@@ -132,6 +131,13 @@ def _read_incident(
     furthest = max([*before, fired.step - 1, 0])
     seconds = round(step["t"] - fired.time, 3)
     return Incident(fault, recovery, tuple(causes), resumed, max(0, furthest - resumed), seconds)
+
+
+def _goes_on(events: Sequence[Event]) -> bool:
+    """Whether a step follows before a start, perhaps after the next fault: a thread that saves may meet its own just
+    before the step meets that one.
+    """
+    return next((event["event"] for event in events if event["event"] in ("step", "end", "start")), "start") != "start"
 
 
 def restarts_after_faults(events: Sequence[Event]) -> list[str]:
