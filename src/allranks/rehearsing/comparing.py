@@ -33,7 +33,7 @@ def compare_ranks(ranks: Mapping[int, RankRehearsal]) -> list[Finding]:
     for told in ranks.values():
         by_stage.setdefault(told.stage, []).append(told)
     found = [one for peers in by_stage.values() for one in _compare_peers(peers)]
-    return found + _compare_stages([by_stage[stage] for stage in sorted(by_stage)])
+    return found + _compare_stages([by_stage[stage] for stage in sorted(by_stage)], parted=bool(found))
 
 
 def _compare_peers(peers: Sequence[RankRehearsal]) -> list[Finding]:
@@ -48,8 +48,12 @@ def _compare_peers(peers: Sequence[RankRehearsal]) -> list[Finding]:
     return [one for one in found if one is not None]
 
 
-def _compare_stages(stages: Sequence[Sequence[RankRehearsal]]) -> list[Finding]:
-    """Of each group over several stages one member a stage: those of one stage are compared already."""
+def _compare_stages(stages: Sequence[Sequence[RankRehearsal]], *, parted: bool) -> list[Finding]:
+    """Of each group over several stages one member a stage: those of one stage are compared already.
+
+    Args:
+        parted: those of one stage part, so that who waits for whom between groups follows from that.
+    """
     everyone = [told for peers in stages for told in peers]
     groups = dict.fromkeys(message.across for told in everyone for message in told.sequence if message.across)
     found: list[Finding | None] = []
@@ -57,7 +61,7 @@ def _compare_stages(stages: Sequence[Sequence[RankRehearsal]]) -> list[Finding]:
         inside = ([told for told in peers if told.rank in group] for peers in stages)
         first, *others = (members[0] for members in inside if members)
         found += [_compare(first, other, group) or _find_stall(first, other, group) for other in others]
-    if len(groups) > 1 and not any(found):
+    if len(groups) > 1 and not parted and not any(found):
         pairs = (product(early, late) for early, late in combinations(stages, 2))
         found += [next(filter(None, starmap(_find_crossed, some)), None) for some in pairs]
     return [one for one in found if one is not None]
