@@ -27,8 +27,11 @@ def test_the_value_of_an_argument_is_toml_where_it_can_be_and_text_else() -> Non
         "task.f=007",
         "task.g=",
         "task.h=1 = 2",
+        f"task.i={'[' * 5000}",
+        f"task.j={'1' * 5000}",
     ]
-    assert list(values(read_overrides(arguments)).values()) == [1, 1.5, [1, 2], "x y", "1", "007", "", "1 = 2"]
+    kept = [1, 1.5, [1, 2], "x y", "1", "007", "", "1 = 2", "[" * 5000, "1" * 5000]
+    assert list(values(read_overrides(arguments)).values()) == kept
 
 
 def test_every_argument_is_the_origin_of_its_value() -> None:

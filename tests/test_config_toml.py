@@ -1,7 +1,11 @@
 """TOML with one clear line on error, and text that reads back as the same values."""
 
 import datetime
+import os
+from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,6 +45,22 @@ def test_what_toml_cannot_say_is_refused() -> None:
     ):
         render_toml({"task": {"x": object()}})
     assert render_toml({"task": {"day": datetime.date(2024, 2, 3)}}) == "[task]\nday = 2024-02-03\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "parse_float"),
+    [("a = " + "[" * 5000, float), ("a = " + "1" * 5000, float), ("a = 1e9999999999999999999", Decimal)],
+)
+def test_what_nothing_can_hold_is_refused(tmp_path: Path, text: str, parse_float: Callable[[str], Any]) -> None:
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.toml.*: not valid TOML: "):
+        read_toml(tmp_path / "x.toml", parse_float=parse_float)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.toml")
+    with pytest.raises(ConfigError, match=r"x\.toml: cannot be read: no ordinary file"):
+        read_toml(tmp_path / "x.toml")
 
 
 def test_the_line_of_a_key_is_told_only_where_it_is_certain(tmp_path: Path) -> None:

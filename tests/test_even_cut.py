@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from allranks.even_cut import cut_among, cut_evenly
+from allranks.even_cut import cut_among, cut_evenly, divisors
 
 
 def dearest(costs: list[float], starts: tuple[int, ...]) -> float:
@@ -65,3 +65,13 @@ def test_owners_of_one_part_each_have_the_even_cut_and_others_never_have_more() 
 def test_blocks_before_a_head_make_longer_stages() -> None:
     assert cut_evenly([1, 1, 1, 1, 1, 1, 1, 3.4], 2) == [0, 5]
     assert cut_evenly([1.0] * 8, 4) == [0, 2, 4, 6]
+
+
+def test_divisors() -> None:
+    assert [divisors(n) for n in (1, 12, 36, 97)] == [
+        [1],
+        [1, 2, 3, 4, 6, 12],
+        [1, 2, 3, 4, 6, 9, 12, 18, 36],
+        [1, 97],
+    ]
+    assert len(divisors(10**12)) == 169, "at once"

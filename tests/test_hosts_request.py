@@ -37,6 +37,7 @@ def test_several_hosts() -> None:
         ("0", "c10d://a:1", "at least 1"),
         ("two", "c10d://a:1", "expected a number of hosts N, or MIN:MAX"),
         ("4:1", "c10d://a:1", "MIN not above MAX"),
+        ("1:100001", "c10d://a:1", "--nodes 1:100001: at most 100,000 hosts; is the number right?"),
         ("2", "etcd://a", "or etcd://HOST:PORT[,HOST:PORT...][/NAME]"),
         ("2", "etcd://a:1/a b", "or etcd://HOST:PORT[,"),
         ("2", "etcd://a:1/a/b", "or etcd://HOST:PORT[,"),

@@ -102,6 +102,12 @@ WRONG = [
         2,
         "sharding=full shares over dp_shard, but dp_shard(1): there is nobody to share with; a dp_shard above 1 fits",
     ),
+    (
+        "tp=3,pp=10000000000000",
+        8,
+        "dp_replicate(1) * dp_shard(1) * tp(3) * cp(1) * pp(10000000000000) = 30000000000000, but the world has 8 "
+        "processes; tp=2,pp=4 fits",
+    ),
     ("data_parallel", 2, "data_parallel is one process on several devices, but the world has 2 processes"),
 ]
 

@@ -87,6 +87,7 @@ def test_a_longer_sequence_costs_attention_twice_its_share() -> None:
         ({"layers": 0}, "layers=0"),
         ({"heads": 7}, r"hidden\(512\) / heads\(7\)"),
         ({"kv_heads": 3}, r"kv_heads\(3\) does not divide heads\(8\)"),
+        ({"kv_heads": -8}, r"kv_heads\(-8\) does not divide heads\(8\)"),
         ({"experts": 4, "top_k": 5}, "top_k=5 of experts=4"),
     ],
 )

@@ -125,7 +125,7 @@ def _read_value(raw: str) -> object:
     """A TOML value where it is one, else the text itself, so that words need no quotes."""
     try:
         parsed = tomllib.loads(f"value = {raw}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # TOML's own error is the former
         return raw
     return parsed["value"] if list(parsed) == ["value"] else raw
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import ConfigError
+from allranks.ordinary_file import read_small
 
 
 def read_toml(path: Path, *, parse_float: Callable[[str], Any] = float) -> dict[str, Any]:
@@ -15,7 +16,7 @@ def read_toml(path: Path, *, parse_float: Callable[[str], Any] = float) -> dict[
     Raises ConfigError with the wrong line, or the reason why it cannot be read.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"), parse_float=parse_float)
+        return tomllib.loads(read_small(path).decode(), parse_float=parse_float)
     except tomllib.TOMLDecodeError as error:
         reason, _, place = str(error).rstrip(")").partition(" (at ")
         where = re.match(r"line (\d+), column (\d+)", place)
@@ -25,6 +26,8 @@ def read_toml(path: Path, *, parse_float: Callable[[str], Any] = float) -> dict[
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not valid TOML: it is not UTF-8 text") from None
+    except (ArithmeticError, RecursionError, ValueError) as error:  # a number or a nesting that nothing can hold
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except OSError as error:

@@ -1,9 +1,17 @@
 """Cut a row of costs into consecutive parts, so that the dearest part is as cheap as it can be.
 
-The engine cuts a model's blocks into stages and devices with it, and the planner foresees the same cut.
+The engine cuts a model's blocks into stages and devices with it, and the planner foresees the same cut. What divides a
+number of samples or devices is found here, too.
 """
 
+import math
 from collections.abc import Iterator, Sequence
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n < number]
 
 
 def cut_evenly(costs: Sequence[float], num_parts: int) -> list[int]:

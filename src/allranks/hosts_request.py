@@ -9,6 +9,7 @@ from allranks.errors import ConfigError
 
 Scheme = Literal["c10d", "etcd"]
 FORM = "expected c10d://HOST:PORT, with a port of one of the run's hosts, or etcd://HOST:PORT[,HOST:PORT...][/NAME]"
+MOST_HOSTS = 100_000
 NAME = "run"  # of a meeting in etcd that the user has not named
 _PLACE = r"(?:\[[0-9a-fA-F:]+\]|[^:/\[\],]+):\d+"
 _ENDPOINT = re.compile(rf"(?P<scheme>[a-z0-9]+)://(?P<places>{_PLACE}(?:,{_PLACE})*)(?:/(?P<name>[A-Za-z0-9._-]*))?")
@@ -117,4 +118,6 @@ def _read_nodes(text: str) -> tuple[int, int]:
     least, most = int(match["least"]), int(match["most"] or match["least"])
     if not 1 <= least <= most:
         raise ConfigError(f"--nodes {text}: expected at least 1 host, and MIN not above MAX")
+    if most > MOST_HOSTS:
+        raise ConfigError(f"--nodes {text}: at most {MOST_HOSTS:,} hosts; is the number right?")
     return least, most

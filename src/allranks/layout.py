@@ -245,7 +245,7 @@ def _propose(written: Mapping[str, int | str], world_size: int) -> str:
     left, last = world_size, free or order[0]
     for axis in ("tp", "cp", "pp", "dp_shard", "dp_replicate"):
         if axis != last:
-            degrees[axis] = max(n for n in range(1, degrees[axis] + 1) if left % n == 0)
+            degrees[axis] = max(n for n in range(1, min(degrees[axis], left) + 1) if left % n == 0)
             left //= degrees[axis]
     return _render({**degrees, last: left})
 

@@ -68,7 +68,7 @@ class ModelShape:
             near = math.gcd(self.hidden, self.heads)
             equation = f"hidden({self.hidden}) / heads({self.heads})"
             raise ConfigError(f"{self.name}: {equation} is no whole number; heads={near} fits, or say head_dim")
-        if self.heads % self.num_kv_heads:
+        if self.num_kv_heads < 1 or self.heads % self.num_kv_heads:
             raise ConfigError(f"{self.name}: kv_heads({self.num_kv_heads}) does not divide heads({self.heads})")
         if self.experts and not 0 < self.top_k <= self.experts:
             raise ConfigError(f"{self.name}: top_k={self.top_k} of experts={self.experts}: use 1 to {self.experts}")

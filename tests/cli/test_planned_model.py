@@ -1,6 +1,7 @@
 """What is planned: told apart by its form."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,13 @@ def test_a_config_that_cannot_be_read_is_named_with_its_file(tmp_path: Path) -> 
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "jamba"}))
     with pytest.raises(ConfigError, match=r"config\.json: model_type 'jamba' is none .*give a Task"):
+        find_subject(PlanRequest((str(path),)))
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read as JSON: "):
+        find_subject(PlanRequest((str(path),)))
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read as JSON: .*no ordinary file"):
         find_subject(PlanRequest((str(path),)))
 
 

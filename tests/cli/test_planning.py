@@ -33,6 +33,13 @@ def test_numbers_with_suffixes() -> None:
     assert any(note.startswith("global batch 128, because") for note in found.notes)
 
 
+@pytest.mark.parametrize("given", [{"seq": "0.5"}, {"seq": "1.5"}, {"gpus": "8.9"}])
+def test_parts_of_positions_and_devices_are_refused(given: dict[str, Any]) -> None:
+    ((option, text),) = given.items()
+    with pytest.raises(ConfigError, match=f"--{option} {text}: a whole number of at least 1"):
+        question(**given)
+
+
 def test_a_written_layout_and_open_degrees() -> None:
     written = question(layout="tp=2,dp_shard=*").layout
     assert written is not None and (written.tp, written.dp_shard) == (2, "*")

@@ -65,6 +65,15 @@ def test_the_page_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "http://" not in path.read_text().split("</script>")[-1]
 
 
+def test_where_nothing_fails_no_formula_has_an_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--failures", "0", "--step", "10s", "--save-cost", "30s", "--runs", "4")
+    assert main(["simulate", *SMALL, *words]) == 0
+    assert "Nothing fails: no save is needed" in capsys.readouterr().out
+    assert main(["simulate", *SMALL, *words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["young_seconds"] is None and document["daly_seconds"] is None
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -76,6 +85,7 @@ def test_the_page_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (("--failures", "100000", "--days", "3650"), "take fewer --days"),
         (("--detect", "1e400s"), "--detect 1e400s: more than 1e+18"),
         (("--layout", "tp=8"), "belong to a model"),
+        (("--peer-every", "0"), "--peer-every 0: takes more than no time"),
         (("llama3-405b", "--layout", "ddp"), "does not run on 64x8:h100"),
         (("llama3-40b",), "llama3-405b"),
     ],

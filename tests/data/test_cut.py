@@ -148,6 +148,7 @@ def test_a_pipeline_takes_what_is_asked_for_where_it_fits() -> None:
         ("", 2, {"global_batch": 7}, r"train.global_batch\(7\) over .*\(2\) leaves 1: train.global_batch=6 or 8 fits"),
         ("zbv", 1, {"global_batch": 3}, r"needs at least 4 micro-steps of one shape, .* set train.global_batch=4 or"),
         ("", 3, {"global_batch": 2}, r"train.global_batch\(2\) < dp_replicate"),
+        ("", 1, {"global_batch": 10**12, "micro_steps": 7}, "train.micro_steps can be 8, 5, 4"),
     ],
 )
 def test_what_does_not_go_through_a_pipeline_is_refused(
@@ -160,6 +161,14 @@ def test_what_does_not_go_through_a_pipeline_is_refused(
 def test_batch_statistics_want_their_micro_steps_said() -> None:
     with pytest.raises(LayoutError, match=r"train.micro_steps=1 does not cut 12 samples"):
         cut_step(TrainConfig(global_batch=12), Layout(pp=2), fixed=True)
+
+
+def test_more_micro_steps_than_have_a_place_in_memory_are_refused() -> None:
+    Cut(400_000, num_ranks=4, micro_batch=1)
+    with pytest.raises(ConfigError, match="has 250,000,000 micro-steps, and can have 100,000"):
+        Cut(10**9, num_ranks=4, micro_batch=1)
+    with pytest.raises(ConfigError, match="has 100,001 micro-steps"):
+        Cut(10**9, micro_steps=100_001)
 
 
 def test_without_a_pipeline_the_keys_are_taken_as_they_are() -> None:

@@ -239,15 +239,6 @@ def test_modes_are_refused_where_the_engine_refuses_them(
         assert found is None
 
 
-def test_divisors() -> None:
-    assert [rules.divisors(n) for n in (1, 12, 36, 97)] == [
-        [1],
-        [1, 2, 3, 4, 6, 12],
-        [1, 2, 3, 4, 6, 9, 12, 18, 36],
-        [1, 97],
-    ]
-
-
 def test_of_other_modes_the_rules_of_modes_say_the_same_as_all() -> None:
     """A search asks them alone of the members of a group."""
     there, refused = cluster(1, 8, host_memory_bytes=None), 0

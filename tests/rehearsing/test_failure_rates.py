@@ -73,7 +73,7 @@ def test_what_is_no_rate_is_one_line(text: str, says: str) -> None:
         (("repair_hours = 12", "repair_hour = 12"), "component.0.repair_hour: Extra inputs"),
         (("per_1000_node_days = 2.5", "per_1000_node_days = -1"), "component.0.per_1000_node_days"),
         (('scope = "rack"', 'scope = "rak"'), "component.1.scope"),
-        (("rack_nodes = 4", "rack_nodes ="), "cannot be read as TOML"),
+        (("rack_nodes = 4", "rack_nodes ="), "not valid TOML"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_key(tmp_path: Path, change: tuple[str, str], says: str) -> None:

@@ -2,6 +2,9 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,13 @@ def test_other_samples_and_another_config(tmp_path: Path) -> None:
     assert [(one.what, one.step, one.second) for one in found.partings] == [("ledger", 3, "X" * 16)]
     assert dict(found.config) == {"train.seed": (0, 1)}
     assert found.to_json()["config"] == {"train.seed": [0, 1]}
+
+
+def test_settings_that_json_has_no_word_for_are_told_as_text(tmp_path: Path) -> None:
+    found = replace(
+        compare_runs(make(tmp_path, [1.0]), make(tmp_path, [1.0])), config={"task.x": (inf, date(2024, 1, 2))}
+    )
+    assert json.loads(json.dumps(found.to_json(), allow_nan=False))["config"] == {"task.x": ["inf", "2024-01-02"]}
 
 
 def test_a_loss_that_is_no_number_parts_from_one_that_is(tmp_path: Path) -> None:

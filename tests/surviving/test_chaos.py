@@ -137,6 +137,11 @@ def test_what_is_refused_before_anything_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_what_train_refuses_is_refused_in_its_words(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown key 'train\.stepss'"):
-        ask(tmp_path / "new", POINTS, "train.stepss=3")
+def test_what_train_refuses_is_refused_in_its_words_and_leaves_the_name_free(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"unknown key 'train\.stepss'"):
+            ask(tmp_path / "new", POINTS, "train.stepss=3")
+    for text in ("checkpoint = 5", "checkpoint = [", "[[" * 5000):
+        (tmp_path / "wrong.toml").write_text(text)
+        with pytest.raises(ConfigError, match=r"wrong\.toml"):
+            ask(tmp_path / "new", POINTS, str(tmp_path / "wrong.toml"))

@@ -73,6 +73,11 @@ def test_a_result_is_what_verify_said(entries: list[Entry]) -> None:
     assert refused.outcome == "false alarm" and refused.said.endswith("...") and len(refused.said) == 240
 
 
+def test_a_record_of_other_bytes_has_no_results(tmp_path: Path) -> None:
+    (tmp_path / "record").write_bytes(bytes(range(256)))
+    assert Record(tmp_path / "record").get("x") is None
+
+
 def test_a_record_that_cannot_be_written_is_told(entries: list[Entry], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="choose another file"):

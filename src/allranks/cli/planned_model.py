@@ -12,6 +12,7 @@ from allranks.cluster import Cluster
 from allranks.config_sections import LayoutConfig
 from allranks.errors import ConfigError
 from allranks.model_profile import ModelProfile
+from allranks.ordinary_file import read_small
 from allranks.plan_request import PlanRequest
 from allranks.planning.question import MakeProfile
 from allranks.shape_operations import OWN
@@ -120,11 +121,11 @@ def _from_config(path: Path, more: tuple[str, ...]) -> "ModelShape":
 
     _refuse_more(more, str(path))
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_small(path).decode())
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.json")], 1)
         raise ConfigError(f"{path}: no such file{f'; did you mean {near[0]}?' if near else ''}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: not a Hugging Face config.json: it holds no table of keys")

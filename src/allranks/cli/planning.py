@@ -5,6 +5,7 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -90,6 +91,13 @@ def _rehearser(request: PlanRequest, subject: Subject) -> Rehearse:
     return Rehearser(request, subject)
 
 
+def _whole(text: str, units: Mapping[str, float], option: str) -> int:
+    found = read_number(text, units, option)
+    if found < 1 or found != int(found):
+        raise ConfigError(f"{option} {text}: a whole number of at least 1")
+    return int(found)
+
+
 def exit_code(plan: Plan) -> int:
     """0 fits, 1 does not or not within the limits, 2 every layout is refused."""
     if plan.leading is None:
@@ -101,14 +109,14 @@ def ask(request: PlanRequest, subject: Subject, cluster: Cluster) -> Asked:
     """The question that `request` puts for one cluster. Raises ConfigError for a value of another form."""
     _check_amounts(request)
     if request.gpus is not None and request.gpus != ASK:
-        cluster = cluster_of(cluster, int(read_number(request.gpus, {"": 1}, "--gpus")))
+        cluster = cluster_of(cluster, _whole(request.gpus, {"": 1}, "--gpus"))
     cluster = replace(
         cluster,
         device_hour_price=cluster.device_hour_price if request.price is None else request.price,
         device_watts=cluster.device_watts if request.watts is None else request.watts,
     )
     precisions, notes = choose_precisions(request.precision or subject.precision, cluster)
-    seq = None if request.seq in (None, ASK) else int(read_number(request.seq or "", POSITIONS, "--seq"))
+    seq = None if request.seq in (None, ASK) else _whole(request.seq or "", POSITIONS, "--seq")
     batch = request.global_batch if request.global_batch is not None else subject.global_batch
     if batch is None:
         batch, note = usual_batch(seq or subject.seq)

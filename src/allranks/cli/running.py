@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -22,6 +22,7 @@ from allranks.config import read_task_spec
 from allranks.errors import ConfigError
 from allranks.failure import end_process
 from allranks.launching.environment import ProcessEnvironment, read_environment
+from allranks.reporting.plain import as_json
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.surviving import forkserver
@@ -178,7 +179,7 @@ def _show(
     cut = show_cut(prepared.config, layout)
     if request.json:
         facts = [{"what": decision.what, "because": decision.because} for decision in decisions]
-        return {"task": prepared.spec or DEMO, "config": _plain(config), "cut": cut, "decisions": facts}
+        return {"task": prepared.spec or DEMO, "config": as_json(config), "cut": cut, "decisions": facts}
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"task {prepared.spec or DEMO}", markup=False)
     for name, value in config.items():
@@ -190,7 +191,3 @@ def _show(
     for decision in decisions:
         console.print(f"- {decision}", markup=False)
     return None
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}

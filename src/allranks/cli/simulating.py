@@ -93,7 +93,12 @@ def simulation_of(request: SimulationRequest) -> Simulation:
 
 def _check_more_than_nothing(request: SimulationRequest) -> None:
     """A save or a restart may cost nothing; a step and an interval that take no time, and no storage, are none."""
-    for text, option, example in ((request.step, "--step", "10s"), (request.every, "--every", "10min")):
+    times = (
+        (request.step, "--step", "10s"),
+        (request.every, "--every", "10min"),
+        (request.peer_every, "--peer-every", "1min"),
+    )
+    for text, option, example in times:
         if text is not None and not _time(text, option):
             raise ConfigError(f"{option} {text}: takes more than no time; {option} {example}, say, or leave it out")
     if request.storage is not None and not 0 < request.storage < math.inf:

@@ -5,9 +5,13 @@ from functools import lru_cache
 
 from allranks.config_sections import TrainConfig
 from allranks.errors import ConfigError, LayoutError
+from allranks.even_cut import divisors
 from allranks.layout import Layout
 
 Span = tuple[int, int]
+
+MOST_MICRO_STEPS = 100_000
+"""Of a step: each has a place in memory, and more are a mistake."""
 
 ROUNDS = 2  # micro-steps for each stage of a pipeline, where the user does not say how many
 
@@ -49,6 +53,11 @@ class Cut:
             raise ConfigError(
                 f"train.micro_steps({self.micro_steps}) > train.global_batch({self.global_batch}): "
                 f"a micro-step would have no sample; set train.micro_steps={self.global_batch} or less"
+            )
+        if self.num_micro_steps() > MOST_MICRO_STEPS:
+            raise ConfigError(
+                f"a step of train.global_batch={self.global_batch} has {self.num_micro_steps():,} micro-steps, and can "
+                f"have {MOST_MICRO_STEPS:,}: make train.micro_batch larger, train.micro_steps or the batch smaller"
             )
 
     def num_micro_steps(self, size: int | None = None) -> int:
@@ -113,7 +122,7 @@ def _cut_for_pipeline(train: TrainConfig, layout: Layout, micro_steps: int | Non
             f"pp={layout.pp} passes micro-steps of one shape on, and train.global_batch({batch}) over "
             f"dp_replicate * dp_shard({dp}) leaves {left}: {near} fits"
         )
-    fits = [m for m in range(1, share + 1) if share % m == 0 and layout.fits_schedule(m)]
+    fits = [m for m in divisors(share) if layout.fits_schedule(m)]
     if train.micro_batch is not None:
         asked, written = -(-share // train.micro_batch), f"train.micro_batch={train.micro_batch}"
         asked = asked if share % train.micro_batch == 0 else 0

@@ -11,11 +11,12 @@ from itertools import product
 from typing import Any, final
 
 from allranks.cluster import Cluster
+from allranks.even_cut import divisors
 from allranks.layout import ONE_STAGE_EACH, Layout, Sharding
 from allranks.layout_refusals import SPLIT_BACKWARD
 from allranks.model_profile import ModelProfile
 from allranks.plan import Choice, Refusal
-from allranks.planning.rules import check, check_modes, divisors
+from allranks.planning.rules import check, check_modes
 from allranks.upkeep import Upkeep
 
 SCHEDULES = (*ONE_STAGE_EACH, "interleaved", "looped_bfs", *SPLIT_BACKWARD)

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from allranks.even_cut import divisors
 from allranks.layout import Layout
 from allranks.plan import Choice, Estimate, Ranked, Refusal
 from allranks.planning.choices import CONTEXTS, SCHEDULES, Space, kept_modes, of_layout
 from allranks.planning.reasons import why_not
-from allranks.planning.rules import divisors
 from allranks.planning.search import Search, rank
 
 AXES_ALONE = ("tp", "pp", "cp")

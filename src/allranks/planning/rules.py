@@ -290,9 +290,3 @@ def _modes(layout: Layout) -> str:
     """The modes of a layout string, without its degrees."""
     parts = [part for part in str(layout).split(",") if part.partition("=")[0] not in (*PROCESS_AXES, "single")]
     return ",".join(parts)
-
-
-def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n < number]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from allranks.cluster import Cluster
 from allranks.errors import ConfigError
-from allranks.planning.rules import divisors
+from allranks.even_cut import divisors
 
 MOST_NODES = 4096
 

@@ -1,12 +1,12 @@
 """How often what fails: public figures by name, a number, or the user's own TOML file."""
 
 import difflib
-import tomllib
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from allranks.config_toml import read_toml
 from allranks.errors import ConfigError
 from allranks.simulation import Component, FailureModel, Scope
 
@@ -120,11 +120,9 @@ def find_failures(text: str) -> tuple[FailureModel, tuple[str, ...]]:
 def read_failures(path: Path) -> FailureModel:
     """A failure model from a file. Raises ConfigError with file, key and what is wrong."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"--failures {path}: no such file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"--failures {path}: cannot be read as TOML: {error}") from None
+        values = read_toml(path)
+    except ConfigError as error:
+        raise ConfigError(f"--failures {error}") from None
     try:
         found = _File.model_validate(values)
     except ValidationError as error:

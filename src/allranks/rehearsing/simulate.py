@@ -1,5 +1,6 @@
 """Simulate a run of days with failures: its goodput, where the time goes, which interval and how many spares pay."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -83,6 +84,7 @@ def simulate(
     goodput, because = closed_form(chosen, model)
     mean = mean_seconds_between(chosen, model)
     save = chosen.tiers[-1].stall_seconds
+    known = save > 0 and math.isfinite(mean)  # else there is nothing to weigh against each other
     best = max(by_interval, key=lambda outcome: outcome.goodput.mean)
     return Simulation(
         model=named[0],
@@ -94,8 +96,8 @@ def simulate(
         formula_because=because,
         intervals=tuple(by_interval),
         best_every_seconds=best.operation.tiers[-1].every_seconds,
-        young_seconds=young_interval(save, mean) if save else None,
-        daly_seconds=daly_interval(save, mean) if save else None,
+        young_seconds=young_interval(save, mean) if known else None,
+        daly_seconds=daly_interval(save, mean) if known else None,
         spares=tuple(by_spares),
         best_spares=max(by_spares, key=work_per_node).operation.spares,
         faster=compared[-1],

@@ -11,6 +11,7 @@ from typing import Any, final
 
 from allranks.config import changed_keys
 from allranks.reporting.history import Event, number
+from allranks.reporting.plain import as_json
 from allranks.run import Run
 
 LIMITS = (0.0, 1e-6, 1e-2)
@@ -57,8 +58,9 @@ class ComparedRuns:
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON values; a number that is not finite becomes its name ("nan")."""
-        rows = [{key: _plain(value) for key, value in asdict(parting).items()} for parting in self.partings]
-        return {**asdict(self), "partings": rows, "config": {key: list(pair) for key, pair in self.config.items()}}
+        plain = as_json(asdict(self))
+        assert isinstance(plain, dict)
+        return plain
 
     def render(self) -> str:
         """In words: where they part, then why that may be."""
@@ -117,10 +119,6 @@ def _ledgers(pair: tuple[int, Event, Event]) -> Parting | None:
     a, b = one.get("ledger"), other.get("ledger")
     both = isinstance(a, str) and isinstance(b, str)
     return Parting("ledger", 0.0, step, str(a), str(b)) if both and a != b else None
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def _told(value: object) -> str:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -28,6 +27,7 @@ from allranks.reporting.history import (
     whole,
     word,
 )
+from allranks.reporting.plain import as_json
 from allranks.reporting.predicted import Prediction, compare
 from allranks.run import Run
 from allranks.verdict import Decision, Verdict
@@ -95,7 +95,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON values; a number that is not finite becomes its name ("nan")."""
-        plain = _plain(asdict(self))
+        plain = as_json(asdict(self))
         assert isinstance(plain, dict)
         return plain
 
@@ -223,13 +223,3 @@ def _checkpoints(directory: Path) -> tuple[KeptCheckpoint, ...]:
             continue
         found.append(KeptCheckpoint(path.name, int(step[1]), (path / "COMMITTED").exists(), num_bytes))
     return tuple(sorted(found, key=lambda checkpoint: checkpoint.step))
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, float) and not isfinite(value):
-        return str(value)
-    return value

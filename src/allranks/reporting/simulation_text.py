@@ -104,6 +104,8 @@ def _intervals(found: Simulation) -> Table:
 def say_interval(found: Simulation) -> str:
     """What the formulas say of the interval between checkpoints."""
     if found.young_seconds is None or found.daly_seconds is None:
+        if found.chosen.operation.tiers[-1].stall_seconds:
+            return "  Nothing fails: no save is needed (Young and Daly: infinite)"
         return "  A save costs training nothing: the shortest interval is the best (Young and Daly: 0)"
     formulas = f"Young {format_seconds(found.young_seconds)}, Daly {format_seconds(found.daly_seconds)}"
     return f"  By formula: {formulas}; by simulation {format_seconds(found.best_every_seconds)}"

@@ -6,12 +6,13 @@ broken        the same training, with the faults (trial_commands.py)
 verdict       I1 to I7 (invariants.py), by incident (incidents.py)
 """
 
-import tomllib
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
+from allranks.config_toml import read_toml
 from allranks.errors import ConfigError
 from allranks.fault_points import read_fired, read_passed, write_schedule
 from allranks.run import Run
@@ -96,8 +97,8 @@ def break_on_purpose(trial: Trial, say: Callable[[str], None]) -> Answer:
     choices = parse_choices(trial.points)
     if trial.kills < 1:
         raise ConfigError(f"--kills {trial.kills}: a trial without a fault proves nothing; give at least 1")
-    folder = _prepare(trial.folder)
     arguments, decisions = _with_checkpoints(trial.arguments)
+    folder = _prepare(trial.folder)
     say(f"training undisturbed, in {folder / 'undisturbed'}")
     train = ("train", *arguments, *trial.options)
     name = folder / "undisturbed"
@@ -138,9 +139,10 @@ def _with_checkpoints(arguments: tuple[str, ...]) -> tuple[tuple[str, ...], tupl
     for toml in (Path(argument) for argument in arguments if argument.endswith(".toml")):
         if toml.is_file():
             try:
-                named |= "every" in tomllib.loads(toml.read_text(encoding="utf-8")).get("checkpoint", {})
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError, AttributeError):
-                named = True  # `allranks train` says what is wrong with it
+                section = read_toml(toml).get("checkpoint", {})
+            except ConfigError:
+                section = None  # `allranks train` says what is wrong with it
+            named |= not isinstance(section, dict) or "every" in section
     if named:
         return arguments, ()
     key = f"checkpoint.every={SAVED_EVERY}"
@@ -156,9 +158,19 @@ def _processes(options: tuple[str, ...]) -> tuple[str, ...]:
 def _not_trained(folder: Path, command: Command) -> Answer:
     last = next((line for line in reversed(command.lines()) if line.strip()), "no word")
     if command.code in REFUSED:
+        if command.code == REFUSED[0]:  # nothing had begun: the next trial may take the name
+            _empty(folder)
         raise ConfigError(last.removeprefix("allranks: error: "))
     what = f"undetermined: the undisturbed run itself ended with {command.code}: {last} (all of it: {command.log})"
     return Answer(folder, UNDETERMINED, what)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _conclude(invariants: list[Invariant], incidents: list[Incident], last: Command) -> tuple[int, str]:

@@ -31,7 +31,8 @@ class NcclAborts:
 
     def __init__(self, logs: Path, ranks: Iterable[int] = ()) -> None:
         """`ranks` are about to start, and print to their logs in this folder."""
-        self._began = {rank: (path, _size(path)) for rank in ranks if (path := log_file(logs, rank))}
+        paths = {rank: log_file(logs, rank) for rank in ranks}
+        self._began = {rank: (path, _size(path)) for rank, path in paths.items()}
 
     def decode(self, ended: Iterable[Ended]) -> list[Failure]:
         """The failures of those that the watchdog has ended.

@@ -34,7 +34,7 @@ class Record:
         """Read what is there; a line that is cut short is left out."""
         if self.path is None or not self.path.is_file():
             return
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 document = json.loads(line)
                 self._known[document["digest"]] = Result.from_json(document)
