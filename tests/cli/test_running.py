@@ -312,6 +312,8 @@ def no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ((POINTS, "train.global_batch=1", "--nproc", "2"), 2, ("global_batch(1)", "2")),
         ((POINTS, "--layout", "dp_shard=3", "--nproc", "2"), 2, ("dp_shard(3)", "= 3", "2 processes", "dp_shard=2")),
         ((POINTS, "--layout", "placement,pp=2"), 2, ("pp=2 with placement", "dp_replicate=N")),
+        ((POINTS, "--layout", "tp=100000"), 2, ("100,000 processes", "at most 1,024", "allranks dryrun")),
+        ((POINTS, "--nproc", "1025", "train.global_batch=2000"), 2, ("1,025 processes", "at most 1,024")),
         ((POINTS, "train.stepz=3"), 2, ("train.stepz", "train.steps")),
         ((POINTS, "train.steps=many"), 2, ("train.steps", "many")),
         ((POINTS, "task.widht=3"), 2, ("widht", "width")),

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from allranks.layout import Layout
     from allranks.training.prepare import Prepared
 
+MOST_PROCESSES = 1024
+"""Of one machine: far above its GPUs and cores."""
+
 
 def train(request: TrainRequest) -> int:
     """Train as `request` says; the exit code of design.md section 6.
@@ -99,6 +102,8 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment, secret: 
     decisions = (*prepared.decisions, decision, *decided)
     if request.show:
         return 0, _show(request, prepared, layout, decisions)
+    if environment.launcher == "none":
+        _check_many(num_processes // (1 if hosts is None else hosts.nodes))
     if request.show_sharding:
         from allranks.cli.sharding import show_sharding
 
@@ -106,6 +111,15 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment, secret: 
     if hosts is not None:
         return run_on_hosts(request, hosts, prepared, nproc, decisions, secret)
     return _run(request, prepared, num_processes, decisions, plan)
+
+
+def _check_many(processes: int) -> None:
+    """Raises ConfigError for more than any machine runs, before they take the whole of this one's memory."""
+    if processes > MOST_PROCESSES:
+        raise ConfigError(
+            f"{processes:,} processes on this machine: at most {MOST_PROCESSES:,}; --show says how a layout of a "
+            "cluster is cut, `allranks plan` and `allranks dryrun` need none of its devices"
+        )
 
 
 def _is_open(prepared: "Prepared") -> bool:
