@@ -99,8 +99,9 @@ def _refused_by_the_system(error: OSError) -> ConfigError | None:
     if user_place(error):
         return None
     if error.filename is None:
-        unusable = str(error.strerror).startswith("No usable temporary directory")
-        return ConfigError(f"n{error.strerror[1:]}: set TMPDIR to one that can be written") if unusable else None
+        said = error.strerror or ""
+        unusable = said.startswith("No usable temporary directory")
+        return ConfigError(f"n{said[1:]}: set TMPDIR to one that can be written") if unusable else None
     if isinstance(error.filename, int):  # a descriptor is nothing that a user has named
         return None
     path = printable(os.fsdecode(error.filename))
