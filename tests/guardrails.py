@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 60
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(rooms.split())
     for rooms in (
-        "errors units durable lifeline standard_streams config config_guard config_keys config_layers "
+        "errors units durable home_directory lifeline standard_streams config config_guard config_keys config_layers "
         "config_sections config_toml layout_string layout_placement even_cut left_out journal_events ordinary_file "
         "raised",
         "layout layout_refusals slow_links cluster model_profile model_shape shape_operations named_models "

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from allranks.durable import preflight_writable, refusing, replacing, write_json, write_whole
+from allranks.durable import (
+    check_target,
+    make_folders,
+    preflight_writable,
+    refusing,
+    replacing,
+    write_json,
+    write_whole,
+)
 from allranks.errors import ConfigError, RunError
 
 
@@ -99,3 +107,39 @@ def test_a_place_below_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file.*cannot be written"):
         write_whole(tmp_path / "file" / "RUN.toml", "")
+
+
+@pytest.mark.parametrize("name", ["", ".", "/"])
+def test_what_names_no_file_is_refused_before_the_work_and_after(name: str) -> None:
+    for refuse in (check_target, lambda path: write_whole(path, "")):
+        with pytest.raises(ConfigError, match=r"^'[./]' names no file; write the name of one behind it"):
+            refuse(Path(name))
+
+
+def test_a_target_is_checked_before_the_work_and_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "folder").mkdir()
+    for fine in ("file", "new.html", "not/yet/there.html"):
+        check_target(tmp_path / fine)
+    refusals = {"folder": "is a directory", "file/x.html": "cannot be written: Not a directory", "x" * 300: "too long"}
+    for name, reason in refusals.items():
+        with pytest.raises(ConfigError, match=rf"^{tmp_path}/{name}.*{reason}.*; name "):
+            check_target(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"] and (tmp_path / "file").read_text() == "old"
+
+
+def test_preflight_refuses_a_place_that_nobody_may_look_at(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"cannot be written: File name too long; choose another place"):
+        preflight_writable(tmp_path / ("x" * 300) / "runs")
+
+
+def test_folders_are_made_where_they_are_missing(tmp_path: Path) -> None:
+    make_folders(tmp_path / "run", ("logs", "traces"))
+    (tmp_path / "run" / "logs" / "kept").touch()
+    (tmp_path / "run" / "traces").rmdir()
+    make_folders(tmp_path / "run", ("logs", "traces"))
+    assert sorted(os.listdir(tmp_path / "run")) == ["logs", "traces"] and (tmp_path / "run/logs/kept").exists()
+    (tmp_path / "run" / "traces").rmdir()
+    (tmp_path / "run" / "traces").touch()
+    with pytest.raises(RunError, match=r"run/traces is no directory, which a run keeps there; move it away$"):
+        make_folders(tmp_path / "run", ("logs", "traces"))

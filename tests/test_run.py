@@ -160,6 +160,31 @@ def test_the_lease_is_the_directory_s(tmp_path: Path, config: Config) -> None:
     assert run.holder() is None
 
 
+def test_who_trains_again_finds_the_rooms_that_somebody_removed(tmp_path: Path, config: Config) -> None:
+    run = make(tmp_path, config)
+    run.log().parent.rmdir()
+    run.traces.rmdir()
+    run.acquire()
+    assert run.log().parent.is_dir() and run.traces.is_dir()
+    run.release()
+    run.log().parent.rmdir()
+    run.log().parent.touch()
+    with pytest.raises(RunError, match=r"/logs is no directory, which a run keeps there; move it away$"):
+        Run.open(run.path).acquire()
+
+
+def test_a_run_does_not_take_the_place_of_the_directory_it_is_started_in(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for named in (Path("."), here, Path("../here")):
+        with pytest.raises(RunError, match=r"here is the directory that this command runs in; name another"):
+            Run.create(tmp_path, "Digits", config, {}, directory=named)
+    assert here.samefile(".") and os.listdir(tmp_path) == ["here"]
+
+
 def test_a_read_only_directory_refuses_the_lease(
     tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

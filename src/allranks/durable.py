@@ -7,7 +7,8 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ def preflight_writable(directory: Path) -> None:
     Raises:
         RunError: it cannot, with the system's reason.
     """
-    place = next(place for place in (directory, *directory.absolute().parents) if place.exists())
+    with refusing(directory):  # also to look at it
+        place = _standing(directory)
     token = secrets.token_hex(8)
     probe, renamed = place / f".probe-{token}", place / f".probe-{token}.renamed"
     try:
@@ -33,6 +35,20 @@ def preflight_writable(directory: Path) -> None:
         for leftover in (probe, renamed):
             with contextlib.suppress(OSError):
                 leftover.unlink(missing_ok=True)
+
+
+def make_folders(path: Path, names: Iterable[str]) -> None:
+    """Make the folders of these names in `path`, and `path` itself, where they are missing.
+
+    Raises:
+        RunError: something else stands there.
+        OSError: the system does not let them be made.
+    """
+    for folder in (path / name for name in names):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise RunError(f"{folder} is no directory, which a run keeps there; move it away") from None
 
 
 @contextlib.contextmanager
@@ -58,12 +74,39 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def _standing(place: Path) -> Path:
+    """The place itself, or the nearest above it that is there."""
+    return next(one for one in (place, *place.absolute().parents) if one.exists())
+
+
+def check_target(path: Path) -> None:
+    """Before the work: may `write_whole` write its result there? Nothing is left behind.
+
+    Raises:
+        ConfigError: it names no file, a directory, or a place where the system lets none be written.
+    """
+    _check_name(path)
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{path} is a directory; name a file in it, or another place")
+        with tempfile.TemporaryFile(dir=_standing(path.parent)):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; name another place") from error
+
+
+def _check_name(path: Path) -> None:
+    if not path.name:
+        raise ConfigError(f"'{path}' names no file; write the name of one behind it, or another place")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file that the user has named, and the folders above it: whole, or what was there stays.
 
     Raises:
-        ConfigError: the system does not let it be written there.
+        ConfigError: it names no file, or the system does not let it be written there.
     """
+    _check_name(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as draft:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, final
 
 from allranks.config import Config, is_as_written, read_config, write_config
-from allranks.durable import preflight_writable, refusing, replacing, sync, write_json
+from allranks.durable import make_folders, preflight_writable, refusing, replacing, sync, write_json
 from allranks.errors import AllranksError, RunError
 from allranks.failure import log_file
 from allranks.journal_events import last_step, latest_steps, read_events
@@ -212,12 +212,13 @@ class Run:
         """Take the lease, so that nobody else trains here; it ends with this process, however that dies.
 
         Raises RunError: another process holds it (said within 2 s, with host, pid and since when) and is none of
-        `deposed` (hosts and pids), or the directory is read-only.
+        `deposed` (hosts and pids), the directory is read-only, or something else stands where a room of it should.
         """
         with refusing(self.path):
             self._lease.acquire(deposed)
             # Another process may have counted attempts since this one looked.
             self._identity = _read_identity(self.path / "run.json")
+            make_folders(self.path, ROOMS)  # somebody may have tidied up: `rm -r RUN/logs`
 
     def release(self) -> None:
         """Give the lease back; nothing happens where it is not held."""
@@ -280,11 +281,12 @@ def _new_identity(task_name: str, run_json: Mapping[str, Any]) -> dict[str, Any]
 
 def _create_directory(path: Path, identity: Mapping[str, Any], config: Config) -> None:
     with refusing(path):
+        if path.exists() and path.samefile("."):  # it would be gone below this process, its workers and the shell
+            raise RunError(f"{path.absolute()} is the directory that this command runs in; name another with --run DIR")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
         try:
-            for room in ROOMS:
-                (temporary / room).mkdir(parents=True)
+            make_folders(temporary, ROOMS)
             write_json(temporary / "run.json", identity)
             write_config(config, temporary / "config.toml")
             sync(temporary / "config.toml")

@@ -24,6 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from allranks.errors import TaskError
+from allranks.home_directory import expand
 
 __path__: list[str] = []  # makes this module the parent package of the files that cannot keep their own name
 
@@ -50,7 +51,7 @@ class TaskSpec:
         if (":" in text and not name.isidentifier()) or not place:
             raise TaskError(f"{text!r} names no Task: {forms}")
         if place.endswith(".py"):
-            return TaskSpec(((folder or Path.cwd()) / Path(place).expanduser()).resolve(), "", name or None)
+            return TaskSpec(((folder or Path.cwd()) / expand(place)).resolve(), "", name or None)
         if not all(part.isidentifier() for part in place.split(".")):
             raise TaskError(f"{text!r} names no Task: {forms}")
         return TaskSpec(None, place, name or None)

@@ -2,9 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from allranks.benchmarking import machine, scaling, training_runs
+from allranks.cli import bench_scaling
 from allranks.cli.main import main
 from tests.commands import POINTS, allranks
 
@@ -112,3 +115,37 @@ def test_what_the_task_does_not_allow_is_refused_too(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("allranks: error: ") and told in err and len(err.splitlines()) == 1
+
+
+def test_where_the_page_goes_is_checked_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_runs, "ask_config", lambda *_: pytest.fail("a process was started"))
+    (tmp_path / "out.html").mkdir()
+    assert main(["bench", "scaling", DIGITS, "--plot", str(tmp_path / "out.html")]) == 2
+    assert capsys.readouterr().err.startswith(f"allranks: error: {tmp_path / 'out.html'} is a directory")
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_the_rows_are_told_also_where_the_page_cannot_be_written(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_runs, "ask_config", lambda *_: None)
+    monkeypatch.setattr(training_runs, "measure_all", lambda *_, **__: {})
+    point = SimpleNamespace(layout=SimpleNamespace(world_size=1), run=0)
+    monkeypatch.setattr(scaling, "plan_points", lambda *_: [point])
+    monkeypatch.setattr(scaling, "summarise", lambda *_: [])
+    monkeypatch.setattr(machine, "describe_machine", lambda *_: {})
+    monkeypatch.setattr(bench_scaling, "print_rows", lambda rows: print("the rows"))
+    monkeypatch.setattr(bench_scaling, "render_plot", lambda rows: "a new page")
+    page = tmp_path / "out.html"
+    page.write_text("the old page")
+    with monkeypatch.context() as full:
+        full.setattr("allranks.durable.sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
+        assert main(["bench", "scaling", DIGITS, "--nproc", "1", "--plot", str(page), *words]) == 2
+    told = capsys.readouterr()
+    assert json.loads(told.out)["rows"] == [] if words else told.out == "the rows\n"
+    assert told.err.endswith(f"{page} cannot be written: No space left; name another place\n")
+    assert page.read_text() == "the old page"
+    assert main(["bench", "scaling", DIGITS, "--nproc", "1", "--plot", str(page), *words]) == 0
+    assert page.read_text() == "a new page"

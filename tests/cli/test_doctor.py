@@ -73,6 +73,7 @@ def test_gpus_that_torch_cannot_use_are_one_line_and_2(
         (["--device", "tpu"], "--device tpu: expected one of auto, cpu, cuda"),
         (["--calibrate", "--nproc", "0"], "--nproc"),
         (["--calibrate", "--device", "cpu", "--nproc", "65"], "--nproc 65: at most 64 processes"),
+        (["--calibrate", "--output", "."], "--output .: a cluster file ends in .toml: cluster.toml"),
         (["--calibrate", "--output", "a.json"], "--output a.json: a cluster file ends in .toml: a.toml"),
     ],
 )

@@ -1,12 +1,17 @@
 """How the program answers as a whole: help, version, usage errors, exit codes; and what it never imports."""
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import allranks
+from allranks import task_loading
 from allranks.cli import main as program
 from allranks.cli.main import main
 from allranks.errors import CheckpointError
@@ -116,4 +121,50 @@ def test_what_is_nobodys_fault_but_ours_keeps_its_traceback(monkeypatch: pytest.
 
     monkeypatch.setattr(program, "app", fail)
     with pytest.raises(ZeroDivisionError):
+        main(["train"])
+
+
+@pytest.mark.parametrize("words", [["report"], ["explain"], ["checkpoint", "list"], ["plan", "--cluster"]])
+def test_a_path_at_which_nobody_may_look_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Too long a name is refused to root, too."""
+    name = "x" * 300 + ".toml"
+    assert main([*words, name, *(["gpt2"] if words[0] == "plan" else [])]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("allranks: error: ") and err.count("\n") == 1
+    assert name in err and "File name too long" in err
+
+
+def test_what_the_system_refuses_is_told_with_the_next_move(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "app", lambda **_: os.stat("/proc/self/mem/a\x1bb"))
+    monkeypatch.setattr(task_loading, "user_place", lambda _: "")  # the line above is no user's
+    assert main(["report", "--json"]) == 2
+    out, err = capsys.readouterr()
+    message = r"/proc/self/mem/a\x1bb: Not a directory; name another path, or see to who may look there"
+    assert json.loads(out) == {"error": message, "kind": "ConfigError", "exit_code": 2}
+    assert err == f"allranks: error: {message}\n"
+
+
+def test_no_room_for_temporary_files_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(program, "app", lambda **_: tempfile.gettempdir())
+    monkeypatch.setattr(task_loading, "user_place", lambda _: "")
+    assert main(["verify"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("allranks: error: no usable temporary directory found in [") and "set TMPDIR to one" in told
+
+
+def test_what_the_system_refuses_to_the_users_own_code_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("import os\ndef look(**_):\n    os.stat('/no/such')\n")
+    found: dict[str, Any] = {}
+    exec(compile(mine.read_text(), str(mine), "exec"), found)
+    monkeypatch.setattr(program, "app", found["look"])
+    with pytest.raises(FileNotFoundError):
         main(["train"])

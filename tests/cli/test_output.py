@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from allranks.cli.output import print_error, print_json, print_table, printable, stdout_kept_free
+from allranks.cli.output import print_error, print_json, print_table, printable, stdout_kept_free, write_printed
 from allranks.errors import RunError
 
 
@@ -59,3 +59,12 @@ def test_a_table_lines_up_and_cuts_nothing(capsys: pytest.CaptureFixture[str]) -
     print_table(("name", "n"), [("a" * 300, "1"), ("b", "")])
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["name" + " " * 298 + "n", "a" * 300 + "  1", "b"]
+
+
+def test_what_is_printed_already_gets_no_second_document(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> None:
+        raise RunError("a.html cannot be written")
+
+    assert write_printed(lambda: None) == 0 and capsys.readouterr() == ("", "")
+    assert write_printed(refuse) == 78
+    assert capsys.readouterr() == ("", "allranks: error: a.html cannot be written\n")

@@ -1,5 +1,6 @@
 """From a PlanRequest to a question: numbers with suffixes, layouts, limits, exit codes."""
 
+import json
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from allranks.cli import planning
 from allranks.cli.planned_model import find_subject
 from allranks.cli.planning import ask, exit_code
 from allranks.config_sections import LayoutConfig
@@ -176,3 +178,45 @@ def test_the_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     page = tmp_path / "plan.html"
     assert main(["plan", "gpt2", "--cluster", "2:h100", "--global-batch", "8", "--html", str(page)]) == 0
     assert "gpt2" in page.read_text() and capsys.readouterr().out.startswith("gpt2 (")
+
+
+GPT2 = ("plan", "gpt2", "--cluster", "2:h100", "--global-batch", "8")
+
+
+@pytest.mark.parametrize("option", ["--html", "--save"])
+def test_where_the_files_go_is_checked_before_the_plan(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from allranks.cli.main import main
+
+    monkeypatch.setattr(planning, "find_subject", lambda *_: pytest.fail("it was planned"))
+    (tmp_path / "RUN.toml").mkdir()
+    place = tmp_path if option == "--save" else tmp_path / "RUN.toml"
+    assert main([*GPT2, option, str(place)]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and f"{tmp_path / 'RUN.toml'} is a directory; name a file" in told.err
+    assert main([*GPT2, "--html", ""]) == 2
+    assert "names no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_the_plan_is_told_also_where_its_page_cannot_be_written(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from allranks.cli.main import main
+
+    monkeypatch.setattr("allranks.durable.sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
+    assert main([*GPT2, "--html", str(tmp_path / "plan.html"), *words]) == 2
+    told = capsys.readouterr()
+    assert (json.loads(told.out)["model"] if words else told.out[:4]) == "gpt2"
+    assert told.err.endswith("plan.html cannot be written: No space left; name another place\n")
+
+
+def test_a_tasks_file_is_seen_from_the_saved_plan_and_a_module_stays_as_it_is(tmp_path: Path) -> None:
+    beside = planning._beside
+    assert beside("/a/task.py", Path("/a/out")) == "../task.py"
+    assert beside("/a/.pyenv/x:y/task.py", Path("/a/out")) == "../.pyenv/x:y/task.py"
+    assert beside("/a/task.py:Mine", Path("/a")) == "task.py:Mine"
+    for module in ("research.pytorch.tasks:GPT", "research.pytorch.tasks", "tasks:pyramid"):
+        assert beside(module, tmp_path) == module
+    assert beside(None, tmp_path) is None

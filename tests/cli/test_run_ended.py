@@ -35,6 +35,15 @@ def test_the_first_failure_is_last_on_the_screen(run: Run, capsys: pytest.Captur
     assert lines[2:] == ["rank 1 on hostb failed:", "Traceback", "ValueError: x"]
 
 
+def test_a_path_and_a_traceback_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = resolve_config(task_defaults={}, toml=None, overrides=("train.steps=3",), layout=None)
+    run = Run.create(tmp_path, "points", config, {"task": "x.py"}, directory=tmp_path / "[lr=0.1][/b]:100:")
+    (run.checkpoints / "step-00000002").mkdir()
+    tell_end(run, Outcome(1, Failure(1, "hostb", 9, 2.5, 1, "x", traceback="    x[:100:2][/red]"), others=(0,)))
+    told = capsys.readouterr().err
+    assert f"--resume {run.path}`" in told and f"is in {run.path}/logs\n" in told and "    x[:100:2][/red]\n" in told
+
+
 def test_of_a_refusal_one_line_says_all(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     (run.checkpoints / "step-00000002").mkdir()
     refused = Failure(1, "hostb", 9, 2.5, 78, "no Task file")

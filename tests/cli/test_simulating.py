@@ -1,11 +1,12 @@
 """From a request to what is simulated: which figure comes from where."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from allranks.cli.simulating import STORAGE_PER_NODE, costs_of, operation_of, simulation_of
+from allranks.cli.simulating import STORAGE_PER_NODE, answer, costs_of, operation_of, simulation_of
 from allranks.errors import ConfigError
 from allranks.planning.hardware import find_cluster
 from allranks.rehearsing.failure_rates import NAMED
@@ -69,3 +70,19 @@ def test_what_cannot_be_nothing_is_refused_in_one_line(option: str, value: str |
 def test_a_cluster_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError):
         simulation_of(SimulationRequest("0x8:h100"))
+
+
+@pytest.mark.parametrize("json", [False, True])
+def test_the_target_is_checked_first_and_the_result_is_told_before_it_is_written(
+    json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="is a directory"):
+        answer(SimulationRequest(CLUSTER, step="nonsense", html=tmp_path))
+    request = SimulationRequest(
+        CLUSTER, step="10s", save_cost="1s", runs=2, days=1.0, html=tmp_path / "a.html", json=json
+    )
+    monkeypatch.setattr("allranks.durable.sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
+    assert answer(request) == 2
+    told = capsys.readouterr()
+    assert told.out.startswith("{") == json and ("goodput" if json else "Goodput") in told.out
+    assert told.err.endswith("a.html cannot be written: No space left; name another place\n")

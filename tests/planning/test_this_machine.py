@@ -116,6 +116,16 @@ def test_the_place_is_the_users_configuration(configuration: Path, monkeypatch: 
     assert calibrated_path("h100", 8, PROCESSOR).parent == Path("/home/someone/.config/allranks/clusters")
 
 
+def test_somebody_elses_home_has_no_figures_for_this_user(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrated(8)
+
+    def refuse(*_: object) -> object:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "glob", refuse)
+    assert calibrated_files() == []
+
+
 def test_several_nodes_like_this_one(machine: None) -> None:
     joined, named = find_cluster("4x2:cpu"), find_cluster("4x2:cpu@ethernet10")
     assert (joined.num_devices, joined.domain) == (8, 2)

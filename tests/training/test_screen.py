@@ -41,14 +41,15 @@ def test_with_json_nothing_reaches_standard_output(run: Run, capsys: Capture) ->
     capsys.readouterr()
     for json in (True, False):
         screen = Screen(json=json)
-        screen.say("a line with [brackets]")
-        screen.warn("mind this")
+        screen.say("a line with [brackets] and x[:100:2]")
+        screen.warn("mind this[/b]:x:")
         screen.open_run(run, session, session.decisions)
         screen.close_run(run, Curve(), Ending("done", 2, {}))
         shown = capsys.readouterr()
         text, nothing = (shown.err, shown.out) if json else (shown.out, shown.err)
         assert nothing == ""
-        assert "a line with [brackets]" in text and "warning: mind this" in text and f"lies in {run.path}" in text
+        assert "a line with [brackets] and x[:100:2]" in text and "warning: mind this[/b]:x:" in text
+        assert f"lies in {run.path}" in text
 
 
 def test_every_decision_is_shown_with_because(run: Run, capsys: Capture) -> None:

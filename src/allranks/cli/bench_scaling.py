@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from allranks.cli.output import print_error, print_json
+from allranks.cli.output import print_error, print_json, write_printed
 from allranks.cli.scaling_rows import print_rows, render_plot
 from allranks.cli.train import read_arguments
+from allranks.durable import check_target, write_whole
 from allranks.errors import ConfigError, ProcessError
 from allranks.process_environment import num_cores
 from allranks.units import format_seconds
@@ -123,13 +124,11 @@ def scaling(
     except ProcessError as error:
         return print_error(error, json=json, exit_code=UNDETERMINED)
     rows = scaling.summarise(points, found)
-    if plot is not None:
-        plot.write_text(render_plot(rows), encoding="utf-8")
     if json:
         print_json(_document(words, steps, rows, decisions, about))
     else:
         print_rows(rows)
-    return 0
+    return 0 if plot is None else write_printed(lambda: write_whole(plot, render_plot(rows)))
 
 
 def _check_words(arguments: Sequence[str]) -> tuple[str, ...]:
@@ -148,8 +147,9 @@ def _check_plot(plot: Path | None) -> None:
         return
     if plot.suffix != ".html":
         raise ConfigError(f"--plot {plot}: expected a name that ends in .html")
-    if not plot.parent.is_dir() or not os.access(plot.parent, os.W_OK):
-        raise ConfigError(f"--plot {plot}: {plot.parent} is no directory that can be written")
+    if not plot.parent.is_dir():
+        raise ConfigError(f"--plot {plot}: {plot.parent} is no directory; make it, or name another place")
+    check_target(plot)
 
 
 def _teller(num_runs: int, repeats: int) -> Callable[[int, "Point", "Trained"], None]:

@@ -50,7 +50,8 @@ def doctor(
             raise ConfigError(f"{given[0]} says how to measure: add --calibrate")
         return _describe(device, json=json)
     if output is not None and output.suffix != ".toml":
-        raise ConfigError(f"--output {output}: a cluster file ends in .toml: {output.with_suffix('.toml')}")
+        named = output.with_suffix(".toml") if output.name else output / "cluster.toml"
+        raise ConfigError(f"--output {output}: a cluster file ends in .toml: {named}")
     return _calibrate(device, nproc, output, quick=quick, json=json)
 
 

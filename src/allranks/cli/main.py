@@ -3,6 +3,7 @@
 Importing this module imports neither torch nor numpy; a command imports what it calls when it runs.
 """
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import typer
 
 from allranks import __version__
 from allranks.cli import bench, chaos, checkpoint, doctor, dryrun, explain, new, plan, report, simulate, train, verify
-from allranks.cli.output import print_error
+from allranks.cli.output import print_error, printable
 from allranks.errors import AllranksError, ConfigError
 from allranks.standard_streams import steady_streams
 
@@ -68,6 +69,11 @@ def _run(words: list[str]) -> int:
         return print_error(error, json="--json" in words)
     except typer.TyperException as error:
         return print_error(_as_config_error(error, words), json="--json" in words)
+    except OSError as error:
+        refusal = _refused_by_the_system(error)
+        if refusal is None:
+            raise
+        return print_error(refusal, json="--json" in words)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     return int(code or 0)
@@ -81,3 +87,22 @@ def _as_config_error(error: typer.TyperException, words: Sequence[str]) -> Confi
     if message.startswith("No such command") and "Did you mean" not in message:
         message += " `allranks --help` lists the commands."
     return ConfigError(message[:1].lower() + message[1:])
+
+
+def _refused_by_the_system(error: OSError) -> ConfigError | None:
+    """What the system says of a path that a command asked for, as one line; None where the user's own code asked.
+
+    Whether a path exists is an error, too, where nobody may look, or where the name is too long.
+    """
+    from allranks.task_loading import user_place
+
+    if user_place(error):
+        return None
+    if error.filename is None:
+        said = error.strerror or ""
+        unusable = said.startswith("No usable temporary directory")
+        return ConfigError(f"n{said[1:]}: set TMPDIR to one that can be written") if unusable else None
+    if isinstance(error.filename, int):  # a descriptor is nothing that a user has named
+        return None
+    path = printable(os.fsdecode(error.filename))
+    return ConfigError(f"{path}: {error.strerror}; name another path, or see to who may look there")

@@ -4,7 +4,7 @@ import contextlib
 import json as json_format
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from allranks.errors import AllranksError
 
@@ -58,3 +58,15 @@ def print_error(error: AllranksError, *, json: bool, exit_code: int | None = Non
         print_json({"error": str(error), "kind": type(error).__name__, "exit_code": code})
     print(f"allranks: error: {error}", file=sys.stderr)
     return code
+
+
+def write_printed(write: Callable[[], None]) -> int:
+    """Write what is also on the screen by now; 0, or the exit code of a refusal, which is one line.
+
+    The one JSON document of `--json` is printed by then: the refusal is no second one.
+    """
+    try:
+        write()
+    except AllranksError as error:
+        return print_error(error, json=False)
+    return 0

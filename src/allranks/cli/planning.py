@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from allranks.cli.output import print_json, stdout_kept_free
+from allranks.cli.output import print_json, stdout_kept_free, write_printed
 from allranks.cli.planned_model import Subject, find_subject
 from allranks.cluster import Cluster
 from allranks.config_sections import PROCESS_AXES, LayoutConfig
-from allranks.durable import write_whole
+from allranks.durable import check_target, write_whole
 from allranks.errors import ConfigError
 from allranks.layout import parse_layout
 from allranks.layout_string import layout_values, render_layout
@@ -69,6 +69,7 @@ def answer(request: PlanRequest) -> int:
     Raises:
         AllranksError: what is asked cannot be answered.
     """
+    _check_places(request)
     with stdout_kept_free(request.json):
         clusters = [find_cluster(text) for text in request.cluster]
         subject = find_subject(request)
@@ -77,12 +78,20 @@ def answer(request: PlanRequest) -> int:
         plans = [one.plan() for one in asked]
         best = min(plans, key=_order)
         make_profile = asked[plans.index(best)].question.make_profile
-        _write(request, subject, best, make_profile)
     if request.json:
         print_json(_document(request, plans, best, make_profile))
     else:
         _print(request, plans, best, subject.task is None, make_profile)
-    return exit_code(best)
+    with stdout_kept_free(request.json):
+        refused = write_printed(lambda: _write(request, subject, best, make_profile))
+    return refused or exit_code(best)
+
+
+def _check_places(request: PlanRequest) -> None:
+    """Before all work: may the files be written? Raises ConfigError."""
+    saved = () if request.save is None else (request.save / PLAN_FILE, request.save / RUN_FILE)
+    for path in (*saved, *(() if request.html is None else (request.html,))):
+        check_target(path)
 
 
 def _rehearser(request: PlanRequest, subject: Subject) -> Rehearse:
@@ -213,7 +222,7 @@ def _print(request: PlanRequest, plans: list[Plan], best: Plan, by_sizes: bool, 
         from allranks.planning.guide import render_explanation
 
         print("\n" + render_explanation(best, make_profile))
-    if request.save is not None:
+    if request.save is not None and best.leading is not None:
         print("\n" + _next(request.save / RUN_FILE, best, by_sizes))
 
 
@@ -244,7 +253,8 @@ def _write(request: PlanRequest, subject: Subject, plan: Plan, make_profile: Mak
 
 def _beside(task: str | None, folder: Path) -> str | None:
     """A task's file relative to the folder of RUN.toml, so that both can be moved together."""
-    if task is None or ".py" not in task:
-        return task
-    place, colon, name = task.partition(".py")
-    return os.path.relpath(f"{place}.py", folder.absolute()) + (name if colon else "")
+    if task is None:
+        return None
+    place, colon, name = (task, "", "") if task.endswith(".py") else task.rpartition(":")
+    # A module stays as it is, also one of whose parts begins with py: research.pytorch.tasks.
+    return os.path.relpath(place, folder.absolute()) + colon + name if place.endswith(".py") else task

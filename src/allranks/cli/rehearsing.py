@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allranks.cli.output import print_error, print_json, stdout_kept_free
+from allranks.cli.output import print_error, print_json, stdout_kept_free, write_printed
 from allranks.cli.rehearsed_question import Asked, choice_of, profile_of, question_of
+from allranks.durable import check_target, write_whole
 from allranks.rehearsal import Rehearsal
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ def answer(asked: Asked) -> int:
     """
     from allranks.rehearsing.refusals import Unrehearsable
 
+    for path in (asked.svg, asked.trace):
+        if path is not None:
+            check_target(path)
     with stdout_kept_free(asked.json):
         question = question_of(asked)
         from allranks.rehearsing.whole import rehearse
@@ -39,14 +43,13 @@ def answer(asked: Asked) -> int:
             unknown = None
     if unknown is not None:
         return print_error(unknown, json=asked.json, exit_code=UNKNOWN)
-    _draw(asked, told)
-    if asked.trace is not None:
-        _write_trace(asked.trace, question, told)
     if asked.json:
         print_json(told.to_json(timeline=asked.timeline))
     else:
         _print(asked, told)
-    return exit_code(told)
+    with stdout_kept_free(asked.json):
+        refused = write_printed(lambda: _write(asked, question, told))
+    return refused or exit_code(told)
 
 
 def exit_code(told: Rehearsal) -> int:
@@ -62,11 +65,17 @@ def _print(asked: Asked, told: Rehearsal) -> None:
         print("\n" + render_moments(rank))
 
 
+def _write(asked: Asked, question: "Question", told: Rehearsal) -> None:
+    """The picture and the trace, as far as they are asked for."""
+    _draw(asked, told)
+    if asked.trace is not None:
+        _write_trace(asked.trace, question, told)
+
+
 def _write_trace(path: Path, question: "Question", told: Rehearsal) -> None:
     """The predicted step for Perfetto."""
     import json
 
-    from allranks.durable import write_whole
     from allranks.planning.estimate import estimate
     from allranks.reporting.step_trace import make_trace
 
@@ -77,7 +86,6 @@ def _write_trace(path: Path, question: "Question", told: Rehearsal) -> None:
 def _draw(asked: Asked, told: Rehearsal) -> None:
     """The step of the first rank as a picture."""
     if asked.svg is not None:
-        from allranks.durable import write_whole
         from allranks.reporting.rehearsal_text import draw_moments
 
         write_whole(asked.svg, draw_moments(next(iter(told.ranks.values()))))

@@ -20,14 +20,14 @@ def tell_end(run: Run, outcome: "Outcome") -> tuple[int, Document]:
     """Print what failed, last on the screen; the exit code and the document."""
     failure = outcome.first_failure
     if failure is not None:
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
         if outcome.exit_code != WORKER_REFUSED and any(run.checkpoints.glob("step-*[0-9]")):
             # Before the traceback, which is the last on the screen.
             console.print(f"The run lies in {run.path}; `--resume {run.path}` goes on from its newest checkpoint.")
         if outcome.others and outcome.exit_code != WORKER_REFUSED:  # of a refusal one line says all
             names = ", ".join(map(str, outcome.others))
-            console.print(f"After it failed rank {names}: what they say is in {run.log().parent}", markup=False)
-        console.print(failure.render(), markup=False)
+            console.print(f"After it failed rank {names}: what they say is in {run.log().parent}")
+        console.print(failure.render())
     return outcome.exit_code, document(run.path, outcome.exit_code, None if failure is None else failure.message)
 
 

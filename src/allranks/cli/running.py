@@ -194,14 +194,14 @@ def _show(
     if request.json:
         facts = [{"what": decision.what, "because": decision.because} for decision in decisions]
         return {"task": prepared.spec or DEMO, "config": as_json(config), "cut": cut, "decisions": facts}
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"task {prepared.spec or DEMO}", markup=False)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    console.print(f"task {prepared.spec or DEMO}")
     for name, value in config.items():
         if value is not None and name != "task.spec":
-            console.print(f"  {name} = {value}", markup=False)
-    console.print("one step", markup=False)
+            console.print(f"  {name} = {value}")
+    console.print("one step")
     for name, value in cut.items():
-        console.print(f"  {name}: {value}", markup=False)
+        console.print(f"  {name}: {value}")
     for decision in decisions:
-        console.print(f"- {decision}", markup=False)
+        console.print(f"- {decision}")
     return None

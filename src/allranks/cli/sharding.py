@@ -33,7 +33,8 @@ def show_sharding(request: TrainRequest, layout: "Layout", num_processes: int) -
         )
         failure = outcome.first_failure
         if failure is not None:
-            Console(stderr=True, highlight=False, soft_wrap=True).print(failure.render(), markup=False)
+            console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+            console.print(failure.render())
     if failure is not None or outcome.exit_code:
         return outcome.exit_code, None if failure is None else {
             "error": failure.message,

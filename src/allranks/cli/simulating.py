@@ -6,11 +6,11 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
-from allranks.cli.output import print_json, stdout_kept_free
+from allranks.cli.output import print_json, stdout_kept_free, write_printed
 from allranks.cli.planned_model import find_subject
 from allranks.cli.planning import ask
 from allranks.cluster import Cluster
-from allranks.durable import write_whole
+from allranks.durable import check_target, write_whole
 from allranks.errors import ConfigError
 from allranks.plan import Estimate
 from allranks.plan_request import PlanRequest
@@ -50,19 +50,25 @@ class Costs:
 
 def answer(request: SimulationRequest) -> int:
     """Simulate and print. Raises AllranksError: what is asked cannot be answered."""
+    if request.html is not None:
+        check_target(request.html)
     with stdout_kept_free(request.json):
         found = simulation_of(request)
-        if request.html is not None:
-            from allranks.reporting.simulation_page import render_simulation_page
-
-            write_whole(request.html, render_simulation_page(found, shlex.join(["allranks", *sys.argv[1:]])))
     if request.json:
         print_json(document(found))
     else:
         from allranks.reporting.simulation_text import render_simulation
 
         print(render_simulation(found))
-    return 0
+    return write_printed(lambda: _write(request, found))
+
+
+def _write(request: SimulationRequest, found: Simulation) -> None:
+    """The page, if it is asked for."""
+    if request.html is not None:
+        from allranks.reporting.simulation_page import render_simulation_page
+
+        write_whole(request.html, render_simulation_page(found, shlex.join(["allranks", *sys.argv[1:]])))
 
 
 def simulation_of(request: SimulationRequest) -> Simulation:

@@ -60,7 +60,7 @@ class ProgressLine:
 
     def say(self, text: str) -> None:
         """A line of its own, above what is shown."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Show the last state and stop; closing twice is allowed."""

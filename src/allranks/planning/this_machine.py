@@ -13,6 +13,7 @@ from typing import final
 
 from allranks.cluster import Cluster, Device, Link
 from allranks.errors import ConfigError
+from allranks.home_directory import user_folder
 from allranks.planning.assembly import build_cluster
 from allranks.planning.catalog import find_device, find_device_by_driver_name
 from allranks.planning.cluster_file import read_cluster
@@ -66,12 +67,15 @@ def calibrated_path(kind: str, count: int, facts: MachineFacts | None = None) ->
 def calibrated_files(facts: MachineFacts | None = None) -> list[Path]:
     """The cluster files that were measured on machines like this one."""
     end = f"-{machine_slug(facts or look())}.toml"
-    return sorted(path for path in clusters_directory().glob("*.toml") if path.name.endswith(end))
+    try:
+        return sorted(path for path in clusters_directory().glob("*.toml") if path.name.endswith(end))
+    except PermissionError:  # HOME is somebody else's, such as /root: nothing there is this user's
+        return []
 
 
 def clusters_directory() -> Path:
     """The user's configuration directory (XDG base directory specification), `allranks/clusters` in it."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "allranks" / "clusters"
+    return user_folder("XDG_CONFIG_HOME", ".config") / "allranks" / "clusters"
 
 
 def corrections_path(facts: MachineFacts | None = None) -> Path:
@@ -120,7 +124,7 @@ def local_cluster(processes: int | None = None) -> Cluster:
     count, name = len(facts.devices), find_device_by_driver_name(kinds[0])
     for number in (processes or count, count):
         measured = calibrated_path(name or kinds[0], number)
-        if measured.is_file():
+        if os.path.isfile(measured):  # False also where this user may not look
             return _as_run(replace(_kept(measured), name="local"), facts)
     if name is None:
         raise ConfigError(

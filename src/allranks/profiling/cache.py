@@ -18,6 +18,7 @@ from typing import Any, Final, final
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from allranks.durable import replacing
+from allranks.home_directory import user_folder
 from allranks.model_profile import ModelProfile
 
 MAX_ENTRIES: Final = 200
@@ -28,8 +29,7 @@ _LIBRARY: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib",
 
 def cache_folder() -> Path:
     """Where the user's profiles are kept: `$XDG_CACHE_HOME/allranks/profiles`, by default below `~/.cache`."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    return (Path(given) if given else Path.home() / ".cache") / "allranks" / "profiles"
+    return user_folder("XDG_CACHE_HOME", ".cache") / "allranks" / "profiles"
 
 
 def key_of(described: Mapping[str, Any]) -> str:

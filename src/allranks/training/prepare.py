@@ -15,6 +15,7 @@ from allranks import __version__
 from allranks.config import Config, changed_keys, check_resumable, override_config, read_task_spec, resolve_config
 from allranks.data.cut import cut_step
 from allranks.errors import ConfigError, LayoutError, RunError
+from allranks.home_directory import expand
 from allranks.layout import Layout, num_processes, render_layout
 from allranks.layout_refusals import refuse_float8, refuse_unsupported
 from allranks.layout_string import parse_layout
@@ -247,7 +248,7 @@ def _anchor_text(config: Config) -> Config:
     text = config.data.text
     if text is None:
         return config
-    seen = str(Path(glob.escape(str(Path.cwd()))) / Path(text).expanduser())
+    seen = str(Path(glob.escape(str(Path.cwd()))) / expand(text))
     return config.model_copy(update={"data": config.data.model_copy(update={"text": seen})})
 
 

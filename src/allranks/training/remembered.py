@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from allranks import __version__
-from allranks.errors import AllranksError
+from allranks.errors import AllranksError, ConfigError
 from allranks.layout import Layout
 from allranks.layout_string import parse_layout
 from allranks.ordinary_file import read_small
@@ -24,7 +24,10 @@ def remember_run(run: Run, found: Report) -> tuple[str, ...]:
     row = _row(run, found)
     if row is None:
         return ()
-    path = corrections_path()
+    try:
+        path = corrections_path()
+    except ConfigError as error:
+        return (f"the next plan does not learn from this run, because {error}",)
     try:
         lost = remember(path, row)
     except OSError as error:

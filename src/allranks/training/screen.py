@@ -28,15 +28,15 @@ class Screen:
     """
 
     def __init__(self, *, json: bool) -> None:
-        self.console = Console(stderr=json, highlight=False, soft_wrap=True)
+        self.console = Console(stderr=json, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
     def say(self, line: str) -> None:
         """One line."""
-        self.console.print(line, markup=False)
+        self.console.print(line)
 
     def warn(self, line: str) -> None:
         """One line that must not be missed."""
-        self.console.print(f"warning: {line}", markup=False, style="bold yellow")
+        self.console.print(f"warning: {line}", style="bold yellow")
 
     def open_run(self, run: Run, session: Session, decisions: Sequence[Decision]) -> None:
         """The banner: where the run lies, what was decided and why, what spreading changes and what it does not."""
