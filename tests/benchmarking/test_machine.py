@@ -5,6 +5,7 @@ import subprocess
 from datetime import datetime
 from pathlib import Path
 
+import pytest
 import torch
 
 from allranks.benchmarking.machine import describe_machine, has_gpu, num_devices, source_commit
@@ -41,8 +42,10 @@ def test_the_commit_is_that_of_the_package_alone(tmp_path: Path) -> None:
     assert source_commit(package) == f"{head}+changes"
 
 
-def test_processes_go_on_gpus_where_there_are_some() -> None:
-    assert num_devices("cpu") == num_cores() >= 1
-    assert not has_gpu("cpu")
-    assert has_gpu("auto") == torch.cuda.is_available()
-    assert num_devices("auto") == (torch.cuda.device_count() or num_cores())
+@pytest.mark.parametrize("gpus", [0, 3])
+def test_processes_go_on_gpus_where_there_are_some(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr("allranks.benchmarking.machine.num_cores", lambda: 5)
+    assert (num_devices("cpu"), has_gpu("cpu")) == (5, False)
+    assert (num_devices("auto"), has_gpu("auto")) == ((3, True) if gpus else (5, False))

@@ -92,6 +92,13 @@ def test_without_a_layout_no_worker_is_left_without_a_sample(
     assert (f"train.global_batch={batch} gives no more" in decision.because) == (workers < 8)
 
 
+def test_a_layout_that_the_hosts_cannot_share_is_refused() -> None:
+    request = TrainRequest(task_spec=POINTS, layout="dp_replicate=3")
+    hosts = HostsRequest(2, 2, Endpoint("hosta", 29500))
+    with pytest.raises(LayoutError, match="asks for 3 processes, which 2 hosts cannot share: say --nproc"):
+        choose_workers(prepare(request), request, hosts)
+
+
 def test_a_killed_worker_and_a_lost_host_cost_no_sample(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

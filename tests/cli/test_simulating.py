@@ -68,8 +68,9 @@ def test_what_cannot_be_nothing_is_refused_in_one_line(option: str, value: str |
 
 
 def test_a_cluster_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        simulation_of(SimulationRequest("0x8:h100"))
+    for cluster in ("0x8:h100", "8x0:h100"):
+        with pytest.raises(ConfigError, match="no devices; give at least 1 of each"):
+            simulation_of(SimulationRequest(cluster))
 
 
 @pytest.mark.parametrize("json", [False, True])

@@ -7,6 +7,7 @@ import pytest
 from allranks.planning import answer
 from allranks.planning.answer import make_plan, plan_gpus, plan_seq
 from allranks.planning.question import Question
+from allranks.planning.scale import cluster_of
 from allranks.planning.search import Search
 from tests.planning.profiles import decoder
 from tests.planning.questions import ask
@@ -54,10 +55,10 @@ def test_a_bill_for_tokens_and_what_is_not_within_the_limits() -> None:
 def test_the_fewest_devices_that_fit() -> None:
     plan = plan_gpus(ask("llama3-8b", "4x8:a100-80g"))
     assert plan.best is not None
-    assert any(f"{plan.num_devices} devices are the fewest, because" in note for note in plan.notes)
-    assert plan.num_devices > 1
-    fewer = replace(ask(where=f"1x{plan.num_devices // 2}:a100-80g"))
-    assert make_plan(fewer).best is None
+    assert plan.num_devices == 2
+    alone = make_plan(ask(where="1x1:a100-80g"))
+    assert alone.best is None and alone.closest is not None
+    assert f"2 devices are the fewest, because 1 do not do: {alone.closest.because}" in plan.notes
 
 
 def test_the_fewest_devices_that_keep_a_deadline() -> None:
@@ -66,15 +67,17 @@ def test_the_fewest_devices_that_keep_a_deadline() -> None:
     assert plan.best is not None and plan.bill is not None and plan.unmet == ()
     assert plan.bill.seconds.expected <= 86400.0
     assert plan.num_devices > plan_gpus(ask("llama3-8b", "4x8:a100-80g", batch=512)).num_devices
+    fewer = make_plan(replace(question, cluster=cluster_of(question.cluster, plan.num_devices - 8)))
+    because = f"because {fewer.num_devices} do not do: {fewer.unmet[0]}"
+    assert f"{plan.num_devices} devices are the fewest, {because}" in plan.notes
 
 
 def test_where_no_number_does_the_closest_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("allranks.planning.scale.MOST_NODES", 4)
     question = ask("llama3-8b", "1x4:a100-80g", batch=64, tokens=1e12, limit_seconds=60.0)
     plan = plan_gpus(question)
-    assert plan.unmet
-    assert plan.num_devices == 16
-    assert any("no number of devices does; 16 come closest" in note for note in plan.notes)
+    assert plan.num_devices == 16 and len(plan.unmet) == 1
+    assert f"no number of devices does; 16 come closest: {plan.unmet[0]}" in plan.notes
 
 
 def test_out_of_reach_is_not_searched_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,15 +98,20 @@ def test_out_of_reach_is_not_searched_to_the_end(monkeypatch: pytest.MonkeyPatch
     looked.clear()
     dear = plan_gpus(replace(question, limit_money=10.0))
     assert looked[0] == 1 and dear.num_devices in looked and len(looked) <= 6
-    assert any("none keeps" in note or "come closest" in note for note in dear.notes) and dear.unmet
+    for plan, limit in ((late, "deadline of 1 min 00 s"), (dear, "budget of 10 USD")):
+        (unmet,) = plan.unmet
+        assert unmet.endswith(f"more than the {limit}")
+        assert f"no number of devices does; {plan.num_devices} come closest: {unmet}" in plan.notes
 
 
 def test_the_longest_samples_that_fit() -> None:
     question = ask("llama3-8b", "1x8:a100-80g", batch=8)
     plan = plan_seq(question)
     assert plan.best is not None and plan.seq % 1024 == 0
-    assert any(note.startswith(f"{plan.seq} positions are the most (in steps of 1024)") for note in plan.notes)
-    assert make_plan(replace(question, seq=plan.seq + 1024)).best is None
+    beyond = make_plan(replace(question, seq=plan.seq + 1024))
+    assert beyond.best is None and beyond.closest is not None
+    because = f"because at {plan.seq + 1024} it {beyond.closest.because}"
+    assert f"{plan.seq} positions are the most (in steps of 1024), {because}" in plan.notes
 
 
 def test_where_not_even_short_samples_fit() -> None:

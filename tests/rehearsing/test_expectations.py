@@ -1,6 +1,7 @@
 """What formulas say of an Operation."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -23,8 +24,11 @@ def operate(every: float, *, save: float = 0.0) -> Operation:
 
 def test_more_tiers_or_stragglers_have_no_formula() -> None:
     slow = FailureModel("x", (), stragglers_per_1000_node_days=1.0)
+    two = replace(operate(600.0), tiers=(Tier("peer", Scope.NODE, 60.0), *operate(600.0).tiers))
 
-    assert closed_form(operate(600.0), slow)[0] is None
+    for operation, model in ((operate(600.0), slow), (two, NONE)):
+        expected = (None, "the formula knows one tier of checkpoints and no stragglers")
+        assert closed_form(operation, model) == expected
 
 
 def test_intervals_are_whole_steps() -> None:

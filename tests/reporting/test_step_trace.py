@@ -16,6 +16,7 @@ from allranks.planning.hardware import find_cluster
 from allranks.rehearsal import Work
 from allranks.rehearsed_messages import COPIES_OF_EXPERTS
 from allranks.reporting.step_trace import STAGES_FROM, make_trace
+from allranks.reporting.timeline import make_timeline
 from tests.test_rehearsal import rank, rehearsal
 
 WORKS = (
@@ -104,9 +105,11 @@ def test_stages_have_their_bubbles() -> None:
     check_format(document)
     bars = [event for event in document["traceEvents"] if event["ph"] == "X" and event["pid"] >= STAGES_FROM]
     assert {bar["pid"] - STAGES_FROM for bar in bars} == {0, 1, 2, 3}
-    waiting = [bar for bar in bars if bar["name"] == "bubble"]
-    assert waiting and sum(bar["dur"] for bar in waiting) > 0
-    assert found.choice.layout.pp == 4
+    timeline = make_timeline(found.choice, found.time)
+    for stage in range(4):
+        waiting = sum(bar["dur"] for bar in bars if bar["pid"] == STAGES_FROM + stage and bar["name"] == "bubble")
+        busy = sum(bar.end - bar.start for bar in timeline.bars if bar.rank == stage)
+        assert waiting / 1e6 == pytest.approx(timeline.seconds - busy, rel=1e-3) and waiting > 0
 
 
 def test_perfetto_reads_it() -> None:

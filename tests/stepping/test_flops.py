@@ -36,12 +36,23 @@ def test_a_sharded_model_costs_the_same(pool: Pools) -> None:
     assert pool(2).run(flops_of, "fsdp") == pool(2).run(flops_of, "ddp") == [3 * 2 * 28.0] * 2
 
 
-@pytest.mark.distributed
-def test_a_sequence_that_is_cut_costs_the_same(pool: Pools) -> None:
-    def count(layout: str) -> Any:
-        return session_of(Tiny(kind="tied"), config_of(layout, *SMALL)).flops_per_sample
+def flops_of_tiny(kind: str, layout: str) -> Any:
+    return session_of(Tiny(kind=kind), config_of(layout, *SMALL)).flops_per_sample
 
-    assert pool(2).run(count, "cp=2") == pool(2).run(count, "ddp")
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("kind", "layout"), [("tied", "cp=2"), ("mlp", "pp=2")])
+def test_a_sequence_or_a_model_that_is_cut_costs_the_same(pool: Pools, kind: str, layout: str) -> None:
+    whole, _ = expected = pool(2).run(flops_of_tiny, kind, "ddp")
+    assert whole > 0 and pool(2).run(flops_of_tiny, kind, layout) == expected
+
+
+@pytest.mark.distributed
+def test_layers_that_are_cut_cost_the_same_on_average(pool: Pools) -> None:
+    """Of 11 words one rank has 6 and the other 5, and each takes its part for half of the whole."""
+    whole, _ = pool(2).run(flops_of_tiny, "transformer", "ddp")
+    first, second = pool(2).run(flops_of_tiny, "transformer", "tp=2")
+    assert first + second == 2 * whole > 0
 
 
 class Additions(Curve):
@@ -72,4 +83,5 @@ def flops_of_experts(layout: str) -> Any:
 def test_experts_cost_the_same_whoever_computes_them(pool: Pools) -> None:
     """Every rank has to come to one number: what is compared at the start depends on it."""
     (alone,) = pool(1).run(flops_of_experts, "single")
+    assert alone > 0
     assert pool(2).run(flops_of_experts, "dp_replicate=2,ep=2") == [alone] * 2

@@ -38,6 +38,16 @@ def test_a_schedule_that_nobody_may_have_meant_is_remarked_on() -> None:
     assert "`--change schedule.steps schedule.steps=N`" in found
 
 
+def test_a_rollback_without_a_checkpoint_is_remarked_on() -> None:
+    def remarks(*overrides: str) -> list[str]:
+        session = session_of(Curve(), config_of("single", *SMALL, *overrides))
+        return [str(decision) for decision in session.decisions if "anew" in decision.what]
+
+    because = "guard.spike=rollback goes back to a checkpoint, and checkpoint.every is not given"
+    assert remarks("guard.spike=rollback") == [f"a spike has the run begin anew, because {because}"]
+    assert remarks("guard.spike=rollback", "checkpoint.every=5") == remarks() == []
+
+
 @pytest.mark.parametrize(
     ("device", "skips", "spike", "told"),
     [

@@ -136,7 +136,11 @@ class Command:
             text=True,
             start_new_session=True,
         )
-        wait_until(lambda: self.process.poll() is not None or len(list(folder.glob("started-*"))) == 2)
+        wait_until(lambda: self.process.poll() is not None or len(self._started()) == 2)
+
+    def _started(self) -> list[str]:
+        """What the workers have written down: a file is there before its text."""
+        return [text for path in self.folder.glob("started-*") if (text := path.read_text())]
 
     def terminal_signal(self, number: signal.Signals) -> None:
         """What a terminal does: every process of the foreground group gets it."""

@@ -39,7 +39,8 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
 def codes(folders: tuple[Path, Path], first: str, again: str = "again") -> tuple[list[int], trial_commands.Left]:
     commands, left = run_until_done((first,), (again,), *folders, "it")
     assert [command.log.name for command in commands] == [f"it-{n}.log" for n in range(1, len(commands) + 1)]
-    assert all(command.lines()[0] == repr([word]) for command, word in zip(commands, (first, again), strict=False))
+    words = [first, *[again] * (len(commands) - 1)]
+    assert [command.lines()[0] for command in commands] == [repr([word]) for word in words]
     return [command.code for command in commands], left
 
 

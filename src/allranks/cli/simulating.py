@@ -81,8 +81,6 @@ def simulation_of(request: SimulationRequest) -> Simulation:
         raise ConfigError(f"--seed {request.seed}: a seed is a whole number from 0; --seed 0, say, or leave it out")
     _check_more_than_nothing(request)
     cluster = find_cluster(request.cluster)
-    if cluster.nodes < 1 or cluster.num_devices < 1:
-        raise ConfigError(f"--cluster {request.cluster}: nothing runs on no device; 2048x8:h100 has 16,384")
     model, assumed = find_failures(request.failures)
     costs = costs_of(request, cluster)
     operation, notes = operation_of(request, cluster, costs, model)

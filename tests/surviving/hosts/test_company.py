@@ -268,7 +268,7 @@ def test_a_host_that_falls_silent_is_lost_for_all(hosts: Hosts) -> None:
         assert lost is not None
         assert (lost.rank, lost.exit_code, lost.consequence) == (2, 76, False)
         assert "its host is lost: no sign of life for 3 s (guard.host_seconds)" in lost.brief()
-    assert time.monotonic() - began > 2.5
+    assert time.monotonic() - began > 1.5
     with_new = hosts.company(nodes=3)
     hosts.together(*(one.next_rendezvous for one in (leader, other, with_new)))
     assert len(leader.table.members) == 3 and silent._node not in leader.table.members
@@ -314,7 +314,7 @@ def test_a_leader_that_has_reported_and_falls_silent_before_it_judges_is_lost(ho
     wait_until(lambda: other.lost() is not None)
     lost = other.lost()
     assert lost is not None and lost.rank == 0, "of the third, which has reported as well, nobody waits for a word"
-    assert time.monotonic() - began > 2.5
+    assert time.monotonic() - began > 1.5
 
 
 def test_who_waits_in_vain_says_who_is_here(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +394,8 @@ def test_who_leaves_last_closes_the_meeting_where_no_leader_lives(
     assert closed == [False, True]
 
 
-def test_the_leader_stays_until_the_others_have_left(hosts: Hosts) -> None:
+def test_the_leader_stays_until_the_others_have_left(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FAREWELL_SECONDS", 600.0)
     leader, other = hosts.company(), hosts.company()
     hosts.together(leader.next_rendezvous, other.next_rendezvous)
     leader.end(Ending(0))
@@ -407,4 +408,4 @@ def test_the_leader_stays_until_the_others_have_left(hosts: Hosts) -> None:
     done = hosts.beside(leave)
     assert not leaving.wait(0.5)
     other.leave()
-    done.result(10)
+    done.result(60)

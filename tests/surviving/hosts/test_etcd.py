@@ -137,11 +137,11 @@ def test_what_is_no_etcd_is_told_by_what_it_says(body: bytes) -> None:
 
 
 def test_the_limit_holds_for_a_whole_call_however_slowly_the_answer_comes() -> None:
-    with answering(200, b" " * 10, pause=0.2) as etcd:
+    with answering(200, b" " * 100, pause=0.2) as etcd:  # 20 s in all
         began = time.monotonic()
         with pytest.raises(EtcdSilentError, match="timed out"):
             etcd.version()
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 10
 
 
 def test_an_answer_without_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,14 @@ def test_any_member_will_do(tmp_path: Path) -> None:
         found.close(over=True)
 
 
+def test_a_name_that_stands_for_no_address_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = Endpoint("127.0.0.1", listener.getsockname()[1], "etcd", "run")
+        monkeypatch.setattr("allranks.surviving.hosts.etcd_opening._look_up", lambda place: [])
+        with pytest.raises(ProcessError, match=f"{endpoint}: its name stands for no address any more"):
+            open_etcd_meeting(endpoint, SECRET, connect_seconds=5.0, seconds=1.0, tell=print)
+
+
 def test_nobody_there_and_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("allranks.surviving.hosts.etcd_opening.PATIENCE_SECONDS", 0.2)
     heard: list[str] = []

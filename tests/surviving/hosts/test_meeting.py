@@ -1,6 +1,7 @@
 """The store at the endpoint: who serves it, who reaches it, and what is said when nobody answers."""
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -64,6 +65,16 @@ def test_a_name_that_stands_for_nothing() -> None:
 def test_an_address_of_no_single_host_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=f"{host} is not the address of one host"):
         meet(Endpoint(host, 29400), 0.2)
+
+
+def test_a_port_that_cannot_be_listened_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listen(address: str, port: int) -> socket.socket:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("allranks.surviving.hosts.meeting.listen", listen)
+    said = r"--rendezvous 127\.0\.0\.1:80 cannot be listened on: Permission denied; name another port"
+    with pytest.raises(ConfigError, match=said):
+        meet(Endpoint("127.0.0.1", 80), 0.2)
 
 
 def test_another_program_on_the_port_is_no_leader(monkeypatch: pytest.MonkeyPatch) -> None:

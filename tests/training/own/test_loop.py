@@ -342,3 +342,14 @@ def test_resume_comes_before_the_loop_and_with_what_is_this_world_s() -> None:
         world.parallelize(Net())
         with pytest.raises(TaskError, match=r"world.resume\(\) before world.stream"):
             world.resume(nn.Linear(1, 1), None, None)  # type: ignore[arg-type]
+
+
+def test_resume_takes_the_stream_of_this_world_only(tmp_path: Path) -> None:
+    with allranks.join(precision="float64", run=str(tmp_path / "earlier")) as world:
+        _, _, earlier = prepared(world, resume=False)
+    with allranks.join(precision="float64", run=str(tmp_path / "run")) as world:
+        model, optimizer, stream = prepared(world, resume=False)
+        for other in (earlier, Samples()):
+            with pytest.raises(TaskError, match=r"world\.resume\(\): pass the stream that world\.stream"):
+                world.resume(model, optimizer, other)  # type: ignore[arg-type]
+        assert world.resume(model, optimizer, stream) == 0
