@@ -99,3 +99,9 @@ def test_a_place_below_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file.*cannot be written"):
         write_whole(tmp_path / "file" / "RUN.toml", "")
+
+
+def test_a_name_that_is_no_utf8_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"RUN.toml would hold a name that is no UTF-8: 'spec = caf.udce9.py'"):
+        write_whole(tmp_path / "RUN.toml", "spec = caf\udce9.py")
+    assert list(tmp_path.iterdir()) == []
