@@ -8,6 +8,7 @@ from allranks.config import (
     Config,
     changed_keys,
     check_resumable,
+    check_text,
     is_resumable,
     override_config,
     read_config,
@@ -358,3 +359,10 @@ def test_what_a_resume_may_change_is_frozen() -> None:
     meant = {name for name in config_keys() if name.startswith("layout.") and not is_resumable(name)}
     names = "batchnorm ddp_hook powersgd_rank powersgd_start local_sgd outer_lr outer_momentum outer_nesterov"
     assert meant == {f"layout.{name}" for name in names.split()}
+
+
+@pytest.mark.parametrize("word", ["data.text=caf\udce9*", 'task.files=["a", "caf\udce9"]'])
+def test_what_a_file_cannot_hold_is_refused_by_its_key(word: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{word.partition('=')[0]}=.*udce9.* has bytes that are no UTF-8"):
+        check_text(resolve(word))
+    check_text(resolve("data.text=caf\u00e9*"))

@@ -143,3 +143,9 @@ def test_folders_are_made_where_they_are_missing(tmp_path: Path) -> None:
     (tmp_path / "run" / "traces").touch()
     with pytest.raises(RunError, match=r"run/traces is no directory, which a run keeps there; move it away$"):
         make_folders(tmp_path / "run", ("logs", "traces"))
+
+
+def test_a_name_that_is_no_utf8_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"RUN.toml would hold a name that is no UTF-8: 'spec = caf.udce9.py'"):
+        write_whole(tmp_path / "RUN.toml", "spec = caf\udce9.py")
+    assert list(tmp_path.iterdir()) == []

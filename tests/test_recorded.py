@@ -179,3 +179,9 @@ def test_a_note_that_cannot_be_written_disturbs_nothing(tmp_path: Path) -> None:
             raise ValueError("mine")
 
     assert run_recorded(entry, (), rank=0, folder=tmp_path / "file") == 1
+
+
+def test_an_error_with_a_path_that_is_no_utf8_is_recorded(tmp_path: Path) -> None:
+    assert record_failure(RunError("caf\udce9: no Run"), rank=0, folder=tmp_path) == 78
+    assert "caf\\udce9: no Run" in (tmp_path / "rank-00000.log").read_text()
+    assert read_failures(tmp_path)[0].message == "caf\\udce9: no Run"

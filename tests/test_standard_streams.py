@@ -1,5 +1,6 @@
 """What cannot be printed is lost, and nothing else is."""
 
+import contextlib
 import io
 import os
 import subprocess
@@ -131,3 +132,13 @@ def test_it_is_the_other_stream_for_who_asks(capfd: pytest.CaptureFixture[str]) 
         print("seen")
     assert (sys.stdout, sys.stderr) == before
     assert capfd.readouterr().out == "seen\n"
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_what_cannot_be_encoded_is_escaped(encoding: str) -> None:
+    """A closing's bars in a Latin locale, a path whose bytes are no UTF-8: nobody loses a training over them."""
+    under = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
+    with contextlib.redirect_stdout(under), steady_streams():
+        print("plain \u2588 caf\udce9", flush=True)
+    bar = "\u2588" if encoding == "utf-8" else "\\u2588"
+    assert under.buffer.getvalue().decode(encoding) == f"plain {bar} caf\\udce9\n"

@@ -283,3 +283,19 @@ def test_load_task_gives_the_settings_to_the_class(tmp_path: Path) -> None:
         load_task(str(file), {"wdth": 2})
     with pytest.raises(TaskError, match=r"(?s)cannot be made .*line 6.*self\.doubled.*ZeroDivisionError"):
         load_task(str(file), {"width": 0})
+
+
+def test_a_task_that_ends_the_process_while_it_is_made_is_refused(tmp_path: Path) -> None:
+    """A command would end with its code: 0 for "equal" or "it fits"."""
+    file = tmp_path / "ending_task.py"
+    file.write_text(
+        "import sys\n"
+        "from allranks.task import Task\n"
+        "class Mine(Task):\n"
+        "    def __init__(self, **settings): sys.exit(0)\n"
+        "    def model(self): ...\n"
+        "    def dataset(self, split): ...\n"
+        "    def loss(self, output, batch): ...\n"
+    )
+    with pytest.raises(TaskError, match=r"(?s)Mine cannot be made .*line 4.*sys.exit\(0\).*\nSystemExit: 0"):
+        load_task(str(file))

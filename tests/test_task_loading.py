@@ -1,5 +1,7 @@
 """From a spec to the user's class: each mistake is one TaskError that shows the user's own line."""
 
+import importlib
+import os
 import pickle
 import subprocess
 import sys
@@ -176,3 +178,11 @@ def test_two_files_of_one_name_stay_apart(tmp_path: Path) -> None:
     classes = [load_class(TaskSpec.parse(str(file)), Task) for file in files]
     assert [vars(found)["folder"] for found in classes] == ["one", "two"]
     assert [pickle.loads(pickle.dumps(found)) for found in classes] == classes
+
+
+def test_a_file_whose_name_is_no_utf8_is_found_again_by_any_process(tmp_path: Path) -> None:
+    file = write(tmp_path, os.fsdecode(b"t\xe9.py"), f"{SQUARES}\nclass Mine(Task):{BODY}")
+    found = load_class(TaskSpec.parse(str(file)), Task)
+    del sys.modules[found.__module__]
+    again = pickle.loads(pickle.dumps(importlib.import_module(found.__module__).Mine))
+    assert again.__module__ == found.__module__ and again is not found

@@ -5,6 +5,7 @@ where it stands and the nearest that is right. The resolved Config is written in
 starts.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -150,6 +151,18 @@ def write_config(config: Config, path: Path) -> None:
         tables.setdefault(section, {})[leaf] = value
     content = "\n" + render_toml(tables)
     path.write_bytes(f"{_HEAD}{sha256(content.encode()).hexdigest()}\n{content}".encode())
+
+
+def check_text(config: Config) -> None:
+    """Raises ConfigError where text is no UTF-8, as a path may be: a run's config.toml could not hold it."""
+    for name, value in config.flat().items():
+        try:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"{name}={value!r} has bytes that are no UTF-8, which no config file can hold: give the files, or "
+                "their folder, a name in UTF-8"
+            ) from None
 
 
 def is_as_written(path: Path) -> bool:

@@ -113,6 +113,9 @@ def write_whole(path: Path, text: str) -> None:
             write_synced(draft, text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}; name another place") from error
+    except UnicodeEncodeError as error:
+        bad = error.object[max(0, error.start - 20) : error.end + 20]
+        raise ConfigError(f"{path} would hold a name that is no UTF-8: {bad!r}; give it one in UTF-8") from error
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -67,6 +68,8 @@ CLAIMS = (DONE, *STOPS)
 
 # Signals that a program brings on itself; the others come from outside: the kernel for want of memory, a scheduler.
 CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class AgreedStop(SystemExit):
@@ -125,7 +128,9 @@ class Failure:
         """Record it in `folder`, whole or not at all."""
         path = record_file(folder, self.rank)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        text = json.dumps(asdict(self), ensure_ascii=False) + "\n"
+        # Backslashes that JSON takes for letters: a path's bytes that are no UTF-8 make no record that cannot be read.
+        temporary.write_bytes(_SURROGATE.sub(lambda found: rf"\\u{ord(found[0]):x}", text).encode())
         temporary.replace(path)
         return path
 

@@ -75,7 +75,7 @@ def record_failure(error: BaseException, *, rank: int, folder: Path | None, step
     try:
         if folder is not None:
             failure.write(folder)
-            with log_file(folder, rank).open("a", encoding="utf-8") as log:
+            with log_file(folder, rank).open("a", encoding="utf-8", errors="backslashreplace") as log:
                 log.write(failure.render() + "\n")
     except OSError:  # a full disk, say, which may be what has ended this worker
         folder = None

@@ -1,7 +1,8 @@
 """Standard streams whose reader may go away: what is printed is then lost, and the work goes on.
 
 `allranks train | head` closes the pipe after ten lines, a terminal is hung up, a log's disk is full, a service manager
-starts a command without standard streams at all. None of these is a reason to end a training of days.
+starts a command without standard streams at all, a locale lacks a letter. None of these is a reason to end a training
+of days.
 """
 
 import contextlib
@@ -76,7 +77,10 @@ class SteadyStream(OtherStream):
     def write(self, text: str) -> int:
         """Write what can be written."""
         with self._steady():
-            self.stream.write(text)
+            try:
+                self.stream.write(text)
+            except UnicodeEncodeError:  # nothing of it was written; `strict` is what Python has for standard output
+                self.stream.write(_encodable(text, self.stream.encoding))
         return len(text)
 
     def flush(self) -> None:
@@ -119,6 +123,11 @@ def open_missing() -> None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 (for the life of the process)
     if sys.stderr is None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def _encodable(text: str, encoding: str) -> str:
+    """The text with escapes for what `encoding` lacks: a path's bytes that are no UTF-8, a bar in a Latin locale."""
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _send_nowhere(stream: TextIO | OtherStream) -> None:

@@ -148,7 +148,7 @@ def load_task(spec: str | TaskSpec | None, settings: Mapping[str, object] | None
         return task_class(**dict(settings or {}))
     except AllranksError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"{task_class.__name__} cannot be made from its settings:\n{user_line(error)}") from error
 
 

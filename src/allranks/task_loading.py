@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 import typing
@@ -108,7 +109,7 @@ def _module_name(file: Path) -> str:
         if found is not None and found.origin is not None and Path(found.origin).resolve() == file:
             return name
     word = "".join(letter if letter.isalnum() else "_" for letter in name)
-    return f"{__name__}.{word}_{str(file).encode().hex()}"
+    return f"{__name__}.{word}_{os.fsencode(file).hex()}"
 
 
 class _EncodedFiles(importlib.abc.MetaPathFinder):
@@ -122,7 +123,7 @@ class _EncodedFiles(importlib.abc.MetaPathFinder):
         if parent != __name__:
             return None
         try:
-            file = bytes.fromhex(encoded.rpartition("_")[2]).decode()
+            file = os.fsdecode(bytes.fromhex(encoded.rpartition("_")[2]))
         except ValueError:
             return None
         return importlib.util.spec_from_file_location(fullname, file)

@@ -168,3 +168,19 @@ def test_what_the_system_refuses_to_the_users_own_code_keeps_its_traceback(
     monkeypatch.setattr(program, "app", found["look"])
     with pytest.raises(FileNotFoundError):
         main(["train"])
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), EOFError("EOF when reading a line")])
+def test_users_code_that_ends_the_command_is_refused(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its code would be taken for an answer: 0 for "equal" or "it fits"."""
+
+    def end(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("allranks.cli.new.write_template", end)
+    assert main(["new", "mine.py"]) == 2
+    told = capsys.readouterr().err.strip()
+    assert told.startswith("allranks: error: the user's code ended the command:\n") and "raise error" in told
+    assert told.endswith(f"{type(error).__name__}: {error}")

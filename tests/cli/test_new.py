@@ -1,12 +1,17 @@
 """`allranks new`: the file it writes is a Task that runs and learns."""
 
+import errno
+import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from allranks.cli import new
 from allranks.cli.main import main
+from allranks.errors import ConfigError
 from allranks.task import Task, load_task
 from allranks.task_loading import missing_methods
 
@@ -100,3 +105,24 @@ def test_the_template_s_loss_is_a_sum_and_its_splits_differ(folder: Path) -> Non
     whole = task.loss(model(three[0]), three)
     torch.testing.assert_close(whole, sum(task.loss(model(part[0]), part) for part in parts))
     assert not torch.equal(data[0][0], task.dataset("validation")[0][0])
+
+
+def test_a_full_disk_leaves_nothing_and_the_next_try_writes_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(file: io.BufferedWriter, data: bytes) -> None:
+        file.write(data[:10])
+        file.flush()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(new, "_fill", fail)
+        with pytest.raises(ConfigError, match=r"'mine.py' cannot be written: No space left on device"):
+            new.write_template(Path("mine.py"))
+    assert list(folder.iterdir()) == []
+    assert main(["new", "mine.py"]) == 0
+
+
+def test_a_name_that_is_no_utf8(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = os.fsdecode(b"t\xe9.py")
+    assert main(["new", path]) == 0
+    compile(Path(path).read_bytes(), path, "exec")
+    assert "allranks train t\\udce9.py" in capsys.readouterr().out

@@ -134,3 +134,13 @@ def test_trace_and_timing_build_the_dataset_once(tmp_path: Path) -> None:
 def test_a_task_that_is_not_there_is_refused() -> None:
     with pytest.raises(TaskError, match="no Task file"):
         task_facts("nowhere.py", None, ())
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_a_dataset_that_ends_the_process_does_not_say_that_it_fits(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = COUPLED.replace("        return [", "        raise SystemExit(0)\n        return [")
+    (tmp_path / "ending.py").write_text(words)
+    assert main([command, str(tmp_path / "ending.py"), "--cluster", "8:h100"]) == 2
+    assert "Pairs fails on the first samples of its dataset:" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -255,12 +256,19 @@ class Unready(Layered):
     def dataset(self, split: str) -> Any:
         if self.how == "dataset":
             raise FileNotFoundError("no images")
+        if self.how == "end":
+            sys.exit(0)
         return Items(broken=self.how == "item") if split == "train" else None
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         if self.how == "values":
             return torch.optim.SGD(parameters, lr=sum(float(p.detach().mean()) for p in parameters))
         return torch.optim.SGD(parameters, lr=-1.0 if self.how == "optimizer" else 0.1)
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        if self.how == "end of a step":
+            sys.exit(0)
+        return super().loss(output, batch)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +286,12 @@ def test_what_raises_before_the_first_step_is_one_line_with_its_place(how: str, 
     assert type(caught.value) is TaskError
     pattern = rf"Unready cannot start: {said} \(test_refusals\.py:\d+\); mend it there: training calls it, too"
     assert re.fullmatch(pattern, str(caught.value))
+
+
+@pytest.mark.parametrize(("how", "said"), [("end", "cannot start"), ("end of a step", "ends the process")])
+def test_what_ends_the_process_does_not_say_that_it_fits(how: str, said: str) -> None:
+    with pytest.raises(TaskError, match=rf"(?s)Unready {said}:\n.*test_refusals\.py.*SystemExit: 0"):
+        rehearsed(Unready(how=how), "ddp", 2)
 
 
 def test_values_before_the_first_step_cannot_be_rehearsed() -> None:

@@ -1,5 +1,6 @@
 """Steps under the recorder."""
 
+import sys
 from time import sleep
 from typing import Any
 
@@ -59,3 +60,36 @@ class Wrong(Vectors):
 def test_a_real_step_that_raises_shows_the_users_line() -> None:
     with pytest.raises(TaskError, match=r"(?s)Wrong's step raised:.*test_profiled_step.py.*output.view"):
         steps(Wrong())
+
+
+class Unready(Vectors):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self._how = how
+
+    def dataset(self, split: str) -> Any:
+        if self._how == "dataset":
+            raise FileNotFoundError("no images")
+        if self._how == "end":
+            sys.exit(0)
+        if self._how == "ragged":
+            return [(torch.zeros(length), 0) for length in (2, 3, 4)]
+        return super().dataset(split)
+
+    def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        sys.exit(0)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("dataset", "FileNotFoundError: no images"), ("end", "SystemExit: 0"), ("ragged", "RuntimeError: stack expects")],
+)
+def test_data_that_raises_is_one_error_with_its_line(how: str, said: str) -> None:
+    """Its traceback's exit code would be that of a plan that does not fit, and sys.exit's of one that does."""
+    with pytest.raises(TaskError, match=rf"(?s)^Unready fails on the first samples of its dataset:\n.*{said}"):
+        first_batches(Unready(how))
+
+
+def test_a_step_that_ends_the_process_is_an_error() -> None:
+    with pytest.raises(TaskError, match=r"(?s)^Unready's step raised:\n.*sys.exit\(0\)\nSystemExit: 0"):
+        steps(Unready("loss"))

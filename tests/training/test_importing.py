@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from allranks.checkpointing.checkpoint import Checkpoint, verify_files
-from allranks.errors import CheckpointError
+from allranks.errors import CheckpointError, TaskError
 from allranks.training.importing import Difference, compare_with, write_import
 from allranks.training.load import load
 from tests.training.tasks import Curve, Gan, Tied
@@ -75,3 +75,13 @@ def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
     write_import(fit, tmp_path)
     with pytest.raises(CheckpointError, match="exists already, and is left as it is"):
         write_import(fit, tmp_path)
+
+
+class Ending(Curve):
+    def model(self) -> nn.Module:
+        raise SystemExit(0)
+
+
+def test_a_model_that_cannot_be_made_is_no_model_that_differs() -> None:
+    with pytest.raises(TaskError, match=r"(?s)^Ending.model\(\) raised:\n.*test_importing.py.*SystemExit: 0"):
+        compare_with(Ending(), {})

@@ -364,3 +364,13 @@ def test_the_cut_as_it_is_shown() -> None:
     assert (shown["data-parallel ranks"], shown["micro-steps"], shown["samples per rank"]) == (2, 3, [6, 5])
     wide = show_cut(config, resolve_layout(config, 10))
     assert wide["samples per rank"] == "1 to 2"
+
+
+@pytest.mark.parametrize(("folder", "text"), [("plain", "caf\udce9*"), ("caf\udce9", "*.txt")])
+def test_texts_whose_path_is_no_utf8_are_refused_before_there_is_a_run(
+    folder: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / folder)
+    with pytest.raises(ConfigError, match=r"^data.text='.*udce9.*' has bytes that are no UTF-8"):
+        prepare(TrainRequest(task_spec=f"{TASKS}:WithText", overrides=(f"data.text={text}",)))

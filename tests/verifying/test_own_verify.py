@@ -1,6 +1,7 @@
 """`allranks.verify`: real processes, raw torch.distributed, right and wrong."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -352,3 +353,16 @@ def test_noise_that_is_drawn_for_all_and_shared_out_stays_in_its_place() -> None
     step = shared_noise(0.1)
     answer = allranks.verify(step.build, step, batches())  # type: ignore[attr-defined]
     assert answer.equal, str(answer)
+
+
+@pytest.mark.parametrize(
+    ("lost", "what"), [("alone", "the program fails on one device"), ("a rank", "the program fails on one of 2 proc")]
+)
+def test_a_program_that_ends_its_process_leaves_nothing_verified(lost: str, what: str) -> None:
+    def ending(model: Any, optimizer: Any, some: Any) -> float:
+        if lost == "alone" or hasattr(model, "module"):
+            sys.exit(0)
+        return train(model, optimizer, some)
+
+    answer = allranks.verify(build, ending, batches(), num_steps=2)
+    assert answer.exit_code == 3 and str(answer).startswith(f"could not be verified: {what}"), str(answer)

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from allranks.data.cut import cut_step
-from allranks.errors import CheckpointError, ConfigError, LayoutError
+from allranks.errors import ConfigError, LayoutError, ProcessError
 from allranks.request import TrainRequest
 from allranks.surviving.launch import launch_without_gpus
 from allranks.training.counted_parameters import count_parameters
@@ -83,16 +83,14 @@ def test_right_tasks_are_equal(task: str, layout: str, words: tuple[str, ...]) -
 def check(mistake: Mistake) -> None:
     """That verify says of a mistake of ours what the list says."""
     task, words = str(PROGRAMS / f"{mistake.program}.py"), (f"task.mutant={mistake.name}", *mistake.words)
-    refusals: dict[str, tuple[type[Exception], str]] = {
-        START: (LayoutError, "does not compute what one process computes"),
-        LOAD: (CheckpointError, "'model.inner.weight'"),
-    }
-    if mistake.kind in refusals:
-        error, told = refusals[mistake.kind]
-        with pytest.raises(error, match=told):
+    if mistake.kind == START:
+        with pytest.raises(LayoutError, match="does not compute what one process computes"):
             verify(task, mistake.layout, *words)
         return
     answer = verify(task, mistake.layout, *words)
+    if mistake.kind == LOAD:
+        assert answer.exit_code == 3 and "'model.inner.weight'" in str(answer), str(answer)
+        return
     assert answer.exit_code == 1, str(answer)
     assert answer.findings[0].verdict.kind == mistake.kind, str(answer)
     if mistake.name in ("a billionth", "two percent"):
@@ -329,3 +327,56 @@ def test_ranges_that_a_rollback_left_out_are_not_those_of_a_smaller_batch() -> N
     words = ("train.global_batch=64", "data.skip=64:128")
     plan = plan_run(TrainRequest(task_spec=POINTS, layout="ddp", nproc=2, overrides=words), 4)
     assert plan.config.data.skip == "" and plan.config.train.global_batch < 64
+
+
+MISSING = """
+import sys
+import torch
+import allranks
+
+class Missing(allranks.Task):
+    how: str = "open"
+    def dataset(self, split):
+        if self.how == "open":
+            open("no_such_file")
+        sys.exit(0)
+    def model(self):
+        return torch.nn.Linear(4, 1)
+    def loss(self, output, batch):
+        return output.sum()
+"""
+
+
+@pytest.mark.parametrize(("how", "said"), [("open", "FileNotFoundError"), ("exit", "SystemExit: 0")])
+def test_a_dataset_that_raises_is_not_equal_and_does_not_differ(how: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "missing.py").write_text(MISSING)
+    answer = verify(str(tmp_path / "missing.py"), "ddp", f"task.how={how}")
+    assert answer.exit_code == 3 and not answer.equal
+    assert str(answer).startswith("could not be verified: the Task fails on one device\n") and said in str(answer)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("before", "what"),
+    [
+        (0, "the Task fails on one device"),
+        (1, "a rank fails"),
+        pytest.param(2, "the run that goes on alone from the ranks' checkpoint fails", marks=pytest.mark.full),
+        pytest.param(3, "it fails in bfloat16", marks=pytest.mark.full),
+    ],
+)
+def test_a_process_that_is_lost_leaves_nothing_verified(
+    before: int, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill, or sys.exit in the user's loss; `before`: how many launches come to their end."""
+    left = iter(range(before))
+
+    def launch(*args: Any, nproc: int) -> list[Any]:
+        if next(left, None) is None:
+            raise ProcessError("rank 0 was killed by SIGKILL")
+        return launch_without_gpus(*args, nproc=nproc)
+
+    monkeypatch.setattr(task_verify, "launch_without_gpus", launch)
+    monkeypatch.setattr("allranks.verifying.lowered.launch_without_gpus", launch)
+    answer = verify(POINTS, "ddp", "train.precision=bfloat16")
+    assert answer.exit_code == 3 and str(answer).startswith(f"could not be verified: {what}\n  rank 0 was killed")

@@ -14,7 +14,7 @@ import typer
 from allranks import __version__
 from allranks.cli import bench, chaos, checkpoint, doctor, dryrun, explain, new, plan, report, simulate, train, verify
 from allranks.cli.output import print_error, printable
-from allranks.errors import AllranksError, ConfigError
+from allranks.errors import AllranksError, ConfigError, TaskError
 from allranks.standard_streams import steady_streams
 
 INTERRUPTED = 130
@@ -74,9 +74,21 @@ def _run(words: list[str]) -> int:
         if refusal is None:
             raise
         return print_error(refusal, json="--json" in words)
-    except (KeyboardInterrupt, typer.Abort):
+    except SystemExit as error:  # no command ends so: the user's code does, and would say that all is well
+        return print_error(_as_task_error(error), json="--json" in words)
+    except typer.Abort as error:
+        if isinstance(error.__cause__, EOFError):  # of a question that the user's code asks, and nobody answers
+            return print_error(_as_task_error(error.__cause__), json="--json" in words)
+        return INTERRUPTED
+    except KeyboardInterrupt:
         return INTERRUPTED
     return int(code or 0)
+
+
+def _as_task_error(error: BaseException) -> TaskError:
+    from allranks.task_loading import user_line  # here: it imports what a command that loads no Task goes without
+
+    return TaskError(f"the user's code ended the command:\n{user_line(error)}")
 
 
 def _as_config_error(error: typer.TyperException, words: Sequence[str]) -> ConfigError:

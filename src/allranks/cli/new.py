@@ -1,6 +1,7 @@
 """`allranks new`: a commented, runnable Task to start from."""
 
 from importlib import resources
+from io import BufferedWriter
 from pathlib import Path
 from typing import Annotated
 
@@ -31,12 +32,31 @@ def new(
 
 
 def write_template(path: Path) -> None:
-    """Write the template to `path`. Raises ConfigError where something is there already or nothing can be."""
+    """Write the template to `path`, whole or not at all.
+
+    Raises ConfigError where something is there already or nothing can be.
+    """
     text = resources.files("allranks.cli").joinpath("templates/task.py.txt").read_text(encoding="utf-8")
+    # A name may have bytes that are no UTF-8, and Python's source may not.
+    data = text.replace("{file}", str(path)).encode("utf-8", "backslashreplace")
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text.replace("{file}", str(path)))
+        _write_new(path, data)
     except FileExistsError:
         raise ConfigError(f"'{path}' exists already, and is left as it is: name another file") from None
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be written: {error.strerror}") from None
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """Write a file that is not there yet; where that fails (a full disk), it is not there afterwards either."""
+    file = path.open("xb")
+    try:
+        with file:
+            _fill(file, data)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _fill(file: BufferedWriter, data: bytes) -> None:
+    file.write(data)

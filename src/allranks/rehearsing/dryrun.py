@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from allranks.config import Config
-from allranks.errors import AllranksError
+from allranks.errors import AllranksError, TaskError
 from allranks.layout import Layout
 from allranks.parallel.step_record import StepRecord
 from allranks.profiling.fakes import fake_mode
@@ -43,6 +43,7 @@ from allranks.rehearsing.world import fake_world, launched_as
 from allranks.stepping.loss_window import check_window
 from allranks.stepping.recomputing import check_recomputing
 from allranks.task import Task, has_step
+from allranks.task_loading import user_line
 
 CUDA_ROUNDING = 512
 """Bytes that CUDA's caching allocator hands out at once (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
@@ -221,6 +222,8 @@ def _make_step(task: Task, told: RankStep, watch: Watch) -> None:
         layout, on_cuda = told.spread.mesh.layout, told.processes.choice.backend == "nccl"
         place = UPDATE if told.passes.ended and watch.places.running == LOSS else watch.places.running
         raise explain(type(task).__name__, error, place, layout, on_cuda=on_cuda) from error
+    except SystemExit as error:
+        raise TaskError(f"a step of {type(task).__name__} ends the process:\n{user_line(error)}") from error
 
 
 def _search_unused(told: RankStep, again: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from allranks.errors import AllranksError, ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
 from allranks.profiling.fakes import advise_values, needs_values, what_failed
 from allranks.rehearsing.places import UPDATE
-from allranks.task_loading import user_place
+from allranks.task_loading import user_line, user_place
 
 _LACKS_CUDA = re.compile(
     "not linked with support for cuda|compiled with CUDA|NVIDIA driver|CUDA GPUs|requires CUDA support"
@@ -52,6 +52,8 @@ def starting(name: str, *, on_cuda: bool = False) -> Iterator[None]:
         yield
     except AllranksError:
         raise
+    except SystemExit as error:
+        raise TaskError(f"{name} cannot start:\n{user_line(error)}") from error
     except Exception as error:
         if not user_place(error):
             raise  # a fault of ours, which a traceback tells better

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from allranks.data.random_keys import generators_kept, seed_all
-from allranks.errors import TaskError
 from allranks.model_profile import ModelProfile
 from allranks.parallel.spread import Spread
 from allranks.profiling.cache import ProfileCache, have_sources, key_of
@@ -22,7 +21,7 @@ from allranks.profiling.on_cuda import as_on_cuda
 from allranks.stepping.profiled_model import SEED, describe, identity, spread_alone
 from allranks.stepping.profiled_step import Batch, FirstBatches, first_batches, record
 from allranks.task import Task
-from allranks.task_loading import user_line
+from allranks.users_code import users_code
 from allranks.verdict import Decision
 
 Tell = Callable[[Decision], None]
@@ -54,10 +53,8 @@ def trace_task(
     with generators_kept():
         batches = (loaded or first_batches(task)).batches
         seed_all(SEED)
-        try:
+        with users_code(f"{type(task).__name__}.model() raised"):
             model, decisions = build_fake(task.model, mode)
-        except Exception as error:
-            raise TaskError(f"{type(task).__name__}.model() raised:\n{user_line(error)}") from error
         for decision in decisions:
             tell(decision)
         with as_on_cuda() if device == "cuda" else nullcontext(), mode:
@@ -84,8 +81,13 @@ def trace_measured(
     """
     with generators_kept():
         batches = (loaded or first_batches(task)).batches
-        spread = spread_alone(task, task.model, precision, device)
+        spread = spread_alone(task, lambda: _built(task), precision, device)
         return _profile(task, spread, batches, (precision, device, "measured"), cache, tell)
+
+
+def _built(task: Task) -> Any:
+    with users_code(f"{type(task).__name__}.model() raised"):
+        return task.model()
 
 
 def load_first(task: Task) -> FirstBatches:

@@ -23,6 +23,7 @@ from allranks.parallel.tensor_plan import plan_tensor
 from allranks.profiling.cache import plain_attributes
 from allranks.profiling.structure import Structure
 from allranks.task import Task
+from allranks.users_code import users_code
 
 SINGLE = Layout(kind="single")
 SEED = 0
@@ -30,7 +31,8 @@ SEED = 0
 
 def spread_alone(task: Task, build: Callable[[], Any], precision: str, device: str) -> Spread:
     """The model as one process trains it."""
-    hints = task.hints()
+    with users_code(f"{type(task).__name__}.hints() raised"):
+        hints = task.hints()
     return parallelize(
         build,
         build_mesh(SINGLE, device),

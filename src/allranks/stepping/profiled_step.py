@@ -20,6 +20,7 @@ from allranks.stepping.profiled_model import SEED
 from allranks.stepping.start_check import first_samples
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
 from allranks.task_loading import user_line
+from allranks.users_code import users_code
 
 SAMPLES = (2, 3)
 """Two numbers of samples tell what grows with them; one alone is refused by BatchNorm, and squeezed by some models."""
@@ -52,7 +53,12 @@ class FirstBatches:
 
 
 def first_batches(task: Task) -> FirstBatches:
-    """Of the training data. Raises DataError where there are none."""
+    """Of the training data. Raises DataError where there are none; TaskError where the user's code raises."""
+    with users_code(f"{type(task).__name__} fails on the first samples of its dataset"):
+        return _load(task)
+
+
+def _load(task: Task) -> FirstBatches:
     dataset = task.dataset("train")
     found, seconds = first_samples(dataset, SEED)
     batches, collating = [], []
@@ -81,8 +87,8 @@ def record(task: Task, spread: Spread, structure: Structure, batch: Batch) -> Se
                 _plain_step(task, spread, batch)
     except AllranksError:
         raise
-    except Exception as error:
-        if batch.is_fake:
+    except (Exception, SystemExit) as error:
+        if batch.is_fake and isinstance(error, Exception):
             raise refuse(name, recorder.running, error) from error
         raise TaskError(f"{name}'s step raised:\n{user_line(error)}") from error
     _drop_gradients(spread)

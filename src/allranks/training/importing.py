@@ -14,6 +14,7 @@ from allranks.checkpointing.save import save
 from allranks.errors import CheckpointError
 from allranks.parameter_map import Box, Entry
 from allranks.task import Task
+from allranks.users_code import users_code
 
 RUN = "imported"
 
@@ -118,7 +119,7 @@ def write_import(fit: Fit, directory: Path) -> Checkpoint:
 
 def _state_of(task: Task) -> dict[str, torch.Tensor]:
     """What a checkpoint of the Task's model holds, by name; the same tensor twice where it is tied."""
-    with torch.random.fork_rng(devices=()):
+    with torch.random.fork_rng(devices=()), users_code(f"{type(task).__name__}.model() raised"):
         built = task.model()
     modules = {"": built} if isinstance(built, nn.Module) else dict(built)
     return {

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 
 from allranks import __version__
-from allranks.config import Config, changed_keys, check_resumable, override_config, read_task_spec, resolve_config
+from allranks.config import (
+    Config,
+    changed_keys,
+    check_resumable,
+    check_text,
+    override_config,
+    read_task_spec,
+    resolve_config,
+)
 from allranks.data.cut import cut_step
 from allranks.errors import ConfigError, LayoutError, RunError
 from allranks.home_directory import expand
@@ -244,12 +252,15 @@ def _prepare_resume(request: TrainRequest, kept: Run) -> Prepared:
 
 
 def _anchor_text(config: Config) -> Config:
-    """`data.text` seen from here, so that a resume from another folder reads the same files."""
+    """`data.text` seen from here, so that a resume from another folder reads the same files. Raises ConfigError."""
     text = config.data.text
     if text is None:
+        check_text(config)
         return config
     seen = str(Path(glob.escape(str(Path.cwd()))) / expand(text))
-    return config.model_copy(update={"data": config.data.model_copy(update={"text": seen})})
+    anchored = config.model_copy(update={"data": config.data.model_copy(update={"text": seen})})
+    check_text(anchored)
+    return anchored
 
 
 def _existing(path: Path | None) -> Run | None:

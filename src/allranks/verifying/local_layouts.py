@@ -70,3 +70,14 @@ def _words(layout: Layout) -> str:
     rules = "placement"  # the user's own, which stay where they were given
     beside = {name: value for name, value in layout.differing() if name in TOML_ONLY and name != rules}
     return " ".join([str(layout), *(f"layout.{name}={str(value).lower()}" for name, value in beside.items())])
+
+
+def refuse_exceptions(layout: Layout) -> None:
+    """What sends less than the gradients by design has a law of its own. Raises LayoutError."""
+    asked = [f"layout.ddp_hook={layout.ddp_hook}"] if layout.ddp_hook != "none" else []
+    asked += [f"layout.local_sgd={layout.local_sgd}"] if layout.local_sgd is not None else []
+    if asked:
+        raise LayoutError(
+            f"{' and '.join(asked)}: computes something else than one device by design, so that there is nothing to "
+            "compare (docs/explanation/exceptions.md has what it is held to): verify without it"
+        )

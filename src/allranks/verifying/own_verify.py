@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from allranks.errors import ConfigError
+from allranks.errors import ConfigError, ProcessError
 from allranks.surviving.launch import launch_without_gpus
 from allranks.verifying.answer import Answer, cannot
 from allranks.verifying.data_causes import judge_samples
@@ -23,6 +23,7 @@ from allranks.verifying.own_loop import OwnLoop, Setting, process_group
 from allranks.verifying.program import Program
 from allranks.verifying.recording import OneDevice, RunRecord
 from allranks.verifying.start_causes import judge_start, places_of, unplaced
+from allranks.verifying.unverified import Unverified, failing
 from allranks.verifying.world_view import view_of
 
 LOWERED = (
@@ -30,6 +31,7 @@ LOWERED = (
     "of the first step, as far as rounding in that precision allows"
 )
 EVEN = "every rank had as many samples in each step: uneven shares were not tried"
+ALONE = "the program fails on one device", "make it run alone first: build(False)"
 RUN_IT = "make it run on several processes first: torchrun"
 
 
@@ -73,6 +75,13 @@ def verify_program(source: Source, *, nproc: int = 2, num_steps: int = 4) -> Ans
         raise ConfigError(f"nproc={nproc}: more than the {MOST_PROCESSES} processes that run on one machine")
     if num_steps < 2:
         raise ConfigError(f"steps={num_steps}: the optimizer's state shows from the second step on: give at least 2")
+    try:
+        return _verify(source, nproc, num_steps)
+    except Unverified as stopped:
+        return stopped.answer
+
+
+def _verify(source: Source, nproc: int, num_steps: int) -> Answer:
     with tempfile.TemporaryDirectory(prefix="allranks-verify-") as folder:
         answer = _verified(source, Setting(num_steps, folder=f"{folder}/one"), nproc)
         if _noise_is_alike(answer):
@@ -90,16 +99,16 @@ def _noise_is_alike(answer: Answer) -> bool:
 
 def _verified(source: Source, setting: Setting, nproc: int) -> Answer:
     """`verify_program` with this setting; saves go into its folder, and beside it."""
-    one: OneDevice = launch_without_gpus(run_alone, source, setting, nproc, nproc=1)[0]
+    one = _alone(source, setting, nproc)
     if (one.run.error and "dtype" in one.run.error) or "Double" in one.run.error:
         setting = replace(setting, dtype=None)  # written for one precision: compared in that
-        one = launch_without_gpus(run_alone, source, setting, nproc, nproc=1)[0]
+        one = _alone(source, setting, nproc)
     stopped = hindrance(one)
     if stopped is not None and not (one.noise is not None and one.noise.seeded):
         return stopped
     try:
         ranks = launch_without_gpus(run_rank, source, _of_ranks(setting), nproc=nproc)
-    except RankFailed as error:
+    except (RankFailed, ProcessError) as error:  # it raised; it was killed, or ended itself
         if stopped is None and one.too_small:
             advice = f"give each step at least {nproc} samples, one for each process"
             return cannot("the data is too small to be split", f"{one.too_small}\n{error}", advice)
@@ -110,10 +119,16 @@ def _verified(source: Source, setting: Setting, nproc: int) -> Answer:
     return _answer(source, setting, one, ranks)
 
 
+def _alone(source: Source, setting: Setting, nproc: int) -> OneDevice:
+    with failing(*ALONE):
+        one: OneDevice = launch_without_gpus(run_alone, source, setting, nproc, nproc=1)[0]
+    return one
+
+
 def hindrance(one: OneDevice) -> Answer | None:
     """Why one device gives nothing to compare with; None where it does."""
     if one.run.error:
-        return cannot("the program fails on one device", one.run.error, "make it run alone first: build(False)")
+        return cannot(ALONE[0], one.run.error, ALONE[1])
     if not one.run.steps:
         return cannot("there is no data on one device", "", "data(0, 1), or the list, has to give a step")
     return incomparable(one, "the program")
@@ -128,7 +143,8 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
 
     @cache
     def shares(step: int) -> Any:
-        return launch_without_gpus(run_shares, source, setting, step, one.run, len(ranks), nproc=1)[0]
+        with failing(*ALONE):
+            return launch_without_gpus(run_shares, source, setting, step, one.run, len(ranks), nproc=1)[0]
 
     evidence = Evidence(one, ranks, world, places, relative=relative_of(setting), shares=shares)
     lengths = {len(record.steps) for record in (one.run, *ranks)}  # of several, that is what is wrong
@@ -136,7 +152,9 @@ def _answer(source: Source, setting: Setting, one: OneDevice, ranks: Sequence[Ru
         return _in_its_own_precision(evidence)
     findings = judge(evidence)
     if not findings and all(run.resumed is not None for run in ranks):
-        findings = judge_reshard(evidence, launch_without_gpus(run_load, source, _of_ranks(setting), nproc=1)[0])
+        with failing("the program fails where one process loads what the ranks have saved", RUN_IT):
+            loaded: RunRecord = launch_without_gpus(run_load, source, _of_ranks(setting), nproc=1)[0]
+        findings = judge_reshard(evidence, loaded)
     notes = (EVEN,) if _is_even(evidence) else ()
     return Answer(tuple(findings), one, tuple(ranks), world, notes=notes)
 

@@ -119,7 +119,7 @@ def _parameters(task: Task) -> int | None:
     try:
         with device_untouched():
             return count_in(build_unfilled(task))
-    except Exception:  # the user's code may raise anything: at its full size it says so itself
+    except (Exception, SystemExit):  # the user's code may raise anything: at its full size it says so itself
         return None
 
 

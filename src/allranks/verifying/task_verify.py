@@ -11,7 +11,7 @@ import torch
 from allranks.config import Config, override_config
 from allranks.data.cut import ROUNDS, cut_step
 from allranks.data.stream import checked_len, declared_order
-from allranks.errors import AllranksError, ConfigError, DataError, LayoutError
+from allranks.errors import ConfigError, DataError
 from allranks.layout import Layout, num_processes, render_layout
 from allranks.layout_refusals import refuse_unsupported
 from allranks.request import TrainRequest
@@ -24,15 +24,16 @@ from allranks.verifying.determinism import find_noise, incomparable
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
 from allranks.verifying.judge import judge
-from allranks.verifying.local_layouts import refuse_too_many
+from allranks.verifying.local_layouts import refuse_exceptions, refuse_too_many
 from allranks.verifying.low_precision import judge_low_precision, say_noisy
-from allranks.verifying.lowered import LOWERED, run_lowered
+from allranks.verifying.lowered import LOWERED, Lowered, run_lowered
 from allranks.verifying.own_loop import default_dtype
 from allranks.verifying.random_sources import RandomOperations, Unseeded
 from allranks.verifying.recording import OneDevice, RunRecord, saves_of
 from allranks.verifying.shrinking import Room, Size, choose_size, shrink
 from allranks.verifying.task_alone import TaskAlone, Variation
 from allranks.verifying.task_ranks import Errand, TaskRecord, run_task_rank, shorten_validation
+from allranks.verifying.unverified import Unverified, failing, failing_here
 from allranks.verifying.world_view import WorldView
 
 DEFAULT_PROCESSES = 2
@@ -40,6 +41,8 @@ SAMPLES_A_RANK = 4
 NUM_VARIANTS = 2
 PLAIN = Variation()
 TOO_LARGE = "return settings that make it small in hints().small, or take a machine with more memory"
+ALONE = "the Task fails on one device", "make it train alone first: --layout single"
+ON_A_RANK = "a rank fails", "make it train under this layout first: allranks train"
 EXACT = "train.precision=float64"
 NOT_IN_FLOAT8 = (
     "not compared in float8, because each process scales by the largest value of its own share: what is computed then "
@@ -79,19 +82,30 @@ def verify_task(request: TrainRequest, num_steps: int) -> Answer:
     if num_steps < 2:
         raise ConfigError(f"--steps {num_steps}: the optimizer's state shows from the second step on: give at least 2")
     plan = plan_run(request, num_steps)
-    dataset = plan.task.dataset("train")
-    order = declared_order(dataset)
+    try:
+        return _verify_sized(plan, request, num_steps)
+    except Unverified as stopped:
+        return stopped.answer
+
+
+def _verify_sized(plan: Plan, request: TrainRequest, num_steps: int) -> Answer:
+    """In the size that this machine has memory for. Raises Unverified where the user's code fails."""
+    with failing_here(*ALONE):
+        dataset = plan.task.dataset("train")
+        order = declared_order(dataset)
+        stopped = too_small(dataset, plan) if order == "map" else None
     if order == "sharded":
         because = 'the dataset declares order="sharded": which samples a step has depends on the number of ranks'
         return cannot("there is no order to compare", because, 'verify it with order="global"')
-    if order == "map" and (stopped := too_small(dataset, plan)) is not None:
+    if stopped is not None:
         return stopped
 
     def with_settings(words: Sequence[str]) -> Plan:
         return plan_run(replace(request, overrides=(*request.overrides, *words)), num_steps)
 
     room = Room(plan.layout, plan.nproc, num_steps, psutil.virtual_memory().available)
-    size = choose_size(plan.task, room, lambda words: with_settings(words).task)
+    with failing_here(*ALONE):
+        size = choose_size(plan.task, room, lambda words: with_settings(words).task)
     if size.hindrance:
         return cannot("the model is too large to be verified on this machine", size.hindrance, TOO_LARGE)
     answer = _verify(with_settings(size.settings) if size.settings else plan, num_steps, size)
@@ -102,24 +116,24 @@ def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
     with tempfile.TemporaryDirectory(prefix="allranks-verify-") as folder:
         saves = saves_of(num_steps)
         errand = Errand(plan.request, num_steps, f"{folder}/checkpoints", saves=saves, keep=size.keep)
-        one: OneDevice = launch_without_gpus(run_task_alone, errand, nproc=1)[0]
+        with failing(*ALONE):
+            one: OneDevice = launch_without_gpus(run_task_alone, errand, nproc=1)[0]
         stopped = hindrance(one)
         if stopped is not None:
             return stopped
-        try:
+        with failing(*ON_A_RANK):
             ranks: list[TaskRecord] = launch_without_gpus(run_task_rank, errand, nproc=plan.nproc)
-        except AllranksError:
-            raise
-        except Exception as error:  # the user's code may raise anything on a rank
-            told = f"{error}\n{error.__cause__ or ''}".strip()
-            return cannot("a rank fails", told, "make it train under this layout first: allranks train")
         evidence = evidence_of(one, ranks)
         findings = judge(evidence)
         if not findings:
-            findings = _resharded(plan, errand, one)
+            with failing("the run that goes on alone from the ranks' checkpoint fails", ALONE[1]):
+                record: TaskRecord = launch_without_gpus(run_task_rank, _going_on_alone(plan, errand), nproc=1)[0]
+            findings = _resharded(record.run, one)
         notes = notes_of(plan, len(saves))
         if not findings and plan.precision in LOWERED:
-            findings, lowered = _in_low_precision(plan, errand)
+            with failing(f"it fails in {plan.precision}", "make it train in this precision first: allranks train"):
+                low = _run_lowered(plan, errand)
+            findings, lowered = _in_low_precision(plan, low)
             notes = (*notes, *lowered)
     return Answer(tuple(findings), one, tuple(record.run for record in ranks), evidence.world, notes=notes)
 
@@ -136,7 +150,7 @@ def plan_run(request: TrainRequest, num_steps: int) -> Plan:
         raise ConfigError(f"nproc={nproc}: one device is compared with at least 2 processes: give --nproc or --layout")
     # Before another layout is proposed, which would be refused for the same.
     refuse_unsupported(layout)
-    _refuse_exceptions(layout)
+    refuse_exceptions(layout)
     refuse_too_many(layout, nproc, render_layout(config.layout))
     if config.train.precision == "float16" and has_step(prepared.task):
         raise ConfigError("train.precision=float16 does not go with a step() of the Task's own: verify it in bfloat16")
@@ -147,17 +161,6 @@ def plan_run(request: TrainRequest, num_steps: int) -> Plan:
     resolve_layout(exact, nproc)
     asked = replace(asked, overrides=(*asked.overrides, *words), nproc=nproc)
     return Plan(asked, nproc, layout, prepared.task, exact, config.train.precision, config.train.global_batch)
-
-
-def _refuse_exceptions(layout: Layout) -> None:
-    """What sends less than the gradients by design has a law of its own. Raises LayoutError."""
-    asked = [f"layout.ddp_hook={layout.ddp_hook}"] if layout.ddp_hook != "none" else []
-    asked += [f"layout.local_sgd={layout.local_sgd}"] if layout.local_sgd is not None else []
-    if asked:
-        raise LayoutError(
-            f"{' and '.join(asked)}: computes something else than one device by design, so that there is nothing to "
-            "compare (docs/explanation/exceptions.md has what it is held to): verify without it"
-        )
 
 
 def cut_words(task: Task, config: Config, layout: Layout) -> list[str]:
@@ -204,7 +207,7 @@ def too_small(dataset: Any, plan: Plan) -> Answer | None:
 def hindrance(one: OneDevice) -> Answer | None:
     """Why one device gives nothing to compare with; None where it does."""
     if one.run.error:
-        return cannot("the Task fails on one device", one.run.error, "make it train alone first: --layout single")
+        return cannot(ALONE[0], one.run.error, ALONE[1])
     if len(one.run.steps) < 2:
         return cannot("the data is too small for two steps", f"it gives {len(one.run.steps)}", "give more samples")
     return incomparable(one, "the Task")
@@ -244,24 +247,30 @@ def run_task_alone(errand: Errand) -> OneDevice:
         return OneDevice(first, [v for v in variants if not v.error])
 
 
-def _resharded(plan: Plan, errand: Errand, one: OneDevice) -> list[Finding]:
-    """Findings on the run that goes on alone from the ranks' checkpoint."""
+def _going_on_alone(plan: Plan, errand: Errand) -> Errand:
+    """From the ranks' checkpoint, on one process."""
     request = replace(plan.request, layout="single", nproc=1)
-    again = replace(errand, request=request, resume=True, saves=())
-    record: TaskRecord = launch_without_gpus(run_task_rank, again, nproc=1)[0]
-    first = record.run.first
+    return replace(errand, request=request, resume=True, saves=())
+
+
+def _resharded(run: RunRecord, one: OneDevice) -> list[Finding]:
+    """Findings on the run that goes on alone from the ranks' checkpoint."""
+    first = run.first
     rest = replace_steps(one, first)
-    evidence = Evidence(rest, [record.run], WorldView((0,)), before=one.run.steps[:first])
+    evidence = Evidence(rest, [run], WorldView((0,)), before=one.run.steps[:first])
     return [
         replace(finding, verdict=replace(finding.verdict, what=f"after a load on one process: {finding.verdict.what}"))
         for finding in judge(evidence, start=False)
     ]
 
 
-def _in_low_precision(plan: Plan, errand: Errand) -> tuple[list[Finding], tuple[str, ...]]:
-    """Findings on the first step in the run's own precision, and what was compared there, in words."""
+def _run_lowered(plan: Plan, errand: Errand) -> Lowered:
     words = (*plan.request.overrides, f"train.precision={plan.precision}")
-    low = run_lowered(replace(plan.request, overrides=words), errand, plan.nproc)
+    return run_lowered(replace(plan.request, overrides=words), errand, plan.nproc)
+
+
+def _in_low_precision(plan: Plan, low: Lowered) -> tuple[list[Finding], tuple[str, ...]]:
+    """Findings on the first step in the run's own precision, and what was compared there, in words."""
     if not low.comparable:
         return [], (low.note,)
     return judge_low_precision(evidence_of(low.one, low.ranks)), (low.note, *say_noisy(low.one, plan.precision))
