@@ -254,13 +254,11 @@ def _prepare_resume(request: TrainRequest, kept: Run) -> Prepared:
 def _anchor_text(config: Config) -> Config:
     """`data.text` seen from here, so that a resume from another folder reads the same files. Raises ConfigError."""
     text = config.data.text
-    if text is None:
-        check_text(config)
-        return config
-    seen = str(Path(glob.escape(str(Path.cwd()))) / expand(text))
-    anchored = config.model_copy(update={"data": config.data.model_copy(update={"text": seen})})
-    check_text(anchored)
-    return anchored
+    if text is not None:
+        seen = str(Path(glob.escape(str(Path.cwd()))) / expand(text))
+        config = config.model_copy(update={"data": config.data.model_copy(update={"text": seen})})
+    check_text(config)
+    return config
 
 
 def _existing(path: Path | None) -> Run | None:
