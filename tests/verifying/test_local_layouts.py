@@ -7,7 +7,7 @@ import pytest
 from allranks.errors import LayoutError
 from allranks.layout import PROCESS_AXES, Layout
 from allranks.request import TrainRequest
-from allranks.verifying.local_layouts import MOST_PROCESSES, proposals
+from allranks.verifying.local_layouts import MOST_PROCESSES, proposals, refuse_exceptions
 from allranks.verifying.task_verify import plan_run
 from tests.commands import POINTS
 
@@ -67,3 +67,9 @@ def test_they_are_told_one_after_the_other() -> None:
         "every two of them together, one after the other: --layout dp_replicate=2,dp_shard=2,tp=2, "
         "--layout dp_replicate=2,dp_shard=2,pp=2 and --layout tp=2,pp=2"
     )
+
+
+def test_what_computes_something_else_by_design_is_refused_by_its_words() -> None:
+    refuse_exceptions(Layout(dp_replicate=2))
+    with pytest.raises(LayoutError, match=r"^layout.ddp_hook=powersgd and layout.local_sgd=2: computes something else"):
+        refuse_exceptions(Layout(dp_replicate=2, ddp_hook="powersgd", local_sgd=2))
