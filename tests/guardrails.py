@@ -24,7 +24,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "raised",
         "layout layout_refusals slow_links cluster model_profile model_shape shape_operations named_models "
         "hugging_face_config parameter_map plan upkeep plan_request rehearsal rehearsed_messages simulation "
-        "simulation_request verdict hints task task_loading task_world run lease request hosts_request losses "
+        "simulation_request verdict hints task task_loading task_world users_code run lease request hosts_request losses "
         "vocabulary "
         "failure recorded process_environment digest fence fault_points",
         "planning profiling parallel data checkpointing observing launching reporting models",
@@ -39,7 +39,7 @@ DOORS = (PACKAGE, f"{PACKAGE}.__main__")  # they only open onto other floors
 
 # Thinking needs no torch (style.md, principle 5). Everything of a room, or a single module.
 TORCH_FREE = (
-    *sorted(FLOORS[0] | FLOORS[1] - {"task", "task_loading", "task_world", "losses", "vocabulary"}),
+    *sorted(FLOORS[0] | FLOORS[1] - {"task", "task_loading", "task_world", "users_code", "losses", "vocabulary"}),
     *("planning", "launching", "reporting", "cli", "checkpointing.checkpoint", "observing.journal"),
 )
 
