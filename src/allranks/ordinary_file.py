@@ -32,6 +32,8 @@ def open_ordinary(path: Path, *, follow: bool = True) -> tuple[int, int]:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "no ordinary file", str(path))
     return descriptor, status.st_size
 
