@@ -59,7 +59,7 @@ def test_what_does_not_fit_says_what_is_too_large() -> None:
     assert why_not(large, BEST) == why_unfit(large)
     assert why_unfit(large) == "does not fit: 200.0 GB of 80.0 GB (2.5 times); the optimizer's state 150.0 GB"
     near = estimate(StepTime(compute=1.0), MemoryUse(weights=78e9))
-    assert why_unfit(near) == "not sure to fit: 70.2 GB to 85.8 GB of 80.0 GB; weights 78.0 GB"
+    assert why_unfit(near) == "is not sure to fit: 70.2 GB to 85.8 GB of 80.0 GB; weights 78.0 GB"
     assert why_unfit(replace(BEST, fault="rank 3 waits")) == "would fail: rank 3 waits"
 
 

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -174,6 +175,21 @@ def start_large() -> Any:
 def test_what_would_take_long_is_left_out_and_that_is_said(pool: Pools) -> None:
     found = pool(2).run(start_large)[0]
     assert any(said.startswith("the cut model was not compared with the whole one, because one") for said in found)
+
+
+def start_counting(mine: float, rest: float) -> Any:
+    """In a worker: rank 0 counts `mine` floating-point operations, the others `rest`."""
+    start_check = importlib.import_module("allranks.stepping.start_check")
+    count = mine if dist.get_rank() == 0 else rest
+    with patch.object(start_check, "count_flops", lambda *_: count):
+        return start(Tiny(kind="transformer"), "tp=2", "float32")
+
+
+@pytest.mark.parametrize(("mine", "rest", "compared"), [(1e9, 1e15, True), (1e15, 1e9, False)])
+def test_one_rank_decides_whether_it_would_take_long(pool: Pools, mine: float, rest: float, compared: bool) -> None:
+    for found in pool(2).run(start_counting, mine, rest):
+        assert any("computes what the whole one does" in said for said in found) == compared
+        assert any("was not compared with the whole one" in said for said in found) != compared
 
 
 class Beside(nn.Module):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from allranks.surviving import kernel
-from allranks.surviving.kernel import core_seconds, is_frozen, process_state, waits_in
+from allranks.surviving.kernel import core_seconds, is_frozen, is_held_dead, process_state, waits_in
 
 NOBODY = 2**22 + 1
 
@@ -29,6 +29,22 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(kernel, "GROUPS", tmp_path / "groups")
     (tmp_path / "proc/7").mkdir(parents=True)
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("tracer", "threads", "held"), [("9", "ZZ", True), ("0", "ZZ", False), ("9", "ZD", False), ("9", "tt", False)]
+)
+def test_whether_a_debugger_holds_the_dead(tree: Path, tracer: str, threads: str, held: bool) -> None:
+    (tree / "proc/7/status").write_text(f"State:\tZ (zombie)\nTracerPid:\t{tracer}\n")
+    for pid, state in zip((7, 8), threads, strict=True):
+        (tree / f"proc/7/task/{pid}").mkdir(parents=True)
+        (tree / f"proc/{pid}").mkdir(exist_ok=True)
+        (tree / f"proc/{pid}/stat").write_text(f"{pid} (python) {state} 1 2 3")
+    assert is_held_dead(7) == held
+
+
+def test_nobody_is_not_held() -> None:
+    assert not is_held_dead(NOBODY) and not is_held_dead(os.getpid())
 
 
 def test_where_a_process_waits(tree: Path) -> None:

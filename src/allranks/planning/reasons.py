@@ -86,7 +86,7 @@ def why_unfit(other: Estimate) -> str:
     name, most = next(iter(bytes_by_category(other.memory).items()))
     if other.may_fit:
         return (
-            f"not sure to fit: {format_bytes(peak.low)} to {format_bytes(peak.high)} of {format_bytes(capacity)};"
+            f"is not sure to fit: {format_bytes(peak.low)} to {format_bytes(peak.high)} of {format_bytes(capacity)};"
             f" {HOLDINGS[name]} {format_bytes(most)}"
         )
     times = f" ({peak.expected / capacity:.1f} times)" if peak.expected > 1.5 * capacity else ""

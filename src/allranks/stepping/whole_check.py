@@ -75,7 +75,10 @@ def check_whole(forward: Forward, samples: Sequence[Any], seed: int, flops_per_s
 
 def compare_whole(forward: Forward, batch: Any, seed: int, flops: float, *, what: str) -> Decision:
     """The same on a batch, `what` it is called; `flops` of a forward and a backward on it; collective likewise."""
-    layout = forward.spread.mesh.layout
+    layout, device = forward.spread.mesh.layout, forward.spread.device
+    counted = torch.tensor(flops, dtype=torch.float64, device=device)
+    dist.broadcast(counted, 0)  # layers that do not divide evenly count otherwise on each rank: one decides for all
+    flops = counted.item()
     if flops > LARGEST_FLOPS:
         because = f"one process would need {format_count(flops)} floating-point operations for that"
         return pass_uncompared(forward.spread, because)
@@ -86,7 +89,7 @@ def compare_whole(forward: Forward, batch: Any, seed: int, flops: float, *, what
         whole, relative = _whole(forward, batch, seed), _tolerance(forward)
         both = found.loss, whole.loss, found.output, whole.output
         told = torch.tensor((*_worst(found, whole, relative), *both), dtype=torch.float64)
-    told = told.to(forward.spread.device)
+    told = told.to(device)
     dist.broadcast(told, 0)
     index, mine, expected, *pairs = told.tolist()
     if index >= 0:

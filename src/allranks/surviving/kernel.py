@@ -1,6 +1,6 @@
-"""What the kernel tells of a process: how it is, what it waits for, whether it gets a core, whether it is frozen.
+"""What the kernel tells of a process: how it is, what it waits for, who holds it, whether it gets a core or is frozen.
 
-Sources: /proc/PID/stat, wchan, schedstat and cgroup of Linux (Documentation/filesystems/proc.rst,
+Sources: /proc/PID/stat, status, task, wchan, schedstat and cgroup of Linux (Documentation/filesystems/proc.rst,
 scheduler/sched-stats.rst), cgroup.events (cgroup v2), freezer.state (cgroup v1; Documentation/admin-guide).
 """
 
@@ -19,6 +19,20 @@ def process_state(pid: int) -> str:
         return (PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def is_held_dead(pid: int) -> bool:
+    """Whether a process has ended to its last thread, and its parent is not told because a debugger holds it (ptrace).
+
+    Its memory and its files are given back by then.
+    """
+    states = _lines(PROCESSES / str(pid) / "status")
+    held = any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in states)
+    try:
+        threads = [int(one.name) for one in (PROCESSES / str(pid) / "task").iterdir()]
+    except OSError:
+        return False
+    return held and all(process_state(thread) == ENDED for thread in threads)
 
 
 def waits_in(pid: int) -> str:

@@ -20,13 +20,14 @@ from allranks.failure import TRANSIENT, Failure
 from allranks.surviving.beats import SharedBeats
 from allranks.surviving.child import WorkerStart, run_worker
 from allranks.surviving.forkserver import main_hidden
-from allranks.surviving.kernel import ENDED, process_state, waits_in
+from allranks.surviving.kernel import ENDED, is_held_dead, process_state, waits_in
 from allranks.surviving.outcome import UNKNOWN_CODE, Ended
 from allranks.surviving.unended import forsake
 
 LOST_CODE = 255  # multiprocessing's, where the fork server does not tell the code; also a code like any other
 KILL_SECONDS = 10.0  # SIGKILL ends a process at once, unless it waits in the kernel for what does not come
 LEAVING_SECONDS = 60.0  # a process that has ended gives its memory back first: tens of pinned gigabytes take their time
+LOOK_SECONDS = 1.0
 GLANCE_SECONDS = 0.01
 
 
@@ -141,6 +142,7 @@ class LocalWorkers:
             self.killed.add(local_rank)
             self.left = _describe_left(self._ranks[local_rank], process.pid or 0)
             print(f"warning: {self.left.brief()}", file=sys.stderr, flush=True)
+        if process.exitcode is None:
             forsake(process)
         self.exits[local_rank] = Exit(code, time.time())
 
@@ -171,12 +173,14 @@ def _wait_for_code(process: ForkServerProcess | SpawnProcess, seconds: float) ->
     deadline = time.monotonic() + seconds
     last = deadline + LEAVING_SECONDS
     while True:
-        has_closed = wait([process.sentinel], timeout=max(0.0, deadline - time.monotonic()))
+        has_closed = wait([process.sentinel], timeout=min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
         # A fork server writes the code there; where it is gone, there is only an end.
         is_told = not isinstance(process, ForkServerProcess) or _has_bytes(process.sentinel)
         if (code := process.exitcode) is not None:
             process.join()
             return UNKNOWN_CODE if code == LOST_CODE and not is_told else code
+        if is_held_dead(process.pid or 0):
+            return -signal.SIGKILL
         if time.monotonic() >= deadline:
             if deadline >= last or process_state(process.pid or 0) != ENDED:
                 return None
