@@ -32,9 +32,9 @@ from allranks.task_loading import (
     missing_methods,
     setting_adapter,
     setting_types,
-    user_line,
 )
 from allranks.task_world import TaskWorld
+from allranks.users_code import user_line
 
 __all__ = ["Hints", "Resolved", "Task", "TaskSpec", "has_step", "load_task", "resolve_inputs", "resolve_targets"]
 

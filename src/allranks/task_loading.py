@@ -26,6 +26,7 @@ from pydantic.errors import PydanticUserError
 
 from allranks.errors import TaskError
 from allranks.home_directory import expand
+from allranks.users_code import is_installed, user_line
 
 __path__: list[str] = []  # makes this module the parent package of the files that cannot keep their own name
 
@@ -86,7 +87,7 @@ def _add_to_path(folder: Path) -> None:
     if str(folder) in sys.path:
         return
     # behind the standard library (a user's random.py must not become everyone's random), before the installed packages
-    installed = [place for place, entry in enumerate(sys.path) if "site-packages" in entry or "dist-packages" in entry]
+    installed = [place for place, entry in enumerate(sys.path) if is_installed(entry)]
     sys.path.insert(min(installed, default=len(sys.path)), str(folder))
     importlib.invalidate_caches()
 
@@ -144,23 +145,6 @@ def _import(name: str, shown: str) -> ModuleType:
         raise TaskError(f"{shown} cannot be imported:\n{user_line(error)}") from error
 
 
-def user_line(error: BaseException) -> str:
-    """The last line of the user's own code in the error's traceback, as Python prints it, then the error itself.
-
-    Where none of it is the user's (a model of torch's own modules), the last few lines stand for it.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if _is_users(frame.filename)]
-    place = "".join(traceback.format_list(users[-1:] or frames[-3:]))
-    return (place + "".join(traceback.format_exception_only(error))).rstrip()
-
-
-def user_place(error: BaseException) -> str:
-    """The same line's place alone, `file.py:12`; "" where none of it is the user's."""
-    users = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    return f"{Path(users[-1].filename).name}:{users[-1].lineno}" if users else ""
-
-
 def describe(value: Any, depth: int = 2) -> str:
     """A batch in words: types, names and shapes, never values of tensors."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):  # this module imports no torch
@@ -171,12 +155,6 @@ def describe(value: Any, depth: int = 2) -> str:
         kind = type(value).__name__
         return f"a {kind} of {len(value)} ({', '.join(describe(part, depth - 1) for part in value[:3])})"
     return repr(value) if isinstance(value, int | float | bool | str | None) else f"a {type(value).__name__}"
-
-
-def _is_users(filename: str) -> bool:
-    ours = str(Path(__file__).parent)
-    library = (ours, "<frozen", str(Path(typing.__file__).parent))
-    return "site-packages" not in filename and not filename.startswith(library)
 
 
 def _choose(module: ModuleType, spec: TaskSpec, base: type) -> type:

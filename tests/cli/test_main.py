@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import allranks
-from allranks import task_loading
 from allranks.cli import main as program
 from allranks.cli.main import main
 from allranks.errors import CheckpointError
@@ -138,7 +137,7 @@ def test_what_the_system_refuses_is_told_with_the_next_move(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(program, "app", lambda **_: os.stat("/proc/self/mem/a\x1bb"))
-    monkeypatch.setattr(task_loading, "user_place", lambda _: "")  # the line above is no user's
+    monkeypatch.setattr(program, "user_place", lambda _: "")  # the line above is no user's
     assert main(["report", "--json"]) == 2
     out, err = capsys.readouterr()
     message = r"/proc/self/mem/a\x1bb: Not a directory; name another path, or see to who may look there"
@@ -152,7 +151,7 @@ def test_no_room_for_temporary_files_is_told(
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(program, "app", lambda **_: tempfile.gettempdir())
-    monkeypatch.setattr(task_loading, "user_place", lambda _: "")
+    monkeypatch.setattr(program, "user_place", lambda _: "")
     assert main(["verify"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("allranks: error: no usable temporary directory found in [") and "set TMPDIR to one" in told

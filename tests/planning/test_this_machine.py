@@ -195,7 +195,8 @@ def says(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_machine, "DEVICE_FILES", folder)
 
 
-NAMES = "echo '0, GPU-aa, NVIDIA H100 80GB HBM3'"
+NAMES = "echo '0, GPU-aa, Disabled, NVIDIA H100 80GB HBM3'"
+CUT = "echo '0, GPU-aa, [N/A], NVIDIA L4'; echo '1, GPU-bb, Enabled, NVIDIA H100 80GB HBM3'"
 
 
 @pytest.mark.parametrize(
@@ -205,6 +206,8 @@ NAMES = "echo '0, GPU-aa, NVIDIA H100 80GB HBM3'"
         ("exit 9", "0,1", "nvidia0", "nvidia-smi ended with 9"),
         ("exec /bin/sleep 20", None, "nvidia0", "nvidia-smi said nothing for 0 s"),
         (NAMES, "MIG-aa", "nvidia0", "a part of one"),
+        (CUT, None, "nvidia0", "one is cut into parts (MIG)"),
+        (CUT, "1", "nvidia0", "one is cut into parts (MIG)"),
         ("", "", "nvidia0", ""),
         ("", "-1", "nvidia0", ""),
         ("", None, "nvidiactl", ""),  # as in a container without GPUs on a host that has some
@@ -258,3 +261,10 @@ def test_a_torn_file_of_runs_is_one_line(machine: None) -> None:
     corrections_path().parent.mkdir(parents=True)
     corrections_path().write_text("{")
     assert "what earlier runs took is left out, because" in find_cluster("local").notes[-1]
+
+
+def test_a_gpu_beside_one_that_is_cut_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(CUT, tmp_path, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    facts = this_machine.look.__wrapped__()
+    assert facts.devices == ("NVIDIA L4",) and not facts.unnamed

@@ -16,6 +16,7 @@ from allranks.cli import bench, chaos, checkpoint, doctor, dryrun, explain, new,
 from allranks.cli.output import print_error, printable
 from allranks.errors import AllranksError, ConfigError, TaskError
 from allranks.standard_streams import steady_streams
+from allranks.users_code import user_line, user_place
 
 INTERRUPTED = 130
 
@@ -86,8 +87,6 @@ def _run(words: list[str]) -> int:
 
 
 def _as_task_error(error: BaseException) -> TaskError:
-    from allranks.task_loading import user_line  # here: it imports what a command that loads no Task goes without
-
     return TaskError(f"the user's code ended the command:\n{user_line(error)}")
 
 
@@ -106,8 +105,6 @@ def _refused_by_the_system(error: OSError) -> ConfigError | None:
 
     Whether a path exists is an error, too, where nobody may look, or where the name is too long.
     """
-    from allranks.task_loading import user_place
-
     if user_place(error):
         return None
     if error.filename is None:

@@ -254,7 +254,7 @@ def _processor() -> str:
 def _devices() -> tuple[tuple[str, ...], str]:
     """What NVIDIA's driver calls the devices that CUDA_VISIBLE_DEVICES leaves to this process, and `unnamed`."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    command = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=index,uuid,mig.mode.current,name", "--format=csv,noheader"]
     lines: list[str] = []
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_SECONDS, check=True)
@@ -265,11 +265,12 @@ def _devices() -> tuple[tuple[str, ...], str]:
         why = f"nvidia-smi ended with {error.returncode}"
     except (OSError, subprocess.SubprocessError):
         why = "nvidia-smi cannot be run"
-    rows = [[cell.strip() for cell in line.split(",", 2)] for line in lines if line.count(",") >= 2]
+    rows = [[cell.strip() for cell in line.split(",", 3)] for line in lines if line.count(",") >= 3]
     if rows and chosen is not None and chosen.strip().startswith("MIG-"):
         return (), "CUDA_VISIBLE_DEVICES names a part of one (MIG-...), whose figures nobody knows"
     if rows:
-        return visible([(index, uuid, name) for index, uuid, name in rows], chosen), ""
+        names = visible([(index, uuid, "" if cut == "Enabled" else name) for index, uuid, cut, name in rows], chosen)
+        return (names, "") if all(names) else ((), "one is cut into parts (MIG), whose figures nobody knows")
     hidden = chosen is not None and (not chosen.strip() or chosen.strip().startswith("-"))
     return (), why if not hidden and any(DEVICE_FILES.glob("nvidia[0-9]*")) else ""
 

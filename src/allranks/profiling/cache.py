@@ -20,10 +20,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from allranks.durable import replacing
 from allranks.home_directory import user_folder
 from allranks.model_profile import ModelProfile
+from allranks.users_code import is_installed
 
 MAX_ENTRIES: Final = 200
 """An entry takes some 50 kB; the oldest go first."""
-_PACKAGES: Final = ("site-packages", "dist-packages")
 _LIBRARY: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 
 
@@ -123,9 +123,9 @@ def _loaded_files() -> list[Path]:
     found = set()
     for name, module in modules.items():
         file = _file_of(module)
-        if file is None or (file.startswith(_LIBRARY) and not _is_installed(file)):
+        if file is None or (file.startswith(_LIBRARY) and not is_installed(file)):
             continue
-        if _is_installed(file):
+        if is_installed(file):
             top = modules.get(name.partition(".")[0])
             file = None if top is None else _file_of(top)
         if file is not None:
@@ -138,14 +138,10 @@ def _file_of(module: object) -> str | None:
     return file if isinstance(file, str) and Path(file).is_file() else None
 
 
-def _is_installed(file: str) -> bool:
-    return any(part in _PACKAGES for part in Path(file).parts)
-
-
 def _stamp(file: Path) -> str:
     """What changes when the file does: its digest; of an installed package size and time, which costs no read."""
     try:
-        if _is_installed(str(file)):
+        if is_installed(str(file)):
             state = file.stat()
             return f"{state.st_size} {state.st_mtime_ns}"
         return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from allranks.errors import TaskError
-from allranks.task_loading import user_place
+from allranks.users_code import user_place
 from allranks.verdict import Decision
 
 Model = nn.Module | dict[str, nn.Module]

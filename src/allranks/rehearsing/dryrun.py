@@ -43,7 +43,7 @@ from allranks.rehearsing.world import fake_world, launched_as
 from allranks.stepping.loss_window import check_window
 from allranks.stepping.recomputing import check_recomputing
 from allranks.task import Task, has_step
-from allranks.task_loading import user_line
+from allranks.users_code import user_line
 
 CUDA_ROUNDING = 512
 """Bytes that CUDA's caching allocator hands out at once (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""

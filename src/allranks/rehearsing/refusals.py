@@ -9,7 +9,7 @@ from allranks.errors import AllranksError, ConfigError, LayoutError, TaskError
 from allranks.layout import Layout
 from allranks.profiling.fakes import advise_values, needs_values, what_failed
 from allranks.rehearsing.places import UPDATE
-from allranks.task_loading import user_line, user_place
+from allranks.users_code import user_line, user_place
 
 _LACKS_CUDA = re.compile(
     "not linked with support for cuda|compiled with CUDA|NVIDIA driver|CUDA GPUs|requires CUDA support"

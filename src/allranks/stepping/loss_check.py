@@ -26,8 +26,9 @@ from allranks.stepping.forward_only import REFUSED
 from allranks.stepping.kept_state import KeptState, undisturbed
 from allranks.stepping.training_mode import as_in_training
 from allranks.task import Task
-from allranks.task_loading import describe, user_line
+from allranks.task_loading import describe
 from allranks.task_world import Alone, rows_of
+from allranks.users_code import user_line
 
 NUM_SAMPLES = 5  # cut into 2 and 3: unequal, and no part of one sample, which some models cannot take
 FEWEST = 3  # cut into 1 and 2

@@ -19,8 +19,7 @@ from allranks.stepping.passes import Forward, PlainPasses
 from allranks.stepping.profiled_model import SEED
 from allranks.stepping.start_check import first_samples
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
-from allranks.task_loading import user_line
-from allranks.users_code import users_code
+from allranks.users_code import user_line, users_code
 
 SAMPLES = (2, 3)
 """Two numbers of samples tell what grows with them; one alone is refused by BatchNorm, and squeezed by some models."""

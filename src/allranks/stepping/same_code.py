@@ -11,9 +11,9 @@ import torch
 
 from allranks import __version__
 from allranks.errors import TaskError
+from allranks.users_code import is_installed
 
 DIGEST_LETTERS, NAMED = 12, 3
-_INSTALLED = ("site-packages", "dist-packages")
 _OURS = Path(__file__).parents[1]
 
 
@@ -60,7 +60,7 @@ def _imported_beside(own: Path) -> list[Path]:
 
 def _is_installed(file: Path) -> bool:
     """Whether a version stands for it: packages, and allranks where it is worked on."""
-    return file.is_relative_to(_OURS) or not set(_INSTALLED).isdisjoint(file.parts)
+    return file.is_relative_to(_OURS) or is_installed(file)
 
 
 def digest_of(content: bytes) -> str:

@@ -35,8 +35,8 @@ from allranks.stepping.transfer_cost import TransferCost, measure_transfers
 from allranks.stepping.unused_search import search_unused
 from allranks.stepping.whole_check import UNCOMPARED, check_whole, pass_uncompared
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
-from allranks.task_loading import user_line
 from allranks.units import format_seconds
+from allranks.users_code import user_line
 from allranks.verdict import Decision
 
 CHEAP_SECONDS = 0.3e-3

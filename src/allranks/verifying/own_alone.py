@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from allranks.errors import AllranksError
-from allranks.task_loading import user_line
+from allranks.users_code import user_line
 from allranks.verifying import observation as look
 from allranks.verifying.determinism import find_noise
 from allranks.verifying.gradient_causes import is_sum_of

@@ -16,7 +16,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from allranks.task_loading import user_line
+from allranks.users_code import user_line
 from allranks.verifying import observation as look
 from allranks.verifying.given import is_sharded_over_all, noting_given
 from allranks.verifying.program import Program, cast_floats, in_order, order_of, shuffled

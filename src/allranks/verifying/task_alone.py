@@ -22,7 +22,7 @@ from allranks.errors import DataError
 from allranks.layout import Layout
 from allranks.stepping.session import make_schedule
 from allranks.task import Task, has_step, resolve_inputs, resolve_targets
-from allranks.task_loading import user_line
+from allranks.users_code import user_line
 from allranks.verifying import observation as look
 from allranks.verifying.choosing import Choosing
 from allranks.verifying.one_device import evaluate_on_one_device, train_on_one_device

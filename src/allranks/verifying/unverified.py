@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import final
 
 from allranks.errors import AllranksError
-from allranks.task_loading import user_line
+from allranks.users_code import user_line
 from allranks.verifying.answer import Answer, cannot
 
 
