@@ -21,7 +21,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     for rooms in (
         "errors units durable home_directory lifeline standard_streams config config_guard config_keys config_layers "
         "config_sections config_toml layout_string layout_placement even_cut left_out journal_events ordinary_file "
-        "raised",
+        "printable raised",
         "layout layout_refusals slow_links cluster model_profile model_shape shape_operations named_models "
         "hugging_face_config parameter_map plan upkeep plan_request rehearsal rehearsed_messages simulation "
         "simulation_request verdict hints task task_loading task_world users_code run lease request hosts_request "

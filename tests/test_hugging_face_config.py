@@ -196,6 +196,8 @@ _LLAMA = _PUBLISHED["llama-7b"][1]
         ({"hidden_size": [4096]}, r"hidden_size = \[4096\] is no whole number"),
         ({"hidden_size": list(range(99))}, r"hidden_size = \[0, 1, .*\.\.\. is no whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers = True is no whole number"),
+        ({"num_hidden_layers": 10**15}, "layers is larger than 100,000"),
+        ({"hidden_size": 10**400}, "hidden is larger than 1,000,000,000"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0, but it has to be at least 1"),
         ({"num_key_value_heads": -8}, "num_key_value_heads = -8, but it has to be at least 1"),
         ({"num_key_value_heads": {}}, r"num_key_value_heads = \{\} is no whole number"),

@@ -208,3 +208,12 @@ def test_what_nobody_can_lock_has_no_holder(tmp_path: Path) -> None:
     (tmp_path / "lease").symlink_to(tmp_path / "lease")
     os.mkfifo(tmp_path / "pipe")
     assert Lease(tmp_path / "lease").holder() is None and Lease(tmp_path / "pipe").holder() is None
+
+
+def test_a_link_in_its_place_empties_no_other_file(tmp_path: Path) -> None:
+    """As in a run directory that somebody else has made."""
+    (tmp_path / "thesis").write_text("all of it")
+    (tmp_path / "lease").symlink_to("thesis")
+    with pytest.raises(OSError, match="symbolic links"):
+        Lease(tmp_path / "lease").acquire()
+    assert (tmp_path / "thesis").read_text() == "all of it"

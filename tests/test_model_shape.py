@@ -85,6 +85,9 @@ def test_a_longer_sequence_costs_attention_twice_its_share() -> None:
     ("changes", "message"),
     [
         ({"layers": 0}, "layers=0"),
+        ({"layers": 10**15}, "layers is larger than 100,000"),
+        ({"vocab": 10**400}, "vocab is larger than 1,000,000,000"),
+        ({"experts": 10**400, "top_k": 10**400}, "is larger than 1,000,000,000"),
         ({"heads": 7}, r"hidden\(512\) / heads\(7\)"),
         ({"kv_heads": 3}, r"kv_heads\(3\) does not divide heads\(8\)"),
         ({"kv_heads": -8}, r"kv_heads\(-8\) does not divide heads\(8\)"),

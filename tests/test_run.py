@@ -106,6 +106,8 @@ def test_open_refuses_in_one_line(tmp_path: Path, config: Config) -> None:
         ("[" * 100_000, "run.json cannot be read"),
         ("[]", "lacks id"),
         ('{"id": "a"}', "lacks task, name"),
+        (said.replace('"a"', '"../../home"') + "1}", r"run.json is damaged: id is '../../home', no run's; restore it"),
+        (said.replace('"a"', '""') + "1}", "id is '', no run's"),
         (said + '"x"}', "run.json is damaged: attempts is 'x', no int; restore it"),
         (said + "null}", "attempts is None, no int"),
     ):

@@ -86,7 +86,7 @@ class Lease:
     def _is_still(self, descriptor: int) -> bool:
         """Whether it is this file that is at the path."""
         try:
-            return os.path.samestat(os.fstat(descriptor), self._path.stat())
+            return os.path.samestat(os.fstat(descriptor), self._path.lstat())
         except FileNotFoundError:
             return False
 
@@ -151,10 +151,10 @@ class Lease:
 
 def _lock(path: Path, flags: int) -> int | None:
     """A locked descriptor of the file that is at `path`; None: somebody else has locked it, or put another there."""
-    descriptor = os.open(path, flags, 0o644)
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o644)  # through a link another file would be emptied
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), path.stat()):
+        if os.path.samestat(os.fstat(descriptor), path.lstat()):
             return descriptor
     except (BlockingIOError, FileNotFoundError):
         pass

@@ -1,7 +1,7 @@
 """ModelShape: a transformer by its sizes, and the ModelProfile that follows from them without torch."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final, Literal, final
 
 from allranks.errors import ConfigError
@@ -9,6 +9,9 @@ from allranks.model_profile import Block, ModelProfile, Operation
 from allranks.shape_operations import WIDTHS, Program, SampleOperations
 
 PLAIN: Final = Program()
+MOST: Final = 10**9
+_MOST: Final = {"layers": 100_000}
+"""Of every size: products of a few of them are still numbers that arithmetic takes."""
 
 
 @final
@@ -64,6 +67,9 @@ class ModelShape:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{self.name}: {name}={getattr(self, name)}, but it has to be at least 1")
+        for name in (one.name for one in fields(self)):
+            if type(value := getattr(self, name)) is int and value > _MOST.get(name, MOST):
+                raise ConfigError(f"{self.name}: {name} is larger than {_MOST.get(name, MOST):,}")
         if not self.head_dim and self.hidden % self.heads:
             near = math.gcd(self.hidden, self.heads)
             equation = f"hidden({self.hidden}) / heads({self.heads})"

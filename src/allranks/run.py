@@ -265,6 +265,8 @@ def _read_identity(record: Path) -> dict[str, Any]:
     for key, kind in IDENTITY_KEYS.items():
         if type(identity[key]) is not kind:
             raise RunError(f"{record} is damaged: {key} is {identity[key]!r:.80}, no {kind.__name__}; {restore}")
+    if not re.fullmatch(r"[0-9A-Za-z_-]{1,64}", identity["id"]):  # it is part of paths: in a host's memory, in a mirror
+        raise RunError(f"{record} is damaged: id is {identity['id']!r:.80}, no run's; {restore}")
     found: dict[str, Any] = identity
     return found
 

@@ -139,6 +139,8 @@ def test_what_others_have_there_is_not_touched(tmp_path: Path) -> None:
     assert (elsewhere / "kept").is_dir() and not (elsewhere / "lease").exists()
     with pytest.raises(RunError, match="belongs to another user, or is no directory"):
         HostMemory(OTHER, root).open()
+    (root / f"allranks-part-{OTHER}-0").symlink_to(elsewhere)
+    assert HostMemory.open_part(OTHER, root).directory.name == f"allranks-part-{OTHER}-1"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

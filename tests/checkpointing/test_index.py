@@ -1,6 +1,7 @@
 """Headers that tell the truth are indexed; any other is refused in one line, before anything is allocated."""
 
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -193,3 +194,25 @@ def test_scalars_and_empty_tensors_are_covered() -> None:
         check_cover("w", (), [], "here")
     with pytest.raises(CheckpointError):
         check_cover("w", (), [Box((), ()), Box((), ())], "here")
+
+
+def test_boxes_between_which_no_plane_goes_are_compared_with_each_other() -> None:
+    pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+    check_cover("w", (3, 3), pinwheel, "here")
+    overlapping = [*pinwheel[:-1], Box((0, 1), (1, 1))]
+    with pytest.raises(CheckpointError, match="overlap"):
+        check_cover("w", (3, 3), overlapping, "here")
+
+
+def test_boxes_that_someone_made_to_be_compared_for_ever_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """65,536 boxes that no dim separates into more than two groups; and those that only a long search would."""
+    monkeypatch.setattr(Box, "intersect", None)
+    corners = [Box(offset, (1,) * 12) for offset in itertools.product((0, 1), repeat=12)]
+    check_cover("w", (2,) * 12, corners, "here")
+    monkeypatch.setattr("allranks.checkpointing.index._SORTED_CAP", 1000)
+    with pytest.raises(CheckpointError, match=r"here: tensor 'w' is cut in a way that takes too long to check"):
+        check_cover("w", (2,) * 12, corners, "here")
+    pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+    monkeypatch.setattr("allranks.checkpointing.index._SORTED_CAP", 20)
+    with pytest.raises(CheckpointError, match="takes too long"):
+        check_cover("w", (3, 3), pinwheel, "here")

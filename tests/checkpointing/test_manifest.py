@@ -204,6 +204,7 @@ def test_a_manifest_that_breaks_a_rule_is_refused_in_one_line(change: Any) -> No
         b'{"a": NaN}',
         b'{"a": Infinity}',
         b"[" * 200_000,
+        b'{"state": [' + b"[]," * 20_000_000 + b"0]}",
         b'{"a":' * 200_000,
         b'{"a": ' + b"9" * 10_000 + b"}",
         render_manifest(example()).encode()[:-20],

@@ -118,6 +118,14 @@ def test_what_was_altered_there_does_not_come_back(mirror: Mirror, tmp_path: Pat
     assert list((tmp_path / "b").iterdir()) == []
 
 
+def watched(get_file: Any, fetched: list[str]) -> Any:
+    def get(files: Any, source: str, *rest: Any, **named: Any) -> Any:
+        fetched.append(source)
+        return get_file(files, source, *rest, **named)
+
+    return get
+
+
 def test_a_file_that_is_gone_or_too_long_is_one_line(mirror: Mirror, tmp_path: Path, monkeypatch: Any) -> None:
     mirror.bring(save_alone(tmp_path / "a", 100))
     (found,) = mirror.list_newest()
@@ -125,7 +133,16 @@ def test_a_file_that_is_gone_or_too_long_is_one_line(mirror: Mirror, tmp_path: P
         patch.setattr("allranks.checkpointing.mirror.MANIFEST_BYTES_CAP", 10)
         with pytest.raises(CheckpointError, match=r"has \d+ bytes, at most 10 are read"):
             mirror.fetch(found, tmp_path / "b", RUN)
-    mirror._files.rm_file(f"{mirror._root}/{found.name}/rank-00000.safetensors")
+    path = f"{mirror._root}/{found.name}/rank-00000.safetensors"
+    content = mirror._files.cat_file(path)
+    mirror._files.pipe_file(path, content + b"x")
+    fetched: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(type(mirror._files), "get_file", watched(type(mirror._files).get_file, fetched))
+        with pytest.raises(CheckpointError, match=rf"has {len(content) + 1} bytes, and {len(content)} in its manifest"):
+            mirror.fetch(found, tmp_path / "b", RUN)
+    assert len(fetched) == 2 and not any("rank-00000" in one for one in fetched), "the disk is not filled first"
+    mirror._files.rm_file(path)
     with pytest.raises(CheckpointError, match="cannot be read: FileNotFoundError") as told:
         mirror.fetch(found, tmp_path / "b", RUN)
     assert "\n" not in str(told.value) and list_checkpoints(tmp_path / "b") == []

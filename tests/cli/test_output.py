@@ -7,13 +7,19 @@ import sys
 
 import pytest
 
-from allranks.cli.output import print_error, print_json, print_table, printable, stdout_kept_free, write_printed
+from allranks.cli.output import print_error, print_json, print_table, stdout_kept_free, write_printed
 from allranks.errors import RunError
+from allranks.printable import printable
 
 
 def test_an_error_is_one_line_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_error(RunError("runs/x is no run"), json=False) == 78
     assert capsys.readouterr() == ("", "allranks: error: runs/x is no run\n")
+
+
+def test_an_error_with_anybodys_words_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(RunError("x.toml: \x1b[2J\x1b]0;mine\x07\n\tthe next line"), json=False)
+    assert capsys.readouterr().err == "allranks: error: x.toml: \\x1b[2J\\x1b]0;mine\\x07\n\tthe next line\n"
 
 
 def test_with_json_an_error_is_also_one_document(capsys: pytest.CaptureFixture[str]) -> None:

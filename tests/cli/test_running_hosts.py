@@ -383,6 +383,15 @@ def test_refusals_are_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_secret_in_a_variable_reaches_no_worker_of_a_run_that_has_no_use_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ALLRANKS_SECRET", "a secret of sixteen bytes")
+    assert main(["train", POINTS, "--show"]) == 0
+    assert "ALLRANKS_SECRET" not in os.environ
+
+
 def test_under_another_launcher_nodes_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -145,3 +145,11 @@ def test_who_still_has_a_journal_open_that_was_taken_over_appends_where_nobody_r
     assert [json.loads(line)["reason"] for line in path.read_text().splitlines()] == ["kept"]
     assert [one.name for one in path.parent.iterdir()] == [path.name]
     old.close()
+
+
+def test_a_link_in_its_place_leads_to_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    (tmp_path / "j.jsonl").symlink_to("notes")
+    with pytest.raises(RunError, match=r"j\.jsonl cannot be written: Too many levels of symbolic links"):
+        Journal(tmp_path / "j.jsonl")
+    assert (tmp_path / "notes").read_text() == "mine"

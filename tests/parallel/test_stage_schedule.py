@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from allranks.errors import LayoutError
+from allranks.errors import LayoutError, ProcessError
 from allranks.layout import Layout
 from allranks.parallel import stage_schedule
 from allranks.parallel.mesh import build_mesh
@@ -205,3 +205,29 @@ def test_another_shape_is_refused_before_it_is_sent(pool: Pools, past: bool) -> 
 
     told, _ = pool(2).run(case)
     assert "the activations that begin stage 1 of the pipeline have another shape than before" in told
+
+
+def test_no_neighbour_can_have_shapes_sent_as_pickles(pool: Pools) -> None:
+    """Since 2.13 torch's stages vote whether to try shapes out, and a vote is whatever has come from a neighbour."""
+
+    def case() -> list[str]:
+        scheduler, pipeline = made("1f1b")
+
+        def compute(index: int, stage: int, received: Payload) -> Payload:
+            output: Any = pipeline.run(stage, (inputs(index),), received)
+            return tuple(output) if stage < pipeline.last else (output.square().sum(),)
+
+        signature = signature_of((inputs(0),), pipeline.module)
+        scheduler.forward([signature], compute)
+        scheduler.run([signature] * NUMBER, compute, scheduled=True)
+        said: list[str] = []
+        for stage in scheduler._stages:
+            for ask in (stage._recv_meta, stage._send_meta):
+                try:
+                    ask(0)
+                except ProcessError as error:
+                    said.append(str(error))
+        return said
+
+    for said in pool(2).run(case):
+        assert len(said) == 2 and all("answers in the place of a stage" in one for one in said)

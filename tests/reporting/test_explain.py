@@ -8,7 +8,7 @@ import pytest
 from allranks.config import Config
 from allranks.errors import ConfigError, RunError
 from allranks.failure import Failure
-from allranks.reporting.explain import GENERAL, explain, explain_log
+from allranks.reporting.explain import GENERAL, MAX_LINE, explain, explain_log
 from allranks.run import Run
 from tests.reporting.test_signatures import LINES
 
@@ -42,6 +42,8 @@ def test_what_is_not_confirmed_says_so(tmp_path: Path) -> None:
     [
         ([timeout(0), timeout(1, 42, "BROADCAST")], "rank 0 in ALLREDUCE number 41, rank 1 in BROADCAST", "depends on"),
         ([timeout(0), timeout(2)], "rank 1 did not come", "rank 1 died"),
+        ([timeout(0), timeout(40)], "10, 11, 12, 13, 14, 15, 16 and 23 more did not come", "died"),
+        ([timeout(0), timeout(99_999_999_999)], "NCCL waited in vain in ALLREDUCE (number 41, 4096 values)", "compare"),
         ([timeout(0, size=1), timeout(1, size=1)], "all ranks alike", "early stop"),
         ([timeout(0), timeout(1)], "all ranks alike", "network"),
         ([timeout(0)], "NCCL waited in vain in ALLREDUCE (number 41, 4096 values)", "compare"),
@@ -107,3 +109,10 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
         explain(tmp_path / "nothing")
     with pytest.raises(RunError, match="not a run"):
         explain(tmp_path)
+
+
+def test_a_line_without_an_end_is_read_in_pieces_and_only_its_beginning_counts(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(f"{'x' * 10 * MAX_LINE} {LINES['E6']}\n{LINES['P1']}\n")
+    (found,) = explain_log(path)
+    assert found.kind == "P1" and found.evidence[0].startswith(f"{path}:2: ")

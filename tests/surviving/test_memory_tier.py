@@ -106,6 +106,9 @@ def test_where_nothing_is_wanted_or_left_nothing_is_made(run: Run, root: Path) -
     dead.release()
     assert open_memory(run, wanted=False, root=root) is None
     assert list(root.iterdir()) == [], "but what dead runs have left goes all the same"
+    foreign = HostMemory(run.id, root).directory
+    foreign.symlink_to("/tmp")
+    assert open_memory(run, wanted=False, root=root) is None, "who takes the name of a run's memory stops no run"
 
 
 def supervision() -> Supervision:

@@ -110,3 +110,11 @@ def test_a_progress_line_is_not_copied(tmp_path: Path) -> None:
     assert "told" in log
     assert log.count("drawn") <= 1
     assert "\x1b" not in log
+
+
+def test_a_link_in_its_place_leads_to_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / ".bashrc").touch()
+    (tmp_path / "log").symlink_to(".bashrc")
+    with pytest.raises(OSError, match="symbolic links"), log_of_rank(tmp_path / "log", rank=0):
+        print("rm -rf ~")
+    assert not (tmp_path / ".bashrc").read_text()

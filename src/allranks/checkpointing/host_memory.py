@@ -98,6 +98,8 @@ class HostMemory:
         """
         for number in range(_MOST_PARTS):
             memory = cls(run_id, root, number)
+            if os.path.lexists(memory.directory) and not is_own(memory.directory):
+                continue  # whoever it is, the name is taken
             if memory._lease.holder() is None:
                 memory.open()
                 return memory
@@ -143,7 +145,7 @@ class HostMemory:
     def _acquire(self) -> None:
         for _ in range(_TRIES):
             self.directory.mkdir(mode=0o700, exist_ok=True)
-            if not _is_own(self.directory):
+            if not is_own(self.directory):
                 raise RunError(f"{self.directory} belongs to another user, or is no directory: have it removed")
             self.directory.chmod(0o700)
             with contextlib.suppress(FileNotFoundError):
@@ -193,7 +195,7 @@ def remove_dead(spared: Path, missed: Callable[[Path], bool], root: Path = SHARE
     """
     gone = []
     for path in sorted(path for prefix in (_PREFIX, _PART) for path in root.glob(f"{prefix}*")):
-        if path == spared or not _DIRECTORY.fullmatch(path.name) or not _is_own(path):
+        if path == spared or not _DIRECTORY.fullmatch(path.name) or not is_own(path):
             continue
         lease = Lease(path / _LEASE)
         with contextlib.suppress(OSError, RunError):  # taken, or removed by somebody else, in this moment
@@ -213,7 +215,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(gone)
 
 
-def _is_own(path: Path) -> bool:
+def is_own(path: Path) -> bool:
     """Whether it is a directory of this user, and no link to one."""
     try:
         status = path.lstat()

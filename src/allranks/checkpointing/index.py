@@ -30,6 +30,7 @@ from allranks.parameter_map import Box
 _HEADER_BYTES_CAP = 100_000_000  # the safetensors library's own
 _DIMS_CAP = 33
 _PARTS_CAP = 65536  # of one tensor: as many ranks
+_SORTED_CAP = 1 << 25  # boxes that are looked at, again and again, until all stand apart: some ten seconds
 
 Index = Mapping[str, Sequence[Part]]
 
@@ -93,16 +94,41 @@ def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box], where: st
         raise CheckpointError(
             f"{where}: tensor {name!r}: {held} of its {total} elements in {len(boxes)} boxes; some are missing or twice"
         )
-    if len(boxes) < 2:
-        return
-    # Sweep along the dim with the most cuts: only boxes that reach into the present one can overlap it.
-    dim = max(range(len(shape)), key=lambda d: len({box.offset[d] for box in boxes}))
-    open_boxes: list[Box] = []
+    looked_at, groups = 0, [boxes]
+    while groups:
+        group = groups.pop()
+        if len(group) < 2:
+            continue
+        for dim in range(len(shape)):
+            looked_at += len(group)
+            apart = _apart(group, dim)
+            if len(apart) > 1:
+                groups += apart
+                break
+        else:  # no plane goes between them
+            looked_at += len(group) ** 2
+            if looked_at <= _SORTED_CAP:
+                _check_pairs(group, f"{where}: tensor {name!r}")
+        if looked_at > _SORTED_CAP:
+            raise CheckpointError(f"{where}: tensor {name!r} is cut in a way that takes too long to check")
+
+
+def _apart(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
+    """The boxes in groups between which a plane across `dim` goes."""
+    groups: list[list[Box]] = []
+    reach = -1
     for box in sorted(boxes, key=lambda box: box.offset[dim]):
-        open_boxes = [other for other in open_boxes if other.offset[dim] + other.shape[dim] > box.offset[dim]]
-        if any(box.intersect(other) for other in open_boxes):
-            raise CheckpointError(f"{where}: tensor {name!r}: two boxes overlap at {box.offset}")
-        open_boxes.append(box)
+        if box.offset[dim] >= reach:
+            groups.append([])
+        groups[-1].append(box)
+        reach = max(reach, box.offset[dim] + box.shape[dim])
+    return groups
+
+
+def _check_pairs(boxes: Sequence[Box], what: str) -> None:
+    for place, box in enumerate(boxes):
+        if any(box.intersect(other) for other in boxes[:place]):
+            raise CheckpointError(f"{what}: two boxes overlap at {box.offset}")
 
 
 def _read_parts(file: OpenFile, num_bytes: int, tensors: Mapping[str, TensorRecord]) -> list[Part]:

@@ -21,12 +21,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StringConstraints, ValidationError, model_validator
 
 from allranks.errors import CheckpointError
+from allranks.printable import printable
 
 MANIFEST_BYTES_CAP = 1 << 28  # 300,000 chunks of 16 MiB, a checkpoint of 5 TB, take a tenth of it
 CHUNK_BYTES = 1 << 24
 _CHUNK_BYTES_CAP = 1 << 26
 _TENSORS_CAP = 1_000_000
 _DIMS_CAP = 32
+_VALUES_CAP = 20_000_000  # of one JSON document: each takes some 60 bytes, and the 300,000 chunks four each
 _ELEMENTS_CAP = 1 << 58  # 16 bytes each make a Count; torch multiplies the strides of empty tensors, too, in 64 bits
 _DEPTH_CAP = 100  # of `state`: far from where Python, which recurses over it, gives up
 _NOT_FINITE = "__float__"
@@ -138,6 +140,8 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     Raises:
         CheckpointError: it is anything else.
     """
+    if sum(map(data.count, (b",", b"[", b"{"))) > _VALUES_CAP:
+        raise CheckpointError(f"{where}: more than {_VALUES_CAP:,} values; the checkpoint is damaged")
     try:
         members = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
@@ -152,8 +156,7 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
 def first_reason(error: ValidationError) -> str:
     """The first of pydantic's reasons in a line, with the path to the value."""
     reason = error.errors(include_url=False, include_input=False)[0]
-    text = f"{'.'.join(str(part) for part in reason['loc'])[:200]}: {reason['msg'][:200]}"
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    return printable(f"{'.'.join(str(part) for part in reason['loc'])[:200]}: {reason['msg'][:200]}")
 
 
 def encode_state(value: Any, key: str = "state", depth: int = 0) -> Any:

@@ -115,7 +115,11 @@ class Mirror:
             manifest = parse_manifest((empty / MANIFEST_FILE).read_bytes(), f"{self.url}: {found.name}")
             if manifest.step != found.step:
                 raise CheckpointError(f"{self.url}: {found.name} is of step {manifest.step}")
-            for file in manifest.files:  # their names were checked: none leads elsewhere
+            for file, record in manifest.files.items():  # their names were checked: none leads elsewhere
+                size = self._files.size(f"{place}/{file}")
+                if size != record.bytes:  # else it could fill the disk
+                    said = f"{size} bytes, and {record.bytes} in its manifest"
+                    raise CheckpointError(f"{self.url}: {found.name}: {file} has {said}")
                 self._files.get_file(f"{place}/{file}", str(empty / file))
 
         with self._refusing("read"):

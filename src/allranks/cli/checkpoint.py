@@ -14,8 +14,9 @@ import typer
 from allranks.cli.checkpoint_diff import diff
 from allranks.cli.checkpoint_import import import_file
 from allranks.cli.checkpoint_paths import find_checkpoints, find_newest, find_passed_over
-from allranks.cli.output import print_error, print_json, print_table, printable
+from allranks.cli.output import print_error, print_json, print_table
 from allranks.errors import CheckpointError, ConfigError
+from allranks.printable import printable
 from allranks.units import format_bytes, format_count
 
 if TYPE_CHECKING:

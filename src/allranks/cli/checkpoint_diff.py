@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allranks.cli.checkpoint_paths import find_newest
-from allranks.cli.output import print_error, print_json, print_table, printable
+from allranks.cli.output import print_error, print_json, print_table
 from allranks.errors import CheckpointError
+from allranks.printable import printable
 
 if TYPE_CHECKING:
     from allranks.checkpointing.comparing import Comparison, TensorDifference

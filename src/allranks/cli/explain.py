@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from allranks.cli.output import print_json
+from allranks.printable import printable_lines
 
 UNKNOWN = 3
 
@@ -25,5 +26,5 @@ def explain(
     elif not found:
         print(f"{path}: nothing in it that allranks knows")
     else:
-        print("\n\n".join(f"{verdict.kind}: {verdict}" for verdict in found))
+        print(printable_lines("\n\n".join(f"{verdict.kind}: {verdict}" for verdict in found)))
     return 0 if found else UNKNOWN

@@ -13,8 +13,9 @@ import typer
 
 from allranks import __version__
 from allranks.cli import bench, chaos, checkpoint, doctor, dryrun, explain, new, plan, report, simulate, train, verify
-from allranks.cli.output import print_error, printable
+from allranks.cli.output import print_error
 from allranks.errors import AllranksError, ConfigError, TaskError
+from allranks.printable import printable
 from allranks.standard_streams import steady_streams
 from allranks.users_code import user_line, user_place
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from allranks.errors import AllranksError
+from allranks.printable import printable, printable_lines
 
 
 def print_json(document: object) -> None:
@@ -32,11 +33,6 @@ def stdout_kept_free(wanted: bool) -> Iterator[None]:
         os.close(kept)
 
 
-def printable(text: str) -> str:
-    """`text` with what a terminal would obey, or not show, written as `repr` writes it: names may be anybody's."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-
-
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table without a frame; a line is as long as it has to be, so that nothing is cut and `grep` finds it.
 
@@ -56,7 +52,7 @@ def print_error(error: AllranksError, *, json: bool, exit_code: int | None = Non
     code = error.exit_code if exit_code is None else exit_code
     if json:
         print_json({"error": str(error), "kind": type(error).__name__, "exit_code": code})
-    print(f"allranks: error: {error}", file=sys.stderr)
+    print(printable_lines(f"allranks: error: {error}"), file=sys.stderr)
     return code
 
 

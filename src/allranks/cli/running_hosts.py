@@ -20,7 +20,7 @@ from allranks.launching.environment import ProcessEnvironment
 from allranks.layout import num_processes
 from allranks.request import TrainRequest
 from allranks.run import Run
-from allranks.surviving.hosts.secret import take_secret
+from allranks.surviving.hosts.secret import VARIABLE, take_secret
 from allranks.surviving.interrupts import StoppedBeforeStart
 from allranks.surviving.unended import hinders_the_end
 from allranks.verdict import Decision, Verdict
@@ -43,6 +43,7 @@ def take_secret_of(request: TrainRequest, environment: ProcessEnvironment) -> by
         ConfigError: there is none, it is open to others, or something else has started this process.
     """
     if request.hosts is None:
+        os.environ.pop(VARIABLE, None)  # workers shall not have it, whatever it was set for
         return b""
     if environment.launcher != "none":
         raise ConfigError(

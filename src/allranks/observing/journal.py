@@ -29,6 +29,7 @@ from typing import final
 from allranks.durable import refusing, replacing
 from allranks.errors import RunError
 
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # a link would lead to another file
 _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 
 
@@ -46,7 +47,7 @@ class Journal:
         self.rank = rank
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._descriptor = os.open(path, _FLAGS, 0o644)
             size = os.fstat(self._descriptor).st_size
             if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
                 os.write(self._descriptor, b"\n")

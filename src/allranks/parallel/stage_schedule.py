@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from allranks.errors import ProcessError
 from allranks.parallel.mesh import Mesh
 from allranks.parallel.pipeline import Payload, Pipeline
 from allranks.parallel.stage_transport import Sent, Signature, Transport
@@ -195,6 +196,8 @@ class Scheduler:
         made._get_init_p2p_neighbors_ops = lambda: [op for op in greetings() if op.group_peer != here]
         sends_back = made.get_bwd_send_ops
         made.get_bwd_send_ops = lambda micro_step: [_in_order(op) for op in sends_back(micro_step)]
+        # Since 2.13 a neighbour's vote may ask for shapes to be tried out, which torch then sends and loads as pickles.
+        made._recv_meta = made._send_meta = _refuse_to_try_out
         return made
 
 
@@ -239,6 +242,10 @@ def _in_order(op: Any) -> Any:
     """A message as its receiver reads it: half a backward leaves gradients in any strides, and NCCL sends storage."""
     op.tensor = op.tensor.contiguous()
     return op
+
+
+def _refuse_to_try_out(*_: object) -> Any:
+    raise ProcessError("another process answers in the place of a stage of this pipeline; see who reaches these ports")
 
 
 def _metas(sent: Sequence[Sent]) -> tuple[torch.Tensor, ...]:

@@ -1,10 +1,10 @@
 """Why a run died, from its directory or from any log: what is known for certain first, then what signatures tell."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import TextIO, final
 
 from allranks.errors import ConfigError
 from allranks.failure import STOPS, Failure, first_failure, read_failures
@@ -13,6 +13,9 @@ from allranks.run import Run
 from allranks.verdict import Verdict
 
 MAX_LINE = 4000
+MAX_LINES = 2000
+RANK_DIGITS = 6
+NAMED_RANKS = 16
 LONGEST_EXCERPT = 200
 MAX_KEPT = 1000
 NOT_VERDICTS = ("restart", "goes_on", "join", "leave")  # what the supervisor did, rather than what was wrong
@@ -77,7 +80,8 @@ def _as_verdict(event: dict[str, object]) -> Verdict:
 
 
 def _of_failure(failure: Failure, run: Run) -> Verdict:
-    signature = next((one for one in SIGNATURES if one.regex.search(failure.message)), None)
+    lines = [line[:MAX_LINE] for line in failure.message.splitlines()[:MAX_LINES]]
+    signature = next((one for one in SIGNATURES if any(map(one.regex.search, lines))), None)
     move = signature.next if signature is not None else f"look at its log: {run.log(failure.rank)}"
     evidence = tuple(failure.traceback.rstrip().splitlines()) if failure.traceback else (failure.message,)
     return Verdict("crash" if signature is None else signature.name, failure.brief(), evidence, move)
@@ -91,7 +95,7 @@ def explain_log(path: Path) -> list[Verdict]:
     """
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            sightings = find_signatures(path, file)
+            sightings = find_signatures(path, _lines(file))
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror or error}; give a run's directory or a log"
@@ -100,6 +104,14 @@ def explain_log(path: Path) -> list[Verdict]:
     sightings = [one for one in sightings if not one.signature.beside or names & set(one.signature.beside)]
     ordered = sorted(sightings, key=lambda one: (one.signature.consequence, one.place))
     return [_describe(one) for one in ordered]
+
+
+def _lines(file: TextIO) -> Iterator[str]:
+    """The lines of a file, of long ones the beginning: one without an end is never in memory as a whole."""
+    while line := file.readline(MAX_LINE):
+        yield line
+        while line and not line.endswith("\n"):
+            line = file.readline(MAX_LINE)
 
 
 def find_signatures(path: Path, lines: Iterable[str]) -> list[Sighting]:
@@ -121,7 +133,10 @@ def find_signatures(path: Path, lines: Iterable[str]) -> list[Sighting]:
 
 def _rank_of(text: str) -> int | None:
     match = _RANK.search(text)
-    return None if match is None else int(next(filter(None, match.groups())))
+    if match is None:
+        return None
+    digits = next(filter(None, match.groups()))
+    return int(digits) if len(digits) <= RANK_DIGITS else None
 
 
 def _describe(one: Sighting) -> Verdict:
@@ -151,7 +166,8 @@ def _compare_ranks(groups: Sequence[tuple[int | None, tuple[str, ...]]], what: s
         )
     missing = sorted(set(range(max(by_rank) + 1)) - set(by_rank))
     if missing:
-        names = ", ".join(map(str, missing))
+        more = f" and {len(missing) - NAMED_RANKS} more" if len(missing) > NAMED_RANKS else ""
+        names = ", ".join(map(str, missing[:NAMED_RANKS])) + more
         return f"{what}: rank {names} did not come", f"rank {names} died or stands in code of its own: look at its log"
     _, _, size = next(iter(by_rank.values()))
     if size == "1":

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from allranks.printable import printable_lines
 from allranks.reporting.as_text import as_text
 from allranks.reporting.history import LossCurve
 from allranks.reporting.predicted import Prediction
@@ -39,7 +40,7 @@ def render_text(report: Report, *, width: int = WIDTH) -> str:
     ):
         if body is not None:
             parts += [Text(), Text(title), body]
-    return "\n".join([as_text(parts, width), "", render_next(report)])
+    return printable_lines("\n".join([as_text(parts, width), "", render_next(report)]))
 
 
 def render_next(report: Report) -> str:

@@ -19,6 +19,7 @@ from allranks.checkpointing.host_memory import (
     HostMemory,
     Record,
     is_distrusted,
+    is_own,
     read_record,
     remove_dead,
 )
@@ -147,7 +148,7 @@ def open_memory(
     """
     memory = HostMemory(run.id, root)
     remove_dead(memory.directory, telling(say, run.id), root)
-    if not wanted and not memory.directory.is_dir():
+    if not wanted and not is_own(memory.directory):  # of another user it is nothing that this run has left
         return None
     tier = MemoryTier(run, memory, say)
     tier.open()

@@ -22,7 +22,8 @@ def log_of_rank(path: Path, *, rank: int) -> Iterator[None]:
     Rank 0: Python's stdout and stderr go to both, without colours, and without the redrawing of a progress line. Other
     ranks: file descriptors 1 and 2 go to the log, so that compiled code and child processes write there as well.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    # Through a link it would be appended to another file.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     try:
         with _copied(descriptor) if rank == 0 else _redirected(descriptor):
             yield
