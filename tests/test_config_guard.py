@@ -20,7 +20,7 @@ def test_a_name_that_no_sentinel_has_is_refused_with_those_there_are() -> None:
 def test_a_collective_waits_for_longer_than_anything_that_is_allowed_to_take_long() -> None:
     """Else NCCL's watchdog ends a rank that waits for a checkpoint."""
     assert GuardConfig().longest_wait == 1860.0
-    phases = ("first_step_seconds", "compilation_seconds", "evaluation_seconds", "checkpoint_seconds")
-    for name in phases:
+    phases = ("first_step_seconds", "compilation_seconds", "evaluation_seconds", "checkpoint_seconds", "input_seconds")
+    for name in (*phases, "hang_seconds"):
         assert GuardConfig.model_validate({name: 7200.0}).longest_wait > 7200.0, name
     assert GuardConfig.model_validate(dict.fromkeys(phases, 5.0)).longest_wait == 660.0

@@ -117,7 +117,7 @@ class GuardConfig(Section):
     def longest_wait(self) -> float:
         """Seconds that a rank may wait in a collective for another one that does no more than it may."""
         phases = (self.first_step_seconds, self.compilation_seconds, self.evaluation_seconds, self.checkpoint_seconds)
-        return max(LEAST_WAIT_SECONDS, *phases) + 60.0
+        return max(LEAST_WAIT_SECONDS, self.input_seconds, self.hang_seconds or 0.0, *phases) + 60.0
 
     @model_validator(mode="after")
     def _know_the_muted(self) -> "GuardConfig":

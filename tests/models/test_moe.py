@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import itertools
 import math
 from typing import Any
 
@@ -140,6 +141,57 @@ def test_a_grouped_product_is_the_loops(monkeypatch: pytest.MonkeyPatch, dtype: 
         torch.testing.assert_close(one, other)
 
 
+class Residual(torch.autograd.Function):
+    """A grouped product of Blackwell's: the gradient of an expert without tokens is what stood in the registers."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, stacked: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens, stacked, ends)
+        bounds = [0, *ends.tolist()]
+        parts = [tokens[first:past] @ stacked[at] for at, (first, past) in enumerate(itertools.pairwise(bounds))]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        tokens, stacked, ends = ctx.saved_tensors
+        bounds = list(itertools.pairwise([0, *ends.tolist()]))
+        of_tokens = torch.cat([gradient[first:past] @ stacked[at].T for at, (first, past) in enumerate(bounds)])
+        parts = [tokens[first:past].T @ gradient[first:past] for first, past in bounds]
+        rest = torch.full_like(stacked[0], math.nan)
+        return (
+            of_tokens,
+            torch.stack([part if past > first else rest for part, (first, past) in zip(parts, bounds, strict=True)]),
+            None,
+        )
+
+
+def test_what_a_kernel_leaves_for_an_expert_without_tokens_is_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+
+    def grouped(tokens: torch.Tensor, stacked: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = Residual.apply(tokens, stacked, offs)
+        return product
+
+    monkeypatch.setattr(moe, "_grouped_mm", grouped)
+    counts, found = torch.tensor([3, 0, 6, 1]), []
+    for rest in (False, True):
+        monkeypatch.setattr(moe, "leaves_rest", lambda device, rest=rest: rest)
+        stacked = torch.randn(4, 16, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        multiply(torch.arange(160.0).view(10, 16).sin(), stacked, counts).sum().backward()
+        assert stacked.grad is not None
+        found.append(stacked.grad)
+    wrong, right = found
+    assert wrong[1].isnan().all() and torch.equal(right[1], torch.zeros(16, 8))
+    assert torch.equal(wrong[[0, 2, 3]], right[[0, 2, 3]])
+
+
+@pytest.mark.parametrize(("capability", "rest"), [((9, 0), False), ((10, 0), True), ((12, 0), True)])
+def test_which_gpus_leave_a_rest(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], rest: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert moe.leaves_rest(torch.device("cuda", 0)) is rest
+    assert not moe.leaves_rest(torch.device("cpu"))
+
+
 def test_what_cannot_be_grouped() -> None:
     tokens, stacked = torch.randn(3, 8), torch.randn(2, 8, 8)
     assert not can_group(tokens.double(), stacked.double())
@@ -161,6 +213,19 @@ def test_autocast_lowers_the_experts_and_not_the_router() -> None:
     assert torch.equal(chosen, plain) and torch.equal(weights, exact)
     assert mixed.dtype is torch.float32
     torch.testing.assert_close(mixed, layer(value), rtol=0.05, atol=1e-4)
+
+
+def test_a_router_whose_weight_was_rounded_to_be_gathered_scores_in_float32() -> None:
+    """As FSDP gathers it under layout.gather=bfloat16: scores in bfloat16 would be equal where they lie close."""
+    torch.manual_seed(0)
+    router = Router(hidden=16, num_experts=64, top_k=4).bfloat16()
+    tokens = torch.randn(200, 16)
+    weight = router.score.weight.float()
+    expected = functional.linear(tokens, weight).sigmoid()
+    chosen, weights = router(tokens)
+    assert torch.equal(chosen, expected.sort(dim=-1, descending=True, stable=True).indices[:, :4])
+    best = expected.gather(1, chosen)
+    torch.testing.assert_close(weights, best / best.sum(1, keepdim=True), rtol=1e-6, atol=0)
 
 
 # torch 2.13's own, where it goes on after what it could not compile.

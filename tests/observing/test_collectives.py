@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,3 +118,35 @@ def test_collectives_of_nccl_have_a_recorder_and_numbers_of_their_own(pool: Pool
         assert (own["seq"], own["waits"]) == (3, False)
         assert (on_gpu["seq"], on_gpu["waits"], on_gpu["name"]) == (LATE + 1, True, "all_reduce")
         assert on_gpu["group"] == f"nccl {own['group']}" and on_gpu["ranks"] == [0, 1]
+
+
+def entry(group: str, number: int, name: str = "send", *, p2p: bool = True, ended: bool = False) -> dict[str, Any]:
+    """As NCCL's recorder writes it: what is in a batch has no end of its own, only what stands behind it."""
+    return {
+        "process_group": [group, "mesh_pp"],
+        "profiling_name": f"nccl:{name}",
+        "is_p2p": p2p,
+        "p2p_seq_id": number if p2p else 0,
+        "collective_seq_id": 0 if p2p else number,
+        "input_sizes": [[number]],
+        "retired": ended,
+        "state": "completed" if ended else "scheduled",
+    }
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_batch_of_sends_and_receives_has_ended_where_its_last_entry_has(ended: bool) -> None:
+    first = [entry("a", 7), entry("a", 7, "recv"), entry("b", 1, "all_reduce", p2p=False, ended=True)]
+    batches = [*first, entry("a", 7, "coalesced", ended=True), entry("a", 8, "recv"), entry("a", 8, "send")]
+    told = last_collectives([*batches, entry("a", 8, "coalesced", ended=ended)], {})
+    assert [(one["group"], one["name"], one["seq"], one["waits"]) for one in told] == [
+        ("a", "recv", 8, not ended),
+        ("b", "all_reduce", 1, False),
+    ]
+    assert last_collectives(batches, {})[0]["waits"], "a host that stands within a batch waits"
+
+
+def test_what_comes_behind_a_batch_counts() -> None:
+    behind = [entry("a", 7), entry("a", 7, "coalesced", ended=True), entry("a", 3, "all_gather", p2p=False)]
+    (told,) = last_collectives(behind, {})
+    assert (told["name"], told["seq"], told["waits"]) == ("all_gather", 3, True)

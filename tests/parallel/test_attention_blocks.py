@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,16 @@ def test_values_may_be_wider_than_keys() -> None:
     torch.testing.assert_close(output, functional.scaled_dot_product_attention(query, key, value))
     shapes = [part.shape for part in attend_backward(output, query, key, value, output, log_sum, causal=False, scale=1)]
     assert shapes == [query.shape, key.shape, value.shape]
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [((7, 5), ""), ((8, 0), "cuda"), ((12, 0), "cuda")])
+def test_a_gpu_older_than_its_kernel_multiplies_plainly(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kernel: str
+) -> None:
+    """Called by its name, FlashAttention refuses a T4 or a V100."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    there: Any = SimpleNamespace(shape=(1, 2, 8, 64), dtype=torch.float16, device=torch.device("cuda", 0))
+    assert blocks._kernel(there, there) == kernel
 
 
 @pytest.mark.gpu

@@ -38,7 +38,8 @@ def convert(module: nn.Module, *, module_filter_fn: Any, config: Any) -> nn.Modu
 
 
 STAND_IN: Any = SimpleNamespace(
-    Float8LinearConfig=lambda emulate: SimpleNamespace(emulate=emulate), convert_to_float8_training=convert
+    Float8LinearConfig=lambda emulate, pad_inner_dim: SimpleNamespace(emulate=emulate),
+    convert_to_float8_training=convert,
 )
 
 
@@ -139,3 +140,14 @@ def test_torchao_itself_is_what_the_stand_in_stands_for() -> None:
     lowered = [name for name, part in found.named_modules() if type(part).__name__ == "Float8Linear"]
     assert lowered == lower(Transformer(16, 2, 32, 2, ffn=48, max_seq=8))[1]
     assert all(found.get_submodule(name).config.emulate for name in lowered)  # type: ignore[union-attr]
+
+
+def test_any_number_of_rows_is_multiplied() -> None:
+    """A gradient of weights sums over rows, which a GPU's product wants 16 to divide: 3 samples of 7 positions."""
+    pytest.importorskip("torchao")
+    module = nn.Sequential(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), nn.Sequential(nn.Linear(16, 16)))
+    lowered = lower_linears({"": module}, (), CPU, [])[""]
+    configs = [part.config for part in lowered.modules() if hasattr(part, "config")]
+    assert configs and all(config.pad_inner_dim for config in configs)
+    lowered(torch.randn(3, 7, 16)).square().sum().backward()
+    assert all(one.grad is not None and one.grad.isfinite().all() for one in lowered.parameters())

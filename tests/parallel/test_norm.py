@@ -142,3 +142,15 @@ def clip_empty() -> float:
 @pytest.mark.distributed
 def test_a_rank_without_elements_takes_part(pool: Pools) -> None:
     assert pool(3).run(clip_empty) == [5.0] * 3
+
+
+def clip_unsummed(max_norm: float) -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", None)
+        return float(clip_spread(max_norm)[0])
+
+
+@pytest.mark.distributed
+def test_every_copy_adds_in_the_order_of_ranks(pool: Pools) -> None:
+    """NCCL's sums follow each group's own ring: copies would clip by factors that differ in the last bit."""
+    assert len(set(pool(4).run(clip_unsummed, 3.0))) == 1

@@ -1,6 +1,7 @@
 """No rank decides alone: one small vector, and everybody reads the same."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -149,3 +150,23 @@ def test_a_rank_of_other_positions_adds_its_loss_alone() -> None:
     given = ballot(1.25, next_targets=7, next_samples=3, interrupt=True, ledger=5)
     assert Agreement(None, CPU, counts=False).start(given).read() == Agreed(0.0, 0, 0, True, False, 0)
     assert Agreement(None, CPU, counts=False, adds_loss=True).start(given).read() == Agreed(1.25, 0, 0, True, False, 0)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_read_before_what_was_enqueued_behind_it_has_ended() -> None:
+    """Else the host would wait in each step until the device has nothing left to do."""
+    device = torch.device("cuda", 0)
+    agreement = Agreement(None, device)
+    agreement.start(replace(ballot(), loss=torch.zeros((), dtype=torch.float64, device=device))).read()
+    large = torch.randn(8192, 8192, device=device)
+    large @ large
+    torch.cuda.synchronize()
+    loss = torch.full((), 1.25, dtype=torch.float64, device=device)
+    pending = agreement.start(replace(ballot(next_targets=7), loss=loss))
+    for _ in range(50):
+        large = large @ large * 1e-4
+    behind = torch.cuda.Event()
+    behind.record()
+    agreed = pending.read()
+    assert not behind.query()
+    assert (agreed.loss, agreed.next_targets, pending.next_targets.item()) == (1.25, 7, 7.0)

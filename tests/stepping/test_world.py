@@ -1,5 +1,6 @@
 """The processes of a run as one value, and what rank 0 tells the others."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from allranks.data.random_keys import cuda_devices
 from allranks.launching.environment import ALONE, ProcessEnvironment
 from allranks.layout import Layout
 from allranks.parallel.backend import DeviceChoice
+from allranks.parallel.waiting import wait_alike, wait_of_world
 from allranks.stepping.world import gather_processes
 from tests import fake_cuda
 from tests.distributed.pool import Pools
@@ -72,6 +74,28 @@ def test_a_world_of_hosts(pool: Pools, local_size: int) -> None:
             "source": (leader, rank == leader),
             "first": (0, rank == 0),
         }
+
+
+def waits_of_groups() -> set[float]:
+    """In a worker whose world waits for 333 s: for how long the groups of a run do."""
+    own = wait_of_world()
+    assert own is not None
+    try:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=333))
+        processes = processes_of(config_of("dp_replicate=2,dp_shard=2"), 2)
+        groups = [processes.agreement, processes.host, processes.mesh.group("dp_shard"), dist.group.WORLD]
+        backends: list[Any] = [one._get_backend(torch.device("cpu")) for one in groups if one is not None]
+        assert len(set(map(id, backends))) == 4
+        return {one.options._timeout.total_seconds() for one in backends}
+    finally:
+        dist.distributed_c10d._set_pg_timeout(own)
+        wait_alike()
+
+
+@pytest.mark.distributed
+def test_all_groups_wait_as_long_as_the_world(pool: Pools) -> None:
+    """torch's own ten or thirty minutes end ranks that wait for what the guard allows."""
+    assert pool(4).run(waits_of_groups) == [{333.0}] * 4
 
 
 def go_round() -> tuple[list[int], int]:

@@ -37,6 +37,14 @@ def can_group(tokens: torch.Tensor, stacked: torch.Tensor) -> bool:
     return aligned and tokens.dtype in (torch.bfloat16, *others)
 
 
+def leaves_rest(device: torch.device) -> bool:
+    """Whether grouped products give an expert without tokens a gradient of whatever was in their registers.
+
+    On Blackwell: pytorch issue 172439, NVIDIA/cutlass issue 2674.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
+
+
 def multiply(tokens: torch.Tensor, stacked: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
     """Each expert's product of its own tokens with its own matrix, in autocast's type where that is on.
 
@@ -56,6 +64,11 @@ def multiply(tokens: torch.Tensor, stacked: torch.Tensor, tokens_per_expert: tor
         parts = tokens.split(tokens_per_expert.tolist())
         return torch.cat([part @ matrix for part, matrix in zip(parts, stacked.unbind(), strict=True)])
     ends = tokens_per_expert.cumsum(0).to(torch.int32)
+    if stacked.requires_grad and leaves_rest(stacked.device):
+        stacked = stacked.view_as(stacked)
+        used = (tokens_per_expert > 0).view(-1, 1, 1)
+        # No product: what is there may be no number.
+        stacked.register_hook(lambda gradient: torch.where(used, gradient, 0.0))
     found: torch.Tensor = _grouped_mm(tokens, stacked, offs=ends)
     if found.requires_grad:
         # Its backward refuses gradients without strides, those of a sum for one.
@@ -114,10 +127,16 @@ class Router(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, hidden] -> the experts [n, top_k] of each token, the best first, and their weights [n, top_k]."""
-        # In the weight's own type: autocast would round scores that lie close together to one.
+        # In float32 at least: autocast, or a weight that was rounded to be gathered, would make one of scores that lie
+        # close together.
+        weight = self.score.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):
-            logits = self.score(tokens.to(self.score.weight.dtype))
-            scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
+            if weight.dtype is wide:
+                logits = self.score(tokens.to(wide))
+            else:
+                logits = functional.linear(tokens.to(wide), weight.to(wide))
+            scores = logits.sigmoid()
         # A stable sort: which of equal scores topk takes may depend on how many tokens there are.
         ranked = (scores.detach() + self.bias).sort(dim=-1, descending=True, stable=True).indices
         chosen = ranked[:, : self.top_k]

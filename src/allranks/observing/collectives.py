@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+COALESCED = "nccl:coalesced"
+
 Entry = Mapping[str, Any]
 """One collective, as the recorder writes it."""
 
@@ -73,7 +75,7 @@ def last_collectives(
         numbered_by: goes before the names: a group counts what each of its backends does apart.
     """
     found: dict[str, dict[str, object]] = {}
-    for entry in entries:
+    for entry in _joined(entries):
         name, axis = entry["process_group"]
         before = found.get(name)
         if before is not None and before["waits"]:
@@ -83,12 +85,43 @@ def last_collectives(
             "axis": name_axis(axis),
             "ranks": groups.get(name, []),
             "name": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
-            "seq": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+            "seq": _number(entry),
             "p2p": entry["is_p2p"],
             "sizes": entry["input_sizes"],
             "waits": not entry["retired"] and entry["state"] != "completed",
         }
     return list(found.values())
+
+
+def _joined(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries with one for each batch of sends and receives: the first of it, as far as the batch has come.
+
+    NCCL's recorder notes each of a batch without its end; only the entry behind them, `nccl:coalesced`, has one.
+    (torch/distributed/flight_recorder/components/utils.py, find_coalesced_group; pytorch issue 137969.)
+    """
+    found: list[Entry | None] = []
+    places: dict[str, list[int]] = {}  # group -> where its entries stand
+    for entry in entries:
+        own = places.setdefault(entry["process_group"][0], [])
+        batch: list[int] = []
+        if entry["profiling_name"] == COALESCED:
+            while own and (one := found[own[-1]]) is not None and _number(one) == _number(entry):
+                batch.append(own.pop())
+        for place in batch[:-1]:
+            found[place] = None
+        if batch:
+            first = found[batch[-1]]
+            assert first is not None
+            found[batch[-1]] = {**first, "retired": entry["retired"], "state": entry["state"]}
+        else:
+            found.append(entry)
+        own.append(batch[-1] if batch else len(found) - 1)
+    return [entry for entry in found if entry is not None]
+
+
+def _number(entry: Entry) -> int:
+    number: int = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    return number
 
 
 def find_arrivals(entries: Sequence[Entry], groups: Mapping[str, Sequence[int]]) -> list[tuple[str, int, int]]:

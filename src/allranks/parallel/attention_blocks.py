@@ -11,6 +11,7 @@ import torch
 
 aten = torch.ops.aten
 LARGEST_HEAD = 256  # channels that the flash kernel on CUDA takes
+AMPERE = 8, 0  # what FlashAttention wants of a GPU
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -116,7 +117,9 @@ def _kernel(query: torch.Tensor, value: torch.Tensor) -> str:
     if query.device.type == "cpu":
         return "cpu"
     fits = query.dtype in (torch.float16, torch.bfloat16) and channels % 8 == 0 and channels <= LARGEST_HEAD
-    return "cuda" if query.device.type == "cuda" and fits else ""
+    if query.device.type != "cuda" or not fits:
+        return ""
+    return "cuda" if torch.cuda.get_device_capability(query.device) >= AMPERE else ""
 
 
 def _for_heads(part: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,8 @@ def lower_linears(
             f"train.precision=float8 needs a GPU of compute capability {least} (Ada, Hopper or newer), and this one "
             f"has {own}: take train.precision=bfloat16"
         )
-    config = torchao.Float8LinearConfig(emulate=emulates(device))
+    # A GPU's product wants 16 to divide the number of rows, too, which are positions times samples.
+    config = torchao.Float8LinearConfig(emulate=emulates(device), pad_inner_dim=True)
     blocks, lowered, left = find_blocks(modules, hints), dict(modules), list[str]()
     number = 0
     for which, module in modules.items():

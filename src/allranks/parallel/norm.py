@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from allranks.parallel.tensor_ops import all_gather_single
+
 EPSILON = 1e-6  # in the denominator, as torch.nn.utils.clip_grad_norm_ has it
 
 # Of a DTensor where it lies (None: a plain tensor), the groups over which what this rank holds was cut before that, and
@@ -123,8 +125,7 @@ def _over_stages(
     wide = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
     where = device or (parameters[0].device if parameters else None)
     square = norm.to(dtype=wide, device=where).square()
-    dist.all_reduce(square, group=stages)
-    return square.sqrt()
+    return _sum_over(square, stages).sqrt()
 
 
 def _local_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -137,10 +138,21 @@ def _local_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 def _sum_over_shards(square: torch.Tensor, placing: Placing) -> torch.Tensor:
     lying, over, _ = placing
     for group in over:
-        dist.all_reduce(square, group=group)
+        square = _sum_over(square, group)
     if lying is not None:
         mesh, placements = lying
         for dim, placement in enumerate(placements):
             if placement.is_shard():
-                dist.all_reduce(square, group=mesh.get_group(dim))
+                square = _sum_over(square, mesh.get_group(dim))
     return square
+
+
+def _sum_over(number: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of a 0-dim number over a group, in the order of its ranks.
+
+    Copies of the model sum the same numbers over groups of their own. NCCL adds in the order of each group's ring: they
+    would clip by factors that differ in the last bit, and part.
+    """
+    parts = number.new_empty(group.size())
+    all_gather_single(parts, number.reshape(1), group=group)
+    return parts.sum()

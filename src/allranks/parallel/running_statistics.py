@@ -1,15 +1,12 @@
 """Running statistics that each data-parallel rank learns by itself: everybody's, their mean, and the first rank's."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from allranks.parallel.average import alike
-
-# torch 2.13 gives it a new name and warns of the old one; 2.11 has only that.
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from allranks.parallel.tensor_ops import all_gather_single
 
 ByRank = dict[str, list[torch.Tensor]]
 
@@ -23,7 +20,7 @@ def gather_by_rank(values: Mapping[str, torch.Tensor], group: dist.ProcessGroup)
     found: ByRank = {name: [] for name in values}
     for names, flat in _flattened(values):
         gathered = flat.new_empty(size * len(flat))
-        _all_gather_single(gathered, flat, group=group)
+        all_gather_single(gathered, flat, group=group)
         for row in gathered.view(size, -1):
             for name, part in _parted(names, row, values):
                 found[name].append(part.clone())

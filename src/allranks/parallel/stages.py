@@ -22,6 +22,7 @@ from allranks.parallel.pipeline import Pipeline
 from allranks.parallel.stage_plan import Count, plan_stages
 from allranks.parallel.stage_schedule import Scheduler
 from allranks.parallel.stage_transport import Transport
+from allranks.parallel.waiting import wait_of_world
 from allranks.verdict import Decision
 
 
@@ -152,6 +153,7 @@ def _group_over(mesh: Mesh, pp_ranks: Collection[int]) -> dist.ProcessGroup | No
         return mesh.group("pp")
     assert mesh.device_mesh is not None
     columns = mesh.device_mesh.mesh[sorted(pp_ranks)].reshape(len(pp_ranks), -1).T
-    mine, _ = dist.new_subgroups_by_enumeration([sorted(column) for column in columns.tolist()])
+    rows = [sorted(column) for column in columns.tolist()]
+    mine, _ = dist.new_subgroups_by_enumeration(rows, timeout=wait_of_world())
     found: dist.ProcessGroup | None = mine
     return found

@@ -7,6 +7,7 @@ journal when it is there.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -109,6 +110,9 @@ class Pending:
         saving: the step of the checkpoint that it tells of; None: of none.
         pace: likewise.
         stage: this rank's place along pp, with whose ranks its path is compared.
+
+    Args:
+        aside: the vector on its way to the host, where it is read from without a wait for what the device does behind.
     """
 
     def __init__(
@@ -121,10 +125,11 @@ class Pending:
         saving: int | None = None,
         pace: str = "",
         stage: int = 0,
+        aside: "Aside | None" = None,
     ) -> None:
         assert vector is not None or agreed is not None
         self.path, self.saving, self.pace, self.stage = path, saving, pace, stage
-        self._vector = vector
+        self._vector, self._aside = vector, aside
         self._work, self._wait = work, wait
         self._agreed = agreed
 
@@ -141,10 +146,41 @@ class Pending:
         """The agreement on the host: the one declared synchronisation of a step (law 13)."""
         if self._agreed is None:
             assert self._vector is not None
+            if self._aside is not None:
+                self._agreed = _decode(self._aside.read())
+                return self._agreed
             if self._work is not None:
                 self._wait(self._work)
             self._agreed = _decode(self._vector.tolist())
         return self._agreed
+
+
+@final
+class Aside:
+    """A vector's copy on the host, made on a stream of its own.
+
+    Read from its own stream, it would be there only when the device has done all that was enqueued meanwhile: the step
+    behind it.
+    """
+
+    def __init__(self, vector: torch.Tensor, work: dist.Work | None, stream: torch.cuda.Stream) -> None:
+        self._device = vector.device
+        self._copy = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+        self._arrived = torch.cuda.Event()
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            if work is not None:
+                work.wait()  # of NCCL: for this stream alone
+            self._copy.copy_(vector, non_blocking=True)
+            self._arrived.record(stream)
+        vector.record_stream(stream)
+
+    def read(self) -> list[float]:
+        """The numbers, when they have come; any thread may ask."""
+        with torch.cuda.device(self._device):
+            self._arrived.synchronize()
+        found: list[float] = self._copy.tolist()
+        return found
 
 
 class Agreement:
@@ -175,6 +211,7 @@ class Agreement:
         self.group = group
         self._stage, self._num_stages = stage, num_stages
         self._device = device
+        self._stream: torch.cuda.Stream | None = None
         self._counts = counts
         self._adds_loss = counts if adds_loss is None else adds_loss
 
@@ -208,7 +245,18 @@ class Agreement:
         work = None
         if self.group is not None:
             work = dist.all_reduce(vector, group=self.group, async_op=True)
-        return Pending(vector, work, None, ballot.path, ballot.wait, ballot.saving.step, ballot.pace, self._stage)
+        told = (ballot.path, ballot.wait, ballot.saving.step, ballot.pace)
+        return Pending(vector, work, None, *told, self._stage, self._bring_aside(vector, work))
+
+    def _bring_aside(self, vector: torch.Tensor, work: dist.Work | None) -> Aside | None:
+        """None where it is on the host, and where gloo reduces it: the host itself waits for that."""
+        if vector.device.type != "cuda":
+            return None
+        if self.group is not None and self.group._get_backend(vector.device).name() != "nccl":
+            return None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(vector.device)
+        return Aside(vector, work, self._stream)
 
 
 def _encode(ballot: Ballot, stage: int, num_stages: int) -> list[float]:

@@ -4,7 +4,6 @@ import json
 import socket
 import zlib
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from allranks.layout import Layout
 from allranks.parallel.backend import DeviceChoice
 from allranks.parallel.initial import Source
 from allranks.parallel.mesh import Mesh, build_mesh
-
-AGREEMENT_TIMEOUT = timedelta(minutes=10)
+from allranks.parallel.waiting import wait_alike
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,10 @@ def gather_processes(environment: ProcessEnvironment, choice: DeviceChoice, layo
     mesh = replace(build_mesh(layout, choice.device.type), share=choice.share)
     if environment.world_size == 1:
         return Processes(environment, choice, mesh, None, None)
-    agreement = dist.new_group(timeout=AGREEMENT_TIMEOUT, group_desc="agreement")
-    return Processes(environment, choice, mesh, agreement, _host_group(environment, choice.device))
+    agreement = dist.new_group(group_desc="agreement")
+    host = _host_group(environment, choice.device)
+    wait_alike()
+    return Processes(environment, choice, mesh, agreement, host)
 
 
 def _host_group(environment: ProcessEnvironment, device: torch.device) -> dist.ProcessGroup | None:

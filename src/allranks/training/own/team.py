@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from allranks.errors import LayoutError
 from allranks.parallel.gather import gather_rows
+from allranks.parallel.waiting import wait_of_world
 from allranks.stepping.world import Processes
 
 
@@ -75,7 +76,7 @@ def make_team(ranks: Sequence[int], processes: Processes) -> Team:
         raise LayoutError(f"team({chosen}): {wrong}")
     if processes.size == 1:
         return Team(tuple(chosen), processes.rank, None)
-    made = dist.new_group(chosen)
+    made = dist.new_group(chosen, timeout=wait_of_world())
     return Team(tuple(chosen), processes.rank, made if processes.rank in chosen else None)
 
 
