@@ -152,7 +152,7 @@ class Residual(torch.autograd.Function):
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         tokens, stacked, ends = ctx.saved_tensors
         bounds = list(itertools.pairwise([0, *ends.tolist()]))
         of_tokens = torch.cat([gradient[first:past] @ stacked[at].T for at, (first, past) in enumerate(bounds)])
@@ -169,7 +169,7 @@ def test_what_a_kernel_leaves_for_an_expert_without_tokens_is_no_gradient(monkey
     torch.manual_seed(0)
 
     def grouped(tokens: torch.Tensor, stacked: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = Residual.apply(tokens, stacked, offs)
+        product: torch.Tensor = Residual.apply(tokens, stacked, offs)  # type: ignore[no-untyped-call]
         return product
 
     monkeypatch.setattr(moe, "_grouped_mm", grouped)

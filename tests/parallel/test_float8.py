@@ -147,7 +147,7 @@ def test_any_number_of_rows_is_multiplied() -> None:
     pytest.importorskip("torchao")
     module = nn.Sequential(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), nn.Sequential(nn.Linear(16, 16)))
     lowered = lower_linears({"": module}, (), CPU, [])[""]
-    configs = [part.config for part in lowered.modules() if hasattr(part, "config")]
+    configs: list[Any] = [part.config for part in lowered.modules() if hasattr(part, "config")]
     assert configs and all(config.pad_inner_dim for config in configs)
     lowered(torch.randn(3, 7, 16)).square().sum().backward()
     assert all(one.grad is not None and one.grad.isfinite().all() for one in lowered.parameters())

@@ -245,8 +245,8 @@ class Agreement:
         work = None
         if self.group is not None:
             work = dist.all_reduce(vector, group=self.group, async_op=True)
-        told = (ballot.path, ballot.wait, ballot.saving.step, ballot.pace)
-        return Pending(vector, work, None, *told, self._stage, self._bring_aside(vector, work))
+        brought = (ballot.path, ballot.wait, ballot.saving.step, ballot.pace)
+        return Pending(vector, work, None, *brought, self._stage, self._bring_aside(vector, work))
 
     def _bring_aside(self, vector: torch.Tensor, work: dist.Work | None) -> Aside | None:
         """None where it is on the host, and where gloo reduces it: the host itself waits for that."""
