@@ -1,7 +1,7 @@
 """Where the workers of one host meet: a store in the agent, on loopback, new for each attempt.
 
 A store of its own for each attempt cannot hand a restarted worker the address of a dead one; in the agent it outlives
-rank 0; on loopback no stranger reaches it.
+rank 0; on loopback nobody of another machine reaches it.
 """
 
 from datetime import timedelta
