@@ -102,7 +102,12 @@ def test_collectives_of_nccl_have_a_recorder_and_numbers_of_their_own(pool: Pool
         group = dist.new_group([0, 1], group_desc="mesh_tp")
         for _ in range(3):
             dist.all_reduce(torch.ones(3), group=group)
-        (one,) = [entry for entry in recorded() if entry["process_group"][0] == group.group_name][-1:]
+
+        def newest() -> Any:
+            return [entry for entry in recorded() if entry["process_group"][0] == group.group_name][-1]
+
+        wait_until(lambda: newest()["retired"])  # by gloo's own thread, a moment after this one has its result
+        one = newest()
         on_gpu = {**one, "collective_seq_id": LATE + 1, "profiling_name": "nccl:all_reduce", "retired": False}
         ended = {**on_gpu, "collective_seq_id": LATE, "state": "completed"}
         dumped = json.dumps({"entries": [ended, {**on_gpu, "state": "scheduled"}]})
