@@ -46,7 +46,7 @@ def test_a_run_that_broke_off_is_explained_and_one_that_is_done_is_3(
     assert main(["explain", str(run.path)]) == 0
     assert "crashed: no process ever started here" in capsys.readouterr().out
     start = json.dumps({"t": 1.0, "event": "start", "attempt": 0})
-    run.journal().write_text(f'{start}\n{json.dumps({"t": 2.0, "event": "end", "reason": "done"})}\n')
+    run.journal().write_text(f"{start}\n{json.dumps({'t': 2.0, 'event': 'end', 'reason': 'done'})}\n")
     assert main(["explain", str(run.path)]) == 3
     assert "the run is done: every step was made" in capsys.readouterr().out
 
