@@ -65,6 +65,7 @@ def test_a_new_run_is_named_after_the_script(pool: Pools, tmp_path: Path) -> Non
         1,
         "float64",
     )
+    assert run.config().checkpoint.every_seconds is None, "the loop itself says when it saves"
     for ask in (lambda: allranks.load(path), lambda: prepare(TrainRequest(resume=path))):
         with pytest.raises(TaskError, match="names no Task") as caught:  # nobody runs the script to find one
             ask()
