@@ -24,8 +24,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "printable raised",
         "layout layout_refusals slow_links cluster model_profile model_shape shape_operations named_models "
         "hugging_face_config parameter_map plan upkeep plan_request rehearsal rehearsed_messages simulation "
-        "simulation_request verdict hints task task_loading task_world users_code run lease request hosts_request "
-        "losses vocabulary "
+        "simulation_request verdict hints own_loops task task_loading task_world users_code run lease request "
+        "hosts_request losses vocabulary "
         "failure recorded process_environment digest fence fault_points",
         "planning profiling parallel data checkpointing observing launching reporting models",
         "stepping",

@@ -50,8 +50,8 @@ BAD_ARGUMENTS = [
     ("optimiser.lr=1", "unknown key 'optimiser.lr'; did you mean 'optimizer.lr=1'?"),
     (
         "checkpoint.qqqq=1",
-        "unknown key 'checkpoint.qqqq'; the keys of checkpoint are every, keep, keep_every, quota_gb, failures, "
-        "asynchronous, mirror, memory_every",
+        "unknown key 'checkpoint.qqqq'; the keys of checkpoint are every, seconds, keep, keep_every, quota_gb, "
+        "failures, asynchronous, mirror, memory_every",
     ),
     (
         "guard.qqqq=1",
@@ -346,6 +346,7 @@ def test_what_a_resume_may_change_is_frozen() -> None:
         "data.workers",
         "evaluate.every",
         "checkpoint.every",
+        "checkpoint.seconds",
         "checkpoint.asynchronous",
         "checkpoint.mirror",
         "checkpoint.memory_every",

@@ -63,7 +63,7 @@ def test_the_keys_are_frozen() -> None:
         "outer_nesterov context placement",
         "data": "workers text skip",
         "evaluate": "every",
-        "checkpoint": "every keep keep_every quota_gb failures asynchronous mirror memory_every",
+        "checkpoint": "every seconds keep keep_every quota_gb failures asynchronous mirror memory_every",
         "track": "tensorboard",
         "guard": "hang hang_seconds slow_rank bad_link stopped_seconds input_seconds first_step_seconds "
         "compilation_seconds evaluation_seconds checkpoint_seconds stop_seconds restarts host_seconds join_seconds "
@@ -101,6 +101,7 @@ def test_the_keys_are_frozen() -> None:
         "layout.context": "ulysses",
         "data.workers": 0,
         "data.skip": "",
+        "checkpoint.seconds": 1800.0,
         "checkpoint.keep": 2,
         "checkpoint.failures": 2,
         "checkpoint.asynchronous": "auto",

@@ -15,6 +15,11 @@ NOTHING_SHARDED = (
     "offload=parameters keeps the shards of parameters in the host's memory, and this layout shards none (dp_shard "
     "above 1, with sharding=full or grad_op): use fsdp, or offload=activations"
 )
+NOBODY_TO_SHARE = (
+    "offload=parameters keeps the shards of parameters in the host's memory, and one process has nobody to share them "
+    "with: use recompute=full, offload=activations (on a GPU) or a smaller micro-batch, or start more processes on "
+    "more devices"
+)
 
 
 def resolve(text: str, world_size: int) -> Layout:
@@ -73,7 +78,8 @@ def test_what_this_version_makes(text: str) -> None:
             "offload=all keeps the shards of parameters in the host's memory, and this layout shards none (dp_shard "
             "above 1, with sharding=full or grad_op): use fsdp, or offload=activations",
         ),
-        ("fsdp,offload=parameters", 1, NOTHING_SHARDED),
+        ("fsdp,offload=parameters", 1, NOBODY_TO_SHARE),
+        ("single,offload=parameters", 1, NOBODY_TO_SHARE),
         ("fsdp,sharding=optimizer,offload=parameters", 2, NOTHING_SHARDED),
         ("ddp,sharding=none,offload=parameters", 2, NOTHING_SHARDED),
         (

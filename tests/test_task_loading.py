@@ -108,7 +108,9 @@ def test_a_missing_module_is_told_from_a_missing_import(tmp_path: Path, monkeypa
 
 
 def test_none_and_several(tmp_path: Path) -> None:
-    assert "none.py has no Task: write `class MyTask" in refusal(write(tmp_path, "none.py", "x = 1\n"))
+    none = refusal(write(tmp_path, "none.py", "x = 1\n"))
+    assert "none.py has no Task: write `class MyTask" in none
+    assert "A loop of your own is started by torchrun or python" in none and "how-to/own-loop.md" in none
     two = write(tmp_path, "two.py", f"class A(Task):{BODY}\nclass B(Task):{BODY}\n")
     assert "two.py has several Tasks (A, B): name one, as in two.py:A" in refusal(two)
     assert load_class(TaskSpec.parse(f"{two}:B"), Task).__name__ == "B"

@@ -237,7 +237,13 @@ class EvaluateConfig(Section):
 class CheckpointConfig(Section):
     """When the state is saved, and how long it is kept."""
 
-    every: Count | None = key(None, "steps between checkpoints; not given: one at the end", unit="steps")
+    every: Count | None = key(None, "steps between checkpoints; not given: as checkpoint.seconds says", unit="steps")
+    seconds: float = key(
+        1800.0,
+        "where checkpoint.every is not given: so long after one the next is due, by rank 0's clock; 0: only at the end",
+        unit="s",
+        ge=0,
+    )
     keep: Count = key(2, "newest checkpoints that are kept", unit="checkpoints")
     keep_every: Count | None = key(
         None, "steps between checkpoints that stay for ever, beside the newest; not given: none stays", unit="steps"
@@ -257,9 +263,8 @@ class CheckpointConfig(Section):
     asynchronous: bool | Literal["auto"] = key(
         "auto",
         "steps go on while a copy of the state in the host's memory is written; auto: on CUDA, where that copy takes "
-        "nothing from the model",
+        "nothing from the model, if checkpoint.every is given",
     )
-
     mirror: str | None = key(
         None,
         "where fsspec brings a copy of every checkpoint, such as s3://bucket/folder or /mnt/share; a resume takes what "
@@ -273,12 +278,17 @@ class CheckpointConfig(Section):
     )
 
     @property
+    def every_seconds(self) -> float | None:
+        """`seconds`, where they count; None: they do not."""
+        return self.seconds or None if self.every is None else None
+
+    @property
     def quota_bytes(self) -> int | None:
         """What `quota_gb` says."""
         return None if self.quota_gb is None else round(self.quota_gb * 1e9)
 
     def beside(self, device_type: str) -> bool:
-        """Whether checkpoints are written beside the training on devices of that type."""
+        """Whether those after a number of steps are written beside the training on devices of that type."""
         return device_type == "cuda" if self.asynchronous == "auto" else self.asynchronous
 
 

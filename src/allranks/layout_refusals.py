@@ -46,6 +46,12 @@ def _check_offload(layout: Layout) -> None:
     """What parameters in the host's memory do not go with."""
     if not layout.offloads_parameters:
         return
+    if layout.kind == "single":
+        raise LayoutError(
+            f"offload={layout.offload} keeps the shards of parameters in the host's memory, and one process has nobody "
+            "to share them with: use recompute=full, offload=activations (on a GPU) or a smaller micro-batch, or start "
+            "more processes on more devices"
+        )
     if layout.dp_shard == 1 or not layout.fully_sharded:
         raise LayoutError(
             f"offload={layout.offload} keeps the shards of parameters in the host's memory, and this layout shards "

@@ -178,7 +178,9 @@ def _choose(module: ModuleType, spec: TaskSpec, base: type) -> type:
         example = f"{where}:{next(iter(candidates))}"
         raise TaskError(f"{where} has several Tasks ({', '.join(candidates)}): name one, as in {example}")
     raise TaskError(
-        f"{where} has no Task: write `class MyTask(allranks.Task)` in it; `allranks new task.py` starts one"
+        f"{where} has no Task: write `class MyTask(allranks.Task)` in it; `allranks new task.py` starts one. A loop of "
+        f"your own is started by torchrun or python, as in `torchrun --nproc-per-node N {where}` "
+        "(docs: how-to/own-loop.md)"
     )
 
 

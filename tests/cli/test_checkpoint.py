@@ -190,7 +190,7 @@ REFUSED = [
     ("list {run}/no", 78, "{run}/no: no such directory; name a run, its checkpoints folder or a step-* directory"),
     ("verify {run}/run.json", 78, "{run}/run.json: no such directory"),
     ("list {run}/logs", 78, "{run}/logs is no run and holds no checkpoint; name a run or a step-* directory"),
-    ("show {run}/fresh", 78, "{run}/fresh holds no checkpoint yet; the next one comes at checkpoint.every steps"),
+    ("show {run}/fresh", 78, "{run}/fresh holds no checkpoint yet; see checkpoint.every and checkpoint.seconds"),
     ("verify {run}/fresh", 78, "{run}/fresh holds no checkpoint yet: there is nothing to verify"),
 ]
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from allranks.cli.main import main
+from allranks.config import Config
+from allranks.run import Run
 
 
 @pytest.fixture
@@ -35,6 +37,18 @@ def test_nothing_recognised_is_3(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "nothing in it that allranks knows" in capsys.readouterr().out
     assert main(["explain", str(path), "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["verdicts"] == []
+
+
+def test_a_run_that_broke_off_is_explained_and_one_that_is_done_is_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.create(tmp_path, "Digits", Config(), {"task": "digits.py:Digits"})
+    assert main(["explain", str(run.path)]) == 0
+    assert "crashed: no process ever started here" in capsys.readouterr().out
+    start = json.dumps({"t": 1.0, "event": "start", "attempt": 0})
+    run.journal().write_text(f"{start}\n{json.dumps({'t': 2.0, 'event': 'end', 'reason': 'done'})}\n")
+    assert main(["explain", str(run.path)]) == 3
+    assert "the run is done: every step was made" in capsys.readouterr().out
 
 
 def test_nothing_there_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

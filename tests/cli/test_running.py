@@ -289,6 +289,24 @@ def test_show_starts_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("no_server")
+@pytest.mark.parametrize(
+    ("words", "because"),
+    [
+        (("--layout", "fsdp"), "fsdp over one process is single: nobody is there to share with, so it saves no memory"),
+        (("--layout", "ddp"), "ddp over one process is single"),
+        (("--layout", "single"), "the config names it"),
+        ((), "there is one process"),
+    ],
+)
+def test_why_one_process_trains_by_itself(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], because: str
+) -> None:
+    assert main(["train", POINTS, "--nproc", "1", *words, "--show", "--json"]) == 0
+    decisions = json.loads(capsys.readouterr().out)["decisions"]
+    assert {"what": "layout single", "because": because} in decisions
+
+
 def test_a_task_may_set_how_is_printed(tmp_path: Path) -> None:
     """As scripts begin that are to print any letter anywhere."""
     lines = "import sys\nsys.stdout.reconfigure(encoding='utf-8')\nprint(sys.stdout.name, '\u20ac')\n"

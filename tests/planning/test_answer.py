@@ -69,7 +69,15 @@ def test_the_fewest_devices_that_keep_a_deadline() -> None:
     assert plan.num_devices > plan_gpus(ask("llama3-8b", "4x8:a100-80g", batch=512)).num_devices
     fewer = make_plan(replace(question, cluster=cluster_of(question.cluster, plan.num_devices - 8)))
     because = f"because {fewer.num_devices} do not do: {fewer.unmet[0]}"
-    assert f"{plan.num_devices} devices are the fewest, {because}" in plan.notes
+    assert f"{plan.num_devices} devices are the fewest of the numbers tried, {because}" in plan.notes
+
+
+def test_between_two_sizes_the_fewest_nodes_are_looked_for() -> None:
+    """96 fail and 128 do: 104, which do too, are not passed over."""
+    question = ask("llama3-8b", "4x8:a100-80g", batch=512, tokens=1e10, limit_seconds=7.2 * 3600)
+    plan = plan_gpus(question)
+    assert plan.num_devices == 104 and plan.unmet == ()
+    assert make_plan(replace(question, cluster=cluster_of(question.cluster, 96))).unmet
 
 
 def test_where_no_number_does_the_closest_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from allranks.errors import ConfigError
 from allranks.planning.hardware import find_cluster
-from allranks.planning.scale import cluster_of, largest, sizes_of
+from allranks.planning.scale import cluster_of, fewest_nodes, largest, sizes_of
 
 NODES = find_cluster("4x8:a100-80g")
 
@@ -46,6 +46,27 @@ def test_sizes_rise_by_a_half_at_most() -> None:
     for smaller, larger in pairwise(sizes[4:]):
         assert smaller < larger <= 1.5 * smaller
     assert all(cluster_of(NODES, size).num_devices == size for size in sizes)
+
+
+@given(st.integers(2, 4096), st.data(), st.sampled_from([1, 8]))
+def test_the_fewest_nodes_between_two_sizes(found: int, data: st.DataObject, each: int) -> None:
+    failed = data.draw(st.integers(1, found - 1))
+    limit = data.draw(st.integers(failed + 1, found))
+    asked: list[int] = []
+
+    def does(number: int) -> bool:
+        asked.append(number)
+        return number >= limit * each
+
+    assert fewest_nodes(does, failed * each, found * each, each) == limit * each
+    assert len(asked) <= 12 and all(failed * each < number < found * each for number in asked)
+
+
+def test_parts_of_a_node_leave_nothing_between() -> None:
+    def none(number: int) -> bool:
+        raise AssertionError(number)
+
+    assert fewest_nodes(none, 4, 8, 8) == 8 and fewest_nodes(none, 8, 16, 8) == 16 and fewest_nodes(none, 0, 1, 8) == 1
 
 
 @given(st.integers(0, 5000), st.sampled_from([1, 7, 128]))

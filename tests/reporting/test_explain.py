@@ -8,7 +8,7 @@ import pytest
 from allranks.config import Config
 from allranks.errors import ConfigError, RunError
 from allranks.failure import Failure
-from allranks.reporting.explain import GENERAL, MAX_LINE, explain, explain_log
+from allranks.reporting.explain import GENERAL, MAX_LINE, explain, explain_log, explain_silence
 from allranks.run import Run
 from tests.reporting.test_signatures import LINES
 
@@ -102,6 +102,40 @@ def test_a_failure_with_a_signature_gets_its_remedy(run: Run) -> None:
     Failure(1, "h", 5, 2.0, 76, "was killed by SIGKILL: by somebody", signal="SIGKILL").write(run.log().parent)
     found = explain(run.path)
     assert found[0].kind == "E4" and "dmesg" in found[0].next and found[0].what.startswith("rank 1 on h was killed")
+
+
+def start_of(run: Run, **end: object) -> None:
+    """A journal of 40 steps, which breaks off where no `end` is given."""
+    start = {"t": 1.0, "event": "start", "attempt": run.attempts, "host": "node-a", "total_steps": 100}
+    lines = [start, {"t": 2.0, "event": "step", "step": 40, "loss": 1.0}]
+    lines += [{"t": 3.0, "event": "end", "seconds": {}, **end}] if end else []
+    run.journal().write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_run_whose_machine_went_away_is_told_from_its_state(run: Run) -> None:
+    start_of(run)
+    (found,) = explain(run.path)
+    assert found.kind == "crashed" and "rank 0's journal breaks off" in found.what
+    assert found.evidence[0].endswith("step 40 of 100") and "on node-a" in found.evidence[1]
+    assert "none was committed" in found.evidence[-1] and found.next.startswith("start again")
+    saved = run.checkpoints / "step-00000030"
+    saved.mkdir()
+    (saved / "COMMITTED").touch()
+    (found,) = explain(run.path)
+    assert found.evidence[-1] == "newest checkpoint: step-00000030"
+    assert found.next == f"`allranks train --resume {run.path}`"
+
+
+def test_a_run_that_was_told_to_stop_is_told_that(run: Run) -> None:
+    start_of(run, reason="stopped")
+    (found,) = explain(run.path)
+    assert found.kind == "stopped" and "told to stop" in found.what
+
+
+def test_a_run_that_is_done_has_nothing_to_explain(run: Run) -> None:
+    start_of(run, reason="done")
+    assert explain(run.path) == []
+    assert explain_silence(run.path).endswith("allranks knows; the run is done: every step was made")
 
 
 def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -89,6 +89,16 @@ def test_what_is_next_depends_on_the_state() -> None:
     assert "start again" not in render_next(replace(bare, state="running"))
 
 
+def test_a_loop_of_ones_own_is_started_again_as_it_was() -> None:
+    """No command starts it, and it names no Task to load."""
+    own = replace(REPORT, task="/x/train.py (own loop)")
+    text = render_next(own)
+    assert "--resume" not in text and "allranks.load" not in text
+    assert f"  allranks checkpoint export {own.path} model.safetensors\n" in text
+    assert f'  start /x/train.py again with join(run="{own.path}")\n' in text
+    assert "start again" in render_next(replace(own, checkpoints=()))
+
+
 def test_an_error_keeps_its_words() -> None:
     text = render_text(replace(REPORT, state="crashed", error="rank 1: ValueError: [red]bad[/red]"))
     assert "\nError\n  - rank 1: ValueError: [red]bad[/red]\n" in text

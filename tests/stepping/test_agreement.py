@@ -34,6 +34,8 @@ def test_one_process_tells_itself_how_far_a_checkpoint_is() -> None:
     alone = Agreement(None, CPU).start(ballot(saving=Saving(6, written=True, failed=True)))
     assert (alone.saving, alone.read().written, alone.read().committed, alone.read().failed) == (6, 1, 0, 1)
     assert Agreement(None, CPU).start(ballot()).saving is None
+    due = Agreement(None, CPU).start(ballot(due=True)).read()
+    assert (due.due, due.written) == (1, 0)
 
 
 def test_every_bit_of_the_ledger_travels() -> None:
@@ -57,6 +59,7 @@ def vote(world_ledger: int) -> Any:
             skipped=torch.ones(()) if rank else None,
             noticed=rank > 0,
             expired=rank == 1,
+            due=rank == 0,
         )
     )
     quiet = agreement.start(ballot(math.nan if rank == 1 else 1.0))
@@ -68,7 +71,7 @@ def test_every_rank_reads_the_same_sums(pool: Pools) -> None:
     for targets, agreed, quiet in pool(3).run(vote, LARGEST):
         assert targets == 3.0
         assert agreed == Agreed(
-            4.5, 3, 6, True, True, 3 * LARGEST % (1 << 64), skipped=2, num_ranks=3, noticed=2, expired=1
+            4.5, 3, 6, True, True, 3 * LARGEST % (1 << 64), skipped=2, num_ranks=3, noticed=2, expired=1, due=1
         )
         assert quiet.noticed == 0 and not quiet.diverged
         assert math.isnan(quiet.loss)
@@ -80,7 +83,7 @@ def vote_on_a_save() -> Any:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     agreement = Agreement(dist.new_group(), CPU)
     saving = Saving(6, written=True, committed=rank == 0, failed=rank == last)
-    pending = agreement.start(ballot(saving=saving))
+    pending = agreement.start(ballot(saving=saving, due=rank == 0))
     return pending.saving, pending.read(), agreement.start(ballot()).saving
 
 
@@ -88,7 +91,7 @@ def vote_on_a_save() -> Any:
 def test_ranks_tell_how_far_a_checkpoint_is(pool: Pools) -> None:
     for step, agreed, quiet in pool(3).run(vote_on_a_save):
         assert (step, quiet) == (6, None)
-        assert agreed == Agreed(0.0, 0, 0, False, False, 0, num_ranks=3, written=3, committed=1, failed=1)
+        assert agreed == Agreed(0.0, 0, 0, False, False, 0, num_ranks=3, written=3, committed=1, failed=1, due=1)
 
 
 def stand(paces: list[str]) -> tuple[bool, str]:

@@ -41,10 +41,12 @@ def test_a_schedule_that_nobody_may_have_meant_is_remarked_on() -> None:
 def test_a_rollback_without_a_checkpoint_is_remarked_on() -> None:
     def remarks(*overrides: str) -> list[str]:
         session = session_of(Curve(), config_of("single", *SMALL, *overrides))
-        return [str(decision) for decision in session.decisions if "anew" in decision.what]
+        return [str(decision) for decision in session.decisions if decision.what.startswith("a spike")]
 
     because = "guard.spike=rollback goes back to a checkpoint, and checkpoint.every is not given"
-    assert remarks("guard.spike=rollback") == [f"a spike has the run begin anew, because {because}"]
+    assert remarks("guard.spike=rollback") == [f"a spike has the run go back by up to 30 min 00 s, because {because}"]
+    off = f"a spike has the run begin anew, because {because} (checkpoint.seconds is 0)"
+    assert remarks("guard.spike=rollback", "checkpoint.seconds=0") == [off]
     assert remarks("guard.spike=rollback", "checkpoint.every=5") == remarks() == []
 
 

@@ -29,5 +29,16 @@ def test_copies_in_memory_are_counted(more: dict[str, Any], copies: int) -> None
         assert upkeep_of(config, "cuda", loaded).state_copies == copies
 
 
+@pytest.mark.parametrize(
+    ("saves", "seconds"),
+    [({}, 1800.0), ({"seconds": 0}, 0.0), ({"every": 50}, 0.0), ({"asynchronous": "auto"}, 0.0)],
+)
+def test_saves_by_time_are_told_where_their_copy_takes_memory(saves: dict[str, Any], seconds: float) -> None:
+    saves = {"asynchronous": True, **saves}
+    config = Config.model_validate({"checkpoint": saves})
+    for loaded in (None, FirstBatches((), "map", 0.25)):
+        assert upkeep_of(config, "cuda", loaded).save_seconds == seconds
+
+
 def test_nothing_was_loaded_for_another_machine() -> None:
     assert upkeep_of(CONFIG, "cpu", None) == Upkeep(50, CONFIG.checkpoint.beside("cpu"), None, 4)

@@ -64,6 +64,13 @@ def test_the_run_equals_one_that_never_saw_these_samples(tmp_path: Path) -> None
     assert [event["samples"] for event in steps][9:12] == [100, 140, 150] and len(steps) == 20
 
 
+def test_a_checkpoint_that_comes_by_time_lies_before_the_spike_too(tmp_path: Path) -> None:
+    words = (*(word for word in SPIKED if not word.startswith("checkpoint.every")), "checkpoint.seconds=1e-9")
+    told = go_back(tmp_path / "run", bad(13), words=words)
+    assert "the loss of step 13 is a spike" in told and "goes back to step 11, and leaves out" in told
+    assert saved(tmp_path / "run") == [1, 3, 5, 7, 9, 11]
+
+
 def test_a_damaged_range_in_the_journal_is_looked_up_again(tmp_path: Path) -> None:
     run = Run.create(tmp_path, "points", Config(), {})
     stream = DataStream(range(POINTS), cut=Cut(BATCH), left_out=LeftOut.parse("20:40"))

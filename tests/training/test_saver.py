@@ -254,6 +254,18 @@ def test_where_checkpoints_are_written_beside_the_steps(tmp_path: Path) -> None:
     assert str(decision).startswith("checkpoints are written beside the steps, because a copy in the host's memory")
 
 
+def test_one_that_comes_by_time_is_waited_for_unless_the_config_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asked for it: its copy must not be what a host's memory is too small for."""
+    monkeypatch.setattr(CheckpointConfig, "beside", lambda saves, kind: saves.asynchronous is not False)  # as on CUDA
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 0)
+    ways: list[dict[str, Any]] = [{}, {"asynchronous": True}, {"every": 2}, {"seconds": 0}, {"memory_every": 2}]
+    savers = [saver_of(session, contents, tmp_path, **way) for way in ways]
+    assert [saver.beside for saver in savers] == [False, True, True, True, False]
+    assert savers[-1].in_memory(tmp_path).beside, "a copy that was asked for"
+
+
 def test_what_one_takes_is_known_before_it_is_written(tmp_path: Path) -> None:
     session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
     saver = saver_of(session, contents, tmp_path)

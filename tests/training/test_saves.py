@@ -23,6 +23,7 @@ from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.stepping.agreement import NOTHING, Agreed, Pending, Saving
 from allranks.training import saves as saves_module
+from allranks.training.save_clock import SaveClock
 from allranks.training.saver import Saver
 from allranks.training.saves import Saves
 from allranks.training.worker import Assignment, work
@@ -352,6 +353,7 @@ class NotedSaver:
     beside, saved_step, failures = True, -1, 0
 
     def __init__(self) -> None:
+        self.clock = SaveClock(None, counts=True)
         self.begun: list[Noted] = []
         self.forgotten: list[int] = []
 

@@ -67,6 +67,7 @@ def test_a_worker_says_whether_its_step_can_be_divided() -> None:
         session_of(Tiny(), config_of("single", "train.global_batch=4", "train.micro_batch=1")), error
     )
     assert not single.divisible and "a forward has no fewer" in str(single)
+    assert "one has nobody to share with" in str(told) and "or a layout that shards more" not in str(told)
     normed = explain_shortage(session_of(Normed(), config_of("single", *cut)), error)
     assert not normed.divisible and "`--change train.micro_steps train.micro_steps=4`" in str(normed)
     assert samples_per_forward(Cut(24, 2, 5)) == 4

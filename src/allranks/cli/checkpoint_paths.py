@@ -50,5 +50,5 @@ def find_newest(directory: Path) -> Path:
     """The newest checkpoint that DIR means. Raises CheckpointError where there is none yet."""
     found = find_checkpoints(directory)
     if not found:
-        raise CheckpointError(f"{directory} holds no checkpoint yet; the next one comes at checkpoint.every steps")
+        raise CheckpointError(f"{directory} holds no checkpoint yet; see checkpoint.every and checkpoint.seconds")
     return found[0]

@@ -19,12 +19,13 @@ def explain(
 ) -> int:
     """Say why a run died or hung, and what to do; of other programs' logs too. Exit code 3: nothing was recognised."""
     from allranks.reporting.explain import explain as explain_path
+    from allranks.reporting.explain import explain_silence
 
     found = explain_path(path)
     if json:
         print_json({"path": str(path), "verdicts": [verdict.to_json() for verdict in found]})
     elif not found:
-        print(f"{path}: nothing in it that allranks knows")
+        print(printable_lines(explain_silence(path)))
     else:
         print(printable_lines("\n\n".join(f"{verdict.kind}: {verdict}" for verdict in found)))
     return 0 if found else UNKNOWN

@@ -19,9 +19,11 @@ from allranks.cli.running_hosts import (
     take_secret_of,
 )
 from allranks.config import read_task_spec
+from allranks.config_sections import AXES, LayoutConfig
 from allranks.errors import ConfigError
 from allranks.failure import end_process
 from allranks.launching.environment import ProcessEnvironment, read_environment
+from allranks.layout_string import WORDS
 from allranks.reporting.plain import as_json
 from allranks.request import TrainRequest
 from allranks.run import Run
@@ -97,8 +99,7 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment, secret: 
         request = replace(request, overrides=(*request.overrides, *found.overrides))
     layout = resolve_layout(prepared.config, num_processes, num_nodes)
     if not decided:
-        unnamed = "ddp is the default" if num_processes > 1 else "there is one process"
-        decided = [Decision(f"layout {layout}", "the config names it" if prepared.config.layout.chosen else unnamed)]
+        decided = [Decision(f"layout {layout}", _because_named(prepared.config.layout, layout))]
     decisions = (*prepared.decisions, decision, *decided)
     if request.show:
         return 0, _show(request, prepared, layout, decisions)
@@ -111,6 +112,19 @@ def _train_here(request: TrainRequest, environment: ProcessEnvironment, secret: 
     if hosts is not None:
         return run_on_hosts(request, hosts, prepared, nproc, decisions, secret)
     return _run(request, prepared, num_processes, decisions, plan)
+
+
+def _because_named(config: LayoutConfig, layout: "Layout") -> str:
+    """Why a layout is this one, which no plan chose."""
+    if not config.chosen:
+        return "ddp is the default" if layout.world_size > 1 else "there is one process"
+    written = {axis: getattr(config, axis) for axis in AXES}
+    if layout.kind != "single" or "*" not in written.values():
+        return "the config names it"
+    starred = next(f"{axis}=*" for axis, degree in written.items() if degree == "*")
+    named = next((word for word in WORDS if written == {axis: WORDS[word].get(axis, 1) for axis in AXES}), starred)
+    saves_nothing = ": nobody is there to share with, so it saves no memory" if config.dp_shard == "*" else ""
+    return f"{named} over one process is single{saves_nothing}"
 
 
 def _check_many(processes: int) -> None:

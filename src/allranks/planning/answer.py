@@ -1,5 +1,6 @@
 """A Question into a Plan: search, the plain families, what-ifs, the bill; and how many devices or positions do."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from allranks.errors import LayoutError
@@ -14,7 +15,7 @@ from allranks.planning.least import least_over
 from allranks.planning.offloaded import with_parameters_on_host
 from allranks.planning.question import Question
 from allranks.planning.reasons import refused_by_host, why_first, why_not, why_unfit
-from allranks.planning.scale import cluster_of, largest, sizes_of
+from allranks.planning.scale import cluster_of, fewest_nodes, largest, sizes_of
 from allranks.planning.search import Found, Search
 from allranks.planning.upkeep_cost import left_out
 
@@ -26,6 +27,8 @@ LOOKED_BEYOND = 2
 
 UNFIT = 1e30
 """Further from a limit than any plan that fits."""
+
+BELOW_RATE = "they cannot keep the limit at the full rate of their products"
 
 SEQ_STEP, SEQ_MOST = 1024, 2**24
 
@@ -94,31 +97,58 @@ def _of_hosts(first: Estimate | None, offloaded: Ranked | None, question: Questi
 
 
 def plan_gpus(question: Question) -> Plan:
-    """The plan on the fewest devices that fit and keep the limits; on the closest where no number does.
+    """The plan on the fewest devices, of those tried, that fit and keep the limits; on the closest where none does.
 
     Numbers that cannot keep a limit at the full rate of their products are not searched (`least_over`); where none can,
     the closest is looked for from the end that is nearer to the limit.
     """
     check_limits(question)
-    refused_last, closest = "", None
+    refused, closest = dict[int, str](), None
     sizes = list(sizes_of(question.cluster))
-    possible = [number for number in sizes if least_over(_with_devices(question, number)) <= 1.0]
+    possible = [number for number in sizes if _keeps_rate(_with_devices(question, number))]
     for number in possible:
-        there = _with_devices(question, number)
-        why = _why_not_enough(there)
+        why = _why_not_enough(_with_devices(question, number))
         if why is None:
-            because = f", because {refused_last or 'fewer cannot keep the limit at the full rate of their products'}"
-            because = because if refused_last or number != sizes[0] else ""
-            return make_plan(replace(there, notes=(*question.notes, f"{number} devices are the fewest{because}")))
+            return _plan_fewest(question, sizes[: sizes.index(number)], number, refused)
         if why[0] is not None and (closest is None or why[0] < closest[0]):
             closest = (why[0], number, why[1])
-        refused_last = f"{number} do not do: {why[1]}"
+        refused[number] = why[1]
     if not possible:
         closest = _closest(question, sizes)
-        refused_last = "none keeps the limit at the full rate of its products"
     number = question.cluster.num_devices if closest is None else closest[1]
-    note = f"no number of devices does; {number} come closest: {refused_last if closest is None else closest[2]}"
+    last = _do_not_do(refused) if refused else "none keeps the limit at the full rate of its products"
+    note = f"no number of devices does; {number} come closest: {last if closest is None else closest[2]}"
     return make_plan(replace(_with_devices(question, number), notes=(*question.notes, note)))
+
+
+def _plan_fewest(question: Question, smaller: list[int], found: int, refused: dict[int, str]) -> Plan:
+    """The plan on the fewest devices between the last of `smaller`, which does not do, and `found`, which does."""
+
+    def does(number: int) -> bool:
+        there = _with_devices(question, number)
+        why = _why_not_enough(there) if _keeps_rate(there) else (None, BELOW_RATE)
+        if why is not None:
+            refused[number] = why[1]
+        return why is None
+
+    number = fewest_nodes(does, max(smaller, default=0), found, question.cluster.devices_per_node)
+    refused = {tried: why for tried, why in (dict.fromkeys(smaller, BELOW_RATE) | refused).items() if tried < number}
+    told = f"{number} devices are the fewest"
+    if len(refused) < number - 1:
+        told += " of the numbers tried"
+    if refused:
+        told += f", because {_do_not_do(refused)}"
+    return make_plan(replace(_with_devices(question, number), notes=(*question.notes, told)))
+
+
+def _do_not_do(refused: Mapping[int, str]) -> str:
+    last = max(refused)
+    return f"{last} do not do: {refused[last]}"
+
+
+def _keeps_rate(question: Question) -> bool:
+    """Whether the limits could be kept at the full rate of every product."""
+    return least_over(question) <= 1.0
 
 
 def _with_devices(question: Question, number: int) -> Question:

@@ -41,6 +41,22 @@ def sizes_of(cluster: Cluster) -> Iterator[int]:
         nodes += max(1, 2 ** (nodes.bit_length() - 2))
 
 
+def fewest_nodes(does: Callable[[int], bool], failed: int, found: int, each: int) -> int:
+    """The least of the numbers of devices between `failed` and `found` that a bisection over nodes finds to do.
+
+    `found` does and `failed` does not. The numbers between need not rise from one that fails to one that does, since a
+    number of nodes may not divide what another divides: it is the least of those that were asked for.
+
+    Args:
+        each: devices of a node. Less than two nodes, or a part of one, leave nothing to ask for.
+    """
+    low, high = failed // each, found // each
+    while low and high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if does(middle * each) else (middle, high)
+    return high * each if low else found
+
+
 def largest(does: Callable[[int], bool], step: int, most: int) -> int:
     """The largest multiple of `step` up to `most` for which `does` holds, 0 where none does.
 

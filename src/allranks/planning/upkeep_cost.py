@@ -64,7 +64,7 @@ def copy_bytes(profile: ModelProfile, cluster: Cluster, setting: Setting) -> flo
     upkeep = setting.upkeep
     if cluster.device.kind == "cpu":
         return 0.0
-    copies = upkeep.state_copies or int(upkeep.save_every > 0 and upkeep.beside)
+    copies = upkeep.state_copies or int(upkeep.beside and (upkeep.save_every > 0 or upkeep.save_seconds > 0))
     if upkeep.state_copies and cluster.nodes > 1:
         copies += 2  # of the two that are there at a time, each file is on two hosts (checkpointing/peers.py)
     return copies * _state_bytes(profile, setting) / cluster.nodes
@@ -92,7 +92,10 @@ def left_out(cluster: Cluster, upkeep: Upkeep) -> tuple[str, ...]:
         )
     unknown = f"because {cluster.name} says no storage_gb_per_s (a cluster file's key; doctor --calibrate measures it)"
     if not upkeep.save_every:
-        found.append("the step time holds no checkpoint, because none before the end is asked for: --checkpoint-every")
+        found.append(
+            "the step time holds no checkpoint, because no number of steps between two is asked for"
+            " (--checkpoint-every): a run saves after checkpoint.seconds then, 30 min by default"
+        )
     elif cluster.storage_bandwidth is None:
         held = "of a checkpoint its copy alone" if upkeep.beside else "no checkpoint"
         found.append(f"the step time holds {held}, {unknown}")

@@ -8,8 +8,11 @@ from typing import TextIO, final
 
 from allranks.errors import ConfigError
 from allranks.failure import STOPS, Failure, first_failure, read_failures
+from allranks.own_loops import start_again
+from allranks.reporting.report import Report, report
 from allranks.reporting.signatures import E1, SIGNATURES, Signature
 from allranks.run import Run
+from allranks.units import format_moment
 from allranks.verdict import Verdict
 
 MAX_LINE = 4000
@@ -66,7 +69,33 @@ def explain_run(run: Run) -> list[Verdict]:
     logs = sorted(log for log in run.log().parent.glob("rank-*.log") if log.is_file())
     known = {verdict.kind for verdict in found}
     seen = [one for log in logs for one in explain_log(log) if one.kind not in known]
-    return found + list({one.kind: one for one in reversed(seen)}.values())[::-1]
+    found += list({one.kind: one for one in reversed(seen)}.values())[::-1]
+    return found or _of_state(report(run))
+
+
+def explain_silence(path: Path) -> str:
+    """What is said where `explain` finds nothing: of a run that goes on or has ended well, that."""
+    nothing = f"{path}: nothing in it that allranks knows"
+    if path.is_file():
+        return nothing
+    told = report(Run.open(path))
+    return f"{nothing}; the run is {told.state}: {told.because}"
+
+
+def _of_state(told: Report) -> list[Verdict]:
+    """What the report says of a run that ended before its last step, where nothing in it says why."""
+    if told.state in ("done", "running"):
+        return []
+    evidence = [f"{told.path}: step {told.step}" + (f" of {told.total_steps}" if told.total_steps else "")]
+    if told.attempts:
+        newest = told.attempts[-1]
+        evidence.append(f"attempt {newest.number} on {newest.host}; its last line: {format_moment(newest.ended)}")
+    if told.error is not None:
+        evidence.append(told.error)
+    saved = next((kept.name for kept in reversed(told.checkpoints) if kept.committed), None)
+    evidence.append(f"newest checkpoint: {saved or 'none was committed'}")
+    move = start_again(told.task, told.path) if saved else "start again: there is nothing to go on from"
+    return [Verdict(told.state, told.because, tuple(evidence), move)]
 
 
 def _is_finding(event: dict[str, object]) -> bool:

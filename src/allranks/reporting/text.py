@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from allranks.own_loops import export_command, is_own_loop, start_again
 from allranks.printable import printable_lines
 from allranks.reporting.as_text import as_text
 from allranks.reporting.history import LossCurve
@@ -50,7 +51,11 @@ def render_next(report: Report) -> str:
     if report.step > 0:
         commands.append(f"{_program('tensorboard')} --logdir {report.path}/tensorboard")
     lines = ["Next"]
-    if any(checkpoint.committed for checkpoint in report.checkpoints):
+    saved = any(checkpoint.committed for checkpoint in report.checkpoints)
+    if saved and is_own_loop(report.task):
+        commands.append(export_command(report.path, allranks))
+        lines += [INDENT + line for line in (*commands, start_again(report.task, report.path))]
+    elif saved:
         longer = f" train.steps={2 * report.step}" if report.state == "done" else ""
         if (
             longer and report.rate_spent

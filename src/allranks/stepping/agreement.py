@@ -60,6 +60,7 @@ class Ballot:
         pace: where it stands and with which settings, which all ranks must have alike (pace.py); "" where nobody asks.
         noticed: whether its sentinels have found something that the others have not heard of (sentinel.py).
         expired: whether the run's time is over (train.max_seconds), by its clock.
+        due: whether a checkpoint is due (checkpoint.seconds), by its clock; said once for each.
     """
 
     loss: torch.Tensor
@@ -75,6 +76,7 @@ class Ballot:
     pace: str = ""
     noticed: bool = False
     expired: bool = False
+    due: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class Agreed:
 
     Of `num_ranks` ranks `skipped` left out the update of the step before; of the checkpoint under way so many have
     `written` their part, `committed` it, or `failed`; the sentinels of `noticed` have found something; by the clocks of
-    `expired` the run's time is over.
+    `expired` the run's time is over, by those of `due` a checkpoint is due.
     """
 
     loss: float
@@ -100,6 +102,7 @@ class Agreed:
     failed: int = 0
     noticed: int = 0
     expired: int = 0
+    due: int = 0
 
 
 class Pending:
@@ -232,7 +235,7 @@ class Agreement:
             counts, stop = (ballot.next_targets, ballot.next_samples), (ballot.interrupt, ballot.terminate)
             skipped = 0 if ballot.skipped is None else int(ballot.skipped)
             saving = (int(ballot.saving.written), int(ballot.saving.committed), int(ballot.saving.failed))
-            found = (int(ballot.noticed), int(ballot.expired))
+            found = (int(ballot.noticed), int(ballot.expired), int(ballot.due))
             told = (float(ballot.loss), *counts, *stop, ballot.ledger, False, skipped, 1, *saving, *found)
             return Pending(None, None, Agreed(*told), saving=ballot.saving.step)
         vector = torch.tensor(_encode(ballot, self._stage, self._num_stages), dtype=torch.float64)
@@ -273,7 +276,8 @@ def _encode(ballot: Ballot, stage: int, num_stages: int) -> list[float]:
     if by_stage:
         digest = path_digest(ballot.path)
         by_stage[2 * stage : 2 * stage + 2] = [float(digest), float(digest**2)]
-    saving = [float(ballot.saving.written), float(ballot.saving.committed), float(ballot.saving.failed)]
+    written = ballot.saving.written + (ballot.due << RANK_BITS)
+    saving = [float(written), float(ballot.saving.committed), float(ballot.saving.failed)]
     return [0.0, float(ballot.next_targets), float(ballot.next_samples), *flags, *paths, *saving, *digits, *by_stage]
 
 
@@ -282,10 +286,12 @@ def _decode(values: list[float]) -> Agreed:
     (written, committed, failed), digits = map(int, rest[:3]), rest[3 : 3 + LEDGER_DIGITS]
     noticed, terminate = divmod(int(flags), 1 << RANK_BITS)
     expired, interrupt = divmod(int(stops), 1 << RANK_BITS)
+    due, written = divmod(written, 1 << RANK_BITS)
     ledger = sum(int(digit) << (DIGIT_BITS * place) for place, digit in enumerate(digits)) % (1 << 64)
     by_stage = rest[3 + LEDGER_DIGITS :]
     stages = list(zip(by_stage[::2], by_stage[1::2], strict=True))
     diverged = differ(num_ranks, paths, squares) or any(differ(num_ranks / len(stages), *sums) for sums in stages)
     counts, stop = (int(targets), int(samples)), (interrupt > 0, terminate > 0)
     saving = (written, committed, failed)
-    return Agreed(loss, *counts, *stop, ledger, diverged, int(skipped), int(num_ranks), *saving, noticed, expired)
+    found = (noticed, expired, due)
+    return Agreed(loss, *counts, *stop, ledger, diverged, int(skipped), int(num_ranks), *saving, *found)

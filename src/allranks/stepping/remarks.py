@@ -15,6 +15,7 @@ from allranks.stepping.schedule import Schedule
 from allranks.stepping.start_check import Meeting
 from allranks.stepping.transfer_cost import describe_transfers
 from allranks.task import Task, has_step
+from allranks.units import format_seconds
 from allranks.verdict import Decision
 
 
@@ -122,8 +123,11 @@ def _remarks(task: Task, schedule: Schedule, config: Config, stream: DataStream)
         number = sum(past - first for first, past in stream.left_out.ranges)
         found.append(Decision(f"{number} samples are left out, at positions {stream.left_out}", "data.skip names them"))
     if config.guard.spike == "rollback" and config.checkpoint.every is None and config.checkpoint.memory_every is None:
-        because = "guard.spike=rollback goes back to a checkpoint, and checkpoint.every is not given"
-        found.append(Decision("a spike has the run begin anew", because))
+        seconds = config.checkpoint.every_seconds
+        what = "begin anew" if seconds is None else f"go back by up to {format_seconds(seconds)}"
+        off = " (checkpoint.seconds is 0)" if seconds is None else ""
+        because = f"guard.spike=rollback goes back to a checkpoint, and checkpoint.every is not given{off}"
+        found.append(Decision(f"a spike has the run {what}", because))
     falls = schedule.name != "constant"
     if falls and schedule.warmup_samples >= schedule.total_samples:
         what = f"the rate never reaches its peak: warm-up takes {schedule.warmup_samples // batch} steps"

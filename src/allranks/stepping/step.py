@@ -82,6 +82,7 @@ class Step:
         outer: puts copies together that are by themselves between its steps; None where there are none.
         saving: where this rank stands with a checkpoint that is written beside the steps; asked at every agreement.
         expired: whether the run's time is over, by this rank's clock; asked likewise.
+        due: whether a checkpoint is due, by this rank's clock; asked likewise.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Step:
         self.outer = outer
         self.saving: Callable[[], Saving] = lambda: NOTHING
         self.expired: Callable[[], bool] = lambda: False
+        self.due: Callable[[], bool] = lambda: False
         self._passes = passes
         self._optimizers = optimizers
         self._schedule = schedule
@@ -205,6 +207,6 @@ class Step:
         samples = 0 if upcoming is None else sum(len(m.positions) for m in upcoming.micro_steps)
         path, wait = self._spread.path.take(), self._spread.path.wait
         pace, noticed = ("", False) if self._watch is None else self._watch.say(batch)
-        told = (self._skipped, self.saving(), pace, noticed, self.expired())
+        told = (self._skipped, self.saving(), pace, noticed, self.expired(), self.due())
         ballot = Ballot(loss, targets, samples, interrupt, terminate, ledger, path, wait, *told)
         return self._agreement.start(ballot)

@@ -1,5 +1,6 @@
 """What a Task's run does besides its steps, as its config says it and its first samples showed it."""
 
+from dataclasses import replace
 from typing import Protocol
 
 from allranks.config import Config
@@ -27,10 +28,10 @@ def upkeep_of(config: Config, kind: str, loaded: Loaded | None) -> Upkeep:
     saves, workers = config.checkpoint, config.data.workers
     every, beside = saves.every or 0, saves.beside(kind)
     copies = 0 if saves.memory_every is None else 3 if beside else 2  # training/memory_copies.py
+    seconds = saves.every_seconds if saves.asynchronous is True else None  # by auto these are waited for
+    found = Upkeep(every, beside, None, workers, save_seconds=seconds or 0.0, state_copies=copies)
     if loaded is None:
-        return Upkeep(every, beside, None, workers, state_copies=copies)
+        return found
     # One process at most iterates over a dataset (data/loader.py).
     workers = workers if loaded.order == "map" else min(workers, 1)
-    return Upkeep(
-        every, beside, loaded.sample_seconds, workers, reads_all=loaded.order == "global", state_copies=copies
-    )
+    return replace(found, sample_seconds=loaded.sample_seconds, workers=workers, reads_all=loaded.order == "global")

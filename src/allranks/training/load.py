@@ -12,6 +12,7 @@ from allranks.checkpointing.reading import held
 from allranks.checkpointing.restore import read_model_values
 from allranks.config import Config
 from allranks.errors import CheckpointError, ConfigError, TaskError
+from allranks.own_loops import refuse_own_loop
 from allranks.run import Run
 from allranks.task import Task, load_task, load_task_class
 from allranks.task_loading import setting_types
@@ -41,7 +42,9 @@ def load(path: str | Path, task: Task | str | None = None, *, ema: bool = False)
             raise CheckpointError(f"{run.checkpoints} holds no checkpoint yet: nothing to load")
         for reason in skipped:
             warnings.warn(f"{checkpoint.path.name} is loaded, not the newest: {reason}", stacklevel=2)
-        made = task if isinstance(task, Task) else make_task(task or run.task, run.config())
+        if task is None:
+            task = task_of_run(run)
+        made = task if isinstance(task, Task) else make_task(task, run.config())
         return read_model(checkpoint, made, ema=ema)
     checkpoint = Checkpoint.open(path)
     if task is None:
@@ -73,9 +76,10 @@ def make_task(spec: str | None, config: Config) -> Task:
     return load_task(spec, settings)
 
 
-def task_of_run(run: Run) -> Task:
-    """The Task that `run` trains, with its settings."""
-    return make_task(run.task, run.config())
+def task_of_run(run: Run, config: Config | None = None) -> Task:
+    """The Task that `run` trains, with its settings or those of `config`. Raises TaskError for a loop of one's own."""
+    refuse_own_loop(run.task, run.path)
+    return make_task(run.task, config or run.config())
 
 
 def _load_strictly(module: nn.Module, values: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> None:

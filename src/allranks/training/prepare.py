@@ -32,7 +32,7 @@ from allranks.run import Run
 from allranks.slow_links import check_slow_links
 from allranks.task import Task, TaskSpec, load_task_class
 from allranks.training.anew import begin_anew, explain_anew, holds_nothing
-from allranks.training.load import make_task
+from allranks.training.load import make_task, task_of_run
 from allranks.training.plan_kept import decided_overrides, keep_plan
 from allranks.verdict import Decision
 
@@ -248,7 +248,7 @@ def _prepare_resume(request: TrainRequest, kept: Run) -> Prepared:
     old = kept.config()
     config = _go_around(_anchor_text(override_config(old, request.overrides, request.layout)), old, request.change)
     check_resumable(old, config, request.change)
-    return Prepared(config, kept.task, make_task(kept.task, config), kept)
+    return Prepared(config, kept.task, task_of_run(kept, config), kept)
 
 
 def _anchor_text(config: Config) -> Config:

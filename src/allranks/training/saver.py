@@ -29,6 +29,7 @@ from allranks.recorded import note_device_error
 from allranks.stepping.alike import everyones
 from allranks.stepping.world import Processes
 from allranks.training.mirroring import Mirroring
+from allranks.training.save_clock import SaveClock
 from allranks.training.snapshot import Contents, check_state
 from allranks.units import format_bytes
 from allranks.verdict import Decision
@@ -56,6 +57,7 @@ class Saver:
     Attributes:
         beside: whether those that come at an interval are written beside the training.
         failures: saves in a row that may fail while the training goes on.
+        clock: says when one is due by the time that has passed.
         saved_step: of the newest checkpoint that is committed, or that the run has begun from; -1: none.
         prove: called after the first save that the training waits for, with the checkpoint and what it is of;
             collective.
@@ -76,15 +78,16 @@ class Saver:
         mirroring: Mirroring | None = None,
     ) -> None:
         check_state(contents)
-        self.beside = config.beside(processes.device.type)
+        # By auto none that comes by time is: nobody asked for it, and its copy might not fit into the host's memory.
+        waits = config.asynchronous == "auto" and config.every_seconds is not None
+        self.beside = config.beside(processes.device.type) and not waits
         self.failures = config.failures
+        self.clock = SaveClock(config.every_seconds, counts=processes.rank == 0)
         self.saved_step = -1
         self._contents = contents
         self._processes = processes
         self._config = config
-        self._directory = directory
-        self._run = run
-        self._generation = generation
+        self._directory, self._run, self._generation = directory, run, generation
         self._warn = warn
         self._mirroring = mirroring
         self._warned = self._proven = self._held_against = False
@@ -111,16 +114,16 @@ class Saver:
         return saver
 
     def due(self, step: int) -> bool:
-        """Whether the config asks for a checkpoint after `step` steps."""
-        return self._config.every is not None and step % self._config.every == 0
+        """Whether a checkpoint is to be written after `step` steps."""
+        return self.clock.due or (self._config.every is not None and step % self._config.every == 0)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """What was chosen, where the config leaves it to us and saves at an interval."""
         if not self.beside or self._config.asynchronous != "auto" or self._config.every is None:
-            return ()
+            return self.clock.decisions
         because = "a copy in the host's memory takes nothing from a model on CUDA; checkpoint.asynchronous=false waits"
-        return (Decision("checkpoints are written beside the steps", because),)
+        return (*self.clock.decisions, Decision("checkpoints are written beside the steps", because))
 
     def save(self, step: int) -> Path:
         """Write a checkpoint after `step` steps, prove the first one, keep the newest few; collective."""

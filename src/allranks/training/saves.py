@@ -108,6 +108,7 @@ class Saves:
         copy = self._memory is not None and self._memory.due(step)
         if self._saver.due(step):
             saver = self._saver
+            saver.clock.begin()
         elif self._memory is not None and copy and self._under_way is None and self._may_copy(self._memory, step):
             saver = self._memory.saver
         else:
@@ -234,8 +235,7 @@ class Saves:
 
     def _settle(self, under_way: _UnderWay) -> None:
         self._under_way = None
-        save = under_way.save
-        saver = under_way.saver
+        save, saver = under_way.save, under_way.saver
         saver.settled(save.step)
         self._record(saver, save.place.target, save.step, under_way.samples, under_way.began, under_way.waited)
 
@@ -277,7 +277,8 @@ class Saves:
         before = held_up.save.step
         what = f"the checkpoint of step {before} was still being written when the next one came due, at step {step}"
         evidence = f"training waited {held_up.waited:.2f} s for it; so do later ones, which the journal tells"
-        self._tell(Verdict("checkpoint", what, (evidence,), "take a larger checkpoint.every, or a faster disk"), step)
+        move = f"take a larger {self._saver.clock.key}, or a faster disk"
+        self._tell(Verdict("checkpoint", what, (evidence,), move), step)
 
     def _record(
         self, saver: Saver, path: Path, step: int, samples: int, started: float, waited: float | None = None
@@ -286,6 +287,7 @@ class Saves:
         took = time.perf_counter() - started
         if saver is self._saver:
             self._took = took
+            saver.clock.saved()
             self._failed.saved()
             if verdict := self._grace.judge(took, self._heart.step_seconds):
                 self._tell(verdict, step)

@@ -12,21 +12,26 @@ from allranks.run import Run
 from allranks.stepping.session import Session
 
 OTHER_MOVES = "layout.recompute=full, layout.offload, or a layout that shards more"
+ALONE_MOVES = (
+    "layout.recompute=full, layout.offload=activations (on a GPU), or more processes on more devices with a layout "
+    "that shards (one has nobody to share with)"
+)
 
 
 def explain_shortage(session: Session, error: BaseException) -> MemoryShortError:
     """The error of a worker whose step met `error`, a failed allocation."""
     samples = samples_per_forward(session.stream.cut)
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    moves = ALONE_MOVES if session.processes.mesh.layout.kind == "single" else OTHER_MOVES
     what = f"memory ran out in a step, with {samples} sample(s) a forward on each rank ({first})"
     if session.fixed:
         steps = session.stream.cut.num_micro_steps()
         why = "what this task learns depends on which samples share a forward (batch statistics, or a coupled loss)"
-        move = f"say `--change train.micro_steps train.micro_steps={2 * steps}`, or use {OTHER_MOVES}"
+        move = f"say `--change train.micro_steps train.micro_steps={2 * steps}`, or use {moves}"
         return MemoryShortError(f"{what}; they are not made smaller, because {why}: {move}", divisible=False)
     if samples < 2:
-        return MemoryShortError(f"{what}, and a forward has no fewer: use {OTHER_MOVES}", divisible=False)
-    return MemoryShortError(f"{what}: use a smaller train.micro_batch, or {OTHER_MOVES}", divisible=True)
+        return MemoryShortError(f"{what}, and a forward has no fewer: use {moves}", divisible=False)
+    return MemoryShortError(f"{what}: use a smaller train.micro_batch, or {moves}", divisible=True)
 
 
 def halve_micro_batch(run: Run, num_processes: int) -> str | None:

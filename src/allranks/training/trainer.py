@@ -106,6 +106,8 @@ class Trainer:
         limit = session.config.train.max_seconds
         self._limit = TimeLimit(limit, began, self._lag, self._saves.seconds_to_save)
         session.step.expired = self._limit.is_reached
+        self._clock = saver.clock
+        session.step.due = self._clock.vote
         self._heart.time_over(self._limit.ends_at)
 
     def train(self) -> Ending:
@@ -126,7 +128,9 @@ class Trainer:
             done = session.stream.step
             self._stopwatch.mark("input")
             while batch is not None and before is not None and older is not None:
-                agreed = self._read(older if self._lag else before, batch.step - self._lag)
+                told = older if self._lag else before
+                agreed = self._read(told, batch.step - self._lag)
+                self._clock.hear(told, agreed)
                 self._rollbacks.hear(before)
                 self._guard(agreed, batch.step - self._lag - 1, done)
                 reason = self._stop(agreed, before, batch)

@@ -11,8 +11,10 @@ import allranks
 from allranks.config import Config
 from allranks.errors import RunError, TaskError
 from allranks.parallel.backend import DeviceChoice
+from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.training.own import run as own_run
+from allranks.training.prepare import prepare
 from tests.distributed.pool import Pools
 from tests.training.own.cases import Net, Samples, count, loss_of, refusal, sgd
 
@@ -63,8 +65,12 @@ def test_a_new_run_is_named_after_the_script(pool: Pools, tmp_path: Path) -> Non
         1,
         "float64",
     )
-    with pytest.raises(TaskError, match="names no Task"):  # nobody runs the script to find one
-        allranks.load(path)
+    assert run.config().checkpoint.every_seconds is None, "the loop itself says when it saves"
+    for ask in (lambda: allranks.load(path), lambda: prepare(TrainRequest(resume=path))):
+        with pytest.raises(TaskError, match="names no Task") as caught:  # nobody runs the script to find one
+            ask()
+        assert f'worker.py again with join(run="{path}")' in str(caught.value)
+        assert f"`allranks checkpoint export {path} model.safetensors`" in str(caught.value)
 
 
 def test_memory_is_that_of_the_fullest_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

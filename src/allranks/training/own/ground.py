@@ -179,7 +179,8 @@ def _resolve(layout: str | None, keep: int, more: Sequence[str], **train: object
             f"join(precision={train['precision']!r}): float32 or float64; for bfloat16 run your forward under "
             "torch.autocast, the parameters stay float32"
         )
-    overrides = [f"train.{key}={value}" for key, value in train.items()] + [f"checkpoint.keep={keep}", *more]
+    saves = (f"checkpoint.keep={keep}", "checkpoint.seconds=0")  # the loop itself says when it saves
+    overrides = [*(f"train.{key}={value}" for key, value in train.items()), *saves, *more]
     return resolve_config(task_defaults={}, toml=None, overrides=overrides, layout=layout)
 
 

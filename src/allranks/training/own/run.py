@@ -16,6 +16,7 @@ from allranks.errors import AllranksError, RunError, TaskError
 from allranks.observing.journal import Journal
 from allranks.observing.memory import peak_memory_bytes
 from allranks.observing.recorder import Recorder, StepRecord
+from allranks.own_loops import OWN_LOOP, is_own_loop
 from allranks.run import Run
 from allranks.stepping.world import Processes
 from allranks.training.logs import log_of_rank
@@ -38,8 +39,6 @@ WRITTEN = frozenset(
         "memory_bytes",
     )
 )
-
-OWN_LOOP = "(own loop)"  # ends the `task` of run.json: no spec, so that nobody imports the script to find a Task in it
 
 
 def open_own_run(processes: Processes, config: Config, directory: Path | None, change: Sequence[str]) -> Run:
@@ -91,7 +90,7 @@ def _take(config: Config, directory: Path | None, change: Sequence[str]) -> Run:
 
 def _check_same(run: Run, script: Path | None, config: Config, change: Sequence[str]) -> None:
     mine = "" if script is None else script.name
-    if not run.task.endswith(OWN_LOOP) or Path(run.task.removesuffix(OWN_LOOP).strip()).name != mine:
+    if not is_own_loop(run.task) or Path(run.task.removesuffix(OWN_LOOP).strip()).name != mine:
         raise RunError(f"{run.path} is a run of {run.task}, not of {mine or 'this program'}: name another directory")
     differing = {
         name: pair
