@@ -71,7 +71,7 @@ def test_the_other_commands_of_the_page_run(
     lines = [line.removeprefix(".venv/bin/") for block in blocks(PAGE, "bash") for line in block.splitlines()]
     others = [line.replace("'", "").split()[1:] for line in lines if line not in asked and "task.py" not in line]
     ran = [words for words in others if words[0] == "plan"]
-    assert len(ran) == 7
+    assert len(ran) == 8
     for words in ran:
         assert main(words) in (0, 1), words
 
