@@ -143,6 +143,9 @@ def test_folders_are_made_where_they_are_missing(tmp_path: Path) -> None:
     (tmp_path / "run" / "traces").touch()
     with pytest.raises(RunError, match=r"run/traces is no directory, which a run keeps there; move it away$"):
         make_folders(tmp_path / "run", ("logs", "traces"))
+    (tmp_path / "run/logs/rank-00000.log").symlink_to("/tmp/elsewhere")
+    with pytest.raises(RunError, match=r"logs/rank-00000\.log is a link: another file would be written; remove it$"):
+        make_folders(tmp_path / "run", ("logs",))
 
 
 def test_a_name_that_is_no_utf8_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

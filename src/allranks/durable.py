@@ -14,6 +14,8 @@ from typing import Any
 
 from allranks.errors import ConfigError, RunError
 
+APPENDED = (".log", ".jsonl")
+
 
 def preflight_writable(directory: Path) -> None:
     """Prove that `directory` (or what will hold it, if absent) can be written: write, sync, rename, read back.
@@ -41,7 +43,7 @@ def make_folders(path: Path, names: Iterable[str]) -> None:
     """Make the folders of these names in `path`, and `path` itself, where they are missing.
 
     Raises:
-        RunError: something else stands there.
+        RunError: something else stands there, or a link in them where a log or a journal would be appended to.
         OSError: the system does not let them be made.
     """
     for folder in (path / name for name in names):
@@ -49,6 +51,9 @@ def make_folders(path: Path, names: Iterable[str]) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
             raise RunError(f"{folder} is no directory, which a run keeps there; move it away") from None
+        link = next((one for one in folder.iterdir() if one.suffix in APPENDED and one.is_symlink()), None)
+        if link is not None:
+            raise RunError(f"{link} is a link: another file would be written; remove it")
 
 
 @contextlib.contextmanager

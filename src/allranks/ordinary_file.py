@@ -1,4 +1,4 @@
-"""Reading files where anybody may have put something else in their place: a pipe, a device, a directory, a wrong type.
+"""Files where anybody may have put something else in their place: a pipe, a device, a directory, a link, a wrong type.
 
 Nothing here waits for a pipe's other end or reads a device that has no end; nothing but the named types is made of
 what is read.
@@ -36,6 +36,15 @@ def open_ordinary(path: Path, *, follow: bool = True) -> tuple[int, int]:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "no ordinary file", str(path))
     return descriptor, status.st_size
+
+
+def open_to_append(path: Path) -> int:
+    """A descriptor of a file to read and append to, made if it is absent: never through a link, which leads to another.
+
+    Raises:
+        OSError: it is a link, or may not be written.
+    """
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
 def read_ordinary(path: Path, last_bytes: int | None = None) -> bytes:

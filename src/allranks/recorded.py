@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, final
 
 from allranks.failure import DONE, Failure, describe_error, is_out_of_memory, log_file, record_file
+from allranks.ordinary_file import open_to_append
 
 # In the words of torch, of its RuntimeErrors and AcceleratorErrors: no later call of the device succeeds.
 DEVICE_LOST = ("CUDA error", "HIP error")
@@ -75,7 +76,8 @@ def record_failure(error: BaseException, *, rank: int, folder: Path | None, step
     try:
         if folder is not None:
             failure.write(folder)
-            with log_file(folder, rank).open("a", encoding="utf-8", errors="backslashreplace") as log:
+            descriptor = open_to_append(log_file(folder, rank))
+            with open(descriptor, "a", encoding="utf-8", errors="backslashreplace") as log:
                 log.write(failure.render() + "\n")
     except OSError:  # a full disk, say, which may be what has ended this worker
         folder = None

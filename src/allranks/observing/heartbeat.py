@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, final, get_args
 
 from allranks.observing.collectives import collectives_file, write_collectives
+from allranks.ordinary_file import open_to_append
 
 PULSE_SECONDS = 0.5
 NUM_FIELDS = 16
@@ -212,7 +213,8 @@ def join(path: str, slot: int, log: Path) -> None:
         log: gets its stacks. Its collectives come to a file beside it, `collectives_file(log)`.
     """
     # Kept open for life: the handler writes to its descriptor.
-    faulthandler.register(STACK_SIGNAL, file=log.open("a", encoding="utf-8"), all_threads=True, chain=False)
+    stacks = os.fdopen(open_to_append(log), "a", encoding="utf-8")
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         shared = mmap.mmap(descriptor, 0)

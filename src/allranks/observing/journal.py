@@ -28,8 +28,8 @@ from typing import final
 
 from allranks.durable import refusing, replacing
 from allranks.errors import RunError
+from allranks.ordinary_file import open_to_append
 
-_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # a link would lead to another file
 _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 
 
@@ -47,7 +47,7 @@ class Journal:
         self.rank = rank
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, _FLAGS, 0o644)
+            self._descriptor = open_to_append(path)
             size = os.fstat(self._descriptor).st_size
             if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
                 os.write(self._descriptor, b"\n")

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO, final
 
+from allranks.durable import refusing
+from allranks.ordinary_file import open_to_append
 from allranks.standard_streams import OtherStream, SteadyStream, steady_streams
 
 STYLING = re.compile(r"\x1b\[[0-9;]*m|\x1b\]8;[^\x1b\x07]*(?:\x1b\\|\x07)")  # colours and links
@@ -21,9 +23,12 @@ def log_of_rank(path: Path, *, rank: int) -> Iterator[None]:
 
     Rank 0: Python's stdout and stderr go to both, without colours, and without the redrawing of a progress line. Other
     ranks: file descriptors 1 and 2 go to the log, so that compiled code and child processes write there as well.
+
+    Raises:
+        RunError: it cannot be written.
     """
-    # Through a link it would be appended to another file.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    with refusing(path):
+        descriptor = open_to_append(path)
     try:
         with _copied(descriptor) if rank == 0 else _redirected(descriptor):
             yield
