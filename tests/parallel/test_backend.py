@@ -59,7 +59,8 @@ def test_the_choice(
     choice = choose_device(environment, requested, asked)
     assert (choice.device, choice.backend) == (torch.device(device), name)
     said = [str(decision) for decision in choice.decisions]
-    assert [line.split()[0] for line in said] == ["device", "backend", "interface"]
+    assert [line.split()[0] for line in said[:3]] == ["device", "backend", "interface"]
+    assert [line.split()[0] for line in said[3:]] == (["NCCL"] if (name, environment.num_nodes) == ("nccl", 2) else [])
     assert because in said[1]
     assert said[2].startswith(f"interface {choice.interface or 'left to the backend'}, because ")
 
@@ -180,13 +181,33 @@ def test_the_device_comes_before_the_backend(monkeypatch: pytest.MonkeyPatch) ->
     start(FOUR, choose_device(FOUR, "auto", "auto"), timeout_seconds=77)
     assert order[:2] == ["expandable_segments:True", torch.device("cuda:3")]
     assert [(name, timeout.total_seconds()) for name, timeout in order[2:]] == [("cuda:nccl,cpu:gloo", 77)]
-    assert os.environ["NCCL_SOCKET_IFNAME"] == os.environ["GLOO_SOCKET_IFNAME"]
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=" + os.environ["GLOO_SOCKET_IFNAME"]
     stop()
     assert "NCCL_SOCKET_IFNAME" not in os.environ
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
     order.clear()
     start(ALONE, choose_device(ALONE, "auto", "auto"), timeout_seconds=77)
     assert order == [torch.device("cuda:0")]
+
+
+def test_between_hosts_nccl_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its variable would win over the administrator's file, and over the interfaces of InfiniBand."""
+    told: list[str | None] = []
+    machine(monkeypatch, 4)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name in ("take_device", "_keep_memory"):
+        monkeypatch.setattr(backend, name, lambda _: None)
+    monkeypatch.setattr(backend, "open_store", lambda *_, **__: HashStore())
+    monkeypatch.setattr(backend, "check_reachable", lambda *_, **__: None)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *_, **__: told.append(os.environ.get("NCCL_SOCKET_IFNAME"))
+    )
+    two_hosts = replace(FOUR, world_size=8, num_nodes=2)
+    for environment in (two_hosts, replace(two_hosts, interface="lo")):
+        start(environment, choose_device(environment, "auto", "auto"), timeout_seconds=77)
+        assert "GLOO_SOCKET_IFNAME" in os.environ
+        stop()
+    assert told == [None, "=lo"]
 
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update"

@@ -15,7 +15,7 @@ from allranks.errors import ConfigError, ProcessError
 from allranks.layout import Layout
 from allranks.parallel.heap import keep_heap
 from allranks.parallel.host_messages import carry_messages
-from allranks.parallel.interface import choose_interface
+from allranks.parallel.interface import NCCL_VARIABLE, choose_for_nccl, choose_interface
 from allranks.parallel.reachable import check_reachable
 from allranks.parallel.share import Share, share_of
 from allranks.parallel.store import open_store
@@ -43,10 +43,11 @@ class DeviceChoice:
     Attributes:
         device: "cpu", or this process's GPU with its number.
         backend: "gloo", "nccl" or "mpi"; unused in a world of one process.
-        interface: the network interface of gloo and NCCL; None: their own choice.
+        interface: the network interface of gloo; None: its own choice.
         decisions: one for each of the above, for the banner.
         share: under placement the devices of this process.
         beside: the other GPUs that this process uses, under placement and data_parallel.
+        nccl_interface: what NCCL is told of interfaces, in its own words; None: nothing.
     """
 
     device: torch.device
@@ -55,6 +56,7 @@ class DeviceChoice:
     decisions: tuple[Decision, ...]
     share: Share | None = None
     beside: tuple[torch.device, ...] = ()
+    nccl_interface: str | None = None
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -87,7 +89,12 @@ def choose_device(
     if environment.world_size == 1:
         return DeviceChoice(device, name, None, (device_decision,), share, beside)
     interface, interface_decision = choose_interface(environment)
-    return DeviceChoice(device, name, interface, (device_decision, backend_decision, interface_decision), share, beside)
+    decisions = [device_decision, backend_decision, interface_decision]
+    nccl_interface = None
+    if name == "nccl":
+        nccl_interface, nccl_decision = choose_for_nccl(environment, interface)
+        decisions += [] if nccl_decision is None else [nccl_decision]
+    return DeviceChoice(device, name, interface, tuple(decisions), share, beside, nccl_interface)
 
 
 def _choose_device(environment: ProcessEnvironment, requested: str, num_gpus: int) -> tuple[torch.device, Decision]:
@@ -182,7 +189,8 @@ def start(
         return
     if choice.interface is not None:
         _set_default("GLOO_SOCKET_IFNAME", choice.interface)
-        _set_default("NCCL_SOCKET_IFNAME", choice.interface)
+    if choice.nccl_interface is not None:
+        _set_default(NCCL_VARIABLE, choice.nccl_interface)
     timeout = timedelta(seconds=timeout_seconds)
     if choice.backend == "mpi":
         dist.init_process_group("mpi", timeout=timeout)  # MPI itself knows ranks and addresses
