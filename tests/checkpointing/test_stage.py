@@ -1,5 +1,7 @@
 """The copy that an asynchronous checkpoint is written from: no later step changes it, and its memory is used again."""
 
+import mmap
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -36,7 +38,50 @@ def test_the_memory_is_used_again_and_follows_what_changes_its_shape() -> None:
     second, _ = stage.copy(portion(parts({"model.a": torch.zeros(4), "model.b": torch.ones(3)}, 0, 1)))
     (a, b), (again, other) = [[tensor for _, tensor in some.mine] for some in (first, second)]
     assert a.data_ptr() == again.data_ptr() and again.sum() == 0
-    assert b.data_ptr() != other.data_ptr() and other.shape == (3,)
+    assert b.data_ptr() == other.data_ptr() and other.tolist() == [1, 1, 1]
+    third, _ = stage.copy(portion(parts({"model.a": torch.zeros(4), "model.b": torch.ones(300)}, 0, 1)))
+    assert [tensor.sum().item() for _, tensor in third.mine] == [0, 300]
+
+
+def test_it_is_one_piece_as_large_as_what_is_written() -> None:
+    """Torch rounds pinned memory to powers of two: three tensors of 33 KiB would take 192."""
+    tensors = {f"model.{name}": torch.full((33 * 1024,), value, dtype=torch.uint8) for value, name in enumerate("abc")}
+    tensors |= {"model.flag": torch.tensor(True), "model.none": torch.zeros(0, 3), "model.wide": torch.ones(3).double()}
+    stage = Stage()
+    copied, _ = stage.copy(portion(parts(tensors, 0, 1)))
+    assert len(copied.mine) == 6
+    assert {tensor.untyped_storage().data_ptr() for _, tensor in copied.mine} == {stage._buffer.data_ptr()}
+    assert stage._buffer.numel() == 3 * 33 * 1024 + 64 + 64
+    for entry, tensor in copied.mine:
+        assert same_bits(tensor, tensors[entry.name]) and tensor.storage_offset() * tensor.element_size() % 64 == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has GPUs of CUDA and keeps memory from forks")
+@pytest.mark.parametrize("pins", [True, False])
+def test_pinned_memory_is_let_go_of_before_it_goes(monkeypatch: pytest.MonkeyPatch, pins: bool) -> None:
+    calls = list[tuple[Any, ...]]()
+
+    def register(*given: int) -> int:
+        calls.append(("register", *given))
+        return int(not pins)
+
+    unregister: Any = lambda pointer: calls.append(("unregister", pointer))  # noqa: E731
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", lambda *_, **named: calls.append(("asked", named["device"])))
+    stage = Stage()
+    first = stage._allocate(100, pinned=True).data_ptr()
+    assert first % mmap.PAGESIZE == 0
+    assert calls == [("register", first, 100, 1)] + ([] if pins else [("asked", "cuda")])
+    calls.clear()
+    stage._unpin()
+    second = stage._allocate(200, pinned=True)
+    second.fill_(7)
+    del stage
+    assert [call for call in calls if call[0] == "unregister"] == (
+        [("unregister", first), ("unregister", second.data_ptr())] if pins else []
+    )
+    assert second.sum() == 1400
 
 
 def test_what_is_not_contiguous_is_copied_by_value() -> None:
@@ -56,7 +101,7 @@ def test_a_proof_knows_the_digests_of_the_live_tensors() -> None:
 def test_no_memory_is_one_line_with_the_way_out() -> None:
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate\nmore")
     with (
-        mock.patch("torch.empty", side_effect=error),
+        mock.patch.object(Stage, "_allocate", side_effect=error),
         pytest.raises(
             CheckpointError, match=r"a copy of 16 B .*can't allocate .*checkpoint.asynchronous=false"
         ) as told,

@@ -4,6 +4,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,7 +139,7 @@ def test_the_parents_own_sigterm_ends_a_worker() -> None:
 
 
 ORPHANS = """
-import multiprocessing, time
+import ctypes, multiprocessing, time
 from allranks.data.cut import Cut
 from allranks.data.loader import Loader
 from allranks.data.stream import DataStream
@@ -146,7 +147,9 @@ from allranks.data.stream import DataStream
 class Slow(list):
     def __getitem__(self, index):
         if index > 3:
-            time.sleep(1000)
+            time.sleep(1)  # what was loaded before is sent by a thread
+            print("in it", flush=True)
+            PAUSE(1000)
         return index
 
 loader = Loader(DataStream(Slow(range(100)), cut=Cut(2), epochs=1, shuffle=False), workers=2)
@@ -156,13 +159,18 @@ time.sleep(1000)
 """
 
 
-def test_workers_die_with_their_parent_even_in_the_middle_of_an_item(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pause", ["time.sleep", "ctypes.PyDLL(None).sleep"])
+def test_workers_die_with_their_parent_even_in_the_middle_of_an_item(pause: str, tmp_path: Path) -> None:
+    """Also in one whose code is C and keeps Python's lock, so that no thread of the worker can look at its parent."""
+    if sys.platform != "linux" and "PyDLL" in pause:
+        pytest.skip("only Linux' kernel ends a process with its parent")
     script = tmp_path / "orphans.py"
-    script.write_text(ORPHANS)
+    script.write_text(ORPHANS.replace("PAUSE", pause))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
-        workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        told = {parent.stdout.readline() for _ in range(3)} - {"in it\n"}
+        workers = [psutil.Process(int(pid)) for pid in " ".join(told).split()]
         assert len(workers) == 2
         parent.kill()
         parent.wait()
@@ -173,6 +181,46 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_an_item(tmp_path: P
         for worker in left:
             worker.kill()
         assert not left
+
+
+class Descriptors(torch.utils.data.Dataset[int]):
+    """How many descriptors of files whose paths begin so the process has that loads."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+        return sum(os.readlink(link).startswith(self.prefix) for link in links if link.is_symlink())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows a process its descriptors")
+@pytest.mark.parametrize(("used", "kept"), [(True, 0), (False, 2)])
+def test_a_worker_lets_go_of_its_parents_gpus(
+    used: bool, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the parent has used CUDA; else they may be what the worker's own CUDA begins with."""
+    prefix = str(tmp_path / "nvidia")
+    monkeypatch.setattr("allranks.data.worker_process._GPUS", prefix)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: used)
+    with Path(f"{prefix}0").open("w") as one, Path(f"{prefix}ctl").open("w") as other:
+        stream = DataStream(Descriptors(prefix), cut=Cut(2), epochs=1)
+        with Loader(stream, workers=1) as loader:
+            assert [step.micro_steps[0].batch.tolist() for step in loader] == [[kept] * 2] * 2
+        assert Descriptors(prefix)[0] == 2
+        assert not one.closed and not other.closed
+
+
+def test_workers_outlive_the_thread_that_starts_them() -> None:
+    """A loop of one's own may take its first batch in a thread."""
+    with Loader(DataStream(list(range(60)), cut=Cut(4), epochs=1), workers=1) as loader:
+        thread = threading.Thread(target=next, args=(loader,))
+        thread.start()
+        thread.join()
+        assert len(list(loader)) == 14
 
 
 def alive(process: psutil.Process) -> bool:

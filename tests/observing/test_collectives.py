@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from allranks.observing import collectives
 from allranks.observing.collectives import (
     collectives_file,
     find_arrivals,
@@ -49,6 +50,30 @@ def test_the_collective_that_a_rank_waits_in_is_known(pool: Pools) -> None:
 
 def test_without_a_world_there_are_no_collectives() -> None:
     assert recorded() == () and known_groups() == {} and last_collectives((), {}) == [] == find_arrivals((), {})
+
+
+def test_over_nccl_no_arrivals_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a program does over gloo beside it says nothing of who is late in a step."""
+    told = {
+        "process_group": ["0", "default_pg"],
+        "profiling_name": "gloo:all_reduce",
+        "is_p2p": False,
+        "collective_seq_id": 1,
+        "input_sizes": [[3]],
+        "retired": True,
+        "state": "completed",
+        "time_created_ns": 17,
+    }
+    on_gpu: list[dict[str, object]] = []
+    monkeypatch.setattr(collectives, "known_groups", lambda: {"0": [0, 1]})
+    monkeypatch.setattr(collectives, "recorded", lambda name="": on_gpu if "nccl" in name else [told])
+    path = tmp_path / "told.json"
+    write_collectives(path)
+    assert json.loads(path.read_text())["arrivals"] == [["0", 1, 17]]
+    on_gpu.append(told)
+    write_collectives(path)
+    written = json.loads(path.read_text())
+    assert written["arrivals"] == [] and len(written["groups"]) == 2
 
 
 def test_axes_by_their_names() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from torch._C._distributed_c10d import HashStore
 
 from allranks.errors import ConfigError, LayoutError, ProcessError
 from allranks.layout import Layout
-from allranks.parallel import backend
+from allranks.parallel import allocator, backend
 from allranks.parallel.backend import choose_device, start, stop, take_device
+from allranks.parallel.own_gpus import share_gpus
 from allranks.process_environment import ALONE, ProcessEnvironment
 from allranks.surviving.forkserver import StartMethod
 from allranks.surviving.launch import launch
@@ -40,7 +42,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, gpus: int, *, nccl: bool = True) ->
         (2, FOUR, "auto", "auto", "cuda:1", "gloo", "4 processes of this host share 2 GPUs"),
         (1, FOUR, "auto", "auto", "cuda:0", "gloo", "4 processes of this host share 1 GPUs"),
         (1, replace(FOUR, launcher="slurm", own_device=True), "auto", "auto", "cuda:0", "nccl", "a GPU of its own"),
-        (1, replace(FOUR, launcher="openmpi"), "auto", "auto", "cuda:0", "gloo", "say train.backend=nccl"),
+        (1, replace(FOUR, launcher="openmpi"), "auto", "auto", "cuda:0", "gloo", "save no memory and are slow"),
         (1, replace(FOUR, launcher="openmpi"), "auto", "nccl", "cuda:0", "nccl", "train.backend says so"),
         (4, replace(FOUR, world_size=8, rank=7, num_nodes=2, node_rank=1), "auto", "auto", "cuda:3", "nccl", "own"),
     ],
@@ -59,7 +61,8 @@ def test_the_choice(
     choice = choose_device(environment, requested, asked)
     assert (choice.device, choice.backend) == (torch.device(device), name)
     said = [str(decision) for decision in choice.decisions]
-    assert [line.split()[0] for line in said] == ["device", "backend", "interface"]
+    assert [line.split()[0] for line in said[:3]] == ["device", "backend", "interface"]
+    assert [line.split()[0] for line in said[3:]] == (["NCCL"] if (name, environment.num_nodes) == ("nccl", 2) else [])
     assert because in said[1]
     assert said[2].startswith(f"interface {choice.interface or 'left to the backend'}, because ")
 
@@ -172,21 +175,98 @@ def test_the_device_comes_before_the_backend(monkeypatch: pytest.MonkeyPatch) ->
     order: list[Any] = []
     machine(monkeypatch, 4)
     monkeypatch.setattr(torch.cuda, "set_device", order.append)
+    monkeypatch.setattr(backend, "prove_growth", lambda device: Decision(f"tried {device}", "segments are to grow"))
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", order.append)
     monkeypatch.setattr(backend, "open_store", lambda *_, **__: HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda name, **options: order.append((name, options["timeout"])))
-    for name in backend.ALLOCATOR_VARIABLES:
+    for name in allocator.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    start(FOUR, choose_device(FOUR, "auto", "auto"), timeout_seconds=77)
+    choice = choose_device(FOUR, "auto", "auto")
+    started = start(FOUR, choice, timeout_seconds=77)
+    assert [one.what for one in started.decisions] == [*(one.what for one in choice.decisions), "tried cuda:3"]
     assert order[:2] == ["expandable_segments:True", torch.device("cuda:3")]
     assert [(name, timeout.total_seconds()) for name, timeout in order[2:]] == [("cuda:nccl,cpu:gloo", 77)]
-    assert os.environ["NCCL_SOCKET_IFNAME"] == os.environ["GLOO_SOCKET_IFNAME"]
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=" + os.environ["GLOO_SOCKET_IFNAME"]
     stop()
     assert "NCCL_SOCKET_IFNAME" not in os.environ
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
     order.clear()
     start(ALONE, choose_device(ALONE, "auto", "auto"), timeout_seconds=77)
     assert order == [torch.device("cuda:0")]
+
+
+SEEN = replace(FOUR, launcher="openmpi", world_size=2, rank=0, local_rank=0, local_world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "uuids", "name", "because"),
+    [
+        (1, ("a", "b"), "nccl", "no two processes have the same GPU"),  # a wrapper has set CUDA_VISIBLE_DEVICES
+        (1, ("a", "a"), "gloo", "several on one save no memory and are slow; start one a GPU"),
+        (2, ("a", "b"), "nccl", "no two processes have the same GPU"),
+        (2, ("a", "a"), "gloo", "processes of this world share GPUs"),
+    ],
+)
+def test_processes_that_see_few_gpus_compare_them(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, uuids: tuple[str, str], name: str, because: str
+) -> None:
+    """What a launcher shows of GPUs is alike where tasks share one, and where each has its own."""
+    machine(monkeypatch, gpus)
+    store, begun = HashStore(), list[str]()
+    for free in ("take_device", "keep_memory"):
+        monkeypatch.setattr(backend, free, lambda _: None)
+    monkeypatch.setattr(backend, "carry_messages", lambda _: lambda: None)
+    monkeypatch.setattr(backend, "open_store", lambda *_, **__: store)
+    monkeypatch.setattr(backend, "uuids_of", lambda _: [uuids[0]])
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: begun.append(backend))
+    choice = choose_device(SEEN, "auto", "auto")
+    assert choice.unsettled
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(share_gpus, store, [uuids[1]], 2, 30)
+        started = start(SEEN, choice, timeout_seconds=77)
+        assert other.result() == (name == "gloo")
+    assert begun == ["cuda:nccl,cpu:gloo" if name == "nccl" else "gloo"]
+    assert (started.backend, started.unsettled, started.device) == (name, False, choice.device)
+    assert [one.what for one in started.decisions] == [
+        f"device {choice.device}",
+        f"backend {name}",
+        f"interface {choice.interface}",
+    ]
+    assert because in started.decisions[1].because
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == (f"={choice.interface}" if name == "nccl" else None)
+    stop()
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked"),
+    [(FOUR, "auto"), (replace(FOUR, launcher="allranks"), "auto"), (replace(SEEN, own_device=True), "auto")]
+    + [(SEEN, asked) for asked in ("nccl", "gloo")],
+)
+def test_where_it_is_known_nobody_asks(
+    monkeypatch: pytest.MonkeyPatch, environment: ProcessEnvironment, asked: str
+) -> None:
+    machine(monkeypatch, 1)
+    assert not choose_device(environment, "auto", asked).unsettled
+    machine(monkeypatch, 0)
+    assert not choose_device(SEEN, "auto", "auto").unsettled
+
+
+def test_between_hosts_nccl_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its variable would win over the administrator's file, and over the interfaces of InfiniBand."""
+    told: list[str | None] = []
+    machine(monkeypatch, 4)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name in ("take_device", "keep_memory"):
+        monkeypatch.setattr(backend, name, lambda _: None)
+    monkeypatch.setattr(backend, "open_store", lambda *_, **__: HashStore())
+    monkeypatch.setattr(backend, "check_reachable", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: told.append(os.environ.get("NCCL_SOCKET_IFNAME")))
+    two_hosts = replace(FOUR, world_size=8, num_nodes=2)
+    for environment in (two_hosts, replace(two_hosts, interface="lo")):
+        start(environment, choose_device(environment, "auto", "auto"), timeout_seconds=77)
+        assert "GLOO_SOCKET_IFNAME" in os.environ
+        stop()
+    assert told == [None, "=lo"]
 
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update"
@@ -200,7 +280,7 @@ def test_gpus_that_torch_cannot_use_are_one_line(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "set_device", fail)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     choice = choose_device(ALONE, "auto", "auto")
-    monkeypatch.setattr(backend, "_keep_memory", lambda _: None)
+    monkeypatch.setattr(backend, "keep_memory", lambda _: None)
     with pytest.raises(
         ConfigError, match=r"sees 8 GPU\(s\) and cannot use them: The NVIDIA .* 11040\); update"
     ) as told:
@@ -216,7 +296,7 @@ def test_a_device_alone_is_taken_without_a_word_to_the_allocator(monkeypatch: py
     order: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", order.append)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", order.append)
-    monkeypatch.setattr(backend, "keep_heap", lambda: order.append("heap"))
+    monkeypatch.setattr(allocator, "keep_heap", lambda: order.append("heap"))
     take_device(torch.device("cpu"))
     take_device(torch.device("cuda", 2))
     assert order == [torch.device("cuda:2")]
@@ -224,7 +304,7 @@ def test_a_device_alone_is_taken_without_a_word_to_the_allocator(monkeypatch: py
 
 def test_a_process_on_the_cpu_keeps_its_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[str] = []
-    monkeypatch.setattr(backend, "keep_heap", lambda: kept.append("kept"))
+    monkeypatch.setattr(allocator, "keep_heap", lambda: kept.append("kept"))
     environment = ProcessEnvironment("environment", 0, 0, 1, 1)
     start(environment, choose_device(environment, "cpu", "auto"), timeout_seconds=10)
     assert kept == ["kept"]

@@ -109,7 +109,7 @@ def test_a_ring_computes_the_same(pool: Pools) -> None:
 def test_it_begins_and_ends_with_processes_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where gloo serves a GPU, and nowhere else."""
     own = KIND.send
-    for name in ("_keep_memory", "take_device"):
+    for name in ("keep_memory", "take_device"):
         monkeypatch.setattr(f"allranks.parallel.backend.{name}", lambda device: None)
     for device, changed in (("cuda", True), ("cpu", False)):
         choice = DeviceChoice(torch.device(device), "gloo", None, ())

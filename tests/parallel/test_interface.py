@@ -1,13 +1,14 @@
 """Which network interface the processes reach each other by."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from allranks.parallel import interface
-from allranks.parallel.interface import choose_interface
+from allranks.parallel.interface import choose_for_nccl, choose_interface
 from allranks.process_environment import ProcessEnvironment
 
 TWO_NODES = ProcessEnvironment(
@@ -74,3 +75,47 @@ def test_the_users_choice_wins() -> None:
 def test_real_addresses() -> None:
     assert choose_interface(replace(TWO_NODES, master_addr="localhost"))[0] == LOOPBACK
     assert choose_interface(replace(TWO_NODES, master_addr="no-such-host.invalid"))[0] is None
+
+
+@pytest.fixture
+def nccl_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "conf"))
+    return tmp_path / "conf"
+
+
+def test_nccl_is_told_one_interface_where_there_is_no_question(nccl_files: Path) -> None:
+    """Exactly that one: without "=", eth1 is eth10, too."""
+    nccl_files.write_text("# NCCL_SOCKET_IFNAME=eth9\nNCCL_DEBUG=WARN\n")
+    assert choose_for_nccl(replace(TWO_NODES, num_nodes=1, node_rank=0), "lo") == ("=lo", None)
+    assert choose_for_nccl(replace(TWO_NODES, interface="eth1"), "eth1") == ("=eth1", None)
+
+
+def test_nccl_chooses_between_hosts(nccl_files: Path) -> None:
+    for name in ("eth0", None):
+        told, decision = choose_for_nccl(TWO_NODES, name)
+        assert told is None
+        assert str(decision).startswith("NCCL chooses its own interfaces, because it knows InfiniBand's")
+
+
+@pytest.mark.parametrize("one_host", [True, False])
+def test_what_a_file_of_nccls_says_stays(nccl_files: Path, one_host: bool) -> None:
+    nccl_files.write_text("NCCL_DEBUG=WARN\nNCCL_SOCKET_IFNAME==ens1f0\n")
+    environment = replace(TWO_NODES, num_nodes=1, node_rank=0) if one_host else replace(TWO_NODES, interface="eth1")
+    told, decision = choose_for_nccl(environment, "lo")
+    assert told is None and decision is not None and decision.because == f"{nccl_files} names them"
+
+
+def test_what_the_variable_says_stays(nccl_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
+    told, decision = choose_for_nccl(replace(TWO_NODES, num_nodes=1, node_rank=0), "lo")
+    assert told is None
+    assert str(decision) == "NCCL chooses its own interfaces: ib, because NCCL_SOCKET_IFNAME says so"
+
+
+def test_nccl_reads_the_files_of_user_and_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert interface._nccl_files() == [tmp_path / ".nccl.conf", Path("/etc/nccl.conf")]
+    monkeypatch.setenv("NCCL_CONF_FILE", "/x/nccl.conf")
+    assert interface._nccl_files() == [Path("/x/nccl.conf"), Path("/etc/nccl.conf")]

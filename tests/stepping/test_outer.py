@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from allranks.errors import AllranksError
@@ -14,6 +15,7 @@ from tests.training.tasks import Streamed
 
 pytestmark = pytest.mark.distributed
 
+ROUTER = "layers.0.feed_forward.router"
 SMALL = ("train.global_batch=9", *SGD)
 
 
@@ -109,7 +111,7 @@ def travelling(kind: str, *overrides: str) -> list[str]:
     [
         ("batchnorm", (), "blocks.1.running_mean", 9),
         ("batchnorm", ("layout.batchnorm=local",), "", 0),  # each rank keeps its own
-        ("moe", (), "layers.0.feed_forward.router.bias", 2),
+        ("moe", (), f"{ROUTER}.bias", 2),
         ("counted", (), "", 0),
         ("transformer", (), "", 0),
     ],
@@ -119,6 +121,29 @@ def test_of_buffers_those_travel_that_follow_the_samples(
 ) -> None:
     for found in pool(2).run(travelling, kind, *overrides):
         assert len(found) == number and (some in found or not some), found
+
+
+class Levelled(Tiny):
+    """Its router has a buffer of a type that neither NCCL nor gloo reduces."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.get_submodule(ROUTER).register_buffer("level", torch.tensor([7, -3], dtype=torch.int16))
+        return model
+
+
+def levels() -> list[int]:
+    session = session_of(Levelled(kind="moe"), config_of("ddp", *SMALL, "layout.local_sgd=3"))
+    assert session.outer is not None
+    level = session.spread.local(f"{ROUTER}.level")
+    level += dist.get_rank()
+    session.outer.synchronise()
+    assert level.dtype == torch.int16
+    return [*level.tolist(), *session.outer._anchors[f"{ROUTER}.level"].tolist()]
+
+
+def test_small_integers_are_put_together(pool: Pools) -> None:
+    assert pool(2).run(levels) == [[8, -2, 8, -2]] * 2
 
 
 def refused(task: Any) -> str:

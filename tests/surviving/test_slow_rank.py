@@ -39,7 +39,7 @@ class Company:
     def __init__(self, beats: SharedBeats, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.beats, self.logs, self.signals = beats, logs, 0
         self.watch = SlowRank(beats, logs)
-        self.step, self.late, self.stages = 0, 0.5, (0, 0)
+        self.step, self.late, self.stages, self.arrived = 0, 0.5, (0, 0), 40
         self.now = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         monkeypatch.setattr(time, "time_ns", lambda: 0)
@@ -60,7 +60,7 @@ class Company:
     def answer(self) -> None:
         for rank in range(2):
             late = self.late if rank == 1 else 0.0
-            arrivals = [("g", number, int(1e9 * (number + late))) for number in range(1, 40)]
+            arrivals = [("g", number, int(1e9 * (number + late))) for number in range(1, self.arrived)]
             stage = {"axis": "pp", "ranks": [rank, 9] if self.stages[rank] == 0 else [9, rank]}
             told = {"groups": [stage], "arrivals": arrivals}
             collectives_file(self.log(rank)).write_text(json.dumps(told))
@@ -110,6 +110,22 @@ def test_workers_are_asked_after_some_steps_and_not_too_often(company: Company) 
     company.now += module.BETWEEN_SECONDS
     company.look()
     assert company.asked == 3, "who has not answered is asked again"
+
+
+def test_workers_that_know_of_no_arrivals_are_asked_once_in_an_attempt(company: Company) -> None:
+    """Over NCCL each answer would cost a dump of all its collectives, of which nothing is read."""
+    company.arrived = 0
+    company.go_to_the_question()
+    company.look()
+    company.step += BETWEEN_STEPS
+    company.now += 10 * module.BETWEEN_SECONDS
+    company.look()
+    assert company.asked == 1
+    company.watch.begin_attempt()
+    company.arrived = 40
+    company.look()
+    company.go_to_the_question()
+    assert company.asked == 2
 
 
 def test_a_slow_rank_is_told_of_once_with_its_line(company: Company) -> None:

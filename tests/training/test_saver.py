@@ -266,6 +266,31 @@ def test_one_that_comes_by_time_is_waited_for_unless_the_config_says_otherwise(
     assert savers[-1].in_memory(tmp_path).beside, "a copy that was asked for"
 
 
+def test_a_host_without_room_for_the_copy_saves_while_the_training_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the copy is made, and once for both savers, which copy into the same memory."""
+    session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
+    said, asked = list[str](), list[list[int]]()
+    answers = iter(["a copy takes 9 GB, and 1 GB is free", ""])
+
+    def find(of_ranks: list[int], processes: object) -> str:
+        asked.append(of_ranks)
+        return next(answers)
+
+    monkeypatch.setattr(saver_module, "find_shortage", find)
+    for beside in (False, True):
+        config = CheckpointConfig(every=1, memory_every=1, asynchronous=True)
+        saver = Saver(contents, session.processes, config, tmp_path, "run", 1, said.append)
+        memory = saver.in_memory(tmp_path / "memory")
+        assert [saver.goes_beside(), saver.goes_beside(), memory.goes_beside()] == [beside] * 3
+        assert (saver.beside, memory.beside) == (beside, beside)
+    assert asked == [saver.bytes_of_ranks()] * 2
+    assert said == ["checkpoints are written while the training waits for them: a copy takes 9 GB, and 1 GB is free"]
+    waiting = saver_of(session, contents, tmp_path, asynchronous=False)
+    assert not waiting.goes_beside() and len(asked) == 2
+
+
 def test_what_one_takes_is_known_before_it_is_written(tmp_path: Path) -> None:
     session, contents = contents_of(Curve(), config_of("single", *SMALL), 1)
     saver = saver_of(session, contents, tmp_path)

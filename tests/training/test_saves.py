@@ -357,6 +357,9 @@ class NotedSaver:
         self.begun: list[Noted] = []
         self.forgotten: list[int] = []
 
+    def goes_beside(self) -> bool:
+        return self.beside
+
     def forget(self, step: int) -> None:
         self.forgotten.append(step)
 

@@ -112,7 +112,7 @@ def _work(
         "environment", rank, rank, world_size, world_size, master_addr=LOOPBACK, master_port=port
     )
     choice = choose_device(environment, "auto", "auto")
-    start(environment, choice, CASE_SECONDS)
+    choice = start(environment, choice, CASE_SECONDS)
     for index, case in enumerate(cases):
         measured = measure(case, turns, size, environment, choice)
         if rank == 0:

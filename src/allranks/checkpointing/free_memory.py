@@ -1,4 +1,4 @@
-"""How much may still be written into memory that looks like a directory. No torch.
+"""How much memory may still be taken, by itself or as what looks like a directory. No torch.
 
 A container's limit counts such files as memory, and the kernel ends a process where it is passed: so the room that the
 file system tells is not enough. What was only read from files can be read again, and counts as free.
@@ -30,10 +30,15 @@ _V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactiv
 _V2 = _Version("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
+def free_host_bytes() -> int:
+    """What may still be taken of this host's memory, and of its container's."""
+    return min([psutil.virtual_memory().available, *_left_to_groups()])
+
+
 def free_bytes(directory: Path) -> int:
     """What may still be written there without taking memory that this host, or this container, has not."""
     place = os.statvfs(directory)
-    return min(place.f_bavail * place.f_frsize, psutil.virtual_memory().available, *_left_to_groups())
+    return min(place.f_bavail * place.f_frsize, free_host_bytes())
 
 
 def _left_to_groups() -> list[int]:

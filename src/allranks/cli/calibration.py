@@ -109,7 +109,7 @@ def _measure(device: str, quick: bool, limit: float) -> "Figures":
 
     environment = read_environment(os.environ)
     choice = choose_device(environment, device, "auto")
-    start(environment, choice, limit)
+    choice = start(environment, choice, limit)
     try:
         return measure_in(environment, choice, quick=quick)
     finally:

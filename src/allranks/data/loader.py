@@ -4,6 +4,7 @@ DataLoader.
 
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -149,7 +150,7 @@ class Loader:
             num_workers=self.workers,
             prefetch_factor=max(_PREFETCH, -(-at_once // self.workers)),
             pin_memory=self._pin,
-            worker_init_fn=partial(guard, os.getpid()),
+            worker_init_fn=partial(guard, os.getpid(), threading.current_thread() is threading.main_thread()),
             # Ours are forked by the fork server, whose method multiprocessing hands on: the loaders would then be the
             # children of another server, and take this process for dead.
             multiprocessing_context="fork" if sys.platform == "linux" else None,

@@ -1,18 +1,24 @@
 """What runs in a worker process that loads data, and what its death means to the loop."""
 
+import contextlib
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from allranks.data.random_keys import collate_key, item_key, seed_all
 from allranks.errors import ProcessError
+from allranks.lifeline import die_with_parent
 
 _DEATH = re.compile(r"DataLoader worker \(pid")
 _WATCH_SECONDS = 0.5
+_GPUS = "/dev/nvidia"
 
 Collate = Callable[[list[Any]], Any]
 Request = tuple[int, list[int]]
@@ -83,13 +89,21 @@ def _few(indices: list[int]) -> str:
     return ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
 
 
-def guard(parent: int, _worker: int) -> None:
+def guard(parent: int, tied: bool, _worker: int) -> None:
     """Makes a worker process live exactly as long as its parent needs it (torch calls this first in each).
 
     Ctrl-C, and a SIGTERM or SIGUSR1 sent to the whole process group, are the loop's to answer: it finishes its step and
-    saves, for which it needs its workers. So a worker ends by SIGTERM only if its parent sent it; and half a second
-    after its parent is gone.
+    saves, for which it needs its workers. So a worker ends by SIGTERM only if its parent sent it; and when its parent
+    is gone.
+
+    Args:
+        parent: its process.
+        tied: whether the parent's main thread starts the workers. Then the kernel ends this one with the parent,
+            whatever it is in; else it looks for its parent twice a second, and would be ended with a mere thread of it.
     """
+    _release_gpus()
+    if tied and sys.platform == "linux":
+        die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     # Not on macOS: there a worker dies of any SIGTERM.
@@ -97,6 +111,20 @@ def guard(parent: int, _worker: int) -> None:
     if who is not None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_watch, args=(parent, who), name="allranks-data-guard", daemon=True).start()
+
+
+def _release_gpus() -> None:
+    """Close the descriptors of GPUs that a parent with CUDA has left to this process, which can do nothing with them.
+
+    The driver keeps the parent's memory on a GPU for as long as anybody has them, also when the parent is gone.
+    (Megatron-LM's data loaders do the same: github.com/NVIDIA/Megatron-LM/pull/3684.)
+    """
+    if sys.platform != "linux" or not torch.cuda._is_in_bad_fork():
+        return
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one by which the folder was read
+            if os.readlink(f"/proc/self/fd/{name}").startswith(_GPUS):
+                os.close(int(name))
 
 
 def _watch(parent: int, wait: Callable[[set[int], float], Any] | None) -> None:

@@ -25,14 +25,14 @@ def collectives_file(log: Path) -> Path:
 def write_collectives(path: Path) -> None:
     """Write what is known of this process, as one JSON object, whole or not at all.
 
-    `groups`: `last_collectives`; `arrivals`: `find_arrivals`.
+    `groups`: `last_collectives`; `arrivals`: `find_arrivals`, none over NCCL.
     """
     groups = known_groups()
     entries, on_gpu = recorded(), recorded("_dump_nccl_trace_json")
     told = {
         "groups": last_collectives(entries, groups) + last_collectives(on_gpu, groups, numbered_by="nccl "),
         # A host comes to NCCL's when it enqueues them, long before its GPU: that says nothing of who is late.
-        "arrivals": find_arrivals(entries, groups),
+        "arrivals": [] if on_gpu else find_arrivals(entries, groups),
     }
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(told), encoding="utf-8")

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from allranks.errors import ConfigError, ProcessError
 from allranks.layout import Layout
-from allranks.parallel.heap import keep_heap
+from allranks.parallel.allocator import keep_memory, prove_growth
 from allranks.parallel.host_messages import carry_messages
-from allranks.parallel.interface import choose_interface
+from allranks.parallel.interface import NCCL_VARIABLE, choose_for_nccl, choose_interface
+from allranks.parallel.own_gpus import share_gpus, uuids_of
 from allranks.parallel.reachable import check_reachable
 from allranks.parallel.share import Share, share_of
 from allranks.parallel.store import open_store
@@ -27,7 +28,7 @@ Backend = Literal["auto", "nccl", "gloo", "mpi"]
 
 CONNECT_SECONDS = 60.0
 SAME_DEVICES = ("allranks", "torchrun")  # launchers that give all processes of a host the same environment
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+SHARING = "NCCL takes one process a GPU: several on one save no memory and are slow; start one a GPU"
 
 _set_by_us: list[str] = []
 _ends: list[Callable[[], None]] = []
@@ -43,10 +44,12 @@ class DeviceChoice:
     Attributes:
         device: "cpu", or this process's GPU with its number.
         backend: "gloo", "nccl" or "mpi"; unused in a world of one process.
-        interface: the network interface of gloo and NCCL; None: their own choice.
+        interface: the network interface of gloo; None: its own choice.
         decisions: one for each of the above, for the banner.
         share: under placement the devices of this process.
         beside: the other GPUs that this process uses, under placement and data_parallel.
+        nccl_interface: what NCCL is told of interfaces, in its own words; None: nothing.
+        unsettled: whether `start` has yet to see if each process has a GPU of its own, and choose the backend by that.
     """
 
     device: torch.device
@@ -55,6 +58,8 @@ class DeviceChoice:
     decisions: tuple[Decision, ...]
     share: Share | None = None
     beside: tuple[torch.device, ...] = ()
+    nccl_interface: str | None = None
+    unsettled: bool = False
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -87,7 +92,29 @@ def choose_device(
     if environment.world_size == 1:
         return DeviceChoice(device, name, None, (device_decision,), share, beside)
     interface, interface_decision = choose_interface(environment)
-    return DeviceChoice(device, name, interface, (device_decision, backend_decision, interface_decision), share, beside)
+    # Of the world, so that all ranks ask, or none: one of them may see enough GPUs where another does not.
+    unsettled = backend == "auto" and device.type == "cuda" and dist.is_nccl_available()
+    unsettled = unsettled and not environment.own_device and environment.launcher not in SAME_DEVICES
+    decisions = (device_decision, backend_decision, interface_decision)
+    choice = DeviceChoice(device, name, interface, decisions, share, beside, unsettled=unsettled)
+    return _tell_nccl(environment, choice)
+
+
+def _tell_nccl(environment: ProcessEnvironment, choice: DeviceChoice) -> DeviceChoice:
+    """Where NCCL is the backend: with what it is told of interfaces."""
+    if choice.backend != "nccl":
+        return choice
+    told, decision = choose_for_nccl(environment, choice.interface)
+    return replace(choice, nccl_interface=told, decisions=choice.decisions + (() if decision is None else (decision,)))
+
+
+def _settle(environment: ProcessEnvironment, choice: DeviceChoice, *, shared: bool) -> DeviceChoice:
+    """The choice once it is known whether processes share GPUs."""
+    name = "gloo" if shared else "nccl"
+    because = f"processes of this world share GPUs, and {SHARING}" if shared else "no two processes have the same GPU"
+    decisions = (choice.decisions[0], Decision(f"backend {name}", because), choice.decisions[2])
+    settled = replace(choice, backend=name, decisions=decisions, nccl_interface=None, unsettled=False)
+    return _tell_nccl(environment, settled)
 
 
 def _choose_device(environment: ProcessEnvironment, requested: str, num_gpus: int) -> tuple[torch.device, Decision]:
@@ -151,8 +178,7 @@ def _choose_backend(
     if device.type == "cpu":
         return "gloo", Decision("backend gloo", "the device is cpu")
     if shared_gpus is not None:
-        advice = "" if environment.launcher in SAME_DEVICES else " (where each has its own, say train.backend=nccl)"
-        return "gloo", Decision("backend gloo", f"{crowd} and NCCL takes one process a GPU{advice}")
+        return "gloo", Decision("backend gloo", f"{crowd}, and {SHARING}")
     if not dist.is_nccl_available():
         return "gloo", Decision("backend gloo", "this torch is built without NCCL")
     return "nccl", Decision("backend nccl", "each process has a GPU of its own")
@@ -163,33 +189,45 @@ def start(
     choice: DeviceChoice,
     timeout_seconds: float,
     connect_seconds: float = CONNECT_SECONDS,
-) -> None:
+) -> DeviceChoice:
     """Take the device, then start the backend; collective. A world of one process takes its device only.
-
-    On the CPU the process keeps the memory that it has freed from now on.
 
     Args:
         timeout_seconds: after which a collective that a peer does not join fails (gloo's own default is 30 minutes).
         connect_seconds: how long to wait for rank 0's store.
 
+    Returns:
+        The choice, with what only the devices could tell.
+
     Raises:
         ConfigError: there are GPUs that this torch cannot use; with torch's reason.
         ProcessError: the port is in use, or a host or peer cannot be reached; names host and port.
     """
-    _keep_memory(choice.device)
+    grows = keep_memory(choice.device)
     take_device(choice.device)
-    if environment.world_size == 1:
-        return
+    found = prove_growth(choice.device) if grows else None
+    if environment.world_size > 1:
+        choice = _start_backend(environment, choice, timeout_seconds, min(connect_seconds, timeout_seconds))
+    return choice if found is None else replace(choice, decisions=(*choice.decisions, found))
+
+
+def _start_backend(
+    environment: ProcessEnvironment, choice: DeviceChoice, timeout_seconds: float, connect_seconds: float
+) -> DeviceChoice:
+    """As `start`, once the device is taken."""
     if choice.interface is not None:
         _set_default("GLOO_SOCKET_IFNAME", choice.interface)
-        _set_default("NCCL_SOCKET_IFNAME", choice.interface)
     timeout = timedelta(seconds=timeout_seconds)
     if choice.backend == "mpi":
         dist.init_process_group("mpi", timeout=timeout)  # MPI itself knows ranks and addresses
-        return
-    connect_seconds = min(connect_seconds, timeout_seconds)
+        return choice
     store = open_store(environment, connect_seconds=connect_seconds, timeout_seconds=timeout_seconds)
     check_reachable(store, environment, choice.interface, arrive_seconds=connect_seconds)
+    if choice.unsettled:
+        shared = share_gpus(store, uuids_of(choice.devices), environment.world_size, timeout_seconds)
+        choice = _settle(environment, choice, shared=shared)
+    if choice.nccl_interface is not None:
+        _set_default(NCCL_VARIABLE, choice.nccl_interface)
     name = "cuda:nccl,cpu:gloo" if choice.backend == "nccl" else choice.backend
     try:
         dist.init_process_group(
@@ -204,6 +242,7 @@ def start(
         ) from error
     if choice.backend == "gloo" and choice.device.type != "cpu":
         _ends.append(carry_messages(choice.device.type))
+    return choice
 
 
 def take_device(device: torch.device) -> None:
@@ -251,14 +290,6 @@ def stop() -> None:
         _ends.pop()()
     while _set_by_us:
         os.environ.pop(_set_by_us.pop(), None)
-
-
-def _keep_memory(device: torch.device) -> None:
-    """Before anything is allocated."""
-    if device.type != "cuda":
-        keep_heap()
-    elif not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _set_default(name: str, value: str) -> None:

@@ -79,6 +79,8 @@ class OuterOptimizer:
         for names in self._messages():
             live = [self._spread.local(name) for name in names]
             flat = torch.cat([value.reshape(-1) for value in live])
+            if flat.dtype in (torch.int16, torch.uint16):  # which neither NCCL nor gloo reduces
+                flat = flat.int()
             # A count of batches is the largest: a copy whose place was only filled has counted less.
             how = dist.ReduceOp.SUM if flat.is_floating_point() else dist.ReduceOp.MAX
             dist.all_reduce(flat, how, group=self._group)

@@ -2,10 +2,12 @@
 
 Every few steps the workers are asked when they came to their collectives (surviving/arrivals.py); where one of them
 works for longer than the others all the time, its stack is looked at a few times, and the verdict is told. Nothing
-follows: a slow run is still right.
+follows: a slow run is still right. Where they know of no arrivals (over NCCL, without torch's recorder) they are asked
+once in an attempt: to answer is to write all out that the recorders keep.
 """
 
 import contextlib
+import math
 import os
 import time
 from collections import Counter
@@ -114,6 +116,9 @@ class SlowRank:
             return
         self._state = "rests"
         told = {row.rank: read_arrivals(collectives_file(self._log(row.rank)), row.rank) for row in rows}
+        if all(one is not None and not one.moments for one in told.values()):
+            self._next_time = math.inf
+            return
         by_stage: dict[int, dict[int, Mapping[tuple[str, int], int]]] = {}
         for rank, one in told.items():
             if one is not None:

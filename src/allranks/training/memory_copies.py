@@ -17,10 +17,8 @@ from allranks.errors import ConfigError
 from allranks.stepping.alike import everyones
 from allranks.stepping.world import Processes
 from allranks.training.saver import Saver
+from allranks.training.stage_room import USABLE
 from allranks.units import format_bytes
-
-USABLE = 0.9
-"""Of the memory that is free so much may go to copies: the run itself takes more now and then."""
 
 
 @final

@@ -9,14 +9,7 @@ from typing import final
 
 from allranks.checkpointing.background import BackgroundSave, World
 from allranks.checkpointing.checking import check_files
-from allranks.checkpointing.checkpoint import (
-    Checkpoint,
-    Header,
-    check_sizes,
-    discard,
-    step_name,
-    verify_files,
-)
+from allranks.checkpointing.checkpoint import Checkpoint, Header, check_sizes, discard, step_name, verify_files
 from allranks.checkpointing.commit import explain
 from allranks.checkpointing.peers import Hosts, save_on_hosts
 from allranks.checkpointing.portion import place_of, portion_of
@@ -31,6 +24,7 @@ from allranks.stepping.world import Processes
 from allranks.training.mirroring import Mirroring
 from allranks.training.save_clock import SaveClock
 from allranks.training.snapshot import Contents, check_state
+from allranks.training.stage_room import find_shortage
 from allranks.units import format_bytes
 from allranks.verdict import Decision
 
@@ -51,7 +45,8 @@ class Saver:
         directory: RUN/checkpoints.
         run: the run's id.
         generation: the attempt, counted over restarts.
-        warn: told once, on rank 0, that old checkpoints cannot be deleted; by default it prints that.
+        warn: told once, on rank 0, that old checkpoints cannot be deleted, or that a host lacks the memory to write
+            beside the training; by default it prints that.
         mirroring: brings what rank 0 has committed to another place; None: nobody does.
 
     Attributes:
@@ -117,6 +112,19 @@ class Saver:
         """Whether a checkpoint is to be written after `step` steps."""
         return self.clock.due or (self._config.every is not None and step % self._config.every == 0)
 
+    def goes_beside(self) -> bool:
+        """Whether the next checkpoint is written beside the training; collective the first time.
+
+        Not where a host lacks the memory for the copy, which is looked at before there is one, and told.
+        """
+        if self.beside and self._stage.fits is None:
+            shortage = find_shortage(self.bytes_of_ranks(), self._processes)
+            self._stage.fits = not shortage
+            if shortage and self._processes.rank == 0:
+                self._warn(f"checkpoints are written while the training waits for them: {shortage}")
+        self.beside = self.beside and self._stage.fits is not False
+        return self.beside
+
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """What was chosen, where the config leaves it to us and saves at an interval."""
@@ -181,13 +189,7 @@ class Saver:
             note_device_error(error)
             return BackgroundSave(place, CheckpointError(explain(error, place.temporary)), world)
         return BackgroundSave(
-            place,
-            copied,
-            world,
-            ready=ready,
-            proves=proves,
-            before_commit=before_commit,
-            after_commit=self._keep,
+            place, copied, world, ready=ready, proves=proves, before_commit=before_commit, after_commit=self._keep
         )
 
     def settled(self, step: int) -> None:

@@ -114,7 +114,7 @@ class Saves:
         else:
             return
         judge()
-        if saver.beside:
+        if saver.goes_beside():
             self.begin(step, check, saver)
         else:
             check()

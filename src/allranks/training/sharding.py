@@ -50,7 +50,7 @@ def record_here(request: TrainRequest, reply: Connection) -> int:
     prepared = prepare(request)
     layout = resolve_layout(prepared.config, environment.world_size, environment.num_nodes)
     choice = choose_device(environment, request.device, prepared.config.train.backend, layout)
-    start(environment, choice, timeout_seconds=BACKEND_TIMEOUT_SECONDS)
+    choice = start(environment, choice, timeout_seconds=BACKEND_TIMEOUT_SECONDS)
     try:
         processes = gather_processes(environment, choice, layout)
         session = assemble(prepared.task, prepared.config, processes, Stopwatch(), lambda: (False, False))

@@ -87,7 +87,7 @@ def work(assignment: Assignment) -> int:
         raise ConfigError(f"checkpoint.memory_every: {NEEDS_SUPERVISOR}")
     layout = resolve_layout(prepared.config, environment.world_size, environment.num_nodes)
     choice = choose_device(environment, assignment.request.device, prepared.config.train.backend, layout)
-    start(environment, choice, timeout_seconds=prepared.config.guard.longest_wait)
+    choice = start(environment, choice, timeout_seconds=prepared.config.guard.longest_wait)
     try:
         processes = gather_processes(environment, choice, layout)
         run = _join_run(assignment, prepared, processes)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import allranks
 from allranks.errors import ConfigError
-from allranks.parallel import backend
+from allranks.parallel import allocator
 from allranks.parallel.backend import DeviceChoice
 from allranks.process_environment import ProcessEnvironment
 from allranks.training.own import ground
@@ -49,7 +49,7 @@ def test_the_device_is_taken_where_the_script_has_started_the_backend(monkeypatc
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", told.append)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
-    monkeypatch.setattr(backend, "keep_heap", lambda: told.append("heap"))
+    monkeypatch.setattr(allocator, "keep_heap", lambda: told.append("heap"))
     environment = ProcessEnvironment("torchrun", 3, 3, 4, 4, master_addr="127.0.0.1", master_port=29500)
     for device in ("cuda:3", "cpu"):
         assert not ground._start(environment, DeviceChoice(torch.device(device), "gloo", None, ()), 600.0)

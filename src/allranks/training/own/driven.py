@@ -167,5 +167,6 @@ def share_batch(batch: Any, spread: Spread) -> Any:
         if kind is not None:
             own = leaves[place]
             shared[place] = own.contiguous() if first else own.new_empty(kind[0])
-            dist.broadcast(shared[place], group=group, group_src=0)
+            # As bytes: neither NCCL nor gloo has integers of 16 bits, which a batch may hold.
+            dist.broadcast(shared[place].detach().reshape(-1).view(torch.uint8), group=group, group_src=0)
     return pytree.tree_unflatten(shared, spec)

@@ -133,12 +133,13 @@ def prepare_ground(
     refuse_unsupported(degrees)
     check_slow_links(config, degrees)
     choice = choose_device(environment, device, config.train.backend, degrees)
-    owns_group = _start(environment, choice, config.guard.longest_wait)
+    started = _start(environment, choice, config.guard.longest_wait)
+    choice = started or choice
     processes = gather_processes(environment, choice, degrees)
     try:
         check_same_start(config.flat(), None, processes.world_group, processes.device)
     except ConfigError:  # raised on every rank
-        if owns_group:
+        if started is not None:
             stop()
         raise
     return Ground(
@@ -146,7 +147,7 @@ def prepare_ground(
         config=config,
         precision=choose_precision(config.train.precision, None, choice.device.type),
         open_run=partial(open_own_run, processes, directory=directory, change=tuple(change)),
-        owns_group=owns_group,
+        owns_group=started is not None,
         decisions=[*choice.decisions, *describe_idle_keys(degrees)],
     )
 
@@ -184,11 +185,10 @@ def _resolve(layout: str | None, keep: int, more: Sequence[str], **train: object
     return resolve_config(task_defaults={}, toml=None, overrides=overrides, layout=layout)
 
 
-def _start(environment: ProcessEnvironment, choice: DeviceChoice, timeout_seconds: float) -> bool:
-    """Take the device and start the backend, unless the script has; whether it was started here."""
+def _start(environment: ProcessEnvironment, choice: DeviceChoice, timeout_seconds: float) -> DeviceChoice | None:
+    """Take the device and start the backend, as `start`; None: the script has started one."""
     if not (dist.is_available() and dist.is_initialized()):
-        start(environment, choice, timeout_seconds=timeout_seconds)
-        return True
+        return start(environment, choice, timeout_seconds=timeout_seconds)
     there = (dist.get_rank(), dist.get_world_size())
     if there != (environment.rank, environment.world_size):
         raise ConfigError(
@@ -196,4 +196,4 @@ def _start(environment: ProcessEnvironment, choice: DeviceChoice, timeout_second
             f"({environment.launcher}) says rank {environment.rank} of {environment.world_size}"
         )
     take_device(choice.device)
-    return False
+    return None
