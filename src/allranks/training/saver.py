@@ -83,8 +83,7 @@ class Saver:
         self._processes = processes
         self._config = config
         self._directory, self._run, self._generation = directory, run, generation
-        self._warn = warn
-        self._mirroring = mirroring
+        self._warn, self._mirroring = warn, mirroring
         self._warned = self._proven = self._held_against = False
         self.prove: Callable[[Checkpoint, Contents], None] = lambda checkpoint, contents: None
         self._good: set[Path] = set()
