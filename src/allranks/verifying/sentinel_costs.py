@@ -27,6 +27,7 @@ from allranks.stepping.session import Session, assemble
 from allranks.stepping.world import gather_processes
 from allranks.training.comparing import Comparing
 from allranks.training.prepare import prepare, resolve_layout
+from allranks.training.save_clock import SaveClock
 from allranks.training.saver import Saver
 from allranks.training.trainer import Trainer
 
@@ -128,6 +129,9 @@ class NoSaver:
     saved_step = -1
     beside = False
     failures = 0
+
+    def __init__(self) -> None:
+        self.clock = SaveClock(None, counts=False)
 
     def due(self, step: int) -> bool:
         """Never."""
