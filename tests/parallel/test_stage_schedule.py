@@ -121,18 +121,23 @@ def max_kept(pool: Pools, schedule: str) -> int:
     return int(pool(2).run(count_kept, schedule)[0])
 
 
+def make_step(scheduler: Scheduler, pipeline: Pipeline) -> None:
+    """In a worker: a step of equal micro-steps, by the schedule."""
+
+    def compute(index: int, stage: int, received: Payload) -> Payload:
+        output: Any = pipeline.run(stage, (inputs(index),), received)
+        return tuple(output) if stage < pipeline.last else (output.square().sum(),)
+
+    signature = signature_of((inputs(0),), pipeline.module)
+    scheduler.forward([signature], compute)
+    scheduler.run([signature] * NUMBER, compute, scheduled=True)
+
+
 def test_what_is_received_into_stays_from_step_to_step(pool: Pools) -> None:
     def case() -> list[tuple[int, ...]]:
         scheduler, pipeline = made("gpipe")
         assert scheduler.received_into == []
-
-        def compute(index: int, stage: int, received: Payload) -> Payload:
-            output: Any = pipeline.run(stage, (inputs(index),), received)
-            return tuple(output) if stage < pipeline.last else (output.square().sum(),)
-
-        signature = signature_of((inputs(0),), pipeline.module)
-        scheduler.forward([signature], compute)
-        scheduler.run([signature] * NUMBER, compute, scheduled=True)
+        make_step(scheduler, pipeline)
         return [tuple(buffer.shape) for buffer in scheduler.received_into]
 
     assert pool(2).run(case) == [[(2, 3)] * NUMBER] * 2
@@ -212,14 +217,7 @@ def test_no_neighbour_can_have_shapes_sent_as_pickles(pool: Pools) -> None:
 
     def case() -> list[str]:
         scheduler, pipeline = made("1f1b")
-
-        def compute(index: int, stage: int, received: Payload) -> Payload:
-            output: Any = pipeline.run(stage, (inputs(index),), received)
-            return tuple(output) if stage < pipeline.last else (output.square().sum(),)
-
-        signature = signature_of((inputs(0),), pipeline.module)
-        scheduler.forward([signature], compute)
-        scheduler.run([signature] * NUMBER, compute, scheduled=True)
+        make_step(scheduler, pipeline)
         said: list[str] = []
         for stage in scheduler._stages:
             for ask in (stage._recv_meta, stage._send_meta):
