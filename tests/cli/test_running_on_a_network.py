@@ -295,8 +295,7 @@ class Laboratory:
     def train(self, number: int, nodes: str, *words: str, scheme: str = "c10d") -> list[Machine]:
         """The same, some steps into what all of them do together."""
         machines = self.begin(number, nodes, *words, scheme=scheme)
-        self.wait(lambda: self.worlds()[-1:] == [number], f"an attempt on {number} hosts")
-        self.go_on()
+        self.go_on_as(number)
         return machines
 
     def worlds(self) -> list[int]:
@@ -330,7 +329,7 @@ class Laboratory:
 
     def go_on_as(self, number: int) -> None:
         """Wait for an attempt of so many hosts, and some steps of it."""
-        self.wait(lambda: self.worlds()[-1] == number, f"an attempt on {number} hosts")
+        self.wait(lambda: self.worlds()[-1:] == [number], f"an attempt on {number} hosts")
         self.go_on()
 
     def check_one_is_lost(self, machine: Machine, since: float) -> None:
