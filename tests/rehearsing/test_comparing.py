@@ -116,7 +116,7 @@ def test_a_loss_that_sums_over_all_ranks_hangs_the_other_stages() -> None:
 @pytest.mark.full
 def test_a_loss_that_waits_for_all_ranks_does_too() -> None:
     (found,) = findings_of(in_loss(wait_for_all, **SMALL), "pp=2", 2, *CUT)
-    assert re.search(r"rank 0 executes all-reduce over pp .*norm.py.*rank 1 barrier .* wait_for_all\)", found.what)
+    assert re.search(r"rank 0 executes all-gather over pp .*norm.py.*rank 1 barrier .* wait_for_all\)", found.what)
 
 
 @pytest.mark.full
