@@ -11,6 +11,7 @@ from allranks.run import Run
 from tests.examples.commands import run
 from tests.examples.migrating import (
     CASES,
+    Trained,
     accuracies,
     can_run_before,
     in_float64,
@@ -43,6 +44,20 @@ def weights_after(folder: Path, steps: int) -> dict[str, torch.Tensor]:
     return load_file(folder / "exported.safetensors")
 
 
+def trained_before(page: str, folder: Path) -> Trained:
+    """What the script before trains; run once more where torch ended it behind its last line.
+
+    A process group that DDP still holds when the process ends may be destroyed with its thread running: SIGABRT, now
+    and then, also of a script that has called `destroy_process_group` (github.com/pytorch/pytorch/issues/190489).
+    """
+    try:
+        return run_before(page, folder / "before")
+    except AssertionError as error:
+        if "terminate called without an active exception" not in str(error):
+            raise
+    return run_before(page, folder / "again")
+
+
 def test_every_page_is_run() -> None:
     pages = {path.stem for path in (ROOT / "docs/how-to").glob("migrate-from-*.md")}
     assert pages == set(MIGRATIONS) == set(CASES)
@@ -71,7 +86,7 @@ def test_both_scripts_train_the_same(page: str, tmp_path: Path) -> None:
     printed = run(*case.after, "train.py", folder=tmp_path / "after")
     trained = weights_after(tmp_path / "after", case.steps)
     assert all(tensor.dtype == torch.float64 for tensor in trained.values())
-    before = run_before(page, tmp_path / "before") if can_run_before(page) else kept_before(page)
+    before = trained_before(page, tmp_path) if can_run_before(page) else kept_before(page)
     assert before.accuracies == accuracies(printed)
     assert trained.keys() - before.weights.keys() == case.tied
     same = {name: trained[name] for name in before.weights}
