@@ -36,6 +36,7 @@ from allranks.observing.memory import peak_memory_bytes
 from allranks.observing.progress import ProgressLine
 from allranks.observing.recorder import Recorder
 from allranks.parallel.backend import DeviceChoice
+from allranks.parallel.ended_groups import destroy_groups
 from allranks.parallel.heap import keep_heap
 from allranks.stepping.passes import Passes, Scale, StepSums
 from allranks.stepping.session import assemble
@@ -174,8 +175,7 @@ def measure(rank: int, world: int, size: str, turns: int, port: int, result: Pat
         pairs = our_loop(size, (turns + WARM_TURNS + 1) * STEPS[size], world, rank, Path(folder))
     if rank == 0:
         result.write_text(json.dumps(pairs))
-    if world > 1:
-        dist.destroy_process_group()
+    destroy_groups()
 
 
 def free_port() -> int:

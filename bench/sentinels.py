@@ -25,6 +25,7 @@ from allranks.config import Config, GuardConfig, resolve_config
 from allranks.launching.environment import ProcessEnvironment
 from allranks.observing.counters import Stopwatch
 from allranks.parallel.backend import DeviceChoice
+from allranks.parallel.ended_groups import destroy_groups
 from allranks.parallel.heap import keep_heap
 from allranks.stepping.session import Session, assemble
 from allranks.stepping.world import gather_processes
@@ -72,8 +73,7 @@ def measure(rank: int, world: int, size: str, layout: str, steps: int, port: int
     train_timed(session, costs)
     if rank == 0:
         result.write_text(json.dumps(costs.row()))
-    if world > 1:
-        dist.destroy_process_group()
+    destroy_groups()
 
 
 def describe(size: str, layout: str, world: int, found: dict[str, float]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def work(folder: str) -> int:
     model(torch.ones(8, 64)).sum().backward()
     optimizer.step()
     moments["step"] = time.time()
-    del model  # a DDP module that outlives its group can wait for ever (torch 2.13; see parallel/backend.py)
+    del model  # a DDP module that outlives its group can wait for ever (see parallel/ended_groups.py)
     dist.destroy_process_group()
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(moments))
     return 0

@@ -160,8 +160,12 @@ def passed_on(tree: Tree, found: Iterable[Results]) -> Results:
     return passed
 
 
+WRITE_SECONDS = 20.0
+"""Between two writings of a record: by the end of a run one takes half a second, and a test less."""
+
+
 class FullRecord:
-    """The plugin behind --full: selects, records after every test, and says at the end what was done.
+    """The plugin behind --full: selects, records while tests end, and says at the end what was done.
 
     Args:
         earlier: the tests that passed already, as the process that records has found them; None: this one records.
@@ -170,6 +174,7 @@ class FullRecord:
     def __init__(self, root: Path, part: int, count: int, earlier: Sequence[str] | None = None) -> None:
         self._path = root / ".full" / f"part-{part}-of-{count}.json"
         self._part, self._count = part, count
+        self._written = time.monotonic() - WRITE_SECONDS  # as though it were due
         self._tree = Tree(root)
         self._earlier = set(passed_on(self._tree, all_results(root)) if earlier is None else earlier)
         commit = (git(root, "rev-parse", "HEAD") or "unknown").strip()
@@ -212,7 +217,7 @@ class FullRecord:
             "tree": self._tree.stands_on(report.nodeid),
             "at": self._at,
         }
-        if report.when == "teardown":
+        if report.when == "teardown" and time.monotonic() - self._written >= WRITE_SECONDS:
             self.write()
 
     def write(self) -> None:
@@ -221,6 +226,7 @@ class FullRecord:
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.record, indent=1))
         temporary.replace(self._path)
+        self._written = time.monotonic()
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """A run with nothing left to do is a success."""

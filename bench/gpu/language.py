@@ -34,6 +34,7 @@ SIZES = {
     # Its activations are large enough to be moved to the host (a megabyte and more).
     "wide": Size(3, 256, 4, 512, 64, 256, 2, 0.003),
     "tiny": Size(2, 32, 2, 48, 64, 32, 2, 0.01),
+    "odd": Size(2, 32, 2, 48, 64, 7, 2, 0.01),
 }
 
 

@@ -136,7 +136,8 @@ def test_a_copy_is_waited_for_on_its_own_device(monkeypatch: pytest.MonkeyPatch)
 def test_a_device_is_copied_in_the_order_of_its_stream() -> None:
     tensor = torch.ones(1 << 24, device="cuda")
     live = parts({"model.a": torch.zeros(1 << 24)}, 0, 1)
-    copied, ready = Stage().copy(portion([(live[0][0], tensor)]))
+    stage = Stage()  # its memory is pinned for as long as it lives
+    copied, ready = stage.copy(portion([(live[0][0], tensor)]))
     for _ in range(50):
         tensor.mul_(2.0)
     ready()

@@ -44,6 +44,7 @@ LINES = {
     "E30": "step 120 loss: nan",
     "E31": "RuntimeError: Rank 3 has different values for step: 12.0",
     "E32": "RuntimeError: DataLoader worker (pid 4411) is killed by signal: Killed.",
+    "E33": "terminate called without an active exception",
     "P1": "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:5123",
 }
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from allranks.errors import ConfigError, ProcessError
 from allranks.layout import Layout
 from allranks.parallel.allocator import keep_memory, prove_growth
+from allranks.parallel.ended_groups import destroy_groups
 from allranks.parallel.host_messages import carry_messages
 from allranks.parallel.interface import NCCL_VARIABLE, choose_for_nccl, choose_interface
 from allranks.parallel.own_gpus import share_gpus, uuids_of
@@ -32,9 +33,6 @@ SHARING = "NCCL takes one process a GPU: several on one save no memory and are s
 
 _set_by_us: list[str] = []
 _ends: list[Callable[[], None]] = []
-# Process groups that have ended, never let go: where a DDP module holds the last reference, its end waits, with
-# Python's lock, for a thread of gloo's that may be waiting for this lock (torch 2.13; seen on a busy machine).
-_kept: list[dist.ProcessGroup] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +281,7 @@ def stop() -> None:
     """
     if sys.exception() is not None:
         return
-    if dist.is_initialized():
-        _kept.extend(dist.distributed_c10d._world.pg_map)
-        dist.destroy_process_group()
+    destroy_groups()
     while _ends:
         _ends.pop()()
     while _set_by_us:

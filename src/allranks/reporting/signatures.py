@@ -19,7 +19,7 @@ class Signature:
     """One kind of failure.
 
     Attributes:
-        name: E1 ... E32, P1; stays the same over versions. E12, a hang right after NCCL's start, prints nothing.
+        name: E1 ... E33, P1; stays the same over versions. E12, a hang right after NCCL's start, prints nothing.
         pattern: a regular expression for one line.
         what: the failure, in words; `{1}` is the pattern's first group.
         next: what to look at, and what to change.
@@ -271,6 +271,14 @@ SIGNATURES: tuple[Signature, ...] = (
         "loading of data failed in a process of its own",
         "set data.workers=0 to see the dataset's own error; raise `ulimit -n`; what a dataset holds must be picklable",
         known="general",
+    ),
+    Signature(
+        "E33",
+        r"terminate called without an active exception",
+        "torch ended a thread that still ran and aborted the process, most often behind the script's last line: a DDP "
+        "model outlives its process group (pytorch#190489)",
+        "what was computed and saved before is whole; drop the model before destroy_process_group(), or let allranks "
+        "join and end the group",
     ),
     Signature(
         "P1",

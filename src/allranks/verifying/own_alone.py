@@ -13,7 +13,8 @@ from allranks.users_code import user_line
 from allranks.verifying import observation as look
 from allranks.verifying.determinism import find_noise
 from allranks.verifying.gradient_causes import is_sum_of
-from allranks.verifying.own_loop import OwnLoop, Setting, default_dtype, process_group
+from allranks.verifying.own_group import process_group
+from allranks.verifying.own_loop import OwnLoop, Setting, default_dtype
 from allranks.verifying.program import Program, load_program, merge
 from allranks.verifying.random_sources import RandomOperations, Unseeded
 from allranks.verifying.recording import OneDevice, RunRecord

@@ -1,17 +1,13 @@
 """One process of an own loop, run as its author wrote it and watched from outside."""
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, final
-from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -32,7 +28,6 @@ from allranks.verifying.update_state import (
 
 SEED = 20261121
 OF_A_STEP = 1000
-TIMEOUT = timedelta(seconds=60)  # what one rank waits for and the other never sends ends in an error
 
 
 @final
@@ -63,19 +58,6 @@ class Setting:
     shuffled: bool = False
     resume: bool = True
     own_noise: bool = True
-
-
-@contextmanager
-def process_group() -> Iterator[tuple[int, int]]:
-    """(rank, world size) in a gloo world as the environment has it; the program's own start of one does nothing."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    with (
-        patch.object(dist, "init_process_group", lambda *args, **options: None),
-        patch.object(dist, "destroy_process_group", lambda *args, **options: None),
-    ):
-        yield rank, size
-    dist.destroy_process_group()
 
 
 @contextmanager

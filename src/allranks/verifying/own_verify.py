@@ -19,7 +19,8 @@ from allranks.verifying.judge import judge, judge_ranks
 from allranks.verifying.local_layouts import MOST_PROCESSES
 from allranks.verifying.low_precision import judge_low_precision, noisy_gradients, say_noisy
 from allranks.verifying.own_alone import Source, observer_of, read_program, relative_of, run_alone, run_shares
-from allranks.verifying.own_loop import OwnLoop, Setting, process_group
+from allranks.verifying.own_group import process_group
+from allranks.verifying.own_loop import OwnLoop, Setting
 from allranks.verifying.program import Program
 from allranks.verifying.recording import OneDevice, RunRecord
 from allranks.verifying.start_causes import judge_start, places_of, unplaced
