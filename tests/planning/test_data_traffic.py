@@ -83,7 +83,12 @@ def test_copies_of_shards_reduce_what_is_left() -> None:
     extra = all_reduce_seconds(made()[1].data, 4 * P / 8)
     setting, axes = made(how, zero=3, shard=8)
     gather, reduce = (10 * all_gather_seconds(axes.shard, size * P / 10) for size in (2, 4))
-    assert cost(how, zero=3, shard=8).seconds == pytest.approx(setting.micro_steps * (2 * gather + reduce + extra))
+    got, steps = cost(how, zero=3, shard=8), setting.micro_steps
+    assert got.seconds == pytest.approx(steps * (2 * gather + reduce + extra))
+    assert got.sent_bytes == steps * (2 * 2 + 4) * P, "among those who share"
+    assert got.copies is not None and got.copies.seconds == pytest.approx(steps * extra)
+    assert (got.copies.sent_bytes, got.copies.count) == (steps * 2 * 4 * P / 8, steps * 10)
+    assert cost(how, zero=3, shard=16).copies is None
 
 
 def test_low_rank_matrices_alone_travel_where_the_rest_is_frozen() -> None:

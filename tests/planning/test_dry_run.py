@@ -92,11 +92,11 @@ def test_bytes_are_counted_as_a_plan_counts_them() -> None:
     assert sent(Layout(), Collective("all", "all-reduce", 0, 1, 1, "")) == {}
 
 
-def test_sums_over_copies_count_where_nothing_is_shared() -> None:
-    """A plan's traffic has no sums over copies where parameters are shared, and nothing else where they are not."""
-    copies = Collective("dp_replicate", "all-reduce", 30, 1, 4, "")
+def test_sums_over_copies_count_apart_where_parameters_are_shared() -> None:
+    copies, gather = (Collective(axis, "all-reduce", 30, 1, 4, "") for axis in ("dp_replicate", "dp_shard"))
     assert sent(Layout(dp_replicate=4), copies) == {"dp": 40.0}
-    assert sent(Layout(dp_replicate=2, dp_shard=2), copies) == {}
+    assert sent(Layout(dp_replicate=2, dp_shard=2), copies, gather, gather) == {"dp_replicate": 40.0, "dp_shard": 80.0}
+    assert sent(Layout(dp_shard=2), copies) == {}
     assert sent(Layout(dp_replicate=2, dp_shard=2, sharding="none"), copies) == {"dp": 40.0}
 
 
@@ -145,9 +145,19 @@ def test_messages_take_longer_in_proportion_to_their_bytes() -> None:
     ]
 
 
+def test_each_of_two_data_axes_scales_its_own_part() -> None:
+    """Of the second that is exposed three quarters are those of the copies."""
+    rows = (Traffic("dp_shard", "nvlink3", 8e9, 4, 1.25, 1.0), Traffic("dp_replicate", "hdr200", 1e9, 4, 2.75, 2.0))
+    after = corrected(planned(traffic=rows), told(sent_bytes={"dp_shard": 16e9, "dp_replicate": 3e9}))
+    assert after.time.data == pytest.approx(2 * 0.25 + 3 * 0.75)
+    only = corrected(planned(traffic=rows), told(sent_bytes={"dp_replicate": 3e9}))
+    assert only.time.data == pytest.approx(0.25 + 3 * 0.75)
+
+
 def test_small_differences_and_axes_that_nobody_counted_change_nothing() -> None:
     assert ratios(planned(), told(sent_bytes={"tp": 1.009e9})) == {}
     assert ratios(planned(), told(sent_bytes={"dp": 8.16e9, "ep": 3.0})) == {"dp": pytest.approx(1.02)}
+    assert ratios(planned(), told(sent_bytes={"dp_shard": 4e9})) == {"dp": 0.5}, "of a plan with one row for both"
     links = (Traffic("tp", "nvlink3", 4e8, 4, 2.0, 0.0), Traffic("tp", "hdr200", 6e8, 4, 2.0, 0.0))
     assert ratios(planned(traffic=links), told()) == {}
 

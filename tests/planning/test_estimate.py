@@ -99,6 +99,20 @@ def test_data_parallel_seconds_are_those_of_its_collective() -> None:
     assert got.time.data == pytest.approx(row.seconds - row.hidden_seconds)
 
 
+def test_under_hsdp_each_link_has_its_own_traffic() -> None:
+    """Who shares parameters stays inside a node, and the copies meet across them."""
+    got = of(dp_replicate=4, dp_shard=8)
+    shared, copies = got.traffic
+    assert [(row.axis, row.link) for row in got.traffic] == [
+        ("dp_shard", NODES.inside.name if NODES.inside else ""),
+        ("dp_replicate", NODES.between.name if NODES.between else ""),
+    ]
+    steps = 64 // 32
+    assert copies.sent_bytes == pytest.approx(steps * 2 * 4 * LLAMA.parameters / 8)
+    assert shared.sent_bytes > 4 * copies.sent_bytes > 0
+    assert got.time.data == pytest.approx(sum(row.seconds - row.hidden_seconds for row in got.traffic))
+
+
 def test_faster_links_and_faster_devices_make_shorter_steps() -> None:
     slow = replace(NODES, between=replace(NODES.between, bandwidth=NODES.between.bandwidth / 50))
     assert of(dp_shard=32).time.data < of(nodes=slow, dp_shard=32).time.data

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from allranks.layout import Layout
-from allranks.plan import Plan, Ranked, Refusal
+from allranks.plan import Plan, Ranked, Refusal, Traffic
 from allranks.reporting.plan_page import group_refusals, rank_all, render_plan_page
 from allranks.reporting.plotly_bundle import SCRIPT, read_asset
 from tests.reporting import plans
@@ -174,6 +174,13 @@ def test_how_positions_are_exchanged_is_said_beside_the_layout() -> None:
 def test_data_axes_have_the_link_of_dp() -> None:
     text = read(plans.pipelined()).text
     assert "dp_shard=2 32 groups of 2 ranks, over 2 nodes; over hdr200." in text
+
+
+def test_under_hsdp_each_data_axis_has_its_own_link() -> None:
+    rows = (Traffic("dp_shard", "nvlink3", 8e9, 4, 1.0, 1.0), Traffic("dp_replicate", "hdr200", 1e9, 4, 2.0, 2.0))
+    best = replace(plans.make_estimate(Layout(dp_replicate=8, dp_shard=8)), traffic=rows)
+    text = read(replace(plans.pipelined(), best=Ranked(best, "fast"))).text
+    assert re.search(r"dp_shard=8 [^.]*over nvlink3\.", text) and re.search(r"dp_replicate=8 [^.]*over hdr200\.", text)
 
 
 def test_one_device_has_samples_and_no_axes() -> None:

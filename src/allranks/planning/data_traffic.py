@@ -11,14 +11,29 @@ from allranks.planning.setting import Setting
 
 @final
 @dataclass(frozen=True, slots=True)
+class OverCopies:
+    """The sums over copies of what each shares out (HSDP), of one step: their part of a DataCost's seconds."""
+
+    seconds: float
+    sent_bytes: float
+    count: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class DataCost:
-    """Seconds of one step: all of the communication, what is exposed of it, and the update."""
+    """Seconds of one step: all of the communication, what is exposed of it, and the update.
+
+    Attributes:
+        sent_bytes, count: without those of `copies`; None: nothing is summed over copies apart.
+    """
 
     seconds: float
     exposed: float
     update: float
     sent_bytes: float
     count: int
+    copies: OverCopies | None = None
 
 
 def data_cost(
@@ -71,10 +86,10 @@ def _sharded_cost(
     messages = max(1, units) * how.messages
     gather = all_gather_seconds(axes.shard, parameters / messages * how.gather_bytes) * messages
     reduce = all_gather_seconds(axes.shard, parameters / messages * how.reduce_bytes) * messages
-    copies = setting.dp * setting.cp // max(1, setting.shard)
-    if copies > 1:
-        reduce += all_reduce_seconds(axes.data, parameters / max(1, setting.shard) * how.reduce_bytes)
     reductions = steps if how.reduces_every_micro_step else 1
+    copies = sum_over_copies(setting, axes, parameters, round(messages), reductions)
+    if copies is not None:
+        reduce += copies.seconds / reductions
     forwards = reductions if setting.keeps_gathered else steps
     again = 0 if setting.keeps_gathered else steps
     # A unit's gather hides behind the unit before, its reduction behind the unit after; the first and the last cannot.
@@ -88,7 +103,17 @@ def _sharded_cost(
     exposed = min(exposed, total)
     exposed += how.contention * (total - exposed)
     sent = parameters * ((forwards + again) * how.gather_bytes + reductions * how.reduce_bytes)
-    return DataCost(total, exposed, update, sent, round(messages) * (forwards + again + reductions))
+    return DataCost(total, exposed, update, sent, round(messages) * (forwards + again + reductions), copies)
+
+
+def sum_over_copies(
+    setting: Setting, axes: Axes, parameters: float, messages: int, reductions: int
+) -> OverCopies | None:
+    """Of a rank's shards, once a reduction (2304.11277, section 3.2.2); None where there are no copies."""
+    if setting.dp * setting.cp // max(1, setting.shard) <= 1:
+        return None
+    size = parameters / max(1, setting.shard) * setting.mechanisms.reduce_bytes
+    return OverCopies(reductions * all_reduce_seconds(axes.data, size), reductions * 2 * size, reductions * messages)
 
 
 def _exposed(communication: float, computation: float, overlap: float) -> float:

@@ -6,11 +6,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from allranks.layout import Layout
-from allranks.plan import Estimate, MemoryUse, Span, StepTime, Traffic
+from allranks.plan import Estimate, MemoryUse, Span, Traffic
 from allranks.planning.reasons import HOLDINGS, NOTICED, needs_of_host
 from allranks.units import format_bytes, format_seconds
 
-CAUSES = {"dp": "data", "tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline"}
+CAUSES = {
+    "dp": "data",
+    "dp_shard": "data",
+    "dp_replicate": "data",
+    "tp": "tensor",
+    "cp": "context",
+    "ep": "expert",
+    "pp": "pipeline",
+}
 """Axis of a Traffic -> the part of a StepTime that its messages take."""
 
 
@@ -61,7 +69,8 @@ def read_dry_run(document: Mapping[str, Any], layout: Layout, per_node: int) -> 
 def _sent(collectives: list[dict[str, Any]], layout: Layout) -> Counter[str]:
     """Of one rank by axis. A collective over n ranks brings a rank (n - 1) / n of what a Traffic counts.
 
-    Where parameters are shared, a Traffic has the gathers and scatters of those who share them alone.
+    Where parameters are shared, a Traffic has the gathers and scatters of those who share them, and apart from them the
+    sums over copies.
     """
     shared = layout.dp_shard > 1 and layout.sharding != "none"
     sent: Counter[str] = Counter()
@@ -69,10 +78,14 @@ def _sent(collectives: list[dict[str, Any]], layout: Layout) -> Counter[str]:
         axis, others = one["axis"], one["ranks"] - 1
         if one["op"] == "receive" or not others:
             continue
-        if axis not in CAUSES:
-            if shared and "dp_shard" not in axis:
+        if axis.startswith("dp") or axis not in CAUSES:
+            among_sharers = "dp_shard" in axis
+            if shared and layout.dp_replicate > 1:
+                axis = "dp_shard" if among_sharers else "dp_replicate"
+            elif shared and not among_sharers:
                 continue
-            axis = "dp"
+            else:
+                axis = "dp"
         sent[axis] += one["bytes"] * (1 if one["op"] == "send" else one["ranks"] / others)
     return sent
 
@@ -82,7 +95,9 @@ def ratios(planned: Estimate, told: DryRun) -> dict[str, float]:
     expected: dict[str, float] = {}
     for row in planned.traffic:
         expected[row.axis] = expected.get(row.axis, 0.0) + row.sent_bytes
-    found = {axis: told.sent_bytes[axis] / num for axis, num in expected.items() if num and axis in told.sent_bytes}
+    counted = dict(told.sent_bytes)
+    counted.setdefault("dp", counted.get("dp_shard", 0.0))  # of modes whose plan has one row for all data ranks
+    found = {axis: counted[axis] / num for axis, num in expected.items() if num and counted.get(axis)}
     return {axis: ratio for axis, ratio in found.items() if abs(ratio - 1) > NOTICED}
 
 
@@ -95,7 +110,7 @@ def corrected(planned: Estimate, told: DryRun) -> Estimate:
     if told.fault:
         return replace(planned, fault=told.fault)
     scales = ratios(planned, told)
-    time = replace(planned.time, **dict(_scaled_seconds(planned.time, scales)))
+    time = replace(planned.time, **dict(_scaled_seconds(planned, scales)))
     slower = time.total / planned.time.total if planned.time.total else 1.0
     memory = _memory(told, planned.memory.framework)
     peak = told.peak_bytes + max(told.margin_bytes, memory.framework)
@@ -114,9 +129,13 @@ def corrected(planned: Estimate, told: DryRun) -> Estimate:
     )
 
 
-def _scaled_seconds(time: StepTime, scales: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    for axis, ratio in scales.items():
-        yield CAUSES[axis], ratio * getattr(time, CAUSES[axis])
+def _scaled_seconds(planned: Estimate, scales: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    """(cause, its seconds): of several axes, each scales its part of what is exposed."""
+    for cause in {CAUSES[axis]: None for axis in scales}:
+        rows = [row for row in planned.traffic if CAUSES[row.axis] == cause]
+        exposed = [row.seconds - row.hidden_seconds for row in rows]
+        scaled = sum(scales.get(row.axis, 1.0) * part for row, part in zip(rows, exposed, strict=True))
+        yield cause, getattr(planned.time, cause) * (scaled / sum(exposed) if sum(exposed) else 1.0)
 
 
 def _parts(span: Span) -> tuple[float, float, float]:

@@ -1,11 +1,13 @@
 """estimate: what a Choice costs on a Cluster. Pure: the same arguments give the same Estimate."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import final
 
 from allranks.cluster import Cluster
 from allranks.model_profile import ModelProfile
 from allranks.plan import Choice, Estimate, Span, StepTime, Traffic
+from allranks.planning.axis_traffic import Axes
 from allranks.planning.block_cost import BlockCost
 from allranks.planning.block_parts import Parts, parameters_of, parts_of
 from allranks.planning.corrections import factor_of
@@ -212,7 +214,19 @@ def _traffic(
             count = steps * sum(n for n in held) * 4
             rows.append(Traffic(axis, group.link.name, sent, count, exposed, 0.0))
     rows += pipeline_traffic(parts.profile, parts.cluster, setting, axes, time.pipeline)
-    if data.seconds:
-        link = axes.data.link.name
-        rows.append(Traffic("dp", link, data.sent_bytes, data.count, data.seconds, data.seconds - data.exposed))
-    return tuple(rows)
+    return (*rows, *_data_rows(axes, data))
+
+
+def _data_rows(axes: Axes, data: DataCost) -> Iterator[Traffic]:
+    """One row; under HSDP one of those who share parameters and one of the copies, which may have another link."""
+    copies = data.copies
+    if not data.seconds:
+        return
+    hidden = (data.seconds - data.exposed) / data.seconds
+    if copies is None:
+        yield Traffic("dp", axes.data.link.name, data.sent_bytes, data.count, data.seconds, hidden * data.seconds)
+        return
+    shared = data.seconds - copies.seconds
+    yield Traffic("dp_shard", axes.shard.link.name, data.sent_bytes, data.count, shared, hidden * shared)
+    seconds = copies.seconds
+    yield Traffic("dp_replicate", axes.data.link.name, copies.sent_bytes, copies.count, seconds, hidden * seconds)

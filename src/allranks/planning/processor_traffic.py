@@ -9,7 +9,7 @@ from allranks.cluster import Cluster
 from allranks.model_profile import ModelProfile
 from allranks.planning.axis_traffic import Axes
 from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
-from allranks.planning.data_traffic import DataCost
+from allranks.planning.data_traffic import DataCost, sum_over_copies
 from allranks.planning.processor import floor, is_processor, passing_seconds
 from allranks.planning.setting import Setting
 
@@ -70,15 +70,14 @@ def processor_data_cost(
     gather += messages * passing_seconds(device, 2 * gathered / messages * (1 + 1 / shard), 2)
     reduce = messages * (reduce_scatter_seconds(axes.shard, size / messages) + how.fixed.unit_message)
     reduce += messages * passing_seconds(device, 2 * size / messages, 1)
-    copies = ranks // shard
-    if copies > 1:
-        reduce += all_reduce_seconds(axes.data, size / shard)
     reductions = setting.micro_steps if setting.zero >= 3 and how.reduces_every_micro_step else 1
+    copies = sum_over_copies(setting, axes, reduced, round(messages), reductions)
+    if copies is not None:
+        reduce += copies.seconds / reductions
     gathers = 1 if setting.zero < 3 else setting.micro_steps * (1 if setting.keeps_gathered else 2)
     seconds = gathers * gather + reductions * reduce
-    return DataCost(
-        seconds, seconds, update, gathers * gathered + reductions * size, round(messages) * (gathers + reductions)
-    )
+    sent, count = gathers * gathered + reductions * size, round(messages) * (gathers + reductions)
+    return DataCost(seconds, seconds, update, sent, count, copies)
 
 
 def _update_seconds(setting: Setting, axes: Axes, held: float) -> float:

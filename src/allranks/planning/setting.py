@@ -15,7 +15,8 @@ Recompute = Literal["none", "selective", "full"]
 @final
 @dataclass(frozen=True, slots=True)
 class Mechanisms:
-    """What a framework does, as its documents or its code say; nothing here is fitted to runs but `dispatch_seconds`.
+    """What a framework does, as its documents or its code say; nothing here is fitted to runs but what the host
+    takes: `dispatch_seconds` and `wait_seconds`.
 
     Attributes:
         fused_attention: attention that keeps no scores (FlashAttention 2205.14135); else they are written and kept.
