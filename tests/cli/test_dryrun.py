@@ -83,7 +83,7 @@ def test_a_name_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
         ((), "needs --cluster"),
         (("--cluster", "4:a100-80g"), "needs a model"),
         (("llama3-9b", "--cluster", "4:a100-80g"), "nearest: llama3-8b"),
-        (("gpt2", "--cluster", "4:a100-80g"), "can be planned and not rehearsed"),
+        (("deepseek-v3", "--cluster", "4:a100-80g"), "can be planned and not rehearsed"),
         (("llama3-8b", "more", "--cluster", "4:a100-80g"), "write config keys there"),
         ((NAME, "--cluster", "4:a100-80g", "--layout", "tp=3"), "but the world has 4 processes; "),
         ((NAME, "--cluster", "8:a100-80g", "--layout", "tp=8"), "tp(8) does not divide; tp can be 1, 2, 4"),

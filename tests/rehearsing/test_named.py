@@ -7,7 +7,18 @@ from allranks.errors import ConfigError
 from allranks.named_models import NAMED
 from allranks.rehearsing.named import Named
 
-REHEARSED = ("llama2-7b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3-405b", "100b", "mixtral-8x7b")
+REHEARSED = (
+    "gpt2",
+    "gpt2-xl",
+    "gpt3-175b",
+    "llama2-7b",
+    "llama2-70b",
+    "llama3-8b",
+    "llama3-70b",
+    "llama3-405b",
+    "100b",
+    "mixtral-8x7b",
+)
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -112,6 +112,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """What stands around the blocks of a decoder-only model: the embedding, a norm and the output layer.
 
+    Args:
+        learned: whether a table of `max_seq` positions is added to the embedding, and norms have biases: GPT-2's way.
+
     Attributes:
         residual_ends: how the names of those parameters end that add to the residual stream.
     """
@@ -127,12 +130,14 @@ class Decoder(nn.Module):
         max_seq: int,
         tied: bool,
         chunk: int | None = None,
+        learned: bool = False,
     ) -> None:
         super().__init__()
         self.max_seq = max_seq
         self.embedding = nn.Embedding(vocab_size, hidden)
+        self.position_embedding = nn.Embedding(max_seq, hidden) if learned else None
         self.layers = nn.ModuleList(blocks)
-        self.norm = nn.RMSNorm(hidden)
+        self.norm = nn.LayerNorm(hidden) if learned else nn.RMSNorm(hidden)
         head = nn.Linear(hidden, vocab_size, bias=False)
         self.output = head if chunk is None else ChunkedHead(hidden, vocab_size, chunk=chunk)
         self._set_initial_values()
@@ -142,7 +147,7 @@ class Decoder(nn.Module):
     def _set_initial_values(self) -> None:
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
-                nn.init.ones_(parameter)  # norms
+                nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.ones_(parameter)  # norms
                 continue
             # every block adds two terms to the residual stream: its variance shall not grow with depth
             ends_residual = name.endswith(self.residual_ends)
@@ -161,6 +166,9 @@ class Decoder(nn.Module):
         if tokens.shape[-1] > self.max_seq:
             raise ValueError(f"a sequence of {tokens.shape[-1]} tokens, but max_seq is {self.max_seq}")
         value = self.embedding(tokens)
+        if self.position_embedding is not None:
+            places = torch.arange(tokens.shape[-1], device=tokens.device) if positions is None else positions
+            value = value + self.position_embedding(places)
         for layer in self.layers:
             value = layer(value, positions=positions)
         normed = self.norm(value)

@@ -8,6 +8,7 @@ from torch import nn
 from allranks.errors import ConfigError
 from allranks.losses import cross_entropy
 from allranks.model_shape import ModelShape
+from allranks.models.gpt import GPT
 from allranks.models.moe import MoETransformer
 from allranks.models.transformer import Transformer
 from allranks.named_models import find_model
@@ -58,23 +59,19 @@ class Named(Task):
     def model(self) -> nn.Module:
         """Its module; ConfigError for a kind of model that has none here."""
         shape = self.shape()
-        wants = shape.gated and shape.positions == "rotary" and not shape.bias and not shape.dropout
-        plain = wants and shape.causal and not shape.kv_rank and not shape.head_dim
-        if not plain or shape.shared_ffn or shape.dense_layers or shape.every > 1:
-            raise ConfigError(
-                f"{shape.name} can be planned and not rehearsed: its module (learned positions, biases or latent "
-                "attention) is not among allranks.models; give a Task with your own module"
-            )
+        kind = _kind(shape)
         sizes: dict[str, Any] = {
             "vocab_size": shape.vocab,
             "num_layers": shape.layers,
             "hidden": shape.hidden,
             "num_heads": shape.heads,
-            "num_kv_heads": shape.num_kv_heads,
             "max_seq": shape.seq,
             "tied": shape.tied,
         }
-        if shape.experts:
+        if kind is GPT:
+            return GPT(**sizes, ffn=shape.ffn, chunk=self.chunk or None)
+        sizes["num_kv_heads"] = shape.num_kv_heads
+        if kind is MoETransformer:
             width = shape.expert_ffn or shape.ffn
             return MoETransformer(**sizes, num_experts=shape.experts, top_k=shape.top_k, ffn=width)
         return Transformer(**sizes, ffn=shape.ffn, chunk=self.chunk or None)
@@ -93,6 +90,20 @@ class Named(Task):
 
     def hints(self) -> Hints:
         """The reference models say how they are cut."""
-        kind = MoETransformer if self.shape().experts else Transformer
-        plan: Any = kind.tensor_plan
+        plan: Any = _kind(self.shape()).tensor_plan
         return Hints(blocks=("layers.*",), tensor=plan, loss_parallel=not self.chunk)
+
+
+def _kind(shape: ModelShape) -> type[GPT | MoETransformer | Transformer]:
+    """The class of allranks.models that has this shape. Raises ConfigError where none has."""
+    plain = shape.causal and not (shape.dropout or shape.kv_rank or shape.head_dim)
+    plain = plain and not shape.shared_ffn and not shape.dense_layers and shape.every == 1
+    if plain and shape.gated and shape.positions == "rotary" and not shape.bias:
+        return MoETransformer if shape.experts else Transformer
+    first = not shape.gated and shape.positions == "learned" and shape.bias  # as GPT-2's
+    if plain and first and not shape.experts and shape.num_kv_heads == shape.heads:
+        return GPT
+    raise ConfigError(
+        f"{shape.name} can be planned and not rehearsed: no module of allranks.models has its shape (latent attention, "
+        "say, or experts beside a feed-forward that all tokens pass); give a Task with your own module"
+    )
