@@ -65,11 +65,16 @@ def test_rotary_reads_and_writes_once_where_it_is_fused() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_our_program_keeps_what_a_trace_of_it_says(precision: str) -> None:
-    """But one number a row of each norm, and the angles of rotary positions, which are the same for all samples."""
-    task = Named(name="llama3-8b", layers=2, seq=256)
+@pytest.mark.parametrize(("name", "of_norms"), [("llama3-8b", 1), ("gpt2", 2)])
+def test_our_program_keeps_what_a_trace_of_it_says(name: str, of_norms: int, precision: str) -> None:
+    """But one number a row of each norm (of a LayerNorm two), and the angles of rotary positions, which are the same
+    for all samples.
+    """
+    task = Named(name=name, layers=2, seq=256)
     traced, table = trace_task(task, precision, "cuda"), task.shape().profile(None, precision, OWN)
     kept = [block.saved_bytes for block in traced.blocks if block.repeated]
-    assert kept == [block.saved_bytes + 2 * 4 * 256 for block in table.blocks if block.repeated]
+    assert kept == [block.saved_bytes + of_norms * 2 * 4 * 256 for block in table.blocks if block.repeated]
+    entered = [block.input_bytes for block in traced.blocks if block.repeated]
+    assert entered == [block.input_bytes for block in table.blocks if block.repeated]
     plain = task.shape().profile(None, precision)
     assert kept[0] > plain.blocks[1].saved_bytes

@@ -64,6 +64,11 @@ class SampleOperations:
         """Bytes of `features` at every position."""
         return float(self.width) * self.seq * features
 
+    @property
+    def stream(self) -> float:
+        """Bytes of the residual stream: float32 where its first sum is, of an embedding that nothing lowers."""
+        return float(WIDTHS["float32"] if self.casts else self.width) * self.seq * self.hidden
+
     def read_by(self, products: int) -> float:
         """Bytes of a norm's result that its products keep: one for all, or a copy for each that casts it."""
         return self.rows(self.hidden) * (products if self.casts else 1)
@@ -107,11 +112,15 @@ class SampleOperations:
         return Operation(f"{name}.activation", "elementwise", 0.0, (), one * moved, one * kept, one, cut=cut)
 
     def scores(
-        self, heads: int, kv_heads: int, read: int, output: int, dims: tuple[int, int], causal: bool
-    ) -> Operation:
-        """Attention over `read` features of queries, keys and values; `dims` of a head's keys and values."""
+        self, heads: int, kv_heads: int, read: int, output: int, dims: tuple[int, int], causal: bool,
+        turned: bool = True,
+    ) -> Operation:  # fmt: skip
+        """Attention over `read` features of queries, keys and values; `dims` of a head's keys and values.
+
+        `turned`: queries are, by rotary positions.
+        """
         flops = 2.0 * self.seq * self.seq * heads * sum(dims)
-        copies = 2 if self.program.copied_attention else 1
+        copies = 2 if self.program.copied_attention and turned else 1
         kept = self.rows(read + copies * output) + 4.0 * self.seq * heads
         return Operation(
             "attention.scores", "attention", flops, (self.seq, self.seq, heads, kv_heads, dims[0]),

@@ -8,8 +8,8 @@ from allranks.planning.axis_traffic import Axes, axes_of
 from allranks.planning.collectives import all_gather_seconds, all_reduce_seconds
 from allranks.planning.compute import update_seconds
 from allranks.planning.data_traffic import DataCost, data_cost
-from allranks.planning.setting import Mechanisms, Setting
-from tests.planning.profiles import cluster
+from allranks.planning.setting import Mechanisms, Setting, mechanisms_of
+from tests.planning.profiles import choose, cluster
 
 WHERE = cluster(nodes=2)
 P = 1e9
@@ -53,6 +53,18 @@ def test_a_sharded_optimizer_scatters_and_gathers() -> None:
     assert got.seconds == pytest.approx(all_gather_seconds(data, 4 * P) + all_gather_seconds(data, 2 * P))
     machine = made()[1].machine
     assert got.update == pytest.approx(update_seconds(machine, P / 16))
+
+
+def test_a_sharded_optimizer_of_ours_sums_everything_everywhere() -> None:
+    """As `parallel/optimizer_shard.py` does: DDP's all-reduce, and what the update has changed is gathered behind it."""
+    how = Mechanisms(reduce_bytes=4, gather_bytes=2, reduces_to_all=True, overlap_data=1.0)
+    got, axes = cost(how, 1e3, zero=1, shard=16), made(zero=1, shard=16)[1]
+    gather = all_gather_seconds(axes.shard, 4 * P)
+    assert got.seconds == pytest.approx(all_reduce_seconds(axes.data, 4 * P) + gather)
+    assert got.exposed == pytest.approx(gather), "no computation is left to hide it"
+    assert got.sent_bytes == (2 * 4 + 4) * P
+    assert mechanisms_of(choose(16, 1, dp_shard=16, sharding="optimizer")).reduces_to_all
+    assert not mechanisms_of(choose(16, 1, dp_shard=16)).reduces_to_all
 
 
 def test_fsdp_gathers_twice_and_reduces_once_for_every_micro_step() -> None:

@@ -88,7 +88,8 @@ def test_bytes_are_counted_as_a_plan_counts_them() -> None:
     folded = Collective("dp_shard+cp", "all-gather", 30, 2, 4, "")
     assert sent(FSDP, gather, folded) == {"dp": 80.0}
     there, back = Collective("pp", "send", 7, 1, 2, ""), Collective("pp", "receive", 9, 1, 2, "")
-    assert sent(Layout(pp=2), there, back) == {"pp": 7.0}
+    tied = Collective("pp", "all-reduce", 11, 1, 2, "")
+    assert sent(Layout(pp=2), there, back, tied) == {"pp": 7.0}
     assert sent(Layout(), Collective("all", "all-reduce", 0, 1, 1, "")) == {}
 
 

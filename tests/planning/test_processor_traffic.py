@@ -14,7 +14,7 @@ from allranks.planning.data_traffic import DataCost
 from allranks.planning.estimate import estimate
 from allranks.planning.processor import passing_seconds
 from allranks.planning.processor_traffic import on_processor, processor_data_cost
-from allranks.planning.setting import Setting
+from allranks.planning.setting import Mechanisms, Setting
 from tests.planning.profiles import decoder
 from tests.planning.test_processor import CPU
 
@@ -57,6 +57,14 @@ def test_the_update_of_shards_is_shorter_and_one_process_sends_nothing() -> None
     assert cost(dp=2, shard=2, zero=1).update < 0.6 * cost(dp=2).update
     assert cost(dp=1).seconds == 0.0 and cost(dp=1).update == cost(dp=2).update
     assert cost(dp=1, frozen=True).update == 0.0
+
+
+def test_a_sharded_optimizer_of_ours_sums_everything_everywhere() -> None:
+    copied = cost(dp=2, shard=1)
+    gather = 4 * (2.198e-3 + passing_seconds(CPU, 2 * 1e6 * 1.5, 2))
+    found = cost(mechanisms=Mechanisms(reduces_to_all=True), dp=2, shard=2, zero=1)
+    assert found.seconds == found.exposed == pytest.approx(copied.seconds + gather, rel=2e-3)
+    assert found.sent_bytes == copied.sent_bytes + 4 * P
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,11 @@ def test_groups_over_several_stages() -> None:
         names = GroupNames(mesh)
         assert names.across(mesh.group("pp")) == (1, 5) and names.across(mesh.group("dp_shard")) == ()
         assert names.across(dist.group.WORLD) == tuple(range(8))  # type: ignore[arg-type]
+        assert names.axis(dist.new_group([1, 7])) == "all", "of no axis"
         assert names.across(dist.new_group([1, 3])) == () and names.across(dist.new_group([1, 4])) == (1, 4)
+    with fake_world(0, 8, "gloo"):
+        names = GroupNames(build_mesh(Layout(pp=4, dp_shard=2), "cpu"))
+        assert names.axis(dist.new_group([0, 6])) == "pp", "the ends of a pipeline, which share a tied table"
     with fake_world(0, 2, "gloo"):
         assert GroupNames(build_mesh(Layout(dp_shard=2), "cpu")).across(dist.group.WORLD) == ()  # type: ignore[arg-type]
 

@@ -47,9 +47,10 @@ def data_cost(
 ) -> DataCost:
     """Of a rank that holds `parameters` in `units` blocks and takes `forward` and `backward` for one micro-step.
 
-    Unsharded: one all-reduce of the gradients (2006.15704), behind the last backward where it overlaps. ZeRO 1 and 2:
-    a reduce-scatter and a gather of the weights (1910.02054, section 7). ZeRO 3 gathers each unit for forward and
-    backward of every micro-step (2304.11277, section 3.3), and hides what the unit before computes.
+    Unsharded: one all-reduce of the gradients (2006.15704), behind the last backward where it overlaps. ZeRO 1 and 2: a
+    reduce-scatter and a gather of the weights (1910.02054, section 7), or that all-reduce and a gather. ZeRO 3 gathers
+    each unit for forward and backward of every micro-step (2304.11277, section 3.3), and hides what the unit before
+    computes.
     """
     how, ranks = setting.mechanisms, setting.dp * setting.cp
     whole = parameters + expert_parameters
@@ -66,6 +67,11 @@ def data_cost(
     if setting.zero >= 3:
         return _sharded_cost(setting, axes, reduced, units, forward, backward, update)
     bytes_reduced = reduced * how.reduce_bytes
+    if setting.zero >= 1 and how.reduces_to_all:
+        summed, gathered = all_reduce_seconds(axes.data, bytes_reduced), reduced * how.weight_bytes
+        seconds = summed + all_gather_seconds(axes.shard, gathered)
+        hidden = min(how.overlap_data * summed, backward)
+        return DataCost(seconds, seconds - hidden, update, 2 * bytes_reduced + gathered, 2 * units)
     if setting.zero >= 1:
         scatter = all_gather_seconds(axes.data, bytes_reduced)
         gather = all_gather_seconds(axes.data, reduced * how.gather_bytes)

@@ -78,6 +78,8 @@ def _sent(collectives: list[dict[str, Any]], layout: Layout) -> Counter[str]:
         axis, others = one["axis"], one["ranks"] - 1
         if one["op"] == "receive" or not others:
             continue
+        if axis == "pp" and one["op"] != "send":  # a plan has no sums of what the first and the last stage share
+            continue
         if axis.startswith("dp") or axis not in CAUSES:
             among_sharers = "dp_shard" in axis
             if shared and layout.dp_replicate > 1:

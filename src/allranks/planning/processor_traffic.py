@@ -65,9 +65,12 @@ def processor_data_cost(
         seconds = all_reduce_seconds(axes.data, size) + passing_seconds(device, 2 * size, units)
         return DataCost(seconds, seconds, update, 2 * size, units)
     messages = max(1, units) * how.messages
-    gathered = reduced * how.gather_bytes
+    gathered = reduced * (how.gather_bytes if setting.zero >= 3 else how.weight_bytes)
     gather = messages * (all_gather_seconds(axes.shard, gathered / messages) + how.fixed.unit_message)
     gather += messages * passing_seconds(device, 2 * gathered / messages * (1 + 1 / shard), 2)
+    if setting.zero < 3 and how.reduces_to_all:
+        seconds = gather + all_reduce_seconds(axes.data, size) + passing_seconds(device, 2 * size, units)
+        return DataCost(seconds, seconds, update, 2 * size + gathered, units + round(messages))
     reduce = messages * (reduce_scatter_seconds(axes.shard, size / messages) + how.fixed.unit_message)
     reduce += messages * passing_seconds(device, 2 * size / messages, 1)
     reductions = setting.micro_steps if setting.zero >= 3 and how.reduces_every_micro_step else 1

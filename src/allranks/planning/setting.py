@@ -24,6 +24,9 @@ class Mechanisms:
         weight_bytes, gradient_bytes, optimizer_bytes: kept per parameter (the optimizer's with its master weights).
         gather_bytes, reduce_bytes: per parameter on the wire.
         overlap_data, overlap_tensor, overlap_pipeline: share of that communication that may run behind computation.
+        reduces_to_all: under ZeRO 1 every rank gets the sum of all gradients, as in DDP, and the updated weights are
+            gathered behind the update, where nothing hides them (parallel/optimizer_shard.py); else a rank gets its
+            part of the sum (1910.02054, section 7.2.1).
         reduces_every_micro_step: sharded gradients are reduced after each micro-step, not after the last.
         messages: gathers and reductions of one block: one where its parameters travel as one buffer.
         dispatch_seconds: of the host, for one kernel.
@@ -68,6 +71,7 @@ class Mechanisms:
     overlap_data: float = 0.9
     overlap_tensor: float = 0.0
     overlap_pipeline: float = 0.0
+    reduces_to_all: bool = False
     reduces_every_micro_step: bool = True
     messages: float = 1.0
     dispatch_seconds: float = 8e-6
@@ -191,6 +195,7 @@ def _mechanisms(precision: str, gather_type: str, ddp_hook: str, compile_mode: s
         optimizer_bytes=2 * wide,
         gather_bytes=gather,
         reduce_bytes=2.0 if ddp_hook in LOW else wide,
+        reduces_to_all=not fully_sharded,
         # Autocast keeps its copies of the weights until the backward; FSDP gathers in that type instead.
         cast_bytes=2.0 if lowered and not fully_sharded else 0.0,
         fusion=0.6 if compile_mode == "block" else 1.0,

@@ -14,8 +14,9 @@ class GroupNames:
     """Of the groups that the rank of `mesh` is in.
 
     A group over several axes has their names joined: "dp_replicate+cp". A group of the layout is known by torch's name
-    of it: the experts' may have the ranks of a data axis, and is not its group. Any other one is known by its ranks.
-    Where several names fit, it gets the first: the single axes come before what is put together.
+    of it: the experts' may have the ranks of a data axis, and is not its group. Any other one is known by its ranks, or
+    as a part of those of another: the first and the last stage share a tied table along pp. Where several names fit, it
+    gets the first: the single axes come before what is put together.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -50,7 +51,12 @@ class GroupNames:
     def axis(self, group: dist.ProcessGroup) -> str:
         """The axis of a group; "all" of what is none."""
         known = self._by_name.get(group.group_name)
-        return known or self._by_ranks.get(tuple(sorted(dist.get_process_group_ranks(group))), "all")
+        if known is None:
+            ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+            known = self._by_ranks.get(ranks) or next(
+                (name for others, name in self._by_ranks.items() if set(ranks) <= set(others)), "all"
+            )
+        return known
 
     def only(self, group: dist.ProcessGroup) -> tuple[int, ...]:
         """The ranks of a group that is none of the layout's; () of one that is, and of all ranks."""
