@@ -56,7 +56,7 @@ def test_a_sharded_optimizer_scatters_and_gathers() -> None:
 
 
 def test_a_sharded_optimizer_of_ours_sums_everything_everywhere() -> None:
-    """As `parallel/optimizer_shard.py` does: DDP's all-reduce, and what the update has changed is gathered behind it."""
+    """As `parallel/optimizer_shard.py` does: DDP's all-reduce, and a gather of what the update has changed."""
     how = Mechanisms(reduce_bytes=4, gather_bytes=2, reduces_to_all=True, overlap_data=1.0)
     got, axes = cost(how, 1e3, zero=1, shard=16), made(zero=1, shard=16)[1]
     gather = all_gather_seconds(axes.shard, 4 * P)
