@@ -104,8 +104,8 @@ def test_under_hsdp_each_link_has_its_own_traffic() -> None:
     got = of(dp_replicate=4, dp_shard=8)
     shared, copies = got.traffic
     assert [(row.axis, row.link) for row in got.traffic] == [
-        ("dp_shard", NODES.inside.name if NODES.inside else ""),
-        ("dp_replicate", NODES.between.name if NODES.between else ""),
+        ("dp_shard", NODES.inside.name),
+        ("dp_replicate", NODES.between.name),
     ]
     steps = 64 // 32
     assert copies.sent_bytes == pytest.approx(steps * 2 * 4 * LLAMA.parameters / 8)
