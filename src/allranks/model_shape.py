@@ -177,7 +177,7 @@ class _Writer:
         operations += self._experts() if experts else self.made.feed_forward("mlp", shape.ffn)
         operations.append(self.made.residual("residual2"))
         name = "experts.*" if experts else "layers.*"
-        return Block(name, tuple(operations), count, self.made.stream, repeated=True)
+        return Block(name, tuple(operations), count, self.made.rows(shape.hidden), repeated=True)
 
     def head(self) -> Block:
         shape = self.shape
@@ -201,7 +201,7 @@ class _Writer:
             4.0 * self.made.seq,
             cut="vocab",
         )
-        return Block("head", (self.made.norm("norm"), logits, loss), 1, self.made.stream)
+        return Block("head", (self.made.norm("norm"), logits, loss), 1, self.made.rows(shape.hidden))
 
     def _attention(self) -> list[Operation]:
         shape, dim = self.shape, self.shape.dim

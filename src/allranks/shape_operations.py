@@ -64,11 +64,6 @@ class SampleOperations:
         """Bytes of `features` at every position."""
         return float(self.width) * self.seq * features
 
-    @property
-    def stream(self) -> float:
-        """Bytes of the residual stream: float32 where its first sum is, of an embedding that nothing lowers."""
-        return float(WIDTHS["float32"] if self.casts else self.width) * self.seq * self.hidden
-
     def read_by(self, products: int) -> float:
         """Bytes of a norm's result that its products keep: one for all, or a copy for each that casts it."""
         return self.rows(self.hidden) * (products if self.casts else 1)
