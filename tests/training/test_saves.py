@@ -157,9 +157,7 @@ def test_a_run_goes_on_when_saves_fail_and_says_so_each_time(
     same_run(whole, run, 13)
 
 
-def test_an_error_beside_the_steps_is_told_of_at_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_beside_the_steps_is_told_of_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, where what the ranks exchange in a step is read at its end; on CUDA it is read a step later."""
     run, real = tmp_path / "run", Saves.standing
 
