@@ -18,8 +18,9 @@ def functions_of(path: Path) -> dict[str, str]:
     text = path.read_text()
     found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     lines = text.splitlines()
+    starts = {node.name: min([node.lineno, *(line.lineno for line in node.decorator_list)]) - 1 for node in found}
     return {
-        node.name: "\n".join(lines[min(line.lineno for line in (*node.decorator_list, node)) - 1 : node.end_lineno])
+        node.name: "\n".join(lines[starts[node.name] : node.end_lineno])
         for node in found
         if node.name.startswith("test_")
     }

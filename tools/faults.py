@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,8 @@ class Record:
 def read_faults(path: Path = TABLE) -> list[Fault]:
     """The rows, by number."""
     rows = tomllib.loads(path.read_text(encoding="utf-8"))["fault"]
-    lists = {"tests": Shown.parse, "times": str}
-    return [Fault(**row | {key: tuple(map(lists[key], row[key])) for key in lists if key in row}) for row in rows]
+    found = [Fault(**{**row, "tests": tuple(map(Shown.parse, row.get("tests", ())))}) for row in rows]
+    return [replace(fault, times=tuple(fault.times)) for fault in found]
 
 
 def look_up(fault: Fault, results: Results) -> Record:
