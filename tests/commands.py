@@ -74,17 +74,22 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = LIMIT_SEC
     raise AssertionError(f"{what} did not happen within {seconds:.0f} s")
 
 
-def restart_seconds(directory: Path) -> float:
-    """From a finished step to the next one where an attempt began between them: the longest of these times."""
-    longest, before, began = 0.0, None, False
+def seconds_of_restarts(directory: Path) -> list[float]:
+    """From a finished step to the next one, for each time that an attempt began between them."""
+    found, before, began = list[float](), None, False
     for event in Run.open(directory).events():
         if event["event"] == "start":
             began = True
         elif event["event"] == "step":
             if began and before is not None:
-                longest = max(longest, event["t"] - before)
+                found.append(round(event["t"] - before, 2))
             before, began = event["t"], False
-    return round(longest, 2)
+    return found
+
+
+def restart_seconds(directory: Path) -> float:
+    """The longest of these times."""
+    return max(seconds_of_restarts(directory))
 
 
 def steps(directory: Path) -> dict[int, dict[str, Any]]:

@@ -1,17 +1,37 @@
-"""The page of faults: ninety rows, and no test in it that does not exist."""
+"""The page of faults: ninety rows, no test in it that does not exist, and no figure of another test."""
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
-from tools.faults import measured, read_faults, render_faults
+import pytest
+
+from allranks.fault_points import POINTS
+from tools.faults import NOT_RUN, SHOWN, TIMES, Fault, Shown, is_shown, look_up, read_faults, render_faults
 
 ROOT = Path(__file__).parents[1]
 
 
-def functions_of(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text())
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+def functions_of(path: Path) -> dict[str, str]:
+    """Name -> the source of every test in a module, with its decorators."""
+    text = path.read_text()
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    lines = text.splitlines()
+    starts = {node.name: min([node.lineno, *(line.lineno for line in node.decorator_list)]) - 1 for node in found}
+    return {
+        node.name: "\n".join(lines[starts[node.name] : node.end_lineno])
+        for node in found
+        if node.name.startswith("test_")
+    }
+
+
+def result(**measured: Any) -> dict[str, Any]:
+    return {"at": "0123abc", "measured": measured}
+
+
+def fault_of(*tests: str, **fields: Any) -> Fault:
+    return Fault(1, "a fault", "what is done", tuple(map(Shown.parse, tests)), **fields)
 
 
 def test_every_fault_has_a_row() -> None:
@@ -23,34 +43,84 @@ def test_what_is_not_shown_says_why() -> None:
     assert [fault.number for fault in read_faults() if fault.tests and not fault.does] == []
 
 
-def test_the_tests_are_there() -> None:
+def test_the_tests_and_their_cases_are_there() -> None:
     for fault in read_faults():
+        assert len(set(fault.tests)) == len(fault.tests) and set(fault.times) <= set(TIMES), fault.number
         for test in fault.tests:
-            file, _, name = test.partition("::")
+            file, _, name = test.function.partition("::")
             assert (ROOT / file).is_file(), (fault.number, file)
-            assert name in functions_of(ROOT / file), (fault.number, test)
+            source = functions_of(ROOT / file).get(name)
+            assert source is not None, (fault.number, test)
+            case = re.escape(test.case)
+            assert not case or re.search(rf'["[ ]{case}["\],]', source), (fault.number, test)
+            assert set(test.points) <= set(POINTS) and (not test.points or "record(" in source), (fault.number, test)
+
+
+def test_a_row_that_is_about_a_time_has_a_test_that_tells_it() -> None:
+    for fault in read_faults():
+        for time in () if fault.times == ("restart_seconds",) else fault.times:  # as most have it, whatever is told
+            sources = [functions_of(ROOT / test.function.partition("::")[0]) for test in fault.tests]
+            names = [test.function.partition("::")[2] for test in fault.tests]
+            assert any(f'"{time}"' in source[name] for source, name in zip(sources, names, strict=True)), (fault, time)
 
 
 def test_the_page_counts_what_it_shows() -> None:
-    shown = [fault.shown for fault in read_faults()]
     page = render_faults()
-    assert f"tests show {shown.count('yes')} as they stand here and {shown.count('in part')} in part" in page
-    assert sum(line.startswith("| ") and line[2].isdigit() for line in page.splitlines()) == 90
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ") and line[2].isdigit()]
+    shown = [row[3] for row in rows]
+    assert len(rows) == 90 and set(shown) <= set(SHOWN)
+    assert f"tests that passed show {shown.count('yes')} as they stand here and {shown.count('in part')} in" in page
+    assert f"of {shown.count(NOT_RUN)} none is kept, and 0 have none" in page
+    assert f"{sum(NOT_RUN in row[4] for row in rows)} rows have tests that are `{NOT_RUN}`" in page
 
 
-def test_what_passed_and_the_longest_time_come_from_the_full_run_that_is_kept() -> None:
-    fault = next(fault for fault in read_faults() if fault.tests)
-    told: list[dict[str, Any]] = [
-        {"at": "0123abc", "measured": {}},
-        {"at": "0123abc", "measured": {"restart_seconds": 3.25}},
-        {"at": "4567def", "measured": {"restart_seconds": 1.0}},
-    ]
-    results = {f"{fault.tests[0]}[{index}]": result for index, result in enumerate(told)}
-    results["tests/test_other.py::test_it"] = {"at": "0123abc", "measured": {"restart_seconds": 99.0}}
-    assert measured(fault, results) == (3, 3.25)
-    assert measured(fault, {}) == (0, None)
-    page = render_faults(results)
+def test_a_case_counts_for_its_own_row_alone() -> None:
+    results = {
+        "tests/test_a.py::test_it[SIGKILL-kinds3]": result(restart_seconds=0.42),
+        "tests/test_a.py::test_it[SIGKILLED]": result(restart_seconds=7.0),
+        "tests/test_a.py::test_it[lock-kinds5]": result(restart_seconds=5.62),
+        "tests/test_b.py::test_it": result(restart_seconds=99.0),
+    }
+    for case, seconds in (("[SIGKILL]", 0.42), ("[lock]", 5.62), ("", 7.0)):
+        assert look_up(fault_of(f"tests/test_a.py::test_it{case}"), results).seconds == {"restart_seconds": seconds}
+    assert look_up(fault_of("tests/test_a.py::test_it[data]"), results).passed == ()
+
+
+def test_of_a_trial_with_many_points_a_row_has_the_time_at_its_own() -> None:
+    trial = "tests/test_a.py::test_kills"
+    results = {
+        f"{trial}[0]": result(restart_seconds=9.0, seconds_at={"forward": 0.5, "optimizer": 9.0}),
+        f"{trial}[1]": result(restart_seconds=0.7, seconds_at={"forward": 0.7}),
+    }
+    assert look_up(fault_of(f"{trial} @ forward"), results).seconds == {"restart_seconds": 0.7}
+    assert look_up(fault_of(f"{trial} @ forward, optimizer"), results).seconds == {"restart_seconds": 9.0}
+    assert look_up(fault_of(f"{trial} @ evaluate"), results).seconds == {}
+    assert look_up(fault_of(trial), results).seconds == {"restart_seconds": 9.0}
+
+
+def test_a_row_has_the_times_that_it_is_about() -> None:
+    results = {"tests/test_a.py::test_it": result(restart_seconds=16.1, gone_seconds=0.2, other=5)}
+    assert look_up(fault_of("tests/test_a.py::test_it", times=("gone_seconds",)), results).seconds == {
+        "gone_seconds": 0.2
+    }
+
+
+@pytest.mark.parametrize(
+    ("kept", "open_", "shown"),
+    [((), "", NOT_RUN), ((0,), "", "in part"), ((0, 1), "", "yes"), ((0, 1), "x", "in part")],
+)
+def test_what_passed_says_how_much_is_shown(kept: tuple[int, ...], open_: str, shown: str) -> None:
+    fault = fault_of("tests/test_a.py::test_0", "tests/test_a.py::test_1", open=open_)
+    record = look_up(fault, {f"tests/test_a.py::test_{number}[x]": result() for number in kept})
+    assert len(record.passed) == len(kept) and is_shown(fault, record) == shown
+    assert is_shown(fault_of(open="needs a GPU"), record) == "no"
+
+
+def test_the_page_names_what_was_not_run() -> None:
+    fault = next(fault for fault in read_faults() if len(fault.tests) == 3)
+    first = fault.tests[0]
+    page = render_faults({first.function: result(restart_seconds=3.25)})
     row = next(line for line in page.splitlines() if line.startswith(f"| {fault.number} |"))
-    assert " | 3 | 3.2 | " in row and "of commit 0123abc, 4567def)" in page
-    without = [one for one in read_faults() if one.tests and not measured(one, results)[0]]
-    assert without and page.count("| not run on this source |") == len(without)
+    assert f"| 1 of 3; 2 {NOT_RUN} |" in row and "of commit 0123abc)" in page
+    listed = next(line for line in page.splitlines() if line.startswith(f"**{fault.number}**"))
+    assert listed.count(f"({NOT_RUN})") == 2 and f"{first}<br>" in listed

@@ -1,15 +1,64 @@
 """docs/reference/faults.md from tools/faults.toml: what allranks does about each fault, and the test that shows it."""
 
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tests.full_record import Results, kept_results
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
-SHOWN = ("yes", "in part", "no")
 NOT_RUN = "not run on this source"
+SHOWN = ("yes", "in part", NOT_RUN, "no")
+TIMES = {
+    "restart_seconds": "",
+    "gone_seconds": " until all are gone",
+    "verdict_seconds": " until it is told",
+    "join_seconds": " until it takes part",
+    "replaced_seconds": " with the start of another host",
+}
+"""What tests tell with `record_property`, in seconds, and how a row says what they are."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One test of a row, from `FILE::FUNCTION[CASE] @ POINT, POINT`.
+
+    Attributes:
+        function: `FILE::FUNCTION`.
+        case: the first of its arguments, as pytest writes them; "": all cases.
+        points: of a trial that breaks a run at many points, those that the row is about; (): all.
+    """
+
+    function: str
+    case: str = ""
+    points: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "Shown":
+        """From the table."""
+        test, _, points = text.partition(" @ ")
+        function, _, case = test.removesuffix("]").partition("[")
+        return cls(function, case, tuple(points.split(", ")) if points else ())
+
+    def __str__(self) -> str:
+        case = f"[{self.case}]" if self.case else ""
+        at = f" at {', '.join(self.points)}" if self.points else ""
+        return f"`{self.function.removeprefix('tests/')}{case}`{at}"
+
+    def is_of(self, node_id: str) -> bool:
+        """Whether a test that ran is this one, or a case of it."""
+        function, _, arguments = node_id.removesuffix("]").partition("[")
+        return function == self.function and (not self.case or f"{arguments}-".startswith(f"{self.case}-"))
+
+    def seconds(self, measured: Mapping[str, Any], time: str) -> list[float]:
+        """What such a result tells of one of TIMES: at this test's points alone, where it has some."""
+        if not self.points:
+            return [measured[time]] if time in measured else []
+        at: Mapping[str, float] = measured.get("seconds_at", {}) if time == "restart_seconds" else {}
+        return [at[point] for point in self.points if point in at]
 
 
 @dataclass(frozen=True)
@@ -19,64 +68,97 @@ class Fault:
     Attributes:
         what: the fault.
         does: what allranks does about it; "" where nothing is built.
-        tests: `file::function`.
+        tests: what shows it.
+        times: which of TIMES its tests tell of it.
         open: what is not shown, and why.
     """
 
     number: int
     what: str
     does: str = ""
-    tests: tuple[str, ...] = ()
+    tests: tuple[Shown, ...] = ()
+    times: tuple[str, ...] = ("restart_seconds",)
     open: str = ""
 
-    @property
-    def shown(self) -> str:
-        """Whether tests show all of it, a part, or nothing."""
-        return SHOWN[2] if not self.tests else SHOWN[1] if self.open else SHOWN[0]
+
+@dataclass(frozen=True)
+class Record:
+    """What is kept of a row's tests.
+
+    Attributes:
+        passed: those of which a result is kept: of all cases, or of some.
+        seconds: by the name of TIMES, the longest that was told.
+    """
+
+    passed: tuple[Shown, ...]
+    seconds: Mapping[str, float]
 
 
 def read_faults(path: Path = TABLE) -> list[Fault]:
     """The rows, by number."""
     rows = tomllib.loads(path.read_text(encoding="utf-8"))["fault"]
-    return [Fault(**{**row, "tests": tuple(row.get("tests", ()))}) for row in rows]
+    found = [Fault(**{**row, "tests": tuple(map(Shown.parse, row.get("tests", ())))}) for row in rows]
+    return [replace(fault, times=tuple(fault.times)) for fault in found]
 
 
-def measured(fault: Fault, results: Results) -> tuple[int, float | None]:
-    """(How many of a fault's tests passed in the full run that is kept, each set of arguments counted; seconds).
+def look_up(fault: Fault, results: Results) -> Record:
+    """What the full run that is kept tells of a fault."""
+    passed, seconds = list[Shown](), dict[str, float]()
+    for test in fault.tests:
+        mine = [result["measured"] for name, result in results.items() if test.is_of(name)]
+        passed += [test] if mine else []
+        for time in fault.times:
+            for told in (second for measured in mine for second in test.seconds(measured, time)):
+                seconds[time] = max(told, seconds.get(time, 0.0))
+    return Record(tuple(passed), {time: seconds[time] for time in fault.times if time in seconds})
 
-    The seconds are from the last finished step before a fault to the first one after it, the longest that its tests
-    told; None where none of them tells any.
-    """
-    mine = [result for name, result in results.items() if name.partition("[")[0] in fault.tests]
-    told = [result["measured"]["restart_seconds"] for result in mine if "restart_seconds" in result["measured"]]
-    return len(mine), max(told, default=None)
+
+def is_shown(fault: Fault, record: Record) -> str:
+    """Whether tests that passed show all of it, a part, or nothing: one of SHOWN."""
+    if not fault.tests:
+        return SHOWN[3]
+    if not record.passed:
+        return SHOWN[2]
+    return SHOWN[1] if fault.open or len(record.passed) < len(fault.tests) else SHOWN[0]
 
 
 def render_faults(results: Results | None = None) -> str:
     """The page without its note; `results` are those that are kept of the last full run."""
     faults = read_faults()
     results = kept_results(ROOT) if results is None else results
-    counts = {word: sum(fault.shown == word for fault in faults) for word in SHOWN}
-    commits = ", ".join(sorted({str(result["at"]) for result in results.values()}))
-    kept = f", of commit {commits}" if results else ", which is empty: none is kept"
-    lines = [
-        f"Of {len(faults)} faults, tests show {counts['yes']} as they stand here and {counts['in part']} in part; "
-        f"shown by none: {counts['no']}. `passed` counts the tests, each set of arguments for itself, that passed "
-        f"in the last full run, as far as it is kept (`bench/results/full.json`: {len(results)} tests{kept}); "
-        f"`{NOT_RUN}` stands where that has none of a row. "
-        "`seconds` are those that its training lost: from the last finished step before a fault to the first one "
-        "after it, the longest that a test of the row told there, beside other tests on two cores.",
-        "",
-        "| | fault | what allranks does | shown | passed | seconds | open |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for fault in faults:
-        passed, seconds = measured(fault, results)
-        count = passed or (NOT_RUN if fault.tests else "")
-        figures = f"{count} | {'' if seconds is None else f'{seconds:.1f}'}"
-        lines.append(f"| {fault.number} | {fault.what} | {fault.does} | {fault.shown} | {figures} | {fault.open} |")
+    rows = [(fault, look_up(fault, results)) for fault in faults]
+    lines = [*_introduction(rows, results), "", "| | fault | what allranks does | shown | passed | seconds | open |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for fault, record in rows:
+        missing = len(fault.tests) - len(record.passed)
+        passed = f"{len(record.passed)} of {len(fault.tests)}" + (f"; {missing} {NOT_RUN}" if missing else "")
+        seconds = "; ".join(f"{seconds:.1f}{TIMES[time]}" for time, seconds in record.seconds.items())
+        cells = (fault.number, fault.what, fault.does, is_shown(fault, record), passed, seconds, fault.open)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", "## The tests that show it", ""]
-    for fault in faults:
-        tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in fault.tests)
+    for fault, record in rows:
+        tests = "<br>".join(f"{test}{'' if test in record.passed else f' ({NOT_RUN})'}" for test in fault.tests)
         lines += [f"**{fault.number}**: {tests}", ""] if tests else []
     return "\n".join(lines)
+
+
+def _introduction(rows: Sequence[tuple[Fault, Record]], results: Results) -> list[str]:
+    """What the page says above its table."""
+    shown = [is_shown(fault, record) for fault, record in rows]
+    whole, part, not_run, none = (shown.count(word) for word in SHOWN)
+    lacking = sum(len(record.passed) < len(fault.tests) for fault, record in rows)
+    commits = ", ".join(sorted({str(result["at"]) for result in results.values()}))
+    kept = f", of commit {commits}" if results else ", which is empty: none is kept"
+    return [
+        f"Of {len(rows)} faults, tests that passed show {whole} as they stand here and {part} in part; of {not_run} "
+        f"none is kept, and {none} have none. That is by the last full run as far as it is kept "
+        f"(`bench/results/full.json`: {len(results)} tests{kept}). `passed` says of how many of a row's tests a result "
+        f"is kept there, of some of their arguments or of all: {lacking} rows have tests that are `{NOT_RUN}`, and are "
+        "shown in part at most. `open` says what no test shows.",
+        "",
+        "`seconds` are the longest that a test of the row told there, beside other tests on two cores: where nothing "
+        "else is said those that its training lost, from the last finished step before a fault to the first one after "
+        "it. Tests of what hangs have limits of 1 to 4 s, so that they end soon (`guard.hang_seconds=3`, "
+        "`guard.stopped_seconds=1` or `2`, `guard.input_seconds=4`): a run's own are at least 15 s, 10 s and 600 s. "
+        "Rows without a figure are about no recovery, or their tests have told none yet.",
+    ]

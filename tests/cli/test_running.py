@@ -12,8 +12,10 @@ from typing import NoReturn
 
 import pytest
 
+from allranks import fault_points
 from allranks.cli import running as module
 from allranks.cli.main import main
+from allranks.fault_points import Fault
 from allranks.request import TrainRequest
 from allranks.run import Run
 from allranks.surviving import forkserver
@@ -180,6 +182,34 @@ def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path: Path) -> None:
     last = max(steps(run))
     assert (run / "checkpoints" / f"step-{last:08d}" / "COMMITTED").is_file()
     assert json.loads(allranks("report", "run", "--json", folder=tmp_path).stdout)["state"] == "stopped"
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 76), pytest.param("SIGINT", 130, marks=pytest.mark.full)])
+def test_a_second_request_during_a_save_ends_it_now_and_leaves_the_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    """Rank 1 stands still while it writes its part: so the save takes as long as it is waited for."""
+    run, folder = tmp_path / "run", tmp_path / "faults"
+    folder.mkdir()
+    fault_points.write_schedule(folder, [Fault(0, "checkpoint.write", 1, 6, 1, "stop")])
+    monkeypatch.setenv(fault_points.VARIABLE, str(folder))
+    rank = ("--nproc", "2", "--layout", "ddp", "--run", "run", "guard.stopped_seconds=60", "checkpoint.every=3")
+    with running("train", POINTS, "train.steps=12", *rank, folder=tmp_path) as command:
+        wait_for(lambda: fault_points.read_fired(folder), "a save that stands still")
+        command.send_signal(signal.Signals[name])
+        with pytest.raises(subprocess.TimeoutExpired):
+            command.wait(2)
+        command.send_signal(signal.Signals[name])
+        output, _ = command.communicate(timeout=20)
+        assert command.returncode == code, output
+        assert output.count("stopping after the step in hand, then saving (once more: now)") == 1
+        assert not any(map(alive, worker_pids(run)))
+    monkeypatch.delenv(fault_points.VARIABLE)
+    assert [path.name for path in (run / "checkpoints").glob("step-*") if (path / "COMMITTED").is_file()] == [
+        "step-00000003"
+    ]
+    allranks("train", "--resume", "run", folder=tmp_path)
+    assert list(steps(run)) == list(range(1, 13)) and Run.open(run).events()[-1]["event"] == "end"
 
 
 @pytest.mark.full

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any, final
 
 import psutil
@@ -277,10 +278,10 @@ class Laboratory:
         self.machines: list[Machine] = []
 
     def start(self, *words: str) -> Machine:
-        """One more host, hosta, hostb or hostc, that runs this command."""
+        """One more host, hosta, hostb and so on, that runs this command."""
         number = len(self.machines)
         address = ADDRESSES[self.version] % (number + 1)
-        self.machines.append(Machine(f"host{'abc'[number]}", address, self.folder, list(words)))
+        self.machines.append(Machine(f"host{ascii_lowercase[number]}", address, self.folder, list(words)))
         self.machines[-1].boot(self.wire)
         return self.machines[-1]
 
@@ -463,6 +464,29 @@ def test_a_host_without_power_is_missed_and_the_others_go_on(
 
 
 @pytest.mark.full
+def test_four_hosts_lose_two_at_once_and_one_more_joins(laboratory: Laboratory, record_property: Record) -> None:
+    *others, third, fourth = laboratory.train(4, "2:4", *LONG)
+    at = time.time()
+    lost = {third.name, fourth.name}
+    laboratory.wire.rule = lambda source, target: CUT if lost & {source, target} else CLEAR
+    for machine in (third, fourth):
+        machine.power_off()
+    laboratory.go_on_as(2)
+    record_property("restart_seconds", laboratory.seconds_lost(at))
+    assert {verdict["kind"] for verdict in laboratory.verdicts(at)} == {"restart"}
+    asked_at = time.time()
+    others += laboratory.begin(1, "2:4", *LONG)
+    laboratory.go_on_as(3)
+    started = events(laboratory.run, "start")[-1]["t"]
+    joined = next(event["t"] for event in events(laboratory.run, "step") if event["t"] > started)
+    record_property("join_seconds", round(joined - asked_at, 2))
+    stop_all(others)
+    assert 4 in laboratory.worlds()
+    assert laboratory.verdicts(asked_at)[0]["kind"] == "join"
+    check_samples_of_one_process(laboratory)
+
+
+@pytest.mark.full
 def test_who_is_cut_off_from_the_leader_ends_and_commits_nothing(
     laboratory: Laboratory, record_property: Record
 ) -> None:
@@ -617,7 +641,9 @@ def test_a_host_that_joins_behind_a_firewall_is_sent_away_and_the_run_goes_on(la
 
 @pytest.mark.full
 @pytest.mark.parametrize("joins", [False, True])
-def test_hosts_that_have_ipv6_alone_train_and_go_on_without_one(laboratory: Laboratory, joins: bool) -> None:
+def test_hosts_that_have_ipv6_alone_train_and_go_on_without_one(
+    laboratory: Laboratory, record_property: Record, joins: bool
+) -> None:
     laboratory.version = 6
     first, second = laboratory.train(2, "1:2", *LONG)
     at = time.time()
@@ -625,6 +651,7 @@ def test_hosts_that_have_ipv6_alone_train_and_go_on_without_one(laboratory: Labo
     second.power_off()
     laboratory.go_on_as(1)
     laboratory.check_one_is_lost(second, at)
+    record_property("restart_seconds", laboratory.seconds_lost(at))
     rest = [first]
     if joins:
         laboratory.wire.rule = lambda source, target: CLEAR

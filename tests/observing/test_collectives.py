@@ -170,10 +170,13 @@ def test_a_batch_of_sends_and_receives_has_ended_where_its_last_entry_has(ended:
     batches = [*first, entry("a", 7, "coalesced", ended=True), entry("a", 8, "recv"), entry("a", 8, "send")]
     told = last_collectives([*batches, entry("a", 8, "coalesced", ended=ended)], {})
     assert [(one["group"], one["name"], one["seq"], one["waits"]) for one in told] == [
-        ("a", "recv", 8, not ended),
+        ("a", "recv with send", 8, not ended),
         ("b", "all_reduce", 1, False),
     ]
-    assert last_collectives(batches, {})[0]["waits"], "a host that stands within a batch waits"
+    within = last_collectives(batches, {})[0]
+    assert (within["waits"], within["name"]) == (True, "recv with send"), "a host that stands within a batch waits"
+    (own,) = last_collectives([entry("a", 7, "recv 0<-1"), entry("a", 8, "send 0->1")], {})
+    assert own["name"] == "recv 0<-1", "each by itself"
 
 
 def test_what_comes_behind_a_batch_counts() -> None:

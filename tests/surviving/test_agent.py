@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from allranks.process_environment import num_cores
 from allranks.surviving.agent import LocalAgent, run_workers
 from allranks.surviving.forkserver import StartMethod, choose_start_method
 from allranks.surviving.outcome import Outcome
+from allranks.surviving.trial_commands import GONE_SECONDS
 from allranks.verdict import Decision
 from tests.processes import is_gone, wait_until
 
@@ -231,12 +232,16 @@ def test_the_grace_ends(tmp_path: Path, commands: list[Command], number: signal.
 
 
 @pytest.mark.parametrize("spawn", [True, False])
-def test_a_killed_command_leaves_nothing(tmp_path: Path, commands: list[Command], spawn: bool) -> None:
+def test_a_killed_command_leaves_nothing(
+    tmp_path: Path, commands: list[Command], record_property: Callable[[str, object], None], spawn: bool
+) -> None:
     commands.append(command := Command(tmp_path, "never_mind", str(tmp_path), spawn=spawn))
     family = command.family()
     assert len(family) >= (4 if spawn else 5)  # the command, its resource tracker, (the fork server,) two workers
+    killed = time.monotonic()
     os.kill(command.process.pid, signal.SIGKILL)
-    wait_until(lambda: all(is_gone(pid) for pid in family), 10.0)
+    wait_until(lambda: all(is_gone(pid) for pid in family), GONE_SECONDS)
+    record_property("gone_seconds", round(time.monotonic() - killed, 2))
 
 
 @pytest.mark.full

@@ -33,15 +33,20 @@ def trial(folder: Path, *words: str, kills: int, check: int = 0) -> dict[str, ob
     return document
 
 
-def slowest(document: Any) -> float:
-    """Seconds from a fault to the next finished step, at most."""
-    return max(incident["seconds"] or 0.0 for incident in document["incidents"])
+def record(record_property: Record, document: Any) -> None:
+    """Tell how long it took from a fault to the next finished step, at most: of all, and by the point of the fault."""
+    at = dict[str, float]()
+    for incident in document["incidents"]:
+        if incident["seconds"] is not None:
+            at[incident["point"]] = max(at.get(incident["point"], 0.0), incident["seconds"])
+    record_property("restart_seconds", max(at.values()))
+    record_property("seconds_at", at)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
 def test_killed_sixty_times_nothing_is_lost(tmp_path: Path, record_property: Record, seed: int) -> None:
     document = trial(tmp_path, "train.steps=182", "--seed", str(seed), kills=60)
-    record_property("restart_seconds", slowest(document))
+    record(record_property, document)
     assert [document[key] for key in ("planned", "happened", "recovered", "restarts")] == [60] * 4
     schedule = read_schedule(tmp_path / "trial" / "faults")
     assert len({fault.point for fault in schedule}) >= EVERY_POINT and {fault.rank for fault in schedule} == {0, 1}
@@ -55,7 +60,7 @@ def test_a_thousand_kills(tmp_path: Path, record_property: Record, part: int) ->
     words = ("train.steps=150", *WAYS[part % len(WAYS)], "--seed", str(part))
     document = trial(tmp_path, *words, kills=PART_OF_A_THOUSAND)
     assert (document["happened"], document["recovered"]) == (PART_OF_A_THOUSAND, PART_OF_A_THOUSAND)
-    record_property("restart_seconds", slowest(document))
+    record(record_property, document)
 
 
 def test_connections_that_are_cut_at_every_point_cost_a_restart_each(tmp_path: Path) -> None:
@@ -65,11 +70,12 @@ def test_connections_that_are_cut_at_every_point_cost_a_restart_each(tmp_path: P
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["kill", "stop", "segfault", "exit", "raise", "enospc", "eio"])
-def test_every_point_and_kind(tmp_path: Path, kind: str) -> None:
+def test_every_point_and_kind(tmp_path: Path, record_property: Record, kind: str) -> None:
     kills = 8 if kind in ("enospc", "eio") else EVERY_POINT
     words = ("--points", f"*:{kind}", "train.steps=90", "guard.stopped_seconds=1")
     document = trial(tmp_path, *words, kills=kills)
     assert document["recovered"] == kills
+    record(record_property, document)
 
 
 @pytest.mark.full
@@ -86,7 +92,7 @@ def test_other_layouts(tmp_path: Path, layout: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["kill", "stop", "raise"])
-def test_killed_beside_the_training(tmp_path: Path, kind: str) -> None:
+def test_killed_beside_the_training(tmp_path: Path, record_property: Record, kind: str) -> None:
     """While a checkpoint is copied, written and committed beside the steps."""
     names = ("background.copy", "background.written", "background.commit", *WRITING)
     points = ",".join(f"{name}:{kind}" for name in names)
@@ -95,6 +101,7 @@ def test_killed_beside_the_training(tmp_path: Path, kind: str) -> None:
     assert document["recovered"] == EVERY_POINT
     schedule = read_schedule(tmp_path / "trial" / "faults")
     assert {fault.point for fault in schedule} == set(names)
+    record(record_property, document)
 
 
 @pytest.mark.full

@@ -64,6 +64,44 @@ def test_neighbours_that_send_and_receive_do_not_diverge() -> None:
     assert find_cause([witness(0, one), witness(1, other)], HUNG).kind == "network"
 
 
+@pytest.mark.parametrize(("one", "other"), [("recv 0<-1", "recv 1<-0"), ("send 0->1", "send 1->0")])
+def test_neighbours_that_both_receive_or_both_send_diverge(one: str, other: str) -> None:
+    """Also behind others that wait for them, and with the ranks of their group in the names."""
+    group: dict[str, Any] = {"p2p": True, "group": "7", "axis": "pp", "ranks": (1, 2)}
+    found = [
+        witness(0, collective(4, ranks=(0, 3), name="recv 0<-1", p2p=True)),
+        witness(1, collective(7, name=one, **group)),
+        witness(2, collective(3, name=other, **group)),
+    ]
+    absent = {3: Absentee("c", 7, ended=False)}
+    cause = find_cause(found, HUNG, absent)
+    assert (cause.kind, cause.ranks) == ("divergence", (1, 2))
+    assert cause.words.startswith(f"rank 1 waits in {one} number 7 over pp, of [4], rank 2 waits in {other} number 3 ")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("recv 0<-1 with send 0->1", "recv 1<-0 with send 1->0"),  # a batch goes both ways at once
+        ("recv 0<-2", "recv 1<-0", "recv 2<-1"),  # what each sends to its other neighbour may be on its way
+        ("recv 0<-1", "send 1->2", "recv 2<-1"),  # a pipeline whose link from 1 to 2 is broken
+        ("send", "send"),
+    ],
+)
+def test_what_may_go_on_is_no_divergence(names: tuple[str, ...]) -> None:
+    ranks = tuple(range(len(names)))
+    found = [witness(rank, collective(5, p2p=True, name=names[rank], ranks=ranks)) for rank in ranks]
+    assert find_cause(found, HUNG).kind == "network"
+
+
+def test_the_same_pair_in_two_groups_is_no_divergence() -> None:
+    found = [
+        witness(0, collective(5, p2p=True, name="recv 0<-1", group="1")),
+        witness(1, collective(5, p2p=True, name="recv 1<-0", group="2")),
+    ]
+    assert find_cause(found, HUNG).kind == "network"
+
+
 def test_a_rank_that_is_gone_is_named() -> None:
     cause = find_cause([witness(0, WAITS)], HUNG)
     assert (cause.kind, cause.ranks) == ("dead_peer", (1,))

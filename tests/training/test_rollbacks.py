@@ -1,6 +1,7 @@
 """Whole runs that go back behind a spike: equal to runs that never saw these samples, whatever was killed meanwhile."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from allranks.fault_points import Fault
 from allranks.left_out import LeftOut
 from allranks.run import Run
 from allranks.training.rollbacks import ledger_between, told_at_start
-from tests.commands import PROGRAMS, allranks
+from tests.commands import PROGRAMS, allranks, restart_seconds
 from tests.distributed.pool import Pools
 from tests.training.runs import QUICK, digests, events, losses, manifest, same_run, saved, start, train, train_outside
 
@@ -258,7 +259,7 @@ def test_ranks_go_back_together_and_under_another_layout(pool: Pools, tmp_path: 
 @pytest.mark.full
 @pytest.mark.distributed
 def test_the_command_goes_back_by_itself_and_kills_change_nothing(
-    pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     """Killed in the very step of the spike, before it is known, and again on the way around it."""
     folder = tmp_path / "faults"
@@ -272,6 +273,7 @@ def test_the_command_goes_back_by_itself_and_kills_change_nothing(
     assert len(fault_points.read_fired(folder)) == 2
     run, clean = tmp_path / "run", tmp_path / "clean"
     assert len([one for one in events(run, "verdict") if one["kind"] == "rollback"]) == 1
+    record_property("restart_seconds", restart_seconds(run))
     assert len(events(run, "start")) == 4 and Run.open(run).config().data.skip == "100:130"
     skip = (*QUICK, *SPIKED, "data.skip=100:130")
     assert train_outside(pool, 2, OUTLIERS, *skip, run=clean, layout="ddp") == [0, 0]

@@ -16,7 +16,7 @@ import pytest
 
 from allranks.checkpointing.checkpoint import Checkpoint, verify_files
 from allranks.checkpointing.commit import TAKEN_OVER
-from allranks.errors import AllranksError, CheckpointError, RollbackError, TaskError
+from allranks.errors import AllranksError, CheckpointError, GuardError, RollbackError, TaskError
 from allranks.observing.counters import Stopwatch
 from allranks.observing.heartbeat import Heartbeat
 from allranks.request import TrainRequest
@@ -26,6 +26,7 @@ from allranks.training import saves as saves_module
 from allranks.training.save_clock import SaveClock
 from allranks.training.saver import Saver
 from allranks.training.saves import Saves
+from allranks.training.snapshot import Contents
 from allranks.training.worker import Assignment, work
 from tests.distributed.pool import Pools
 from tests.training.runs import QUICK, TASKS, digests, events, losses, same_run, saved, start, train, train_outside
@@ -154,6 +155,40 @@ def test_a_run_goes_on_when_saves_fail_and_says_so_each_time(
     monkeypatch.undo()
     assert start("Curve", whole, "train.steps=13", "checkpoint.every=2") == 0
     same_run(whole, run, 13)
+
+
+def test_an_error_beside_the_steps_is_told_of_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where what the ranks exchange in a step is read at its end; on CUDA it is read a step later."""
+    run, real = tmp_path / "run", Saves.standing
+
+    def standing(saves: Saves) -> Saving:
+        if saves._under_way is not None:
+            saves._under_way.save._thread.join(60)  # what fails has failed when the next step is exchanged
+        return real(saves)
+
+    refused(monkeypatch, 4)
+    monkeypatch.setattr(Saves, "standing", standing)
+    assert start("Curve", run, "train.steps=13", "checkpoint.every=4", "checkpoint.keep=9", BESIDE) == 0
+    told = Run.open(run).events()
+    (place,) = [place for place, event in enumerate(told) if event["event"] == "verdict"]
+    assert "step-00000004 was not saved" in told[place]["what"]
+    assert [event["step"] for event in told[:place] if event["event"] == "step"][-1] == 5
+
+
+def test_the_first_one_beside_the_steps_is_held_against_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, real = tmp_path / "run", Contents.state
+
+    def behind(contents: Contents) -> dict[str, Any]:
+        return real(contents) | {"stream": {"position": 1}}
+
+    monkeypatch.setattr(Contents, "state", behind)
+    with pytest.raises(
+        GuardError, match=r"a resume from step-00000002 would not go on .* position is \{'position': 1\}"
+    ):
+        start("Curve", run, "train.steps=40", "checkpoint.every=2", BESIDE)
+    assert 3 <= max(losses(run)) <= 6, "long before the save that is waited for"
 
 
 @WAYS

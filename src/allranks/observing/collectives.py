@@ -79,12 +79,14 @@ def last_collectives(
         name, axis = entry["process_group"]
         before = found.get(name)
         if before is not None and before["waits"]:
+            if before["p2p"] and entry["is_p2p"] and before["seq"] == _number(entry):  # the host stands in a batch
+                before["name"] = name_batch([str(before["name"]), _name(entry)])
             continue
         found[name] = {
             "group": f"{numbered_by}{name}",
             "axis": name_axis(axis),
             "ranks": groups.get(name, []),
-            "name": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
+            "name": _name(entry),
             "seq": _number(entry),
             "p2p": entry["is_p2p"],
             "sizes": entry["input_sizes"],
@@ -94,7 +96,8 @@ def last_collectives(
 
 
 def _joined(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries with one for each batch of sends and receives: the first of it, as far as the batch has come.
+    """The entries with one for each batch of sends and receives: the first of it, with all names, as far as the batch
+    has come.
 
     NCCL's recorder notes each of a batch without its end; only the entry behind them, `nccl:coalesced`, has one.
     (torch/distributed/flight_recorder/components/utils.py, find_coalesced_group; pytorch issue 137969.)
@@ -107,16 +110,27 @@ def _joined(entries: Sequence[Entry]) -> list[Entry]:
         if entry["profiling_name"] == COALESCED:
             while own and (one := found[own[-1]]) is not None and _number(one) == _number(entry):
                 batch.append(own.pop())
-        for place in batch[:-1]:
-            found[place] = None
         if batch:
             first = found[batch[-1]]
             assert first is not None
-            found[batch[-1]] = {**first, "retired": entry["retired"], "state": entry["state"]}
+            name = name_batch([_name(found[place] or first) for place in reversed(batch)])
+            found[batch[-1]] = {**first, "profiling_name": name, "retired": entry["retired"], "state": entry["state"]}
+            for place in batch[:-1]:
+                found[place] = None
         else:
             found.append(entry)
         own.append(batch[-1] if batch else len(found) - 1)
     return [entry for entry in found if entry is not None]
+
+
+def name_batch(names: Sequence[str]) -> str:
+    """One name for a batch, by which it is told from a send or receive by itself."""
+    return " with ".join(dict.fromkeys(names))
+
+
+def _name(entry: Entry) -> str:
+    name: str = entry["profiling_name"]
+    return name.partition(":")[2] or name
 
 
 def _number(entry: Entry) -> int:

@@ -4,13 +4,15 @@ kind         is said where
 stopped      the kernel shows a rank as stopped
 data         a rank loads its data while the others wait
 disk         a rank writes a checkpoint, or the kernel shows it waiting for a disk
-divergence   ranks wait in different collectives, or in the same one with other shapes
+divergence   ranks wait in different collectives, or in the same one with other shapes; two receive from each other, or
+             both send
 dead_peer    ranks wait for one that is no longer there
 straggler    ranks wait for one that is in code of its own
 network      all ranks of a group wait in the same collective, or for one whose host says nothing
 stuck        nobody waits for anybody
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
@@ -169,6 +171,9 @@ def _compare(waits: Mapping[int, Collective], hosts: Mapping[int, str]) -> Cause
     """Every rank waits in a collective: in the same one?"""
     ranks = sorted(waits)
     first = waits[ranks[0]]
+    if pair := _opposed(waits):
+        one, other = (f"rank {_name(rank, hosts)} waits in {waits[rank]}" for rank in pair)
+        return Cause("divergence", pair, f"{one}, {other}: both go the same way, and never meet")
     for rank in ranks[1:]:
         if not _fit(first, waits[rank]):
             one, other = _name(ranks[0], hosts), _name(rank, hosts)
@@ -177,9 +182,32 @@ def _compare(waits: Mapping[int, Collective], hosts: Mapping[int, str]) -> Cause
     return Cause("network", tuple(ranks), f"all ranks wait in {first}, which does not come through")
 
 
+_ALONE = re.compile(r"(?P<way>send|recv) (?P<own>\d+)(?:->|<-)(?P<peer>\d+)")
+"""A send or receive by itself, as NCCL's recorder names it, with ranks of its group; gloo's has none, a batch several.
+(torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, send and recv.)
+"""
+
+
+def _opposed(waits: Mapping[int, Collective]) -> tuple[int, int] | None:
+    """Two ranks of which each receives from the other, or sends to it: what goes between two ranks keeps its order, so
+    that neither comes to what the other waits for.
+
+    Of more than two in a circle that cannot be told: what a rank does with other peers goes on beside it.
+    """
+    seen: dict[tuple[str, str, str, str], int] = {}
+    for rank in sorted(waits):
+        own = waits[rank]
+        if own.p2p and (named := _ALONE.fullmatch(own.name)):
+            way, here, there = named["way"], named["own"], named["peer"]
+            if (other := seen.get((own.group, way, there, here))) is not None:
+                return other, rank
+            seen[own.group, way, here, there] = rank
+    return None
+
+
 def _fit(one: Collective, other: Collective) -> bool:
     if one.p2p and other.p2p:
-        return True  # a send of one is the receive of another: whether they are each other's, torch does not tell
+        return True  # whether a send of one is the receive of the other is told where it is plain (`_opposed`)
     if one.group != other.group and not set(one.ranks) & set(other.ranks):
         return True  # the same axis elsewhere
     same = (one.group, one.seq, one.name) == (other.group, other.seq, other.name)

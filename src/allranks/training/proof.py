@@ -3,10 +3,16 @@
 The Saver has read the files back by then: they hold what was written. Here the live run is held against the manifest:
 every tensor that ranks hold has the digest that was kept, nothing that is learnt was left out, and position, step and
 schedule are those of now. What is due is read off the run by itself, not by the way in which it was saved.
+
+Of a checkpoint that is written beside the steps what is due is read when it is begun, and held against it once it is
+committed. By then the live tensors are others: theirs were digested when they were copied, and the files were compared
+with that (stage.py, background.py).
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, final
 
 import torch
 
@@ -58,23 +64,65 @@ class Live(Protocol):
         """What else has tensors."""
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What a checkpoint of a moment has to hold, but for the values of tensors: as far as this rank knows.
+
+    Attributes:
+        another: whether its optimizer is not the one that makes the steps.
+        names: of tensors.
+        state: what is no tensor.
+    """
+
+    another: bool
+    names: tuple[str, ...]
+    state: Mapping[str, Any]
+
+
+def what_is_due(live: Live, contents: Contents) -> Due:
+    """Of a checkpoint of `contents` as they are now; no collective call."""
+    stream = live.stream
+    state = {
+        "step": stream.step,
+        "samples": stream.position,
+        "position": stream.state_dict(),
+        "schedule": live.schedule and live.schedule.state_dict(),
+    }
+    # Two of one class have the same names: only by itself is one told from the other.
+    return Due(live.optimizers is not contents.optimizers, tuple(_due(live)), state)
+
+
+def prove_what_was_due(path: Path, due: Due, processes: Processes) -> Verdict | None:
+    """What is wrong with a checkpoint that was begun when that was `due`; the same on every rank; collective."""
+    try:
+        mine = _lacks(Checkpoint.open(path), due)
+    except CheckpointError as error:  # the other ranks wait for what this one has found
+        mine = [f"it cannot be read: {error}"]
+    return _tell(path, _all_find(mine, processes))
+
+
 def prove(checkpoint: Checkpoint, live: Live, contents: Contents) -> Verdict | None:
     """What is wrong with a checkpoint of `contents`, saved just now; the same on every rank; collective."""
-    processes, manifest = live.processes, checkpoint.manifest
-    kept = {name.removesuffix(EACH) for name in manifest.tensors} | set(manifest.state.get("optimizer", {}))
-    # Two of one class have the same names: only by itself is one told from the other.
-    mine = [ANOTHER] if live.optimizers is not contents.optimizers else []
-    mine += [f"{name} is not in it" for name in _due(live) if name not in kept] + _state(checkpoint, live)
-    told = everyones(mine[:SHOWN], processes.world_group, processes.device)
-    found = list(dict.fromkeys(line for lines in told for line in lines))
+    processes = live.processes
+    found = _all_find(_lacks(checkpoint, what_is_due(live, contents)), processes)
     if not found:
         try:
             check_digests(checkpoint, contents.parts(), processes.world_group, processes.device)
         except CheckpointError as error:
             found = [f"it does not hold what the ranks hold: {str(error).partition(': ')[2]}"]
+    return _tell(checkpoint.path, found)
+
+
+def _all_find(mine: list[str], processes: Processes) -> list[str]:
+    told = everyones(mine[:SHOWN], processes.world_group, processes.device)
+    return list(dict.fromkeys(line for lines in told for line in lines))
+
+
+def _tell(path: Path, found: list[str]) -> Verdict | None:
     if not found:
         return None
-    what = f"a resume from {checkpoint.path.name} would not go on as the run does: {found[0]}"
+    what = f"a resume from {path.name} would not go on as the run does: {found[0]}"
     remedy = f"do not resume from it; {NAMED if ANOTHER in found else REPORT}"
     return Verdict("checkpoint_unproven", what, tuple(found[1:]), remedy)
 
@@ -93,13 +141,18 @@ def _due(live: Live) -> Iterator[str]:
         yield from (entry.name for entry, _ in other.parts())
 
 
-def _state(checkpoint: Checkpoint, live: Live) -> list[str]:
-    """What of it that is no tensor is not as it is now."""
-    manifest, stream = checkpoint.manifest, live.stream
-    pairs: dict[str, tuple[Any, Any]] = {
-        "step": (manifest.step, stream.step),
-        "samples": (manifest.samples, stream.position),
-        "position": (manifest.state.get("stream"), stream.state_dict()),
-        "schedule": (manifest.state.get("schedule"), live.schedule and live.schedule.state_dict()),
+def _lacks(checkpoint: Checkpoint, due: Due) -> list[str]:
+    """What of that it has not, or otherwise."""
+    manifest = checkpoint.manifest
+    kept = {name.removesuffix(EACH) for name in manifest.tensors} | set(manifest.state.get("optimizer", {}))
+    state: dict[str, Any] = {
+        "step": manifest.step,
+        "samples": manifest.samples,
+        "position": manifest.state.get("stream"),
+        "schedule": manifest.state.get("schedule"),
     }
-    return [f"its {name} is {kept}, and the run's {now}" for name, (kept, now) in pairs.items() if kept != now]
+    return [
+        *([ANOTHER] if due.another else []),
+        *(f"{name} is not in it" for name in due.names if name not in kept),
+        *(f"its {name} is {state[name]}, and the run's {now}" for name, now in due.state.items() if state[name] != now),
+    ]

@@ -54,8 +54,10 @@ class Saver:
         failures: saves in a row that may fail while the training goes on.
         clock: says when one is due by the time that has passed.
         saved_step: of the newest checkpoint that is committed, or that the run has begun from; -1: none.
-        prove: called after the first save that the training waits for, with the checkpoint and what it is of;
+        prove: called after the first save where the training waits for it, with the checkpoint and what it is of;
             collective.
+        expect: called where that is written beside the training, when it is begun, with what it is of; what it returns
+            is called with the path, on every rank, once it is committed; collective.
 
     Raises:
         TaskError: something that is no tensor cannot be kept; said now, not at the first save.
@@ -79,18 +81,17 @@ class Saver:
         self.failures = config.failures
         self.clock = SaveClock(config.every_seconds, counts=processes.rank == 0)
         self.saved_step = -1
-        self._contents = contents
-        self._processes = processes
-        self._config = config
+        self._contents, self._processes, self._config = contents, processes, config
         self._directory, self._run, self._generation = directory, run, generation
+        self._token = f"{run[:8]}_{generation}"
         self._warn, self._mirroring = warn, mirroring
         self._warned = self._proven = self._held_against = False
         self.prove: Callable[[Checkpoint, Contents], None] = lambda checkpoint, contents: None
-        self._good: set[Path] = set()
-        self._read: set[Path] = set()
+        self.expect: Callable[[Contents], Callable[[Path], None]] = lambda contents: lambda path: None
+        self._hold_against: Callable[[Path], None] = lambda path: None
+        self._good, self._read = set[Path](), set[Path]()
         self._most_bytes = READ_BESIDE_BYTES if self.beside else READ_BYTES
-        self._newest_bytes = 0
-        self._stage = Stage()
+        self._stage, self._newest_bytes = Stage(), 0
         self._hosts: Hosts | None = None
 
     def in_memory(self, directory: Path, hosts: Hosts | None = None) -> "Saver":
@@ -170,10 +171,8 @@ class Saver:
     def begin(self, step: int, before_commit: Callable[[], None]) -> BackgroundSave:
         """Copy what a checkpoint after `step` steps holds, and begin to write it; collective where contents are.
 
-        The one before has to be settled. What fails on this rank is told by the BackgroundSave.
-
-        Args:
-            before_commit: as of a BackgroundSave.
+        The one before has to be settled. What fails on this rank is told by the BackgroundSave, whose `before_commit`
+        this is.
         """
         contents, processes = self._contents, self._processes
         self._make_room(step)
@@ -181,6 +180,8 @@ class Saver:
         world = World(processes.world_group, processes.rank, processes.size, processes.device)
         parts, aliases, state = contents.parts(), contents.aliases(), contents.state()
         proves = not self._proven
+        if not self._held_against:
+            self._hold_against = self.expect(contents)
         try:
             portion = portion_of(parts, processes.rank, aliases, state, tells=processes.mesh.first_of_stage)
             copied, ready = self._stage.copy(portion, proves=proves)
@@ -192,8 +193,11 @@ class Saver:
         )
 
     def settled(self, step: int) -> None:
-        """What was begun for `step` is committed, and all ranks know it."""
+        """What was begun for `step` is committed, and all ranks know it; collective."""
         self.saved_step, self._proven = step, True
+        if not self._held_against:
+            self._held_against = True
+            self._hold_against(self._directory / step_name(step))
 
     def bytes_of_ranks(self) -> list[int]:
         """Of the tensors of one checkpoint, what each rank writes; collective."""
@@ -217,10 +221,6 @@ class Saver:
         if self._mirroring is not None:
             self._mirroring.finish(progress)
             self.tidy()  # what was kept only to be brought
-
-    @property
-    def _token(self) -> str:
-        return f"{self._run[:8]}_{self._generation}"
 
     def _header(self, step: int) -> Header:
         layout, samples = str(self._processes.mesh.layout), self._contents.stream.position

@@ -4,6 +4,7 @@ All ranks read the same agreements and hold their rounds at the same steps, so a
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import final
 
 from allranks.checkpointing.checkpoint import Checkpoint
@@ -13,7 +14,7 @@ from allranks.stepping.alike import everyones
 from allranks.stepping.pace import STEPS, explain_pace
 from allranks.stepping.session import Session
 from allranks.training.comparing import CHECKPOINT, Comparing, Findings
-from allranks.training.proof import prove
+from allranks.training.proof import prove, prove_what_was_due, what_is_due
 from allranks.training.snapshot import Contents
 from allranks.verdict import Verdict
 
@@ -81,3 +82,16 @@ class Sentinels:
         """
         if CHECKPOINT not in self._findings.told:
             self._findings.conclude(CHECKPOINT, prove(checkpoint, self._session, contents), checkpoint.step)
+
+    def expect(self, contents: Contents) -> Callable[[Path], None]:
+        """Of a checkpoint of `contents` that is begun now: what holds it against the run as it is now, once it is
+        committed. Both raise as `prove`; the second is collective.
+        """
+        due = what_is_due(self._session, contents)
+
+        def hold(path: Path) -> None:
+            if CHECKPOINT not in self._findings.told:
+                verdict = prove_what_was_due(path, due, self._session.processes)
+                self._findings.conclude(CHECKPOINT, verdict, int(due.state["step"]))
+
+        return hold

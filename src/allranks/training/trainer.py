@@ -92,7 +92,7 @@ class Trainer:
         self._num_skipped = 0
         self._skips = Skips(session, self._tell)
         self._sentinels = Sentinels(session, self._tell)
-        saver.prove = self._sentinels.prove
+        saver.prove, saver.expect = self._sentinels.prove, self._sentinels.expect
         self._heart = heartbeat.current()
         self._heart.order(session.stream.num_samples if session.stream.order == "map" else None)
         told = (stopwatch, self._heart, recorder, self._tell)
