@@ -66,19 +66,36 @@ class Moment:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Part:
+    """One thing in a stretch of work: FLOPs, a message, or (neither) a wait.
+
+    Attributes:
+        flops: that are computed; message: (axis, op, bytes) of what travels.
+        unit: whose parameters the message gathers; "" where it gathers none. A wait is for the oldest unit that is
+            asked for and that nothing has waited for.
+    """
+
+    flops: float = 0.0
+    message: tuple[str, str, int] | None = None
+    unit: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Work:
     """A stretch of the step as work: what is computed and what travels in it.
 
     Attributes:
         phase, block: which; "" is outside of all blocks.
-        flops: of one such stretch; messages: (axis, op, bytes) of one; times: how many follow one another.
+        parts: of one such stretch, in order; times: how many follow one another.
+        turn: the same for what belongs to one forward or one backward of a micro-step through a stage; it rises.
     """
 
     phase: str
     block: str
-    flops: float
-    messages: tuple[tuple[str, str, int], ...]
+    parts: tuple[Part, ...]
     times: int = 1
+    turn: int = 0
 
 
 @final
@@ -95,7 +112,7 @@ class RankRehearsal:
         sequence: every collective of the traced step, in order.
         flops: floating-point operations, what is computed again counted again.
         moments: the step, stretch by stretch.
-        works: the same as work.
+        works: the same as work, in order: with what stands for several micro-steps as often as it happens.
         micro_steps: forwards of the step.
         traced: blocks that were traced; blocks: that there are.
         host_peak_bytes, host_by_category: the same of what waits in the host's memory; transfers: what crosses.

@@ -108,7 +108,7 @@ def test_a_failed_spare_interrupts_nothing_but_is_missing_later() -> None:
 
 
 def test_a_rack_that_begins_in_a_spare_takes_running_nodes_too() -> None:
-    """One spare and a rack of two: one of the two is the run's. It waits for it, and has lost what came after a save."""
+    """One spare and a rack of two: one of the two is the run's, which waits for it and loses what came after a save."""
     found = live(history((250.0, Scope.RACK, 4, 1000.0), nodes=5), spares=1)
 
     assert found.interruptions[0] == 1
