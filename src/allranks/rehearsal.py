@@ -167,9 +167,12 @@ class Remedy:
 
     Attributes:
         change: a config key with its value, or "--layout L".
-        peak_bytes: of the rank that was the fullest; None: the change is refused, `because` says why.
+        peak_bytes: on the fullest of the ranks that were rehearsed with it, one of each stage that was rehearsed
+            without it; None: the change is refused, `because` says why.
         slower: the part by which a step takes longer, 0.3 for 30%; below 0: it is faster; None: nobody knows.
         by: what says so: "estimate" (the planner's) or "FLOPs" (counted).
+        margin_bytes: that have to stay free beside the peak, which is more where the change leaves more fragments.
+        fits: whether it fits then, in the device's memory and in the host's; None: the change is refused.
     """
 
     change: str
@@ -177,6 +180,8 @@ class Remedy:
     because: str = ""
     slower: float | None = None
     by: str = ""
+    margin_bytes: float = 0.0
+    fits: bool | None = None
 
 
 @final
