@@ -70,7 +70,8 @@ def test_a_finding_may_fail() -> None:
 
 
 def test_the_document_is_the_designs() -> None:
-    told = replace(rehearsal(rank(20)), remedies=(Remedy("layout.recompute=full", 300, slower=0.3, by="estimate"),))
+    full = Remedy("layout.recompute=full", 300, slower=0.3, by="estimate", margin_bytes=50.0, fits=True)
+    told = replace(rehearsal(rank(20)), remedies=(full,))
     document = json.loads(json.dumps(told.to_json(), allow_nan=False))
     assert document["fits"] is True
     found = document["ranks"]["20"]
@@ -81,4 +82,5 @@ def test_the_document_is_the_designs() -> None:
     assert timeline[1]["live_by_category"] == {"weights": 100, "activations": 400}
     assert document["remedies"] == [
         {"change": "layout.recompute=full", "peak_bytes": 300, "because": "", "slower": 0.3, "by": "estimate"}
+        | {"margin_bytes": 50.0, "fits": True}
     ]

@@ -66,19 +66,36 @@ class Moment:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Part:
+    """One thing in a stretch of work: FLOPs, a message, or (neither) a wait.
+
+    Attributes:
+        flops: that are computed; message: (axis, op, bytes) of what travels.
+        unit: whose parameters the message gathers; "" where it gathers none. A wait is for the oldest unit that is
+            asked for and that nothing has waited for.
+    """
+
+    flops: float = 0.0
+    message: tuple[str, str, int] | None = None
+    unit: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Work:
     """A stretch of the step as work: what is computed and what travels in it.
 
     Attributes:
         phase, block: which; "" is outside of all blocks.
-        flops: of one such stretch; messages: (axis, op, bytes) of one; times: how many follow one another.
+        parts: of one such stretch, in order; times: how many follow one another.
+        turn: the same for what belongs to one forward or one backward of a micro-step through a stage; it rises.
     """
 
     phase: str
     block: str
-    flops: float
-    messages: tuple[tuple[str, str, int], ...]
+    parts: tuple[Part, ...]
     times: int = 1
+    turn: int = 0
 
 
 @final
@@ -95,7 +112,7 @@ class RankRehearsal:
         sequence: every collective of the traced step, in order.
         flops: floating-point operations, what is computed again counted again.
         moments: the step, stretch by stretch.
-        works: the same as work.
+        works: the same as work, in order: with what stands for several micro-steps as often as it happens.
         micro_steps: forwards of the step.
         traced: blocks that were traced; blocks: that there are.
         host_peak_bytes, host_by_category: the same of what waits in the host's memory; transfers: what crosses.
@@ -150,9 +167,12 @@ class Remedy:
 
     Attributes:
         change: a config key with its value, or "--layout L".
-        peak_bytes: of the rank that was the fullest; None: the change is refused, `because` says why.
+        peak_bytes: on the fullest of the ranks that were rehearsed with it, one of each stage that was rehearsed
+            without it; None: the change is refused, `because` says why.
         slower: the part by which a step takes longer, 0.3 for 30%; below 0: it is faster; None: nobody knows.
         by: what says so: "estimate" (the planner's) or "FLOPs" (counted).
+        margin_bytes: that have to stay free beside the peak, which is more where the change leaves more fragments.
+        fits: whether it fits then, in the device's memory and in the host's; None: the change is refused.
     """
 
     change: str
@@ -160,6 +180,8 @@ class Remedy:
     because: str = ""
     slower: float | None = None
     by: str = ""
+    margin_bytes: float = 0.0
+    fits: bool | None = None
 
 
 @final

@@ -1,6 +1,6 @@
 """What moves in a rehearsed step: messages between ranks, and transfers between a device and its host. Values only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, final
 
 COPIES_OF_EXPERTS: Final = "copies of experts"
@@ -46,6 +46,8 @@ class Message:
         across: the ranks of its group, where these run several stages of a pipeline; () of one stage's, and of a send
             or receive.
         waits: whether the rank goes on only when the others have come.
+        after: FLOPs of its stretch of the step that come before it; unit: whose parameters it gathers ahead of use, ""
+            of all else. Neither has to be alike on all ranks.
     """
 
     axis: str
@@ -61,6 +63,8 @@ class Message:
     only: tuple[int, ...] = ()
     across: tuple[int, ...] = ()
     waits: bool = False
+    after: float = field(default=0.0, compare=False)
+    unit: str = field(default="", compare=False)
 
     @property
     def travels(self) -> bool:

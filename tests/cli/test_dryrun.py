@@ -115,7 +115,9 @@ def test_the_predicted_step_is_written_for_perfetto(capsys: pytest.CaptureFixtur
     tracks = {event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}
     assert tracks == {"compute", "tp", "dp_shard"}
     bars = [event for event in document["traceEvents"] if event["ph"] == "X"]
-    assert {bar["pid"] for bar in bars} == {3} and sum(bar["dur"] for bar in bars if bar["tid"] == 0) > 0
+    assert {bar["pid"] for bar in bars} == {4} and sum(bar["dur"] for bar in bars if bar["tid"] == 1) > 0
+    end = max(bar["ts"] + bar["dur"] for bar in bars) / 1e6
+    assert end == pytest.approx(document["otherData"]["step_seconds"], abs=2e-9)
     assert document["otherData"]["layout"] == "dp_shard=2,tp=2"
 
 

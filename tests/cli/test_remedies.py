@@ -86,6 +86,33 @@ def test_the_cheapest_come_first_and_the_refused_last(monkeypatch: pytest.Monkey
     ]
 
 
+def test_each_says_whether_it_fits_then_on_all_stages_beside_its_own_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputing leaves the fullest stage less than the other one; halves of micro-batches leave a larger margin."""
+    asked_for = []
+
+    def answer(question: whole.Question) -> Rehearsal:
+        asked_for.append(question.ranks)
+        if question.layout.recompute == "full":
+            told = rehearsal(replace(rank(0, 950)), replace(rank(3, 300), stage=1))
+        else:
+            told = replace(rehearsal(rank(0, 500), replace(rank(3, 700), stage=1)), margin_bytes=250.0)
+        if question.layout.offload != "none":
+            told = replace(told, host_capacity_bytes=-1.0)
+        return told if question.layout.recompute != "selective" else replace(told, margin_bytes=300.0)
+
+    monkeypatch.setattr(whole, "rehearse", answer)
+    asked = Asked(
+        ("llama3-8b", "train.global_batch=8", "train.micro_batch=2", "task.chunk=64"), GPUS, "pp=2,dp_shard=2"
+    )
+    told = rehearsal(rank(0, 900), rank(1, 899), replace(rank(3, 980), stage=1), replace(rank(2, 979), stage=1))
+    found = {one.change: (one.peak_bytes, one.margin_bytes, one.fits) for one in find_remedies(asked, told)}
+    assert set(asked_for) == {(0, 3)}, "the fullest rank of each stage"
+    assert found["layout.recompute=full"] == (950, 100.0, False), "the first stage is the fullest then"
+    assert found["layout.recompute=selective"] == (700, 300.0, True)
+    assert found["train.micro_batch=1"] == (700, 250.0, True)
+    assert found["layout.offload=activations"] == (700, 250.0, False), "the host has no room"
+
+
 def test_what_the_planner_does_not_see_costs_its_flops() -> None:
     asked = Asked(("llama3-8b", "train.global_batch=8"), GPUS, "fsdp")
     from allranks.cli.rehearsed_question import question_of
@@ -104,6 +131,11 @@ def test_each_is_rehearsed() -> None:
     told = whole.rehearse(question_of(asked))
     by_change = {remedy.change: remedy for remedy in find_remedies(asked, told)}
     assert set(by_change) == set(changes_of(asked))
+    assert all(
+        one.fits is True and one.margin_bytes > whole.CONTEXT_BYTES for one in by_change.values() if one.peak_bytes
+    )
+    margins = {change: one.margin_bytes for change, one in by_change.items()}
+    assert margins["layout.recompute=selective"] > margins["train.micro_batch=2"]
     for change in ("layout.recompute=full", "train.micro_batch=2", "--layout dp_shard=4"):
         saved = by_change[change].peak_bytes
         assert saved is not None and saved < told.peak_bytes, change

@@ -107,6 +107,21 @@ def test_a_failed_spare_interrupts_nothing_but_is_missing_later() -> None:
     assert spent(found)["waiting"] == pytest.approx(750.0 - 285.0)
 
 
+def test_a_rack_that_begins_in_a_spare_takes_running_nodes_too() -> None:
+    """One spare and a rack of two: one of the two is the run's, which waits for it and loses what came after a save."""
+    found = live(history((250.0, Scope.RACK, 4, 1000.0), nodes=5), spares=1)
+
+    assert found.interruptions[0] == 1
+    assert spent(found) == pytest.approx({"redone": 50.0, "detecting": 10.0, "restarting": 50.0, "waiting": 965.0})
+
+
+def test_a_rack_of_spares_alone_interrupts_nothing() -> None:
+    found = live(history((100.0, Scope.RACK, 4, 2000.0), (250.0, Scope.NODE, 0, 500.0), nodes=6), spares=2)
+
+    assert found.interruptions[0] == 1  # the node's, which has no spare then
+    assert spent(found)["waiting"] == pytest.approx(750.0 - 285.0)
+
+
 def test_a_node_that_is_back_is_a_spare_again() -> None:
     found = live(history((100.0, Scope.NODE, 4, 50.0), (250.0, Scope.NODE, 0, 500.0), nodes=5), spares=1)
 

@@ -3,16 +3,19 @@
 import importlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from allranks.layout import Layout
 from allranks.planning.hardware import find_cluster
 from allranks.rehearsing.dryrun import World, rehearse_rank
-from allranks.rehearsing.whole import CONTEXT_BYTES, Question, fragment_bytes, rehearse
+from allranks.rehearsing.whole import CONTEXT_BYTES, Question, fragment_bytes, margin_bytes, rehearse
 from allranks.training.prepare import resolve_layout
 from tests.rehearsing.tasks import Tokens, configured, rehearsed
+from tests.test_rehearsal import rank
 
 
 def question(cluster: str, layout: str, *ranks: int, layers: int = 3) -> Question:
@@ -35,6 +38,16 @@ def test_on_gpus_there_is_a_margin() -> None:
     assert told.decisions == (
         "4 of 7 blocks were traced, because blocks of one kind do the same; --full-trace traces all",
     )
+
+
+def test_the_margin_is_that_of_the_rank_that_needs_most_with_its_own() -> None:
+    """The second one has the smaller peak, and more of it comes and goes."""
+    ranks = [
+        replace(rank(0, 1000), by_category={"weights": 900, "activations": 100}),
+        replace(rank(1, 950), by_category={"weights": 50, "activations": 900}),
+    ]
+    assert margin_bytes(ranks, Layout()) == pytest.approx(CONTEXT_BYTES + 950 + 0.12 * 900 - 1000)
+    assert margin_bytes(ranks[:1], Layout()) == pytest.approx(CONTEXT_BYTES + 0.12 * 100)
 
 
 BENCH = Path(__file__).parents[2] / "bench"

@@ -45,8 +45,8 @@ def test_all_of_it() -> None:
     told = replace(
         rehearsal(rank(0, 600, Finding("unsharded", "w lies whole", "cut it")), rank(63)),
         remedies=(
-            Remedy("layout.recompute=full", 250, slower=0.301, by="estimate"),
-            Remedy("task.chunk=1024", 700, slower=0.02, by="FLOPs"),
+            Remedy("layout.recompute=full", 250, slower=0.301, by="estimate", margin_bytes=90.0, fits=True),
+            Remedy("task.chunk=1024", 700, slower=0.02, by="FLOPs", margin_bytes=340.0, fits=False),
             Remedy("layout.sharding=full", None, "there is nobody"),
         ),
         decisions=("4 of 10 blocks were traced, because blocks of one kind do the same",),
@@ -58,8 +58,10 @@ def test_all_of_it() -> None:
     text = "\n".join(lines)
     for part in (
         *("What fills rank 0 at its peak (backward of layers.3)", "activations  500 B    83%"),
-        *("task.py:3 forward", "rank 0: w lies whole; cut it", "layout.recompute=full  250 B   350 B  +30% (estimate)"),
-        *("task.chunk=1024        700 B  -100 B  +2% FLOPs", "layout.sharding=full       -       -  there is nobody"),
+        *("task.py:3 forward", "rank 0: w lies whole; cut it"),
+        "layout.recompute=full  250 B   350 B    90 B   yes  +30% (estimate)",
+        "task.chunk=1024        700 B  -100 B   340 B    no  +2% FLOPs",
+        "layout.sharding=full       -       -       -     -  there is nobody",
         *("kernels of CUDA", "4 of 10 blocks were traced"),
     ):
         assert part in text

@@ -2,107 +2,99 @@
 
 import io
 import json
+import random
 import subprocess
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from allranks.layout import Layout
-from allranks.named_models import find_model
-from allranks.plan import Choice
-from allranks.planning.estimate import estimate
-from allranks.planning.hardware import find_cluster
-from allranks.rehearsal import Work
-from allranks.rehearsed_messages import COPIES_OF_EXPERTS
-from allranks.reporting.step_trace import STAGES_FROM, make_trace
+from allranks.plan import Estimate
+from allranks.reporting.step_trace import FIRST, STAGES_FROM, make_trace, microseconds
 from allranks.reporting.timeline import make_timeline
-from tests.test_rehearsal import rank, rehearsal
+from tests.reporting.test_step_order import done, fsdp, planned, turns_of
+from tests.test_rehearsal import rehearsal
 
-WORKS = (
-    Work("forward", "layers.1", 2e12, (("dp_shard", "all-gather", 1000), ("tp", "all-reduce", 500)), 3),
-    Work("backward", "layers.1", 4e12, (("dp_shard", "reduce-scatter", 2000),), 3),
-)
+READERS: tuple[Callable[[float], int], ...] = (round, int)
+"""How Perfetto makes nanoseconds of the thousandfold of a time: it rounds it, and cut it once."""
 
 
-def trace(layout: Layout) -> tuple[dict[str, Any], Any]:
+def trace(layout: Layout, layers: int = 4, batch: int = 64) -> tuple[dict[str, Any], Estimate]:
     """(a trace, the estimate that its seconds are from)."""
-    told = rehearsal(replace(rank(), works=WORKS, flops=18e12))
-    cluster = find_cluster("8x8:a100-80g")
-    found = estimate(find_model("llama3-8b").profile(), cluster, Choice(layout, 64, 1))
-    return json.loads(json.dumps(make_trace(told, found), allow_nan=False)), found
+    found = planned(layout, batch)
+    works = turns_of(found, 0) if layout.pp > 1 else fsdp(layers, found.choice.micro_steps)
+    return json.loads(json.dumps(make_trace(rehearsal(done(works)), found), allow_nan=False)), found
 
 
 def check_format(document: dict[str, Any]) -> None:
-    """Trace Event Format: an object with traceEvents; complete events (X) have ts and dur, metadata (M) a name."""
+    """Trace Event Format: an object with traceEvents; complete events (X) have ts and dur, metadata (M) a name.
+
+    And what Perfetto asks for besides: no process and no thread 0, and bars of a track follow one another in the whole
+    nanoseconds that it reads.
+    """
     assert document["displayTimeUnit"] in ("ms", "ns")
     assert isinstance(document["otherData"], dict)
     named = {(e["pid"], e["tid"]) for e in document["traceEvents"] if e["ph"] == "M" and e["name"] == "thread_name"}
     for event in document["traceEvents"]:
         assert event["ph"] in ("X", "M")
         assert isinstance(event["name"], str) and event["name"]
-        assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["args"], dict)
+        assert type(event["pid"]) is type(event["tid"]) is int and isinstance(event["args"], dict)
+        assert event["pid"] >= 1 and event["tid"] >= 1
         if event["ph"] == "M":
             assert event["name"] in ("process_name", "thread_name") and isinstance(event["args"]["name"], str)
         else:
             assert event["ts"] >= 0 and event["dur"] >= 0 and (event["pid"], event["tid"]) in named
-    by_track: dict[tuple[int, int], float] = {}
-    for event in (e for e in document["traceEvents"] if e["ph"] == "X"):
-        track = event["pid"], event["tid"]
-        assert event["ts"] >= by_track.get(track, 0.0) - 0.002  # bars of a track follow one another
-        by_track[track] = event["ts"] + event["dur"]
+    for read in READERS:
+        ended: defaultdict[tuple[int, int], int] = defaultdict(int)
+        for event in (e for e in document["traceEvents"] if e["ph"] == "X"):
+            track, start = (event["pid"], event["tid"]), read(event["ts"] * 1000)
+            assert start >= ended[track], event
+            ended[track] = start + read(event["dur"] * 1000)
 
 
-def test_a_rank_computes_and_sends_as_long_as_the_estimate_says() -> None:
-    document, found = trace(Layout(dp_shard=8, tp=8))
+def test_a_long_trace_has_no_bars_that_overlap() -> None:
+    document, found = trace(Layout(dp_shard=8, tp=8), layers=32, batch=16 * 8)
     check_format(document)
     bars = [event for event in document["traceEvents"] if event["ph"] == "X"]
-    seconds: dict[int, float] = {}
-    for bar in bars:
-        seconds[bar["tid"]] = seconds.get(bar["tid"], 0.0) + bar["dur"] / 1e6
-    time = found.time
-    assert seconds[0] == pytest.approx(time.compute + time.recompute + time.optimizer, rel=1e-3)
-    rows = {row.axis: row.seconds for row in found.traffic}
-    assert seconds[1] == pytest.approx(rows["dp"], rel=1e-3)
-    assert seconds[2] == pytest.approx(rows["tp"], rel=1e-3)
-    gather = next(bar for bar in bars if bar["name"] == "all-gather")
-    assert gather["args"] == {"bytes": 1000, "for": "forward layers.1"}
+    assert len(bars) > 3000
+    end = max(bar["ts"] + bar["dur"] for bar in bars)
+    assert end / 1e6 == pytest.approx(found.step_seconds.expected, abs=2e-9)
 
 
-def test_messages_of_tp_stop_the_computation_and_those_of_data_do_not() -> None:
-    document, _ = trace(Layout(dp_shard=8, tp=8))
-    bars = [event for event in document["traceEvents"] if event["ph"] == "X"]
-    first, second = [bar for bar in bars if bar["tid"] == 0][:2]
-    reduce = next(bar for bar in bars if bar["name"] == "all-reduce")
-    assert second["ts"] == pytest.approx(reduce["ts"] + reduce["dur"], abs=0.01)
-    assert reduce["ts"] == pytest.approx(first["ts"] + first["dur"], abs=0.01)
+def test_a_trace_of_a_pipeline_has_none_either() -> None:
+    document, found = trace(Layout(pp=4, dp_shard=2, tp=8), batch=256)
+    check_format(document)
+    own = [event for event in document["traceEvents"] if event["ph"] == "X" and event["pid"] == FIRST]
+    assert {"bubble", "forward layers.0", "backward layers.0", "optimizer"} <= {bar["name"] for bar in own}
+    assert max(bar["ts"] + bar["dur"] for bar in own) / 1e6 == pytest.approx(found.step_seconds.expected, abs=2e-9)
 
 
-def test_messages_of_experts_have_a_track_and_what_their_copies_sum_counts_as_data() -> None:
-    messages = (
-        ("ep", "all-to-all", 1000),
-        ("dp_replicate", "all-reduce", 3000),
-        (COPIES_OF_EXPERTS, "all-reduce", 1000),
-    )
-    told = rehearsal(replace(rank(), works=(Work("backward", "layers.1", 2e12, messages),), flops=2e12))
-    choice = Choice(Layout(dp_replicate=8, ep=4), 64, 1)
-    found = estimate(find_model("mixtral-8x7b").profile(), find_cluster("1x8:h200"), choice)
-    seconds = {row.axis: row.seconds for row in found.traffic}
-    document = make_trace(told, found)
-    check_format(json.loads(json.dumps(document)))
-    events = document["traceEvents"]
-    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    bars = {tracks[event["tid"]]: event for event in events if event["ph"] == "X" and event["tid"]}
-    assert {name: bar["dur"] / 1e6 for name, bar in bars.items()} == {
-        "ep": pytest.approx(seconds["ep"], rel=1e-3),
-        "dp_replicate": pytest.approx(seconds["dp"] * 3 / 4, rel=1e-3),
-        COPIES_OF_EXPERTS: pytest.approx(seconds["dp"] / 4, rel=1e-3),
+def test_both_readers_see_the_same_nanoseconds() -> None:
+    random.seed(1)
+    for number in [*range(3000), *(random.randrange(10**13) for _ in range(3000))]:
+        assert {read(microseconds(number) * 1000) for read in READERS} == {number}
+    assert microseconds(1_500) == 1.5
+
+
+def test_ranks_and_tracks_are_named() -> None:
+    document, found = trace(Layout(dp_shard=8, tp=8))
+    names = {(e["pid"], e["tid"], e["name"]): e["args"]["name"] for e in document["traceEvents"] if e["ph"] == "M"}
+    assert names == {
+        (1, 1, "process_name"): "rank 0, stage 0",
+        (1, 1, "thread_name"): "compute",
+        (1, 2, "thread_name"): "dp_shard",
+        (1, 3, "thread_name"): "tp",
     }
+    gather = next(event for event in document["traceEvents"] if event["name"] == "all-gather")
+    assert gather["tid"] == 2 and gather["args"] == {"bytes": 1000, "for": "layers.0"}
+    about = document["otherData"]
+    assert about["step_seconds"] == found.step_seconds.expected and 0 < about["data_messages_shortened"]["0"] <= 1
 
 
 def test_stages_have_their_bubbles() -> None:
     document, found = trace(Layout(pp=4, dp_shard=2, tp=8))
-    check_format(document)
     bars = [event for event in document["traceEvents"] if event["ph"] == "X" and event["pid"] >= STAGES_FROM]
     assert {bar["pid"] - STAGES_FROM for bar in bars} == {0, 1, 2, 3}
     timeline = make_timeline(found.choice, found.time)
@@ -112,9 +104,10 @@ def test_stages_have_their_bubbles() -> None:
         assert waiting / 1e6 == pytest.approx(timeline.seconds - busy, rel=1e-3) and waiting > 0
 
 
-def test_perfetto_reads_it() -> None:
+@pytest.mark.parametrize("layout", [Layout(dp_shard=8, tp=8), Layout(pp=4, dp_shard=2, tp=8)])
+def test_perfetto_reads_it(layout: Layout) -> None:
     perfetto = pytest.importorskip("perfetto.trace_processor", reason="Perfetto's trace processor is not installed")
-    document, _ = trace(Layout(dp_shard=8, tp=8))
+    document, _ = trace(layout, layers=32)
     bars = [event for event in document["traceEvents"] if event["ph"] == "X"]
     try:
         processor = perfetto.TraceProcessor(trace=io.BytesIO(json.dumps(document).encode()))

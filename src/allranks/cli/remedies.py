@@ -8,7 +8,7 @@ from allranks.cli.planned_model import is_task
 from allranks.cli.rehearsed_question import Asked, choice_of, profile_of, question_of
 from allranks.errors import AllranksError
 from allranks.layout import Layout
-from allranks.rehearsal import Rehearsal, Remedy
+from allranks.rehearsal import RankRehearsal, Rehearsal, Remedy
 
 if TYPE_CHECKING:
     from allranks.rehearsing.whole import Question
@@ -17,25 +17,36 @@ STRING = "--layout "
 
 
 def find_remedies(asked: Asked, told: Rehearsal) -> list[Remedy]:
-    """Changes that save memory, each rehearsed on the fullest rank: by what they cost of speed; the refused ones last.
+    """Changes that save memory: by what they cost of speed; the refused ones last.
 
-    Those that save nothing come behind those that do.
+    Each is rehearsed on the fullest rank of each stage, because another stage may be the fullest then. Those that save
+    nothing come behind those that do.
     """
     from allranks.rehearsing.whole import rehearse
 
     fullest = max(told.ranks.values(), key=lambda rank: rank.peak_bytes)
-    speed = Speed.of(question_of(asked), fullest.flops)
+    speed, ranks = Speed.of(question_of(asked), fullest.flops), ",".join(map(str, _fullest_of_stages(told)))
     found = []
     for change in changes_of(asked):
         try:
-            question = question_of(replace(changed(asked, change), ranks=str(fullest.rank)))
-            (rank,) = rehearse(question).ranks.values()
+            question = question_of(replace(changed(asked, change), ranks=ranks))
+            then = rehearse(question)
         except AllranksError as error:
             found.append(Remedy(change, None, str(error)))
         else:
-            slower, by = speed.compare(question, rank.flops)
-            found.append(Remedy(change, rank.peak_bytes, slower=slower, by=by))
+            slower, by = speed.compare(question, then.ranks[fullest.rank].flops)
+            margin, fits = then.margin_bytes, then.fits
+            found.append(Remedy(change, then.peak_bytes, slower=slower, by=by, margin_bytes=margin, fits=fits))
     return sorted(found, key=lambda remedy: _order(remedy, fullest.peak_bytes))
+
+
+def _fullest_of_stages(told: Rehearsal) -> list[int]:
+    """Of each stage that was rehearsed the rank with the largest peak."""
+    found: dict[int, RankRehearsal] = {}
+    for rank in told.ranks.values():
+        if rank.stage not in found or rank.peak_bytes > found[rank.stage].peak_bytes:
+            found[rank.stage] = rank
+    return [rank.rank for rank in found.values()]
 
 
 def _order(remedy: Remedy, peak_bytes: int) -> tuple[int, float, float]:

@@ -34,11 +34,11 @@ from allranks.rehearsing.replay import (
     add_messages,
     add_transfers,
     find_peak,
-    list_works,
 )
 from allranks.rehearsing.shortening import NotShortened, follow_blocks, shorten
 from allranks.rehearsing.units import watch_units
 from allranks.rehearsing.watch import Watch
+from allranks.rehearsing.works import list_works
 from allranks.rehearsing.world import fake_world, launched_as
 from allranks.stepping.loss_window import check_window
 from allranks.stepping.recomputing import check_recomputing

@@ -110,16 +110,19 @@ class Lanes:
         self.now = until
 
     def _fail(self, lanes: Array) -> None:
-        """The next failure of these lanes: it hits the run, an idle spare, or a node that is not there."""
+        """The next failure of these lanes: it hits the run, idle spares alone, or a node that is not there.
+
+        A rack takes its first node and then idle spares as far as they go: more than these are the run's.
+        """
         history, runs, event = self.histories, self.runs[lanes], self.event[lanes]
         scope, place = history.scopes[runs, event], history.places[runs, event] * history.nodes
         self.event[lanes] += 1
         self._bring_back(lanes)
         there = self.nodes[lanes] + self.spares[lanes] - self.out[lanes]
-        hit, idle = place < self.running[lanes], place < there
-        self._send_away(
-            lanes, np.where(hit | idle, np.minimum(self.lost_nodes[scope], there), 0.0), history.repairs[runs, event]
-        )
+        running = self.running[lanes]
+        lost = np.where(place < there, np.minimum(self.lost_nodes[scope], there), 0.0)
+        hit = (place < running) | ((running > 0) & (lost > there - running))
+        self._send_away(lanes, lost, history.repairs[runs, event])
         struck, scope = lanes[hit], scope[hit]
         self.interruptions[struck] += 1
         self._roll_back(struck, scope)

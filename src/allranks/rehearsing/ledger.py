@@ -53,6 +53,7 @@ class Stretch:
         changes: (storage, bytes more or less).
         messages: of collectives, in order; flops: in it.
         transfers: (what, to which of "host" and "device", bytes), in order.
+        waits: (messages, FLOPs) that come before each wait for gathered parameters.
         deeds: (number of changes before it, what a unit does from there on).
     """
 
@@ -64,6 +65,7 @@ class Stretch:
     flops: float = 0.0
     deeds: list[tuple[int, Any]] = field(default_factory=list)
     transfers: list[tuple[str, str, int]] = field(default_factory=list)
+    waits: list[tuple[int, float]] = field(default_factory=list)
 
 
 @final
@@ -75,6 +77,7 @@ class Ledger:
         resting: what was alive when the recording began.
         module: whose what is made now is.
         place: (category, module) of what is made now, where that is known from the place; None: it is not.
+        gathering: the unit whose parameters are asked for now; "": of none.
         round_to: bytes that the device's allocator hands out at once.
         uses_host: whether anything has ever lain in the host's memory.
     """
@@ -84,6 +87,7 @@ class Ledger:
         self.resting: list[tuple[Stored, int]] = []
         self.module = ""
         self.place: tuple[Category, str] | None = None
+        self.gathering = ""
         self.uses_host = False
         self._making: Memory | None = None
         self._round_to = round_to

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from allranks.rehearsal import CATEGORIES, Category, Holding, Work
+from allranks.rehearsal import CATEGORIES, Category, Holding
 from allranks.rehearsed_messages import Collective, Message, Transfer
 from allranks.rehearsing.ledger import Memory, Stored, Stretch
 from allranks.rehearsing.places import starred
@@ -224,19 +224,6 @@ def add_transfers(stretches: Sequence[Stretch], repeats: Repeats) -> tuple[Trans
             count[what, to] += times
             sizes[what, to] += num_bytes * times
     return tuple(Transfer(what, to, sizes[what, to], number) for (what, to), number in sorted(count.items()))
-
-
-def list_works(stretches: Sequence[Stretch], repeats: Repeats) -> tuple[Work, ...]:
-    """The stretches in which something is computed or travels."""
-    found = []
-    for stretch, times in zip(stretches, repeats.in_number(stretches), strict=True):
-        messages = tuple((m.axis, m.op, m.num_bytes) for m in stretch.messages if m.travels and not m.once)
-        if stretch.flops or messages:
-            found.append(Work(stretch.phase, stretch.block, stretch.flops, messages, times))
-        buckets = tuple((m.axis, m.op, m.num_bytes) for m in stretch.messages if m.once)
-        if buckets:
-            found.append(Work(stretch.phase, stretch.block, 0.0, buckets))
-    return tuple(found)
 
 
 def add_flops(stretches: Sequence[Stretch], repeats: Repeats) -> float:

@@ -35,11 +35,14 @@ def _inside(
     def call(*args: Any, **kwargs: Any) -> Any:
         if method.__name__ == "post_backward":
             _mark_gradients(group, ledger, unit)
-        outer, ledger.place = ledger.place, (category, unit)
+        if method.__name__ == "wait_for_unshard" and group._all_gather_result is not None and ledger.now is not None:
+            ledger.now.waits.append((len(ledger.now.messages), ledger.now.flops))
+        outer = ledger.place, ledger.gathering
+        ledger.place, ledger.gathering = (category, unit), unit if method.__name__ == "unshard" else ""
         try:
             return method(*args, **kwargs)
         finally:
-            ledger.place = outer
+            ledger.place, ledger.gathering = outer
 
     return call
 

@@ -136,7 +136,10 @@ class Watch(TorchDispatchMode):
         only = (dist.get_rank(),) if alone else self._names.only(group)
         across = () if short in ("send", "recv_") else self._names.across(group)
         alike = terms_of(short, args), even_bytes(short, args), only, across, waits
-        message = Message(axis, collective_name(short), num_bytes, group.size(), line, once, members, uneven, *alike)
+        where = now.flops, self._ledger.gathering
+        message = Message(
+            axis, collective_name(short), num_bytes, group.size(), line, once, members, uneven, *alike, *where
+        )
         now.messages.append(message)
 
 

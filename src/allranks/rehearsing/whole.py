@@ -1,6 +1,6 @@
 """A whole dry run: the ranks that were asked for, what they have in common, and whether they fit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -69,7 +69,7 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
         ranks[rank] = rehearse_rank(
             question.task, question.config, world, rank, full=question.full, crossings=crossings
         )
-    fullest, there = max(ranks.values(), key=lambda told: told.peak_bytes), host_capacity_bytes(cluster)
+    there = host_capacity_bytes(cluster)
     capacity = USABLE * cluster.device.memory_bytes if on_cuda else cluster.device.memory_bytes
     return Rehearsal(
         model=question.model,
@@ -78,7 +78,7 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
         world_size=layout.world_size,
         ranks=ranks,
         capacity_bytes=capacity,
-        margin_bytes=CONTEXT_BYTES + fragment_bytes(fullest, layout) if on_cuda else 0.0,
+        margin_bytes=margin_bytes(ranks.values(), layout) if on_cuda else 0.0,
         findings=tuple(compare_ranks(ranks)),
         decisions=tuple(_describe(question, ranks)),
         unrehearsed=(
@@ -89,6 +89,12 @@ def rehearse(question: Question, tell: Callable[[str], None] = lambda line: None
         host_capacity_bytes=None if there is None else there / world.per_node,
         host_bandwidth=cluster.host_bandwidth,
     )
+
+
+def margin_bytes(ranks: Collection[RankRehearsal], layout: Layout) -> float:
+    """What has to stay free on a GPU beside the largest peak, so that the rank that needs most with its own fits."""
+    needed = max(told.peak_bytes + fragment_bytes(told, layout) for told in ranks)
+    return CONTEXT_BYTES + needed - max(told.peak_bytes for told in ranks)
 
 
 def fragment_bytes(told: RankRehearsal, layout: Layout) -> float:

@@ -198,15 +198,16 @@ def _findings(told: Rehearsal) -> Group | None:
 def _remedies(told: Rehearsal) -> Table | None:
     if not told.remedies:
         return None
-    table = _table(("change", "peak", "saves", "step"), right=1, last_left=True)
+    table = _table(("change", "peak", "saves", "margin", "fits", "step"), right=1, last_left=True)
     for remedy in told.remedies:
         if remedy.peak_bytes is None:
-            table.add_row(remedy.change, "-", "-", remedy.because)
+            table.add_row(remedy.change, "-", "-", "-", "-", remedy.because)
         else:
             saved = told.peak_bytes - remedy.peak_bytes
             sign = "" if saved >= 0 else "-"
             sizes = format_bytes(remedy.peak_bytes), sign + format_bytes(abs(saved))
-            table.add_row(remedy.change, *sizes, _slower(remedy))
+            fits = "yes" if remedy.fits else "no"
+            table.add_row(remedy.change, *sizes, format_bytes(remedy.margin_bytes), fits, _slower(remedy))
     return table
 
 

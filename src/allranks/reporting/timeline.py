@@ -143,14 +143,14 @@ def _needs(action: Action, num_stages: int) -> Iterator[Action]:
         yield Action("backward", action.stage + 1, action.micro_step)
 
 
-def make_timeline(choice: Choice, time: StepTime) -> Timeline:
-    """The step of a Choice.
+def make_timeline(choice: Choice, time: StepTime, *, whole: bool = False) -> Timeline:
+    """The step of a Choice; with `whole` all its micro-steps, however many they are.
 
     Seconds are those of the Estimate: of what a rank computes (and waits for messages of its micro-steps) a third is
     forwards and two thirds backwards, to which comes what is computed again.
     """
     layout = choice.layout
-    shown = _num_shown(layout, choice.micro_steps)
+    shown = choice.micro_steps if whole else _num_shown(layout, choice.micro_steps)
     visits = choice.micro_steps * (layout.num_stages // layout.pp)
     forward = (time.compute + time.tensor + time.context + time.expert + time.pipeline) / 3 / visits
     backward = 2 * forward + time.recompute / visits
