@@ -14,7 +14,7 @@ from allranks.request import TrainRequest
 from allranks.surviving.launch import launch_without_gpus
 from allranks.training.prepare import prepare
 from allranks.verifying import observation as look
-from allranks.verifying.answer import Answer, cannot
+from allranks.verifying.answer import Answer, cannot, equal_steps
 from allranks.verifying.determinism import find_noise, incomparable
 from allranks.verifying.evidence import Evidence
 from allranks.verifying.findings import Finding
@@ -100,7 +100,8 @@ def _verify(plan: Plan, num_steps: int, size: Size) -> Answer:
                 low = _run_lowered(plan, errand)
             findings, lowered = _in_low_precision(plan, low)
             notes = (*notes, *lowered)
-    return Answer(tuple(findings), one, tuple(record.run for record in ranks), evidence.world, notes=notes)
+    runs, equal = tuple(record.run for record in ranks), equal_steps(evidence) if findings else {}
+    return Answer(tuple(findings), one, runs, evidence.world, notes=notes, equal_steps=equal)
 
 
 def too_small(dataset: Any, plan: Plan) -> Answer | None:
