@@ -125,6 +125,25 @@ def test_what_they_are_made_in_is_right(layout: str, words: tuple[str, ...]) -> 
     assert answer.exit_code == 0, str(answer)
 
 
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("layout", "words", "kind", "axis", "factor"),
+    [
+        ("dp_replicate=2,dp_shard=2", ("task.mutant=sum for mean",), "S9", "dp_replicate*dp_shard", "data ranks = 4"),
+        ("dp_shard=2,tp=2", ("task.mutant=norms of a part, in steps", DEEP_BLOCKS), "S15", "tp", ""),
+        ("dp_shard=2,tp=2", ("task.mutant=sum for mean", DEEP_BLOCKS), "S16", "dp_shard*tp", "dp_shard or tp = 2"),
+    ],
+)
+def test_axis_and_factor_of_a_mistake_under_two_axes(
+    layout: str, words: tuple[str, ...], kind: str, axis: str, factor: str
+) -> None:
+    answer = verify(str(PROGRAMS / "law_mutants.py"), layout, *words)
+    found = answer.findings[0]
+    assert (found.verdict.kind, found.axis, found.factor) == (kind, axis, factor), str(answer)
+    assert "beside that" in str(answer) and "first step" not in str(answer)
+
+
 def test_every_mistake_is_in_the_list() -> None:
     listed = {(mistake.program, mistake.name) for mistake in OURS}
     made = {("mutants", name) for name in mutants.MISTAKES} | {("law_mutants", name) for name in law_mutants.MISTAKES}
