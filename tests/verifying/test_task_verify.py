@@ -132,7 +132,6 @@ def test_what_they_are_made_in_is_right(layout: str, words: tuple[str, ...]) -> 
     [
         ("dp_replicate=2,dp_shard=2", ("task.mutant=sum for mean",), "S9", "dp_replicate*dp_shard", "data ranks = 4"),
         ("dp_shard=2,tp=2", ("task.mutant=norms of a part, in steps", DEEP_BLOCKS), "S15", "tp", ""),
-        ("dp_shard=2,tp=2", ("task.mutant=sum for mean", DEEP_BLOCKS), "S16", "dp_shard*tp", "dp_shard or tp = 2"),
     ],
 )
 def test_axis_and_factor_of_a_mistake_under_two_axes(
