@@ -7,6 +7,7 @@ import torch
 
 from allranks.request import TrainRequest
 from allranks.training.prepare import prepare
+from allranks.verifying import task_ranks
 from allranks.verifying.judge import judge
 from allranks.verifying.task_ranks import MOST_VALIDATED, Errand, ledger, run_task_rank, shorten_validation
 from allranks.verifying.task_verify import evidence_of, run_task_alone
@@ -41,10 +42,11 @@ def test_a_long_validation_split_is_cut() -> None:
     assert len(task.dataset("validation")) == MOST_VALIDATED and cut == [203]
 
 
-def test_how_long_a_validation_split_is_that_was_cut_is_kept(tmp_path: Path) -> None:
-    request = TrainRequest(task_spec=POINTS, overrides=(*WORDS, "task.num_points=400"), layout="single", device="cpu")
+def test_how_long_a_validation_split_is_that_was_cut_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_ranks, "MOST_VALIDATED", 13)
+    request = TrainRequest(task_spec=POINTS, overrides=WORDS, layout="single", device="cpu")
     one = run_task_alone(Errand(request, 2, str(tmp_path)))
-    assert one.run.error == "" and one.whole_validation == 100
+    assert one.run.error == "" and one.whole_validation == 50
 
 
 def test_a_ledger_as_numbers() -> None:
